@@ -1,0 +1,29 @@
+"""Pure tensor functions: every formula of the library, one subject a file."""
+
+from torchace.functional.ace import amended_cross_entropy
+from torchace.functional.binary import binary_amended_cross_entropy
+from torchace.functional.calibration import brier_score, calibration_error
+from torchace.functional.decomposition import bias_variance_covariance
+from torchace.functional.diversity import ambiguity, disagreement, mutual_information, pairwise_cross_entropy
+from torchace.functional.gamma import diversity_from_gamma, gamma_from_diversity
+from torchace.functional.gradients import average_gradients
+from torchace.functional.ncl import negative_correlation
+from torchace.functional.prediction import ensemble_log_probs, ensemble_probs
+
+__all__ = [
+    "ambiguity",
+    "amended_cross_entropy",
+    "average_gradients",
+    "bias_variance_covariance",
+    "binary_amended_cross_entropy",
+    "brier_score",
+    "calibration_error",
+    "disagreement",
+    "diversity_from_gamma",
+    "ensemble_log_probs",
+    "ensemble_probs",
+    "gamma_from_diversity",
+    "mutual_information",
+    "negative_correlation",
+    "pairwise_cross_entropy",
+]

@@ -1,0 +1,45 @@
+"""Small helpers shared by the functions of this package; no formula of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchace import _checks
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """The type to compute in: float32 for half precision, else the tensor's own."""
+    return torch.float32 if tensor.dtype in HALF else tensor.dtype
+
+
+def along_members(values: Tensor, like: Tensor) -> Tensor:
+    """One value a member, `(K,)`, shaped to broadcast against `(K, ...)`."""
+    return values.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def reduced(losses: Tensor, reduction: str) -> Tensor:
+    """A score a sample, reduced over samples."""
+    if reduction == "mean":
+        return losses.mean()
+    return losses.sum() if reduction == "sum" else losses
+
+
+def member_mean(losses: Tensor, sample_weight: Tensor | None, reduction: str) -> Tensor:
+    """Losses of each member's own elements, `(K, N, ...)`: weighted, reduced for each member, summed over members."""
+    if sample_weight is None:
+        if reduction == "mean":
+            return losses.flatten(1).mean(1).sum()
+        return losses.sum() if reduction == "sum" else losses
+    weight = _checks.checked_sample_weight(sample_weight, losses.shape[0], tuple(losses.shape[1:]), losses)
+    # where, not a product: an element that does not count may have an infinite loss
+    weighted = torch.where(weight == 0, 0.0, losses * weight)
+    if reduction == "none":
+        return weighted
+    if reduction == "mean":
+        total = weight.expand_as(losses).flatten(1).sum(1)
+        sums = weighted.flatten(1).sum(1)
+        return torch.where(total == 0, 0.0, sums / torch.where(total == 0, 1.0, total)).sum()
+    return weighted.sum()

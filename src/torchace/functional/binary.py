@@ -1,0 +1,82 @@
+"""Amended cross entropy for sigmoid outputs: binary and multi-label classification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchace import _checks
+from torchace.functional._members import along_members, compute_dtype, member_mean
+
+
+def binary_amended_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    diversity: float | Tensor,
+    *,
+    member_weights: Tensor | Sequence[float] | None = None,
+    sample_weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
+    mixture: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    r"""The Amended Cross Entropy of K members with sigmoid outputs, summed over members.
+
+    With $H$ the cross entropy of two Bernoulli distributions, for each output,
+
+    $$e^k = H(p, q^k) - \lambda \sum_{j \ne k} \alpha^j H(q^j, q^k), \qquad
+    \frac{\partial e^k}{\partial z^k} = (1 - \lambda)(q^k - p) + \lambda(\bar q - p)$$
+
+    With λ=0 or K=1 it is `torch.nn.functional.binary_cross_entropy_with_logits`, summed over members.
+
+    Args:
+        logits: Members' logits, `(K, N, ...)`: one a sample, or one for each of its labels.
+        target: Probabilities of the positive class, `(N, ...)`; 0 and 1 for hard labels.
+        diversity: λ in [0, 1], a number or a 0-dimensional tensor.
+        member_weights: The paper's α, `(K,)`; uniform unless given.
+        sample_weight: `(N, ...)` for all members or `(K, N, ...)` for each; axes left out at the end are broadcast. The
+            mean divides by the weights' sum over a member's elements.
+        pos_weight: Weight of the positive class, broadcast against the target, for example one for each label.
+        mixture: $\sum_j \alpha^j q^j$ computed elsewhere, `(N, ...)`; `member_weights` are then those of the members at
+            hand and need not sum to 1.
+        reduction: `"mean"` or `"sum"` over elements, then summed over members; `"none"` returns `(K, N, ...)`.
+
+    Returns:
+        A scalar, or `(K, N, ...)`; in float32 for half-precision logits.
+
+    Example:
+        >>> logits = torch.tensor([[2.0], [0.0]], requires_grad=True)
+        >>> binary_amended_cross_entropy(logits, torch.tensor([1.0]), 0.5).backward()
+        >>> logits.grad
+        tensor([[-0.2144],
+                [-0.4048]])
+    """
+    _checks.check_members_first(logits, "logits")
+    _checks.check_diversity(diversity)
+    _checks.check_reduction(reduction)
+    _checks.check_same_shape(target, logits, "logits")
+    _checks.check_binary_target(target)
+    z = logits.to(compute_dtype(logits))
+    p = target.to(z)
+    alpha = _checks.checked_member_weights(member_weights, z.shape[0], like=z, partial=mixture is not None)
+    alpha = along_members(alpha, z)
+    s: float | Tensor = 1.0
+    if pos_weight is not None:
+        _checks.check_broadcasts(pos_weight, "pos_weight", p)
+        s = 1 + (pos_weight.detach().to(z) - 1) * p  # v·p + 1 - p
+    if isinstance(diversity, Tensor):
+        diversity = diversity.detach().to(z.dtype)
+
+    q = z.detach().sigmoid()  # detached: the others are constants in the paper's derivation
+    if mixture is None:
+        mixture = (alpha * q).sum(0)
+    else:
+        _checks.check_mixture(mixture, logits)
+        mixture = mixture.detach().to(z)
+    others = mixture - alpha * q  # Σ_{j≠k} α^j q^j; their weights sum to 1 - α^k
+    # -a log q - b log(1-q) with log(1-q) = log q - z, where a = v·p - λ·s·others, b = 1 - p - λ·s·(1 - α^k - others)
+    b = 1 - p - diversity * s * (1 - alpha - others)
+    losses = b * z - s * (1 - diversity * (1 - alpha)) * F.logsigmoid(z)
+    return member_mean(losses, sample_weight, reduction)

@@ -1,0 +1,75 @@
+"""Negative Correlation Learning: the regression twin of Amended Cross Entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchace import _checks
+from torchace.functional._members import along_members, compute_dtype, member_mean
+
+
+def negative_correlation(
+    predictions: Tensor,
+    target: Tensor,
+    diversity: float | Tensor,
+    *,
+    member_weights: Tensor | Sequence[float] | None = None,
+    sample_weight: Tensor | None = None,
+    mixture: Tensor | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    r"""The Negative Correlation Learning loss of K regressors, summed over members.
+
+    $$e^k = \tfrac{1}{2}(F^k - Y)^2 - \frac{\lambda}{2(1 - \alpha^k)}(F^k - \bar F)^2, \qquad
+    \frac{\partial e^k}{\partial F^k} = (F^k - Y) - \lambda(F^k - \bar F)$$
+
+    The other members are constants; a member with $\alpha^k = 1$ has no second term. With λ=0 it is half the squared
+    error, summed over members.
+
+    Args:
+        predictions: Members' predictions, `(K, N, ...)`.
+        target: `(N, ...)`.
+        diversity: λ in [0, 1], a number or a 0-dimensional tensor.
+        member_weights: The weights α of $\bar F = \sum_k \alpha^k F^k$, `(K,)`; uniform unless given.
+        sample_weight: `(N, ...)` for all members or `(K, N, ...)` for each; axes left out at the end are broadcast. The
+            mean divides by the weights' sum over a member's elements.
+        mixture: $\bar F$ computed elsewhere, `(N, ...)`; `member_weights` are then those of the members at hand and
+            need not sum to 1.
+        reduction: `"mean"` or `"sum"` over elements, then summed over members; `"none"` returns `(K, N, ...)`.
+
+    Returns:
+        A scalar, or `(K, N, ...)`; in float32 for half-precision predictions.
+
+    Example:
+        >>> predictions = torch.tensor([[1.0], [3.0]], requires_grad=True)
+        >>> negative_correlation(predictions, torch.tensor([0.0]), 0.5).backward()
+        >>> predictions.grad
+        tensor([[1.5000],
+                [2.5000]])
+    """
+    _checks.check_members_first(predictions, "predictions")
+    _checks.check_diversity(diversity)
+    _checks.check_reduction(reduction)
+    _checks.check_same_shape(target, predictions, "predictions")
+    f = predictions.to(compute_dtype(predictions))
+    y = target.to(f)
+    alpha = _checks.checked_member_weights(member_weights, f.shape[0], like=f, partial=mixture is not None)
+    alpha = along_members(alpha, f)
+    if isinstance(diversity, Tensor):
+        diversity = diversity.detach().to(f.dtype)
+
+    constant = f.detach()  # the others are constants in the paper's derivation
+    if mixture is None:
+        mixture = (alpha * constant).sum(0)
+    else:
+        _checks.check_mixture(mixture, predictions)
+        mixture = mixture.detach().to(f)
+    # F^k - F̄ moves by (1 - α^k) with F^k: (1 - α^k) F^k - Σ_{j≠k} α^j F^j
+    gap = (1 - alpha) * f - (mixture - alpha * constant)
+    alone = alpha == 1
+    strength = torch.where(alone, 0.0, diversity / (2 * torch.where(alone, 1.0, 1 - alpha)))
+    losses = 0.5 * (f - y).square() - strength * gap.square()
+    return member_mean(losses, sample_weight, reduction)

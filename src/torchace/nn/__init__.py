@@ -1,0 +1,1 @@
+"""Losses, ensembles, heads and conversion as modules; no formulas, no optimizers."""

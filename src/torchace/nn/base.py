@@ -1,0 +1,115 @@
+"""What every ensemble module has in common: K members, a link, and predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchace import _checks
+from torchace.functional import average_gradients, ensemble_log_probs, ensemble_probs
+
+BATCHES = ("shared", "separate")
+
+
+class EnsembleModule(nn.Module):
+    """A module that maps an input to the members' logits `(K, N, C, ...)`.
+
+    Its predictions are the members' probabilities averaged, computed in evaluation mode and without gradients,
+    whatever mode the module is in. `member_weights` (the paper's α) are uniform until set.
+    """
+
+    member_weights: Tensor | None
+
+    def __init__(self, num_members: int, link: str = "softmax") -> None:
+        super().__init__()
+        _checks.check_count(num_members, "num_members")
+        _checks.check_choice(link, "link", _checks.LINKS)
+        self.num_members = num_members
+        self.link = link
+        self.register_buffer("member_weights", None, persistent=False)
+
+    def set_member_weights(self, member_weights: Tensor | Sequence[float] | None) -> None:
+        """Weights the members from now on in every prediction; None for uniform weights."""
+        if member_weights is None:
+            self.member_weights = None
+            return
+        like = next((p for p in self.parameters() if p.is_floating_point()), torch.empty(()))
+        like = torch.empty((), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device)
+        self.member_weights = _checks.checked_member_weights(member_weights, self.num_members, like=like)
+
+    def predict_log_proba(self, *args: Any, member_weights: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """The logarithm of the ensemble's probabilities, `(N, C, ...)`, for the input that `forward` takes."""
+        self._refuse_identity("predict_log_proba")
+        weights = self.member_weights if member_weights is None else member_weights
+        with self._evaluating():
+            return ensemble_log_probs(self(*args, **kwargs), member_weights=weights, link=self.link)
+
+    def predict_proba(self, *args: Any, member_weights: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """The ensemble's probabilities, `(N, C, ...)`, for the input that `forward` takes."""
+        self._refuse_identity("predict_proba")
+        return self.predict_log_proba(*args, member_weights=member_weights, **kwargs).exp()
+
+    def predict(self, *args: Any, member_weights: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """The ensemble's answer: class indices `(N, ...)`; 0 or 1 an output for sigmoid; the mean for regression."""
+        if self.link == "softmax":
+            return self.predict_log_proba(*args, member_weights=member_weights, **kwargs).argmax(1)
+        if self.link == "sigmoid":
+            return (self.predict_proba(*args, member_weights=member_weights, **kwargs) > 0.5).long()
+        weights = self.member_weights if member_weights is None else member_weights
+        with self._evaluating():
+            return ensemble_probs(self(*args, **kwargs), member_weights=weights, link="identity")
+
+    def _refuse_identity(self, method: str) -> None:
+        if self.link == "identity":
+            raise ValueError(f"An ensemble with link='identity' has no probabilities for {method}; use predict.")
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        training = {module: module.training for module in self.modules()}
+        self.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, mode in training.items():
+                module.training = mode
+
+
+def average_shared(values: Any, num_members: int) -> Any:
+    """`average_gradients` for every floating-point tensor in what a trunk returns: a tensor, tuple, list or dict."""
+    if isinstance(values, Tensor):
+        return average_gradients(values, num_members) if values.is_floating_point() else values
+    if isinstance(values, dict):
+        return {key: average_shared(value, num_members) for key, value in values.items()}
+    if isinstance(values, (tuple, list)):
+        return type(values)(average_shared(value, num_members) for value in values)
+    return values
+
+
+def joined(outputs: Sequence[Any]) -> Tensor:
+    """Members' outputs, one tensor each, as `(K, ...)`; an error that names the member that differs."""
+    for k, output in enumerate(outputs):
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"Member {k} returned {type(output).__name__}, but members must return one tensor of logits. "
+                "Wrap it in a module that returns the logits."
+            )
+        if output.shape != outputs[0].shape:
+            raise ValueError(
+                f"Member {k} returned shape {tuple(output.shape)}, but member 0 returned {tuple(outputs[0].shape)}. "
+                "All members must predict the same classes."
+            )
+    return torch.stack(tuple(outputs))
+
+
+def check_own_batches(x: Tensor, num_members: int) -> None:
+    """An input `(K, N, ...)` with one batch a member."""
+    if x.ndim < 2 or x.shape[0] != num_members:
+        raise ValueError(
+            f"Expected an input of shape ({num_members}, N, ...) with one batch a member for batches='separate', "
+            f"but got {tuple(x.shape)}."
+        )

@@ -1,0 +1,84 @@
+"""Several models as one: any members, with or without a shared trunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, overload
+
+from torch import Tensor, nn
+
+from torchace import _checks
+from torchace.nn.base import BATCHES, EnsembleModule, average_shared, check_own_batches, joined
+
+
+class Ensemble(EnsembleModule):
+    """Any members, of one architecture or many, computed one after another.
+
+    With a `trunk`, the members receive its output; it is computed once and gets the mean of the members' gradients.
+    Without one, the members receive the input (the paper's Algorithm 1).
+
+    Args:
+        members: Modules that return logits `(N, C, ...)`, the same shape for all.
+        trunk: What the members share, if anything.
+        link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
+
+    Example:
+        >>> ensemble = Ensemble([nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))])
+        >>> ensemble(torch.zeros(5, 4)).shape, ensemble.predict_proba(torch.zeros(5, 4)).shape
+        (torch.Size([2, 5, 3]), torch.Size([5, 3]))
+        >>> len(ensemble), ensemble[0]
+        (2, Linear(in_features=4, out_features=3, bias=True))
+    """
+
+    def __init__(self, members: Iterable[nn.Module], trunk: nn.Module | None = None, link: str = "softmax") -> None:
+        members = list(members)
+        if not members:
+            raise ValueError("Expected at least one member, but got none.")
+        for k, member in enumerate(members):
+            if not isinstance(member, nn.Module):
+                raise TypeError(f"Expected members to be modules, but member {k} is {type(member).__name__}.")
+        super().__init__(len(members), link)
+        self.trunk = trunk
+        self.members = nn.ModuleList(members)
+
+    def forward(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Tensor:
+        """The members' logits, `(K, N, C, ...)`.
+
+        Args:
+            *args: What the trunk, or each member, takes.
+            batches: `"shared"`: all members see one input. `"separate"`: the input is `(K, N, ...)`, one batch a member.
+            **kwargs: Likewise.
+        """
+        _checks.check_choice(batches, "batches", BATCHES)
+        if batches == "separate":
+            return self._forward_separate(*args, **kwargs)
+        if self.trunk is None:
+            return joined([member(*args, **kwargs) for member in self.members])
+        shared = average_shared(self.trunk(*args, **kwargs), self.num_members)
+        return joined([member(shared) for member in self.members])
+
+    def _forward_separate(self, x: Tensor, **kwargs: Any) -> Tensor:
+        check_own_batches(x, self.num_members)
+        if self.trunk is None:
+            return joined([member(own, **kwargs) for member, own in zip(self.members, x, strict=True)])
+        # one pass of the trunk over all batches, so that it is computed once here too
+        shared = average_shared(self.trunk(x.flatten(0, 1), **kwargs), self.num_members)
+        if not isinstance(shared, Tensor):
+            raise TypeError(
+                f"Expected the trunk to return one tensor with batches='separate', but got {type(shared).__name__}."
+            )
+        own_shared = shared.unflatten(0, x.shape[:2])
+        return joined([member(own) for member, own in zip(self.members, own_shared, strict=True)])
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.members)
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> nn.ModuleList: ...
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        return self.members[index]

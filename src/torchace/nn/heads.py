@@ -1,0 +1,213 @@
+"""K linear classifiers on one feature vector: SMOC and its heads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchace import _checks
+from torchace.nn.base import BATCHES, EnsembleModule, average_shared, check_own_batches
+
+
+class StackedLinear(nn.Module):
+    """K linear layers computed as one matrix product.
+
+    Member k's weights are drawn as those of an `nn.Linear` of its own, in the same order: with the same seed they equal
+    K layers created one after another.
+
+    Args:
+        in_features: D.
+        out_features: C.
+        num_members: K.
+        bias: Whether the layers have biases.
+
+    Attributes:
+        weight: `(K, C, D)`.
+        bias: `(K, C)`.
+
+    Example:
+        >>> StackedLinear(4, 3, num_members=2)(torch.zeros(5, 4)).shape
+        torch.Size([2, 5, 3])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_members: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _checks.check_count(in_features, "in_features")
+        _checks.check_count(out_features, "out_features")
+        _checks.check_count(num_members, "num_members")
+        self.in_features, self.out_features, self.num_members = in_features, out_features, num_members
+        self.weight = nn.Parameter(torch.empty(num_members, out_features, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_members, out_features, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = 1 / math.sqrt(self.in_features)  # what nn.Linear's kaiming_uniform_(a=√5) comes to
+        for k in range(self.num_members):
+            nn.init.kaiming_uniform_(self.weight[k], a=math.sqrt(5))
+            if self.bias is not None:
+                nn.init.uniform_(self.bias[k], -bound, bound)
+
+    def forward(self, x: Tensor, batches: str = "shared") -> Tensor:
+        """`(K, ..., C)` from `(..., D)`, or from `(K, ..., D)` with one batch a member (`batches="separate"`)."""
+        _checks.check_choice(batches, "batches", BATCHES)
+        if batches == "separate":
+            check_own_batches(x, self.num_members)
+            rows = x.flatten(1, -2)  # (K, M, D)
+            out = rows @ self.weight.mT if self.bias is None else torch.baddbmm(self.bias[:, None], rows, self.weight.mT)
+            return out.unflatten(1, x.shape[1:-1])
+        return self.flat(x).unflatten(-1, (self.num_members, self.out_features)).movedim(-2, 0)
+
+    def flat(self, x: Tensor) -> Tensor:
+        """All members' outputs side by side, `(..., K·C)`: what a host model that indexes its own logits can carry."""
+        return F.linear(x, self.weight.flatten(0, 1), None if self.bias is None else self.bias.flatten())
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, num_members={self.num_members}, "
+            f"bias={self.bias is not None}"
+        )
+
+
+class LowRankStackedLinear(nn.Module):
+    r"""K linear layers that share one matrix and differ by a matrix of low rank.
+
+    $$W^k = W + U^k V^k, \qquad U^k \in \mathbb{R}^{C \times r},\; V^k \in \mathbb{R}^{r \times D}$$
+
+    K·r·(C+D) parameters beyond one `nn.Linear`, instead of the (K-1)·C·D of `StackedLinear`: the paper's open question on
+    many labels. At the start an entry of $W^k$ varies as that of an `nn.Linear`, half of it from the shared matrix and
+    half from the member's own difference.
+
+    Args:
+        in_features: D.
+        out_features: C.
+        num_members: K.
+        rank: r, at most min(C, D).
+        bias: Whether there is a bias, which the members share.
+
+    Example:
+        >>> LowRankStackedLinear(64, 1000, num_members=5, rank=4)(torch.zeros(2, 64)).shape
+        torch.Size([5, 2, 1000])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_members: int,
+        rank: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _checks.check_count(in_features, "in_features")
+        _checks.check_count(out_features, "out_features")
+        _checks.check_count(num_members, "num_members")
+        _checks.check_count(rank, "rank")
+        if rank > min(in_features, out_features):
+            raise ValueError(
+                f"Expected `rank` of at most {min(in_features, out_features)}, the smaller side of the matrix, "
+                f"but got {rank}. A full-rank difference is StackedLinear."
+            )
+        self.in_features, self.out_features, self.num_members = in_features, out_features, num_members
+        self.rank = rank
+        kind: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, **kind))  # W
+        self.bias = nn.Parameter(torch.empty(out_features, **kind)) if bias else None
+        self.left = nn.Parameter(torch.empty(num_members, out_features, rank, **kind))  # U
+        self.right = nn.Parameter(torch.empty(num_members, rank, in_features, **kind))  # V
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        # nn.Linear draws from uniform(-b, b), b = 1/√D, variance b²/3. Here W has half of it, and the r products
+        # in an entry of U V the other half: variance of V b²/3, of U 1/(2r).
+        bound = 1 / math.sqrt(self.in_features)
+        nn.init.uniform_(self.weight, -bound / math.sqrt(2), bound / math.sqrt(2))
+        nn.init.uniform_(self.right, -bound, bound)
+        nn.init.uniform_(self.left, -math.sqrt(1.5 / self.rank), math.sqrt(1.5 / self.rank))
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor, batches: str = "shared") -> Tensor:
+        """`(K, ..., C)` from `(..., D)`, or from `(K, ..., D)` with one batch a member (`batches="separate"`)."""
+        _checks.check_choice(batches, "batches", BATCHES)
+        if batches == "separate":
+            check_own_batches(x, self.num_members)
+            inner = x.flatten(1, -2) @ self.right.mT  # (K, M, r)
+        else:
+            inner = F.linear(x.reshape(-1, self.in_features), self.right.flatten(0, 1))  # (M, K·r)
+            inner = inner.unflatten(-1, (self.num_members, self.rank)).movedim(-2, 0)
+        shared = F.linear(x, self.weight, self.bias)  # (..., C), or (K, ..., C)
+        lead = x.shape[1:-1] if batches == "separate" else x.shape[:-1]
+        return shared + (inner @ self.left.mT).unflatten(1, lead)
+
+    def flat(self, x: Tensor) -> Tensor:
+        """All members' outputs side by side, `(..., K·C)`: what a host model that indexes its own logits can carry."""
+        return self(x).movedim(0, -2).flatten(-2)  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, num_members={self.num_members}, "
+            f"rank={self.rank}, bias={self.bias is not None}"
+        )
+
+
+def make_head(
+    in_features: int, out_features: int, num_members: int, rank: int | None, **kwargs: Any
+) -> StackedLinear | LowRankStackedLinear:
+    """K heads: of full rank, or sharing one matrix when a rank is given."""
+    if rank is None:
+        return StackedLinear(in_features, out_features, num_members, **kwargs)
+    return LowRankStackedLinear(in_features, out_features, num_members, rank, **kwargs)
+
+
+class SMOC(EnsembleModule):
+    """Stacked Mixture Of Classifiers: one trunk, K linear classifiers on its features (the paper's Algorithm 2).
+
+    The trunk is computed once, forward and backward, and receives the mean of the classifiers' gradients.
+
+    Linear heads on one feature vector that see the same samples contract onto each other for every λ < 1: compare
+    `disagreement` before you credit diversity. `branch` parts the members earlier.
+
+    Args:
+        trunk: Maps an input to features `(N, D)`.
+        in_features: D.
+        num_classes: C.
+        num_members: K.
+        rank: Members differ by a matrix of this rank instead of a full one (`LowRankStackedLinear`).
+        link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
+
+    Example:
+        >>> smoc = SMOC(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), 8, num_classes=3, num_members=10)
+        >>> smoc(torch.zeros(5, 4)).shape
+        torch.Size([10, 5, 3])
+    """
+
+    def __init__(
+        self,
+        trunk: nn.Module,
+        in_features: int,
+        num_classes: int,
+        num_members: int,
+        rank: int | None = None,
+        link: str = "softmax",
+    ) -> None:
+        super().__init__(num_members, link)
+        self.trunk = trunk
+        self.head = make_head(in_features, num_classes, num_members, rank)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The members' logits, `(K, N, C)`."""
+        return self.head(average_shared(self.trunk(*args, **kwargs), self.num_members))  # type: ignore[no-any-return]
