@@ -1,7 +1,31 @@
 """torchace trains ensembles jointly, with one knob for how much the members may differ."""
 
-from torchace import functional
+from typing import TYPE_CHECKING, Any
+
+from torchace import functional, nn
 from torchace.functional import *  # noqa: F403
+from torchace.nn import *  # noqa: F403
+
+if TYPE_CHECKING:
+    from torchace.metrics import EnsembleMetrics
 
 __version__ = "0.1.0"
-__all__ = ["functional", *functional.__all__]
+
+# Imported when first used: torchmetrics imports matplotlib and more.
+_LAZY = {"EnsembleMetrics": "torchace.metrics"}
+
+__all__ = ["EnsembleMetrics", "functional", "nn", *functional.__all__, *nn.__all__]
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    if name == "metrics":
+        return import_module("torchace.metrics")
+    raise AttributeError(f"module 'torchace' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -158,7 +158,7 @@ def checked_member_weights(
     if member_weights is None:
         return torch.full((num_members,), 1.0 / num_members, dtype=like.dtype, device=like.device)
     if not isinstance(member_weights, Tensor):
-        member_weights = torch.as_tensor(member_weights, dtype=torch.float64)
+        member_weights = torch.as_tensor(member_weights, dtype=torch.float64, device="cpu")
     if shape_of(member_weights) != (num_members,):
         raise ValueError(
             f"Expected `member_weights` of shape ({num_members},), one for each member, "
@@ -182,10 +182,11 @@ def checked_member_weights(
     return member_weights.to(dtype=like.dtype, device=like.device)
 
 
-def check_target(target: object, logits: Tensor, *, ignore_index: int = -100) -> bool:
+def check_target(target: object, logits: Tensor, *, ignore_index: int | None = -100) -> bool:
     """The target of logits `(K, N, C, ...)`; returns whether it holds class probabilities (not indices).
 
-    Class indices are integers `(N, ...)`, probabilities floating-point `(N, C, ...)`.
+    Class indices are integers `(N, ...)`, probabilities floating-point `(N, C, ...)`. With `ignore_index=None` every
+    sample counts.
     """
     check_tensor(target, "target")
     assert isinstance(target, Tensor)
@@ -207,7 +208,7 @@ def check_target(target: object, logits: Tensor, *, ignore_index: int = -100) ->
                 "Expected class probabilities in `target`, but some are negative or NaN. "
                 "If they are logits, use target.softmax(1)."
             )
-        if ignore_index >= 0:
+        if ignore_index is not None and ignore_index >= 0:
             raise ValueError(
                 f"Expected class indices with ignore_index={ignore_index}, but got class probabilities. "
                 "Mask samples with `sample_weight` instead."
@@ -231,11 +232,15 @@ def check_target(target: object, logits: Tensor, *, ignore_index: int = -100) ->
     if can_read(target) and target.numel():
         low, high = (int(bound) for bound in torch.aminmax(target))
         if low < 0 or high >= logits.shape[2]:
-            outside = (target != ignore_index) & ((target < 0) | (target >= logits.shape[2]))
+            index = target.long()  # comparisons in a narrow type wrap around
+            outside = (index < 0) | (index >= logits.shape[2])
+            also = ""
+            if ignore_index is not None:
+                outside &= index != ignore_index
+                also = f" or ignore_index={ignore_index}"
             if bool(outside.any()):
                 raise ValueError(
-                    f"Expected class indices in [0, {logits.shape[2] - 1}] or ignore_index={ignore_index}, "
-                    f"but got {int(target[outside][0])}."
+                    f"Expected class indices in [0, {logits.shape[2] - 1}]{also}, but got {int(index[outside][0])}."
                 )
     return False
 
@@ -271,9 +276,7 @@ def checked_sample_weight(sample_weight: object, num_members: int, samples: tupl
     assert isinstance(sample_weight, Tensor)
     given = shape_of(sample_weight)
     rest = len(samples) - 1
-    if given == samples:
-        weight = sample_weight
-    elif given == (num_members, *samples):
+    if given == samples or given == (num_members, *samples):
         weight = sample_weight
     elif given == samples[:1]:
         weight = sample_weight.reshape(*given, *[1] * rest).expand(samples)

@@ -9,6 +9,7 @@ from torchace.functional.gamma import diversity_from_gamma, gamma_from_diversity
 from torchace.functional.gradients import average_gradients
 from torchace.functional.ncl import negative_correlation
 from torchace.functional.prediction import ensemble_log_probs, ensemble_probs
+from torchace.functional.weights import fit_member_weights, mixture_cross_entropy
 
 __all__ = [
     "ambiguity",
@@ -22,7 +23,9 @@ __all__ = [
     "diversity_from_gamma",
     "ensemble_log_probs",
     "ensemble_probs",
+    "fit_member_weights",
     "gamma_from_diversity",
+    "mixture_cross_entropy",
     "mutual_information",
     "negative_correlation",
     "pairwise_cross_entropy",

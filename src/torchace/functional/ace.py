@@ -66,7 +66,7 @@ def amended_cross_entropy(
         >>> logits = torch.tensor([[[2.0, 0.0]], [[0.0, 0.0]]], requires_grad=True)
         >>> loss = amended_cross_entropy(logits, torch.tensor([0]), 0.5)
         >>> loss
-        tensor(0.3648, grad_fn=<AceCpuBackward>)
+        tensor(0.3651, grad_fn=<AceCpuBackward>)
         >>> loss.backward()
         >>> logits.grad
         tensor([[[-0.2144,  0.2144]],
@@ -102,11 +102,11 @@ def amended_cross_entropy(
         target = target.to(like)
         counted = factor
     else:
+        target = target.long()  # before the comparison: -100 wraps around to 156 in uint8
         ignored = target == ignore_index
         if not _checks.can_read(target) or bool(ignored.any()):
             target = target.masked_fill(ignored, 0)
             factor = (~ignored).to(like.dtype) if factor is None else factor.masked_fill(ignored, 0)
-        target = target.long()
         # torch's mean divides by the weights of the samples' own classes, label smoothing or not
         counted = factor if weight is None else (weight[target] if factor is None else factor * weight[target])
 

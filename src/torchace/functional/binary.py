@@ -62,10 +62,11 @@ def binary_amended_cross_entropy(
     p = target.to(z)
     alpha = _checks.checked_member_weights(member_weights, z.shape[0], like=z, partial=mixture is not None)
     alpha = along_members(alpha, z)
-    s: float | Tensor = 1.0
+    vp = p
     if pos_weight is not None:
         _checks.check_broadcasts(pos_weight, "pos_weight", p)
-        s = 1 + (pos_weight.detach().to(z) - 1) * p  # v·p + 1 - p
+        vp = pos_weight.detach().to(z) * p
+    s = vp + (1 - p)
     if isinstance(diversity, Tensor):
         diversity = diversity.detach().to(z.dtype)
 
@@ -76,7 +77,8 @@ def binary_amended_cross_entropy(
         _checks.check_mixture(mixture, logits)
         mixture = mixture.detach().to(z)
     others = mixture - alpha * q  # Σ_{j≠k} α^j q^j; their weights sum to 1 - α^k
-    # -a log q - b log(1-q) with log(1-q) = log q - z, where a = v·p - λ·s·others, b = 1 - p - λ·s·(1 - α^k - others)
+    a = vp - diversity * s * others
     b = 1 - p - diversity * s * (1 - alpha - others)
-    losses = b * z - s * (1 - diversity * (1 - alpha)) * F.logsigmoid(z)
+    # two logsigmoids, not log(1-q) = log q - z: a confident and right output keeps its small gradient
+    losses = -(a * F.logsigmoid(z) + b * F.logsigmoid(-z))
     return member_mean(losses, sample_weight, reduction)

@@ -34,7 +34,7 @@ def brier_score(probs: Tensor, target: Tensor) -> Tensor:
 def brier_scores(probs: Tensor, target: Tensor) -> Tensor:
     """The Brier score of each sample, `(N, ...)`; the values of `probs` are not checked."""
     q = probs.to(compute_dtype(probs))
-    if _checks.check_target(target, probs[None]):
+    if _checks.check_target(target, probs[None], ignore_index=None):
         return (q - target.to(q)).square().sum(1)
     index = target.long().unsqueeze(1)
     return (q - torch.zeros_like(q).scatter(1, index, 1.0)).square().sum(1)
@@ -59,30 +59,41 @@ def calibration_error(probs: Tensor, target: Tensor, num_bins: int = 15) -> Tens
         tensor(0.3000)
     """
     _checks.check_probs(probs)
-    return bins_error(calibration_bins(probs, target, num_bins))
+    return bins_error(calibration_bins(probs, target, num_bins)).to(compute_dtype(probs))
 
 
 class CalibrationBins(NamedTuple):
     """Sums over the samples of each bin, `(num_bins,)` each; bins of several batches add up."""
 
-    count: Tensor
+    samples: Tensor
     confidence: Tensor
     correct: Tensor
 
 
-def calibration_bins(probs: Tensor, target: Tensor, num_bins: int = 15) -> CalibrationBins:
-    """Samples sorted into bins by the probability of their predicted class; values of `probs` are not checked."""
+def calibration_bins(
+    probs: Tensor, target: Tensor, num_bins: int = 15, *, counted: Tensor | None = None
+) -> CalibrationBins:
+    """Samples sorted into bins by the probability of their predicted class; values of `probs` are not checked.
+
+    Args:
+        probs: Probabilities, `(N, C, ...)`.
+        target: Class indices, `(N, ...)`.
+        num_bins: Bins of equal width in [0, 1].
+        counted: Which samples count, `(N, ...)`; all unless given.
+    """
     _checks.check_count(num_bins, "num_bins")
-    if _checks.check_target(target, probs[None]):
+    if _checks.check_target(target, probs[None], ignore_index=None):
         raise TypeError("Expected class indices in `target`, but got class probabilities. Use target.argmax(1).")
     confidence, choice = probs.to(compute_dtype(probs)).max(1)
     confidence, correct = confidence.flatten(), (choice == target).flatten()
     # bin b holds [b, b + 1) / num_bins; a confidence of 1 belongs to the last
     index = (confidence * num_bins).long().clamp(0, num_bins - 1)
     sums = torch.stack([torch.ones_like(confidence), confidence, correct.to(confidence.dtype)]).double()
+    if counted is not None:
+        sums = sums * counted.flatten()
     return CalibrationBins(*sums.new_zeros(3, num_bins).index_add(1, index, sums))
 
 
 def bins_error(bins: CalibrationBins) -> Tensor:
-    """The calibration error of accumulated bins."""
-    return ((bins.correct - bins.confidence).abs().sum() / bins.count.sum()).float()
+    """The calibration error of accumulated bins, in float64."""
+    return (bins.correct - bins.confidence).abs().sum() / bins.samples.sum()

@@ -53,7 +53,7 @@ def bias_variance_covariance(predictions: Tensor, target: Tensor) -> BiasVarianc
         ([0.25, 0.125, 0.125], 0.5)
     """
     _checks.check_tensor(predictions, "predictions")
-    if predictions.ndim < 3:
+    if predictions.ndim < 3 or 0 in predictions.shape[:2]:
         raise ValueError(
             f"Expected `predictions` of shape (T, K, N, ...), trainings first, but got {tuple(predictions.shape)}."
         )

@@ -135,6 +135,6 @@ def _log_probs(logits: Tensor, member_weights: Tensor | Sequence[float] | None) 
 
 def _expected(values: Tensor, target: Tensor, logits: Tensor) -> Tensor:
     """Σ_c p_c · values, `(N, ...)`, of values `(N, C, ...)`."""
-    if _checks.check_target(target, logits):
+    if _checks.check_target(target, logits, ignore_index=None):
         return (target.to(values) * values).sum(1)
     return values.gather(1, target.long().unsqueeze(1)).squeeze(1)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchace import _checks
 from torchace.kernels.terms import Terms
 
 # Elements of a piece: log-probabilities and probabilities of 2 MiB each in float32, measured best on two cores with
@@ -26,7 +27,7 @@ PIECE = 1 << 19
 
 def loss(logits: Tensor, terms: Terms, composite: Callable[[Tensor], Tensor]) -> Tensor:
     """The summed loss, a scalar. `composite` is the same loss in plain PyTorch, for second derivatives."""
-    return AceCpu.apply(logits, terms, composite)  # type: ignore[no-any-return]
+    return AceCpu.apply(logits, terms, composite)  # type: ignore[no-untyped-call]
 
 
 class AceCpu(torch.autograd.Function):
@@ -39,7 +40,7 @@ class AceCpu(torch.autograd.Function):
             value = composite(logits).item()
         # logits: for a second derivative; the very input, not a copy
         ctx.save_for_backward(logits, gradient)
-        return torch.tensor(value, dtype=terms.alpha.dtype)
+        return torch.tensor(value, dtype=terms.alpha.dtype, device=logits.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
@@ -48,14 +49,16 @@ class AceCpu(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: differentiate what this gradient was derived from
             (gradient,) = torch.autograd.grad(ctx.composite(logits), logits, grad, create_graph=True)
             return gradient, None, None
-        if grad.item() != 1.0:
-            gradient = gradient * grad.to(gradient.dtype)
-        return gradient, None, None
+        if not _checks.can_read(grad) or grad.item() != 1.0:  # not read: a batch of gradients, under vmap
+            gradient = gradient * grad
+        return gradient.to(logits.dtype), None, None
 
 
 def _value_and_gradient(logits: Tensor, terms: Terms, *, want_gradient: bool) -> tuple[float, Tensor | None]:
     num_members, num_samples = logits.shape[:2]
-    gradient = torch.empty_like(logits) if want_gradient else None
+    # float16 is kept in float32: rounded before a loss scale is applied, it would underflow all the same
+    dtype = torch.float32 if logits.dtype == torch.float16 else logits.dtype
+    gradient = torch.empty_like(logits, dtype=dtype) if want_gradient else None
     size = max(1, PIECE * num_samples // logits.numel())
     diversity = float(terms.diversity)
     total = 0.0
@@ -82,7 +85,7 @@ def _value_and_gradient(logits: Tensor, terms: Terms, *, want_gradient: bool) ->
         if gradient is not None:
             if gradient.dtype == q.dtype:
                 torch.add(b, q, alpha=1 - diversity, out=gradient[:, piece])
-            else:  # half precision: rounded once, here
+            else:  # bfloat16: rounded once, here
                 gradient[:, piece] = torch.add(b, q, alpha=1 - diversity)
     return total, gradient
 
@@ -110,7 +113,7 @@ def _shared_terms(
     if weight is not None:
         hit = (1 - smoothing) * weight[index]
         s = hit + smoothing * weight.mean()
-    b = torch.zeros(log_q.shape[1:], dtype=log_q.dtype) if mixture is None else mixture * (diversity * s)
+    b = log_q.new_zeros(log_q.shape[1:]) if mixture is None else mixture * (diversity * s)
     b.scatter_add_(1, index, b.new_full(index.shape, smoothing - 1) if hit is None else -hit)
     if smoothing:
         spread = smoothing / log_q.shape[2]
@@ -119,7 +122,7 @@ def _shared_terms(
 
 
 def _part(scale: float | Tensor, piece: slice, log_q: Tensor) -> float | Tensor:
-    """The scale of this piece's samples, shaped to broadcast over classes: a number, `(n, 1, ...)`, `(K, n, 1, ...)`."""
+    """The scale of this piece's samples, broadcast over classes: a number, `(n, 1, ...)` or `(K, n, 1, ...)`."""
     if isinstance(scale, float):
         return scale
     if scale.ndim == log_q.ndim - 2:

@@ -1,1 +1,17 @@
 """Losses, ensembles, heads and conversion as modules; no formulas, no optimizers."""
+
+from torchace.nn.ensemble import Ensemble
+from torchace.nn.heads import SMOC, LowRankStackedLinear, StackedLinear
+from torchace.nn.losses import AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, NegativeCorrelationLoss
+from torchace.nn.weights import MemberWeights
+
+__all__ = [
+    "SMOC",
+    "AmendedCrossEntropyLoss",
+    "BinaryAmendedCrossEntropyLoss",
+    "Ensemble",
+    "LowRankStackedLinear",
+    "MemberWeights",
+    "NegativeCorrelationLoss",
+    "StackedLinear",
+]

@@ -38,7 +38,9 @@ class EnsembleModule(nn.Module):
             self.member_weights = None
             return
         like = next((p for p in self.parameters() if p.is_floating_point()), torch.empty(()))
-        like = torch.empty((), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device)
+        like = torch.empty(
+            (), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device
+        )
         self.member_weights = _checks.checked_member_weights(member_weights, self.num_members, like=like)
 
     def predict_log_proba(self, *args: Any, member_weights: Tensor | None = None, **kwargs: Any) -> Tensor:

@@ -46,7 +46,7 @@ class Ensemble(EnsembleModule):
 
         Args:
             *args: What the trunk, or each member, takes.
-            batches: `"shared"`: all members see one input. `"separate"`: the input is `(K, N, ...)`, one batch a member.
+            batches: `"shared"`: all members see one input. `"separate"`: one batch a member, `(K, N, ...)`.
             **kwargs: Likewise.
         """
         _checks.check_choice(batches, "batches", BATCHES)

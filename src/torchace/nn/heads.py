@@ -65,7 +65,9 @@ class StackedLinear(nn.Module):
         if batches == "separate":
             check_own_batches(x, self.num_members)
             rows = x.flatten(1, -2)  # (K, M, D)
-            out = rows @ self.weight.mT if self.bias is None else torch.baddbmm(self.bias[:, None], rows, self.weight.mT)
+            out = (
+                rows @ self.weight.mT if self.bias is None else torch.baddbmm(self.bias[:, None], rows, self.weight.mT)
+            )
             return out.unflatten(1, x.shape[1:-1])
         return self.flat(x).unflatten(-1, (self.num_members, self.out_features)).movedim(-2, 0)
 
@@ -85,9 +87,9 @@ class LowRankStackedLinear(nn.Module):
 
     $$W^k = W + U^k V^k, \qquad U^k \in \mathbb{R}^{C \times r},\; V^k \in \mathbb{R}^{r \times D}$$
 
-    K·r·(C+D) parameters beyond one `nn.Linear`, instead of the (K-1)·C·D of `StackedLinear`: the paper's open question on
-    many labels. At the start an entry of $W^k$ varies as that of an `nn.Linear`, half of it from the shared matrix and
-    half from the member's own difference.
+    K·r·(C+D) parameters beyond one `nn.Linear`, instead of the (K-1)·C·D of `StackedLinear`: the paper's open question
+    on many labels. At the start an entry of $W^k$ varies as that of an `nn.Linear`, half of it from the shared matrix
+    and half from the member's own difference.
 
     Args:
         in_features: D.
@@ -155,7 +157,7 @@ class LowRankStackedLinear(nn.Module):
 
     def flat(self, x: Tensor) -> Tensor:
         """All members' outputs side by side, `(..., K·C)`: what a host model that indexes its own logits can carry."""
-        return self(x).movedim(0, -2).flatten(-2)  # type: ignore[no-any-return]
+        return self(x).movedim(0, -2).flatten(-2)
 
     def extra_repr(self) -> str:
         return (
@@ -210,4 +212,4 @@ class SMOC(EnsembleModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The members' logits, `(K, N, C)`."""
-        return self.head(average_shared(self.trunk(*args, **kwargs), self.num_members))  # type: ignore[no-any-return]
+        return self.head(average_shared(self.trunk(*args, **kwargs), self.num_members))

@@ -1,0 +1,95 @@
+"""Members' weights: learnt by the mixture's own cross entropy, or fitted on held-out predictions."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchace import _checks
+from torchace.functional._members import along_members, compute_dtype, reduced
+
+
+def fit_member_weights(
+    log_probs: Tensor, target: Tensor, *, max_steps: int = 10_000, tolerance: float = 1e-9
+) -> Tensor:
+    r"""The member weights α that minimise the mixture's cross entropy on held-out data, by EM.
+
+    $$\alpha = \arg\min_\alpha -\sum_n \log \sum_k \alpha^k q^k_{n, y_n}$$
+
+    The problem is convex; every EM step lowers it. Use data that the members were not trained on.
+
+    Args:
+        log_probs: Members' log-probabilities, `(K, N, C, ...)`: `logits.log_softmax(2)`.
+        target: Class indices, `(N, ...)`.
+        max_steps: Steps at most.
+        tolerance: Stops when no weight can lower the mean cross entropy by more than this.
+
+    Returns:
+        α, `(K,)`, non-negative, with sum 1.
+
+    Example:
+        >>> good, bad = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log(), torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
+        >>> fit_member_weights(torch.stack([good, bad]), torch.tensor([0, 1])).round(decimals=6)
+        tensor([1., 0.])
+    """
+    _checks.check_logits(log_probs, "log_probs")
+    if _checks.check_target(target, log_probs):
+        raise TypeError("Expected class indices in `target`, but got class probabilities. Use target.argmax(1).")
+    _checks.check_count(max_steps, "max_steps")
+    if _checks.can_read(log_probs) and bool((log_probs.isnan() | (log_probs > 1e-4)).any()):
+        raise ValueError(
+            "Expected log-probabilities, at most 0, in `log_probs`. For logits, use logits.log_softmax(2)."
+        )
+    if target.numel() == 0:
+        raise ValueError("Expected at least one sample to fit member weights on, but got none.")
+    index = target.long().unsqueeze(1).expand(log_probs.shape[0], *[-1] * (target.ndim + 1))
+    scores = log_probs.detach().double().gather(2, index).flatten(1)  # (K, N): log q^k of the true class
+    scores = scores - scores.amax(0).clamp(min=torch.finfo(torch.float64).min)  # a sample's scale cancels
+    likelihood = scores.exp()
+    alpha = torch.full_like(likelihood[:, 0], 1 / likelihood.shape[0])
+    for _ in range(max_steps):
+        mixture = (along_members(alpha, likelihood) * likelihood).sum(0)
+        # Mean over samples of q^k / q̄: the EM factor. Its largest value bounds the distance to the optimum: the cross
+        # entropy at α exceeds the least one by at most max_k log(factor^k) (duality).
+        factor = (likelihood / mixture).mean(1)
+        alpha = alpha * factor
+        alpha = alpha / alpha.sum()
+        if factor.max() <= 1 + tolerance:
+            break
+    return alpha.to(torch.float64 if log_probs.dtype == torch.float64 else torch.float32)
+
+
+def mixture_cross_entropy(logits: Tensor, target: Tensor, member_weights: Tensor, *, reduction: str = "mean") -> Tensor:
+    r"""The cross entropy of the ensemble as a function of the member weights alone.
+
+    $$H(p, \bar q) = -\sum_c p_c \log \sum_k \alpha^k q^k_c$$
+
+    Every $q^k$ is held constant: the gradient goes to α and to nothing else.
+
+    Args:
+        logits: Members' logits, `(K, N, C, ...)`.
+        target: Class indices `(N, ...)`, or class probabilities `(N, C, ...)`.
+        member_weights: α, `(K,)`, for example `MemberWeights(K)()`.
+        reduction: `"mean"` or `"sum"` over samples, `"none"` for one value a sample, `(N, ...)`.
+
+    Returns:
+        A scalar, or `(N, ...)`, in nats.
+
+    Example:
+        >>> alpha = torch.tensor([0.5, 0.5], requires_grad=True)
+        >>> logits = torch.tensor([[[0.5, 0.5]], [[0.9, 0.1]]]).log()
+        >>> mixture_cross_entropy(logits, torch.tensor([0]), alpha).backward()
+        >>> alpha.grad
+        tensor([-0.7143, -1.2857])
+    """
+    _checks.check_logits(logits)
+    _checks.check_reduction(reduction)
+    probabilities = _checks.check_target(target, logits)
+    log_q = F.log_softmax(logits.detach(), 2, dtype=compute_dtype(logits))
+    _checks.checked_member_weights(member_weights, logits.shape[0], like=log_q)
+    log_alpha = along_members(member_weights.to(log_q).log(), log_q)
+    log_mixture = torch.logsumexp(log_alpha + log_q, 0)  # (N, C, ...)
+    if probabilities:
+        return reduced(-(target.to(log_q) * log_mixture).sum(1), reduction)
+    return reduced(-log_mixture.gather(1, target.long().unsqueeze(1)).squeeze(1), reduction)

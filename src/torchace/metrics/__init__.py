@@ -1,0 +1,5 @@
+"""State over `functional`: scores accumulated over batches, as torchmetrics metrics."""
+
+from torchace.metrics.ensemble import EnsembleMetrics
+
+__all__ = ["EnsembleMetrics"]

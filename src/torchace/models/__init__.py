@@ -1,0 +1,70 @@
+"""The paper's networks, and their descriptions as plain data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from torchace.models.mlp import checked_widths, mlp
+from torchace.models.resnet import CifarResNet, cifar_resnet
+
+__all__ = ["CifarResNet", "build", "cifar_resnet", "count_layers", "mlp"]
+
+# name: (what makes it, how many layers with weights a description stands for)
+NETWORKS: dict[str, tuple[Callable[..., nn.Module], Callable[[Mapping[str, Any]], int]]] = {
+    "mlp": (mlp, lambda spec: len(checked_widths(spec["hidden"])) + 1),
+    "cifar_resnet": (cifar_resnet, lambda spec: int(spec["depth"])),
+}
+
+
+def build(architecture: Mapping[str, Any]) -> nn.Module:
+    """A fresh network from its description, the `architecture` that every network of `torchace.models` carries.
+
+    Args:
+        architecture: The network's name and its arguments, as JSON can hold them.
+
+    Returns:
+        The network, with new weights.
+
+    Example:
+        >>> network = mlp(64, 32, 10)
+        >>> network.architecture
+        {'name': 'mlp', 'in_features': 64, 'hidden': [32], 'num_classes': 10, 'dropout': 0.0}
+        >>> build(network.architecture).fc
+        Linear(in_features=32, out_features=10, bias=True)
+    """
+    arguments = check_architecture(architecture)
+    return NETWORKS[architecture["name"]][0](**arguments)
+
+
+def count_layers(architecture: Mapping[str, Any]) -> int:
+    """How many layers with weights a description stands for, without building it: what its cost is bounded by.
+
+    Example:
+        >>> count_layers({"name": "cifar_resnet", "depth": 110})
+        110
+    """
+    check_architecture(architecture)
+    return NETWORKS[architecture["name"]][1](architecture)
+
+
+def check_architecture(architecture: object) -> dict[str, Any]:
+    """The arguments in a description; unknown names and arguments are refused."""
+    if not isinstance(architecture, Mapping):
+        raise TypeError(f"Expected `architecture` to be a mapping, but got {type(architecture).__name__}.")
+    arguments = dict(architecture)
+    name = arguments.pop("name", None)
+    if not isinstance(name, str) or name not in NETWORKS:
+        listed = ", ".join(repr(known) for known in NETWORKS)
+        raise ValueError(f"Expected the name of `architecture` to be one of {listed}, but got {name!r}.")
+    parameters = inspect.signature(NETWORKS[name][0]).parameters
+    unknown = sorted(str(key) for key in arguments if key not in parameters)
+    if unknown:
+        raise ValueError(f"Expected arguments of {name} in `architecture`, but got {', '.join(unknown)}.")
+    missing = [key for key, p in parameters.items() if p.default is p.empty and key not in arguments]
+    if missing:
+        raise ValueError(f"Expected `architecture` of {name} to give {', '.join(missing)}, but it does not.")
+    return arguments

@@ -1,0 +1,45 @@
+"""Learnable member weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torchace import _checks
+from torchace.functional import mixture_cross_entropy
+
+
+class MemberWeights(nn.Module):
+    r"""The paper's α as K free numbers, $\alpha = \operatorname{softmax}(a)$; uniform at the start.
+
+    Calling it gives α `(K,)`. It is trained by the mixture's own cross entropy with every member's probabilities held
+    constant (`loss`), beside the members' loss, which holds α constant: neither changes what the other receives.
+
+    Args:
+        num_members: K.
+
+    Example:
+        >>> weights = MemberWeights(3)
+        >>> weights()
+        tensor([0.3333, 0.3333, 0.3333], grad_fn=<SoftmaxBackward0>)
+        >>> logits, target = torch.zeros(3, 5, 2, requires_grad=True), torch.zeros(5, dtype=torch.long)
+        >>> loss = amended_cross_entropy(logits, target, 0.5, member_weights=weights()) + weights.loss(logits, target)
+        >>> loss.backward()
+    """
+
+    def __init__(self, num_members: int) -> None:
+        super().__init__()
+        _checks.check_count(num_members, "num_members")
+        self.num_members = num_members
+        self.logits = nn.Parameter(torch.zeros(num_members))
+
+    def forward(self) -> Tensor:
+        """α, `(K,)`, with a gradient to the free numbers."""
+        return self.logits.softmax(0)
+
+    def loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        """The mixture's cross entropy, averaged over samples; its gradient goes to α alone."""
+        return mixture_cross_entropy(logits, target, self())
+
+    def extra_repr(self) -> str:
+        return f"num_members={self.num_members}"

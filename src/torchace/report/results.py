@@ -1,0 +1,316 @@
+"""A run directory, read into plain values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchace.report._fields import Fields, ReportError, as_count, as_number, as_text, is_number
+from torchace.report.arrays import Array, read_arrays
+
+FORMAT = 1
+"""The version of the result files this package reads."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of training, swept over λ; `baseline` marks what the others are compared with."""
+
+    name: str
+    label: str
+    num_members: int
+    batches: str
+    network: str
+    parameters: int | None
+    diversities: tuple[float, ...]
+    baseline: bool
+
+
+@dataclass(frozen=True)
+class Data:
+    """What was trained and tested on."""
+
+    name: str
+    train: int
+    validation: int
+    test: int
+    classes: tuple[str, ...]
+    image_shape: tuple[int, ...] | None
+    schema: tuple[Any, ...] | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run stopped."""
+
+    message: str
+    member: int | None
+    step: int | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: an arm, one λ, one seed. `metrics` maps a split ("test") to its numbers."""
+
+    name: str
+    arm: str
+    diversity: float
+    seed: int
+    failure: Failure | None
+    metrics: Mapping[str, Mapping[str, float]]
+    members: tuple[float, ...]
+    steps: int
+    seconds: float | None
+    arrays_path: Path | None
+
+    @property
+    def finished(self) -> bool:
+        return self.failure is None
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """A row of the paper's table; `arms` names the arms it stands beside, None: all with its K and λ.
+
+    `diversity` is None where the paper states no λ (a single classifier). Accuracies are shares, `error` is in percent.
+    """
+
+    label: str
+    num_members: int
+    diversity: float | None
+    arms: tuple[str, ...] | None
+    numbers: Mapping[str, float]
+
+    def matches(self, arm: Arm, diversity: float) -> bool:
+        """Whether this row stands beside that arm at that λ."""
+        if self.arms is not None and arm.name not in self.arms:
+            return False
+        same_diversity = self.diversity is None or abs(self.diversity - diversity) < 1e-9
+        return self.num_members == arm.num_members and same_diversity
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A table of the paper."""
+
+    table: str
+    rows: tuple[PaperRow, ...]
+    note: str
+
+    @property
+    def states_error(self) -> bool:
+        """Whether the table gives errors in percent instead of accuracies."""
+        return any("error" in row.numbers for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A result file that could not be read, and why."""
+
+    file: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Results:
+    """A run directory. Runs are in the order of the arms, λ and seeds."""
+
+    directory: Path
+    name: str
+    title: str
+    description: str
+    data: Data
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    runs: tuple[Run, ...]
+    damaged: tuple[Damaged, ...]
+    paper: Paper | None
+    hardware: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    config: Mapping[str, Any]
+    started: str
+    seconds: float | None
+    _cache: dict[str, dict[str, Array]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def failed(self) -> tuple[Run, ...]:
+        """The runs that stopped."""
+        return tuple(run for run in self.runs if not run.finished)
+
+    @property
+    def planned(self) -> int:
+        """How many runs the experiment consists of."""
+        return sum(len(arm.diversities) for arm in self.arms) * len(self.seeds)
+
+    def finished(self, arm: Arm, diversity: float) -> tuple[Run, ...]:
+        """The finished runs of an arm at one λ, by seed."""
+        return tuple(run for run in self.runs if run.finished and (run.arm, run.diversity) == (arm.name, diversity))
+
+    def diversities(self, arm: Arm) -> tuple[float, ...]:
+        """The values of λ at which an arm has finished runs, ascending."""
+        return tuple(sorted({run.diversity for run in self.runs if run.finished and run.arm == arm.name}))
+
+    def values(self, arm: Arm, diversity: float, metric: str, split: str = "test") -> dict[int, float]:
+        """A metric of each seed, for an arm at one λ; seeds that lack it are left out."""
+        runs = self.finished(arm, diversity)
+        return {run.seed: run.metrics[split][metric] for run in runs if metric in run.metrics.get(split, {})}
+
+    def arrays(self, run: Run) -> dict[str, Array]:
+        """A run's arrays, empty where there are none or their file is damaged (then `read_results` lists it)."""
+        return self._cache.get(run.name, {})
+
+
+def read_results(directory: str | Path) -> Results:
+    """Reads a run directory.
+
+    A damaged run or array file is listed under `damaged` and the rest is read.
+
+    Args:
+        directory: Holds `experiment.json` and `runs/`.
+
+    Returns:
+        The experiment and its runs.
+
+    Raises:
+        ReportError: There is no readable `experiment.json`.
+    """
+    directory = Path(directory)
+    fields = _load(directory / "experiment.json", directory)
+    if (task := fields.text("task", "classification")) != "classification":
+        raise ReportError(f"Expected the task classification in {fields.where}, but got {task!r}.")
+    arms = fields.items("arms", lambda value: _arm(Fields(value, fields.where)), "a list of arms")
+    seeds = fields.items("seeds", as_count, "a list of integers")
+    runs: dict[tuple[str, float, int], Run] = {}
+    damaged: list[Damaged] = []
+    cache: dict[str, dict[str, Array]] = {}
+    order = {arm.name: index for index, arm in enumerate(arms)}
+    for path in sorted((directory / "runs").glob("*.json")):
+        try:
+            run = _run(_load(path, directory), path, order)
+            key = (run.arm, run.diversity, run.seed)
+            if key in runs:
+                raise ReportError(f"runs/{path.name} repeats the arm, λ and seed of the run {runs[key].name}.")
+            runs[key] = run
+        except ReportError as error:
+            damaged.append(Damaged(f"runs/{path.name}", str(error)))
+            continue
+        try:
+            cache[run.name] = {} if run.arrays_path is None else read_arrays(run.arrays_path)
+        except ReportError as error:
+            damaged.append(Damaged(f"runs/{path.stem}.safetensors", str(error)))
+    return Results(
+        directory=directory,
+        name=fields.text("name"),
+        title=fields.text("title", fields.text("name")),
+        description=fields.text("description", ""),
+        data=_data(fields.object("data")),
+        arms=arms,
+        seeds=seeds,
+        runs=tuple(runs[key] for key in sorted(runs, key=lambda key: (order[key[0]], key[1], key[2]))),
+        damaged=tuple(damaged),
+        paper=None if fields.value.get("paper") is None else _paper(fields.object("paper")),
+        hardware=fields.plain("hardware"),
+        versions=fields.plain("versions"),
+        config=fields.plain("config"),
+        started=fields.text("started", ""),
+        seconds=fields.optional_number("seconds"),
+        _cache=cache,
+    )
+
+
+def _load(path: Path, directory: Path) -> Fields:
+    where = path.relative_to(directory).as_posix()
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ReportError(f"Found no {where} in {directory}; give the directory that `torchace run` wrote.") from None
+    except OSError as error:
+        raise ReportError(f"Could not read {where} in {directory}: {error.strerror}.") from None
+    except (ValueError, RecursionError):
+        raise ReportError(f"Expected JSON in {where}, but the file is damaged or something else.") from None
+    fields = Fields(value, where)
+    if (version := fields.integer("format")) != FORMAT:
+        raise ReportError(f"Expected format {FORMAT} in {where}, but got {version}; another torchace wrote it.")
+    return fields
+
+
+def _arm(fields: Fields) -> Arm:
+    name = fields.text("name")
+    return Arm(
+        name=name,
+        label=fields.text("label", name),
+        num_members=fields.integer("num_members"),
+        batches=fields.text("batches", "shared"),
+        network=fields.text("network", ""),
+        parameters=fields.optional_integer("parameters"),
+        diversities=fields.items("diversities", as_number, "a list of numbers"),
+        baseline=fields.flag("baseline", False),
+    )
+
+
+def _data(fields: Fields) -> Data:
+    shape = fields.items("image_shape", as_count, "a list of integers", [])
+    schema = fields.items("schema", lambda value: value, "a list of columns", [])
+    return Data(
+        name=fields.text("name"),
+        train=fields.integer("train"),
+        validation=fields.integer("validation", 0),
+        test=fields.integer("test"),
+        classes=fields.items("classes", as_text, "a list of names", []),
+        image_shape=shape or None,
+        schema=schema or None,
+    )
+
+
+def _paper(fields: Fields) -> Paper:
+    rows = fields.items("rows", lambda value: _paper_row(Fields(value, fields.where)), "a list of rows")
+    return Paper(fields.text("table"), rows, fields.text("note", ""))
+
+
+def _paper_row(fields: Fields) -> PaperRow:
+    metrics = ("accuracy", "error", "cross_entropy", "member_accuracy", "member_cross_entropy")
+    num_members, diversity = fields.integer("num_members"), fields.optional_number("diversity")
+    default = f"K={num_members}" if diversity is None else f"K={num_members}, λ={diversity:g}"
+    arms = fields.items("arms", as_text, "a list of names") if fields.value.get("arms") is not None else None
+    numbers = {metric: fields.number(metric) for metric in metrics if fields.value.get(metric) is not None}
+    return PaperRow(fields.text("label", default), num_members, diversity, arms, numbers)
+
+
+def _run(fields: Fields, path: Path, arms: Mapping[str, int]) -> Run:
+    if (arm := fields.text("arm")) not in arms:
+        raise ReportError(f"The run in {fields.where} belongs to the arm {arm!r}, which experiment.json does not name.")
+    if (status := fields.text("status")) not in ("finished", "failed"):
+        raise ReportError(f"Expected the status finished or failed in {fields.where}, but got {status!r}.")
+    metrics: dict[str, dict[str, float]] = {}
+    members: tuple[float, ...] = ()
+    failure = None
+    if status == "failed":
+        cause = fields.object("failure", {})
+        failure = Failure(
+            cause.text("message", "No reason given."), cause.optional_integer("member"), cause.optional_integer("step")
+        )
+    else:
+        splits = fields.object("metrics")
+        test = splits.object("test")
+        test.number("accuracy"), test.number("cross_entropy")
+        members = test.items("members", as_number, "a list of numbers", [])
+        for split in ("test", "validation", "train"):
+            numbers = splits.object(split, {})
+            # a number that is null or not finite (the disagreement of one member) counts as not measured
+            metrics[split] = {key: float(v) for key, v in numbers.value.items() if is_number(v)}
+    arrays = path.with_suffix(".safetensors")
+    return Run(
+        name=fields.text("run", path.stem),
+        arm=arm,
+        diversity=fields.number("diversity"),
+        seed=fields.integer("seed"),
+        failure=failure,
+        metrics=metrics,
+        members=members,
+        steps=fields.integer("steps", 0),
+        seconds=fields.optional_number("seconds"),
+        arrays_path=arrays if arrays.is_file() else None,
+    )
