@@ -3,6 +3,7 @@
 from torchace.nn.ensemble import Ensemble
 from torchace.nn.heads import SMOC, LowRankStackedLinear, StackedLinear
 from torchace.nn.losses import AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, NegativeCorrelationLoss
+from torchace.nn.stacked import StackedEnsemble
 from torchace.nn.weights import MemberWeights
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "LowRankStackedLinear",
     "MemberWeights",
     "NegativeCorrelationLoss",
+    "StackedEnsemble",
     "StackedLinear",
 ]

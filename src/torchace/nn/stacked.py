@@ -1,0 +1,275 @@
+"""Members of one architecture, computed at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from torchace import _checks
+from torchace.nn.base import BATCHES, EnsembleModule, check_own_batches
+from torchace.nn.chain import Chain
+from torchace.nn.optimizers import watch_optimizers
+
+
+class StackedEnsemble(EnsembleModule):
+    """Members of one architecture, computed at once instead of one after another.
+
+    Every parameter and buffer becomes one tensor with the member axis first, `(K, ...)`, held in `stacked` under the
+    names it has in a member: any optimizer that treats every number alike trains it as it would train the members. A
+    chain of linear layers and activations is computed as batched matrix products, anything else by `torch.func.vmap`.
+    BatchNorm statistics and dropout masks are each member's own.
+
+    Args:
+        members: Modules of one architecture, in one mode (training or evaluation). They are copied.
+        link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
+
+    Example:
+        >>> ensemble = StackedEnsemble(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(10))
+        >>> ensemble(torch.zeros(5, 4)).shape
+        torch.Size([10, 5, 3])
+        >>> ensemble(torch.zeros(10, 5, 4), batches="separate").shape
+        torch.Size([10, 5, 3])
+        >>> ensemble.stacked[0].weight.shape, ensemble.unstack()[0][0].weight.shape
+        (torch.Size([10, 8, 4]), torch.Size([8, 4]))
+    """
+
+    def __init__(self, members: Iterable[nn.Module], link: str = "softmax") -> None:
+        members = list(members)
+        if not members:
+            raise ValueError("Expected at least one member, but got none.")
+        _check_layers(members)
+        _check_one_architecture(members)
+        super().__init__(len(members), link)
+        self.stacked = _stack(members)
+        self.train(members[0].training)
+        watch_optimizers(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # a copy is watched too
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        watch_optimizers(self)
+
+    def forward(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Tensor:
+        """The members' logits, `(K, N, C, ...)`.
+
+        Args:
+            *args: What a member takes.
+            batches: `"shared"`: all members see one input. `"separate"`: one batch a member, `(K, N, ...)`.
+            **kwargs: What a member takes; shared by all members.
+        """
+        _checks.check_choice(batches, "batches", BATCHES)
+        own = batches == "separate"
+        if own:
+            for x in args:
+                check_own_batches(x, self.num_members)
+        chain = Chain.of(self.stacked)
+        if chain is not None and len(args) == 1 and not kwargs and chain.takes(args[0], own=own):
+            return chain(args[0], own=own)
+        try:
+            return self._vectorised(args, kwargs, own=own)
+        except Exception as error:
+            if torch.compiler.is_compiling():
+                raise
+            raise self._explained(error, args, kwargs, own=own) from error
+
+    def _vectorised(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: bool) -> Tensor:
+        parameters: dict[str, Tensor] = dict(self.stacked.named_parameters())
+        buffers = dict(self.stacked.named_buffers())
+        watched = _WithBuffers(self.stacked)
+
+        def member(parameters: Mapping[str, Tensor], buffers: dict[str, Tensor], *args: Any) -> Any:
+            state = {f"module.{name}": value for name, value in {**parameters, **buffers}.items()}
+            output, after = functional_call(watched, state, args, kwargs)
+            for name, value in after.items():
+                if value is not buffers[name]:
+                    raise _Reassigned(name)
+            return output
+
+        in_dims = (0, 0, *[0 if own else None] * len(args))
+        # randomness: dropout masks are each member's own
+        output: Tensor = vmap(member, in_dims=in_dims, randomness="different")(parameters, buffers, *args)
+        return output
+
+    def _explained(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: bool) -> Exception:
+        """Why computing the members at once failed: the first member's own error, or the layer that cannot be."""
+        if isinstance(error, _Reassigned):
+            layer, _, buffer = error.name.rpartition(".")
+            return _not_vectorisable(
+                self.stacked, layer, f"it replaces its buffer {buffer!r} instead of changing it in place"
+            )
+        first = self.unstack()[0]
+        try:
+            first(*(x[0] if own else x for x in args), **kwargs)
+        except Exception as alone:
+            return alone  # nothing to do with computing members at once
+        running: list[str] = []
+        hooks = []
+        for name, module in self.stacked.named_modules():
+            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
+            hooks.append(module.register_forward_hook(lambda *_: running.pop() and None))
+        try:
+            self._vectorised(args, kwargs, own=own)
+        except Exception:
+            return _not_vectorisable(
+                self.stacked, running[-1] if running else "", str(error).split("\n")[0].rstrip(".")
+            )
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return error
+
+    def unstack(self) -> list[nn.Module]:
+        """The members as plain modules, copies with parameters of their own."""
+        return [self[k] for k in range(self.num_members)]
+
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Groups for an optimizer: weight decay for matrices and kernels, none for biases and normalisation.
+
+        A stacked bias is a matrix `(K, C)` to a rule that counts axes; this one counts the axes a member has.
+
+        Example:
+            >>> ensemble = StackedEnsemble([nn.Linear(4, 3), nn.Linear(4, 3)])
+            >>> optimizer = torch.optim.AdamW(ensemble.parameter_groups(weight_decay=0.01), lr=1e-3)
+            >>> [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
+            [(0.01, 1), (0.0, 1)]
+        """
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.ndim - 1 >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.ndim - 1 < 2], "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales each member's gradient to a norm of at most `max_norm`, as `clip_grad_norm_` would that member alone.
+
+        Returns:
+            The members' norms before, `(K,)`.
+        """
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        if not gradients:
+            return torch.zeros(self.num_members)
+        norms = torch.stack([torch.linalg.vector_norm(grad.flatten(1), dim=1) for grad in gradients])
+        total = torch.linalg.vector_norm(norms, dim=0)  # (K,)
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # 1e-6: as torch.nn.utils.clip_grad_norm_
+        for grad in gradients:
+            grad.mul_(factor.reshape(-1, *[1] * (grad.ndim - 1)).to(grad))
+        return total
+
+    def __len__(self) -> int:
+        return self.num_members
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.unstack())
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """Member `index` as a plain module, a copy."""
+        k = range(self.num_members)[index]
+        parts: dict[int, Any] = {}
+        for p in self.stacked.parameters():
+            parts[id(p)] = nn.Parameter(p.detach()[k].clone(), requires_grad=p.requires_grad)
+        for b in self.stacked.buffers():
+            parts[id(b)] = b.detach()[k].clone()
+        return copy.deepcopy(self.stacked, parts)
+
+
+class _WithBuffers(nn.Module):
+    """A module that also returns its buffers as they are after the call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
+        return self.module(*args, **kwargs), dict(self.module.named_buffers())
+
+
+class _Reassigned(Exception):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+def _stack(members: list[nn.Module]) -> nn.Module:
+    """A copy of the first member whose parameters and buffers are those of all members, `(K, ...)`."""
+    parts: dict[int, Any] = {}
+    for first, *others in zip(*(member.parameters() for member in members), strict=True):
+        together = torch.stack([first.detach(), *(other.detach() for other in others)])
+        parts[id(first)] = nn.Parameter(together, requires_grad=first.requires_grad)
+    for first, *others in zip(*(member.buffers() for member in members), strict=True):
+        parts[id(first)] = torch.stack([first, *others])
+    return copy.deepcopy(members[0], parts)  # deepcopy takes what is in its memo as the copy
+
+
+def _check_one_architecture(members: list[nn.Module]) -> None:
+    first = dict(members[0].named_modules())
+    for k, member in enumerate(members[1:], 1):
+        layers = dict(member.named_modules())
+        if list(layers) != list(first):
+            raise ValueError(
+                f"Expected members of one architecture, but member {k} has other layers than member 0. "
+                "Use Ensemble(members) for members that differ."
+            )
+        for name, layer in layers.items():
+            # by name: parametrised layers and traced modules have a class of their own each
+            same = (type(layer).__module__, type(layer).__qualname__) == (
+                type(first[name]).__module__,
+                type(first[name]).__qualname__,
+            )
+            if not same or layer.extra_repr() != first[name].extra_repr():
+                raise ValueError(
+                    f"Expected members of one architecture, but layer {name!r} is {_one_line(layer)} in member {k} and "
+                    f"{_one_line(first[name])} in member 0. Use Ensemble(members) for members that differ."
+                )
+        for kind in ("parameters", "buffers"):
+            ours = [(n, t.shape, t.dtype, t.device) for n, t in getattr(member, f"named_{kind}")()]
+            theirs = [(n, t.shape, t.dtype, t.device) for n, t in getattr(members[0], f"named_{kind}")()]
+            for mine, other in zip(ours, theirs, strict=False):
+                if mine != other:
+                    raise ValueError(
+                        f"Expected members of one architecture, but {mine[0]!r} is {tuple(mine[1])} {mine[2]} on "
+                        f"{mine[3]} in member {k} and {tuple(other[1])} {other[2]} on {other[3]} in member 0. "
+                        "Use Ensemble(members) for members that differ."
+                    )
+            if len(ours) != len(theirs):
+                raise ValueError(
+                    f"Expected members of one architecture, but member {k} has {len(ours)} {kind} and member 0 has "
+                    f"{len(theirs)}. Use Ensemble(members) for members that differ."
+                )
+
+
+def _check_layers(members: list[nn.Module]) -> None:
+    """Refuse at once what is known not to work under `vmap`."""
+    for k, member in enumerate(members):
+        if not isinstance(member, nn.Module):
+            raise TypeError(f"Expected members to be modules, but member {k} is {type(member).__name__}.")
+    member = members[0]
+    for name, layer in member.named_modules():
+        if isinstance(layer, nn.RNNBase):
+            raise _not_vectorisable(member, name, "recurrent layers have no batched form")
+        if isinstance(layer, nn.Embedding) and layer.sparse:
+            raise _not_vectorisable(member, name, "sparse gradients have no batched form")
+        if any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=False)):
+            raise _not_vectorisable(member, name, "its parameters are not initialised yet; run it once before")
+        old_style = any("spectral_norm" in type(hook).__module__ for hook in layer._forward_pre_hooks.values())
+        if old_style or type(layer).__name__ == "_SpectralNorm":
+            owner = name.split(".parametrizations.")[0]
+            raise _not_vectorisable(member, owner, "spectral normalisation changes its buffers as vmap cannot follow")
+
+
+def _not_vectorisable(root: nn.Module, name: str, why: str) -> ValueError:
+    layer = root.get_submodule(name)
+    where = f"layer {name!r} ({type(layer).__name__})" if name else f"the member ({type(layer).__name__})"
+    return ValueError(
+        f"Expected members that can be computed at once, but {where} cannot: {why}. "
+        "Use Ensemble(members), which computes them one after another."
+    )
+
+
+def _one_line(layer: nn.Module) -> str:
+    return f"{type(layer).__name__}({layer.extra_repr()})"
