@@ -1,0 +1,45 @@
+# make demo   sets up .venv and runs the main job
+# make test   sets up .venv and runs every check and test
+# make bench  the CPU benchmarks, on quiet cores
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+PROJECT := pyproject.toml constraints.txt
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.tool
+	$(BIN)/torchace run digits
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/bench_loss.py
+	$(BIN)/python benchmarks/bench_members.py
+
+clean:
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "Expected Python 3.11 as '$(PYTHON)'; set PYTHON=/path/to/python." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# What a user of the command line needs.
+$(VENV)/.tool: $(PROJECT) | $(BIN)/python
+	$(INSTALL) -e ".[tool]"
+	@touch $@
+
+# What the checks and tests need beside it. torchvision comes with timm; the shim lets it import beside a CPU torch.
+$(VENV)/.dev: $(VENV)/.tool tests/support/torchvision_shim.py
+	$(INSTALL) -e ".[tool,timm,transformers,dev]"
+	cp tests/support/torchvision_shim.py "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/"
+	echo "import torchvision_shim" > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torchvision_shim.pth"
+	@touch $@
