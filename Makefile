@@ -1,7 +1,7 @@
 # make demo   sets up .venv and runs the main job
 # make test   sets up .venv and runs every check and test
 # make bench  the CPU benchmarks, on quiet cores
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -29,7 +29,7 @@ clean:
 	rm -rf $(VENV)
 
 $(BIN)/python:
-	@command -v $(PYTHON) >/dev/null || { echo "Expected Python 3.11 as '$(PYTHON)'; set PYTHON=/path/to/python." >&2; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "Expected Python 3.11 or newer; set PYTHON=/path/to/python." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 # What a user of the command line needs.

@@ -259,7 +259,7 @@ def check_same_shape(target: object, like: Tensor, name: str) -> None:
 
 
 def check_binary_target(target: Tensor) -> None:
-    if target.is_floating_point() and can_read(target) and not bool(((target >= 0) & (target <= 1)).all()):
+    if can_read(target) and not bool(((target >= 0) & (target <= 1)).all()):
         raise ValueError("Expected `target` in [0, 1], the probability of each output, but some values are outside.")
 
 

@@ -34,7 +34,7 @@ def fit_member_weights(
         tensor([1., 0.])
     """
     _checks.check_logits(log_probs, "log_probs")
-    if _checks.check_target(target, log_probs):
+    if _checks.check_target(target, log_probs, ignore_index=None):
         raise TypeError("Expected class indices in `target`, but got class probabilities. Use target.argmax(1).")
     _checks.check_count(max_steps, "max_steps")
     if _checks.can_read(log_probs) and bool((log_probs.isnan() | (log_probs > 1e-4)).any()):
@@ -45,8 +45,9 @@ def fit_member_weights(
         raise ValueError("Expected at least one sample to fit member weights on, but got none.")
     index = target.long().unsqueeze(1).expand(log_probs.shape[0], *[-1] * (target.ndim + 1))
     scores = log_probs.detach().double().gather(2, index).flatten(1)  # (K, N): log q^k of the true class
-    scores = scores - scores.amax(0).clamp(min=torch.finfo(torch.float64).min)  # a sample's scale cancels
-    likelihood = scores.exp()
+    best = scores.amax(0)
+    # A sample's scale cancels. One that all members hold impossible says nothing about their weights.
+    likelihood = torch.where(best == -torch.inf, 1.0, (scores - best).exp())
     alpha = torch.full_like(likelihood[:, 0], 1 / likelihood.shape[0])
     for _ in range(max_steps):
         mixture = (along_members(alpha, likelihood) * likelihood).sum(0)
@@ -85,10 +86,13 @@ def mixture_cross_entropy(logits: Tensor, target: Tensor, member_weights: Tensor
     """
     _checks.check_logits(logits)
     _checks.check_reduction(reduction)
-    probabilities = _checks.check_target(target, logits)
+    probabilities = _checks.check_target(target, logits, ignore_index=None)
     log_q = F.log_softmax(logits.detach(), 2, dtype=compute_dtype(logits))
     _checks.checked_member_weights(member_weights, logits.shape[0], like=log_q)
-    log_alpha = along_members(member_weights.to(log_q).log(), log_q)
+    alpha = member_weights.to(log_q)
+    # a weight that underflowed to 0 has a finite gradient, which log(0) would turn into NaN
+    alpha = alpha + (alpha.clamp(min=torch.finfo(alpha.dtype).tiny) - alpha).detach()
+    log_alpha = along_members(alpha.log(), log_q)
     log_mixture = torch.logsumexp(log_alpha + log_q, 0)  # (N, C, ...)
     if probabilities:
         return reduced(-(target.to(log_q) * log_mixture).sum(1), reduction)

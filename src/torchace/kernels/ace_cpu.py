@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchace import _checks
 from torchace.kernels.terms import Terms
 
 # Elements of a piece: log-probabilities and probabilities of 2 MiB each in float32, measured best on two cores with
@@ -49,9 +48,16 @@ class AceCpu(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: differentiate what this gradient was derived from
             (gradient,) = torch.autograd.grad(ctx.composite(logits), logits, grad, create_graph=True)
             return gradient, None, None
-        if not _checks.can_read(grad) or grad.item() != 1.0:  # not read: a batch of gradients, under vmap
+        if not _is_one(grad):
             gradient = gradient * grad
         return gradient.to(logits.dtype), None, None
+
+
+def _is_one(grad: Tensor) -> bool:
+    try:
+        return grad.item() == 1.0
+    except RuntimeError:  # torch.autograd.grad(is_grads_batched=True): a batch of gradients, not to be read
+        return False
 
 
 def _value_and_gradient(logits: Tensor, terms: Terms, *, want_gradient: bool) -> tuple[float, Tensor | None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -140,6 +141,17 @@ class EnsembleMetrics(Metric):
         scores["member_calibration_error"] = torch.stack(errors).mean()
         scores["members"] = means[MEMBER_SUMS.index("accuracy")]
         return {name: score.float() for name, score in scores.items()}
+
+    def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """As torchmetrics does, but `members` keeps its axis where it is one number, which torchmetrics squeezes."""
+        wrapped = super()._wrap_compute(compute)
+
+        @functools.wraps(wrapped)
+        def with_member_axis() -> dict[str, Tensor]:
+            scores = wrapped()
+            return {**scores, "members": scores["members"].reshape(self.num_members)}
+
+        return with_member_axis
 
     def _samples(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Dense outputs as rows, `(K, M, C)` and `(M,)`, and which of them count; those that do not are zeros."""

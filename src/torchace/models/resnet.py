@@ -67,7 +67,8 @@ class CifarResNet(nn.Module):
         self.flatten = nn.Flatten()
         self.fc: nn.Module = nn.Identity() if num_classes is None else nn.Linear(self.num_features, num_classes)
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):
+            # no values on the meta device, where drawing normal ones would first import torch's compiler, for 3 s
+            if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")  # variance 2 / fan-in, He et al. 2015
 
     def forward_features(self, x: Tensor) -> Tensor:
@@ -84,9 +85,7 @@ class CifarResNet(nn.Module):
         return self.forward_head(self.forward_features(x))
 
 
-def cifar_resnet(
-    depth: int, num_classes: int | None = 10, *, width: int = 16, in_channels: int = 3
-) -> CifarResNet:
+def cifar_resnet(depth: int, num_classes: int | None = 10, *, width: int = 16, in_channels: int = 3) -> CifarResNet:
     """A residual network of 6n+2 layers for images of about 32x32 pixels (He et al. 2016).
 
     Three stages of n basic blocks with 16, 32 and 64 channels. The first block of every stage, the first stage too, has
@@ -117,7 +116,8 @@ def cifar_resnet(
     _checks.check_count(depth, "depth")
     if depth < 8 or depth % 6 != 2:
         raise ValueError(
-            f"Expected `depth` to be 6n+2 with n at least 1, but got {depth}. The usual depths are 20, 32, 44, 56 and 110."
+            f"Expected `depth` to be 6n+2 with n at least 1, but got {depth}. "
+            "The usual depths are 20, 32, 44, 56 and 110."
         )
     if num_classes is not None:
         _checks.check_count(num_classes, "num_classes")

@@ -88,7 +88,8 @@ def average_shared(values: Any, num_members: int) -> Any:
     if isinstance(values, dict):
         return {key: average_shared(value, num_members) for key, value in values.items()}
     if isinstance(values, (tuple, list)):
-        return type(values)(average_shared(value, num_members) for value in values)
+        averaged = [average_shared(value, num_members) for value in values]
+        return type(values)(*averaged) if hasattr(values, "_fields") else type(values)(averaged)  # a named tuple
     return values
 
 

@@ -56,7 +56,7 @@ class Chain:
         return cls(layers)
 
     def takes(self, x: object, *, own: bool) -> bool:
-        """Whether the input is one of rows: `(N, D)`, or `(K, N, D)` with batches of the members' own."""
+        """Whether the input is one of rows: `(N, D)`, or `(G, N, D)` with batches of members' or groups' own."""
         if not isinstance(x, Tensor):
             return False
         if type(self.layers[0]) is nn.Flatten:
@@ -66,13 +66,13 @@ class Chain:
     def __call__(self, x: Tensor, *, own: bool) -> Tensor:
         """The members' outputs, `(K, N, C)`."""
         h = x.flatten(1 + own) if type(self.layers[0]) is nn.Flatten else x
-        h = h.mT  # (D, N), or (K, D, N)
+        h = h.mT  # (D, N), or (G, D, N) where G divides K
         for layer in self.layers:
             if isinstance(layer, nn.Linear):
                 h = _linear(layer, h)
             elif not isinstance(layer, nn.Flatten):
-                if h.ndim == 2 and isinstance(layer, nn.Dropout):  # before the first layer: a mask for each member
-                    h = h.expand(self.num_members, *h.shape)
+                if isinstance(layer, nn.Dropout):  # even before the first layer, a mask for each member
+                    h = _for_each(h, self.num_members)
                 h = layer(h)
         return h.mT
 
@@ -82,18 +82,29 @@ class Chain:
 
 
 def _linear(layer: nn.Linear, h: Tensor) -> Tensor:
-    """One linear layer of all members: weights `(K, out, in)`, input `(in, N)` or `(K, in, N)`."""
+    """One linear layer of all members: weights `(K, out, in)`, input `(in, N)` or `(G, in, N)`; gives `(K, out, N)`."""
     weight, bias = layer.weight, layer.bias
     if h.ndim == 2:
         rows = weight.flatten(0, 1)
         out = rows @ h if bias is None else torch.addmm(bias.reshape(-1, 1), rows, h)
         return out.unflatten(0, weight.shape[:2])
-    return weight @ h if bias is None else torch.baddbmm(bias.unsqueeze(2), weight, h)
+    num_members, out_features, in_features = weight.shape
+    groups = h.shape[0]  # the members of a group are rows of one matrix
+    rows = weight.view(groups, -1, in_features)
+    out = rows @ h if bias is None else torch.baddbmm(bias.view(groups, -1, 1), rows, h)
+    return out.view(num_members, out_features, -1)
+
+
+def _for_each(h: Tensor, num_members: int) -> Tensor:
+    """`(K, D, N)` from `(D, N)` or `(G, D, N)`; a copy, unless there is nothing to repeat: dropout may be in place."""
+    if h.ndim == 2:
+        return h.repeat(num_members, 1, 1)
+    return h if h.shape[0] == num_members else h.repeat_interleave(num_members // h.shape[0], 0)
 
 
 def _flattened(module: nn.Module) -> list[nn.Module] | None:
     """The layers of nested `nn.Sequential`s in order; None where something is attached that a plan would miss."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return None
     if type(module) is not nn.Sequential:
         return [module]

@@ -64,11 +64,11 @@ class StackedLinear(nn.Module):
         _checks.check_choice(batches, "batches", BATCHES)
         if batches == "separate":
             check_own_batches(x, self.num_members)
-            rows = x.flatten(1, -2)  # (K, M, D)
+            rows = x.reshape(self.num_members, -1, x.shape[-1])  # (K, M, D)
             out = (
                 rows @ self.weight.mT if self.bias is None else torch.baddbmm(self.bias[:, None], rows, self.weight.mT)
             )
-            return out.unflatten(1, x.shape[1:-1])
+            return out.reshape(*x.shape[:-1], self.out_features)
         return self.flat(x).unflatten(-1, (self.num_members, self.out_features)).movedim(-2, 0)
 
     def flat(self, x: Tensor) -> Tensor:
@@ -147,13 +147,13 @@ class LowRankStackedLinear(nn.Module):
         _checks.check_choice(batches, "batches", BATCHES)
         if batches == "separate":
             check_own_batches(x, self.num_members)
-            inner = x.flatten(1, -2) @ self.right.mT  # (K, M, r)
+            inner = x.reshape(self.num_members, -1, x.shape[-1]) @ self.right.mT  # (K, M, r)
         else:
             inner = F.linear(x.reshape(-1, self.in_features), self.right.flatten(0, 1))  # (M, K·r)
             inner = inner.unflatten(-1, (self.num_members, self.rank)).movedim(-2, 0)
         shared = F.linear(x, self.weight, self.bias)  # (..., C), or (K, ..., C)
         lead = x.shape[1:-1] if batches == "separate" else x.shape[:-1]
-        return shared + (inner @ self.left.mT).unflatten(1, lead)
+        return shared + (inner @ self.left.mT).reshape(self.num_members, *lead, self.out_features)
 
     def flat(self, x: Tensor) -> Tensor:
         """All members' outputs side by side, `(..., K·C)`: what a host model that indexes its own logits can carry."""
@@ -210,6 +210,18 @@ class SMOC(EnsembleModule):
         self.trunk = trunk
         self.head = make_head(in_features, num_classes, num_members, rank)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The members' logits, `(K, N, C)`."""
-        return self.head(average_shared(self.trunk(*args, **kwargs), self.num_members))
+    def forward(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Tensor:
+        """The members' logits, `(K, N, C)`.
+
+        Args:
+            *args: What the trunk takes.
+            batches: `"shared"`: all members see one input. `"separate"`: one batch a member, `(K, N, ...)`.
+            **kwargs: What the trunk takes.
+        """
+        _checks.check_choice(batches, "batches", BATCHES)
+        if batches == "shared":
+            return self.head(average_shared(self.trunk(*args, **kwargs), self.num_members))
+        x, *others = args
+        check_own_batches(x, self.num_members)
+        features = average_shared(self.trunk(x.flatten(0, 1), *others, **kwargs), self.num_members)
+        return self.head(features.unflatten(0, x.shape[:2]), batches="separate")

@@ -24,7 +24,7 @@ class _MemberLoss(nn.Module):
         self.diversity = diversity
         self.reduction = reduction
         if member_weights is not None and not isinstance(member_weights, Tensor):
-            member_weights = torch.tensor(member_weights, dtype=torch.float32)
+            member_weights = torch.tensor(member_weights, dtype=torch.float64)  # as functional takes numbers
         if member_weights is not None:
             _checks.checked_member_weights(member_weights, len(member_weights), like=member_weights)
         self.register_buffer("member_weights", member_weights)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 _ensembles: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # with how many groups
 _hooked = False
 
 
@@ -30,12 +30,12 @@ def watch_optimizers(ensemble: nn.Module) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in _checked:
+    if _checked.get(optimizer) == len(optimizer.param_groups):
         return
     stacked = {id(parameter) for ensemble in _ensembles for parameter in ensemble.parameters()}
     if any(id(parameter) in stacked for group in optimizer.param_groups for parameter in group["params"]):
         check_elementwise(optimizer)
-    _checked.add(optimizer)
+    _checked[optimizer] = len(optimizer.param_groups)
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
@@ -45,7 +45,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
         >>> check_elementwise(torch.optim.Adam([torch.zeros(1, requires_grad=True)]))
     """
     kind = type(optimizer)
-    device = optimizer.param_groups[0]["params"][0].device
+    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
     options = {name: value for name, value in optimizer.defaults.items() if name != "params"}
     start = torch.linspace(-1, 1, 24, dtype=torch.float64, device=device).reshape(2, 3, 4)
     for toy in (start, start[:, :, 0]):  # matrices, and biases, which a member axis turns into matrices

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+import operator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class StackedEnsemble(EnsembleModule):
         _check_one_architecture(members)
         super().__init__(len(members), link)
         self.stacked = _stack(members)
-        self.train(members[0].training)
+        self.training = members[0].training  # layers keep the mode they have in the members
         watch_optimizers(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # a copy is watched too
@@ -58,41 +59,56 @@ class StackedEnsemble(EnsembleModule):
 
         Args:
             *args: What a member takes.
-            batches: `"shared"`: all members see one input. `"separate"`: one batch a member, `(K, N, ...)`.
+            batches: `"shared"`: all members see one input. `"separate"`: one batch a member, `(K, N, ...)`. `"grouped"`:
+                `(G, N, ...)` where G divides K, the first K/G members see the first batch, and so on.
             **kwargs: What a member takes; shared by all members.
         """
-        _checks.check_choice(batches, "batches", BATCHES)
-        own = batches == "separate"
-        if own:
+        _checks.check_choice(batches, "batches", (*BATCHES, "grouped"))
+        own = batches != "shared"
+        if batches == "separate":
             for x in args:
                 check_own_batches(x, self.num_members)
+        if batches == "grouped":
+            for x in args:
+                if x.ndim < 2 or not x.shape[0] or self.num_members % x.shape[0]:
+                    raise ValueError(
+                        f"Expected an input (G, N, ...) where G divides {self.num_members} for batches='grouped', "
+                        f"but got {tuple(x.shape)}."
+                    )
+        if torch.is_grad_enabled():
+            _check_backward_hooks(self.stacked)
         chain = Chain.of(self.stacked)
-        if chain is not None and len(args) == 1 and not kwargs and chain.takes(args[0], own=own):
-            return chain(args[0], own=own)
+        if chain is not None and (len(args) != 1 or kwargs or not chain.takes(args[0], own=own)):
+            chain = None
+        if batches == "grouped" and chain is None:
+            args = tuple(x.repeat_interleave(self.num_members // x.shape[0], 0) for x in args)
         try:
-            return self._vectorised(args, kwargs, own=own)
+            output = self._vectorised(args, kwargs, own=own) if chain is None else chain(args[0], own=own)
         except Exception as error:
             if torch.compiler.is_compiling():
                 raise
             raise self._explained(error, args, kwargs, own=own) from error
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"Members returned {type(output).__name__}, but members must return one tensor of logits. "
+                "Wrap them in a module that returns the logits."
+            )
+        return output
 
-    def _vectorised(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: bool) -> Tensor:
-        parameters: dict[str, Tensor] = dict(self.stacked.named_parameters())
-        buffers = dict(self.stacked.named_buffers())
-        watched = _WithBuffers(self.stacked)
+    def _vectorised(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: bool) -> Any:
+        parameters, buffers = _slots(self.stacked, "parameters"), _slots(self.stacked, "buffers")
 
-        def member(parameters: Mapping[str, Tensor], buffers: dict[str, Tensor], *args: Any) -> Any:
-            state = {f"module.{name}": value for name, value in {**parameters, **buffers}.items()}
-            output, after = functional_call(watched, state, args, kwargs)
-            for name, value in after.items():
-                if value is not buffers[name]:
+        def member(parameters: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any) -> Any:
+            state = {**parameters, **buffers}
+            output = functional_call(self.stacked, state, args, kwargs, tie_weights=False)
+            for name, before in buffers.items():
+                if state[name] is not before:  # functional_call leaves there what the module holds after the call
                     raise _Reassigned(name)
             return output
 
         in_dims = (0, 0, *[0 if own else None] * len(args))
         # randomness: dropout masks are each member's own
-        output: Tensor = vmap(member, in_dims=in_dims, randomness="different")(parameters, buffers, *args)
-        return output
+        return vmap(member, in_dims=in_dims, randomness="different")(parameters, buffers, *args)
 
     def _explained(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: bool) -> Exception:
         """Why computing the members at once failed: the first member's own error, or the layer that cannot be."""
@@ -101,9 +117,8 @@ class StackedEnsemble(EnsembleModule):
             return _not_vectorisable(
                 self.stacked, layer, f"it replaces its buffer {buffer!r} instead of changing it in place"
             )
-        first = self.unstack()[0]
         try:
-            first(*(x[0] if own else x for x in args), **kwargs)
+            self[0](*(x[0] if own else x for x in args), **kwargs)
         except Exception as alone:
             return alone  # nothing to do with computing members at once
         running: list[str] = []
@@ -154,7 +169,8 @@ class StackedEnsemble(EnsembleModule):
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         if not gradients:
             return torch.zeros(self.num_members)
-        norms = torch.stack([torch.linalg.vector_norm(grad.flatten(1), dim=1) for grad in gradients])
+        # reshape, not flatten: a member's parameter may be one number
+        norms = torch.stack([torch.linalg.vector_norm(grad.reshape(len(self), -1), dim=1) for grad in gradients])
         total = torch.linalg.vector_norm(norms, dim=0)  # (K,)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # 1e-6: as torch.nn.utils.clip_grad_norm_
         for grad in gradients:
@@ -169,7 +185,7 @@ class StackedEnsemble(EnsembleModule):
 
     def __getitem__(self, index: int) -> nn.Module:
         """Member `index` as a plain module, a copy."""
-        k = range(self.num_members)[index]
+        k = range(self.num_members)[operator.index(index)]
         parts: dict[int, Any] = {}
         for p in self.stacked.parameters():
             parts[id(p)] = nn.Parameter(p.detach()[k].clone(), requires_grad=p.requires_grad)
@@ -178,15 +194,17 @@ class StackedEnsemble(EnsembleModule):
         return copy.deepcopy(self.stacked, parts)
 
 
-class _WithBuffers(nn.Module):
-    """A module that also returns its buffers as they are after the call."""
+def _slots(module: nn.Module, kind: str) -> dict[str, Tensor]:
+    """Parameters or buffers by name, each place where one is held once.
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
-        return self.module(*args, **kwargs), dict(self.module.named_buffers())
+    Tied ones have several places. A layer that is there under several names has one: `functional_call`, told of the
+    others, leaves its own tensors in the module for good (torch 2.13).
+    """
+    return {
+        f"{prefix}.{name}".lstrip("."): tensor
+        for prefix, layer in module.named_modules()
+        for name, tensor in getattr(layer, f"named_{kind}")(recurse=False, remove_duplicate=False)
+    }
 
 
 class _Reassigned(Exception):
@@ -226,15 +244,23 @@ def _check_one_architecture(members: list[nn.Module]) -> None:
                     f"Expected members of one architecture, but layer {name!r} is {_one_line(layer)} in member {k} and "
                     f"{_one_line(first[name])} in member 0. Use Ensemble(members) for members that differ."
                 )
-        for kind in ("parameters", "buffers"):
-            ours = [(n, t.shape, t.dtype, t.device) for n, t in getattr(member, f"named_{kind}")()]
-            theirs = [(n, t.shape, t.dtype, t.device) for n, t in getattr(members[0], f"named_{kind}")()]
-            for mine, other in zip(ours, theirs, strict=False):
-                if mine != other:
+            # what a layer may not print: its mode, a custom layer's numbers
+            mine, other = _settings(layer), _settings(first[name])
+            for setting in mine:
+                if mine[setting] != other.get(setting):
                     raise ValueError(
-                        f"Expected members of one architecture, but {mine[0]!r} is {tuple(mine[1])} {mine[2]} on "
-                        f"{mine[3]} in member {k} and {tuple(other[1])} {other[2]} on {other[3]} in member 0. "
+                        f"Expected members of one architecture, but {setting!r} of layer {name!r} is "
+                        f"{mine[setting]!r} in member {k} and {other.get(setting)!r} in member 0. "
                         "Use Ensemble(members) for members that differ."
+                    )
+        for kind in ("parameters", "buffers"):
+            ours = [(n, _described(t)) for n, t in getattr(member, f"named_{kind}")()]
+            theirs = [(n, _described(t)) for n, t in getattr(members[0], f"named_{kind}")()]
+            for (name, here), (other_name, there) in zip(ours, theirs, strict=False):
+                if (name, here) != (other_name, there):
+                    raise ValueError(
+                        f"Expected members of one architecture, but {name!r} is {here} in member {k} and "
+                        f"{other_name!r} is {there} in member 0. Use Ensemble(members) for members that differ."
                     )
             if len(ours) != len(theirs):
                 raise ValueError(
@@ -269,6 +295,23 @@ def _not_vectorisable(root: nn.Module, name: str, why: str) -> ValueError:
         f"Expected members that can be computed at once, but {where} cannot: {why}. "
         "Use Ensemble(members), which computes them one after another."
     )
+
+
+def _check_backward_hooks(stacked: nn.Module) -> None:
+    for name, layer in stacked.named_modules():
+        if layer._backward_hooks or layer._backward_pre_hooks:
+            raise _not_vectorisable(stacked, name, "its backward hooks would never be called")
+
+
+def _settings(layer: nn.Module) -> dict[str, Any]:
+    """A layer's numbers, flags and words."""
+    public = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+    return {name: value for name, value in public.items() if value is None or isinstance(value, (int, float, str))}
+
+
+def _described(tensor: Tensor) -> str:
+    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}{', frozen' if frozen else ''}"
 
 
 def _one_line(layer: nn.Module) -> str:

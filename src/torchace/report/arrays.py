@@ -23,9 +23,9 @@ class Reliability(NamedTuple):
 
 
 class Disputed(NamedTuple):
-    """A test image the members dispute: `votes` lists (class, number of members), most votes first."""
+    """A test image the members dispute, its `position` in the test set, and (class, number of members) by votes."""
 
-    index: int
+    position: int
     target: int
     votes: tuple[tuple[int, int], ...]
     image: Array
@@ -115,8 +115,8 @@ def disputed_images(arrays: Mapping[str, Array], most: int = 12) -> list[Dispute
     if any(key not in arrays for key in keys):
         return []
     found = []
-    for index, target, votes, image in zip(*(arrays[key][:most] for key in keys), strict=True):
+    for position, target, votes, image in zip(*(arrays[key][:most] for key in keys), strict=True):
         classes, counts = np.unique(votes, return_counts=True)
         ranked = sorted(zip(classes.tolist(), counts.tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))
-        found.append(Disputed(int(index), int(target), tuple((int(c), int(n)) for c, n in ranked), image))
+        found.append(Disputed(int(position), int(target), tuple((int(c), int(n)) for c, n in ranked), image))
     return found

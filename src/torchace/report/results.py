@@ -75,7 +75,7 @@ class Run:
 class PaperRow:
     """A row of the paper's table; `arms` names the arms it stands beside, None: all with its K and λ.
 
-    `diversity` is None where the paper states no λ (a single classifier). Accuracies are shares, `error` is in percent.
+    `diversity` is None where the paper states no λ (a single classifier). All numbers are shares, errors too.
     """
 
     label: str
@@ -83,6 +83,7 @@ class PaperRow:
     diversity: float | None
     arms: tuple[str, ...] | None
     numbers: Mapping[str, float]
+    states_error: bool
 
     def matches(self, arm: Arm, diversity: float) -> bool:
         """Whether this row stands beside that arm at that λ."""
@@ -103,7 +104,7 @@ class Paper:
     @property
     def states_error(self) -> bool:
         """Whether the table gives errors in percent instead of accuracies."""
-        return any("error" in row.numbers for row in self.rows)
+        return any(row.states_error for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,10 @@ class Results:
     def diversities(self, arm: Arm) -> tuple[float, ...]:
         """The values of λ at which an arm has finished runs, ascending."""
         return tuple(sorted({run.diversity for run in self.runs if run.finished and run.arm == arm.name}))
+
+    def grid(self, arm: Arm) -> tuple[float, ...]:
+        """The values of λ that an arm was to be trained at, finished or not, ascending."""
+        return tuple(sorted({*arm.diversities, *self.diversities(arm)}))
 
     def values(self, arm: Arm, diversity: float, metric: str, split: str = "test") -> dict[int, float]:
         """A metric of each seed, for an arm at one λ; seeds that lack it are left out."""
@@ -276,7 +281,11 @@ def _paper_row(fields: Fields) -> PaperRow:
     default = f"K={num_members}" if diversity is None else f"K={num_members}, λ={diversity:g}"
     arms = fields.items("arms", as_text, "a list of names") if fields.value.get("arms") is not None else None
     numbers = {metric: fields.number(metric) for metric in metrics if fields.value.get(metric) is not None}
-    return PaperRow(fields.text("label", default), num_members, diversity, arms, numbers)
+    states_error = "error" in numbers
+    if states_error:
+        numbers["accuracy"] = 1 - numbers["error"] / 100  # the paper's errors are in percent
+    label = fields.text("label", default)
+    return PaperRow(label, num_members, diversity, arms, _with_errors(numbers), states_error)
 
 
 def _run(fields: Fields, path: Path, arms: Mapping[str, int]) -> Run:
@@ -298,9 +307,9 @@ def _run(fields: Fields, path: Path, arms: Mapping[str, int]) -> Run:
         test.number("accuracy"), test.number("cross_entropy")
         members = test.items("members", as_number, "a list of numbers", [])
         for split in ("test", "validation", "train"):
-            numbers = splits.object(split, {})
+            numbers = splits.object(split, {}).value
             # a number that is null or not finite (the disagreement of one member) counts as not measured
-            metrics[split] = {key: float(v) for key, v in numbers.value.items() if is_number(v)}
+            metrics[split] = _with_errors({key: float(v) for key, v in numbers.items() if is_number(v)})
     arrays = path.with_suffix(".safetensors")
     return Run(
         name=fields.text("run", path.stem),
@@ -314,3 +323,9 @@ def _run(fields: Fields, path: Path, arms: Mapping[str, int]) -> Run:
         seconds=fields.optional_number("seconds"),
         arrays_path=arrays if arrays.is_file() else None,
     )
+
+
+def _with_errors(numbers: Mapping[str, float]) -> dict[str, float]:
+    """The numbers and, for each accuracy, the error 1 - accuracy."""
+    accuracies = (key for key in ("accuracy", "member_accuracy") if key in numbers)
+    return {**numbers, **{key.replace("accuracy", "error"): 1 - numbers[key] for key in accuracies}}

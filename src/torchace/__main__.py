@@ -1,0 +1,5 @@
+"""`python -m torchace`."""
+
+from torchace.cli import main
+
+main()

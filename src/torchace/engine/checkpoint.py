@@ -1,0 +1,98 @@
+"""The state of a training between two steps, on the disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+from torch import Tensor
+
+from torchace.engine.files import remove_partial, write_whole
+from torchace.engine.network import Network
+
+FORMAT = 1
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used: one sentence that says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The newest checkpoint of one training in a directory: a safetensors file and the manifest that names it.
+
+    The manifest is written last. A process killed at any moment leaves the previous checkpoint or the new one.
+    """
+
+    directory: Path
+
+    def save(self, network: Network, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> None:
+        """Replaces the checkpoint; `progress` is everything else there is to know, as JSON holds it."""
+        tensors = {f"network.{name}": value for name, value in network.state_dict().items()}
+        for index, state in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items() if value is not None}
+        data = save_safetensors({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
+        name = f"state-{progress['step']}.safetensors"
+        manifest = {
+            "format": FORMAT,
+            "state": {"file": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
+            "progress": progress,
+        }
+        write_whole(self.directory / name, data)
+        write_whole(self.directory / "manifest.json", json.dumps(manifest).encode())
+        for old in self.directory.glob("state-*.safetensors"):
+            if old.name != name:
+                old.unlink(missing_ok=True)
+
+    def load(self, network: Network, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """Restores the newest checkpoint and returns its progress; None where there is none yet."""
+        remove_partial(self.directory)
+        manifest_file = self.directory / "manifest.json"
+        if not manifest_file.exists():
+            return None
+        try:
+            manifest = json.loads(manifest_file.read_bytes())
+            state = manifest["state"]
+            data = (self.directory / state["file"]).read_bytes()
+            progress: dict[str, Any] = manifest["progress"]
+            if manifest["format"] != FORMAT or hashlib.sha256(data).hexdigest() != state["sha256"]:
+                raise ValueError("it is not what was written")
+            tensors = load_safetensors(data)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"The checkpoint in {self.directory} is damaged ({error}). Remove that folder to start its runs anew."
+            ) from error
+        network.load_state_dict(_under("network.", tensors))
+        states: dict[int, dict[str, Tensor]] = {}
+        for name, value in _under("optimizer.", tensors).items():
+            index, _, key = name.partition(".")
+            states.setdefault(int(index), {})[key] = value
+        optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+        return progress
+
+    def remove(self) -> None:
+        """Removes the checkpoint of a training that is finished."""
+        (self.directory / "manifest.json").unlink(missing_ok=True)  # first: without it the rest is nothing
+        for file in self.directory.glob("*"):
+            file.unlink(missing_ok=True)
+        if self.directory.exists():
+            self.directory.rmdir()
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def weights_digest(network: Network, run: int) -> str:
+    """A SHA-256 of one run's weights and buffers: two runs with the same digest ended bit-identically."""
+    digest = hashlib.sha256()
+    for name, value in sorted(network.ensemble(run).state_dict().items()):
+        digest.update(name.encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,71 @@
+"""What trained runs predict on samples they were not trained on: scores and the arrays a report draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchace.engine.network import Network
+from torchace.functional import disagreement, ensemble_probs, mutual_information
+from torchace.functional.calibration import calibration_bins
+from torchace.metrics import EnsembleMetrics
+
+DISPUTED = 24  # samples on which the members differ most, kept for the report
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One run's scores as plain numbers, and small arrays on the CPU."""
+
+    metrics: dict[str, float | list[float]]
+    arrays: dict[str, Tensor]
+
+
+@torch.no_grad()
+def logits_of(network: Network, chunks: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """All runs' logits `(R, K, N, C)` on a split, and its labels `(N,)`."""
+    training = network.training
+    network.eval()
+    parts = [(network.predict(x), y) for x, y in chunks]
+    network.train(training)
+    return torch.cat([logits for logits, _ in parts], 2), torch.cat([y for _, y in parts])
+
+
+@torch.no_grad()
+def evaluate(logits: Tensor, target: Tensor, images: Tensor | None = None) -> Evaluation:
+    """Scores one run.
+
+    Args:
+        logits: `(K, N, C)`.
+        target: `(N,)`.
+        images: The samples as uint8 `(N, C, H, W)`, for the disputed ones; None where there is nothing to see.
+    """
+    num_members, _, num_classes = logits.shape
+    metrics = EnsembleMetrics(num_members, num_classes).to(logits.device)
+    metrics.update(logits, target)
+    scores: dict[str, float | list[float]] = {name: value.tolist() for name, value in metrics.compute().items()}
+
+    probs = ensemble_probs(logits)
+    bins = calibration_bins(probs, target)
+    votes = logits.argmax(2)  # (K, N)
+    # disagreement first, mutual information between equals; stable, so that equal cases keep their order
+    heat = disagreement(logits, reduction="none") + 1e-3 * mutual_information(logits, reduction="none")
+    disputed = heat.argsort(descending=True, stable=True)[:DISPUTED]
+    disputed = disputed[heat[disputed] > 0]
+    arrays = {
+        "reliability_count": bins.samples,
+        "reliability_confidence": bins.confidence,
+        "reliability_correct": bins.correct,
+        "disagreement_matrix": (votes[:, None] != votes[None]).double().mean(2),
+        "disputed_index": disputed,
+        "disputed_target": target[disputed],
+        "disputed_votes": votes[:, disputed].T,
+        "disputed_probs": probs[disputed],
+    }
+    if images is not None:
+        pixels = images[disputed]
+        arrays["disputed_images"] = pixels[:, 0] if pixels.shape[1] == 1 else pixels.permute(0, 2, 3, 1)
+    return Evaluation(scores, {name: value.cpu().contiguous() for name, value in arrays.items()})

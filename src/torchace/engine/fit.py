@@ -1,0 +1,200 @@
+"""The loop around the step: batches, schedules, checkpoints, runs that fail, a process that is told to stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchace.data import Batches, generator
+from torchace.engine.checkpoint import Checkpoints
+from torchace.engine.graph import Stepper
+from torchace.engine.network import Network
+from torchace.engine.recipe import Recipe, make_optimizer, set_learning_rate
+
+
+class Interrupted(Exception):
+    """The process was told to stop; a checkpoint was written."""
+
+
+@dataclass
+class Failure:
+    """Why a run was stopped."""
+
+    message: str
+    member: int | None
+    step: int
+
+
+@dataclass
+class Fitted:
+    """What training left behind beside the weights."""
+
+    history: list[dict[str, Any]] = field(default_factory=list)  # one entry an epoch: epoch, step, cross_entropy (R,)
+    failures: dict[int, Failure] = field(default_factory=dict)  # by run
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where and how often the state is saved."""
+
+    checkpoints: Checkpoints
+    every_steps: int | None = None
+    every_seconds: float | None = 60.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What somebody watching sees after a step."""
+
+    step: int
+    steps: int
+    cross_entropy: list[float]  # of each run, a moving mean over the epoch so far
+
+
+def fit(
+    network: Network,
+    batches: Batches,
+    recipe: Recipe,
+    *,
+    diversities: Sequence[float],
+    seeds: Sequence[int],
+    saving: Saving | None = None,
+    watch: Callable[[Progress], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Fitted:
+    """Trains R runs that differ in λ and seed alone, from the newest checkpoint if there is one.
+
+    Args:
+        network: The runs, with their initial weights.
+        batches: Where samples come from; every draw is a function of seed, epoch and step.
+        recipe: How to train.
+        diversities: λ of each run.
+        seeds: The seed of each run.
+        saving: Where and how often to save.
+        watch: Is told about progress, at most ten times a second.
+        stop: Is asked before every step; when it says yes, a checkpoint is written and `Interrupted` raised.
+    """
+    device = batches.device
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    optimizer = make_optimizer(recipe, parameters)
+    network.train()
+    fitted, start = Fitted(), 0
+    tally = _Tally(network.num_runs, device)
+    if saving is not None and (saved := saving.checkpoints.load(network, optimizer)) is not None:
+        start = saved["step"]
+        fitted = Fitted(
+            saved["history"], {int(r): Failure(**f) for r, f in saved["failures"].items()}, saved["seconds"]
+        )
+        tally.restore(saved["tally"])
+
+    full = torch.tensor(list(diversities), dtype=recipe.dtype, device=device)
+    active = torch.tensor([r not in fitted.failures for r in range(network.num_runs)], device=device)
+    stepper = Stepper(network, optimizer, recipe)
+    before, began, last_saved, last_watched = fitted.seconds, time.monotonic(), time.monotonic(), 0.0
+    random = any(isinstance(module, torch.nn.modules.dropout._DropoutNd) for module in network.modules())
+
+    def save(step: int) -> None:
+        if saving is None:
+            return
+        fitted.seconds = before + time.monotonic() - began
+        failures = {str(r): asdict(f) for r, f in fitted.failures.items()}
+        progress = {"step": step, "history": fitted.history, "failures": failures, "seconds": fitted.seconds}
+        saving.checkpoints.save(network, optimizer, {**progress, "tally": tally.state()})
+
+    for step in range(start, recipe.steps):
+        if stop():
+            save(step)
+            raise Interrupted
+        if random:  # masks are a function of the step, so that a run resumes bit for bit
+            torch.manual_seed(generator(seeds[0], "dropout", step).initial_seed())
+        epoch, within = batches.locate(step)
+        x, y = _batch(batches, seeds, epoch, within, network.num_members, recipe)
+        set_learning_rate(optimizer, recipe.learning_rate_at(step))
+        result = stepper(x, y, full * recipe.diversity_share_at(step), active)
+        tally.add(result.cross_entropy, result.losses, active, step)
+
+        last_of_epoch = within == batches.steps_per_epoch - 1 or step == recipe.steps - 1
+        # On the CPU a failed run is seen at once; on a GPU nothing is read back but now and then.
+        if device.type == "cpu" or last_of_epoch or step % 100 == 99:
+            for run, failure in tally.new_failures(active).items():
+                fitted.failures[run] = failure
+                active[run] = False
+            if not bool(active.any()):
+                break
+        if last_of_epoch:
+            fitted.history.append({"epoch": epoch + 1, "step": step + 1, "cross_entropy": tally.mean()})
+            tally.reset()
+        now = time.monotonic()
+        if watch is not None and (now - last_watched >= 0.1 or step == recipe.steps - 1):
+            last_watched = now
+            watch(Progress(step + 1, recipe.steps, tally.mean() or fitted.history[-1]["cross_entropy"]))
+        if saving is not None and step + 1 < recipe.steps:
+            steps_due = saving.every_steps is not None and (step + 1) % saving.every_steps == 0
+            if steps_due or (saving.every_seconds is not None and now - last_saved >= saving.every_seconds):
+                save(step + 1)
+                last_saved = time.monotonic()
+    fitted.seconds = before + time.monotonic() - began
+    return fitted
+
+
+def _batch(
+    batches: Batches, seeds: Sequence[int], epoch: int, within: int, num_members: int, recipe: Recipe
+) -> tuple[Tensor, Tensor]:
+    """`(R, B, ...)` for batches that members share, else `(R, K, B, ...)`: every member a stream of its own."""
+    distinct = sorted(set(seeds))
+    runs = torch.tensor([distinct.index(seed) for seed in seeds], device=batches.device)
+    if recipe.batches == "shared":
+        x, y = batches.batch_many(distinct, epoch, within)
+    else:
+        streams = [k for _ in distinct for k in range(num_members)]
+        x, y = batches.batch_many([s for s in distinct for _ in range(num_members)], epoch, within, streams=streams)
+        x, y = (part.unflatten(0, (len(distinct), num_members)) for part in (x, y))
+    if len(distinct) == len(seeds) and list(seeds) == distinct:
+        return x, y
+    return x.index_select(0, runs), y.index_select(0, runs)  # the λ of one seed see the same batch
+
+
+class _Tally:
+    """Sums over the steps of an epoch, kept on the device, and the first failure of each run."""
+
+    def __init__(self, num_runs: int, device: torch.device) -> None:
+        self.sums = torch.zeros(num_runs, dtype=torch.float64, device=device)
+        self.steps = 0
+        self.failed_step = torch.full((num_runs,), -1, device=device)
+        self.failed_member = torch.full((num_runs,), -1, device=device)
+
+    def add(self, cross_entropy: Tensor, losses: Tensor, active: Tensor, step: int) -> None:
+        self.sums += cross_entropy.double()
+        self.steps += 1
+        bad = ~torch.isfinite(losses)  # (R, K)
+        first = bad.any(1) & active & (self.failed_step < 0)
+        self.failed_step = torch.where(first, step, self.failed_step)
+        self.failed_member = torch.where(first, bad.int().argmax(1), self.failed_member)
+
+    def new_failures(self, active: Tensor) -> dict[int, Failure]:
+        failed = (self.failed_step >= 0) & active
+        found = {}
+        for run in failed.nonzero().flatten().tolist() if bool(failed.any()) else []:
+            member, step = int(self.failed_member[run]), int(self.failed_step[run])
+            found[run] = Failure("the loss became NaN or Inf", member, step)
+        return found
+
+    def mean(self) -> list[float]:
+        return (self.sums / self.steps).tolist() if self.steps else []
+
+    def reset(self) -> None:
+        self.sums.zero_()
+        self.steps = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"sums": [repr(value) for value in self.sums.tolist()], "steps": self.steps}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.sums.copy_(torch.tensor([float(value) for value in state["sums"]], dtype=torch.float64))
+        self.steps = state["steps"]

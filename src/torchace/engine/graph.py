@@ -1,0 +1,53 @@
+"""The training step as one CUDA graph; on other devices the step itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchace.engine.network import Network
+from torchace.engine.recipe import Recipe
+from torchace.engine.step import StepResult, train_step
+
+EAGER_STEPS = 3  # real steps before the capture: they warm up cuDNN, cuBLAS and the optimizer's state
+
+
+class Stepper:
+    """Calls `train_step`; on a GPU captures it after a few steps and replays it from then on."""
+
+    def __init__(self, network: Network, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+        self.network, self.optimizer, self.recipe = network, optimizer, recipe
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: tuple[Tensor, ...] = ()
+        self._result: StepResult | None = None
+
+    def __call__(self, x: Tensor, y: Tensor, diversity: Tensor, active: Tensor) -> StepResult:
+        if x.device.type != "cuda":
+            return train_step(self.network, self.optimizer, x, y, diversity, active, self.recipe)
+        self._calls += 1
+        inputs = (x, y, diversity, active)
+        if self._calls <= EAGER_STEPS:
+            # on a side stream, as a capture asks for
+            stream = torch.cuda.Stream(x.device)
+            stream.wait_stream(torch.cuda.current_stream(x.device))
+            with torch.cuda.stream(stream):
+                result = train_step(self.network, self.optimizer, *inputs, self.recipe)
+            torch.cuda.current_stream(x.device).wait_stream(stream)
+            return result
+        if self._graph is None:
+            self._capture(inputs)
+        for held, given in zip(self._inputs, inputs, strict=True):
+            held.copy_(given)
+        assert self._graph is not None
+        assert self._result is not None
+        self._graph.replay()
+        return self._result
+
+    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
+        self._inputs = tuple(value.clone() for value in inputs)
+        self._graph = torch.cuda.CUDAGraph()
+        self.optimizer.zero_grad(set_to_none=True)
+        x, y, diversity, active = self._inputs
+        with torch.cuda.graph(self._graph):
+            self._result = train_step(self.network, self.optimizer, x, y, diversity, active, self.recipe)

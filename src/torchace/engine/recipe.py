@@ -1,0 +1,88 @@
+"""How something is trained, as plain numbers; what depends on the step is a pure function of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training recipe. Steps are counted from 0."""
+
+    steps: int
+    batches: str = "shared"  # "shared", "separate" or "exchanged"
+    optimizer: str = "adam"  # "sgd", "adam" or "adamw"
+    learning_rate: float = 1e-3
+    momentum: float = 0.9  # SGD's
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    schedule: str = "constant"  # "constant", "step" or "cosine"
+    milestones: tuple[int, ...] = ()  # steps at which the learning rate is multiplied by `decay`
+    decay: float = 0.1
+    warmup_steps: int = 0
+    warmup_learning_rate: float | None = None  # constant during warm-up (He et al.); None rises linearly
+    diversity_warmup_steps: int = 0  # λ rises linearly from 0 over these steps
+    label_smoothing: float = 0.0
+    detach_others: bool = True
+    precision: str = "float32"  # "float32", "float64" or "bf16" (autocast; weights stay float32)
+    compile: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of weights and inputs."""
+        return torch.float64 if self.precision == "float64" else torch.float32
+
+    def learning_rate_at(self, step: int) -> float:
+        """The learning rate of a step.
+
+        Example:
+            >>> recipe = Recipe(steps=100, learning_rate=0.1, schedule="step", milestones=(50,), warmup_steps=10,
+            ...                 warmup_learning_rate=0.01)
+            >>> [round(recipe.learning_rate_at(step), 6) for step in (0, 10, 50)]
+            [0.01, 0.1, 0.01]
+        """
+        if step < self.warmup_steps:
+            if self.warmup_learning_rate is not None:
+                return self.warmup_learning_rate
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.schedule == "step":
+            return self.learning_rate * self.decay ** sum(step >= milestone for milestone in self.milestones)
+        if self.schedule == "cosine":
+            done = (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1)
+            return self.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+        return self.learning_rate
+
+    def diversity_share_at(self, step: int) -> float:
+        """What λ is multiplied by at a step."""
+        if step >= self.diversity_warmup_steps:
+            return 1.0
+        return step / self.diversity_warmup_steps
+
+
+def make_optimizer(recipe: Recipe, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The recipe's optimizer, in its fused form; on a GPU with the learning rate on the device, for CUDA graphs."""
+    device = parameters[0].device
+    on_gpu = device.type == "cuda"
+    lr = torch.tensor(recipe.learning_rate, device=device) if on_gpu else recipe.learning_rate
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(
+            parameters,
+            lr=lr,
+            momentum=recipe.momentum,
+            nesterov=recipe.nesterov,
+            weight_decay=recipe.weight_decay,
+            fused=True,
+        )
+    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    return kinds[recipe.optimizer](parameters, lr=lr, weight_decay=recipe.weight_decay, fused=True, capturable=on_gpu)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(value)
+        else:
+            group["lr"] = value

@@ -1,0 +1,1 @@
+"""The built-in experiments: data, not code."""

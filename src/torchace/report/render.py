@@ -1,0 +1,128 @@
+"""A report as Markdown, and its main table for the terminal."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from torchace.report._fields import extra
+from torchace.report.results import Results
+from torchace.report.setup import arm_table, configuration, facts, failure_table
+from torchace.report.tables import Cell, Table, arm_title, detail_table, difference_tables, result_table
+from torchace.report.words import findings, headline, remarks
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+
+def markdown(results: Results) -> str:
+    """A complete results page: findings, tables, paired differences, setup, failed runs.
+
+    Args:
+        results: A run directory.
+
+    Returns:
+        GitHub-flavoured Markdown that ends with a newline.
+    """
+    parts = [f"# {_escaped(results.title)}"]
+    if results.description:
+        parts.append(_escaped(results.description))
+    parts.append("## What the knob did")
+    for arm, about in findings(results):
+        parts.append(f"### {_escaped(arm_title(arm))}")
+        if verdict := headline(results, arm):
+            parts.append(_escaped(verdict))
+        parts.append("\n".join(f"- **{_escaped(finding.topic)}.** {_escaped(finding.text)}" for finding in about))
+    parts.append("### All arms")
+    parts.append("\n".join(f"- **{_escaped(f.topic)}.** {_escaped(f.text)}" for f in remarks(results)))
+    parts += ["## Results", table_markdown(result_table(results))]
+    if differences := difference_tables(results):
+        parts.append("## Paired differences")
+        for table in differences:
+            parts += [f"### {_escaped(table.caption)}", table_markdown(table)]
+    parts += ["## Calibration and diversity", table_markdown(detail_table(results))]
+    parts += ["## Setup", table_markdown(arm_table(results))]
+    parts.append("\n".join(f"- **{heading}**: {_escaped(text)}" for heading, text in facts(results)))
+    if config := configuration(results):
+        fence = "`" * (3 + max((len(ticks) for ticks in re.findall("`{3,}", config)), default=0))
+        parts.append(f"{fence}json\n{config}\n{fence}")
+    if failures := failure_table(results):
+        parts += [f"## {failures.caption}", table_markdown(failures)]
+    return "\n\n".join(parts) + "\n"
+
+
+def table_markdown(table: Table) -> str:
+    """A table as Markdown, its sections as rows of their own, its note below.
+
+    Args:
+        table: A table.
+
+    Returns:
+        The lines, without a final newline.
+    """
+    heads = [f"{column.group}: {column.label}" if column.group else column.label for column in table.columns]
+    kinds = [cell.kind for section in table.sections for row in section.rows[:1] for cell in row][: len(heads)]
+    aligned = [":--" if kind == "text" else "--:" for kind in kinds] or ["--:"] * len(heads)
+    lines = [_line([_escaped(head) for head in heads]), _line(aligned)]
+    for section in table.sections:
+        if section.title:
+            lines.append(_line([f"**{_escaped(section.title)}**"] + [""] * (len(heads) - 1)))
+        for row in section.rows:
+            lines.append(_line([f"**{_escaped(c.text)}**" if c.strong else _escaped(c.text) for c in row]))
+    note = f"\n\n{_escaped(table.note)}" if table.note else ""
+    return "\n".join(lines) + note
+
+
+def rich_table(results: Results) -> RichTable:
+    """The result table for a terminal.
+
+    Args:
+        results: A run directory.
+
+    Returns:
+        A `rich.table.Table`, to print with a `rich.console.Console`.
+    """
+    with extra("rich"):
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+    table = result_table(results)
+    # the paper's numbers for single members stay on the page: a terminal is narrow
+    shown = [i for i, column in enumerate(table.columns) if (column.group, column.label) != ("One member", "paper")]
+    note = "Mean ± standard deviation over seeds; bold: best of its arm."
+    if results.paper:
+        note += f" paper: {results.paper.table} of Shoham and Permuter (2020)."
+    drawn = RichTable(title=Text(results.title), caption=Text(note), box=SIMPLE_HEAD, pad_edge=False)
+    for i in shown:
+        column = table.columns[i]
+        label = column.label.replace("Cross entropy", "CE").replace("Disagreement", "Disagree").replace("Seeds", "n")
+        prefix = "Member\n" if column.group == "One member" else ""
+        drawn.add_column(Text(prefix + label), justify="right" if i else "left", max_width=None if i else 28)
+    for section in table.sections:
+        drawn.add_section()
+        drawn.add_row(Text(section.title, style="italic", no_wrap=True, overflow="ellipsis"))
+        for row in section.rows:
+            drawn.add_row(*(_rich_cell(table, i, row[i]) for i in shown))
+    return drawn
+
+
+def _rich_cell(table: Table, index: int, cell: Cell) -> Text:
+    from rich.text import Text
+
+    style = "bold" if cell.strong else "dim" if cell.kind == "paper" else ""
+    text = cell.text if table.columns[index].group in ("", "Ensemble") else cell.text.split(" ±")[0]
+    return Text(text if index else f"  {text}", style=style)
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _escaped(text: str) -> str:
+    """Text that Markdown shows as it is, on one line."""
+    text = re.sub(r"([\\`*_\[\]|~])", r"\\\1", " ".join(text.split()))
+    text = re.sub(r"&(?=#?\w+;)", "&amp;", text)
+    text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
+    return re.sub(r"^([#>+-])", r"\\\1", text)

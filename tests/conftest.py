@@ -1,0 +1,13 @@
+"""Settings that all tests share."""
+
+import torch
+from hypothesis import HealthCheck, settings
+
+# Tensors of a few elements: a second thread has nothing to do but to be waited for.
+torch.set_num_threads(1)
+
+# Derandomized: the same examples in every run, so that a failure in CI is the failure on a desk.
+settings.register_profile(
+    "ci", max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("ci")

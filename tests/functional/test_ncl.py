@@ -1,0 +1,201 @@
+"""`negative_correlation` against the slow reference, half the squared error and the paper's γ form."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from tests.reference import losses as reference
+from tests.reference.cases import U32, Case, element_cases, member_weights, value_and_gradient
+from torchace.functional import diversity_from_gamma, negative_correlation
+
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def rounding_bounds(case: Case, loss: reference.Loss) -> tuple[float, float]:
+    """How far float32 may be from the float64 value and gradient, to first order in u = 2^-24.
+
+    With B the largest |F|, |Y|, |F̄|: F - Y is at most 2B and has one rounding and those of its inputs, 3u·2B; F - F̄ is
+    made of K + 6 roundings of at most 2B. So the gradient (F - Y) - λ(F - F̄) is off by u·2B(3 + λ(K + 8)), and the
+    loss, half of one square minus λ/(2(1-α)) times another, by twice its factors: u·4B²(4 + λ(K + 10)), where
+    (F - F̄)²/(1-α) = (1-α)(F - the others' mean)² ≤ 4B², and α off by u changes 1/(1-α) by u/(1-α).
+    The sums add n roundings of each element's magnitude and n of the denominator.
+    """
+    num_members = loss.num_members
+    n = math.prod(loss.sample_shape)
+    values = [case.outputs, case.target, case.options.get("mixture", case.target)]
+    biggest = max(value.double().abs().max().item() for value in values)
+    weights = [loss.scale(k, i) for k in range(num_members) for i in loss.samples()]
+    if case.upstream is not None:
+        weights = [w * max(1.0, case.upstream.abs().max().item()) for w in weights]
+    alpha = case.options.get("member_weights", torch.full((num_members,), 1 / num_members))
+    rest = [1 - a for a in alpha.tolist() if a < 1]
+    steep = max([1 / r for r in rest], default=1.0)
+    lam = case.diversity
+    gradient = U32 * 2 * biggest * (3 + lam * (num_members + 8) + 2 * n)
+    value = U32 * 4 * biggest**2 * (4 + lam * steep * (num_members + 10) + (1 + lam) * (2 * n + num_members))
+    total = max(weights) if case.options["reduction"] == "none" else sum(weights)
+    return total * value, max(weights) * gradient
+
+
+@given(element_cases("ncl"))
+def test_value_and_gradients_equal_the_reference(case: Case) -> None:
+    loss = reference.negative_correlation(*case.args, **case.options)
+    closed, by_autograd = loss.gradient(case.upstream), loss.autograd_gradient(case.upstream)
+    assert_close(closed, by_autograd, **CLOSE)
+    value, gradient = value_and_gradient(negative_correlation, case)
+    assert_close(value, loss.value(), **CLOSE)
+    assert_close(gradient, closed, **CLOSE)
+
+
+@given(element_cases("ncl"))
+def test_float32_is_off_by_rounding_alone(case: Case) -> None:
+    case = case.to(torch.float32)
+    loss = reference.negative_correlation(*case.args, **case.options)
+    value, gradient = value_and_gradient(negative_correlation, case)
+    assert value.dtype == gradient.dtype == torch.float32
+    value_bound, gradient_bound = rounding_bounds(case, loss)
+    assert_close(value.double(), loss.value(), rtol=0, atol=value_bound)
+    assert_close(gradient.double(), loss.gradient(case.upstream), rtol=0, atol=gradient_bound)
+
+
+@pytest.mark.parametrize("how", ["λ=0", "λ=0 as a tensor", "K=1"])
+@pytest.mark.parametrize("rest", [(), (3,), (2, 2)])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_without_diversity_it_is_half_the_squared_error(how: str, rest: tuple[int, ...], reduction: str) -> None:
+    g = torch.Generator().manual_seed(3)
+    num_members = 1 if how == "K=1" else 3
+    predictions = torch.randn(num_members, 4, *rest, generator=g, dtype=torch.float64)
+    target = torch.randn(4, *rest, generator=g, dtype=torch.float64)
+    upstream = torch.randn(num_members, 4, *rest, generator=g, dtype=torch.float64) if reduction == "none" else None
+
+    def plain(outputs: Tensor, target: Tensor, diversity: float, *, reduction: str) -> Tensor:
+        losses = [0.5 * torch.nn.functional.mse_loss(f, target, reduction=reduction) for f in outputs]
+        return torch.stack(losses) if reduction == "none" else torch.stack(losses).sum()
+
+    case = Case(predictions, target, 0.0, {"reduction": reduction}, upstream)
+    value, gradient = value_and_gradient(plain, case)
+    case.diversity = {"λ=0": 0.0, "λ=0 as a tensor": torch.tensor(0.0), "K=1": 0.7}[how]
+    ours, our_gradient = value_and_gradient(negative_correlation, case)
+    assert_close(ours, value, **CLOSE)
+    assert_close(our_gradient, gradient, **CLOSE)
+
+
+@given(st.integers(2, 5), st.integers(0, 2**16), st.floats(0, 1))
+def test_the_paper_s_gamma_form_agrees(num_members: int, seed: int, fraction: float) -> None:
+    # e^k = ½(F^k - Y)² - γ(F^k - F̄)², γ in [0, K / (2(K-1))]
+    g = torch.Generator().manual_seed(seed)
+    f = torch.randn(num_members, 3, generator=g, dtype=torch.float64)
+    y = torch.randn(3, generator=g, dtype=torch.float64)
+    gamma = fraction * num_members / (2 * (num_members - 1))
+    lam = diversity_from_gamma(gamma, num_members, loss="ncl")
+    expected = 0.5 * (f - y) ** 2 - gamma * (f - f.mean(0)) ** 2
+    assert_close(negative_correlation(f, y, lam, reduction="none"), expected, **CLOSE)
+    # and with the penalty written as the paper first has it, γ(F^k - F̄) Σ_{j≠k}(F^j - F̄)
+    deviations = f - f.mean(0)
+    penalty = deviations * (deviations.sum(0) - deviations)
+    assert_close(negative_correlation(f, y, lam, reduction="none"), 0.5 * (f - y) ** 2 + gamma * penalty, **CLOSE)
+
+
+@given(element_cases("ncl"), st.randoms(use_true_random=False))
+def test_permuting_members_permutes_the_result(case: Case, random) -> None:
+    order = list(range(case.outputs.shape[0]))
+    random.shuffle(order)
+    options = dict(case.options)
+    if "member_weights" in options:
+        options["member_weights"] = options["member_weights"][order]
+    if "sample_weight" in options and options["sample_weight"].ndim == case.outputs.ndim:
+        options["sample_weight"] = options["sample_weight"][order]
+    upstream = None if case.upstream is None else case.upstream[order]
+    value, gradient = value_and_gradient(negative_correlation, case)
+    permuted = Case(case.outputs[order], case.target, case.diversity, options, upstream)
+    other_value, other_gradient = value_and_gradient(negative_correlation, permuted)
+    assert_close(other_value, value[order] if value.ndim else value, **CLOSE)
+    assert_close(other_gradient, gradient[order], **CLOSE)
+
+
+@given(element_cases("ncl"), st.floats(-20, 20))
+def test_moving_predictions_and_target_together_changes_nothing(case: Case, constant: float) -> None:
+    case.options.pop("mixture", None)
+    alpha = case.options.get("member_weights")
+    if alpha is not None:  # of the members at hand now
+        case.options["member_weights"] = alpha / alpha.sum()
+    value, gradient = value_and_gradient(negative_correlation, case)
+    moved = Case(case.outputs + constant, case.target + constant, case.diversity, case.options, case.upstream)
+    other_value, other_gradient = value_and_gradient(negative_correlation, moved)
+    # 20 is rounded to 2e-15; times differences below 20, factors 1/(1-α) below 40 and 48 elements
+    assert_close(other_value, value, rtol=1e-10, atol=1e-10)
+    assert_close(other_gradient, gradient, rtol=1e-11, atol=1e-11)
+
+
+def test_full_diversity_fits_the_ensemble_alone() -> None:
+    # λ=1: every member's gradient is F̄ - Y
+    g = torch.Generator().manual_seed(0)
+    predictions = torch.randn(4, 3, generator=g, dtype=torch.float64, requires_grad=True)
+    target = torch.randn(3, generator=g, dtype=torch.float64)
+    alpha = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    negative_correlation(predictions, target, 1.0, member_weights=alpha, reduction="sum").backward()
+    expected = (alpha[:, None] * predictions.detach()).sum(0) - target
+    assert_close(predictions.grad, expected.expand(4, 3), **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_gives_a_float32_loss(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    predictions = torch.randn(4, 3, generator=g).to(dtype)
+    target = torch.randn(3, generator=g)
+    value, gradient = value_and_gradient(negative_correlation, Case(predictions.float(), target, 0.5))
+    half_value, half_gradient = value_and_gradient(negative_correlation, Case(predictions, target, 0.5))
+    assert half_value.dtype == torch.float32
+    assert_close(half_value, value, rtol=0, atol=0)
+    assert_close(half_gradient, gradient.to(dtype), rtol=0, atol=0)
+
+
+def test_whole_number_targets() -> None:
+    predictions = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    target = torch.tensor([1, -2, 3])
+    assert_close(
+        negative_correlation(predictions, target, 0.5), negative_correlation(predictions, target.float(), 0.5)
+    )
+
+
+def test_no_gradient_goes_to_the_options_or_the_other_members() -> None:
+    g = torch.Generator().manual_seed(0)
+    predictions = torch.randn(2, 3, generator=g, requires_grad=True)
+    options = {
+        "member_weights": torch.tensor([0.25, 0.75], requires_grad=True),
+        "sample_weight": torch.tensor([[0.0] * 3, [1.0] * 3], requires_grad=True),
+    }
+    diversity = torch.tensor(0.5, requires_grad=True)
+    negative_correlation(predictions, torch.tensor([0.0, 1.0, 0.5]), diversity, **options).backward()
+    assert predictions.grad is not None
+    assert not predictions.grad[0].any()
+    assert predictions.grad[1].all()
+    for constant in (*options.values(), diversity):
+        assert constant.grad is None
+
+
+@pytest.mark.parametrize(
+    ("num_members", "lam", "kind"), list(itertools.product([1, 2, 3], [0.0, 0.3, 1.0], ["uniform", "random", "one"]))
+)
+def test_gradcheck_of_each_members_own_loss(num_members: int, lam: float, kind: str) -> None:
+    g = torch.Generator().manual_seed(5)
+    predictions = torch.randn(num_members, 3, generator=g, dtype=torch.float64)
+    target = torch.randn(3, generator=g, dtype=torch.float64)
+    alpha = member_weights(kind, num_members, g)
+    for k in range(num_members):
+
+        def own(mine: Tensor, k: int = k) -> Tensor:
+            members = torch.stack([mine if j == k else predictions[j] for j in range(num_members)])
+            return negative_correlation(members, target, lam, member_weights=alpha, reduction="none")[k]
+
+        mine = predictions[k].clone().requires_grad_()
+        assert torch.autograd.gradcheck(own, (mine,))
+        assert torch.autograd.gradgradcheck(own, (mine,))

@@ -1,0 +1,133 @@
+"""The losses as modules call their functions with the options they hold."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from torchace.functional import amended_cross_entropy, binary_amended_cross_entropy, negative_correlation
+from torchace.nn import AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, NegativeCorrelationLoss
+
+K, N, C = 3, 6, 4
+ALPHA = [0.2, 0.3, 0.5]  # not representable: float32 weights would show in float64
+
+
+def classes() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(K, N, C, dtype=torch.float64), torch.randint(C, (N,))
+
+
+def elements() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(K, N, 2, dtype=torch.float64), torch.rand(N, 2, dtype=torch.float64)
+
+
+CASES = [
+    (AmendedCrossEntropyLoss, amended_cross_entropy, classes, {}),
+    (
+        AmendedCrossEntropyLoss,
+        amended_cross_entropy,
+        classes,
+        {
+            "member_weights": ALPHA,
+            "weight": torch.tensor([0.5, 1.0, 2.0, 1.5]).double(),
+            "ignore_index": 1,
+            "label_smoothing": 0.1,
+            "reduction": "sum",
+        },
+    ),
+    (AmendedCrossEntropyLoss, amended_cross_entropy, classes, {"detach_others": False, "reduction": "none"}),
+    (BinaryAmendedCrossEntropyLoss, binary_amended_cross_entropy, elements, {}),
+    (
+        BinaryAmendedCrossEntropyLoss,
+        binary_amended_cross_entropy,
+        elements,
+        {"member_weights": ALPHA, "pos_weight": torch.tensor([0.5, 3.0]).double(), "reduction": "none"},
+    ),
+    (NegativeCorrelationLoss, negative_correlation, elements, {}),
+    (NegativeCorrelationLoss, negative_correlation, elements, {"member_weights": ALPHA, "reduction": "sum"}),
+]
+
+
+@pytest.mark.parametrize("diversity", [0.0, 0.7, torch.tensor(0.7, dtype=torch.float64)])
+@pytest.mark.parametrize(("module", "function", "make", "options"), CASES)
+def test_modules_equal_functions(module, function, make, options, diversity):
+    torch.manual_seed(0)
+    outputs, target = make()
+    loss = module(diversity, **options)
+    assert torch.equal(loss(outputs, target), function(outputs, target, diversity, **options))
+    samples = torch.rand(N, dtype=torch.float64)
+    expected = function(outputs, target, diversity, sample_weight=samples, **options)
+    assert torch.equal(loss(outputs, target, sample_weight=samples), expected)
+    other = {**options, "member_weights": torch.tensor([1.0, 0.0, 0.0])}  # a call's own weights win
+    expected = function(outputs, target, diversity, **other)
+    assert torch.equal(loss(outputs, target, member_weights=other["member_weights"]), expected)
+    if options.get("detach_others", True):
+        mixture = torch.rand_like(outputs[0])
+        expected = function(outputs, target, diversity, mixture=mixture, **options)
+        assert torch.equal(loss(outputs, target, mixture=mixture), expected)
+    assert not list(loss.parameters())
+
+
+@pytest.mark.parametrize("module", [AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, NegativeCorrelationLoss])
+def test_diversity_may_change(module):
+    loss = module(0.5)
+    assert loss.diversity == 0.5
+    assert "diversity=0.5" in repr(loss)
+    loss.diversity = 0.25
+    assert loss.diversity == 0.25
+    loss.diversity = torch.tensor(0.75)
+    assert loss.diversity.item() == 0.75
+    loss.diversity = torch.tensor(0.5)
+    assert loss.diversity.item() == 0.5
+    assert "diversity=0.5" in repr(loss)
+    assert not loss.state_dict()  # a setting, not a state
+    loss.diversity = 1
+    assert loss.diversity == 1
+    for bad in (-0.1, 1.5, float("nan"), torch.tensor(2.0)):
+        with pytest.raises(ValueError, match=r"`diversity` in \[0, 1\]"):
+            loss.diversity = bad
+    assert loss.diversity == 1  # what was there stays
+
+
+def test_a_changed_diversity_acts():
+    outputs, target = classes()
+    loss = AmendedCrossEntropyLoss(torch.tensor(0.2))
+    loss.diversity.fill_(0.9)
+    assert torch.equal(loss(outputs, target), amended_cross_entropy(outputs, target, torch.tensor(0.9)))
+    loss.diversity = 0.4
+    assert torch.equal(loss(outputs, target), amended_cross_entropy(outputs, target, 0.4))
+
+
+def test_options_travel_with_the_module():
+    outputs, target = classes()
+    options = {"member_weights": ALPHA, "weight": torch.tensor([0.5, 1.0, 2.0, 1.5]).double()}
+    loss = AmendedCrossEntropyLoss(torch.tensor(0.7, dtype=torch.float64), **options)
+    other = AmendedCrossEntropyLoss(0.7, member_weights=[0.0, 0.0, 1.0], weight=torch.ones(C).double())
+    other.load_state_dict(loss.state_dict())
+    expected = loss(outputs, target)
+    torch.testing.assert_close(other(outputs, target), expected, rtol=1e-14, atol=0)
+    assert torch.equal(copy.deepcopy(loss)(outputs, target), expected)
+    moved = copy.deepcopy(loss).to("meta")
+    assert {tensor.device.type for tensor in (moved.diversity, moved.weight, moved.member_weights)} == {"meta"}
+
+
+@pytest.mark.parametrize("module", [AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, NegativeCorrelationLoss])
+def test_errors_come_when_the_module_is_made(module):
+    with pytest.raises(ValueError, match=r"`diversity` in \[0, 1\].*diversity_from_gamma"):
+        module(1.4)
+    with pytest.raises(TypeError, match="`diversity` to be a number"):
+        module("0.5")
+    with pytest.raises(ValueError, match="`reduction` to be one of"):
+        module(0.5, reduction="avg")
+    with pytest.raises(ValueError, match="sum to 1"):
+        module(0.5, member_weights=[0.5, 0.4])
+    with pytest.raises(TypeError):
+        module(0.5, [0.5, 0.5])  # options are named
+    with pytest.raises(ValueError, match=r"shape \(3,\)"):
+        module(0.5, member_weights=[0.5, 0.5])(*(classes() if module is AmendedCrossEntropyLoss else elements()))
+
+
+def test_label_smoothing_is_checked():
+    with pytest.raises(ValueError, match="`label_smoothing`"):
+        AmendedCrossEntropyLoss(0.5, label_smoothing=1.5)

@@ -1,0 +1,180 @@
+"""Random inputs for the losses: Hypothesis draws shapes, options and a seed, the seed draws the numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+# Unit roundoff: the largest relative error of one rounding in float32.
+U32 = 2.0**-24
+
+
+@dataclass
+class Case:
+    """Arguments of a loss: `loss(case.outputs, case.target, case.diversity, **case.options)`."""
+
+    outputs: Tensor  # float64
+    target: Tensor
+    diversity: float
+    options: dict[str, Any] = field(default_factory=dict)
+    upstream: Tensor | None = None  # (K, N, ...), for reduction="none"
+
+    @property
+    def args(self) -> tuple[Tensor, Tensor, float]:
+        return self.outputs, self.target, self.diversity
+
+    def to(self, dtype: torch.dtype) -> Case:
+        """The same case with its numbers rounded to another type."""
+
+        def rounded(value: Any) -> Any:
+            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        options = {name: rounded(value) for name, value in self.options.items()}
+        return replace(self, outputs=rounded(self.outputs), target=rounded(self.target), options=options)
+
+
+def value_and_gradient(loss: Any, case: Case) -> tuple[Tensor, Tensor]:
+    """The loss, and its gradient in the outputs by a plain backward; `upstream` weighs losses that were not reduced."""
+    outputs = case.outputs.detach().clone().requires_grad_()
+    value = loss(outputs, case.target, case.diversity, **case.options)
+    total = value if case.upstream is None else (value * case.upstream).sum()
+    total.backward()
+    assert outputs.grad is not None
+    return value.detach(), outputs.grad
+
+
+def diversities() -> st.SearchStrategy[float]:
+    return st.sampled_from([0.0, 1.0, 0.5]) | st.floats(0, 1)
+
+
+def member_weights(kind: str, num_members: int, generator: torch.Generator) -> Tensor | None:
+    if kind == "uniform":
+        return None
+    if kind == "one":  # α = 1 for a single member
+        alpha = torch.zeros(num_members, dtype=torch.float64)
+        alpha[int(torch.randint(num_members, (), generator=generator))] = 1.0
+        return alpha
+    alpha = torch.rand(num_members, generator=generator, dtype=torch.float64) + 0.05
+    if kind == "zero" and num_members > 1:
+        alpha[int(torch.randint(num_members, (), generator=generator))] = 0.0
+    return alpha / alpha.sum()
+
+
+def _sample_weight(kind: str, shape: tuple[int, ...], num_members: int, generator: torch.Generator) -> Tensor | None:
+    if kind == "none":
+        return None
+    shape = (num_members, *shape) if kind.startswith("own") else shape
+    weight = torch.rand(shape, generator=generator, dtype=torch.float64) * 2
+    if kind.endswith("zeros"):  # bagging: some samples do not count, some members may have none at all
+        weight = weight * (torch.rand(shape, generator=generator) < 0.5)
+    return weight
+
+
+ALPHAS = st.sampled_from(["uniform", "random", "zero", "one"])
+SAMPLE_WEIGHTS = st.sampled_from(["none", "none", "shared", "shared zeros", "own", "own zeros"])
+REDUCTIONS = st.sampled_from(["mean", "sum", "none"])
+INDEX_DTYPES = st.sampled_from([torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
+
+
+@st.composite
+def ace_cases(draw: st.DrawFn, torch_options: bool = False) -> Case:
+    """A case of `amended_cross_entropy`; with `torch_options`, of the options that `F.cross_entropy` has as well."""
+    num_members, num_samples = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    num_classes = draw(st.integers(1, 4))
+    rest = draw(st.sampled_from([(), (), (2,), (2, 1)]))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    diversity = draw(diversities())
+    reduction = draw(REDUCTIONS)
+    samples = (num_samples, *rest)
+    logits = 2 * torch.randn(num_members, num_samples, num_classes, *rest, generator=g, dtype=torch.float64)
+
+    options: dict[str, Any] = {"reduction": reduction}
+    if draw(st.booleans()):
+        options["label_smoothing"] = draw(st.sampled_from([0.1, 1.0, 0.37]))
+    if draw(st.booleans()):
+        options["weight"] = torch.rand(num_classes, generator=g, dtype=torch.float64) * 3 + 0.1
+    if draw(st.booleans()):
+        target = torch.randn(num_samples, num_classes, *rest, generator=g, dtype=torch.float64).softmax(1)
+    else:
+        dtype = draw(INDEX_DTYPES)
+        ignored = draw(st.sampled_from(["nothing", "some", "a class"]))
+        target = torch.randint(num_classes, samples, generator=g)
+        if ignored == "some" and dtype is not torch.uint8:
+            target = target.masked_fill(torch.rand(samples, generator=g) < 0.4, -100)
+        elif ignored == "a class":
+            options["ignore_index"] = int(torch.randint(num_classes, (), generator=g))
+        target = target.to(dtype)
+    if not torch_options:
+        alpha = member_weights(draw(ALPHAS), num_members, g)
+        weight = _sample_weight(draw(SAMPLE_WEIGHTS), samples, num_members, g)
+        if alpha is not None:
+            options["member_weights"] = alpha
+        if weight is not None:
+            options["sample_weight"] = weight
+        if draw(st.integers(0, 3)) == 0:  # an ensemble with two members more, elsewhere
+            elsewhere = torch.randn(2, num_samples, num_classes, *rest, generator=g, dtype=torch.float64)
+            everywhere = torch.rand(num_members + 2, generator=g, dtype=torch.float64)
+            everywhere = everywhere / everywhere.sum()
+            q = torch.cat([logits, elsewhere]).softmax(2)
+            options["member_weights"] = everywhere[:num_members]
+            options["mixture"] = torch.tensordot(everywhere, q, 1)
+    upstream = None
+    if reduction == "none":
+        upstream = torch.randn(num_members, *samples, generator=g, dtype=torch.float64)
+    return Case(logits, target, diversity, options, upstream)
+
+
+@st.composite
+def element_cases(draw: st.DrawFn, loss: str) -> Case:
+    """A case of `binary_amended_cross_entropy` or `negative_correlation`: no class axis."""
+    num_members, num_samples = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    rest = draw(st.sampled_from([(), (3,), (1, 2)]))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    diversity = draw(diversities())
+    reduction = draw(REDUCTIONS)
+    samples = (num_samples, *rest)
+    outputs = 2 * torch.randn(num_members, *samples, generator=g, dtype=torch.float64)
+    options: dict[str, Any] = {"reduction": reduction}
+    if loss == "ncl":
+        target = 2 * torch.randn(samples, generator=g, dtype=torch.float64)
+    elif draw(st.booleans()):
+        target = torch.rand(samples, generator=g, dtype=torch.float64)
+    else:
+        target = torch.randint(2, samples, generator=g).to(
+            draw(st.sampled_from([torch.float64, torch.int64, torch.bool]))
+        )
+    if loss == "binary" and draw(st.booleans()):
+        shape = draw(st.sampled_from([(), (1,), samples, samples[-1:]]))
+        options["pos_weight"] = torch.rand(shape, generator=g, dtype=torch.float64) * 3 + 0.1
+    alpha = member_weights(draw(ALPHAS), num_members, g)
+    weight = _sample_weight(draw(SAMPLE_WEIGHTS), samples, num_members, g)
+    if alpha is not None:
+        options["member_weights"] = alpha
+    if weight is not None:
+        options["sample_weight"] = weight
+    if draw(st.integers(0, 3)) == 0:
+        elsewhere = torch.randn(2, *samples, generator=g, dtype=torch.float64)
+        everywhere = torch.rand(num_members + 2, generator=g, dtype=torch.float64)
+        everywhere = everywhere / everywhere.sum()
+        values = torch.cat([outputs, elsewhere])
+        options["member_weights"] = everywhere[:num_members]
+        options["mixture"] = torch.tensordot(everywhere, values.sigmoid() if loss == "binary" else values, 1)
+    upstream = None
+    if reduction == "none":
+        upstream = torch.randn(num_members, *samples, generator=g, dtype=torch.float64)
+    return Case(outputs, target, diversity, options, upstream)
+
+
+@st.composite
+def logits_cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Logits `(K, N, C, ...)`, class indices and member weights, for the scores."""
+    num_members, num_samples, num_classes = (draw(st.integers(1, 4)) for _ in range(3))
+    rest = draw(st.sampled_from([(), (), (2,), (2, 1)]))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    logits = 2 * torch.randn(num_members, num_samples, num_classes, *rest, generator=g, dtype=torch.float64)
+    target = torch.randint(num_classes, (num_samples, *rest), generator=g)
+    return logits, target, member_weights(draw(ALPHAS), num_members, g)

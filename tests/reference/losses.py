@@ -1,0 +1,349 @@
+"""The losses of DESIGN, "Mathematics", as slow and obvious as they can be written.
+
+Everything is float64. Members and samples are Python loops; only the classes of one sample form a vector. Every loss
+comes three times: its value, its gradient by the closed form, and its gradient by autograd over one member's own loss
+with all others held constant. The last two share no line of arithmetic.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Loss:
+    """A loss: one function for a member's sample, one for its gradient, one for what the sample counts."""
+
+    outputs: Tensor  # (K, N, C, ...), or (K, N, ...) for binary logits and predictions
+    class_axis: bool
+    reduction: str
+    # own(k, i, z) is member k's loss on sample i as a function of its own output z, everything else constant
+    own: Callable[[int, tuple[int, ...], Tensor], Tensor]
+    # slope(k, i) is its derivative in z by the closed form
+    slope: Callable[[int, tuple[int, ...]], Tensor]
+    # what sample i counts for member k in a sum, and in the denominator of a mean
+    counts: Callable[[int, tuple[int, ...]], float]
+    divides: Callable[[int, tuple[int, ...]], float]
+    zero_is_zero: bool  # a member of total weight 0 adds 0 (sample weights given), not NaN (torch)
+    mass: Callable[[tuple[int, ...]], float] | None = None  # s = Σ_c w_c p_c of a sample, for error bounds
+
+    @property
+    def num_members(self) -> int:
+        return self.outputs.shape[0]
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        shape = tuple(self.outputs.shape[1:])
+        return (shape[0], *shape[2:]) if self.class_axis else shape
+
+    def samples(self) -> Iterator[tuple[int, ...]]:
+        return itertools.product(*[range(size) for size in self.sample_shape])
+
+    def place(self, k: int, i: tuple[int, ...]) -> tuple[Any, ...]:
+        """Where sample i of member k lies in the outputs."""
+        return (k, i[0], slice(None), *i[1:]) if self.class_axis else (k, *i)
+
+    def scale(self, k: int, i: tuple[int, ...]) -> float:
+        """What the loss of member k on sample i is multiplied by."""
+        counts = self.counts(k, i)
+        if self.reduction != "mean":
+            return counts
+        total = self.total(k)
+        return counts / total if total else 0.0
+
+    @cache  # noqa: B019
+    def total(self, k: int) -> float:
+        """What member k's mean divides by."""
+        return math.fsum(self.divides(k, i) for i in self.samples())
+
+    def empty(self, k: int) -> bool:
+        """Whether member k's mean is the mean of nothing."""
+        return self.reduction == "mean" and self.total(k) == 0
+
+    def value(self) -> Tensor:
+        """The scalar summed over members, or `(K, N, ...)`."""
+        losses = torch.zeros(self.num_members, *self.sample_shape, dtype=torch.float64)
+        for k in range(self.num_members):
+            if self.empty(k) and not self.zero_is_zero:
+                return torch.tensor(math.nan, dtype=torch.float64)
+            for i in self.samples():
+                scale = self.scale(k, i)
+                if scale != 0:
+                    losses[(k, *i)] = scale * self.own(k, i, self.outputs[self.place(k, i)])
+        return losses if self.reduction == "none" else losses.sum()
+
+    def gradient(self, upstream: Tensor | None = None) -> Tensor:
+        """The closed form; `upstream`, `(K, N, ...)`, is what each loss of `reduction="none"` is multiplied by."""
+        gradient = torch.zeros_like(self.outputs)
+        for k in range(self.num_members):
+            for i in self.samples():
+                scale = self.scale(k, i)
+                if scale != 0:
+                    scale *= 1.0 if upstream is None else float(upstream[(k, *i)])
+                    gradient[self.place(k, i)] = scale * self.slope(k, i)
+        return gradient
+
+    def autograd_gradient(self, upstream: Tensor | None = None) -> Tensor:
+        """Autograd over one member's own loss at a time, the others held constant."""
+        gradients = []
+        for k in range(self.num_members):
+            mine = self.outputs[k].clone().requires_grad_()
+            total = (mine * 0.0).sum()
+            for i in self.samples():
+                scale = self.scale(k, i)
+                if scale != 0:
+                    scale *= 1.0 if upstream is None else float(upstream[(k, *i)])
+                    total = total + scale * self.own(k, i, mine[self.place(k, i)[1:]])
+            gradients.append(torch.autograd.grad(total, mine)[0])
+        return torch.stack(gradients)
+
+
+def log_softmax(z: Tensor) -> Tensor:
+    z = z - z.detach().max()  # changes nothing but the size of the roundings
+    return z - torch.logsumexp(z, 0)
+
+
+def cross_entropy(a: Tensor, log_b: Tensor) -> Tensor:
+    """H(a, b) = -Σ_c a_c log b_c; a class with a_c = 0 adds nothing."""
+    total = torch.zeros((), dtype=torch.float64)
+    for c in range(a.shape[0]):
+        if float(a[c]) != 0:
+            total = total - a[c] * log_b[c]
+    return total
+
+
+def _alpha(member_weights: Any, num_members: int) -> list[float]:
+    if member_weights is None:
+        return [1 / num_members] * num_members
+    return torch.as_tensor(member_weights, dtype=torch.float64).tolist()
+
+
+def _own_weight(sample_weight: Tensor | None, k: int, i: tuple[int, ...]) -> float:
+    """The weight of sample i for member k, of weights `(N, ...)` or `(K, N, ...)` written out in full."""
+    if sample_weight is None:
+        return 1.0
+    return float(sample_weight[i] if sample_weight.ndim == len(i) else sample_weight[(k, *i)])
+
+
+def amended_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    diversity: float,
+    *,
+    member_weights: Any = None,
+    sample_weight: Tensor | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    mixture: Tensor | None = None,
+    reduction: str = "mean",
+) -> Loss:
+    """DESIGN, lines 1 to 4."""
+    logits = logits.detach().double()
+    lam = float(diversity)
+    num_members, _, num_classes = logits.shape[:3]
+    alpha = _alpha(member_weights, num_members)
+    w = torch.ones(num_classes, dtype=torch.float64) if weight is None else weight.double()
+    hard = not target.is_floating_point()
+
+    def z(k: int, i: tuple[int, ...]) -> Tensor:
+        return logits[(k, i[0], slice(None), *i[1:])]
+
+    @cache
+    def q(k: int, i: tuple[int, ...]) -> Tensor:
+        return log_softmax(z(k, i)).exp()
+
+    @cache
+    def p(i: tuple[int, ...]) -> Tensor:
+        if hard:
+            label = torch.zeros(num_classes, dtype=torch.float64)
+            label[int(target[i])] = 1.0
+        else:
+            label = target[(i[0], slice(None), *i[1:])].double()
+        return (1 - label_smoothing) * label + label_smoothing / num_classes
+
+    @cache
+    def s(i: tuple[int, ...]) -> float:
+        return float((w * p(i)).sum())
+
+    def own(k: int, i: tuple[int, ...], mine: Tensor) -> Tensor:
+        log_q = log_softmax(mine)
+        loss = cross_entropy(w * p(i), log_q)
+        if mixture is not None:
+            others = mixture[(i[0], slice(None), *i[1:])].double() - alpha[k] * q(k, i)
+            return loss - lam * s(i) * cross_entropy(others, log_q)
+        for j in range(num_members):
+            if j != k:
+                loss = loss - lam * s(i) * alpha[j] * cross_entropy(q(j, i), log_q)
+        return loss
+
+    def slope(k: int, i: tuple[int, ...]) -> Tensor:
+        if mixture is not None:
+            mean = mixture[(i[0], slice(None), *i[1:])].double()
+        else:
+            mean = torch.zeros(num_classes, dtype=torch.float64)
+            for j in range(num_members):
+                mean = mean + alpha[j] * q(j, i)
+        return s(i) * ((1 - lam) * q(k, i) + lam * mean) - w * p(i)
+
+    def counts(k: int, i: tuple[int, ...]) -> float:
+        if hard and int(target[i]) == ignore_index:
+            return 0.0
+        return _own_weight(sample_weight, k, i)
+
+    def divides(k: int, i: tuple[int, ...]) -> float:
+        # torch's mean: the weights of the samples' own classes for indices, the number of samples for probabilities
+        if hard and int(target[i]) == ignore_index:
+            return 0.0
+        return counts(k, i) * (float(w[int(target[i])]) if hard else 1.0)
+
+    return Loss(logits, True, reduction, own, slope, counts, divides, sample_weight is not None, s)
+
+
+def binary_amended_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    diversity: float,
+    *,
+    member_weights: Any = None,
+    sample_weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
+    mixture: Tensor | None = None,
+    reduction: str = "mean",
+) -> Loss:
+    """DESIGN, line 5."""
+    logits = logits.detach().double()
+    lam = float(diversity)
+    num_members = logits.shape[0]
+    alpha = _alpha(member_weights, num_members)
+    target = target.double()
+    v = torch.ones_like(target) if pos_weight is None else pos_weight.double().expand_as(target)
+
+    def bernoulli(a: Tensor, b: Tensor, z: Tensor) -> Tensor:
+        """-a log q - b log(1 - q) with q = σ(z)."""
+        return a * torch.log1p(torch.exp(-z)) + b * torch.log1p(torch.exp(z))
+
+    @cache
+    def q(k: int, i: tuple[int, ...]) -> Tensor:
+        return 1 / (1 + torch.exp(-logits[(k, *i)]))
+
+    @cache
+    def s(i: tuple[int, ...]) -> float:
+        return float(v[i] * target[i] + 1 - target[i])
+
+    def own(k: int, i: tuple[int, ...], mine: Tensor) -> Tensor:
+        loss = bernoulli(v[i] * target[i], 1 - target[i], mine)
+        if mixture is not None:
+            ones = mixture[i].double() - alpha[k] * q(k, i)
+            zeros = (1 - mixture[i].double()) - alpha[k] * (1 - q(k, i))
+            return loss - lam * s(i) * bernoulli(ones, zeros, mine)
+        for j in range(num_members):
+            if j != k:
+                loss = loss - lam * s(i) * alpha[j] * bernoulli(q(j, i), 1 - q(j, i), mine)
+        return loss
+
+    def slope(k: int, i: tuple[int, ...]) -> Tensor:
+        if mixture is not None:
+            mean = mixture[i].double()
+        else:
+            mean = torch.zeros((), dtype=torch.float64)
+            for j in range(num_members):
+                mean = mean + alpha[j] * q(j, i)
+        return s(i) * ((1 - lam) * q(k, i) + lam * mean) - v[i] * target[i]
+
+    def counts(k: int, i: tuple[int, ...]) -> float:
+        return _own_weight(sample_weight, k, i)
+
+    return Loss(logits, False, reduction, own, slope, counts, counts, sample_weight is not None, s)
+
+
+def negative_correlation(
+    predictions: Tensor,
+    target: Tensor,
+    diversity: float,
+    *,
+    member_weights: Any = None,
+    sample_weight: Tensor | None = None,
+    mixture: Tensor | None = None,
+    reduction: str = "mean",
+) -> Loss:
+    """DESIGN, line 6."""
+    predictions = predictions.detach().double()
+    lam = float(diversity)
+    num_members = predictions.shape[0]
+    alpha = _alpha(member_weights, num_members)
+    target = target.double()
+
+    def mean(i: tuple[int, ...]) -> Tensor:
+        if mixture is not None:
+            return mixture[i].double()
+        total = torch.zeros((), dtype=torch.float64)
+        for j in range(num_members):
+            total = total + alpha[j] * predictions[(j, *i)]
+        return total
+
+    def own(k: int, i: tuple[int, ...], mine: Tensor) -> Tensor:
+        loss = 0.5 * (mine - target[i]) ** 2
+        if alpha[k] == 1:
+            return loss
+        # F̄ moves with F^k by α^k; the others' part of it is constant
+        moving_mean = mean(i) - alpha[k] * predictions[(k, *i)] + alpha[k] * mine
+        return loss - lam / (2 * (1 - alpha[k])) * (mine - moving_mean) ** 2
+
+    def slope(k: int, i: tuple[int, ...]) -> Tensor:
+        mine = predictions[(k, *i)]
+        if alpha[k] == 1:
+            return mine - target[i]
+        return (mine - target[i]) - lam * (mine - mean(i))
+
+    def counts(k: int, i: tuple[int, ...]) -> float:
+        return _own_weight(sample_weight, k, i)
+
+    return Loss(predictions, False, reduction, own, slope, counts, counts, sample_weight is not None)
+
+
+def rewritten(
+    logits: Tensor,
+    target: Tensor,
+    diversity: float,
+    member_weights: Any = None,
+) -> Tensor:
+    """The paper's other form, `H(p, q^k) - λ H(q̄, q^k) + λ α^k H(q^k)`, for `(K, N, C)` and indices; `(K, N)`."""
+    logits = logits.detach().double()
+    num_members, num_samples, num_classes = logits.shape
+    alpha = _alpha(member_weights, num_members)
+    losses = torch.zeros(num_members, num_samples, dtype=torch.float64)
+    for n in range(num_samples):
+        log_q = [log_softmax(logits[k, n]) for k in range(num_members)]
+        mean = torch.zeros(num_classes, dtype=torch.float64)
+        for k in range(num_members):
+            mean = mean + alpha[k] * log_q[k].exp()
+        for k in range(num_members):
+            entropy = cross_entropy(log_q[k].exp(), log_q[k])
+            losses[k, n] = (
+                -log_q[k][int(target[n])] - diversity * cross_entropy(mean, log_q[k]) + diversity * alpha[k] * entropy
+            )
+    return losses
+
+
+def gamma_form(logits: Tensor, target: Tensor, gamma: float) -> Tensor:
+    """The paper's first form, `H(p, q^k) - γ/(K-1) Σ_{j≠k} H(q^j, q^k)`, for `(K, N, C)` and indices; `(K, N)`."""
+    logits = logits.detach().double()
+    num_members, num_samples, _ = logits.shape
+    losses = torch.zeros(num_members, num_samples, dtype=torch.float64)
+    for n in range(num_samples):
+        log_q = [log_softmax(logits[k, n]) for k in range(num_members)]
+        for k in range(num_members):
+            losses[k, n] = -log_q[k][int(target[n])]
+            for j in range(num_members):
+                if j != k:
+                    losses[k, n] -= gamma / (num_members - 1) * cross_entropy(log_q[j].exp(), log_q[k])
+    return losses
