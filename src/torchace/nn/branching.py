@@ -81,7 +81,7 @@ def branch(
         ensemble = Ensemble([copy.deepcopy(model) for _ in range(num_members)], link=link)
     ensemble.training = ensemble.members.training = model.training
     if hasattr(model, "architecture"):  # a network of torchace.models: what save_model writes down
-        ensemble.branched = {"architecture": copy.deepcopy(model.architecture), "at": at}
+        vars(ensemble)["branched"] = {"architecture": copy.deepcopy(model.architecture), "at": at}
     if example is not None:
         _check_outputs(model, ensemble, example if isinstance(example, tuple) else (example,), at)
     if reinitialize:

@@ -1,0 +1,76 @@
+"""Run directories that tests of the report share; written once, never changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.report import synthetic
+from tests.report.synthetic import ArmSpec, Spec
+from torchace.report import Results, read_results
+
+HOSTILE = [
+    "<script>window.broken = 1; console.error('run')</script>",
+    '"><img src=x onerror="console.error(1)">',
+    "$\\frac{1}{$ {{ 7 * 7 }} {% raw %}",
+    "A" * 400,
+    "a|b`c*d_e[f](javascript:alert(1))",
+    "多样性 ‮ \u0000\n\t é",
+]
+
+
+@pytest.fixture(scope="session")
+def table1(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synthetic.table1(tmp_path_factory.mktemp("table1") / "run")
+
+
+@pytest.fixture(scope="session")
+def table2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synthetic.table2(tmp_path_factory.mktemp("table2") / "run")
+
+
+@pytest.fixture(scope="session")
+def single_seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synthetic.small(tmp_path_factory.mktemp("single") / "run", seeds=[7])
+
+
+@pytest.fixture(scope="session")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Failed runs, one λ without a finished run, a truncated run, a damaged array file, a foreign file."""
+    failed = [("shared", 0.7, 0), *(("exchanged", 0.7, seed) for seed in range(5))]
+    directory = synthetic.table1(tmp_path_factory.mktemp("failing") / "run", failed=failed)
+    runs = directory / "runs"
+    (runs / "shared-l0.1-s1.json").write_text('{"format": 1, "run": "shared')
+    (runs / "shared-l0.3-s0.safetensors").write_bytes(b"\xff" * 100)
+    (runs / "foreign.json").write_text("[1, 2]")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Names that would run, escape or break something if a page took them at their word."""
+    arms = [
+        ArmSpec(
+            f"arm{i}", text, 3, [0, 0.5], lambda d: 0.2, lambda d: 0.05, network=text, batches=text, baseline=i == 0
+        )
+        for i, text in enumerate(HOSTILE)
+    ]
+    script = HOSTILE[0]
+    spec = Spec(script, f"{script} {HOSTILE[3]}", arms, seeds=[0, 1], classes=[*HOSTILE, "b", "c"])
+    spec.description = " ".join(HOSTILE)
+    spec.failed = [("arm0", 0.5, 0)]
+    spec.paper = {"table": script, "note": script, "rows": [{"label": script, "num_members": 99, "diversity": 0.1}]}
+    spec.overrides = {"hardware": {script: script}, "versions": {"torch": script}, "config": {script: script + "```"}}
+    spec.overrides["started"] = script
+    return synthetic.write(tmp_path_factory.mktemp("hostile") / "run", spec)
+
+
+@pytest.fixture(scope="session")
+def table1_results(table1: Path) -> Results:
+    return read_results(table1)
+
+
+@pytest.fixture(scope="session")
+def table2_results(table2: Path) -> Results:
+    return read_results(table2)

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.report import synthetic
+from torchace.report import ReportError, Results, read_results
+from torchace.report.arrays import disputed_images, read_arrays, reliability
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return synthetic.small(tmp_path / "run")
+
+
+def _edit(path: Path, **changes: Any) -> None:
+    value = json.loads(path.read_text())
+    value.update(changes)
+    path.write_text(json.dumps(value))
+
+
+def test_reads_arms_runs_and_paper(table1_results: Results) -> None:
+    results = table1_results
+    assert [arm.name for arm in results.arms] == ["shared", "exchanged", "separate"]
+    assert (len(results.runs), results.planned, results.damaged) == (65, 65, ())
+    shared = results.arms[0]
+    assert results.diversities(shared) == (0, 0.05, 0.1, 0.3, 0.5, 0.7)
+    assert [run.seed for run in results.finished(shared, 0.3)] == [0, 1, 2, 3, 4]
+    run = results.finished(shared, 0.3)[0]
+    assert results.values(shared, 0.3, "error")[0] == pytest.approx(1 - run.metrics["test"]["accuracy"])
+    assert results.arrays(run)["disagreement_matrix"].shape == (5, 5)
+    assert results.paper is not None
+    assert not results.paper.states_error
+
+
+def test_paper_rows_stand_beside_the_arms_they_name(table1_results: Results, table2_results: Results) -> None:
+    assert table1_results.paper is not None
+    zero, first = table1_results.paper.rows[:2]
+    shared, exchanged, separate = table1_results.arms
+    assert [zero.matches(arm, 0) for arm in (shared, exchanged, separate)] == [False, False, True]
+    assert [first.matches(arm, 0.05) for arm in (shared, exchanged, separate)] == [True, True, False]
+    assert not first.matches(shared, 0.1)
+    assert table2_results.paper is not None
+    assert table2_results.paper.states_error
+    single = table2_results.paper.rows[0]
+    assert single.matches(table2_results.arms[0], 0)  # no λ in the paper: any
+    assert single.numbers["accuracy"] == pytest.approx(0.9357)
+    assert single.numbers["error"] == pytest.approx(0.0643)
+
+
+def test_the_number_of_one_member_is_not_measured(table2_results: Results) -> None:
+    single = table2_results.arms[0]
+    assert table2_results.values(single, 0, "disagreement") == {}
+    assert len(table2_results.values(single, 0, "accuracy")) == 5
+
+
+def test_a_missing_directory_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"^Found no experiment\.json in .*; give the directory") as caught:
+        read_results(tmp_path / "nowhere")
+    assert isinstance(caught.value, ValueError)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "Expected format 1 in experiment.json, but got 2"),
+        ({"format": None}, "`format` in experiment.json, but found nothing"),
+        ({"name": 3}, "Expected a string under `name` in experiment.json, but got a number"),
+        ({"task": "regression"}, "Expected the task classification"),
+        ({"arms": {}}, "Expected a list of arms under `arms`"),
+        ({"arms": [3]}, "Expected an object in experiment.json, but got a number"),
+        ({"arms": [{"name": "a"}]}, "`num_members` in experiment.json"),
+        ({"seeds": [0, True]}, "Expected a list of integers under `seeds`"),
+        ({"seeds": [-1]}, "Expected a list of integers under `seeds`"),
+        ({"data": None}, "Expected an object under `data`"),
+        ({"seconds": "long"}, "Expected a finite number under `seconds`"),
+        ({"paper": {"table": "Table 1", "rows": [{"num_members": 5, "accuracy": "high"}]}}, "under `accuracy`"),
+        ({"paper": []}, "Expected an object under `paper`"),
+    ],
+)
+def test_a_damaged_experiment_names_its_file(directory: Path, changes: dict[str, Any], message: str) -> None:
+    _edit(directory / "experiment.json", **changes)
+    with pytest.raises(ReportError) as caught:
+        read_results(directory)
+    assert message in str(caught.value)
+    assert "experiment.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"{", b"[" * 100_000, b"null", b"3", b"[]"])
+def test_an_experiment_that_is_no_json_object(directory: Path, content: bytes) -> None:
+    (directory / "experiment.json").write_bytes(content)
+    with pytest.raises(ReportError, match=r"experiment\.json"):
+        read_results(directory)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"arm": "unknown"},
+        {"status": "running"},
+        {"metrics": None},
+        {"metrics": {"test": {"accuracy": 0.9}}},
+        {"metrics": {"test": {"accuracy": 0.9, "cross_entropy": float("nan")}}},
+        {"diversity": "0.3"},
+        {"seed": None},
+        {"seed": 3},  # then there are two runs of one λ and seed
+        {"format": 9},
+    ],
+)
+def test_a_damaged_run_is_listed_and_the_rest_read(directory: Path, changes: dict[str, Any]) -> None:
+    _edit(directory / "runs" / "shared-l0.3-s1.json", **changes)
+    results = read_results(directory)
+    [damaged] = results.damaged
+    assert damaged.file.startswith("runs/shared-l0.3-s")
+    assert damaged.file in damaged.reason
+    assert len(results.runs) == 14
+
+
+def test_failed_runs_are_kept_apart(failing: Path) -> None:
+    results = read_results(failing)
+    assert len(results.failed) == 6
+    assert results.failed[0].failure is not None
+    assert (results.failed[0].failure.member, results.failed[0].failure.step) == (3, 1204)
+    files = [damaged.file for damaged in results.damaged]
+    assert files == ["runs/foreign.json", "runs/shared-l0.1-s1.json", "runs/shared-l0.3-s0.safetensors"]
+    exchanged = results.arms[1]
+    assert 0.7 not in results.diversities(exchanged)
+    assert 0.7 in results.grid(exchanged)
+
+
+def test_missing_arrays_are_no_damage(directory: Path) -> None:
+    for path in (directory / "runs").glob("*.safetensors"):
+        path.unlink()
+    results = read_results(directory)
+    assert results.damaged == ()
+    assert results.arrays(results.runs[0]) == {}
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"reliability_count": np.zeros(15)},
+        {"disagreement_matrix": np.zeros((3, 2))},
+        {"disagreement_matrix": np.full((2, 2), np.nan)},
+        {"disputed_votes": np.zeros((4, 3)), "disputed_target": np.zeros(5)},
+        {"disputed_images": np.zeros((4, 8, 8))},
+        {"disputed_images": np.zeros((4, 8, 8, 2), dtype=np.uint8)},
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
+    save_file(arrays, tmp_path / "run.safetensors")
+    with pytest.raises(ReportError, match=r"runs/run\.safetensors do not fit"):
+        read_arrays(tmp_path / "run.safetensors")
+
+
+def test_every_truncation_of_an_array_file_is_refused(table1: Path, tmp_path: Path) -> None:
+    whole = (table1 / "runs" / "shared-l0-s0.safetensors").read_bytes()
+    path = tmp_path / "run.safetensors"
+    for length in [0, 1, 8, 9, 100, len(whole) // 2, len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(ReportError, match=r"runs/run\.safetensors"):
+            read_arrays(path)
+
+
+def test_reliability_adds_the_samples_of_all_runs(table1_results: Results) -> None:
+    runs = table1_results.finished(table1_results.arms[0], 0)
+    arrays = [table1_results.arrays(run) for run in runs]
+    found = reliability(arrays)
+    assert found is not None
+    count = sum(a["reliability_count"] for a in arrays)
+    filled = count > 0
+    assert len(found.share) == filled.sum() == 13
+    assert found.share.sum() == pytest.approx(1)
+    expected = (sum(a["reliability_correct"] for a in arrays) / np.where(filled, count, 1))[filled]
+    np.testing.assert_allclose(found.accuracy, expected)
+    assert reliability([]) is None
+    assert reliability([{}]) is None
+
+
+def test_disputed_images_rank_their_votes() -> None:
+    arrays = {
+        "disputed_index": np.array([41]),
+        "disputed_target": np.array([2]),
+        "disputed_votes": np.array([[3, 1, 3, 2, 1, 3]]),
+        "disputed_images": np.zeros((1, 4, 4), dtype=np.uint8),
+    }
+    [case] = disputed_images(arrays)
+    assert (case.position, case.target, case.votes) == (41, 2, ((3, 3), (1, 2), (2, 1)))
+    del arrays["disputed_images"]
+    assert disputed_images(arrays) == []
+
+
+def test_a_run_directory_without_runs(directory: Path) -> None:
+    shutil.rmtree(directory / "runs")
+    results = read_results(directory)
+    assert (results.runs, results.damaged, results.planned) == ((), (), 15)
