@@ -2,9 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from torchace import functional, nn
+from torchace import functional, models, nn, saving
 from torchace.functional import *  # noqa: F403
+from torchace.models import cifar_resnet, mlp
 from torchace.nn import *  # noqa: F403
+from torchace.saving import load_model, load_weights, save_model
 
 if TYPE_CHECKING:
     from torchace.metrics import EnsembleMetrics
@@ -14,7 +16,20 @@ __version__ = "0.1.0"
 # Imported when first used: torchmetrics imports matplotlib and more.
 _LAZY = {"EnsembleMetrics": "torchace.metrics"}
 
-__all__ = ["EnsembleMetrics", "functional", "nn", *functional.__all__, *nn.__all__]
+__all__ = [
+    "EnsembleMetrics",
+    "cifar_resnet",
+    "functional",
+    "load_model",
+    "load_weights",
+    "mlp",
+    "models",
+    "nn",
+    "save_model",
+    "saving",
+    *functional.__all__,
+    *nn.__all__,
+]
 
 
 def __getattr__(name: str) -> Any:

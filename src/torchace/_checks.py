@@ -136,7 +136,7 @@ def check_diversity(diversity: object) -> None:
         )
 
 
-def check_gamma(gamma: float, largest: float, loss: str) -> None:
+def check_gamma(gamma: object, largest: float, loss: str) -> None:
     if isinstance(gamma, bool) or not isinstance(gamma, Real):
         raise TypeError(f"Expected `gamma` to be a number, but got {type(gamma).__name__}.")
     # a gamma computed as gamma_from_diversity(1.0, K) may exceed the bound by rounding

@@ -116,7 +116,7 @@ def test_learns_digits(kind):
     torch.manual_seed(0)
     ensemble = KINDS[kind]()
     assert accuracy(ensemble) < 0.5
-    train(ensemble, diversity=0.5, epochs=12)
+    train(ensemble, diversity=0.5, epochs=25)
     assert accuracy(ensemble) >= 0.95
 
 
@@ -125,7 +125,7 @@ def test_learns_digits_with_learnable_weights():
     ensemble = Ensemble([mlp(48), mlp(16), mlp(2), conv()])
     weights = MemberWeights(4)
     optimizer = torch.optim.Adam([*ensemble.parameters(), *weights.parameters()], lr=5e-3, fused=True)
-    for x, y in batches(12):
+    for x, y in batches(25):
         optimizer.zero_grad()
         logits = ensemble(x)
         loss = amended_cross_entropy(logits, y, 0.5, member_weights=weights()) + weights.loss(logits, y)

@@ -16,7 +16,7 @@ HOSTILE = [
     "$\\frac{1}{$ {{ 7 * 7 }} {% raw %}",
     "A" * 400,
     "a|b`c*d_e[f](javascript:alert(1))",
-    "多样性 ‮ \u0000\n\t é",
+    "多样性 \u202e \u0000\n\t é \ud800",
 ]
 
 

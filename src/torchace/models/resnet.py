@@ -28,7 +28,7 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         residual = self.bn2(self.conv2(self.relu1(self.bn1(self.conv1(x)))))
-        return self.relu2(residual + self.shortcut(x))  # type: ignore[no-any-return]
+        return self.relu2(residual + self.shortcut(x))
 
 
 def make_stage(in_channels: int, out_channels: int, num_blocks: int, stride: int) -> nn.Sequential:
@@ -75,11 +75,11 @@ class CifarResNet(nn.Module):
         """The features before the classifier, `(N, num_features)`."""
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.stage3(self.stage2(self.stage1(x)))
-        return self.flatten(self.pool(x))  # type: ignore[no-any-return]
+        return self.flatten(self.pool(x))
 
     def forward_head(self, features: Tensor) -> Tensor:
         """The classifier's logits, `(N, C)`."""
-        return self.fc(features)  # type: ignore[no-any-return]
+        return self.fc(features)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))

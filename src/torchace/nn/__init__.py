@@ -1,5 +1,7 @@
 """Losses, ensembles, heads and conversion as modules; no formulas, no optimizers."""
 
+from torchace.nn.branching import branch
+from torchace.nn.conversion import stack_classifiers
 from torchace.nn.ensemble import Ensemble
 from torchace.nn.heads import SMOC, LowRankStackedLinear, StackedLinear
 from torchace.nn.losses import AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, NegativeCorrelationLoss
@@ -16,4 +18,6 @@ __all__ = [
     "NegativeCorrelationLoss",
     "StackedEnsemble",
     "StackedLinear",
+    "branch",
+    "stack_classifiers",
 ]

@@ -93,6 +93,22 @@ def average_shared(values: Any, num_members: int) -> Any:
     return values
 
 
+def versions_of(values: Sequence[Any]) -> list[int]:
+    """How often the tensors among some arguments were changed in place."""
+    if torch.compiler.is_compiling():
+        return []
+    return [value._version for value in values if isinstance(value, Tensor) and not value.is_inference()]
+
+
+def check_unchanged(values: Sequence[Any], before: list[int], member: int) -> None:
+    """Refuse a member that changed what the next members are to see."""
+    if versions_of(values) != before:
+        raise ValueError(
+            f"Member {member} changed its input in place, which the next members would see. Use layers that do not "
+            "(inplace=False), or give it a copy."
+        )
+
+
 def joined(outputs: Sequence[Any]) -> Tensor:
     """Members' outputs, one tensor each, as `(K, ...)`; an error that names the member that differs."""
     for k, output in enumerate(outputs):

@@ -8,7 +8,15 @@ from typing import Any, overload
 from torch import Tensor, nn
 
 from torchace import _checks
-from torchace.nn.base import BATCHES, EnsembleModule, average_shared, check_own_batches, joined
+from torchace.nn.base import (
+    BATCHES,
+    EnsembleModule,
+    average_shared,
+    check_own_batches,
+    check_unchanged,
+    joined,
+    versions_of,
+)
 
 
 class Ensemble(EnsembleModule):
@@ -52,10 +60,16 @@ class Ensemble(EnsembleModule):
         _checks.check_choice(batches, "batches", BATCHES)
         if batches == "separate":
             return self._forward_separate(*args, **kwargs)
-        if self.trunk is None:
-            return joined([member(*args, **kwargs) for member in self.members])
-        shared = average_shared(self.trunk(*args, **kwargs), self.num_members)
-        return joined([member(shared) for member in self.members])
+        if self.trunk is not None:
+            args, kwargs = (average_shared(self.trunk(*args, **kwargs), self.num_members),), {}
+        seen = [*args, *kwargs.values()]
+        before = versions_of(seen)
+        outputs = []
+        for k, member in enumerate(self.members):
+            outputs.append(member(*args, **kwargs))
+            if k < self.num_members - 1:
+                check_unchanged(seen, before, k)
+        return joined(outputs)
 
     def _forward_separate(self, x: Tensor, **kwargs: Any) -> Tensor:
         check_own_batches(x, self.num_members)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchace import _checks
+from torchace.functional import average_gradients
 from torchace.nn.base import BATCHES, EnsembleModule, average_shared, check_own_batches
 
 
@@ -89,7 +90,8 @@ class LowRankStackedLinear(nn.Module):
 
     K·r·(C+D) parameters beyond one `nn.Linear`, instead of the (K-1)·C·D of `StackedLinear`: the paper's open question
     on many labels. At the start an entry of $W^k$ varies as that of an `nn.Linear`, half of it from the shared matrix
-    and half from the member's own difference.
+    and half from the member's own difference. The shared matrix, like any shared part, receives the mean of the
+    members' gradients.
 
     Args:
         in_features: D.
@@ -151,7 +153,9 @@ class LowRankStackedLinear(nn.Module):
         else:
             inner = F.linear(x.reshape(-1, self.in_features), self.right.flatten(0, 1))  # (M, K·r)
             inner = inner.unflatten(-1, (self.num_members, self.rank)).movedim(-2, 0)
-        shared = F.linear(x, self.weight, self.bias)  # (..., C), or (K, ..., C)
+        weight = average_gradients(self.weight, self.num_members)
+        bias = None if self.bias is None else average_gradients(self.bias, self.num_members)
+        shared = F.linear(x, weight, bias)  # (..., C), or (K, ..., C)
         lead = x.shape[1:-1] if batches == "separate" else x.shape[:-1]
         return shared + (inner @ self.left.mT).reshape(self.num_members, *lead, self.out_features)
 

@@ -59,8 +59,8 @@ class StackedEnsemble(EnsembleModule):
 
         Args:
             *args: What a member takes.
-            batches: `"shared"`: all members see one input. `"separate"`: one batch a member, `(K, N, ...)`. `"grouped"`:
-                `(G, N, ...)` where G divides K, the first K/G members see the first batch, and so on.
+            batches: `"shared"`: all members see one input. `"separate"`: one batch a member, `(K, N, ...)`.
+                `"grouped"`: `(G, N, ...)` where G divides K; the first K/G members see the first batch, and so on.
             **kwargs: What a member takes; shared by all members.
         """
         _checks.check_choice(batches, "batches", (*BATCHES, "grouped"))

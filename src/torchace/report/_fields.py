@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -96,6 +97,26 @@ class Fields:
     def plain(self, key: str) -> dict[str, Any]:
         """A nested object as it is, empty where the key is missing or null."""
         return dict(self.object(key, {}).value)
+
+
+# control characters, characters that turn the direction of writing, halves of surrogate pairs
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(value: Any) -> Any:
+    """Parsed JSON with every string, keys too, made fit to print on one line: what is unprintable becomes a space.
+
+    Example:
+        >>> printable({"a\\n": ["\\ud800", 3, None]})
+        {'a ': [' ', 3, None]}
+    """
+    if isinstance(value, str):
+        return _UNPRINTABLE.sub(" ", value)
+    if isinstance(value, list):
+        return [printable(item) for item in value]
+    if isinstance(value, dict):
+        return {printable(key): printable(item) for key, item in value.items()}
+    return value
 
 
 def is_number(value: object) -> bool:

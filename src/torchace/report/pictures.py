@@ -147,7 +147,7 @@ def _draw_matrices(results: Results, arm: Arm, matrices: dict[float, Array], fig
     from matplotlib.colors import LinearSegmentedColormap
 
     ramp = LinearSegmentedColormap.from_list("ramp", [theme.grid, colour(results, arm, theme)])
-    ramp.set_bad(theme.paper)
+    ramp = ramp.with_extremes(bad=theme.paper)
     high = 100 * max(float(_pairs(matrix).max()) for matrix in matrices.values()) or 1.0
     panels = figure.subplots(1, len(matrices), squeeze=False)[0]
     image = None

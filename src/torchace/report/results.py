@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchace.report._fields import Fields, ReportError, as_count, as_number, as_text, is_number
+from torchace.report._fields import Fields, ReportError, as_count, as_number, as_text, is_number, printable
 from torchace.report.arrays import Array, read_arrays
 
 FORMAT = 1
@@ -229,7 +229,7 @@ def read_results(directory: str | Path) -> Results:
 def _load(path: Path, directory: Path) -> Fields:
     where = path.relative_to(directory).as_posix()
     try:
-        value = json.loads(path.read_bytes())
+        value = printable(json.loads(path.read_bytes()))
     except FileNotFoundError:
         raise ReportError(f"Found no {where} in {directory}; give the directory that `torchace run` wrote.") from None
     except OSError as error:

@@ -164,9 +164,8 @@ def _diversity(results: Results, arm: Arm) -> Finding | None:
         return Finding("Collapsed members", text, warning=True)
     note = ""
     if collapsed:
-        note = (
-            f" At {_lambdas(collapsed)} the members have collapsed onto each other (below {metric.value(COLLAPSED)})."
-        )
+        note = f" At {_lambdas(collapsed)} members have collapsed onto each other (below {metric.value(COLLAPSED)}): "
+        note += "a gain there is not an ensemble's."
     comparison = compare(results, arm, metric.key)
     if comparison is None:
         ends = sorted(means)[-1]

@@ -1,0 +1,194 @@
+"""One way to measure on a CPU, for all benchmarks here.
+
+Contenders are warmed up, then timed in turns, so that a change of the machine's speed meets all of them; a round times
+every contender once, in an order that rotates. Reported are medians and 20 % and 80 % quantiles over rounds, and ratios
+within rounds. Peak memory is that of one call in a fresh process, read from the kernel: whatever the libraries allocate
+counts, whether torch knows of it or not. The load of the machine is measured before and after, and stands in the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+BUSY = 0.25  # cores that others may use before a timing is doubtful
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, help="write the results here, as JSON")
+    parser.add_argument("--quick", action="store_true", help="few shapes and rounds: shows that it runs, nothing else")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
+    parser.add_argument("--rounds", type=int, help="rounds of a timing")
+    parser.add_argument("--peak-of", nargs=2, metavar=("CASE", "CONTENDER"), help=argparse.SUPPRESS)
+    return parser
+
+
+def timings(contenders: Mapping[str, Call], *, rounds: int, least_seconds: float = 0.02) -> dict[str, list[float]]:
+    """Seconds a call, one number a round for each contender.
+
+    Args:
+        contenders: What to call, by name.
+        rounds: How often each is timed.
+        least_seconds: A timing repeats its call until it takes this long, so that the clock's grain does not count.
+    """
+    repeats = {}
+    for name, call in contenders.items():  # warm-up, and how many calls make one timing
+        call()
+        start = time.perf_counter()
+        call()
+        repeats[name] = max(1, round(least_seconds / max(time.perf_counter() - start, 1e-7)))
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            call, times = contenders[name], repeats[name]
+            start = time.perf_counter()
+            for _ in range(times):
+                call()
+            seconds[name].append((time.perf_counter() - start) / times)
+    return seconds
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    """The median and the quantiles of 20 % and 80 %."""
+    if len(values) < 2:
+        return {"median": values[0], "q20": values[0], "q80": values[0]}
+    cuts = statistics.quantiles(values, n=5, method="inclusive")
+    return {"median": statistics.median(values), "q20": cuts[0], "q80": cuts[3]}
+
+
+def compared(seconds: Mapping[str, list[float]], to: str) -> dict[str, dict[str, Any]]:
+    """For each contender its time, and how many times longer it takes than `to`, round by round."""
+    return {
+        name: {
+            "seconds": quantiles(values),
+            f"times_{to}": quantiles([value / base for value, base in zip(values, seconds[to], strict=True)]),
+            "rounds": len(values),
+        }
+        for name, values in seconds.items()
+    }
+
+
+def peak_bytes(call: Call, warm_up: Call) -> int:
+    """How much one call adds to the resident memory at its peak. For a fresh process: memory once freed is reused.
+
+    Args:
+        call: What to measure.
+        warm_up: The same on a tiny input, which loads what libraries load once.
+    """
+    warm_up()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel's high-water mark starts again from here
+    before = _status("VmRSS")
+    call()
+    return max(0, _status("VmHWM") - before)
+
+
+def peak_in_fresh_process(script: str, case: str, contender: str, threads: int) -> int | None:
+    """`peak_bytes` in a new process, which runs the script with `--peak-of`; None where the kernel does not tell."""
+    command = [sys.executable, script, "--threads", str(threads), "--peak-of", case, contender]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        print(f"no peak memory of {contender} at {case}: {result.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+        return None
+    return int(result.stdout.split()[-1])
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"no {field} in /proc/self/status")
+
+
+def busy_cores(seconds: float = 1.0) -> float | None:
+    """How many cores others keep busy while this process waits."""
+    try:
+        before = _cpu_times()
+        time.sleep(seconds)
+        after = _cpu_times()
+    except OSError:
+        return None
+    busy, total = after[0] - before[0], after[1] - before[1]
+    return round(busy / max(total, 1) * (os.cpu_count() or 1), 2)
+
+
+def _cpu_times() -> tuple[int, int]:
+    """Busy and all ticks of all cores."""
+    fields = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    idle = fields[3] + fields[4]
+    return sum(fields) - idle, sum(fields)
+
+
+def environment() -> dict[str, Any]:
+    """Where the numbers come from."""
+    cpu = platform.processor()
+    try:
+        models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        cpu = models[0].split(":")[1].strip() if models else cpu
+    except OSError:
+        pass
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": commit or None,
+        "busy_cores_before": busy_cores(),
+        "load_average": list(os.getloadavg()),
+    }
+
+
+def finish(results: dict[str, Any], out: Path | None, started: float) -> None:
+    """Add how long it took and the load at the end; print where it matters; write the file."""
+    where = results["environment"]
+    where["busy_cores_after"] = busy_cores()
+    where["seconds_in_all"] = round(time.perf_counter() - started, 1)
+    print(f"\n{where['cpu']}, {where['threads']} threads, torch {where['torch']}, {where['seconds_in_all']} s in all")
+    busy = [where["busy_cores_before"], where["busy_cores_after"]]
+    if any(value is None or value > BUSY for value in busy):
+        print(f"NOT QUIET: others used {busy[0]} cores before and {busy[1]} after. Do not rely on these times.")
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"written to {out}")
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table with columns aligned."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    head = "| " + " | ".join(cell.ljust(width) for cell, width in zip(header, widths, strict=True)) + " |"
+    return "\n".join([head, "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines])
+
+
+def milliseconds(values: Mapping[str, float]) -> str:
+    return f"{values['median'] * 1e3:.3g} ({values['q20'] * 1e3:.3g} to {values['q80'] * 1e3:.3g})"
+
+
+def factor(values: Mapping[str, float]) -> str:
+    return f"{values['median']:.2f} ({values['q20']:.2f} to {values['q80']:.2f})"
+
+
+def mebibytes(value: int | None) -> str:
+    return "?" if value is None else f"{value / 2**20:.1f}"

@@ -1,0 +1,173 @@
+"""Where the error of regression ensembles trained with NCL comes from, with and without a shared trunk.
+
+    python benchmarks/ncl_decomposition.py
+
+Scikit-learn's diabetes data: a fixed test set, and trainings that differ in their seed and in the part of the other
+samples they see. Both λ of a training start from the same weights and see the same samples, so that differences between
+them are paired. Bias², variance and covariance are `bias_variance_covariance` of the test predictions; intervals are
+95 % percentiles of a bootstrap over trainings. Writes docs/results/ncl_decomposition.json and .md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+from sklearn.datasets import load_diabetes
+from torch import Tensor, nn
+
+from torchace.functional import bias_variance_covariance, negative_correlation
+from torchace.nn import SMOC, StackedEnsemble
+from torchace.nn.base import EnsembleModule
+
+DIVERSITIES = (0.0, 0.5)
+TERMS = ("bias²", "variance", "covariance", "error")
+MEMBERS, WIDTH, TEST_SAMPLES, TRAIN_SAMPLES = 8, 8, 142, 200
+STEPS, RATE = 600, 0.01
+
+
+def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs and targets of the pool to train on and of the test set, in units of the pool's standard deviation."""
+    values, target = (torch.as_tensor(part, dtype=torch.float64) for part in load_diabetes(return_X_y=True))
+    order = torch.randperm(len(target), generator=torch.Generator().manual_seed(0))
+    x, y = values[order].float(), target[order].float()
+    pool = slice(TEST_SAMPLES, None)
+    x = (x - x[pool].mean(0)) / x[pool].std(0)
+    y = ((y - y[pool].mean()) / y[pool].std())[:, None]
+    return x[pool], y[pool], x[:TEST_SAMPLES], y[:TEST_SAMPLES]
+
+
+def separate() -> EnsembleModule:
+    members = [nn.Sequential(nn.Linear(10, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)) for _ in range(MEMBERS)]
+    return StackedEnsemble(members, link="identity")
+
+
+def shared() -> EnsembleModule:
+    """One trunk, a linear regressor each: as D-ConvNet shares all but the last layer."""
+    width = 2 * WIDTH
+    return SMOC(nn.Sequential(nn.Linear(10, width), nn.Tanh()), width, 1, num_members=MEMBERS, link="identity")
+
+
+KINDS = {"separate regressors": separate, "shared trunk": shared}
+
+
+def train(kind: str, diversity: float, seed: int, steps: int) -> Tensor:
+    """Test predictions `(K, N, 1)` of one training."""
+    x, y, test_x, _ = data()
+    torch.manual_seed(seed)
+    own = torch.randperm(len(x))[:TRAIN_SAMPLES]
+    ensemble = KINDS[kind]()
+    optimizer = torch.optim.Adam(ensemble.parameters(), lr=RATE, fused=True)
+    x, y = x[own], y[own]
+    for _ in range(steps):
+        optimizer.zero_grad()
+        negative_correlation(ensemble(x), y, diversity).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return ensemble.eval()(test_x)
+
+
+def terms(predictions: Tensor, target: Tensor) -> Tensor:
+    """Bias², variance, covariance and their sum."""
+    parts = bias_variance_covariance(predictions, target)
+    return torch.stack([*parts, parts.error])
+
+
+def interval(values: Tensor) -> list[list[float]]:
+    """95 % of values `(B, 4)`, for each column."""
+    return torch.quantile(values, torch.tensor([0.025, 0.975], dtype=values.dtype), dim=0).T.tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trainings", type=int, default=20)
+    parser.add_argument("--resamples", type=int, default=2000, help="of the bootstrap")
+    parser.add_argument("--quick", action="store_true", help="few short trainings, nothing written")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs/results/ncl_decomposition.json")
+    options = parser.parse_args()
+    trainings, resamples, steps = (4, 50, 30) if options.quick else (options.trainings, options.resamples, STEPS)
+
+    started = time.perf_counter()
+    _, _, _, target = data()
+    target = target.double()
+    g = torch.Generator().manual_seed(0)
+    draws = torch.randint(trainings, (resamples, trainings), generator=g)  # the same for all: differences are paired
+    settings = {
+        "data": "scikit-learn diabetes, target in units of its standard deviation",
+        "members": MEMBERS,
+        "width": {"separate regressors": WIDTH, "shared trunk": 2 * WIDTH},
+        "activation": "tanh",
+        "train_samples": f"{TRAIN_SAMPLES} of {442 - TEST_SAMPLES}, drawn anew for each training",
+        "test_samples": TEST_SAMPLES,
+        "optimizer": f"Adam, learning rate {RATE}, {steps} full-batch steps",
+        "trainings": trainings,
+        "seeds": list(range(trainings)),
+        "bootstrap_resamples": resamples,
+    }
+    results: dict[str, Any] = {"settings": settings, "environment": measure.environment(), "results": []}
+    results["environment"]["scikit-learn"] = importlib.metadata.version("scikit-learn")
+    rows = []
+    for kind in KINDS:
+        resampled = {}
+        values = {}
+        for diversity in DIVERSITIES:
+            predictions = torch.stack([train(kind, diversity, seed, steps) for seed in range(trainings)]).double()
+            values[diversity] = terms(predictions, target)
+            resampled[diversity] = torch.stack([terms(predictions[draw], target) for draw in draws])
+            add(results, rows, kind, f"λ = {diversity:g}", values[diversity], resampled[diversity])
+            error = (predictions.mean(1) - target).square().mean()
+            torch.testing.assert_close(values[diversity][3], error)  # the terms add up
+        first, last = DIVERSITIES
+        difference = values[last] - values[first], resampled[last] - resampled[first]
+        add(results, rows, kind, f"λ = {last:g} minus λ = {first:g}", *difference)
+    text = measure.table(["ensemble", "", *TERMS], rows)
+    print(text)
+    measure.finish(results, None, started)
+    if not options.quick:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+        options.out.with_suffix(".md").write_text(page(text, results))
+        print(f"written to {options.out} and {options.out.with_suffix('.md').name}")
+
+
+def add(
+    results: dict[str, Any], rows: list[list[str]], kind: str, what: str, values: Tensor, resampled: Tensor
+) -> None:
+    intervals = interval(resampled)
+    figures = dict(zip(TERMS, values.tolist(), strict=True))
+    bounds = dict(zip(TERMS, intervals, strict=True))
+    results["results"].append({"ensemble": kind, "what": what, "terms": figures, "interval_95": bounds})
+    sign = "+" if "minus" in what else ""
+    cells = [
+        f"{v:{sign}.4f} ({a:{sign}.4f} to {b:{sign}.4f})" for v, (a, b) in zip(values.tolist(), intervals, strict=True)
+    ]
+    rows.append([kind, what, *cells])
+
+
+def page(text: str, results: dict[str, Any]) -> str:
+    settings, where = results["settings"], results["environment"]
+    return f"""# Bias, variance and covariance of NCL ensembles
+
+{text}
+
+Mean squared error on the test set and its terms (DESIGN, mathematics, line 12), in units of the target's variance; in
+brackets 95 % of a bootstrap over the {settings["trainings"]} trainings. Both λ of a training share start and samples, so that
+differences are paired. Means are over the trainings at hand: with T of them variance and covariance are (T-1)/T of what
+many would give, and bias² is larger by their sum over T; a resample repeats trainings, which lowers its variance likewise.
+
+- {settings["data"]}; {settings["test_samples"]} samples to test on, fixed; each training sees {settings["train_samples"]}
+- {settings["members"]} members with one hidden tanh layer: {WIDTH} units each, or one trunk of {2 * WIDTH} units with linear heads
+- {settings["optimizer"]}; seeds 0 to {settings["trainings"] - 1}
+- {where["cpu"]}, {where["threads"]} threads; Python {where["python"]}, torch {where["torch"]}, scikit-learn {where["scikit-learn"]}; {where["seconds_in_all"]} s
+- made by `python benchmarks/ncl_decomposition.py`
+"""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The page in a headless Chromium: nothing on the console, every figure visible, no sideways scrolling."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchace.report import write_report
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = os.environ.get("TORCHACE_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium; name it in TORCHACE_CHROMIUM")
+
+# Runs inside the page and reports to the page around it: a headless window cannot be as narrow as a phone, a frame can.
+MEASURE = """<script>
+addEventListener("error", event => errors.push(String(event.message || event.target.src)), true);
+const errors = [];
+addEventListener("load", async () => {
+  await Promise.all([...document.images].map(image => image.decode().catch(error => errors.push(String(error)))));
+  const root = document.documentElement;
+  const boxes = [...document.images].map(image => image.getBoundingClientRect());
+  const outside = [...document.querySelectorAll("main *, header *, footer *")].filter(
+    element => !element.closest(".scroll *, pre *") && element.getBoundingClientRect().right > root.clientWidth + 1);
+  parent.postMessage({
+    errors,
+    width: root.clientWidth,
+    overflow: Math.max(root.scrollWidth, document.body.scrollWidth) - root.clientWidth,
+    outside: outside.map(element => element.tagName + " " + element.className).slice(0, 5),
+    natural: [...document.images].map(image => image.naturalWidth),
+    shown: boxes.map(box => Math.min(box.width, box.height)),
+    background: getComputedStyle(document.body).backgroundColor,
+    text: Number.parseFloat(getComputedStyle(document.body).fontSize),
+    smallest: Math.min(...[...document.querySelectorAll("p, dd, td, th, figcaption")].map(
+      element => Number.parseFloat(getComputedStyle(element).fontSize))),
+  }, "*");
+});
+</script>"""
+
+FRAME = """<!doctype html><title>frame</title><style>body {{ margin: 0 }} iframe {{ border: 0 }}</style>
+<script>addEventListener("message", event => {{
+  document.getElementById("measured").textContent = JSON.stringify(event.data);
+}});</script>
+<pre id="measured"></pre><iframe src="page.html" width="{width}" height="900"></iframe>"""
+
+
+def _open(page: str, folder: Path, width: int, *, dark: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """What the page measures of itself at a width, and what it wrote to the console."""
+    folder.mkdir()
+    (folder / "page.html").write_text(page.replace("<head>", f"<head>{MEASURE}", 1), encoding="utf-8")
+    (folder / "frame.html").write_text(FRAME.format(width=width), encoding="utf-8")
+    assert CHROMIUM is not None
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
+        "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder / 'profile'}", "--window-size=1400,1000",
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--enable-logging=stderr", "--v=0",
+        "--virtual-time-budget=20000", "--dump-dom", (folder / "frame.html").as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+    found = re.search(r'<pre id="measured">(.+?)</pre>', done.stdout, flags=re.DOTALL)
+    assert found, f"The page did not report (exit {done.returncode}): {done.stderr[-2000:]}"
+    return json.loads(html.unescape(found[1])), console
+
+
+def _check(measured: dict[str, Any], console: list[str], width: int, figures: int) -> None:
+    assert console == []
+    assert measured["errors"] == []
+    assert measured["width"] == width
+    assert measured["overflow"] <= 0
+    assert measured["outside"] == []
+    assert len(measured["natural"]) == figures
+    assert min(measured["natural"]) > 0
+    assert min(measured["shown"]) > 100
+    assert measured["text"] >= 16
+    assert measured["smallest"] >= 12
+
+
+@pytest.fixture(scope="module")
+def pages(
+    table1: Path,
+    table2: Path,
+    hostile: Path,
+    failing: Path,
+    single_seed: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, str]:
+    found = {"table1": table1, "table2": table2, "hostile": hostile, "failing": failing, "single": single_seed}
+    out = tmp_path_factory.mktemp("pages")
+    return {name: write_report(path, out / name).read_text(encoding="utf-8") for name, path in found.items()}
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+@pytest.mark.parametrize("name", ["table1", "hostile"])
+def test_page_opens_whole(pages: dict[str, str], tmp_path: Path, name: str, width: int) -> None:
+    measured, console = _open(pages[name], tmp_path / "browser", width)
+    _check(measured, console, width, pages[name].count("<figure>"))
+
+
+@pytest.mark.parametrize("name", ["table2", "failing", "single"])
+def test_page_opens_on_a_phone(pages: dict[str, str], tmp_path: Path, name: str) -> None:
+    measured, console = _open(pages[name], tmp_path / "browser", 375)
+    _check(measured, console, 375, pages[name].count("<figure>"))
+
+
+def test_page_follows_a_dark_scheme(pages: dict[str, str], tmp_path: Path) -> None:
+    light, _ = _open(pages["single"], tmp_path / "light", 375)
+    dark, console = _open(pages["single"], tmp_path / "dark", 375, dark=True)
+    _check(dark, console, 375, pages["single"].count("<figure>"))
+    assert (light["background"], dark["background"]) == ("rgb(255, 255, 255)", "rgb(22, 25, 29)")
+
+
+def test_a_broken_page_would_be_noticed(tmp_path: Path) -> None:
+    """The measuring itself, on a page with everything wrong."""
+    page = (
+        "<!doctype html><html><head></head><body><main><div style='width: 900px'>wide</div>"
+        "<img src='data:image/png;base64,AAAA'><script>console.error('seen'); missing()</script></main></body></html>"
+    )
+    measured, console = _open(page, tmp_path / "browser", 375)
+    assert measured["overflow"] > 400
+    assert measured["outside"] == ["DIV "]
+    assert measured["natural"] == [0]
+    assert len(measured["errors"]) >= 2
+    assert any("seen" in line for line in console)

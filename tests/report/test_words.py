@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.report import synthetic
+from tests.report.synthetic import ArmSpec, Spec
+from torchace.report import Results, read_results
+from torchace.report.words import findings, headline, remarks
+
+
+def _swept(
+    tmp_path: Path,
+    cross_entropy: Callable[[float], float],
+    disagreement: Callable[[float], float] = lambda d: 0.01 + 0.02 * d,
+    **changes: object,
+) -> Results:
+    arm = ArmSpec("a", "arm", 4, [0, 0.3, 0.7], cross_entropy, lambda d: 0.05, disagreement)
+    spec = Spec("x", "x", [arm], image_shape=None)
+    for key, value in changes.items():
+        setattr(spec, key, value)
+    return read_results(synthetic.write(tmp_path / "run", spec))
+
+
+def _texts(results: Results) -> dict[str, str]:
+    [(_, about)] = findings(results)
+    return {finding.topic: finding.text for finding in about}
+
+
+def test_a_gain_beyond_the_noise(tmp_path: Path) -> None:
+    results = _swept(tmp_path, lambda d: 0.2 - 0.05 * d)
+    texts = _texts(results)
+    assert texts["Disagreement"].startswith("It rose with λ, from 1.0")
+    assert texts["Disagreement"].endswith("the knob acted.")
+    assert texts["Cross entropy"].startswith("Lowest at λ=0.7: 0.165")
+    assert "That is beyond the noise between seeds. Also lower beyond the noise at λ=0.3." in texts["Cross entropy"]
+    assert "holding for all 2 λ together; Holm p < 0.001; 5 seeds" in texts["Cross entropy"]
+    expected = (
+        "The members' disagreement rose, and cross entropy is lower than at λ=0 beyond the noise, lowest at λ=0.7."
+    )
+    assert headline(results, results.arms[0]) == expected
+
+
+def test_no_gain(tmp_path: Path) -> None:
+    results = _swept(tmp_path, lambda d: 0.2 + 0.05 * d)
+    text = _texts(results)["Cross entropy"]
+    assert text.startswith("No λ above 0 lowered it: it is lowest at λ=0 (0.200")
+    assert text.endswith("Higher beyond the noise at λ=0.3 and 0.7.")
+    expected = "The members' disagreement rose, but no λ lowers the cross entropy beyond the noise."
+    assert headline(results, results.arms[0]) == expected
+
+
+def test_a_difference_within_the_noise(tmp_path: Path) -> None:
+    results = _swept(tmp_path, lambda d: 0.2 - 0.00001 * d, lambda d: 0.01)
+    texts = _texts(results)
+    assert texts["Cross entropy"].endswith("That is within the noise.") or "No λ above 0" in texts["Cross entropy"]
+    assert "did not change beyond the noise" in texts["Disagreement"]
+    assert headline(results, results.arms[0]) == (
+        "The members' disagreement did not rise beyond the noise, and no λ lowers the cross entropy beyond the noise."
+    )
+
+
+def test_disagreement_that_fell(tmp_path: Path) -> None:
+    results = _swept(tmp_path, lambda d: 0.2, lambda d: 0.03 - 0.02 * d)
+    assert "It fell, from" in _texts(results)["Disagreement"]
+
+
+def test_collapsed_members_are_called_so(table2_results: Results) -> None:
+    [(arm, about)] = findings(table2_results)
+    assert arm.name == "smoc"
+    assert about[0].warning
+    assert about[0].topic == "Collapsed members"
+    assert "collapsed onto each other: they differ on at most 0.04 % of the test cases" in about[0].text
+    assert "not be an ensemble's" in about[0].text
+    assert headline(table2_results, arm).startswith("The members collapsed onto each other, and no λ")
+
+
+def test_members_collapsed_at_some_lambda_only(tmp_path: Path) -> None:
+    results = _swept(tmp_path, lambda d: 0.2, lambda d: 0.0005 + 0.02 * d)
+    assert "At λ=0 members have collapsed onto each other (below 0.20 %)" in _texts(results)["Disagreement"]
+
+
+@pytest.mark.parametrize(("level", "verdict"), [(0.0644, "The baseline is better"), (0.0800, "The baseline is worse")])
+def test_the_baseline_is_weighed(tmp_path: Path, level: float, verdict: str) -> None:
+    arms = [
+        ArmSpec("a", "shared batches", 4, [0, 0.5], lambda d: 0.0670 - 0.001 * d, lambda d: 0.02),
+        ArmSpec("b", "separate batches", 4, [0], lambda d: level, lambda d: 0.02, baseline=True),
+    ]
+    results = read_results(synthetic.write(tmp_path / "run", Spec("x", "x", arms, image_shape=None)))
+    text = _texts(results)["Against “separate batches”"]
+    assert verdict in text
+    assert ("; “separate batches” is better." in headline(results, results.arms[0])) == (level < 0.067)
+
+
+def test_a_baseline_as_good(table2_results: Results) -> None:
+    [(arm, about)] = findings(table2_results)
+    texts = {finding.topic: finding.text for finding in about}
+    assert texts["Against “K=1, head started at 1/√10”"].endswith("the baseline does as well.")
+    assert headline(table2_results, arm).endswith("; “K=1, head started at 1/√10” does as well.")
+
+
+def test_one_seed_gives_no_verdict(single_seed: Path) -> None:
+    results = read_results(single_seed)
+    texts = _texts(results)
+    assert "one seed: no interval" in texts["Cross entropy"]
+    assert texts["Cross entropy"].endswith("That cannot be told from the noise between seeds.")
+    assert "cannot be told from noise" in headline(results, results.arms[0])
+    assert "One seed" in [remark.topic for remark in remarks(results)]
+
+
+def test_identical_seeds_give_no_verdict(tmp_path: Path) -> None:
+    directory = synthetic.small(tmp_path / "run", seeds=[0, 1, 2])
+    for diversity in ("0", "0.3", "0.7"):
+        first = (directory / "runs" / f"shared-l{diversity}-s0.json").read_text()
+        for seed in (1, 2):
+            copy = first.replace('"seed": 0', f'"seed": {seed}').replace("-s0", f"-s{seed}")
+            (directory / "runs" / f"shared-l{diversity}-s{seed}.json").write_text(copy)
+    text = _texts(read_results(directory))["Cross entropy"]
+    assert "3 seeds; the same in every seed: no interval" in text
+
+
+def test_the_test_set_is_no_place_to_choose(table1_results: Results, tmp_path: Path) -> None:
+    assert "Chosen on the test set" in [remark.topic for remark in remarks(table1_results)]
+    validated = _swept(tmp_path, lambda d: 0.2 - 0.05 * d, validation=5000)
+    assert "Chosen on the test set" not in [remark.topic for remark in remarks(validated)]
+    assert _texts(validated)["Chosen on validation data"].startswith("The validation data picks λ=0.7. On the test set")
+
+
+def test_failures_are_counted(failing: Path, table1_results: Results) -> None:
+    remark = remarks(read_results(failing))[0]
+    assert remark.warning
+    # 65 planned, 6 failed, one unreadable
+    assert remark.text.startswith("58 of 65 runs finished; 6 failed; 3 files could not be read (listed at the end).")
+    assert remarks(table1_results)[0].text == "All 65 runs finished."
+
+
+def test_nothing_finished(tmp_path: Path) -> None:
+    results = _swept(tmp_path, lambda d: 0.2, failed=[("a", d, s) for d in (0, 0.3, 0.7) for s in range(5)])
+    assert findings(results) == []
+    assert remarks(results)[0].text.startswith("0 of 15 runs finished; 15 failed")
