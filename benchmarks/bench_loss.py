@@ -96,8 +96,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     if options.peak_of:
         case, name = options.peak_of
-        shape = tuple(int(size) for size in case.split(","))
-        assert len(shape) == 3
+        members, samples, classes = (int(size) for size in case.split(","))
+        shape = members, samples, classes
         print(measure.peak_bytes(step(name, shape), step(name, TINY)))
         return
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import measure
@@ -23,7 +24,7 @@ from torchace.nn import SMOC, Ensemble, StackedEnsemble
 
 BATCH, CLASSES, DIVERSITY = 128, 10, 0.5
 MLPS = [(members, width, inputs) for inputs in (64, 784) for width in (32, 128) for members in (5, 30, 150)]
-CONVS = [(5, 16), (30, 16)]  # members, size of the images
+CONVS = [(5, 8), (30, 8), (5, 28), (30, 28)]  # members, size of the images: digits and MNIST
 
 
 def mlp(inputs: int, width: int) -> nn.Module:
@@ -123,7 +124,7 @@ def main() -> None:
     rounds = options.rounds or (3 if options.quick else 21)
     for members, width, inputs in [(5, 32, 64), (30, 32, 64)] if options.quick else MLPS:
         x = torch.randn(BATCH, inputs, generator=torch.Generator().manual_seed(1))
-        steps = members_at_once_and_in_turn(lambda inputs=inputs, width=width: mlp(inputs, width), members, x)
+        steps = members_at_once_and_in_turn(partial(mlp, inputs, width), members, x)
         case = {"network": "mlp", "inputs": inputs, "width": width, "K": members}
         record(case, steps, "stacked", rounds, target(members, width))
     for members, size in CONVS[:1] if options.quick else CONVS:

@@ -3,7 +3,7 @@
 Contenders are warmed up, then timed in turns, so that a change of the machine's speed meets all of them; a round times
 every contender once, in an order that rotates. Reported are medians and 20 % and 80 % quantiles over rounds, and ratios
 within rounds. Peak memory is that of one call in a fresh process, read from the kernel: whatever the libraries allocate
-counts, whether torch knows of it or not. The load of the machine is measured before and after, and stands in the result.
+counts, whether torch knows of it or not. How busy others keep the machine is measured before and after, and reported.
 """
 
 from __future__ import annotations

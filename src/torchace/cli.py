@@ -6,25 +6,29 @@ go on; 4 done, but some runs failed (NaN or Inf), named in one line each.
 
 from __future__ import annotations
 
+import errno
+import io
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 from torchace import __version__
+
+TOOL = "The command line needs {}: pip install 'torchace[tool]'."
 
 try:
     import typer
     from rich.console import Console
-except ModuleNotFoundError as error:  # pragma: no cover - seen in a test without the extra
-    sys.exit(f"The command line needs {error.name}: pip install 'torchace[tool]'.")
+except ModuleNotFoundError as error:
+    sys.exit(TOOL.format(error.name))
 
-ERROR, INTERRUPTED, SOME_FAILED = 1, 3, 4
+ERROR, USAGE, INTERRUPTED, SOME_FAILED, KEYBOARD = 1, 2, 3, 4, 130
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     help="Train ensembles jointly, with one knob for how much the members may differ.",
 )
@@ -39,31 +43,33 @@ def run(
     ] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds, 0, 1, 2, ...")] = None,
     out: Annotated[Path | None, typer.Option(help="The run directory; runs/NAME unless given.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto: cuda where there is one.")] = "auto",
     resume: Annotated[bool, typer.Option(help="Go on where an earlier run stopped; or refuse if there is one.")] = True,
 ) -> None:
     """Train a sweep over λ and seeds and write a report. Interrupted, it goes on when repeated."""
-    from torchace.engine.fit import Interrupted
     from torchace.runs.config import load_experiment
+
+    chosen = load_experiment(experiment, set_ or (), seeds=None if seeds is None else range(seeds))
+    directory = out or Path("runs") / chosen.name
+    device = _device(device)
+
+    from torchace.engine.fit import Interrupted
     from torchace.runs.ledger import LedgerError
     from torchace.runs.progress import SweepProgress
     from torchace.runs.sweep import Sweep
 
-    chosen = load_experiment(experiment, set_ or (), seeds=None if seeds is None else range(seeds))
-    directory = out or Path("runs") / chosen.name
     if not resume and (directory / "experiment.json").exists():
         raise LedgerError(f"{directory} holds runs already. Leave out --no-resume to go on, or choose another --out.")
-    stopper = _Stopper()
     try:
-        with SweepProgress(console) as progress:
-            failures = Sweep(chosen, directory, _device(device)).run(progress, stopper)
+        with _Stopper() as stopper, SweepProgress(console) as progress:
+            failures = Sweep(chosen, directory, device).run(progress, stopper)
     except Interrupted:
-        console.print(f"Interrupted. Everything so far is in {directory}; repeat the command to go on.")
+        _complain(f"Interrupted. Everything so far is in {directory}; repeat the command to go on.")
         raise typer.Exit(INTERRUPTED) from None
     _report(directory)
     for failed, why in failures.items():
         member = "" if why.member is None else f", member {why.member}"
-        console.print(
+        _complain(
             f"Run λ={failed.diversity:g}, seed {failed.seed} ({failed.arm}) failed at step {why.step}{member}: "
             f"{why.message}."
         )
@@ -86,19 +92,21 @@ def info() -> None:
     from torchace.runs.environment import processor, versions
 
     for name, version in versions().items():
-        console.print(f"{name:14} {version}", highlight=False)
-    console.print(f"{'processor':14} {processor()}, {torch.get_num_threads()} threads", highlight=False)
+        _say(f"{name:14} {version}")
+    _say(f"{'processor':14} {processor()}, {torch.get_num_threads()} threads")
     for i in range(torch.cuda.device_count()):
-        console.print(f"{f'cuda:{i}':14} {torch.cuda.get_device_name(i)}", highlight=False)
-    console.print(f"{'experiments':14} {', '.join(builtin_names())}", highlight=False)
+        _say(f"{f'cuda:{i}':14} {torch.cuda.get_device_name(i)}")
+    _say(f"{'experiments':14} {', '.join(builtin_names())}")
 
 
 def _report(directory: Path) -> None:
     from torchace.report import read_results, rich_table, write_report
 
     page = write_report(directory)
-    console.print(rich_table(read_results(directory)))
-    console.print(f"Report: {page}", soft_wrap=True, highlight=False)
+    # in a file or a pipe nothing has to fit a screen
+    wide = console if console.is_terminal else Console(width=max(console.width, 100))
+    wide.print(rich_table(read_results(directory)))
+    _say(f"Report: {page}")
 
 
 def _device(name: str) -> str:
@@ -107,9 +115,12 @@ def _device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        if torch.device(name).type not in ("cpu", "cuda"):
+            raise RuntimeError("torchace trains on cpu and cuda")
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"Cannot use the device {name!r}: {str(error).splitlines()[0].rstrip('.')}.") from error
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(f"Cannot use the device {name!r}: {reason}. Use cpu, cuda, cuda:N or auto.") from error
     return name
 
 
@@ -118,8 +129,16 @@ class _Stopper:
 
     def __init__(self) -> None:
         self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Stopper:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._ask)
+            self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
@@ -131,27 +150,68 @@ class _Stopper:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        console.print(f"torchace {__version__}", highlight=False)
+        _say(f"torchace {__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def _main(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        context.get_help()
+
+
+def _say(text: str) -> None:
+    # soft_wrap: a line stays a line, however narrow the terminal; markup: [brackets] are a user's own
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _complain(text: str) -> None:
+    Console(stderr=True).print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def main() -> None:
     """The entry point: errors that users can mend are one line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without λ
     try:
-        app()
-    except (ValueError, TypeError, OSError) as error:
-        sentence = " ".join(str(error).split())
-        if isinstance(error, OSError) and error.strerror:
-            sentence = f"{error.filename or 'The disk'}: {error.strerror}."
-        Console(stderr=True).print(f"Error: {sentence}", soft_wrap=True, highlight=False, markup=False)
-        sys.exit(ERROR)
+        sys.exit(app(standalone_mode=False))
+    except KeyboardInterrupt:
+        sys.exit(KEYBOARD)
+    except Exception as error:
+        sentence, code = _explained(error)
+        if sentence is None:
+            raise
+        _complain(f"Error: {' '.join(sentence.split())}")
+        sys.exit(code)
+
+
+def _explained(error: Exception) -> tuple[str | None, int]:
+    """An error in one sentence, and the exit code; None for what a user cannot mend."""
+    usage: Any = typer.BadParameter.__mro__[1]  # click's UsageError, which typer may carry under a name of its own
+    if isinstance(error, usage):
+        return error.format_message(), USAGE
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        return TOOL.format(error.name), ERROR
+    if isinstance(error, OSError) and error.strerror:
+        what = f"Cannot use {error.filename}" if error.filename else "The system refused"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return f"{what}: {error.strerror}. What was saved is kept; make room and repeat the command.", ERROR
+        return f"{what}: {error.strerror}.", ERROR
+    if isinstance(error, RuntimeError | MemoryError):
+        if isinstance(error, MemoryError) or "memory" in str(error):
+            return (
+                "Not enough memory. What was saved is kept; try a smaller network or batch, or fewer runs at a time "
+                "(sweep.cohort_size, sweep.side_by_side).",
+                ERROR,
+            )
+        return None, ERROR
+    if isinstance(error, ValueError | TypeError | OSError | ImportError):
+        return str(error), ERROR
+    return None, ERROR
 
 
 if __name__ == "__main__":

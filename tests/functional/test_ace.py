@@ -46,9 +46,7 @@ def rounding_bounds(case: Case, loss: reference.Loss) -> tuple[float, float]:
         weights = [w * max(1.0, case.upstream.abs().max().item()) for w in weights]
     # with members elsewhere, q̄ is rounded once more; it is at most 1 all the same
     m = n * num_classes + num_members
-    each = (1 + case.diversity) * (
-        delta + (delta + U32 * (num_members + 8)) * depth + U32 * (m + n + 4) * (depth + 1)
-    )
+    each = (1 + case.diversity) * (delta + (delta + U32 * (num_members + 8)) * depth + U32 * (m + n + 4) * (depth + 1))
     value = max(weights, default=0.0) if case.options["reduction"] == "none" else sum(weights)
     return value * each, max(weights, default=0.0) * (2 * delta + U32 * (num_members + n + 12))
 
@@ -267,9 +265,7 @@ def test_zero_sample_weights_add_nothing(reduction: str) -> None:
     own = torch.tensor([[0.0, 0.0, 0.0], [1.0, 2.0, 1.0]])
     alone = amended_cross_entropy(logits.detach(), target, 0.5, sample_weight=own, reduction="none")[1]
     expected = alone.sum() / 4 if reduction == "mean" else alone.sum()
-    assert_close(
-        amended_cross_entropy(logits.detach(), target, 0.5, sample_weight=own, reduction=reduction), expected
-    )
+    assert_close(amended_cross_entropy(logits.detach(), target, 0.5, sample_weight=own, reduction=reduction), expected)
 
 
 def test_class_weights_of_zero_follow_torch() -> None:
@@ -396,9 +392,7 @@ def test_undetached_others_receive_their_gradient(reduction: str) -> None:
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 2, 4, generator=g, dtype=torch.float64, requires_grad=True)
     target, alpha, lam = torch.tensor([1, 3]), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64), 0.6
-    loss = amended_cross_entropy(
-        logits, target, lam, member_weights=alpha, detach_others=False, reduction=reduction
-    )
+    loss = amended_cross_entropy(logits, target, lam, member_weights=alpha, detach_others=False, reduction=reduction)
     (gradient,) = torch.autograd.grad(loss.sum(), logits)
 
     log_q = logits.log_softmax(2)
@@ -458,9 +452,7 @@ def test_logits_in_another_memory_order(reduction: str, own: bool) -> None:
     loss = amended_cross_entropy(one.expand(3, 6, 5), target, 0.3, **options)
     repeated = amended_cross_entropy(one.repeat(3, 1, 1), target, 0.3, **options)
     assert_close(loss, repeated, **CLOSE)
-    assert_close(
-        torch.autograd.grad(loss.sum(), one)[0], torch.autograd.grad(repeated.sum(), one)[0], **CLOSE
-    )
+    assert_close(torch.autograd.grad(loss.sum(), one)[0], torch.autograd.grad(repeated.sum(), one)[0], **CLOSE)
 
 
 def test_logits_without_gradient_give_a_loss_without_gradient() -> None:

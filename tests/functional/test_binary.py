@@ -170,9 +170,7 @@ def test_sample_weights_without_the_last_axes_are_broadcast(short: str) -> None:
     weight = torch.rand((3,) if short == "(N,)" else (2, 3), generator=g, dtype=torch.float64)
     full = weight[..., None].expand(*weight.shape, 5)
     ours = binary_amended_cross_entropy(logits, target, 0.4, sample_weight=weight)
-    assert_close(
-        ours, reference.binary_amended_cross_entropy(logits, target, 0.4, sample_weight=full).value(), **CLOSE
-    )
+    assert_close(ours, reference.binary_amended_cross_entropy(logits, target, 0.4, sample_weight=full).value(), **CLOSE)
 
 
 def test_no_gradient_goes_to_the_options_or_the_other_members() -> None:

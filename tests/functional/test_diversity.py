@@ -161,5 +161,5 @@ def test_non_finite_logits_name_the_member(bad: float) -> None:
         lambda: pairwise_cross_entropy(logits),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match="^Expected finite `logits`, but those of member 1 hold NaN or Inf"):
+        with pytest.raises(ValueError, match=r"^Expected finite `logits`, but those of member 1 hold NaN or Inf"):
             call()

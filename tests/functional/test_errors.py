@@ -100,7 +100,11 @@ COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"Expected `mixture` of shape \(3, 4\), the members' shape without the member axis, but got \(2, 3, 4\)\.",
     ),
-    ({"mixture": 0.5}, TypeError, r"Expected `mixture` to be a tensor, but got float\. Use torch\.as_tensor\(\.\.\.\)\."),
+    (
+        {"mixture": 0.5},
+        TypeError,
+        r"Expected `mixture` to be a tensor, but got float\. Use torch\.as_tensor\(\.\.\.\)\.",
+    ),
     (
         {"sample_weight": torch.tensor([1.0, -1.0, 1.0])},
         ValueError,
@@ -116,7 +120,11 @@ COMMON: list[tuple[dict[str, Any], type[Exception], str]] = [
         TypeError,
         r"Expected `sample_weight` to be a tensor, but got list\. Use torch\.as_tensor\(\.\.\.\)\.",
     ),
-    ({"target": [0, 1, 2]}, TypeError, r"Expected `target` to be a tensor, but got list\. Use torch\.as_tensor\(\.\.\.\)\."),
+    (
+        {"target": [0, 1, 2]},
+        TypeError,
+        r"Expected `target` to be a tensor, but got list\. Use torch\.as_tensor\(\.\.\.\)\.",
+    ),
 ]
 
 

@@ -161,9 +161,7 @@ def test_half_precision_gives_a_float32_loss(dtype: torch.dtype) -> None:
 def test_whole_number_targets() -> None:
     predictions = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
     target = torch.tensor([1, -2, 3])
-    assert_close(
-        negative_correlation(predictions, target, 0.5), negative_correlation(predictions, target.float(), 0.5)
-    )
+    assert_close(negative_correlation(predictions, target, 0.5), negative_correlation(predictions, target.float(), 0.5))
 
 
 def test_no_gradient_goes_to_the_options_or_the_other_members() -> None:

@@ -1,4 +1,4 @@
-"""The losses under torch.func, torch.compile, autocast, forward mode and second derivatives: always the same numbers."""
+"""The losses under torch.func, torch.compile, autocast, forward mode, second derivatives: the same numbers."""
 
 from __future__ import annotations
 
@@ -212,10 +212,7 @@ def test_compiled_gradients_are_those_of_constant_others() -> None:
         return amended_cross_entropy(z, target, lam, detach_others=detach_others)
 
     closed = torch.stack(
-        [
-            reference.amended_cross_entropy(z, target, float(lam)).gradient()
-            for z, lam in zip(logits, lams, strict=True)
-        ]
+        [reference.amended_cross_entropy(z, target, float(lam)).gradient() for z, lam in zip(logits, lams, strict=True)]
     )
     wrong = vmap(grad(lambda z, lam: scalar(z, lam, False)))(logits, lams)
     assert (wrong - closed).abs().max() > 1e-3

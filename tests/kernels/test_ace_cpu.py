@@ -47,9 +47,7 @@ def test_the_value_alone_equals_the_value_with_a_gradient(case: Case, reduction:
 @pytest.mark.parametrize("piece", [1, 40, 61, 10**6])
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("layout", ["members first", "samples first"])
-def test_pieces_cover_every_sample_once(
-    monkeypatch: pytest.MonkeyPatch, piece: int, own: bool, layout: str
-) -> None:
+def test_pieces_cover_every_sample_once(monkeypatch: pytest.MonkeyPatch, piece: int, own: bool, layout: str) -> None:
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 13, 5, 2, generator=g, dtype=torch.float64)  # 20 elements a sample
     if layout == "samples first":

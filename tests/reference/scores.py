@@ -80,9 +80,7 @@ def mutual_information(logits: Tensor, member_weights: Tensor | None = None, red
     return reduced(scores, reduction)
 
 
-def ambiguity(
-    logits: Tensor, target: Tensor, member_weights: Tensor | None = None, reduction: str = "mean"
-) -> Tensor:
+def ambiguity(logits: Tensor, target: Tensor, member_weights: Tensor | None = None, reduction: str = "mean") -> Tensor:
     """Σ_k α^k H(p, q^k) - H(p, q̄)."""
     scores = _sample_scores(logits)
     alpha = _alpha(member_weights, logits.shape[0])

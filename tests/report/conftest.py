@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.report import synthetic
 from tests.report.synthetic import ArmSpec, Spec
-from torchace.report import Results, read_results
+from torchace.report import Results, read_results, write_report
 
 HOSTILE = [
     "<script>window.broken = 1; console.error('run')</script>",
@@ -64,6 +65,18 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec.overrides = {"hardware": {script: script}, "versions": {"torch": script}, "config": {script: script + "```"}}
     spec.overrides["started"] = script
     return synthetic.write(tmp_path_factory.mktemp("hostile") / "run", spec)
+
+
+@pytest.fixture(scope="session")
+def pages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The report of a directory by the name of its fixture, drawn once and then only read."""
+    out = tmp_path_factory.mktemp("pages")
+
+    def page(name: str) -> Path:
+        found = out / name / "deep" / "index.html"
+        return found if found.exists() else write_report(request.getfixturevalue(name), found.parent)
+
+    return page
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -41,9 +42,15 @@ class _Page(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-@pytest.fixture(scope="module")
-def written(table1: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(table1, tmp_path_factory.mktemp("page") / "deep" / "report")
+@pytest.fixture(scope="session")
+def written(pages: Callable[[str], Path]) -> Path:
+    return pages("table1")
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws nothing, for tests of everything else."""
+    monkeypatch.setattr("torchace.report.page.render", lambda sketch, theme: sketch.name.encode())
 
 
 def test_writes_page_figures_and_markdown(written: Path) -> None:
@@ -82,39 +89,33 @@ def test_the_page_is_accessible(written: Path) -> None:
     assert labels <= ids
 
 
-def test_the_page_states_what_a_reader_needs(failing: Path, tmp_path: Path) -> None:
-    text = _Page(write_report(failing, tmp_path).read_text(encoding="utf-8")).text.replace("\u00a0", " ")
-    for part in (
-        "mnist: 60,000 to train",
-        "MLP 784-128-10",
-        "5 (0, 1, 2, 3, 4)",
-        "NVIDIA H200",
-        "torch 2.13.0",
-        "9.8 s",
-    ):
+def test_the_page_states_what_a_reader_needs(pages: Callable[[str], Path]) -> None:
+    text = _Page(pages("failing").read_text(encoding="utf-8")).text.replace("\u00a0", " ")
+    for part in ("mnist: 60,000 to train", "MLP 784-128-10", "5 (0, 1, 2, 3, 4)", "NVIDIA H200", "torch 2.13.0"):
         assert part in text
     for part in ("The loss of member 3 is NaN.", "runs/foreign.json", "58 of 65 runs finished", "Bonferroni", "Holm"):
         assert part in text
 
 
-def test_the_same_files_give_the_same_page(single_seed: Path, tmp_path: Path) -> None:
-    first, second = (write_report(single_seed, tmp_path / name) for name in "ab")
-    assert first.read_bytes() == second.read_bytes()
+def test_the_same_files_give_the_same_page(pages: Callable[[str], Path], single_seed: Path, tmp_path: Path) -> None:
+    assert write_report(single_seed, tmp_path).read_bytes() == pages("single_seed").read_bytes()
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_writes_into_the_run_directory_by_default(tmp_path: Path) -> None:
     directory = synthetic.small(tmp_path / "run", seeds=[0])
     assert write_report(str(directory)) == directory / "report" / "index.html"
 
 
-def test_hostile_names_stay_text(hostile: Path, tmp_path: Path) -> None:
-    page = _Page(write_report(hostile, tmp_path).read_text(encoding="utf-8"))
+def test_hostile_names_stay_text(pages: Callable[[str], Path]) -> None:
+    path = pages("hostile")
+    page = _Page(path.read_text(encoding="utf-8"))
     assert not page.all("script")
     assert len(page.all("img")) == len(page.all("figure"))
     assert all(image["src"] and image["src"].startswith("data:") for image in page.all("img"))
     assert not any(key.startswith("on") for _, attributes in page.tags for key in attributes)
     assert "{{ 7 * 7 }}" in page.text
-    assert {path.suffix for path in tmp_path.iterdir()} == {".html", ".md", ".png"}
+    assert {path.suffix for path in path.parent.iterdir()} == {".html", ".md", ".png"}
 
 
 def test_an_experiment_without_any_run_has_a_page(tmp_path: Path) -> None:
@@ -131,6 +132,7 @@ def test_a_single_lambda_has_a_page(tmp_path: Path) -> None:
     assert len(page.all("img")) >= 6
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_failed_write_leaves_the_old_page_and_no_litter(
     single_seed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,12 +143,13 @@ def test_a_failed_write_leaves_the_old_page_and_no_litter(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ReportError, match="Could not write the report to .*: No space left on device"):
+    with pytest.raises(ReportError, match=r"Could not write the report to .*: No space left on device"):
         write_report(single_seed, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert page.exists()
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_an_unwritable_place_is_one_sentence(single_seed: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ReportError, match="Could not write the report to"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
@@ -17,6 +19,7 @@ from torchace.engine.files import remove_partial, write_whole
 from torchace.engine.network import Network
 
 FORMAT = 1
+MANIFEST = "manifest.json"
 
 
 class CheckpointError(ValueError):
@@ -39,13 +42,13 @@ class Checkpoints:
             tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items() if value is not None}
         data = save_safetensors({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
         name = f"state-{progress['step']}.safetensors"
-        manifest = {
+        content = {
             "format": FORMAT,
             "state": {"file": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
             "progress": progress,
         }
         write_whole(self.directory / name, data)
-        write_whole(self.directory / "manifest.json", json.dumps(manifest).encode())
+        write_whole(self.directory / MANIFEST, json.dumps({**content, "sha256": _digest(content)}).encode())
         for old in self.directory.glob("state-*.safetensors"):
             if old.name != name:
                 old.unlink(missing_ok=True)
@@ -53,40 +56,57 @@ class Checkpoints:
     def load(self, network: Network, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         """Restores the newest checkpoint and returns its progress; None where there is none yet."""
         remove_partial(self.directory)
-        manifest_file = self.directory / "manifest.json"
-        if not manifest_file.exists():
+        if not (self.directory / MANIFEST).exists():
             return None
         try:
-            manifest = json.loads(manifest_file.read_bytes())
-            state = manifest["state"]
-            data = (self.directory / state["file"]).read_bytes()
-            progress: dict[str, Any] = manifest["progress"]
-            if manifest["format"] != FORMAT or hashlib.sha256(data).hexdigest() != state["sha256"]:
-                raise ValueError("it is not what was written")
-            tensors = load_safetensors(data)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            progress, tensors = self._read()
+            network.load_state_dict(_under("network.", tensors))
+            states: dict[int, dict[str, Tensor]] = {}
+            for name, value in _under("optimizer.", tensors).items():
+                index, _, key = name.partition(".")
+                states.setdefault(int(index), {})[key] = value
+            optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(
-                f"The checkpoint in {self.directory} is damaged ({error}). Remove that folder to start its runs anew."
+                f"The checkpoint in {self.directory} is damaged ({_reason(error)}). "
+                "Remove that folder to start its runs anew."
             ) from error
-        network.load_state_dict(_under("network.", tensors))
-        states: dict[int, dict[str, Tensor]] = {}
-        for name, value in _under("optimizer.", tensors).items():
-            index, _, key = name.partition(".")
-            states.setdefault(int(index), {})[key] = value
-        optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
         return progress
 
+    def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        content = json.loads((self.directory / MANIFEST).read_bytes())
+        if content.pop("sha256") != _digest(content) or content["format"] != FORMAT:
+            raise ValueError(f"{MANIFEST} is not what was written")
+        state = content["state"]
+        data = (self.directory / state["file"]).read_bytes()
+        if hashlib.sha256(data).hexdigest() != state["sha256"]:
+            raise ValueError(f"{state['file']} is not what was written")
+        return content["progress"], load_safetensors(data)
+
     def remove(self) -> None:
-        """Removes the checkpoint of a training that is finished."""
-        (self.directory / "manifest.json").unlink(missing_ok=True)  # first: without it the rest is nothing
+        """Removes the checkpoint of a training that is finished, and the folder around it once it is empty."""
+        (self.directory / MANIFEST).unlink(missing_ok=True)  # first: without it the rest is nothing
         for file in self.directory.glob("*"):
             file.unlink(missing_ok=True)
-        if self.directory.exists():
+        with contextlib.suppress(OSError):
             self.directory.rmdir()
+            self.directory.parent.rmdir()
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{Path(error.filename or '').name}: {error.strerror}"
+    if isinstance(error, LookupError | AttributeError | json.JSONDecodeError | UnicodeDecodeError):
+        return f"{MANIFEST} is not what was written"
+    return str(error).split("\n")[0].rstrip(".:")
 
 
 def weights_digest(network: Network, run: int) -> str:

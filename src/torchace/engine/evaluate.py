@@ -11,7 +11,6 @@ from torch import Tensor
 from torchace.engine.network import Network
 from torchace.functional import disagreement, ensemble_probs, mutual_information
 from torchace.functional.calibration import calibration_bins
-from torchace.metrics import EnsembleMetrics
 
 DISPUTED = 24  # samples on which the members differ most, kept for the report
 
@@ -25,13 +24,18 @@ class Evaluation:
 
 
 @torch.no_grad()
-def logits_of(network: Network, chunks: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """All runs' logits `(R, K, N, C)` on a split, and its labels `(N,)`."""
+def logits_of(network: Network, chunks: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], Tensor]:
+    """Each run's logits `(K, N, C)` on a split, and its labels `(N,)`."""
     training = network.training
     network.eval()
-    parts = [(network.predict(x), y) for x, y in chunks]
+    logits: list[list[Tensor]] = [[] for _ in range(network.num_runs)]
+    targets = []
+    for x, y in chunks:
+        for parts, predicted in zip(logits, network.predict(x), strict=True):
+            parts.append(predicted)
+        targets.append(y)
     network.train(training)
-    return torch.cat([logits for logits, _ in parts], 2), torch.cat([y for _, y in parts])
+    return [torch.cat(parts, 1) for parts in logits], torch.cat(targets)
 
 
 @torch.no_grad()
@@ -43,6 +47,8 @@ def evaluate(logits: Tensor, target: Tensor, images: Tensor | None = None) -> Ev
         target: `(N,)`.
         images: The samples as uint8 `(N, C, H, W)`, for the disputed ones; None where there is nothing to see.
     """
+    from torchace.metrics import EnsembleMetrics  # here: torchmetrics takes seconds to import
+
     num_members, _, num_classes = logits.shape
     metrics = EnsembleMetrics(num_members, num_classes).to(logits.device)
     metrics.update(logits, target)

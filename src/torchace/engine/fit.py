@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchace.data import Batches, generator
+from torchace.data import Batches, hashed_key
 from torchace.engine.checkpoint import Checkpoints
 from torchace.engine.graph import Stepper
 from torchace.engine.network import Network
 from torchace.engine.recipe import Recipe, make_optimizer, set_learning_rate
+from torchace.engine.step import StepResult
+
+FAULT = "NaN or Inf in loss or gradient"
 
 
 class Interrupted(Exception):
@@ -34,7 +39,8 @@ class Failure:
 class Fitted:
     """What training left behind beside the weights."""
 
-    history: list[dict[str, Any]] = field(default_factory=list)  # one entry an epoch: epoch, step, cross_entropy (R,)
+    # one entry an epoch: epoch, step, cross_entropy (R,), with None for NaN and Inf
+    history: list[dict[str, Any]] = field(default_factory=list)
     failures: dict[int, Failure] = field(default_factory=dict)  # by run
     seconds: float = 0.0
 
@@ -54,7 +60,7 @@ class Progress:
 
     step: int
     steps: int
-    cross_entropy: list[float]  # of each run, a moving mean over the epoch so far
+    cross_entropy: list[float | None]  # of each run, the mean over the epoch so far; None for NaN and Inf
 
 
 def fit(
@@ -85,7 +91,7 @@ def fit(
     optimizer = make_optimizer(recipe, parameters)
     network.train()
     fitted, start = Fitted(), 0
-    tally = _Tally(network.num_runs, device)
+    tally = _Tally(network.num_runs, network.num_members, device)
     if saving is not None and (saved := saving.checkpoints.load(network, optimizer)) is not None:
         start = saved["step"]
         fitted = Fitted(
@@ -99,9 +105,15 @@ def fit(
     before, began, last_saved, last_watched = fitted.seconds, time.monotonic(), time.monotonic(), 0.0
     random = any(isinstance(module, torch.nn.modules.dropout._DropoutNd) for module in network.modules())
 
+    def note_failures() -> None:
+        for run, failure in tally.new_failures(active).items():
+            fitted.failures[run] = failure
+            active[run] = False
+
     def save(step: int) -> None:
         if saving is None:
             return
+        note_failures()  # or a run that resumes would find them later than one that was never interrupted
         fitted.seconds = before + time.monotonic() - began
         failures = {str(r): asdict(f) for r, f in fitted.failures.items()}
         progress = {"step": step, "history": fitted.history, "failures": failures, "seconds": fitted.seconds}
@@ -111,20 +123,17 @@ def fit(
         if stop():
             save(step)
             raise Interrupted
-        if random:  # masks are a function of the step, so that a run resumes bit for bit
-            torch.manual_seed(generator(seeds[0], "dropout", step).initial_seed())
         epoch, within = batches.locate(step)
         x, y = _batch(batches, seeds, epoch, within, network.num_members, recipe)
         set_learning_rate(optimizer, recipe.learning_rate_at(step))
-        result = stepper(x, y, full * recipe.diversity_share_at(step), active)
-        tally.add(result.cross_entropy, result.losses, active, step)
+        with _masks(random, seeds[0], step, device):
+            result = stepper(x, y, full * recipe.diversity_share_at(step), active)
+        tally.add(result, step)
 
         last_of_epoch = within == batches.steps_per_epoch - 1 or step == recipe.steps - 1
         # On the CPU a failed run is seen at once; on a GPU nothing is read back but now and then.
         if device.type == "cpu" or last_of_epoch or step % 100 == 99:
-            for run, failure in tally.new_failures(active).items():
-                fitted.failures[run] = failure
-                active[run] = False
+            note_failures()
             if not bool(active.any()):
                 break
         if last_of_epoch:
@@ -141,6 +150,18 @@ def fit(
                 last_saved = time.monotonic()
     fitted.seconds = before + time.monotonic() - began
     return fitted
+
+
+@contextmanager
+def _masks(random: bool, seed: int, step: int, device: torch.device) -> Iterator[None]:
+    """Dropout masks as a function of seed and step, so that a run resumes bit for bit; torch's state stays as it was.
+
+    Runs with dropout are trained one at a time: masks that several runs drew would depend on who is among them.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], enabled=random):
+        if random:
+            torch.manual_seed(hashed_key(seed, "dropout", step))
+        yield
 
 
 def _batch(
@@ -163,36 +184,39 @@ def _batch(
 class _Tally:
     """Sums over the steps of an epoch, kept on the device, and the first failure of each run."""
 
-    def __init__(self, num_runs: int, device: torch.device) -> None:
+    def __init__(self, num_runs: int, num_members: int, device: torch.device) -> None:
+        self.num_members = num_members
         self.sums = torch.zeros(num_runs, dtype=torch.float64, device=device)
         self.steps = 0
         self.failed_step = torch.full((num_runs,), -1, device=device)
         self.failed_member = torch.full((num_runs,), -1, device=device)
 
-    def add(self, cross_entropy: Tensor, losses: Tensor, active: Tensor, step: int) -> None:
-        self.sums += cross_entropy.double()
+    def add(self, result: StepResult, step: int) -> None:
+        self.sums += result.cross_entropy.double()
         self.steps += 1
-        bad = ~torch.isfinite(losses)  # (R, K)
-        first = bad.any(1) & active & (self.failed_step < 0)
+        first = (result.faults >= 0) & (self.failed_step < 0)
         self.failed_step = torch.where(first, step, self.failed_step)
-        self.failed_member = torch.where(first, bad.int().argmax(1), self.failed_member)
+        self.failed_member = torch.where(first, result.faults, self.failed_member)
 
     def new_failures(self, active: Tensor) -> dict[int, Failure]:
         failed = (self.failed_step >= 0) & active
         found = {}
         for run in failed.nonzero().flatten().tolist() if bool(failed.any()) else []:
             member, step = int(self.failed_member[run]), int(self.failed_step[run])
-            found[run] = Failure("the loss became NaN or Inf", member, step)
+            found[run] = Failure(FAULT, member if member < self.num_members else None, step)
         return found
 
-    def mean(self) -> list[float]:
-        return (self.sums / self.steps).tolist() if self.steps else []
+    def mean(self) -> list[float | None]:
+        if not self.steps:
+            return []
+        return [value if math.isfinite(value) else None for value in (self.sums / self.steps).tolist()]
 
     def reset(self) -> None:
         self.sums.zero_()
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
+        # as text: JSON has no word for NaN
         return {"sums": [repr(value) for value in self.sums.tolist()], "steps": self.steps}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
+from torchace.engine.faults import faults
 from torchace.engine.network import Network
 from torchace.engine.recipe import Recipe
 from torchace.functional import amended_cross_entropy, ensemble_log_probs, ensemble_probs
@@ -18,6 +19,7 @@ from torchace.functional import amended_cross_entropy, ensemble_log_probs, ensem
 class StepResult(NamedTuple):
     losses: Tensor  # (R, K): what each member was trained on; not a score
     cross_entropy: Tensor  # (R,): of the ensemble where its members share a batch, else of its members
+    faults: Tensor  # (R,): -1, or the member that became NaN or Inf; K where what they share did
 
 
 def train_step(
@@ -42,8 +44,9 @@ def train_step(
     losses = losses.mean(2)
     optimizer.zero_grad(set_to_none=True)
     torch.where(active[:, None], losses, 0.0).sum().backward()  # summed: every member gets its own gradient
+    found = faults(network, logits, losses)
     optimizer.step()
-    return StepResult(losses.detach(), scored)
+    return StepResult(losses.detach(), scored, found)
 
 
 def _losses(logits: Tensor, y: Tensor, diversity: Tensor, mixture: Tensor | None, recipe: Recipe) -> Tensor:
@@ -63,7 +66,7 @@ def _losses(logits: Tensor, y: Tensor, diversity: Tensor, mixture: Tensor | None
     if mixture is None:  # separate batches: plain cross entropy
         losses = vmap(lambda z, t: loss(z, t, 0.0))(rows, targets)
     else:
-        share = torch.full((1,), 1 / num_members, device=logits.device)
+        share = torch.full((1,), 1 / num_members, dtype=mixture.dtype, device=logits.device)
         coupled = vmap(lambda z, t, d, m: loss(z, t, d, mixture=m, member_weights=share))
         losses = coupled(rows, targets, diversity, mixture)
     return losses.squeeze(1).unflatten(1, (num_members, size))

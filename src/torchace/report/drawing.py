@@ -10,6 +10,8 @@ from itertools import pairwise
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from torchace.report import formats
 from torchace.report._fields import extra
 
@@ -88,17 +90,17 @@ def render(sketch: Sketch, theme: Theme) -> bytes:
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
         figure = Figure(figsize=(WIDTH, sketch.height), dpi=DPI, layout=layout)
-        FigureCanvasAgg(figure)
+        canvas = FigureCanvasAgg(figure)
         figure.suptitle(sketch.title, x=0.02, ha="left", fontsize=11.5, fontweight="bold")
         sketch.draw(figure, theme)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", metadata={"Software": None})
-    if sketch.photographs:
-        return buffer.getvalue()
-    # a drawing has few colours: with a palette the page is half as large
-    smaller = io.BytesIO()
-    Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(smaller, "png", optimize=True)
-    return smaller.getvalue()
+        canvas.draw()  # type: ignore[no-untyped-call]
+    pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
+    image = Image.fromarray(pixels).convert("RGB")
+    if not sketch.photographs:  # a drawing has few colours: with a palette the page is half as large
+        image = image.quantize(256, dither=Image.Dither.NONE)
+    buffer = io.BytesIO()
+    image.save(buffer, "png", dpi=(DPI, DPI))
+    return buffer.getvalue()
 
 
 def _settings(theme: Theme) -> dict[Any, Any]:

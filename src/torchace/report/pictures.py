@@ -146,8 +146,8 @@ def _pairs(matrix: Array) -> Array:
 def _draw_matrices(results: Results, arm: Arm, matrices: dict[float, Array], figure: Figure, theme: Theme) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
-    ramp = LinearSegmentedColormap.from_list("ramp", [theme.grid, colour(results, arm, theme)])
-    ramp = ramp.with_extremes(bad=theme.paper)
+    shades = LinearSegmentedColormap.from_list("shades", [theme.grid, colour(results, arm, theme)])
+    ramp = shades.with_extremes(bad=theme.paper)
     high = 100 * max(float(_pairs(matrix).max()) for matrix in matrices.values()) or 1.0
     panels = figure.subplots(1, len(matrices), squeeze=False)[0]
     image = None

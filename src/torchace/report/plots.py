@@ -131,7 +131,7 @@ def _draw_against(
         axes.set_ylim(bottom=0)  # a diversity near zero shall look like one
     if metric.key == "disagreement" and axes.get_ylim()[1] < 4 * 100 * COLLAPSED:
         axes.set_ylim(top=max(axes.get_ylim()[1], 115 * COLLAPSED))
-        shown["collapsed below"] = axes.axhline(100 * COLLAPSED, color=theme.quiet, lw=1.2, ls=(0, (1, 1.5)))
+        shown["collapsed below this"] = axes.axhline(100 * COLLAPSED, color=theme.quiet, lw=1.2, ls=(0, (1, 1.5)))
     if paper := _draw_paper(results, metric, list(swept), at, axes, theme):
         shown["paper"] = paper
     legend(figure, list(shown.values()), list(shown))

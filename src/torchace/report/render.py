@@ -62,8 +62,7 @@ def table_markdown(table: Table) -> str:
         The lines, without a final newline.
     """
     heads = [f"{column.group}: {column.label}" if column.group else column.label for column in table.columns]
-    kinds = [cell.kind for section in table.sections for row in section.rows[:1] for cell in row][: len(heads)]
-    aligned = [":--" if kind == "text" else "--:" for kind in kinds] or ["--:"] * len(heads)
+    aligned = [":--" if kind == "text" else "--:" for kind in table.kinds]
     lines = [_line([_escaped(head) for head in heads]), _line(aligned)]
     for section in table.sections:
         if section.title:
@@ -94,15 +93,20 @@ def rich_table(results: Results) -> RichTable:
     note = "Mean ± standard deviation over seeds; bold: best of its arm."
     if results.paper:
         note += f" paper: {results.paper.table} of Shoham and Permuter (2020)."
-    drawn = RichTable(title=Text(results.title), caption=Text(note), box=SIMPLE_HEAD, pad_edge=False)
+    drawn = RichTable(
+        title=Text(results.title), caption=Text(note), box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
     for i in shown:
         column = table.columns[i]
         label = column.label.replace("Cross entropy", "CE").replace("Disagreement", "Disagree").replace("Seeds", "n")
         prefix = "Member\n" if column.group == "One member" else ""
-        drawn.add_column(Text(prefix + label), justify="right" if i else "left", max_width=None if i else 28)
+        if i == 0:  # the arms' titles stand in this column too
+            drawn.add_column(Text(label), min_width=12, max_width=28, overflow="fold")
+        else:
+            drawn.add_column(Text(prefix + label), justify="right")
     for section in table.sections:
         drawn.add_section()
-        drawn.add_row(Text(section.title, style="italic", no_wrap=True, overflow="ellipsis"))
+        drawn.add_row(Text(section.title, style="italic", overflow="fold"))
         for row in section.rows:
             drawn.add_row(*(_rich_cell(table, i, row[i]) for i in shown))
     return drawn

@@ -49,6 +49,12 @@ class Table:
     note: str = ""
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each column's cells, as the first row has them."""
+        first = next((row for section in self.sections for row in section.rows), ())
+        return tuple(cell.kind for cell in first) or ("number",) * len(self.columns)
+
+    @property
     def groups(self) -> tuple[tuple[str, int], ...]:
         """Group headings with the number of columns each spans, empty where no column has one."""
         spans: list[tuple[str, int]] = []

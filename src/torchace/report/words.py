@@ -185,7 +185,7 @@ def _diversity(results: Results, arm: Arm) -> Finding | None:
     elif at_last.significant:
         text = f"It fell, {moved}: the knob did the opposite of what it is for."
     else:
-        text = f"It did not change beyond the noise between seeds ({moved}): the knob hardly acted."
+        text = f"It did not change beyond the noise between seeds ({moved}): no sign that the knob acted."
     return Finding("Disagreement", text + note, warning=bool(collapsed))
 
 
@@ -275,7 +275,8 @@ def _baseline(results: Results, arm: Arm, other: Arm) -> Finding | None:
         return None
     verdict = {
         "": f"No verdict ({difference.note}).",
-        "does as well": "No difference beyond the noise: the baseline does as well.",
+        "does as well": "No difference beyond the noise: the baseline does as well, as far as "
+        f"{formats.count(difference.n, 'seed')} can tell.",
         "is better": "The baseline is better, beyond the noise.",
         "is worse": "The baseline is worse, beyond the noise.",
     }[_against(results, arm, other)]

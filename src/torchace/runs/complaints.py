@@ -1,0 +1,71 @@
+"""What is wrong with a configuration, in one sentence: pydantic's first complaint in our words."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+# pydantic's kinds of errors: what was expected, from the error's context
+EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
+    "int_type": lambda c: "a whole number",
+    "int_from_float": lambda c: "a whole number",
+    "float_type": lambda c: "a number",
+    "finite_number": lambda c: "a finite number",
+    "bool_type": lambda c: "true or false",
+    "string_type": lambda c: "text in quotes",
+    "list_type": lambda c: "a list",
+    "dict_type": lambda c: "a section",
+    "model_type": lambda c: "a section",
+    "greater_than": lambda c: f"more than {c['gt']:g}",
+    "greater_than_equal": lambda c: f"at least {c['ge']:g}",
+    "less_than": lambda c: f"less than {c['lt']:g}",
+    "less_than_equal": lambda c: f"at most {c['le']:g}",
+    "literal_error": lambda c: c["expected"],
+    "too_short": lambda c: "a list with at least one value",
+    "string_too_long": lambda c: f"at most {c['max_length']} characters",
+    "string_pattern_mismatch": lambda c: "small letters, digits and underscores",
+}
+
+
+def sentence(error: ValidationError, model: type[BaseModel], place: Sequence[int | str] = ()) -> str:
+    """The first complaint: where, what was expected, what came.
+
+    Args:
+        error: What pydantic found wrong.
+        model: What it was checking.
+        place: Where in the configuration that is.
+    """
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in (*place, *first["loc"]))
+    kind, context = first["type"], first.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"there is no key {where!r}.{_hint(str(first['loc'][-1]), _keys(model, first['loc'][:-1]))}"
+    if kind == "value_error":  # ours: a sentence of its own
+        said = str(context["error"])
+        return said if not where else f"{where}: {said}"
+    if kind == "missing":
+        return f"expected a value for {where}, but there is none."
+    got = repr(first["input"])
+    got = "a section" if isinstance(first["input"], dict) else got if len(got) <= 60 else f"{got[:57]}..."
+    if kind in EXPECTED:
+        return f"expected {where} to be {EXPECTED[kind](context)}, but got {got}."
+    return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}, but got {got}."
+
+
+def _hint(wrong: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(wrong, known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else f" Known keys: {', '.join(known)}."
+
+
+def _keys(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
+    """The keys of the section at a location."""
+    for part in location:
+        if isinstance(part, int):
+            continue  # which item of a list
+        annotation = model.model_fields[part].annotation
+        kinds = [annotation, *getattr(annotation, "__args__", ())]  # a section, or a list of them
+        model = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+    return list(model.model_fields)

@@ -1,0 +1,43 @@
+"""What a run was made on: versions and hardware, as a result file holds them."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torchace
+
+PACKAGES = ("torch", "numpy", "safetensors", "torchmetrics", "scikit-learn")
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Of torchace, Python and the packages that decide about numbers."""
+    found = {"torchace": torchace.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware(device: str) -> dict[str, Any]:
+    """The device, the processor and the number of threads."""
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
+    return {"device": name, "cpu": processor(), "threads": torch.get_num_threads()}
+
+
+def processor() -> str:
+    """The processor's name as its maker gives it, where the system tells."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,176 @@
+"""A run directory: what is finished is in it, one file a run, and is never computed again."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save as save_safetensors
+from torch import Tensor
+
+from torchace.engine.checkpoint import Checkpoints
+from torchace.engine.files import remove_partial, write_whole
+from torchace.engine.fit import Failure
+
+FORMAT = 1
+
+
+class LedgerError(ValueError):
+    """A run directory that cannot be used: one sentence that says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: an arm of the experiment, one λ, one seed."""
+
+    arm: str
+    diversity: float
+    seed: int
+
+    @property
+    def id(self) -> str:
+        # all digits: two λ that differ in the tenth must not share a file; + 0.0 makes -0.0 a 0.0
+        return f"{self.arm}-l{repr(self.diversity + 0.0).removesuffix('.0')}-s{self.seed}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """Runs that are trained together. Who is in it is fixed when it is first written down."""
+
+    id: str
+    runs: tuple[Run, ...]
+
+
+class Ledger:
+    """The files of one experiment."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes out for as long as this one works; the system lifts the lock when it dies."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            file = open(self.directory / "lock", "a+")  # noqa: SIM115
+        except OSError as error:
+            raise LedgerError(f"Cannot write to {self.directory}: {error.strerror}. Choose another --out.") from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                who = file.read().strip() or "another one"
+                raise LedgerError(
+                    f"Process {who} is at work in {self.directory}. Wait for it, or choose another --out."
+                ) from error
+            except OSError as error:
+                raise LedgerError(f"Cannot lock {self.directory}: {error.strerror}. Choose another --out.") from error
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+    # -- the experiment -----------------------------------------------------------------------------------------------
+
+    def experiment(self) -> dict[str, Any] | None:
+        """What was written about the experiment; None in a new directory."""
+        file = self.directory / "experiment.json"
+        if not file.exists():
+            return None
+        return _read(file)
+
+    def write_experiment(self, content: Mapping[str, Any]) -> None:
+        write_whole(self.directory / "experiment.json", _dumped(content))
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def jobs(self) -> list[Job]:
+        file = self.directory / "jobs.json"
+        if not file.exists():
+            return []
+        content = _read(file)
+        try:
+            jobs = [
+                Job(job["id"], tuple(Run(run["arm"], float(run["diversity"]), int(run["seed"])) for run in job["runs"]))
+                for job in content["jobs"]
+            ]
+            if not all(job.runs for job in jobs):
+                raise ValueError("a job without runs")
+        except (KeyError, TypeError, ValueError) as error:
+            raise LedgerError(f"{file} is damaged. Choose another --out, or remove the directory.") from error
+        return jobs
+
+    def write_jobs(self, jobs: list[Job]) -> None:
+        listed = [
+            {"id": job.id, "runs": [{"arm": r.arm, "diversity": r.diversity, "seed": r.seed} for r in job.runs]}
+            for job in jobs
+        ]
+        write_whole(self.directory / "jobs.json", _dumped({"format": FORMAT, "jobs": listed}))
+
+    def checkpoints(self, job: Job) -> Checkpoints:
+        return Checkpoints(self.directory / "checkpoints" / job.id)
+
+    # -- runs ---------------------------------------------------------------------------------------------------------
+
+    def is_finished(self, run: Run) -> bool:
+        return self._file(run).exists()
+
+    def failure(self, run: Run) -> Failure | None:
+        """Why a finished run failed; None where it did not."""
+        content = _read(self._file(run))
+        try:
+            return Failure(**content["failure"]) if content["status"] == "failed" else None
+        except (KeyError, TypeError) as error:
+            raise LedgerError(f"{self._file(run)} is damaged. Remove that file to run it again.") from error
+
+    def write_result(self, run: Run, content: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> None:
+        """Writes a run down as done: the arrays first, then the file that says so."""
+        if arrays:
+            write_whole(self._file(run).with_suffix(".safetensors"), save_safetensors(dict(arrays)))
+        write_whole(self._file(run), _dumped(content))
+
+    def clean(self, jobs: list[Job]) -> None:
+        """Removes what a killed process left: half-written files, and checkpoints of jobs that are finished."""
+        for folder in (self.directory, self.directory / "runs"):
+            remove_partial(folder)
+        for job in jobs:
+            if all(self.is_finished(run) for run in job.runs):
+                self.checkpoints(job).remove()
+
+    def _file(self, run: Run) -> Path:
+        return self.directory / "runs" / f"{run.id}.json"
+
+
+def _dumped(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(_finite(content), indent=1, allow_nan=False) + "\n").encode()
+
+
+def _finite(value: Any) -> Any:
+    """NaN and Inf as null: JSON has no word for them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except OSError as error:
+        raise LedgerError(f"Cannot read {file}: {error.strerror}.") from error
+    except ValueError as error:
+        raise LedgerError(f"{file} is damaged. Choose another --out, or remove that file to run it again.") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise LedgerError(f"{file} was not written by this version of torchace. Choose another --out.")
+    return content

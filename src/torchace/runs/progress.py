@@ -1,0 +1,73 @@
+"""A sweep's progress in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from torchace.engine.fit import Progress
+from torchace.runs.ledger import Job, Run
+from torchace.runs.sweep import Watcher
+
+
+class SweepProgress(Watcher):
+    """One bar for the runs, one for the steps of the job at hand, with λ, cross entropy and the time left.
+
+    Where nobody watches (a log file, a pipe), a line for each job that is done.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self.total = 0
+
+    def __enter__(self) -> SweepProgress:
+        self.bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.bars.stop()
+
+    def planned(self, done: int, total: int) -> None:
+        self.total = total
+        if done:
+            self._say(f"{done} of {total} runs are finished already.")
+        self.runs = self.bars.add_task("runs", total=total, completed=done, note="")
+
+    def started(self, job: Job) -> None:
+        self.steps = self.bars.add_task(f"  {_named(job.runs)}", total=None, note="")
+
+    def stepped(self, job: Job, progress: Progress) -> None:
+        values = [value for value in progress.cross_entropy if value is not None]  # without those of failed runs
+        note = f"cross entropy {sum(values) / len(values):.4f}" if values else ""
+        self.bars.update(self.steps, total=progress.steps, completed=progress.step, note=note)
+
+    def finished(self, job: Job, done: int) -> None:
+        self.bars.remove_task(self.steps)
+        self.bars.update(self.runs, completed=done)
+        if self.bars.disable:
+            self._say(f"{_named(job.runs)}: {done} of {self.total} runs are finished.")
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _named(runs: Sequence[Run]) -> str:
+    lambdas = sorted({run.diversity for run in runs})
+    seeds = sorted({run.seed for run in runs})
+    some = ", ".join(f"{value:g}" for value in lambdas) if len(lambdas) < 4 else f"{lambdas[0]:g}…{lambdas[-1]:g}"
+    which = f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds"
+    return f"{runs[0].arm} λ={some}, {which}"

@@ -1,0 +1,271 @@
+"""A sweep: every run of an experiment, in jobs, each trained, scored and written down once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchace.data import Dataset
+from torchace.engine.checkpoint import weights_digest
+from torchace.engine.evaluate import evaluate, logits_of
+from torchace.engine.fit import FAULT, Failure, Fitted, Progress, Saving, fit
+from torchace.engine.network import Network
+from torchace.runs.build import build_network, can_share, can_stack, describe_network, recipe_of
+from torchace.runs.config import Arm, Experiment
+from torchace.runs.environment import hardware, versions
+from torchace.runs.ledger import FORMAT, Job, Ledger, LedgerError, Run
+from torchace.runs.prepared import Prepared
+
+
+class Watcher:
+    """Is told what a sweep does; this one does not care."""
+
+    def planned(self, done: int, total: int) -> None:
+        """So many of all runs are finished already."""
+
+    def started(self, job: Job) -> None:
+        """A job begins or goes on."""
+
+    def stepped(self, job: Job, progress: Progress) -> None:
+        """Steps of a job were made."""
+
+    def finished(self, job: Job, done: int) -> None:
+        """A job's runs are written down; so many of all runs are finished now."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """An experiment and the directory it is run in."""
+
+    experiment: Experiment
+    directory: Path
+    device: str = "cpu"
+
+    def run(self, watcher: Watcher | None = None, stop: Callable[[], bool] = lambda: False) -> dict[Run, Failure]:
+        """Trains what is not finished yet and returns the runs that failed.
+
+        Interrupted at any moment, it goes on where it was: finished runs are kept, the job at hand continues from its
+        checkpoint, and the results are those of a sweep that was never interrupted.
+
+        A job is trained whole: who is in it was fixed when it was planned, perhaps by a command that asked for more.
+        """
+        watcher = watcher or Watcher()
+        arms = {arm.name: arm for arm in self.experiment.complete_arms()}
+        data = self._prepared(arms)
+        described = [self._arm_described(arm, data[arm.name].dataset) for arm in arms.values()]
+        # Whatever is wrong with the experiment was said by now; from here on there are files.
+        ledger = Ledger(self.directory)
+        with ledger.locked():
+            experiment = self._begin(ledger, described, data[next(iter(arms))])
+            jobs = self._planned(ledger, arms)
+            ledger.clean(jobs)
+            wanted = {run for arm in arms.values() for run in self._runs_of(arm)}
+            todo = [job for job in jobs if any(run in wanted and not ledger.is_finished(run) for run in job.runs)]
+            told = wanted.union(*(job.runs for job in todo))
+            watcher.planned(sum(map(ledger.is_finished, told)), len(told))
+            for job in todo:
+                watcher.started(job)
+                arm = arms[job.runs[0].arm]
+                experiment["seconds"] += self._do(ledger, job, arm, data[arm.name], watcher, stop)
+                ledger.write_experiment(experiment)
+                watcher.finished(job, sum(map(ledger.is_finished, told)))
+            failures = {run: ledger.failure(run) for run in sorted(wanted, key=lambda run: run.id)}
+            return {run: failure for run, failure in failures.items() if failure is not None}
+
+    # -- planning -----------------------------------------------------------------------------------------------------
+
+    def _prepared(self, arms: dict[str, Arm]) -> dict[str, Prepared]:
+        """Every arm's data; arms that ask for the same share it."""
+        known = {
+            section: Prepared.of(section, self.device) for section in dict.fromkeys(arm.data for arm in arms.values())
+        }
+        for arm in arms.values():
+            known[arm.data].check_batch_size(arm)
+        return {arm.name: known[arm.data] for arm in arms.values()}
+
+    def _arm_described(self, arm: Arm, dataset: Dataset) -> dict[str, Any]:
+        """An arm in a result file. Builds its network once, which finds out whether there is such a network."""
+        network = build_network(arm, dataset, [0], "cpu")
+        return {
+            "name": arm.name,
+            "label": arm.label,
+            "num_members": arm.model.num_members,
+            "batches": arm.train.batches,
+            "network": describe_network(arm.model, dataset),
+            "parameters": _parameters_of(network),
+            "diversities": list(arm.diversities),
+            "baseline": arm.baseline,
+        }
+
+    def _begin(self, ledger: Ledger, arms: list[dict[str, Any]], data: Prepared) -> dict[str, Any]:
+        """Writes down what the experiment is, or checks that the directory holds this very experiment."""
+        config = self.experiment.model_dump(mode="json")
+        seeds, started, seconds = set(self.experiment.sweep.seeds), datetime.now(UTC).isoformat(timespec="seconds"), 0.0
+        if (before := ledger.experiment()) is not None:
+            try:
+                _check_same(before["config"], config, self.directory)
+                # earlier seeds and λ are still part of it
+                seeds |= set(before["seeds"])
+                earlier = {arm["name"]: arm["diversities"] for arm in before["arms"]}
+                arms = [{**a, "diversities": sorted({*a["diversities"], *earlier[a["name"]]})} for a in arms]
+                started, seconds = before["started"], float(before["seconds"])
+            except (KeyError, TypeError, AttributeError) as error:
+                raise LedgerError(
+                    f"experiment.json in {self.directory} is damaged. Choose another --out, or remove the directory."
+                ) from error
+        content = {
+            "format": FORMAT,
+            "name": self.experiment.name,
+            "title": self.experiment.title or self.experiment.name,
+            "description": self.experiment.description,
+            "task": "classification",
+            "data": data.described(),
+            "arms": arms,
+            "seeds": sorted(seeds),
+            "paper": config["paper"],
+            "hardware": hardware(self.device),
+            "versions": versions(),
+            "config": config,
+            "started": started,
+            "seconds": seconds,
+        }
+        ledger.write_experiment(content)
+        return content
+
+    def _runs_of(self, arm: Arm) -> list[Run]:
+        return [Run(arm.name, d, seed) for d in arm.diversities for seed in self.experiment.sweep.seeds]
+
+    def _planned(self, ledger: Ledger, arms: dict[str, Arm]) -> list[Job]:
+        """The jobs of the ledger, and new ones for runs that are in none of them."""
+        before = ledger.jobs()
+        jobs = list(before)
+        known = {run for job in jobs for run in job.runs}
+        for arm in arms.values():
+            new = [run for run in self._runs_of(arm) if run not in known]
+            if can_stack(arm.model):
+                size = self.experiment.sweep.cohort_size
+            else:  # too large to stack: next to each other on a GPU, one after another elsewhere
+                on_gpu = self.device.startswith("cuda")
+                size = self.experiment.sweep.side_by_side if on_gpu and can_share(arm.model) else 1
+            for start in range(0, len(new), size):
+                taken = sum(job.runs[0].arm == arm.name for job in jobs)
+                jobs.append(Job(f"{arm.name}-{taken}", tuple(new[start : start + size])))
+        if jobs != before:
+            ledger.write_jobs(jobs)
+        return jobs
+
+    # -- doing --------------------------------------------------------------------------------------------------------
+
+    def _do(
+        self, ledger: Ledger, job: Job, arm: Arm, data: Prepared, watcher: Watcher, stop: Callable[[], bool]
+    ) -> float:
+        """Trains a job, scores its runs and writes them down; returns the seconds it took, earlier attempts too."""
+        seeds = [run.seed for run in job.runs]
+        batches = data.batches(arm)
+        recipe = recipe_of(arm.train, batches.steps_per_epoch)
+        network = build_network(arm, data.dataset, seeds, self.device)
+        every = self.experiment.checkpoint
+        fitted = fit(
+            network,
+            batches,
+            recipe,
+            diversities=[run.diversity for run in job.runs],
+            seeds=seeds,
+            saving=Saving(ledger.checkpoints(job), every.steps, every.seconds),
+            watch=lambda progress: watcher.stepped(job, progress),
+            stop=stop,
+        )
+        start = time.monotonic()
+        self._write_results(ledger, job, arm, data, network, fitted, recipe.steps)
+        ledger.checkpoints(job).remove()
+        return fitted.seconds + time.monotonic() - start
+
+    def _write_results(
+        self, ledger: Ledger, job: Job, arm: Arm, data: Prepared, network: Network, fitted: Fitted, steps: int
+    ) -> None:
+        logits, target = logits_of(network, data.chunks(arm, data.dataset.test))
+        held_out: tuple[Sequence[Tensor], Tensor] | None = None
+        if data.validation is not None:
+            held_out = logits_of(network, data.chunks(arm, data.validation))
+        for r, run in enumerate(job.runs):
+            if ledger.is_finished(run):
+                continue
+            failure = fitted.failures.get(r) or _unpredictable(logits[r], steps)
+            metrics: dict[str, Any] | None = None
+            arrays: dict[str, Tensor] = {}
+            if failure is None:
+                test = evaluate(logits[r], target, data.images)
+                validation = None if held_out is None else evaluate(held_out[0][r], held_out[1]).metrics
+                metrics, arrays = {"test": test.metrics, "validation": validation, "train": None}, test.arrays
+            ledger.write_result(
+                run,
+                {
+                    "format": FORMAT,
+                    "run": run.id,
+                    "arm": run.arm,
+                    "diversity": run.diversity,
+                    "seed": run.seed,
+                    "num_members": arm.model.num_members,
+                    "batches": arm.train.batches,
+                    "status": "finished" if failure is None else "failed",
+                    "failure": None if failure is None else vars(failure),
+                    "metrics": metrics,
+                    "history": [
+                        {"epoch": e["epoch"], "step": e["step"], "train_cross_entropy": e["cross_entropy"][r]}
+                        for e in fitted.history
+                    ],
+                    "steps": steps,
+                    "seconds": fitted.seconds / len(job.runs),
+                    "parameters": _parameters_of(network),
+                    "job": job.id,
+                    "weights_sha256": weights_digest(network, r) if failure is None else None,
+                    "versions": versions(),
+                    **hardware(self.device),
+                },
+                arrays,
+            )
+
+
+def _parameters_of(network: Network) -> int:
+    return sum(p.numel() for p in network.parameters()) // network.num_runs
+
+
+def _unpredictable(logits: Tensor, steps: int) -> Failure | None:
+    """A run whose last step left weights that predict NaN or Inf."""
+    bad = (~torch.isfinite(logits)).flatten(1).any(1).nonzero().flatten().tolist()
+    return Failure(FAULT, bad[0], steps) if bad else None
+
+
+def _check_same(before: dict[str, Any], now: dict[str, Any], directory: Path) -> None:
+    """Refuse to mix two experiments in one directory; more seeds or λ of the same one are welcome."""
+    old, new = _flat(before), _flat(now)
+    for key in sorted({*old, *new}):
+        if key.endswith("diversities"):
+            continue
+        if old.get(key) != new.get(key):
+            raise LedgerError(
+                f"{directory} holds runs with {key} = {old.get(key)!r}, but now it is {new.get(key)!r}. "
+                "Choose another --out, or remove the directory."
+            )
+
+
+# What may change without changing a run: which runs there are, how often they are saved, what is said about them.
+_FREE = {"sweep", "checkpoint", "title", "description", "paper"}
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as `section.key: value`; an arm's keys under its name."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if key == "arms":
+            value = {arm["name"]: {k: v for k, v in arm.items() if k != "label"} for arm in value}
+        if key not in _FREE:
+            flat |= {f"{key}.{k}": v for k, v in _flat(value).items()} if isinstance(value, dict) else {key: value}
+    return flat

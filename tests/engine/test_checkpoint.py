@@ -1,0 +1,230 @@
+"""Checkpoints: whole or not at all, and never wrong."""
+
+import errno
+import json
+import os
+import random
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.cases import batches, cohort, recipe
+from torchace.engine import files
+from torchace.engine.checkpoint import CheckpointError, Checkpoints, weights_digest
+from torchace.engine.files import write_whole
+from torchace.engine.fit import Saving, fit
+from torchace.engine.network import Network
+from torchace.engine.recipe import make_optimizer
+
+ARGUMENTS: dict[str, Any] = {"diversities": [0.5], "seeds": [5]}
+
+
+def save_one(directory: Path, steps: int = 3) -> Network:
+    """A checkpoint after some steps."""
+    network = cohort([5])
+    fit(network, batches(), recipe(steps=steps + 1), **ARGUMENTS, saving=Saving(Checkpoints(directory), steps, None))
+    return network
+
+
+def load_one(directory: Path, optimizer: str = "adam") -> tuple[Network, dict[str, Any] | None]:
+    network = cohort([5])
+    return network, Checkpoints(directory).load(
+        network, make_optimizer(recipe(optimizer=optimizer), list(network.parameters()))
+    )
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    expected = cohort([5])
+    fit(expected, batches(), recipe(steps=3), **ARGUMENTS)
+    save_one(tmp_path)
+    network, progress = load_one(tmp_path)
+    assert progress is not None
+    assert progress["step"] == 3
+    assert weights_digest(network, 0) == weights_digest(expected, 0)
+
+
+def test_an_optimizers_state_comes_back(tmp_path: Path) -> None:
+    for name in ("adam", "sgd"):
+        network = cohort([5])
+        optimizer = make_optimizer(recipe(optimizer=name), list(network.parameters()))
+        network(torch.ones(1, 2, 6, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        Checkpoints(tmp_path / name).save(network, optimizer, {"step": 1})
+        other = make_optimizer(recipe(optimizer=name), list(network.parameters()))
+        Checkpoints(tmp_path / name).load(network, other)
+        ours, theirs = optimizer.state_dict()["state"], other.state_dict()["state"]
+        assert ours.keys() == theirs.keys()
+        for index, state in ours.items():
+            assert {k for k, v in state.items() if v is not None} == set(theirs[index])
+            assert all(value.equal(state[key]) for key, value in theirs[index].items())
+
+
+def test_there_is_one_checkpoint_at_a_time(tmp_path: Path) -> None:
+    saving = Saving(Checkpoints(tmp_path), 1, None)
+    fit(cohort([5]), batches(), recipe(steps=5), **ARGUMENTS, saving=saving)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "state-4.safetensors"]
+
+
+def test_an_empty_folder_has_none(tmp_path: Path) -> None:
+    assert load_one(tmp_path)[1] is None
+    assert load_one(tmp_path / "not there")[1] is None
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    save_one(tmp_path)
+    (tmp_path / ".state-9.safetensors.123.partial").write_bytes(b"half")
+    (tmp_path / "state-9.safetensors").write_bytes(b"written, but its manifest was not")
+    assert load_one(tmp_path)[1]["step"] == 3  # type: ignore[index]
+    assert not list(tmp_path.glob("*.partial"))
+    fit(cohort([5]), batches(), recipe(steps=6), **ARGUMENTS, saving=Saving(Checkpoints(tmp_path), 5, None))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "state-5.safetensors"]
+
+
+def test_removed_with_its_folders(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints" / "main-0"
+    save_one(directory)
+    (directory / ".state-9.safetensors.123.partial").write_bytes(b"half")
+    (tmp_path / "checkpoints" / "main-1").mkdir()
+    Checkpoints(directory).remove()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["main-1"]  # another job's
+    Checkpoints(tmp_path / "checkpoints" / "main-1").remove()
+    assert list(tmp_path.iterdir()) == []
+    Checkpoints(directory).remove()  # nothing is there, and that is what was asked for
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def flipped(file: Path, place: int, bit: int) -> bytes:
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1 << bit
+    return bytes(data)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state-3.safetensors"])
+def test_a_flipped_bit_is_never_loaded(name: str, tmp_path: Path) -> None:
+    save_one(tmp_path)
+    file = tmp_path / name
+    whole, good = file.read_bytes(), weights_digest(load_one(tmp_path)[0], 0)
+    draw = random.Random(0)
+    refused = 0
+    for _ in range(150):
+        file.write_bytes(flipped(file, draw.randrange(len(whole)), draw.randrange(8)))
+        try:
+            network, progress = load_one(tmp_path)
+        except CheckpointError as error:
+            refused += 1
+            assert str(error).count("\n") == 0
+            assert str(tmp_path) in str(error)
+        else:  # a space that became another white space, say
+            assert weights_digest(network, 0) == good
+            assert progress is not None
+            assert progress["step"] == 3
+        file.write_bytes(whole)
+    assert refused >= 148
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state-3.safetensors"])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
+def test_a_cut_file_is_refused(name: str, share: float, tmp_path: Path) -> None:
+    save_one(tmp_path)
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(data[: int(share * len(data))])
+    with pytest.raises(CheckpointError, match="is damaged .* Remove that folder"):
+        load_one(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", "{}", '{"format": 1}', "\x00\xff", "{" * 10])
+def test_a_manifest_that_is_something_else(text: str, tmp_path: Path) -> None:
+    save_one(tmp_path)
+    (tmp_path / "manifest.json").write_text(text, "latin-1")
+    with pytest.raises(CheckpointError, match="manifest.json is not what was written"):
+        load_one(tmp_path)
+
+
+def test_a_missing_state_file_is_named(tmp_path: Path) -> None:
+    save_one(tmp_path)
+    (tmp_path / "state-3.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"state-3.safetensors: No such file"):
+        load_one(tmp_path)
+
+
+def test_another_networks_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
+    save_one(tmp_path)
+    network = cohort([5, 6])
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoints(tmp_path).load(network, make_optimizer(recipe(), list(network.parameters())))
+    assert "\n" not in str(caught.value)
+
+
+def test_manifests_are_json_without_nan(tmp_path: Path) -> None:
+    network = cohort([5, 6])
+    with torch.no_grad():
+        next(network.parameters())[0] = torch.nan
+    arguments: dict[str, Any] = {"diversities": [0.5, 0.5], "seeds": [5, 6]}
+    fit(network, batches(), recipe(steps=9), **arguments, saving=Saving(Checkpoints(tmp_path), 8, None))
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    manifest = json.loads((tmp_path / "manifest.json").read_text(), parse_constant=refuse)
+    assert manifest["progress"]["history"][0]["cross_entropy"][0] is None
+    assert manifest["progress"]["failures"]["0"]["step"] == 0
+
+
+# -- full disks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", range(1, 9))
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_disk_that_fills_up_at_any_moment(
+    call: int, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = cohort([5])
+    fit(expected, batches(), recipe(steps=6), **ARGUMENTS)
+
+    real, calls = getattr(os, function), 0
+
+    def full(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args)
+
+    saving = Saving(Checkpoints(tmp_path), 1, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, function, full)
+        with pytest.raises(OSError, match="No space left") as caught:
+            fit(cohort([5]), batches(), recipe(steps=6), **ARGUMENTS, saving=saving)
+    assert str(tmp_path) in str(caught.value.filename)
+    assert not list(tmp_path.glob(".*.partial"))
+    network = cohort([5])
+    fit(network, batches(), recipe(steps=6), **ARGUMENTS, saving=saving)
+    assert weights_digest(network, 0) == weights_digest(expected, 0)
+
+
+def test_a_failed_write_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "result.json"
+    write_whole(file, b"old")
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device.*result.json"):
+        write_whole(file, b"new")
+    assert file.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_files_have_the_users_permissions(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_whole(tmp_path / "a" / "result.json", b"")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a" / "result.json").stat().st_mode) == 0o640

@@ -1,0 +1,277 @@
+"""The training step against modules trained in a plain loop, by the formulas of the design."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.cases import BATCH, CLASSES, FEATURES, MEMBERS, assert_same, batches, cohort, members, recipe, weights
+from tests.reference.training import Update, train_members, train_smoc
+from torchace.data import Batches
+from torchace.engine.faults import faults
+from torchace.engine.fit import fit
+from torchace.engine.network import Cohort, SideBySide
+from torchace.engine.recipe import Recipe, make_optimizer
+from torchace.engine.step import StepResult, train_step
+from torchace.functional import amended_cross_entropy
+from torchace.models import mlp
+from torchace.nn import SMOC, Ensemble
+
+STEPS = 20
+# 20 steps in float64: sums in another order differ by some 1e-15 of the weights a step
+WITHIN = 1e-10
+
+
+def plain_batch(data: Batches, seed: int) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+    def batch(step: int, stream: int) -> tuple[Tensor, Tensor]:
+        x, y = data.batch_many([seed], *data.locate(step), streams=stream)
+        return x[0], y[0]
+
+    return batch
+
+
+OPTIMIZERS = {
+    "sgd": {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.01},
+    "nesterov": {"optimizer": "sgd", "momentum": 0.8, "nesterov": True},
+    "adam": {"optimizer": "adam", "weight_decay": 0.01},
+    "adamw": {"optimizer": "adamw", "weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("kind", "diversities"), [("shared", (0.0, 0.5, 1.0)), ("exchanged", (0.0, 0.3, 0.9)), ("separate", (0.0,))]
+)
+def test_equals_plain_modules(kind: str, diversities: tuple[float, ...], optimizer: str) -> None:
+    options = OPTIMIZERS[optimizer]
+    settings = recipe(
+        kind, STEPS, schedule="cosine", warmup_steps=3, diversity_warmup_steps=7, label_smoothing=0.1, **options
+    )
+    data, seeds = batches(), [5, 6]
+    runs = [(lam, seed) for lam in diversities for seed in seeds]
+    network = cohort([seed for _, seed in runs])
+    fit(network, data, settings, diversities=[lam for lam, _ in runs], seeds=[seed for _, seed in runs])
+
+    for r, (lam, seed) in enumerate(runs):
+        plain = members(seed)
+        train_members(
+            plain,
+            plain_batch(data, seed),
+            [settings.learning_rate_at(step) for step in range(STEPS)],
+            [lam * settings.diversity_share_at(step) for step in range(STEPS)],
+            lambda: Update(
+                settings.optimizer, settings.momentum, settings.nesterov, weight_decay=settings.weight_decay
+            ),
+            own_batches=kind != "shared",
+            smoothing=0.1,
+        )
+        ours = network.ensemble(r).unstack()  # type: ignore[operator]
+        for mine, theirs in zip(ours, plain, strict=True):
+            assert_same(mine.state_dict(), theirs.state_dict(), within=WITHIN)
+
+
+def test_gradients_into_the_others_are_the_ablation() -> None:
+    settings = recipe("shared", STEPS, optimizer="sgd", momentum=0.0, detach_others=False)
+    data = batches()
+    trained = {}
+    for detach in (True, False):
+        plain = members(5)
+        train_members(
+            plain,
+            plain_batch(data, 5),
+            [0.02] * STEPS,
+            [0.5] * STEPS,
+            lambda: Update("sgd", 0.0),
+            own_batches=False,
+            detach=detach,
+        )
+        trained[detach] = [member.state_dict() for member in plain]
+    network = cohort([5])
+    fit(network, data, settings, diversities=[0.5], seeds=[5])
+    ours = [member.state_dict() for member in network.ensemble(0).unstack()]  # type: ignore[operator]
+    for mine, theirs in zip(ours, trained[False], strict=True):
+        assert_same(mine, theirs, within=WITHIN)
+    gap = max((ours[0][name] - trained[True][0][name]).abs().max() for name in ours[0])
+    assert gap > 1e-4  # and it is another training than the paper's
+
+
+@pytest.mark.parametrize("kind", ["shared", "exchanged"])
+def test_a_trunk_gets_the_mean_of_the_members_gradients(kind: str) -> None:
+    torch.manual_seed(0)
+    smoc = SMOC(mlp(FEATURES, 5, None), 5, CLASSES, MEMBERS).double()
+    trunk = mlp(FEATURES, 5, None).double()
+    trunk.load_state_dict(smoc.trunk.state_dict())
+    heads = [torch.nn.Linear(5, CLASSES).double() for _ in range(MEMBERS)]
+    with torch.no_grad():
+        for k, head in enumerate(heads):
+            head.weight.copy_(smoc.head.weight[k])
+            head.bias.copy_(smoc.head.bias[k])
+    data = batches()
+    fit(
+        SideBySide([smoc]), data, recipe(kind, STEPS, optimizer="sgd", momentum=0.5), diversities=[0.4], seeds=[5]
+    )
+    train_smoc(
+        trunk,
+        heads,
+        plain_batch(data, 5),
+        [0.02] * STEPS,
+        0.4,
+        lambda: Update("sgd", 0.5),
+        own_batches=kind == "exchanged",
+    )
+    assert_same(dict(smoc.trunk.state_dict()), dict(trunk.state_dict()), within=WITHIN)
+    for k, head in enumerate(heads):
+        torch.testing.assert_close(smoc.head.weight[k], head.weight, rtol=0, atol=WITHIN)
+        torch.testing.assert_close(smoc.head.bias[k], head.bias, rtol=0, atol=WITHIN)
+
+
+def one_step(kind: str, diversity: float, network: Cohort | SideBySide, **options: object) -> StepResult:
+    """One step of SGD with rate 1 and nothing else: the weights move by the gradient."""
+    settings = recipe(kind, 1, optimizer="sgd", momentum=0.0, learning_rate=1.0, **options)
+    optimizer = make_optimizer(settings, list(network.parameters()))
+    x, y = own_batch()
+    if kind == "shared":
+        x, y = x[:, 0], y[:, 0]
+    lam = torch.full((network.num_runs,), diversity, dtype=torch.float64)
+    return train_step(network, optimizer, x, y, lam, torch.ones(network.num_runs, dtype=torch.bool), settings)
+
+
+def own_batch(runs: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(runs, MEMBERS, BATCH, FEATURES, generator=generator, dtype=torch.float64)
+    return x, torch.randint(CLASSES, (runs, MEMBERS, BATCH), generator=generator)
+
+
+@pytest.mark.parametrize("diversity", [0.0, 0.3, 1.0])
+def test_exchanged_batches_are_sample_weights_on_a_common_batch(diversity: float) -> None:
+    network = cohort([5])
+    ensemble = network.ensemble(0)
+    x, y = own_batch()
+    weight = torch.zeros(MEMBERS, MEMBERS, BATCH, dtype=torch.float64)
+    for k in range(MEMBERS):
+        weight[k, k] = 1.0
+    loss = amended_cross_entropy(
+        ensemble(x[0].flatten(0, 1)), y[0].flatten(), diversity, sample_weight=weight.flatten(1)
+    )
+    loss.backward()
+    before = weights(network, 0)
+    result = one_step("exchanged", diversity, network)
+    torch.testing.assert_close(result.losses.sum(), loss.detach(), rtol=0, atol=1e-12)
+    moved = weights(network, 0)
+    for name, parameter in ensemble.named_parameters():
+        torch.testing.assert_close(before[name] - moved[name], parameter.grad, rtol=0, atol=1e-12)
+
+
+def test_the_losses_are_what_the_members_were_trained_on() -> None:
+    network = cohort([5])
+    x, y = own_batch()
+    logits = network.predict(x[0, 0])[0].detach()
+    result = one_step("shared", 0.4, network)
+    expected = amended_cross_entropy(logits, y[0, 0], 0.4, reduction="none").mean(1)
+    torch.testing.assert_close(result.losses[0], expected, rtol=0, atol=1e-12)
+    mixture = logits.softmax(2).mean(0)
+    score = -mixture[torch.arange(BATCH), y[0, 0]].log().mean()
+    assert float(result.cross_entropy[0]) == pytest.approx(float(score), abs=1e-6)  # scored in float32
+
+
+def test_with_own_batches_the_score_is_the_members_mean() -> None:
+    network = cohort([5])
+    x, y = own_batch()
+    logits = network(x, own=True)[0].detach()
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y[0].flatten())
+    assert float(one_step("exchanged", 0.4, network).cross_entropy[0]) == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_a_stopped_run_does_not_move_and_the_others_do() -> None:
+    network = cohort([5, 6])
+    settings = recipe("shared", 1, optimizer="sgd", momentum=0.0)
+    optimizer = make_optimizer(settings, list(network.parameters()))
+    x, y = own_batch(2)
+    before = [weights(network, r) for r in range(2)]
+    active = torch.tensor([False, True])
+    train_step(network, optimizer, x[:, 0], y[:, 0], torch.tensor([0.5, 0.5]).double(), active, settings)
+    assert_same(weights(network, 0), before[0], within=0)
+    assert any(not value.equal(before[1][name]) for name, value in weights(network, 1).items())
+
+
+@pytest.mark.parametrize("kind", ["shared", "exchanged", "separate"])
+def test_bf16_keeps_weights_and_losses_in_float32(kind: str) -> None:
+    diversity = 0.0 if kind == "separate" else 0.5
+    results = {}
+    for precision in ("float32", "bf16"):
+        network = cohort([5], torch.float32)
+        settings = Recipe(steps=1, batches=kind, precision=precision, optimizer="sgd", momentum=0.0, learning_rate=1.0)
+        optimizer = make_optimizer(settings, list(network.parameters()))
+        x, y = own_batch()
+        x, y = (x[:, 0], y[:, 0]) if kind == "shared" else (x, y)
+        lam = torch.tensor([diversity])
+        result = train_step(network, optimizer, x.float(), y, lam, torch.ones(1, dtype=torch.bool), settings)
+        assert result.losses.dtype == torch.float32
+        assert all(p.dtype == torch.float32 for p in network.parameters())
+        results[precision] = result.losses, weights(network, 0)
+    # bf16 has 8 bits: the products are rounded to 2^-9 of numbers of about 1
+    torch.testing.assert_close(results["bf16"][0], results["float32"][0], rtol=0, atol=0.02)
+    assert not results["bf16"][0].equal(results["float32"][0])
+    assert_same(results["bf16"][1], results["float32"][1], within=0.02)
+
+
+class TestFaults:
+    """Who became NaN or Inf first."""
+
+    def setup_method(self) -> None:
+        self.network = cohort([5, 6, 7])
+        self.logits = torch.zeros(3, MEMBERS, BATCH, CLASSES)
+        self.losses = torch.zeros(3, MEMBERS)
+        for parameter in self.network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def found(self) -> list[int]:
+        return faults(self.network, self.logits, self.losses).tolist()
+
+    def test_nobody(self) -> None:
+        assert self.found() == [-1, -1, -1]
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    def test_loss(self, bad: float) -> None:
+        self.losses[1, 2] = bad
+        assert self.found() == [-1, 2, -1]
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    def test_own_logits_come_before_losses_that_others_spoilt(self, bad: float) -> None:
+        self.losses[1] = math.nan  # a coupled loss is NaN for all members
+        self.logits[1, 1, 3, 0] = bad
+        assert self.found() == [-1, 1, -1]
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    def test_gradient_of_one_member(self, bad: float) -> None:
+        for parameter in self.network.parameters():
+            gradient = torch.zeros_like(parameter)
+            gradient.view(3 * MEMBERS, -1)[2 * MEMBERS + 1, 0] = bad
+            parameter.grad = gradient
+            assert self.found() == [-1, -1, 1]
+            parameter.grad = torch.zeros_like(parameter)
+
+    def test_opposite_infinities_do_not_cancel(self) -> None:
+        next(self.network.parameters()).grad.view(3 * MEMBERS, -1)[0, :2] = torch.tensor([math.inf, -math.inf])
+        assert self.found() == [0, -1, -1]
+
+    def test_a_trunk_is_nobodys(self) -> None:
+        self.network = SideBySide([SMOC(mlp(FEATURES, 5, None), 5, CLASSES, MEMBERS) for _ in range(3)])
+        for parameter in self.network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        assert self.found() == [-1, -1, -1]
+        self.network.ensembles[2].trunk.linear1.weight.grad[0, 0] = math.nan
+        assert self.found() == [-1, -1, MEMBERS]
+
+    def test_members_of_a_plain_ensemble(self) -> None:
+        self.network = SideBySide([Ensemble(members(seed)) for seed in (5, 6, 7)])
+        for parameter in self.network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.network.ensembles[0].members[2].fc.bias.grad[1] = math.inf
+        assert self.found() == [2, -1, -1]
+
+    def test_before_the_first_backward_there_are_no_gradients(self) -> None:
+        self.network = SideBySide([Ensemble(members(seed)) for seed in (5, 6, 7)])
+        assert self.found() == [-1, -1, -1]
