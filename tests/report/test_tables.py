@@ -169,7 +169,7 @@ def test_rich_table_prints(table1_results: Results, width: int) -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, text.splitlines())) <= width
     assert ("exchanged batches (K=5)" if width == 120 else "exchanged") in text
-    assert all(word in text for word in ("Accuracy", "CE", "paper", "Disagree", "0.0649", "2.42"))
+    assert all(word in text for word in ("Acc.", "CE", "paper", "Disagr.", "0.0649", "2.42"))
 
 
 def test_rich_table_takes_markup_for_text(hostile: Path) -> None:

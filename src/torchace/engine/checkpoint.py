@@ -66,7 +66,7 @@ class Checkpoints:
                 index, _, key = name.partition(".")
                 states.setdefault(int(index), {})[key] = value
             optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(
                 f"The checkpoint in {self.directory} is damaged ({_reason(error)}). "
                 "Remove that folder to start its runs anew."
@@ -75,7 +75,7 @@ class Checkpoints:
 
     def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         content = json.loads((self.directory / MANIFEST).read_bytes())
-        if content.pop("sha256") != _digest(content) or content["format"] != FORMAT:
+        if not isinstance(content, dict) or content.pop("sha256") != _digest(content) or content["format"] != FORMAT:
             raise ValueError(f"{MANIFEST} is not what was written")
         state = content["state"]
         data = (self.directory / state["file"]).read_bytes()
@@ -104,7 +104,7 @@ def _digest(content: dict[str, Any]) -> str:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"{Path(error.filename or '').name}: {error.strerror}"
-    if isinstance(error, LookupError | AttributeError | json.JSONDecodeError | UnicodeDecodeError):
+    if isinstance(error, LookupError | json.JSONDecodeError | UnicodeDecodeError):
         return f"{MANIFEST} is not what was written"
     return str(error).split("\n")[0].rstrip(".:")
 

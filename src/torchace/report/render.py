@@ -98,10 +98,11 @@ def rich_table(results: Results) -> RichTable:
     )
     for i in shown:
         column = table.columns[i]
-        label = column.label.replace("Cross entropy", "CE").replace("Disagreement", "Disagree").replace("Seeds", "n")
+        short = {"Cross entropy": "CE", "Accuracy": "Acc.", "Disagreement, %": "Disagr.\n%", "Seeds": "n"}
+        label = short.get(column.label, column.label)
         prefix = "Member\n" if column.group == "One member" else ""
         if i == 0:  # the arms' titles stand in this column too
-            drawn.add_column(Text(label), min_width=12, max_width=28, overflow="fold")
+            drawn.add_column(Text(label), min_width=10, max_width=28, overflow="fold")
         else:
             drawn.add_column(Text(prefix + label), justify="right")
     for section in table.sections:
