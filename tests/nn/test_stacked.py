@@ -89,7 +89,7 @@ CASES: dict[str, tuple[Make, Callable[..., Tensor], bool]] = {  # architecture, 
     "dropout chain in eval": (lambda: nn.Sequential(nn.Dropout(0.9), mlp(), nn.Dropout()).eval(), rows, True),
     "one layer": (lambda: nn.Linear(6, CLASSES), rows, True),
     "normed mlp": (normed_mlp, rows, False),
-    "conv with batch norm": (conv, images, False),
+    "conv with batch norm": (conv, images, True),
     "dropout in eval": (dropout, rows, False),
     "attention": (Attention, tokens, False),
 }
@@ -188,6 +188,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         ("mlp", "vmap"),
         ("normed mlp", "own"),
         ("conv with batch norm", "own"),
+        ("conv with batch norm", "vmap"),
         ("dropout in eval", "own"),
     ],
 )

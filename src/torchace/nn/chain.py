@@ -1,14 +1,16 @@
-"""Stacked members that are a chain of linear layers and activations, as batched matrix products.
+"""Stacked members that are a chain of layers, computed without `vmap`.
 
-Activations are kept with the batch last, `(K, features, N)`: the first layer is then one product of all members'
+Vectors are kept with the batch last, `(K, features, N)`: the first linear layer is then one product of all members'
 weights `(K·out, in)` with the shared input, the others one batched product each, and every weight keeps the layout of
-`nn.Linear`.
-Measured against `vmap` of the same layers and against `(K, N, features)`: docs/LOG.md.
+`nn.Linear`. Images are kept with the members among the channels, `(N, K·C, H, W)`: a convolution is a grouped one, and
+whatever treats channels alone (batch norm, pooling) treats all members' channels at once. Measured against `vmap` of
+the same layers and against other layouts: docs/LOG.md.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # Layers that treat every number alike; exact types, since a subclass may do something else.
@@ -34,51 +36,126 @@ ELEMENTWISE = (
 )
 
 
+# Layers that treat every channel of an image by itself.
+CHANNELWISE = (
+    nn.MaxPool2d,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveMaxPool2d,
+    nn.LPPool2d,
+    nn.Dropout2d,
+    nn.ZeroPad2d,
+    nn.ReflectionPad2d,
+    nn.Upsample,
+)
+RANDOM = (nn.Dropout, nn.Dropout2d)
+
+
 class Chain:
     """How to compute stacked members `(K, ...)` of such an architecture."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self.layers = layers
+        parts = next(p for layer in layers for p in layer.parameters(recurse=False))
+        self.num_members = parts.shape[0]
+        self.takes_images = next(_is_spatial(layer) for layer in layers if type(layer) not in ELEMENTWISE)
 
     @classmethod
     def of(cls, stacked: nn.Module) -> Chain | None:
         """The chain of a stacked module, or None where it has another structure."""
         layers = _flattened(stacked)
-        if layers is None or not any(type(layer) is nn.Linear for layer in layers):
+        if layers is None or not any(type(layer) in (nn.Linear, nn.Conv2d) for layer in layers):
             return None
-        # flattening is for the input alone: later, activations are already flat
+        flat = False
         for position, layer in enumerate(layers):
             if type(layer) is nn.Flatten:
-                if layer.start_dim != 1 or layer.end_dim != -1 or position != 0:
+                # of the input or of images: later, activations are flat already
+                if (layer.start_dim, layer.end_dim) != (1, -1) or flat:
                     return None
-            elif type(layer) is not nn.Linear and type(layer) not in ELEMENTWISE:
+                flat = True
+            elif type(layer) is nn.Linear:
+                if not flat and any(_is_spatial(before) for before in layers[:position]):
+                    return None  # it would act on the last axis of an image
+                flat = True
+            elif type(layer) not in ELEMENTWISE and (flat or not _is_spatial(layer)):
                 return None
         return cls(layers)
 
     def takes(self, x: object, *, own: bool) -> bool:
-        """Whether the input is one of rows: `(N, D)`, or `(G, N, D)` with batches of members' or groups' own."""
+        """Whether the input is a batch of what the first layer is for; with `own`, one for each member or group."""
         if not isinstance(x, Tensor):
             return False
+        if self.takes_images:
+            return x.ndim == 4 + own
         if type(self.layers[0]) is nn.Flatten:
             return x.ndim >= 2 + own
         return x.ndim == 2 + own
 
     def __call__(self, x: Tensor, *, own: bool) -> Tensor:
-        """The members' outputs, `(K, N, C)`."""
-        h = x.flatten(1 + own) if type(self.layers[0]) is nn.Flatten else x
-        h = h.mT  # (D, N), or (G, D, N) where G divides K
+        """The members' outputs, `(K, N, C, ...)`."""
+        # `groups`: how many inputs h holds, one for all members, one for each group of them, or one for each
+        groups = x.shape[0] if own else 1
+        images = self.takes_images
+        if images:
+            h = x.movedim(0, 1).flatten(1, 2) if own else x  # (N, G·C, H, W)
+        else:
+            h = x.flatten(1 + own) if type(self.layers[0]) is nn.Flatten else x
+            h = h.mT  # (D, N), or (G, D, N)
         for layer in self.layers:
-            if isinstance(layer, nn.Linear):
+            if isinstance(layer, RANDOM + (nn.BatchNorm2d,)) and groups < self.num_members:
+                # before the first layer with weights: each member has its own mask and statistics
+                h = _for_each(h, self.num_members, groups, images)
+                groups = self.num_members
+            if isinstance(layer, nn.Conv2d):
+                h = _convolution(layer, h, groups)
+                groups = self.num_members
+            elif isinstance(layer, nn.BatchNorm2d):
+                h = _batch_norm(layer, h)
+            elif isinstance(layer, nn.Linear):
                 h = _linear(layer, h)
+                groups = self.num_members
             elif not isinstance(layer, nn.Flatten):
-                if isinstance(layer, nn.Dropout):  # even before the first layer, a mask for each member
-                    h = _for_each(h, self.num_members)
                 h = layer(h)
+            elif images:  # (N, G·C, H, W) to (D, N) or (G, D, N)
+                images = False
+                h = h.flatten(1).mT if groups == 1 and not own else h.reshape(len(h), groups, -1).permute(1, 2, 0)
+        if images:
+            return h.unflatten(1, (self.num_members, -1)).movedim(1, 0)
         return h.mT
 
-    @property
-    def num_members(self) -> int:
-        return next(layer.weight.shape[0] for layer in self.layers if isinstance(layer, nn.Linear))
+
+def _is_spatial(layer: nn.Module) -> bool:
+    """Whether a layer is one for images that can be computed for all members at once."""
+    if type(layer) is nn.Conv2d:
+        return layer.padding_mode == "zeros"
+    if type(layer) is nn.BatchNorm2d:
+        return layer.momentum is not None  # None: a cumulative average, which depends on a count
+    return type(layer) in CHANNELWISE and not getattr(layer, "return_indices", False)
+
+
+def _convolution(layer: nn.Conv2d, h: Tensor, groups: int) -> Tensor:
+    """One convolution of all members: weights `(K, out, in, ...)`, `(N, G·in, H, W)` to `(N, K·out, ...)`."""
+    num_members = layer.weight.shape[0]
+    if layer.groups > 1 and groups < num_members:
+        h, groups = _for_each(h, num_members, groups, True), num_members
+    bias = None if layer.bias is None else layer.bias.flatten()
+    weight = layer.weight.flatten(0, 1)
+    return F.conv2d(h, weight, bias, layer.stride, layer.padding, layer.dilation, groups * layer.groups)
+
+
+def _batch_norm(layer: nn.BatchNorm2d, h: Tensor) -> Tensor:
+    """Batch norm of all members: each channel of each member has its own statistics anyway."""
+    mean, var, weight, bias = (
+        None if part is None else part.view(-1)
+        for part in (layer.running_mean, layer.running_var, layer.weight, layer.bias)
+    )
+    if layer.training and layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+    by_batch = layer.training or mean is None
+    running = layer.training or not by_batch  # in evaluation without statistics, nothing is updated
+    return F.batch_norm(
+        h, mean if running else None, var if running else None, weight, bias, by_batch, layer.momentum or 0.0, layer.eps
+    )
 
 
 def _linear(layer: nn.Linear, h: Tensor) -> Tensor:
@@ -95,11 +172,13 @@ def _linear(layer: nn.Linear, h: Tensor) -> Tensor:
     return out.view(num_members, out_features, -1)
 
 
-def _for_each(h: Tensor, num_members: int) -> Tensor:
-    """`(K, D, N)` from `(D, N)` or `(G, D, N)`; a copy, unless there is nothing to repeat: dropout may be in place."""
+def _for_each(h: Tensor, num_members: int, groups: int, images: bool) -> Tensor:
+    """One input for each member out of `groups`; a copy, since a layer may change it in place."""
+    if images:
+        return h.unflatten(1, (groups, -1)).repeat_interleave(num_members // groups, 1).flatten(1, 2)
     if h.ndim == 2:
         return h.repeat(num_members, 1, 1)
-    return h if h.shape[0] == num_members else h.repeat_interleave(num_members // h.shape[0], 0)
+    return h.repeat_interleave(num_members // groups, 0)
 
 
 def _flattened(module: nn.Module) -> list[nn.Module] | None:

@@ -93,7 +93,7 @@ class FlatHead(nn.Module):
         self.out_features = self.num_members * cast(int, stacked.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.stacked.flat(average_gradients(x, self.num_members))  # type: ignore[no-any-return, operator]
+        return self.stacked.flat(average_gradients(x, self.num_members))  # type: ignore[operator]
 
 
 class StackedClassifiers(EnsembleModule):

@@ -139,7 +139,7 @@ def as_count(value: object) -> int:
     """An integer of zero or more, or a `TypeError`."""
     if not _is_count(value):
         raise TypeError(value)
-    return int(value)  # type: ignore[call-overload, no-any-return]
+    return int(value)  # type: ignore[call-overload]
 
 
 def as_text(value: object) -> str:

@@ -173,7 +173,7 @@ def lambda_axis(axes: Axes, at: dict[float, float], to_scale: bool) -> None:
 
 
 def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """A legend under the figure, where it never covers data."""
-    if handles:
+    """A legend under the figure, where it never covers data; none where there is one thing to name."""
+    if len(handles) > 1:
         columns = 2 if max(map(len, labels)) > 14 else 3
         figure.legend(handles, labels, loc="outside lower left", ncols=columns, columnspacing=1.4, handlelength=2.8)

@@ -10,7 +10,7 @@ import numpy as np
 from torchace.report import formats
 from torchace.report.arrays import Array, Disputed, Reliability, disputed_images, reliability
 from torchace.report.drawing import HEIGHT, Sketch, Theme, legend, name
-from torchace.report.plots import colour, drawn_arms
+from torchace.report.plots import colour, drawn_arms, titled
 from torchace.report.results import Arm, Results, Run
 from torchace.report.statistics import lowest
 
@@ -60,7 +60,7 @@ def _reliability(results: Results, arm: Arm) -> Sketch | None:
     return Sketch(
         f"reliability_{results.arms.index(arm)}",
         "calibration",
-        f"Reliability: {name(arm.label)}",
+        titled(results, "Reliability", arm),
         "All seeds together. On the diagonal, confidence is accuracy; above it the ensemble is too modest, "
         "below it too sure. Faint points hold less than 0.5 % of the test cases. Below: where the cases lie.",
         f"Accuracy against confidence of the ensemble, {arm.label}. {told}.",
@@ -125,7 +125,7 @@ def _matrices(results: Results, arm: Arm) -> Sketch | None:
     return Sketch(
         f"matrix_{results.arms.index(arm)}",
         "members",
-        f"Who disagrees with whom: {name(arm.label)}",
+        titled(results, "Who disagrees with whom", arm),
         f"Share of test cases on which two members predict different classes, in percent; seed {chosen}.",
         f"Disagreement of every pair of members, {arm.label}, seed {chosen}. {told}.",
         partial(_draw_matrices, results, arm, matrices),
@@ -156,7 +156,7 @@ def _draw_matrices(results: Results, arm: Arm, matrices: dict[float, Array], fig
         shown = np.where(np.eye(size, dtype=bool), np.nan, 100 * matrix)
         image = axes.imshow(shown, cmap=ramp, vmin=0, vmax=high)
         axes.set_title(f"λ={formats.diversity(diversity)}", fontsize=10)
-        step = -(-size // 10)
+        step = 1 if size <= 10 else -(-size // 6)
         axes.set_xticks(range(0, size, step))
         axes.set_yticks(range(0, size, step))
         axes.grid(visible=False)

@@ -46,6 +46,11 @@ def drawn_arms(results: Results) -> list[Arm]:
     return [arm for arm in several if not arm.baseline] or several
 
 
+def titled(results: Results, title: str, arm: Arm) -> str:
+    """A figure's title, with the arm's label where there are several."""
+    return title if len(drawn_arms(results)) == 1 else f"{title}: {name(arm.label)}"
+
+
 def colour(results: Results, arm: Arm, theme: Theme) -> str:
     """An arm's colour, the same in every figure."""
     return theme.palette[results.arms.index(arm) % len(theme.palette)]
@@ -229,7 +234,7 @@ def _members(results: Results, arm: Arm) -> Sketch | None:
         for d in ensemble
         if d in alone
     )
-    title = f"Members and ensemble: {name(arm.label)}"
+    title = titled(results, "Members and ensemble", arm)
     return Sketch(
         f"members_{results.arms.index(arm)}",
         "members",

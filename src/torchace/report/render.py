@@ -130,4 +130,4 @@ def _escaped(text: str) -> str:
     text = re.sub(r"([\\`*_\[\]|~])", r"\\\1", " ".join(text.split()))
     text = re.sub(r"&(?=#?\w+;)", "&amp;", text)
     text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
-    return re.sub(r"^([#>+-])", r"\\\1", text)
+    return re.sub(r"^(#|>|[+-](?=\s))", r"\\\1", text)

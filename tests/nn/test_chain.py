@@ -1,0 +1,98 @@
+"""Stacked members computed as a chain, against the same members one after another."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from torchace.nn import Ensemble, StackedEnsemble
+from torchace.nn.chain import Chain
+
+ARCHITECTURES = {
+    "convolutions": lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 6, 3, groups=2, stride=2),
+        nn.BatchNorm2d(6, affine=False),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 3),
+    ),
+    "nested": lambda: nn.Sequential(
+        nn.Sequential(nn.Conv2d(2, 4, 3, dilation=2, bias=False), nn.GELU()),
+        nn.Sequential(nn.ZeroPad2d(1), nn.AvgPool2d(2)),
+        nn.Flatten(),
+        nn.Sequential(nn.Linear(36, 5, bias=False), nn.Tanh(), nn.Linear(5, 3)),
+    ),
+    "batch norm first": lambda: nn.Sequential(
+        nn.BatchNorm2d(2), nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(4 * 36, 3)
+    ),
+    "groups first": lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3, groups=2, padding="same"),
+        nn.BatchNorm2d(4, track_running_stats=False),
+        nn.Flatten(),
+        nn.Linear(4 * 64, 3),
+    ),
+    "images out": lambda: nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.ReLU(), nn.Conv2d(4, 3, 1)),
+    "pool first": lambda: nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32, 3)),
+    "vectors": lambda: nn.Sequential(nn.Flatten(), nn.Linear(128, 4), nn.ReLU(), nn.Linear(4, 3)),
+}
+INPUTS = {"shared": (5, 2, 8, 8), "separate": (6, 5, 2, 8, 8), "grouped": (3, 5, 2, 8, 8), "one group": (1, 5, 2, 8, 8)}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_chain_equals_members_one_after_another(name: str, kind: str) -> None:
+    torch.manual_seed(0)
+    members = [ARCHITECTURES[name]().double() for _ in range(6)]
+    stacked, loop = StackedEnsemble(members), Ensemble(copy.deepcopy(members))
+    assert Chain.of(stacked.stacked) is not None
+    x = torch.randn(INPUTS[kind], dtype=torch.float64)
+    for training in (True, False):  # evaluation uses the statistics that training left
+        stacked.train(training)
+        loop.train(training)
+        if kind == "shared":
+            ours, theirs = stacked(x), loop(x)
+        else:
+            ours = stacked(x, batches="separate" if kind == "separate" else "grouped")
+            theirs = loop(x.repeat_interleave(6 // len(x), 0), batches="separate")
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        (ours * ours.cos()).sum().backward()
+        (theirs * theirs.cos()).sum().backward()
+    for k, (mine, other) in enumerate(zip(stacked.unstack(), loop, strict=True)):
+        for key, value in other.state_dict().items():
+            torch.testing.assert_close(
+                mine.state_dict()[key], value, rtol=0, atol=1e-12, msg=lambda m, key=key: key + m
+            )
+        for key, parameter in other.named_parameters():
+            gradient = stacked.stacked.get_parameter(key).grad
+            assert gradient is not None
+            torch.testing.assert_close(gradient[k], parameter.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        nn.Sequential(nn.Conv2d(2, 4, 3), nn.Linear(6, 3)),  # acts on the last axis of an image
+        nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), nn.Flatten(), nn.Linear(256, 3)),
+        nn.Sequential(nn.Flatten(), nn.Linear(128, 4), nn.LayerNorm(4), nn.Linear(4, 3)),
+        nn.Sequential(nn.Flatten(2), nn.Linear(64, 3)),
+    ],
+)
+def test_other_structures_are_left_to_vmap(member: nn.Module) -> None:
+    members = [copy.deepcopy(member), member]
+    stacked = StackedEnsemble(members)
+    assert Chain.of(stacked.stacked) is None
+    x = torch.randn(5, 2, 8, 8)
+    torch.testing.assert_close(stacked(x), Ensemble(members)(x))
+
+
+def test_dropout_masks_are_each_members_own() -> None:
+    members = [nn.Sequential(nn.Dropout2d(0.5), nn.Conv2d(64, 1, 1, bias=False)) for _ in range(2)]
+    for member in members:
+        nn.init.ones_(member[1].weight)
+    out = StackedEnsemble(members)(torch.ones(8, 64, 1, 1))
+    assert not torch.equal(out[0], out[1])

@@ -1,0 +1,100 @@
+"""A small sweep on digits, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from torchace.engine.fit import Failure
+from torchace.engine.network import Network
+from torchace.runs import sweep
+from torchace.runs.build import build_network
+from torchace.runs.config import Experiment, parse_experiment
+from torchace.runs.ledger import Run
+from torchace.runs.sweep import Sweep
+
+TIMES = {"seconds", "started"}
+
+
+def small(**sections: Any) -> Experiment:
+    """2 λ x 2 seeds x 2 members, 12 steps; `train={"steps": 3}` changes a section."""
+    content: dict[str, Any] = {
+        "name": "small",
+        "data": {"limit": 200},
+        "model": {"hidden": [4], "num_members": 2},
+        "train": {"steps": 12, "batch_size": 50, "learning_rate": 0.01},
+        "sweep": {"diversities": [0.0, 0.5], "seeds": [0, 1]},
+    }
+    for name, value in sections.items():
+        content[name] = {**content[name], **value} if isinstance(content.get(name), dict) else value
+    return parse_experiment(content)
+
+
+def run(directory: Path, stop: Callable[[], bool] = lambda: False, **sections: Any) -> dict[Run, Failure]:
+    return Sweep(small(**sections), directory).run(stop=stop)
+
+
+def ledger_of(directory: Path) -> dict[str, Any]:
+    """Everything a sweep wrote but its times."""
+    found: dict[str, Any] = {}
+    for file in sorted(directory.glob("*.json")) + sorted(directory.glob("runs/*.json")):
+        content = json.loads(file.read_text(), parse_constant=_no_nan)
+        found[str(file.relative_to(directory))] = {key: v for key, v in content.items() if key not in TIMES}
+    for file in sorted(directory.glob("runs/*.safetensors")):
+        load_file(file)
+        found[file.name] = file.read_bytes()
+    return found
+
+
+def _no_nan(word: str) -> None:
+    raise AssertionError(f"{word} is not JSON")
+
+
+def leftovers(directory: Path) -> list[str]:
+    """What a finished sweep must not leave."""
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if "partial" in path.name) + sorted(
+        str(path.relative_to(directory)) for path in directory.glob("checkpoints*")
+    )
+
+
+def poison(monkeypatch: Any, diversity: float, seed: int, member: int) -> None:
+    """From now on that member of that run starts with Inf."""
+
+    def spoilt(arm: Any, data: Any, seeds: list[int], device: str) -> Network:
+        network = build_network(arm, data, seeds, device)
+        job = getattr(sweep, "_job_of_the_test", None)
+        for r, one in enumerate(job.runs if job is not None and len(job.runs) == len(seeds) else ()):
+            if (one.diversity, one.seed) == (diversity, seed):
+                with torch.no_grad():
+                    network.stack.stacked.fc.weight[r * network.num_members + member] = torch.inf  # type: ignore[union-attr]
+        return network
+
+    real = Sweep._do
+
+    def noted(self: Sweep, ledger: Any, job: Any, *args: Any) -> float:
+        monkeypatch.setattr(sweep, "_job_of_the_test", job, raising=False)
+        return real(self, ledger, job, *args)
+
+    monkeypatch.setattr(sweep, "build_network", spoilt)
+    monkeypatch.setattr(Sweep, "_do", noted)
+
+
+def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """`python -m torchace ...` as a process of its own, with one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
+    return subprocess.Popen(
+        [sys.executable, "-m", "torchace", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **options,
+    )
