@@ -109,9 +109,7 @@ def test_a_trunk_gets_the_mean_of_the_members_gradients(kind: str) -> None:
             head.weight.copy_(smoc.head.weight[k])
             head.bias.copy_(smoc.head.bias[k])
     data = batches()
-    fit(
-        SideBySide([smoc]), data, recipe(kind, STEPS, optimizer="sgd", momentum=0.5), diversities=[0.4], seeds=[5]
-    )
+    fit(SideBySide([smoc]), data, recipe(kind, STEPS, optimizer="sgd", momentum=0.5), diversities=[0.4], seeds=[5])
     train_smoc(
         trunk,
         heads,

@@ -137,7 +137,8 @@ def test_seeds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "name"), [("mine.toml", "mine"), ("My run-2.toml", "my_run_2"), ("λ.toml", "_"), ("a" * 60 + ".toml", "a" * 40)]
+    ("file", "name"),
+    [("mine.toml", "mine"), ("My run-2.toml", "my_run_2"), ("λ.toml", "_"), ("a" * 60 + ".toml", "a" * 40)],
 )
 def test_a_file_gives_its_name(file: str, name: str, tmp_path: Path) -> None:
     path = tmp_path / file

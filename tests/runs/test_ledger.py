@@ -89,7 +89,10 @@ def test_a_damaged_result_is_one_sentence(text: str, tmp_path: Path) -> None:
 
 def test_a_second_process_is_refused_and_told_who(tmp_path: Path) -> None:
     with Ledger(tmp_path).locked():
-        with pytest.raises(LedgerError, match=f"Process {os.getpid()} is at work in {tmp_path}"), Ledger(tmp_path).locked():
+        with (
+            pytest.raises(LedgerError, match=f"Process {os.getpid()} is at work in {tmp_path}"),
+            Ledger(tmp_path).locked(),
+        ):
             pass
     with Ledger(tmp_path).locked():  # free again
         pass

@@ -60,7 +60,13 @@ def test_every_run_is_written_down_once(tmp_path: Path) -> None:
     }
     assert leftovers(tmp_path) == []
     one = ledger["runs/main-l0.5-s1.json"]
-    assert (one["status"], one["steps"], one["job"], one["seed"], one["diversity"]) == ("finished", 12, "main-0", 1, 0.5)
+    assert (one["status"], one["steps"], one["job"], one["seed"], one["diversity"]) == (
+        "finished",
+        12,
+        "main-0",
+        1,
+        0.5,
+    )
     assert len(one["weights_sha256"]) == 64
     assert one["metrics"]["validation"] is None
     assert [e["step"] for e in one["history"]] == [4, 8, 12]
@@ -76,7 +82,9 @@ def test_a_validation_part_is_scored(tmp_path: Path) -> None:
     assert ledger["experiment.json"]["data"]["validation"] == 50
     scores = ledger["runs/main-l0-s0.json"]["metrics"]
     assert scores["validation"].keys() == scores["test"].keys()
-    assert scores["validation"]["accuracy"] * 50 == pytest.approx(round(scores["validation"]["accuracy"] * 50), abs=1e-4)
+    assert scores["validation"]["accuracy"] * 50 == pytest.approx(
+        round(scores["validation"]["accuracy"] * 50), abs=1e-4
+    )
 
 
 def test_one_member_has_no_disagreement(tmp_path: Path) -> None:
@@ -85,7 +93,9 @@ def test_one_member_has_no_disagreement(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shared", "exchanged", "separate"])
-@pytest.mark.parametrize("model", [{}, {"kind": "smoc"}, {"kind": "branch", "at": "fc"}], ids=["members", "smoc", "branch"])
+@pytest.mark.parametrize(
+    "model", [{}, {"kind": "smoc"}, {"kind": "branch", "at": "fc"}], ids=["members", "smoc", "branch"]
+)
 def test_all_kinds_of_batches_and_models(kind: str, model: dict[str, Any], tmp_path: Path) -> None:
     diversities = [0.0] if kind == "separate" else [0.0, 0.5]
     failures = run(tmp_path, model=model, train={"batches": kind, "steps": 3}, sweep={"diversities": diversities})
