@@ -1,20 +1,31 @@
 """The command line: what it prints, what it exits with, and one sentence for everything that is wrong."""
 
 import errno
+import io
 import os
+import re
 import resource
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from rich.console import Console
 
 import torchace
 from tests.runs.cases import command, ledger_of, leftovers, poison
 from torchace import cli
+from torchace.data import DataError, load
 from torchace.engine import files
-from torchace.runs.ledger import Ledger
+from torchace.engine.fit import Interrupted, Progress
+from torchace.runs.config import load_experiment
+from torchace.runs.ledger import Job, Ledger, Run
+from torchace.runs.progress import SweepProgress
+from torchace.runs.sweep import Sweep
 
 REAL_DATA = os.environ.get("TORCHACE_DATA", "")
 SMALL = """
@@ -102,7 +113,6 @@ def test_a_sweep_is_run_and_reported(invoke: Invoke, small: Path) -> None:
     directory = Path("runs") / "small"
     assert (directory / "report" / "index.html").read_text().startswith("<!doctype html>")
     assert "main λ=0, 0.5, 2 seeds: 4 of 4 runs are finished." in outcome.out
-    assert "Accuracy" in outcome.out
     assert outcome.out.count("±") > 4
     assert "…" not in outcome.out  # nothing was cut to fit a screen that is not there
     assert outcome.out.splitlines()[-1] == f"Report: {directory / 'report' / 'index.html'}"
@@ -144,6 +154,44 @@ def test_brackets_in_names_are_printed(invoke: Invoke, small: Path) -> None:
     assert "'[/red]'" in refused.err
 
 
+def test_a_terminal_sees_how_far_it_is() -> None:
+    screen = io.StringIO()
+    job = Job("main-0", (Run("main", 0.0, 0), Run("main", 0.5, 0)))
+    with SweepProgress(Console(file=screen, force_terminal=True, width=100)) as progress:
+        progress.planned(1, 3)
+        progress.started(job)
+        progress.stepped(job, Progress(5, 12, [2.5, None, 1.5]))  # one of three has failed
+        progress.bars.refresh()
+        progress.finished(job, 3)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert "1 of 3 runs are finished already." in shown
+    assert re.search(r"runs +[━╺╸]+ 1/3", shown)
+    assert re.search(r"main λ=0, 0.5, seed 0 [━╺╸]+ +5/12 cross entropy 2.0000", shown)
+    assert "3 of 3 runs are finished." not in shown  # that is for files
+
+
+@pytest.mark.usefixtures("no_report")
+def test_signals_are_given_back(invoke: Invoke, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert invoke("run", small).code == 0
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.usefixtures("no_report")
+def test_interrupted_in_this_process(invoke: Invoke, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fit(*args: Any, stop: Any, **options: Any) -> None:
+        assert not stop()
+        signal.raise_signal(signal.SIGTERM)
+        assert stop()
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torchace.runs.sweep.fit", fit)
+        outcome = invoke("run", small, "--out", "a [long] name")
+    assert outcome == (3, "", "Interrupted. Everything so far is in a [long] name; repeat the command to go on.\n")
+    assert invoke("run", small, "--out", "a [long] name").code == 0
+
+
 def test_version_and_help(invoke: Invoke) -> None:
     assert invoke("--version") == (0, f"torchace {torchace.__version__}\n", "")
     assert "run" in invoke().out
@@ -175,32 +223,34 @@ def test_a_terminal_without_greek_letters(small: Path) -> None:
 # -- experiments on real data -----------------------------------------------------------------------------------------
 
 
-def real(folder: str) -> Path:
-    if not REAL_DATA or not any((Path(REAL_DATA) / name).exists() for name in (folder, "cifar-10-batches-bin")):
-        pytest.skip(f"TORCHACE_DATA has no {folder}")
-    return Path(REAL_DATA)
+def use_real(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real data set with a hundred test images, where it is at hand."""
+    if not REAL_DATA:
+        pytest.skip("TORCHACE_DATA is not set")
+    monkeypatch.setenv("TORCHACE_DATA", REAL_DATA)
+    try:
+        dataset = load(name, download=False)
+    except DataError as error:
+        pytest.skip(str(error))
+    few = replace(dataset, test=dataset.test.take(torch.arange(100)))
+    monkeypatch.setattr("torchace.runs.prepared.load", lambda wanted: {name: few}[wanted])
 
 
 @pytest.mark.usefixtures("no_report")
-@pytest.mark.parametrize("name", ["table1", "small_members"])
-def test_mnist_experiments(name: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHACE_DATA", str(real("mnist")))
-    options = ("--set", "data.limit=1000", "--set", "train.steps=2", "--seeds", 1)
-    outcome = invoke("run", name, *options)
+@pytest.mark.parametrize(("name", "runs"), [("table1", 13), ("small_members", 7)])
+def test_mnist_experiments(name: str, runs: int, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_real("mnist", monkeypatch)
+    outcome = invoke("run", name, "--set", "data.limit=1000", "--set", "train.steps=2", "--seeds", 1)
     assert (outcome.code, outcome.err) == (0, "")
-    assert "13 of 13 runs" in outcome.out or "7 of 7 runs" in outcome.out
+    assert f"{runs} of {runs} runs are finished." in outcome.out
 
 
 @pytest.mark.usefixtures("no_report")
 @pytest.mark.parametrize(("name", "runs"), [("table2", 9), ("branched", 12)])
 def test_cifar_experiments(name: str, runs: int, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = real("cifar-10-batches-bin")
-    if not (folder / "cifar-10-batches-bin" / "test_batch.bin").exists():
-        pytest.skip("TORCHACE_DATA has no CIFAR-10 in binary files")
-    monkeypatch.setenv("TORCHACE_DATA", str(folder))
+    use_real("cifar10", monkeypatch)
     settings = ("data.limit=64", "train.steps=2", "train.batch_size=16", "model.depth=8", "model.width=2")
-    options = [part for setting in settings for part in ("--set", setting)]
-    outcome = invoke("run", name, *options, "--seeds", 1)
+    outcome = invoke("run", name, *(part for setting in settings for part in ("--set", setting)), "--seeds", 1)
     assert (outcome.code, outcome.err) == (0, "")
     assert f"{runs} of {runs} runs are finished." in outcome.out
 
@@ -399,7 +449,7 @@ SETTINGS = {
     ".epochs=5": "Expected --set section.key=value",
     "train.=5": "Expected --set section.key=value",
     "train.steps.more=5": "'steps' in 'train.steps.more=5' is not a section",
-    "arms.0.name=x": "there is no key",
+    "arms.0.name=x": "expected arms to be a list, but got a section",
     "train.steps=5\nx=3": "Expected one value in --set section.key=value",
     "sweep.diversities=[0, 0.5": "expected sweep.diversities to be a list, but got '[0, 0.5'",
 }
@@ -556,13 +606,17 @@ def test_a_directory_in_use_is_refused(invoke: Invoke, small: Path) -> None:
 
 @pytest.mark.parametrize("module", ["typer", "rich", "pydantic", "sklearn", "matplotlib", "jinja2"])
 def test_a_missing_extra_is_one_sentence(module: str, small: Path) -> None:
-    code = f"import sys; sys.modules[{module!r}] = None; sys.argv = ['torchace', 'run', {str(small)!r}]; import torchace.cli; torchace.cli.main()"
+    code = (
+        f"import sys; sys.modules[{module!r}] = None; sys.argv = ['torchace', 'run', {str(small)!r}]; "
+        "import torchace.cli; torchace.cli.main()"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1, done.stderr
     assert "pip install" in done.stderr
     assert "torchace[tool]" in done.stderr
     assert {"sklearn": "scikit-learn"}.get(module, module) in done.stderr
+    assert not Path("runs").exists()
 
 
 # -- full disks -------------------------------------------------------------------------------------------------------
@@ -610,28 +664,27 @@ def test_a_limit_on_files_in_another_process(small: Path) -> None:
 
 
 def test_a_disk_that_is_really_full(small: Path, tmp_path: Path) -> None:
-    """A file system of 400 kB, where the tests may mount one."""
+    """A file system of 2 MB, where the tests may mount one: room for one checkpoint, and then for more."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip("needs the right to mount")
     try:
-        (disk / "ballast").write_bytes(b"\0" * 250_000)
-        arguments = ("run", str(small), "--set", "model.hidden=[64]", "--set", "checkpoint.steps=1")
-        process = command(*arguments, "--out", str(disk / "out"))
+        (disk / "ballast").write_bytes(b"\0" * 1_300_000)
+        settings = ("model.hidden=[64]", "checkpoint.steps=1")
+        options = [part for setting in settings for part in ("--set", setting)]
+        process = command("run", str(small), *options, "--out", str(disk / "out"))
         _, err = process.communicate(timeout=120)
         assert (process.returncode, err.count("\n")) == (1, 1)
         assert "No space left on device" in err
         assert not list(disk.rglob("*.partial"))
+        assert list(disk.glob("out/checkpoints/main-0/manifest.json"))
         (disk / "ballast").unlink()
-        # what was saved is good: the sweep ends as it does elsewhere (its report needs a larger disk)
-        process = command(*arguments, "--out", str(disk / "out"))
-        process.communicate(timeout=120)
-        process = command(*arguments, "--out", str(tmp_path / "out"))
-        assert process.communicate(timeout=120)[1] == ""
+        for directory in (disk / "out", tmp_path / "out"):  # what was saved is good
+            Sweep(load_experiment(str(small), settings), directory).run()
         assert ledger_of(disk / "out") == ledger_of(tmp_path / "out")
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -10,6 +10,7 @@ import errno
 import io
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -47,6 +48,10 @@ def run(
     resume: Annotated[bool, typer.Option(help="Go on where an earlier run stopped; or refuse if there is one.")] = True,
 ) -> None:
     """Train a sweep over λ and seeds and write a report. Interrupted, it goes on when repeated."""
+    for package in ("matplotlib", "jinja2"):  # of the report: better said now than after the training
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)
+
     from torchace.runs.config import load_experiment
 
     chosen = load_experiment(experiment, set_ or (), seeds=None if seeds is None else range(seeds))

@@ -88,12 +88,12 @@ def test_a_damaged_result_is_one_sentence(text: str, tmp_path: Path) -> None:
 
 
 def test_a_second_process_is_refused_and_told_who(tmp_path: Path) -> None:
-    with Ledger(tmp_path).locked():
-        with (
-            pytest.raises(LedgerError, match=f"Process {os.getpid()} is at work in {tmp_path}"),
-            Ledger(tmp_path).locked(),
-        ):
-            pass
+    with (
+        Ledger(tmp_path).locked(),
+        pytest.raises(LedgerError, match=f"Process {os.getpid()} is at work in {tmp_path}"),
+        Ledger(tmp_path).locked(),
+    ):
+        pass
     with Ledger(tmp_path).locked():  # free again
         pass
 
@@ -108,7 +108,7 @@ def test_the_lock_is_lifted_after_an_error(tmp_path: Path) -> None:
 def test_a_directory_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     for directory in (tmp_path / "out", tmp_path / "out" / "below"):
-        with pytest.raises(LedgerError, match="Cannot write to .*Choose another --out"), Ledger(directory).locked():
+        with pytest.raises(LedgerError, match=r"Cannot write to .*Choose another --out"), Ledger(directory).locked():
             pass
 
 

@@ -61,10 +61,11 @@ class Checkpoints:
         try:
             progress, tensors = self._read()
             network.load_state_dict(_under("network.", tensors))
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
             states: dict[int, dict[str, Tensor]] = {}
             for name, value in _under("optimizer.", tensors).items():
                 index, _, key = name.partition(".")
-                states.setdefault(int(index), {})[key] = value
+                states.setdefault(int(index), {})[key] = _laid_out_as(parameters[int(index)], value)
             optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
         except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(
@@ -91,6 +92,13 @@ class Checkpoints:
         with contextlib.suppress(OSError):
             self.directory.rmdir()
             self.directory.parent.rmdir()
+
+
+def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
+    """A saved moment in its parameter's memory format: fused optimizers refuse channels-last beside plain."""
+    if value.shape != parameter.shape:
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ def faults(network: Network, logits: Tensor, losses: Tensor) -> Tensor:
         losses: `(R, K)`.
     """
     found = _first(_in_gradients(network))
-    for bad in (~torch.isfinite(losses), ~torch.isfinite(logits.flatten(2).sum(2))):  # a sum keeps NaN and Inf
+    for bad in (~torch.isfinite(losses), ~torch.isfinite(logits.sum((2, 3)))):  # a sum keeps NaN and Inf
         found = torch.where(bad.any(1), _first(bad), found)
     return found
 

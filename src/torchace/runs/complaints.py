@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in one sentence: pydantic's first complaint in our words."""
+"""What is wrong with a configuration, in one sentence: a complaint of pydantic's in our words."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def sentence(error: ValidationError, model: type[BaseModel], place: Sequence[int | str] = ()) -> str:
-    """The first complaint: where, what was expected, what came.
+    """One complaint: where, what was expected, what came.
 
     Args:
         error: What pydantic found wrong.
         model: What it was checking.
         place: Where in the configuration that is.
     """
-    first = error.errors(include_url=False)[0]
+    errors = error.errors(include_url=False)
+    # a misspelt key first: it may well be the one that is missing
+    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     where = ".".join(str(part) for part in (*place, *first["loc"]))
     kind, context = first["type"], first.get("ctx", {})
     if kind == "extra_forbidden":

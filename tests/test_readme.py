@@ -1,0 +1,27 @@
+"""The README's code runs as it stands there."""
+
+import re
+from pathlib import Path
+
+import torch
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_example_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+    assert len(blocks) == 1
+    names: dict[str, object] = {}
+    torch.manual_seed(0)
+    exec(blocks[0], names)
+    probs, unsure = names["probs"], names["unsure"]
+    assert isinstance(probs, torch.Tensor)
+    assert isinstance(unsure, torch.Tensor)
+    torch.testing.assert_close(probs.sum(1), torch.ones(128))
+    assert (unsure > 0).all()
+
+
+def test_links_to_files_are_not_broken() -> None:
+    for page in (README, *(README.parent / "docs").rglob("*.md")):
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text("utf-8")):
+            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
