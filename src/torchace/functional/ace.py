@@ -111,7 +111,9 @@ def amended_cross_entropy(
         counted = factor if weight is None else (weight[target] if factor is None else factor * weight[target])
 
     scale, empty = _scale(factor, counted, samples, reduction, zero_is_zero=sample_weight is not None)
-    terms = Terms(target, diversity, alpha, weight, float(label_smoothing), mixture, detach_others, scale)
+    terms = Terms(
+        target, diversity, alpha, weight, float(label_smoothing), mixture, detach_others, member_weights is None, scale
+    )
     if reduction == "none":
         return member_losses(terms, logits)
     if _fits_closed_form(logits, terms):

@@ -19,6 +19,7 @@ class Terms:
     label_smoothing: float
     mixture: Tensor | None  # (N, C, ...)
     detach_others: bool
+    uniform: bool  # α is 1/K for all
     scale: float | Tensor  # what a sample's loss is multiplied by: one number, (N, ...) or (K, N, ...)
 
     @property
