@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchace.nn import Ensemble, StackedEnsemble
+from torchace.nn import Ensemble, StackedEnsemble, chain
 from torchace.nn.chain import Chain
 
 ARCHITECTURES = {
@@ -43,9 +43,13 @@ ARCHITECTURES = {
 INPUTS = {"shared": (5, 2, 8, 8), "separate": (6, 5, 2, 8, 8), "grouped": (3, 5, 2, 8, 8), "one group": (1, 5, 2, 8, 8)}
 
 
+@pytest.mark.parametrize("cached", [chain.CACHED, 1, 5 * 4 * 64 * 4])  # all members at once, one, four and two
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_chain_equals_members_one_after_another(name: str, kind: str) -> None:
+def test_chain_equals_members_one_after_another(
+    monkeypatch: pytest.MonkeyPatch, name: str, kind: str, cached: int
+) -> None:
+    monkeypatch.setattr(chain, "CACHED", cached)
     torch.manual_seed(0)
     members = [ARCHITECTURES[name]().double() for _ in range(6)]
     stacked, loop = StackedEnsemble(members), Ensemble(copy.deepcopy(members))

@@ -49,6 +49,7 @@ CHANNELWISE = (
     nn.Upsample,
 )
 RANDOM = (nn.Dropout, nn.Dropout2d)
+CACHED = 1 << 21  # elements of the largest images that are computed together on a CPU
 
 
 class Chain:
@@ -93,6 +94,25 @@ class Chain:
 
     def __call__(self, x: Tensor, *, own: bool) -> Tensor:
         """The members' outputs, `(K, N, C, ...)`."""
+        size = self._members_at_once(x, own=own)
+        if size >= self.num_members:
+            return self._outputs(x, slice(0, self.num_members), own=own)
+        parts = [slice(k, min(k + size, self.num_members)) for k in range(0, self.num_members, size)]
+        return torch.cat([self._outputs(x[part] if own else x, part, own=own) for part in parts])
+
+    def _members_at_once(self, x: Tensor, *, own: bool) -> int:
+        """How many members to compute together: on a CPU, no more images than stay in the cache."""
+        if not self.takes_images or x.device.type != "cpu" or (own and len(x) != self.num_members):
+            return self.num_members
+        first = next((layer for layer in self.layers if isinstance(layer, nn.Conv2d)), None)
+        if first is None:
+            return self.num_members
+        pixels = x.shape[-2] * x.shape[-1] // (first.stride[0] * first.stride[1])
+        return max(1, CACHED // max(1, x.shape[-4] * first.out_channels * pixels))
+
+    def _outputs(self, x: Tensor, members: slice, *, own: bool) -> Tensor:
+        """The outputs of some members."""
+        count = members.stop - members.start
         # `groups`: how many inputs h holds, one for all members, one for each group of them, or one for each
         groups = x.shape[0] if own else 1
         images = self.takes_images
@@ -102,25 +122,25 @@ class Chain:
             h = x.flatten(1 + own) if type(self.layers[0]) is nn.Flatten else x
             h = h.mT  # (D, N), or (G, D, N)
         for layer in self.layers:
-            if isinstance(layer, RANDOM + (nn.BatchNorm2d,)) and groups < self.num_members:
+            if isinstance(layer, (*RANDOM, nn.BatchNorm2d)) and groups < count:
                 # before the first layer with weights: each member has its own mask and statistics
-                h = _for_each(h, self.num_members, groups, images)
-                groups = self.num_members
+                h = _for_each(h, count, groups, images)
+                groups = count
             if isinstance(layer, nn.Conv2d):
-                h = _convolution(layer, h, groups)
-                groups = self.num_members
+                h = _convolution(layer, h, groups, members)
+                groups = count
             elif isinstance(layer, nn.BatchNorm2d):
-                h = _batch_norm(layer, h)
+                h = _batch_norm(layer, h, members)
             elif isinstance(layer, nn.Linear):
-                h = _linear(layer, h)
-                groups = self.num_members
+                h = _linear(layer, h, members)
+                groups = count
             elif not isinstance(layer, nn.Flatten):
                 h = layer(h)
             elif images:  # (N, G·C, H, W) to (D, N) or (G, D, N)
                 images = False
                 h = h.flatten(1).mT if groups == 1 and not own else h.reshape(len(h), groups, -1).permute(1, 2, 0)
         if images:
-            return h.unflatten(1, (self.num_members, -1)).movedim(1, 0)
+            return h.unflatten(1, (count, -1)).movedim(1, 0)
         return h.mT
 
 
@@ -133,24 +153,28 @@ def _is_spatial(layer: nn.Module) -> bool:
     return type(layer) in CHANNELWISE and not getattr(layer, "return_indices", False)
 
 
-def _convolution(layer: nn.Conv2d, h: Tensor, groups: int) -> Tensor:
+def _convolution(layer: nn.Conv2d, h: Tensor, groups: int, members: slice) -> Tensor:
     """One convolution of all members: weights `(K, out, in, ...)`, `(N, G·in, H, W)` to `(N, K·out, ...)`."""
-    num_members = layer.weight.shape[0]
-    if layer.groups > 1 and groups < num_members:
-        h, groups = _for_each(h, num_members, groups, True), num_members
-    bias = None if layer.bias is None else layer.bias.flatten()
-    weight = layer.weight.flatten(0, 1)
+    weight, bias = _of(layer.weight, members), None if layer.bias is None else _of(layer.bias, members).flatten()
+    if layer.groups > 1 and groups < len(weight):
+        h, groups = _for_each(h, len(weight), groups, True), len(weight)
+    weight = weight.flatten(0, 1)
     return F.conv2d(h, weight, bias, layer.stride, layer.padding, layer.dilation, groups * layer.groups)
 
 
-def _batch_norm(layer: nn.BatchNorm2d, h: Tensor) -> Tensor:
+def _of(stacked: Tensor, members: slice) -> Tensor:
+    """Some members' part; the whole where it is all of them, which costs nothing in the backward."""
+    return stacked if members.stop - members.start == len(stacked) else stacked[members]
+
+
+def _batch_norm(layer: nn.BatchNorm2d, h: Tensor, members: slice) -> Tensor:
     """Batch norm of all members: each channel of each member has its own statistics anyway."""
     mean, var, weight, bias = (
-        None if part is None else part.view(-1)
+        None if part is None else _of(part, members).view(-1)
         for part in (layer.running_mean, layer.running_var, layer.weight, layer.bias)
     )
     if layer.training and layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.add_(1)
+        layer.num_batches_tracked[members] += 1
     by_batch = layer.training or mean is None
     running = layer.training or not by_batch  # in evaluation without statistics, nothing is updated
     return F.batch_norm(
@@ -158,9 +182,9 @@ def _batch_norm(layer: nn.BatchNorm2d, h: Tensor) -> Tensor:
     )
 
 
-def _linear(layer: nn.Linear, h: Tensor) -> Tensor:
+def _linear(layer: nn.Linear, h: Tensor, members: slice) -> Tensor:
     """One linear layer of all members: weights `(K, out, in)`, input `(in, N)` or `(G, in, N)`; gives `(K, out, N)`."""
-    weight, bias = layer.weight, layer.bias
+    weight, bias = _of(layer.weight, members), None if layer.bias is None else _of(layer.bias, members)
     if h.ndim == 2:
         rows = weight.flatten(0, 1)
         out = rows @ h if bias is None else torch.addmm(bias.reshape(-1, 1), rows, h)
