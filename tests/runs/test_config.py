@@ -79,7 +79,7 @@ def test_what_is_given_stays_as_it_was() -> None:
 
 def test_an_experiment_without_arms_has_one() -> None:
     (arm,) = parse_experiment({**LEAST, "title": "T"}).complete_arms()
-    assert (arm.name, arm.label, arm.baseline) == ("main", "T", False)
+    assert (arm.name, arm.label, arm.baseline) == ("main", "shared batches", False)
 
 
 def test_an_arm_overrides_what_is_common() -> None:

@@ -228,7 +228,7 @@ class Experiment(_Section):
     def complete_arms(self) -> list[Arm]:
         """The arms with everything the experiment says in common filled in; one, named `main`, where none is given."""
         if not self.arms:
-            return [self._completed(ArmSection(name="main", label=self.title or self.name), ())]
+            return [self._completed(ArmSection(name="main", label=f"{self.train.batches} batches"), ())]
         return [self._completed(arm, ("arms", i)) for i, arm in enumerate(self.arms)]
 
     def _completed(self, arm: ArmSection, place: tuple[int | str, ...]) -> Arm:
