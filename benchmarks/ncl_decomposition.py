@@ -172,9 +172,9 @@ def page(text: str, results: dict[str, Any]) -> str:
 
 Mean squared error on the test set and its terms (docs/DESIGN.md, mathematics, line 12), in units of the target's
 variance; in brackets 95 % of a bootstrap over the {trainings} trainings. Both λ of a training share start and
-samples, so that differences are paired. Means are over the trainings at hand: with T of them, variance and covariance are (T-1)/T of
-what many would give, and bias² is larger by their sum over T. A resample repeats trainings, which lowers its variance
-likewise: a value may lie near the upper end of its interval.
+samples, so that differences are paired. Means are over the trainings at hand: with T of them, variance and covariance
+are (T-1)/T of what many would give, and bias² is larger by their sum over T. A resample repeats trainings, which
+lowers its variance likewise: a value may lie near the upper end of its interval.
 
 - {settings["data"]}; {TEST_SAMPLES} samples to test on, fixed; each training sees {samples}
 - {MEMBERS} members with one hidden tanh layer: {WIDTH} units each, or linear heads on one trunk of {2 * WIDTH} units

@@ -147,6 +147,18 @@ def check_gamma(gamma: object, largest: float, loss: str) -> None:
         )
 
 
+def as_member_weights(member_weights: Tensor | Sequence[float]) -> Tensor:
+    """Weights given as numbers, as a tensor."""
+    if isinstance(member_weights, Tensor):
+        return member_weights
+    try:
+        return torch.as_tensor(member_weights, dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"Expected `member_weights` to be a tensor or a list of numbers, but got {member_weights!r}."
+        ) from error
+
+
 def checked_member_weights(
     member_weights: Tensor | Sequence[float] | None, num_members: int, *, like: Tensor, partial: bool = False
 ) -> Tensor:
@@ -157,8 +169,7 @@ def checked_member_weights(
     """
     if member_weights is None:
         return torch.full((num_members,), 1.0 / num_members, dtype=like.dtype, device=like.device)
-    if not isinstance(member_weights, Tensor):
-        member_weights = torch.as_tensor(member_weights, dtype=torch.float64, device="cpu")
+    member_weights = as_member_weights(member_weights)
     if shape_of(member_weights) != (num_members,):
         raise ValueError(
             f"Expected `member_weights` of shape ({num_members},), one for each member, "

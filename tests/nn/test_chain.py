@@ -100,3 +100,20 @@ def test_dropout_masks_are_each_members_own() -> None:
         nn.init.ones_(member[1].weight)
     out = StackedEnsemble(members)(torch.ones(8, 64, 1, 1))
     assert not torch.equal(out[0], out[1])
+
+
+def test_layers_that_work_in_place_see_the_same_input_in_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    members = [
+        nn.Sequential(nn.LeakyReLU(0.5, inplace=True), nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+        for _ in range(3)
+    ]
+    x = torch.randn(5, 1, 4, 4)
+    expected = torch.stack([member(x.clone()) for member in members])
+    monkeypatch.setattr(chain, "CACHED", 1)  # one member at a time
+    torch.testing.assert_close(StackedEnsemble(members)(x.clone()), expected)
+
+
+def test_an_empty_batch() -> None:
+    members = [nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(64, 4)) for _ in range(2)]
+    assert StackedEnsemble(members)(torch.rand(0, 1, 6, 6)).shape == (2, 0, 4)

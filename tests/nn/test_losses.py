@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from torchace.functional import amended_cross_entropy, binary_amended_cross_entropy, negative_correlation
-from torchace.nn import AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, NegativeCorrelationLoss
+from torchace.nn import AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, Ensemble, NegativeCorrelationLoss
 
 K, N, C = 3, 6, 4
 ALPHA = [0.2, 0.3, 0.5]  # not representable: float32 weights would show in float64
@@ -131,3 +132,27 @@ def test_errors_come_when_the_module_is_made(module):
 def test_label_smoothing_is_checked():
     with pytest.raises(ValueError, match="`label_smoothing`"):
         AmendedCrossEntropyLoss(0.5, label_smoothing=1.5)
+
+
+def test_half_precision_modules_do_not_round_weights_and_diversity() -> None:
+    loss = AmendedCrossEntropyLoss(torch.tensor(0.7), member_weights=[0.2, 0.3, 0.5]).to(torch.bfloat16)
+    assert float(loss.diversity) == float(torch.tensor(0.7))
+    assert loss.member_weights.tolist() == [0.2, 0.3, 0.5]
+    ensemble = Ensemble([nn.Linear(2, 2) for _ in range(3)])
+    ensemble.set_member_weights([0.1, 0.2, 0.7])
+    assert torch.equal(ensemble.bfloat16().member_weights, torch.tensor([0.1, 0.2, 0.7]))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: AmendedCrossEntropyLoss(0.5, member_weights="abc"),
+        lambda: AmendedCrossEntropyLoss(0.5, member_weights=[0.5, "x"]),
+        lambda: AmendedCrossEntropyLoss(0.5, weight=[1.0, 2.0]),
+        lambda: AmendedCrossEntropyLoss(0.5, ignore_index=1.5)(torch.zeros(1, 2, 3), torch.tensor([0, 1])),
+        lambda: Ensemble(nn.Linear(2, 2)),
+    ],
+)
+def test_wrong_types(call) -> None:
+    with pytest.raises(TypeError, match=r"^Expected"):
+        call()

@@ -625,11 +625,11 @@ def differing() -> dict[str, tuple[nn.Module, nn.Module, str]]:
     trained[2].eval()
     layer = nn.Linear(6, 6)
     return {
-        "width": (nn.Linear(6, 3), nn.Linear(6, 4), "layer ''"),
+        "width": (nn.Linear(6, 3), nn.Linear(6, 4), "the whole"),
         "layers": (mlp(), nn.Sequential(*mlp(), nn.ReLU()), "other layers"),
         "kind": (nn.Sequential(nn.ReLU()), nn.Sequential(nn.Tanh()), r"'0' is Tanh\(\) in member 1 and ReLU"),
         "dropout": (nn.Sequential(nn.Dropout(0.1)), nn.Sequential(nn.Dropout(0.2)), r"p=0.2.*p=0.1"),
-        "a custom layer's number": (Power(1.0), Power(2.0), "'power' of layer '' is 2.0 in member 1 and 1.0"),
+        "a custom layer's number": (Power(1.0), Power(2.0), "'power' of the whole is 2.0 in member 1 and 1.0"),
         "type": (mlp(), mlp().double(), r"'0.weight' is \(8, 6\) torch.float64"),
         "frozen": (mlp(), frozen, "frozen in member 1"),
         "mode": (mlp(), trained, "'training' of layer '2' is False"),

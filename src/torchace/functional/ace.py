@@ -8,6 +8,7 @@ value and closed-form gradient together in cache-sized pieces; it falls back on 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -77,6 +78,8 @@ def amended_cross_entropy(
     _checks.check_diversity(diversity)
     _checks.check_reduction(reduction)
     _checks.check_fraction(label_smoothing, "label_smoothing")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"Expected `ignore_index` to be an int, but got {type(ignore_index).__name__}.")
     probabilities = _checks.check_target(target, logits, ignore_index=ignore_index)
     num_members, num_classes = logits.shape[0], logits.shape[2]
     samples = (logits.shape[1], *logits.shape[3:])
@@ -117,6 +120,8 @@ def amended_cross_entropy(
     if reduction == "none":
         return member_losses(terms, logits)
     if _fits_closed_form(logits, terms):
+        # a number from here on: whoever changes the tensor before the backward does not change this loss
+        terms = replace(terms, diversity=float(terms.diversity))
         loss = ace_cpu.loss(logits, terms, partial(_total, terms))
     else:
         loss = _total(terms, logits)

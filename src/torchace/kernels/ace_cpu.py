@@ -39,13 +39,15 @@ class AceCpu(torch.autograd.Function):
         if not math.isfinite(value):  # 0·(-inf): rare, and the composite knows how
             value = composite(logits).item()
         # logits: for a second derivative or a second backward; the very input, not a copy
-        ctx.save_for_backward(logits)
+        # The rest: so that autograd refuses a backward after somebody changed them in place, as it does for torch's.
+        options = (terms.target, terms.alpha, terms.weight, terms.mixture, terms.scale)
+        ctx.save_for_backward(logits, *(part for part in options if isinstance(part, Tensor)))
         ctx.gradient = gradient
         return torch.tensor(value, dtype=terms.alpha.dtype, device=logits.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        (logits,) = ctx.saved_tensors
+        logits, *_ = ctx.saved_tensors
         grad = grads[0]
         if torch.is_grad_enabled():  # create_graph=True: differentiate what this gradient was derived from
             (gradient,) = torch.autograd.grad(ctx.composite(logits), logits, grad, create_graph=True)

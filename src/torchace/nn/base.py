@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,13 @@ class EnsembleModule(nn.Module):
         self.num_members = num_members
         self.link = link
         self.register_buffer("member_weights", None, persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        moved = super()._apply
+        return keeping_dtype(self, ("member_weights",), lambda: moved(fn, recurse))  # type: ignore[no-untyped-call]
+
+    def extra_repr(self) -> str:
+        return f"num_members={self.num_members}, link={self.link!r}"
 
     def set_member_weights(self, member_weights: Tensor | Sequence[float] | None) -> None:
         """Weights the members from now on in every prediction; None for uniform weights."""
@@ -81,6 +88,17 @@ class EnsembleModule(nn.Module):
                 module.training = mode
 
 
+def keeping_dtype(module: nn.Module, names: Sequence[str], apply: Callable[[], Any]) -> Any:
+    """Lets `.to(...)` move buffers but not round them: weights of members stay as they were given."""
+    before = {name: getattr(module, name) for name in names}
+    result = apply()
+    for name, value in before.items():
+        moved = getattr(module, name)
+        if value is not None and torch.finfo(moved.dtype).eps > torch.finfo(value.dtype).eps:
+            setattr(module, name, value.to(moved.device))
+    return result
+
+
 def average_shared(values: Any, num_members: int) -> Any:
     """`average_gradients` for every floating-point tensor in what a trunk returns: a tensor, tuple, list or dict."""
     if isinstance(values, Tensor):
@@ -91,6 +109,16 @@ def average_shared(values: Any, num_members: int) -> Any:
         averaged = [average_shared(value, num_members) for value in values]
         return type(values)(*averaged) if hasattr(values, "_fields") else type(values)(averaged)  # a named tuple
     return values
+
+
+def listed(members: Iterable[nn.Module]) -> list[nn.Module]:
+    """The members as a list, at least one."""
+    if not isinstance(members, Iterable):
+        raise TypeError(f"Expected a list of members, but got one {type(members).__name__}. Write [member].")
+    found = list(members)
+    if not found:
+        raise ValueError("Expected at least one member, but got none.")
+    return found
 
 
 def versions_of(values: Sequence[Any]) -> list[int]:

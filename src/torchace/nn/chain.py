@@ -98,6 +98,8 @@ class Chain:
         if size >= self.num_members:
             return self._outputs(x, slice(0, self.num_members), own=own)
         parts = [slice(k, min(k + size, self.num_members)) for k in range(0, self.num_members, size)]
+        if any(getattr(layer, "inplace", False) for layer in self.layers):  # every part starts from the same input
+            return torch.cat([self._outputs((x[part] if own else x).clone(), part, own=own) for part in parts])
         return torch.cat([self._outputs(x[part] if own else x, part, own=own) for part in parts])
 
     def _members_at_once(self, x: Tensor, *, own: bool) -> int:
@@ -138,7 +140,11 @@ class Chain:
                 h = layer(h)
             elif images:  # (N, G·C, H, W) to (D, N) or (G, D, N)
                 images = False
-                h = h.flatten(1).mT if groups == 1 and not own else h.reshape(len(h), groups, -1).permute(1, 2, 0)
+                h = (
+                    h.flatten(1).mT
+                    if groups == 1 and not own
+                    else h.unflatten(1, (groups, -1)).flatten(2).permute(1, 2, 0)
+                )
         if images:
             return h.unflatten(1, (count, -1)).movedim(1, 0)
         return h.mT

@@ -15,6 +15,7 @@ from torchace.nn.base import (
     check_own_batches,
     check_unchanged,
     joined,
+    listed,
     versions_of,
 )
 
@@ -39,9 +40,7 @@ class Ensemble(EnsembleModule):
     """
 
     def __init__(self, members: Iterable[nn.Module], trunk: nn.Module | None = None, link: str = "softmax") -> None:
-        members = list(members)
-        if not members:
-            raise ValueError("Expected at least one member, but got none.")
+        members = listed(members)
         for k, member in enumerate(members):
             if not isinstance(member, nn.Module):
                 raise TypeError(f"Expected members to be modules, but member {k} is {type(member).__name__}.")

@@ -14,6 +14,14 @@ from torchace.functional import average_gradients
 from torchace.nn.base import BATCHES, EnsembleModule, average_shared, check_own_batches
 
 
+def _check_features(x: Tensor, in_features: int) -> None:
+    if x.ndim == 0 or x.shape[-1] != in_features:
+        raise ValueError(
+            f"Expected features of shape (..., {in_features}) for heads with in_features={in_features}, "
+            f"but got {tuple(x.shape)}."
+        )
+
+
 class StackedLinear(nn.Module):
     """K linear layers computed as one matrix product.
 
@@ -62,6 +70,7 @@ class StackedLinear(nn.Module):
 
     def forward(self, x: Tensor, batches: str = "shared") -> Tensor:
         """`(K, ..., C)` from `(..., D)`, or from `(K, ..., D)` with one batch a member (`batches="separate"`)."""
+        _check_features(x, self.in_features)
         _checks.check_choice(batches, "batches", BATCHES)
         if batches == "separate":
             check_own_batches(x, self.num_members)
@@ -146,6 +155,7 @@ class LowRankStackedLinear(nn.Module):
 
     def forward(self, x: Tensor, batches: str = "shared") -> Tensor:
         """`(K, ..., C)` from `(..., D)`, or from `(K, ..., D)` with one batch a member (`batches="separate"`)."""
+        _check_features(x, self.in_features)
         _checks.check_choice(batches, "batches", BATCHES)
         if batches == "separate":
             check_own_batches(x, self.num_members)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchace import _checks
 from torchace.functional import amended_cross_entropy, binary_amended_cross_entropy, negative_correlation
+from torchace.nn.base import keeping_dtype
 
 
 class _MemberLoss(nn.Module):
@@ -23,11 +24,15 @@ class _MemberLoss(nn.Module):
         _checks.check_reduction(reduction)
         self.diversity = diversity
         self.reduction = reduction
-        if member_weights is not None and not isinstance(member_weights, Tensor):
-            member_weights = torch.tensor(member_weights, dtype=torch.float64)  # as functional takes numbers
         if member_weights is not None:
-            _checks.checked_member_weights(member_weights, len(member_weights), like=member_weights)
+            member_weights = _checks.as_member_weights(member_weights)
+            _checks.checked_member_weights(member_weights, member_weights.numel(), like=member_weights)
         self.register_buffer("member_weights", member_weights)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        names = ("member_weights", "_diversity_tensor")
+        moved = super()._apply
+        return keeping_dtype(self, names, lambda: moved(fn, recurse))  # type: ignore[no-untyped-call]
 
     @property
     def diversity(self) -> float | Tensor:
@@ -87,6 +92,8 @@ class AmendedCrossEntropyLoss(_MemberLoss):
     ) -> None:
         super().__init__(diversity, member_weights, reduction)
         _checks.check_fraction(label_smoothing, "label_smoothing")
+        if weight is not None:
+            _checks.check_tensor(weight, "weight")
         self.register_buffer("weight", weight)
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
@@ -142,6 +149,8 @@ class BinaryAmendedCrossEntropyLoss(_MemberLoss):
         reduction: str = "mean",
     ) -> None:
         super().__init__(diversity, member_weights, reduction)
+        if pos_weight is not None:
+            _checks.check_tensor(pos_weight, "pos_weight")
         self.register_buffer("pos_weight", pos_weight)
 
     def forward(

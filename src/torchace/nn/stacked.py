@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from torchace import _checks
-from torchace.nn.base import BATCHES, EnsembleModule, check_own_batches
+from torchace.nn.base import BATCHES, EnsembleModule, check_own_batches, listed
 from torchace.nn.chain import Chain
 from torchace.nn.optimizers import watch_optimizers
 
@@ -40,9 +40,7 @@ class StackedEnsemble(EnsembleModule):
     """
 
     def __init__(self, members: Iterable[nn.Module], link: str = "softmax") -> None:
-        members = list(members)
-        if not members:
-            raise ValueError("Expected at least one member, but got none.")
+        members = listed(members)
         _check_layers(members)
         _check_one_architecture(members)
         super().__init__(len(members), link)
@@ -241,7 +239,7 @@ def _check_one_architecture(members: list[nn.Module]) -> None:
             )
             if not same or layer.extra_repr() != first[name].extra_repr():
                 raise ValueError(
-                    f"Expected members of one architecture, but layer {name!r} is {_one_line(layer)} in member {k} and "
+                    f"Expected members of one architecture, but {_named(name)} is {_one_line(layer)} in member {k} and "
                     f"{_one_line(first[name])} in member 0. Use Ensemble(members) for members that differ."
                 )
             # what a layer may not print: its mode, a custom layer's numbers
@@ -249,7 +247,7 @@ def _check_one_architecture(members: list[nn.Module]) -> None:
             for setting in mine:
                 if mine[setting] != other.get(setting):
                     raise ValueError(
-                        f"Expected members of one architecture, but {setting!r} of layer {name!r} is "
+                        f"Expected members of one architecture, but {setting!r} of {_named(name)} is "
                         f"{mine[setting]!r} in member {k} and {other.get(setting)!r} in member 0. "
                         "Use Ensemble(members) for members that differ."
                     )
@@ -312,6 +310,10 @@ def _settings(layer: nn.Module) -> dict[str, Any]:
 def _described(tensor: Tensor) -> str:
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
     return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}{', frozen' if frozen else ''}"
+
+
+def _named(name: str) -> str:
+    return f"layer {name!r}" if name else "the whole"
 
 
 def _one_line(layer: nn.Module) -> str:
