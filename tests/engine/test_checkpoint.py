@@ -172,7 +172,7 @@ def test_manifests_are_json_without_nan(tmp_path: Path) -> None:
         raise AssertionError(word)
 
     manifest = json.loads((tmp_path / "manifest.json").read_text(), parse_constant=refuse)
-    assert manifest["progress"]["history"][0]["cross_entropy"][0] is None
+    assert manifest["progress"]["history"][0]["score"][0] is None
     assert manifest["progress"]["failures"]["0"]["step"] == 0
 
 

@@ -72,7 +72,7 @@ def test_side_by_side_equals_a_cohort(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["shared", "exchanged"])
 def test_every_diversity_of_a_seed_sees_the_same_batches(kind: str) -> None:
     data, seeds = batches(), [6, 5, 6]
-    x, y = loop._batch(data, seeds, 1, 2, MEMBERS, recipe(kind))
+    x, y, _ = loop._batch(data, seeds, 1, 2, MEMBERS, recipe(kind))
     assert x[0].equal(x[2])
     assert y[0].equal(y[2])
     assert not x[0].equal(x[1])
@@ -106,7 +106,7 @@ def test_the_schedule_is_what_the_optimizer_sees(monkeypatch: pytest.MonkeyPatch
 
     class Watched(loop.Stepper):
         def __call__(self, *args: Any) -> Any:
-            seen.append((self.optimizer.param_groups[0]["lr"], float(args[2][0])))
+            seen.append((self.optimizer.param_groups[0]["lr"], float(args[3][0])))
             return super().__call__(*args)
 
     monkeypatch.setattr(loop, "Stepper", Watched)
@@ -119,8 +119,8 @@ def test_history_has_one_entry_an_epoch() -> None:
     network = cohort([5, 6])
     fitted = fit(network, batches(), recipe("shared", 12), diversities=[0.5, 0.5], seeds=[5, 6], watch=None)
     assert [(e["epoch"], e["step"]) for e in fitted.history] == [(1, 5), (2, 10), (3, 12)]
-    assert all(len(e["cross_entropy"]) == 2 for e in fitted.history)
-    scores = [e["cross_entropy"][0] for e in fitted.history]
+    assert all(len(e["score"]) == 2 for e in fitted.history)
+    scores = [e["score"][0] for e in fitted.history]
     assert scores[-1] < scores[0]
     assert fitted.seconds > 0
     assert fitted.failures == {}
@@ -131,7 +131,7 @@ def test_the_watcher_hears_of_the_last_step() -> None:
     fit(cohort([5]), batches(), recipe("shared", 12), diversities=[0.5], seeds=[5], watch=heard.append)
     assert (heard[-1].step, heard[-1].steps) == (12, 12)
     assert len(heard) < 12  # at most ten times a second
-    assert all(isinstance(value, float) for value in heard[-1].cross_entropy)
+    assert all(isinstance(value, float) for value in heard[-1].score)
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
@@ -162,8 +162,8 @@ def test_a_run_that_fails_leaves_the_others_bit_identical(kind: str, value: floa
     for r in range(len(runs)):
         if r != 3:
             assert weights_digest(network, r) == weights_digest(healthy, r)
-    assert fitted.history[0]["cross_entropy"][3] is None
-    assert all(isinstance(v, float) for r, v in enumerate(fitted.history[0]["cross_entropy"]) if r != 3)
+    assert fitted.history[0]["score"][3] is None
+    assert all(isinstance(v, float) for r, v in enumerate(fitted.history[0]["score"]) if r != 3)
 
 
 def test_a_failure_on_the_way_is_dated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +295,7 @@ def test_seconds_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_checkpoints_come_by_steps_and_by_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def saved(saving: Saving) -> list[int]:
         steps: list[int] = []
-        monkeypatch.setattr(Checkpoints, "save", lambda self, n, o, progress: steps.append(progress["step"]))
+        monkeypatch.setattr(Checkpoints, "save", lambda self, n, o, progress, stopping: steps.append(progress["step"]))
         fit(cohort([5]), batches(), recipe(steps=9), diversities=[0.5], seeds=[5], saving=saving)
         return steps
 

@@ -133,7 +133,7 @@ def one_step(kind: str, diversity: float, network: Cohort | SideBySide, **option
     if kind == "shared":
         x, y = x[:, 0], y[:, 0]
     lam = torch.full((network.num_runs,), diversity, dtype=torch.float64)
-    return train_step(network, optimizer, x, y, lam, torch.ones(network.num_runs, dtype=torch.bool), settings)
+    return train_step(network, optimizer, x, y, None, lam, torch.ones(network.num_runs, dtype=torch.bool), settings)
 
 
 def own_batch(runs: int = 1) -> tuple[Tensor, Tensor]:
@@ -171,7 +171,7 @@ def test_the_losses_are_what_the_members_were_trained_on() -> None:
     torch.testing.assert_close(result.losses[0], expected, rtol=0, atol=1e-12)
     mixture = logits.softmax(2).mean(0)
     score = -mixture[torch.arange(BATCH), y[0, 0]].log().mean()
-    assert float(result.cross_entropy[0]) == pytest.approx(float(score), abs=1e-6)  # scored in float32
+    assert float(result.score[0]) == pytest.approx(float(score), abs=1e-6)  # scored in float32
 
 
 def test_with_own_batches_the_score_is_the_members_mean() -> None:
@@ -179,7 +179,7 @@ def test_with_own_batches_the_score_is_the_members_mean() -> None:
     x, y = own_batch()
     logits = network(x, own=True)[0].detach()
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y[0].flatten())
-    assert float(one_step("exchanged", 0.4, network).cross_entropy[0]) == pytest.approx(float(expected), abs=1e-6)
+    assert float(one_step("exchanged", 0.4, network).score[0]) == pytest.approx(float(expected), abs=1e-6)
 
 
 def test_a_stopped_run_does_not_move_and_the_others_do() -> None:
@@ -189,7 +189,7 @@ def test_a_stopped_run_does_not_move_and_the_others_do() -> None:
     x, y = own_batch(2)
     before = [weights(network, r) for r in range(2)]
     active = torch.tensor([False, True])
-    train_step(network, optimizer, x[:, 0], y[:, 0], torch.tensor([0.5, 0.5]).double(), active, settings)
+    train_step(network, optimizer, x[:, 0], y[:, 0], None, torch.tensor([0.5, 0.5]).double(), active, settings)
     assert_same(weights(network, 0), before[0], within=0)
     assert any(not value.equal(before[1][name]) for name, value in weights(network, 1).items())
 
@@ -205,7 +205,7 @@ def test_bf16_keeps_weights_and_losses_in_float32(kind: str) -> None:
         x, y = own_batch()
         x, y = (x[:, 0], y[:, 0]) if kind == "shared" else (x, y)
         lam = torch.tensor([diversity])
-        result = train_step(network, optimizer, x.float(), y, lam, torch.ones(1, dtype=torch.bool), settings)
+        result = train_step(network, optimizer, x.float(), y, None, lam, torch.ones(1, dtype=torch.bool), settings)
         assert result.losses.dtype == torch.float32
         assert all(p.dtype == torch.float32 for p in network.parameters())
         results[precision] = result.losses, weights(network, 0)

@@ -136,6 +136,15 @@ class Batches:
         y = self.split.y.index_select(0, flat)
         return x.view(*indices.shape, *x.shape[1:]), y.view(*indices.shape, *y.shape[1:])
 
+    def weights_many(
+        self, seeds: Sequence[int], epoch: int, step: int, *, streams: int | Sequence[int] = 0
+    ) -> Tensor | None:
+        """The weights `(S, B)` of the samples that `batch_many` gives; None where samples have none."""
+        if self.split.weight is None:
+            return None
+        drawn, part = self._draws(seeds, epoch, step, streams)
+        return self.split.weight[drawn.order[:, part]]
+
     def indices(self, epoch: int, step: int, *, stream: int = 0) -> Tensor:
         """Which samples of the split are in a batch, `(B,)`."""
         drawn, part = self._draws([self.seed], epoch, step, stream)

@@ -15,7 +15,7 @@ from torchace.data.draws import permutation
 class Split:
     """Samples `x`, `(N, ...)`, and their labels `y`, `(N,)` of int64 (or targets of a floating-point type).
 
-    Images are `(N, C, H, W)` of uint8.
+    Images are `(N, C, H, W)` of uint8. `weight`, `(N,)`, says how much a sample counts; all the same unless given.
 
     Example:
         >>> split = Split(torch.zeros(3, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 1]))
@@ -25,6 +25,7 @@ class Split:
 
     x: Tensor
     y: Tensor
+    weight: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_tensor(self.x, "x")
@@ -40,19 +41,24 @@ class Split:
             raise ValueError(
                 f"Expected `x` and `y` on one device, but got {self.x.device} and {self.y.device}. Move both."
             )
+        if self.weight is not None and (self.weight.shape != self.x.shape[:1] or self.weight.device != self.x.device):
+            raise ValueError(
+                f"Expected `weight` of shape ({self.x.shape[0]},) on {self.x.device}, "
+                f"but got {shape_of(self.weight)} on {self.weight.device}."
+            )
 
     def __len__(self) -> int:
         return self.x.shape[0]
 
     def take(self, indices: Tensor) -> Split:
         """The samples at these positions, in this order."""
-        return Split(self.x[indices], self.y[indices])
+        return Split(self.x[indices], self.y[indices], None if self.weight is None else self.weight[indices])
 
     def to(self, device: torch.device | str) -> Split:
         """This split on a device; itself, not a copy, if it is there already."""
         if self.x.device == torch.empty(0, device=device).device:  # "cuda" and "cuda:0" may be one device
             return self
-        return Split(self.x.to(device), self.y.to(device))
+        return Split(self.x.to(device), self.y.to(device), None if self.weight is None else self.weight.to(device))
 
 
 def stratified_split(split: Split, size: int | float, *, seed: int) -> tuple[Split, Split]:

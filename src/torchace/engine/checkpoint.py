@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchace.engine.files import remove_partial, write_whole
 from torchace.engine.network import Network
+from torchace.engine.stopping import EarlyStopping
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -35,9 +36,18 @@ class Checkpoints:
 
     directory: Path
 
-    def save(self, network: Network, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> None:
+    def save(
+        self,
+        network: Network,
+        optimizer: torch.optim.Optimizer,
+        progress: dict[str, Any],
+        stopping: EarlyStopping | None = None,
+    ) -> None:
         """Replaces the checkpoint; `progress` is everything else there is to know, as JSON holds it."""
         tensors = {f"network.{name}": value for name, value in network.state_dict().items()}
+        if stopping is not None:
+            tensors |= {f"best.{name}": value for name, value in stopping.weights.items()}
+            progress = {**progress, "stopping": stopping.state()}
         for index, state in optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items() if value is not None}
         data = save_safetensors({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
@@ -53,7 +63,9 @@ class Checkpoints:
             if old.name != name:
                 old.unlink(missing_ok=True)
 
-    def load(self, network: Network, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    def load(
+        self, network: Network, optimizer: torch.optim.Optimizer, stopping: EarlyStopping | None = None
+    ) -> dict[str, Any] | None:
         """Restores the newest checkpoint and returns its progress; None where there is none yet."""
         remove_partial(self.directory)
         if not (self.directory / MANIFEST).exists():
@@ -66,6 +78,8 @@ class Checkpoints:
             for name, value in _under("optimizer.", tensors).items():
                 index, _, key = name.partition(".")
                 states.setdefault(int(index), {})[key] = _laid_out_as(parameters[int(index)], value)
+            if stopping is not None:
+                stopping.load(progress["stopping"], _under("best.", tensors))
             optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
         except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(

@@ -18,6 +18,7 @@ from torchace.engine.graph import Stepper
 from torchace.engine.network import Network
 from torchace.engine.recipe import Recipe, make_optimizer, set_learning_rate
 from torchace.engine.step import StepResult
+from torchace.engine.stopping import EarlyStopping, HeldOut
 
 FAULT = "NaN or Inf in loss or gradient"
 
@@ -39,9 +40,10 @@ class Failure:
 class Fitted:
     """What training left behind beside the weights."""
 
-    # one entry an epoch: epoch, step, cross_entropy (R,), with None for NaN and Inf
+    # one entry an epoch: epoch, step, score (R,), held_out (R,), with None for NaN, Inf and what was not measured
     history: list[dict[str, Any]] = field(default_factory=list)
     failures: dict[int, Failure] = field(default_factory=dict)  # by run
+    best_epochs: list[int] | None = None  # of each run, where there were held-out samples; counted from 1
     seconds: float = 0.0
 
 
@@ -60,7 +62,8 @@ class Progress:
 
     step: int
     steps: int
-    cross_entropy: list[float | None]  # of each run, the mean over the epoch so far; None for NaN and Inf
+    # of each run, the mean over the epoch so far of its cross entropy or squared error; None for NaN and Inf
+    score: list[float | None]
 
 
 def fit(
@@ -70,6 +73,8 @@ def fit(
     *,
     diversities: Sequence[float],
     seeds: Sequence[int],
+    held_out: HeldOut | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     saving: Saving | None = None,
     watch: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
@@ -82,25 +87,28 @@ def fit(
         recipe: How to train.
         diversities: λ of each run.
         seeds: The seed of each run.
+        held_out: Samples that decide when a run stops and which epoch's weights it keeps.
+        optimizer: One that has trained this network before, to go on with; a new one unless given.
         saving: Where and how often to save.
         watch: Is told about progress, at most ten times a second.
         stop: Is asked before every step; when it says yes, a checkpoint is written and `Interrupted` raised.
     """
     device = batches.device
-    parameters = [p for p in network.parameters() if p.requires_grad]
-    optimizer = make_optimizer(recipe, parameters)
+    if optimizer is None:
+        optimizer = make_optimizer(recipe, [p for p in network.parameters() if p.requires_grad])
     network.train()
-    fitted, start = Fitted(), 0
+    stopping = None if held_out is None else EarlyStopping(network, held_out, recipe)
+    fitted, start, stopped = Fitted(), 0, [False] * network.num_runs
     tally = _Tally(network.num_runs, network.num_members, device)
-    if saving is not None and (saved := saving.checkpoints.load(network, optimizer)) is not None:
-        start = saved["step"]
-        fitted = Fitted(
-            saved["history"], {int(r): Failure(**f) for r, f in saved["failures"].items()}, saved["seconds"]
-        )
+    if saving is not None and (saved := saving.checkpoints.load(network, optimizer, stopping)) is not None:
+        start, stopped = saved["step"], saved["stopped"]
+        failures = {int(r): Failure(**f) for r, f in saved["failures"].items()}
+        fitted = Fitted(saved["history"], failures, seconds=saved["seconds"])
         tally.restore(saved["tally"])
 
     full = torch.tensor(list(diversities), dtype=recipe.dtype, device=device)
-    active = torch.tensor([r not in fitted.failures for r in range(network.num_runs)], device=device)
+    going = [r not in fitted.failures and not stopped[r] for r in range(network.num_runs)]
+    active = torch.tensor(going, device=device)
     stepper = Stepper(network, optimizer, recipe)
     before, began, last_saved, last_watched = fitted.seconds, time.monotonic(), time.monotonic(), 0.0
     random = any(isinstance(module, torch.nn.modules.dropout._DropoutNd) for module in network.modules())
@@ -117,17 +125,17 @@ def fit(
         fitted.seconds = before + time.monotonic() - began
         failures = {str(r): asdict(f) for r, f in fitted.failures.items()}
         progress = {"step": step, "history": fitted.history, "failures": failures, "seconds": fitted.seconds}
-        saving.checkpoints.save(network, optimizer, {**progress, "tally": tally.state()})
+        saving.checkpoints.save(network, optimizer, {**progress, "stopped": stopped, "tally": tally.state()}, stopping)
 
-    for step in range(start, recipe.steps):
+    for step in range(start, recipe.steps if any(going) else start):
         if stop():
             save(step)
             raise Interrupted
         epoch, within = batches.locate(step)
-        x, y = _batch(batches, seeds, epoch, within, network.num_members, recipe)
+        x, y, weight = _batch(batches, seeds, epoch, within, network.num_members, recipe)
         set_learning_rate(optimizer, recipe.learning_rate_at(step))
         with _masks(random, seeds[0], step, device):
-            result = stepper(x, y, full * recipe.diversity_share_at(step), active)
+            result = stepper(x, y, weight, full * recipe.diversity_share_at(step), active)
         tally.add(result, step)
 
         last_of_epoch = within == batches.steps_per_epoch - 1 or step == recipe.steps - 1
@@ -137,17 +145,26 @@ def fit(
             if not bool(active.any()):
                 break
         if last_of_epoch:
-            fitted.history.append({"epoch": epoch + 1, "step": step + 1, "cross_entropy": tally.mean()})
+            entry: dict[str, Any] = {"epoch": epoch + 1, "step": step + 1, "score": tally.mean(), "held_out": None}
             tally.reset()
+            if stopping is not None:
+                entry["held_out"], stopped = stopping.update(network, epoch + 1, stopped)
+                active &= ~torch.tensor(stopped, device=device)
+            fitted.history.append(entry)
         now = time.monotonic()
         if watch is not None and (now - last_watched >= 0.1 or step == recipe.steps - 1):
             last_watched = now
-            watch(Progress(step + 1, recipe.steps, tally.mean() or fitted.history[-1]["cross_entropy"]))
+            watch(Progress(step + 1, recipe.steps, tally.mean() or fitted.history[-1]["score"]))
         if saving is not None and step + 1 < recipe.steps:
             steps_due = saving.every_steps is not None and (step + 1) % saving.every_steps == 0
             if steps_due or (saving.every_seconds is not None and now - last_saved >= saving.every_seconds):
                 save(step + 1)
                 last_saved = time.monotonic()
+        if all(stopped):
+            break
+    if stopping is not None:
+        stopping.restore(network)
+        fitted.best_epochs = stopping.best_epoch
     fitted.seconds = before + time.monotonic() - began
     return fitted
 
@@ -166,19 +183,23 @@ def _masks(random: bool, seed: int, step: int, device: torch.device) -> Iterator
 
 def _batch(
     batches: Batches, seeds: Sequence[int], epoch: int, within: int, num_members: int, recipe: Recipe
-) -> tuple[Tensor, Tensor]:
-    """`(R, B, ...)` for batches that members share, else `(R, K, B, ...)`: every member a stream of its own."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Samples, targets and weights: `(R, B, ...)` for batches that members share, else `(R, K, B, ...)`."""
     distinct = sorted(set(seeds))
-    runs = torch.tensor([distinct.index(seed) for seed in seeds], device=batches.device)
-    if recipe.batches == "shared":
-        x, y = batches.batch_many(distinct, epoch, within)
-    else:
+    drawn, streams = distinct, [0] * len(distinct)
+    if recipe.batches != "shared":  # every member a stream of its own
+        drawn = [seed for seed in distinct for _ in range(num_members)]
         streams = [k for _ in distinct for k in range(num_members)]
-        x, y = batches.batch_many([s for s in distinct for _ in range(num_members)], epoch, within, streams=streams)
-        x, y = (part.unflatten(0, (len(distinct), num_members)) for part in (x, y))
-    if len(distinct) == len(seeds) and list(seeds) == distinct:
-        return x, y
-    return x.index_select(0, runs), y.index_select(0, runs)  # the λ of one seed see the same batch
+    x, y = batches.batch_many(drawn, epoch, within, streams=streams)
+    weight = batches.weights_many(drawn, epoch, within, streams=streams)
+    # the λ of one seed see the same batch
+    runs = None if list(seeds) == distinct else torch.tensor([distinct.index(s) for s in seeds], device=x.device)
+
+    def arranged(part: Tensor) -> Tensor:
+        part = part if recipe.batches == "shared" else part.unflatten(0, (len(distinct), num_members))
+        return part if runs is None else part.index_select(0, runs)
+
+    return arranged(x), arranged(y), None if weight is None else arranged(weight)
 
 
 class _Tally:
@@ -192,7 +213,7 @@ class _Tally:
         self.failed_member = torch.full((num_runs,), -1, device=device)
 
     def add(self, result: StepResult, step: int) -> None:
-        self.sums += result.cross_entropy.double()
+        self.sums += result.score.double()
         self.steps += 1
         first = (result.faults >= 0) & (self.failed_step < 0)
         self.failed_step = torch.where(first, step, self.failed_step)

@@ -19,14 +19,14 @@ class Stepper:
         self.network, self.optimizer, self.recipe = network, optimizer, recipe
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: tuple[Tensor, ...] = ()
+        self._inputs: tuple[Tensor | None, ...] = ()
         self._result: StepResult | None = None
 
-    def __call__(self, x: Tensor, y: Tensor, diversity: Tensor, active: Tensor) -> StepResult:
+    def __call__(self, x: Tensor, y: Tensor, weight: Tensor | None, diversity: Tensor, active: Tensor) -> StepResult:
+        inputs = (x, y, weight, diversity, active)
         if x.device.type != "cuda":
-            return train_step(self.network, self.optimizer, x, y, diversity, active, self.recipe)
+            return train_step(self.network, self.optimizer, *inputs, self.recipe)
         self._calls += 1
-        inputs = (x, y, diversity, active)
         if self._calls <= EAGER_STEPS:
             # on a side stream, as a capture asks for
             stream = torch.cuda.Stream(x.device)
@@ -38,16 +38,18 @@ class Stepper:
         if self._graph is None:
             self._capture(inputs)
         for held, given in zip(self._inputs, inputs, strict=True):
-            held.copy_(given)
+            if held is not None and given is not None:
+                held.copy_(given)
         assert self._graph is not None
         assert self._result is not None
         self._graph.replay()
         return self._result
 
-    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
-        self._inputs = tuple(value.clone() for value in inputs)
+    def _capture(self, inputs: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]) -> None:
+        x, y, weight, diversity, active = inputs
+        held = (x.clone(), y.clone(), None if weight is None else weight.clone(), diversity.clone(), active.clone())
+        self._inputs = held
         self._graph = torch.cuda.CUDAGraph()
         self.optimizer.zero_grad(set_to_none=True)
-        x, y, diversity, active = self._inputs
         with torch.cuda.graph(self._graph):
-            self._result = train_step(self.network, self.optimizer, x, y, diversity, active, self.recipe)
+            self._result = train_step(self.network, self.optimizer, *held, self.recipe)

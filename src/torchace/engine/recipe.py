@@ -13,6 +13,7 @@ class Recipe:
     """A training recipe. Steps are counted from 0."""
 
     steps: int
+    loss: str = "ace"  # "ace" (classification) or "ncl" (regression)
     batches: str = "shared"  # "shared", "separate" or "exchanged"
     optimizer: str = "adam"  # "sgd", "adam" or "adamw"
     learning_rate: float = 1e-3

@@ -51,7 +51,7 @@ class SweepProgress(Watcher):
         self.steps = self.bars.add_task(f"  {_named(job.runs)}", total=None, note="")
 
     def stepped(self, job: Job, progress: Progress) -> None:
-        values = [value for value in progress.cross_entropy if value is not None]  # without those of failed runs
+        values = [value for value in progress.score if value is not None]  # without those of failed runs
         note = f"cross entropy {sum(values) / len(values):.4f}" if values else ""
         self.bars.update(self.steps, total=progress.steps, completed=progress.step, note=note)
 

@@ -218,7 +218,7 @@ class Sweep:
                     "failure": None if failure is None else vars(failure),
                     "metrics": metrics,
                     "history": [
-                        {"epoch": e["epoch"], "step": e["step"], "train_cross_entropy": e["cross_entropy"][r]}
+                        {"epoch": e["epoch"], "step": e["step"], "train_cross_entropy": e["score"][r]}
                         for e in fitted.history
                     ],
                     "steps": steps,

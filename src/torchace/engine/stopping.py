@@ -1,0 +1,101 @@
+"""Early stopping: every run keeps the weights of the epoch at which it was best on held-out samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchace.data import Split
+from torchace.engine.network import Cohort, Network, SideBySide
+from torchace.engine.objective import mean_over_samples, scores_of
+from torchace.engine.recipe import Recipe
+
+CHUNK = 4096  # samples that all runs predict at once
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Samples that are not trained on, as the network takes them, and how long a run may go without improving."""
+
+    split: Split
+    patience: int  # epochs
+
+
+class EarlyStopping:
+    """The best epoch of each run so far, by the ensemble's score on held-out samples.
+
+    A run that has not improved for `patience` epochs stops; the others go on without it. What a stopped run's weights
+    do from then on does not matter: `restore` gives every run those of its best epoch.
+    """
+
+    def __init__(self, network: Network, held_out: HeldOut, recipe: Recipe) -> None:
+        self.held_out, self.recipe = held_out, recipe
+        self.best: list[float] = [math.inf] * network.num_runs
+        self.best_epoch = [0] * network.num_runs  # 0: before the first
+        self.weights = {name: value.detach().clone() for name, value in network.state_dict().items()}
+
+    def update(self, network: Network, epoch: int, stopped: Sequence[bool]) -> tuple[list[float | None], list[bool]]:
+        """Scores the runs after an epoch (counted from 1).
+
+        Returns:
+            Each run's score, None for NaN, Inf and runs that stopped before; and which runs are stopped now.
+        """
+        scores = held_out_scores(network, self.held_out.split, self.recipe).tolist()
+        # a run that stopped may not profit from others that go on
+        scores = [math.nan if done else score for score, done in zip(scores, stopped, strict=True)]
+        improved = [score < best for score, best in zip(scores, self.best, strict=True)]
+        for run, better in enumerate(improved):
+            if better:
+                self.best[run], self.best_epoch[run] = scores[run], epoch
+        if any(improved):
+            taken = torch.tensor(improved, device=self.held_out.split.x.device)
+            for name, value in network.state_dict().items():
+                mask = _of_runs(network, name, value, taken)
+                self.weights[name] = torch.where(mask, value.detach(), self.weights[name])
+        now = [
+            done or epoch - best >= self.held_out.patience for done, best in zip(stopped, self.best_epoch, strict=True)
+        ]
+        return [score if math.isfinite(score) else None for score in scores], now
+
+    def restore(self, network: Network) -> None:
+        """Gives every run the weights of its best epoch."""
+        network.load_state_dict(self.weights)
+
+    def state(self) -> dict[str, Any]:
+        # as text: JSON has no word for Inf
+        return {"best": [repr(value) for value in self.best], "best_epoch": self.best_epoch}
+
+    def load(self, state: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        self.best, self.best_epoch = [float(value) for value in state["best"]], list(state["best_epoch"])
+        for name, value in self.weights.items():
+            value.copy_(weights[name])
+
+
+@torch.no_grad()
+def held_out_scores(network: Network, split: Split, recipe: Recipe) -> Tensor:
+    """Each run's cross entropy or squared error on a split, `(R,)`; weighted where samples have weights."""
+    training = network.training
+    network.eval()
+    scores = torch.cat(
+        [
+            scores_of(network.predict(x).to(recipe.dtype), y, recipe)
+            for x, y in zip(split.x.split(CHUNK), split.y.split(CHUNK), strict=True)
+        ],
+        1,
+    )
+    network.train(training)
+    return mean_over_samples(scores, split.weight)
+
+
+def _of_runs(network: Network, name: str, value: Tensor, taken: Tensor) -> Tensor:
+    """Which entries of a tensor of the network belong to the runs that are taken, to be broadcast against it."""
+    if isinstance(network, Cohort):  # (R·K, ...)
+        return taken.repeat_interleave(network.num_members).view(-1, *[1] * (value.ndim - 1))
+    if isinstance(network, SideBySide):  # ensembles.R.NAME
+        return taken[int(name.split(".")[1])]
+    raise TypeError(f"{type(network).__name__} does not say whose its weights are.")

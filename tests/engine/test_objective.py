@@ -1,0 +1,122 @@
+"""Weights of samples, regression, and the scores that runs are judged by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.cases import BATCH, CLASSES, FEATURES, MEMBERS, cohort, members, recipe, weights
+from torchace.data import Batches, Split
+from torchace.engine.fit import fit
+from torchace.engine.network import Cohort
+from torchace.engine.objective import mean_over_samples, scores_of
+
+KINDS = ["shared", "exchanged", "separate"]
+# float64 sums in another order, through 20 steps of Adam
+WITHIN = 1e-9
+
+
+def samples(count: int = BATCH, task: str = "ace") -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
+    if task == "ncl":
+        return x, torch.randn(count, CLASSES, generator=generator, dtype=torch.float64)
+    return x, torch.randint(CLASSES, (count,), generator=generator)
+
+
+def trained(split: Split, kind: str, loss: str, diversity: float = 0.4) -> dict[str, Tensor]:
+    """The weights after 20 steps on the whole split."""
+    network = cohort([3])
+    settings = recipe(kind, 20, loss=loss)
+    fit(network, Batches(split, len(split), dtype=torch.float64), settings, diversities=[diversity], seeds=[3])
+    return weights(network, 0)
+
+
+@pytest.mark.parametrize("loss", ["ace", "ncl"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_of_n_is_a_sample_n_times_and_a_weight_of_0_is_none(kind: str, loss: str) -> None:
+    x, y = samples(task=loss)
+    times = torch.tensor([1, 0, 3, 2, 0, 1, 1, 2])
+    diversity = 0.0 if kind == "separate" else 0.4
+    weighted = trained(Split(x, y, times.double()), kind, loss, diversity)
+    repeated = trained(Split(x.repeat_interleave(times, 0), y.repeat_interleave(times, 0)), kind, loss, diversity)
+    other = trained(Split(x, y), kind, loss, diversity)
+    for name, value in weighted.items():
+        torch.testing.assert_close(value, repeated[name], rtol=0, atol=WITHIN)
+    assert any((value - other[name]).abs().max() > 1e-3 for name, value in weighted.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_regression_moves_every_member_by_its_own_gradient(kind: str) -> None:
+    """∂e^k/∂F^k = (F^k - Y) - λ(F^k - F̄), through each member alone."""
+    diversity = 0.0 if kind == "separate" else 0.7
+    network, plain = cohort([3]), members(3)
+    x, y = samples(task="ncl")
+    data = Batches(Split(x, y), BATCH, dtype=torch.float64)
+    settings = recipe(kind, 1, loss="ncl", optimizer="sgd", momentum=0.0, learning_rate=1.0)
+    fit(network, data, settings, diversities=[diversity], seeds=[3])
+    ensemble = network.ensemble(0)
+    for k, member in enumerate(plain):
+        xk, yk = (part[0] for part in data.batch_many([3], 0, 0, streams=0 if kind == "shared" else k))
+        prediction = member(xk)
+        mean = sum(other(xk) for other in plain).detach() / MEMBERS  # type: ignore[union-attr]
+        gradient = (prediction - yk) - diversity * (prediction - mean)
+        # the mean over samples and outputs
+        (prediction * gradient.detach()).sum().div(BATCH * CLASSES).backward()
+        for name, parameter in member.named_parameters():
+            expected = parameter.detach() - parameter.grad
+            torch.testing.assert_close(ensemble[k].get_parameter(name).detach(), expected, rtol=0, atol=1e-12)
+
+
+def test_scores_are_those_of_the_ensemble_not_of_its_members() -> None:
+    logits = torch.randn(2, MEMBERS, BATCH, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    _, y = samples()
+    q = logits.softmax(3).mean(1)
+    expected = torch.stack([-q[r, torch.arange(BATCH), y].log() for r in range(2)])
+    torch.testing.assert_close(scores_of(logits, y, recipe()), expected)
+    torch.testing.assert_close(scores_of(logits, y.expand(2, -1), recipe()), expected)
+    _, target = samples(task="ncl")
+    expected = ((logits.mean(1) - target) ** 2).mean(2)
+    torch.testing.assert_close(scores_of(logits, target, recipe(loss="ncl")), expected)
+
+
+def test_a_batch_of_samples_that_weigh_nothing_moves_nothing() -> None:
+    assert mean_over_samples(torch.ones(2, 3), torch.zeros(3)).tolist() == [0.0, 0.0]
+    x, y = samples()
+    before = weights(cohort([3]), 0)
+    after = trained(Split(x, y, torch.zeros(BATCH, dtype=torch.float64)), "shared", "ace")
+    assert all(value.equal(before[name]) for name, value in after.items())
+
+
+def test_weights_follow_their_samples_through_the_shuffle() -> None:
+    x = torch.arange(20.0).view(20, 1)
+    data = Batches(Split(x, torch.arange(20), 2 * torch.arange(20.0)), 6)
+    for epoch in range(2):
+        for step in range(3):
+            drawn, _ = data.batch_many([4, 9], epoch, step, streams=[0, 1])
+            given = data.weights_many([4, 9], epoch, step, streams=[0, 1])
+            assert given is not None
+            assert torch.equal(given, 2 * drawn[..., 0])
+    assert Batches(Split(x, torch.arange(20)), 6).weights_many([0], 0, 0) is None
+
+
+def test_weights_must_fit_the_samples() -> None:
+    x, y = samples()
+    with pytest.raises(ValueError, match=r"Expected `weight` of shape \(8,\)"):
+        Split(x, y, torch.ones(3))
+    kept = Split(x, y, torch.arange(8.0)).take(torch.tensor([5, 1]))
+    assert kept.weight is not None
+    assert kept.weight.tolist() == [5.0, 1.0]
+
+
+def test_regression_runs_of_a_cohort_do_not_touch_each_other() -> None:
+    x, y = samples(40, "ncl")
+    data = Batches(Split(x, y), BATCH, dtype=torch.float64)
+    together = Cohort([members(3), members(4)])
+    fit(together, data, recipe(loss="ncl"), diversities=[0.2, 0.9], seeds=[3, 4])
+    for r, (diversity, seed) in enumerate([(0.2, 3), (0.9, 4)]):
+        alone = Cohort([members(seed)])
+        fit(alone, data, recipe(loss="ncl"), diversities=[diversity], seeds=[seed])
+        for name, value in weights(alone, 0).items():
+            torch.testing.assert_close(weights(together, r)[name], value, rtol=0, atol=WITHIN)

@@ -1,0 +1,105 @@
+"""Early stopping: alone or in company, interrupted or not, a run keeps the weights of its best epoch."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engine.cases import CLASSES, FEATURES, assert_same, batches, members, recipe, weights
+from torchace.data import Split
+from torchace.engine.checkpoint import Checkpoints
+from torchace.engine.fit import Fitted, Interrupted, Saving, fit
+from torchace.engine.network import Cohort, Network, SideBySide
+from torchace.engine.stopping import HeldOut, held_out_scores
+from torchace.nn import Ensemble
+
+SEEDS, DIVERSITIES = [5, 6, 7], [0.0, 0.3, 0.9]
+EPOCHS = 12
+
+
+def held_out(patience: int) -> HeldOut:
+    generator = torch.Generator().manual_seed(8)
+    x = torch.randn(15, FEATURES, generator=generator, dtype=torch.float64)
+    return HeldOut(Split(x, torch.randint(CLASSES, (15,), generator=generator)), patience)
+
+
+def train(network: Network, patience: int, runs: list[int], **options: object) -> Fitted:
+    settings = recipe(steps=5 * EPOCHS, learning_rate=0.03)  # random labels: it overfits at once
+    return fit(
+        network,
+        batches(),
+        settings,
+        diversities=[DIVERSITIES[r] for r in runs],
+        seeds=[SEEDS[r] for r in runs],
+        held_out=held_out(patience),
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def by_hand(run: int, patience: int) -> tuple[dict[str, Tensor], int, list[float]]:
+    """The run trained anew for every number of epochs: its best one before patience runs out."""
+    scores: list[float] = []
+    best: dict[str, Tensor] = {}
+    for epoch in range(1, EPOCHS + 1):
+        network = Cohort([members(SEEDS[run])])
+        settings = recipe(steps=5 * epoch, learning_rate=0.03)
+        fit(network, batches(), settings, diversities=[DIVERSITIES[run]], seeds=[SEEDS[run]])
+        logits = network.predict(held_out(1).split.x)[0].detach()
+        q, y = logits.softmax(2).mean(0), held_out(1).split.y
+        scores.append(float(-q[torch.arange(len(y)), y].log().mean()))
+        if scores[-1] == min(scores):
+            best = weights(network, 0)
+        if epoch - 1 - scores.index(min(scores)) >= patience:
+            break
+    return best, scores.index(min(scores)) + 1, scores
+
+
+@pytest.mark.parametrize("patience", [1, 3, 100])
+@pytest.mark.parametrize("kind", ["cohort", "side by side"])
+def test_every_run_keeps_its_best_epoch(kind: str, patience: int) -> None:
+    network: Network = (
+        Cohort([members(seed) for seed in SEEDS])
+        if kind == "cohort"
+        else SideBySide([Ensemble(members(seed)) for seed in SEEDS])
+    )
+    fitted = train(network, patience, [0, 1, 2])
+    assert fitted.best_epochs is not None
+    for run in range(3):
+        best, epoch, scores = by_hand(run, patience)
+        assert fitted.best_epochs[run] == epoch
+        mine = [entry["held_out"][run] for entry in fitted.history]
+        assert mine[: len(scores)] == pytest.approx(scores, abs=1e-9)
+        assert all(value is None for value in mine[len(scores) :])  # not scored once it stopped
+        if kind == "cohort":
+            assert_same(weights(network, run), best, within=1e-9)  # rounding, through 60 steps
+    assert len(fitted.history) == max(len(by_hand(run, patience)[2]) for run in range(3))
+    expected = [min(entry["held_out"][r] or 9 for entry in fitted.history) for r in range(3)]
+    assert held_out_scores(network, held_out(1).split, recipe()).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("at", [3, 11, 19, 24])
+def test_an_interrupted_training_ends_bit_for_bit_the_same(at: int, tmp_path: Path) -> None:
+    whole = Cohort([members(seed) for seed in SEEDS])
+    expected = train(whole, 3, [0, 1, 2])
+    saving, calls = Saving(Checkpoints(tmp_path), None, None), iter(range(1000))
+    with pytest.raises(Interrupted):
+        train(Cohort([members(seed) for seed in SEEDS]), 3, [0, 1, 2], saving=saving, stop=lambda: next(calls) == at)
+    resumed = Cohort([members(seed) for seed in SEEDS])
+    fitted = train(resumed, 3, [0, 1, 2], saving=saving)
+    assert dataclasses.replace(fitted, seconds=0) == dataclasses.replace(expected, seconds=0)
+    for run in range(3):
+        assert_same(weights(resumed, run), weights(whole, run), within=0)
+
+
+def test_held_out_weights_count() -> None:
+    network, split = Cohort([members(5)]), held_out(1).split
+    weight = torch.arange(15.0, dtype=torch.float64)
+    expected = torch.tensor(
+        [float(held_out_scores(network, split.take(torch.tensor([i])), recipe())) for i in range(15)]
+    )
+    score = held_out_scores(network, Split(split.x, split.y, weight), recipe())
+    assert float(score) == pytest.approx(float((expected.double() * weight).sum() / weight.sum()), abs=1e-6)
