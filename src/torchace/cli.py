@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import errno
 import io
-import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 from torchace import __version__
@@ -21,11 +19,23 @@ TOOL = "The command line needs {}: pip install 'torchace[tool]'."
 
 try:
     import typer
-    from rich.console import Console
+
+    from torchace import cli_data
+    from torchace._terminal import (
+        ERROR,
+        INTERRUPTED,
+        KEYBOARD,
+        SOME_FAILED,
+        USAGE,
+        Stopper,
+        complain,
+        console,
+        device_of,
+        say,
+        wide,
+    )
 except ModuleNotFoundError as error:
     sys.exit(TOOL.format(error.name))
-
-ERROR, USAGE, INTERRUPTED, SOME_FAILED, KEYBOARD = 1, 2, 3, 4, 130
 
 app = typer.Typer(
     add_completion=False,
@@ -33,7 +43,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train ensembles jointly, with one knob for how much the members may differ.",
 )
-console = Console()
 
 
 @app.command()
@@ -46,6 +55,9 @@ def run(
     out: Annotated[Path | None, typer.Option(help="The run directory; runs/NAME unless given.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto: cuda where there is one.")] = "auto",
     resume: Annotated[bool, typer.Option(help="Go on where an earlier run stopped; or refuse if there is one.")] = True,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Train on Ray: auto, local, HOST:PORT or ray://HOST:PORT.")
+    ] = None,
 ) -> None:
     """Train a sweep over λ and seeds and write a report. Interrupted, it goes on when repeated."""
     for package in ("matplotlib", "jinja2"):  # of the report: better said now than after the training
@@ -56,25 +68,36 @@ def run(
 
     chosen = load_experiment(experiment, set_ or (), seeds=None if seeds is None else range(seeds))
     directory = out or Path("runs") / chosen.name
-    device = _device(device)
+    device = device_of(device) if ray is None else device  # of this machine, or of the cluster's
 
     from torchace.engine.fit import Interrupted
     from torchace.runs.ledger import LedgerError
     from torchace.runs.progress import SweepProgress
-    from torchace.runs.sweep import Sweep
+    from torchace.runs.sweep import Sweep, Unfinished
 
     if not resume and (directory / "experiment.json").exists():
         raise LedgerError(f"{directory} holds runs already. Leave out --no-resume to go on, or choose another --out.")
     try:
-        with _Stopper() as stopper, SweepProgress(console) as progress:
-            failures = Sweep(chosen, directory, device).run(progress, stopper)
+        with Stopper() as stopper, SweepProgress(console) as progress:
+            if ray is None:
+                failures = Sweep(chosen, directory, device).run(progress, stopper)
+            else:
+                from torchace.runs.ray import ray_sweep
+
+                with ray_sweep(chosen, directory, device, ray) as sweep:
+                    failures = sweep.run(progress, stopper)
     except Interrupted:
-        _complain(f"Interrupted. Everything so far is in {directory}; repeat the command to go on.")
+        complain(f"Interrupted. Everything so far is in {directory}; repeat the command to go on.")
         raise typer.Exit(INTERRUPTED) from None
+    except Unfinished as error:
+        for lost, reason in error.reasons.items():
+            complain(f"Run λ={lost.diversity:g}, seed {lost.seed} ({lost.arm}) is not finished: {reason}.")
+        complain(f"The other runs are in {directory}; repeat the command to try these again.")
+        raise typer.Exit(ERROR) from None
     _report(directory)
     for failed, why in failures.items():
         member = "" if why.member is None else f", member {why.member}"
-        _complain(
+        complain(
             f"Run λ={failed.diversity:g}, seed {failed.seed} ({failed.arm}) failed at step {why.step}{member}: "
             f"{why.message}."
         )
@@ -97,65 +120,28 @@ def info() -> None:
     from torchace.runs.environment import processor, versions
 
     for name, version in versions().items():
-        _say(f"{name:14} {version}")
-    _say(f"{'processor':14} {processor()}, {torch.get_num_threads()} threads")
+        say(f"{name:14} {version}")
+    say(f"{'processor':14} {processor()}, {torch.get_num_threads()} threads")
     for i in range(torch.cuda.device_count()):
-        _say(f"{f'cuda:{i}':14} {torch.cuda.get_device_name(i)}")
-    _say(f"{'experiments':14} {', '.join(builtin_names())}")
+        say(f"{f'cuda:{i}':14} {torch.cuda.get_device_name(i)}")
+    say(f"{'experiments':14} {', '.join(builtin_names())}")
+
+
+for command in cli_data.COMMANDS:
+    app.command()(command)
 
 
 def _report(directory: Path) -> None:
     from torchace.report import read_results, rich_table, write_report
 
     page = write_report(directory)
-    # in a file or a pipe nothing has to fit a screen
-    wide = console if console.is_terminal else Console(width=max(console.width, 100))
-    wide.print(rich_table(read_results(directory)))
-    _say(f"Report: {page}")
-
-
-def _device(name: str) -> str:
-    import torch
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        if torch.device(name).type not in ("cpu", "cuda"):
-            raise RuntimeError("torchace trains on cpu and cuda")
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(f"Cannot use the device {name!r}: {reason}. Use cpu, cuda, cuda:N or auto.") from error
-    return name
-
-
-class _Stopper:
-    """Says yes after SIGINT or SIGTERM; a second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Stopper:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._ask)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        signal.signal(number, signal.SIG_DFL)
-
-    def __call__(self) -> bool:
-        return self.asked
+    wide().print(rich_table(read_results(directory)))
+    say(f"Report: {page}")
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        _say(f"torchace {__version__}")
+        say(f"torchace {__version__}")
         raise typer.Exit
 
 
@@ -166,15 +152,6 @@ def _main(
 ) -> None:
     if context.invoked_subcommand is None:
         context.get_help()
-
-
-def _say(text: str) -> None:
-    # soft_wrap: a line stays a line, however narrow the terminal; markup: [brackets] are a user's own
-    console.print(text, soft_wrap=True, highlight=False, markup=False)
-
-
-def _complain(text: str) -> None:
-    Console(stderr=True).print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def main() -> None:
@@ -190,7 +167,7 @@ def main() -> None:
         sentence, code = _explained(error)
         if sentence is None:
             raise
-        _complain(f"Error: {' '.join(sentence.split())}")
+        complain(f"Error: {' '.join(sentence.split())}")
         sys.exit(code)
 
 

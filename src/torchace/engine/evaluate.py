@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from torchace.functional import disagreement, ensemble_probs, mutual_information
 from torchace.functional.calibration import calibration_bins
 
 DISPUTED = 24  # samples on which the members differ most, kept for the report
+DRAWN = 5000  # samples of a regression, kept for the report
 
 
 @dataclass(frozen=True)
@@ -74,4 +76,39 @@ def evaluate(logits: Tensor, target: Tensor, images: Tensor | None = None) -> Ev
     if images is not None:
         pixels = images[disputed]
         arrays["disputed_images"] = pixels[:, 0] if pixels.shape[1] == 1 else pixels.permute(0, 2, 3, 1)
+    return Evaluation(scores, {name: value.cpu().contiguous() for name, value in arrays.items()})
+
+
+@torch.no_grad()
+def evaluate_regression(predictions: Tensor, target: Tensor) -> Evaluation:
+    """Scores one run of a regression with one target.
+
+    Args:
+        predictions: `(K, N)`, in the target's units.
+        target: `(N,)`.
+    """
+    predictions, target = predictions.double(), target.double()
+    mean, spread = predictions.mean(0), predictions.std(0, correction=0)
+    errors = predictions - target  # (K, N)
+    mse, member_mse = (mean - target).square().mean(), errors.square().mean(1)
+    variance = (target - target.mean()).square().mean()
+    scores: dict[str, float | list[float]] = {
+        "mse": mse.item(),
+        "rmse": mse.sqrt().item(),
+        "mae": (mean - target).abs().mean().item(),
+        "r2": (1 - mse / variance).item() if variance > 0 else math.nan,
+        "member_mse": member_mse.mean().item(),
+        "spread": spread.mean().item(),
+        "ambiguity": spread.square().mean().item(),  # what the ensemble gains: member_mse - mse
+        "members": member_mse.tolist(),
+    }
+    centred = errors - errors.mean(1, keepdim=True)
+    size = centred.square().sum(1).sqrt()
+    correlation = centred @ centred.T / (size[:, None] * size).clamp_min(torch.finfo(torch.float64).tiny)
+    arrays = {
+        "predicted": mean[:DRAWN],
+        "observed": target[:DRAWN],
+        "spread": spread[:DRAWN],
+        "residual_correlation": correlation,
+    }
     return Evaluation(scores, {name: value.cpu().contiguous() for name, value in arrays.items()})

@@ -4,7 +4,13 @@ from torchace.functional.ace import amended_cross_entropy
 from torchace.functional.binary import binary_amended_cross_entropy
 from torchace.functional.calibration import brier_score, calibration_error
 from torchace.functional.decomposition import bias_variance_covariance
-from torchace.functional.diversity import ambiguity, disagreement, mutual_information, pairwise_cross_entropy
+from torchace.functional.diversity import (
+    ambiguity,
+    disagreement,
+    mutual_information,
+    pairwise_cross_entropy,
+    predictive_entropy,
+)
 from torchace.functional.gamma import diversity_from_gamma, gamma_from_diversity
 from torchace.functional.gradients import average_gradients
 from torchace.functional.ncl import negative_correlation
@@ -29,4 +35,5 @@ __all__ = [
     "mutual_information",
     "negative_correlation",
     "pairwise_cross_entropy",
+    "predictive_entropy",
 ]

@@ -43,6 +43,30 @@ def disagreement(logits: Tensor, *, reduction: str = "mean") -> Tensor:
     return reduced((num_members * (num_members - 1) - same) / pairs, reduction)
 
 
+def predictive_entropy(
+    logits: Tensor, *, member_weights: Tensor | Sequence[float] | None = None, reduction: str = "mean"
+) -> Tensor:
+    r"""How uncertain the ensemble is, whatever the reason: the entropy of its probabilities.
+
+    $$H(\bar q) = -\sum_c \bar q_c \log \bar q_c$$
+
+    Args:
+        logits: Members' logits, `(K, N, C, ...)`.
+        member_weights: The paper's α, `(K,)`; uniform unless given.
+        reduction: `"mean"` or `"sum"` over samples, `"none"` for one value a sample, `(N, ...)`.
+
+    Returns:
+        A scalar, or `(N, ...)`, in nats.
+
+    Example:
+        >>> predictive_entropy(torch.tensor([[[100.0, 0.0]], [[0.0, 100.0]]]))
+        tensor(0.6931)
+    """
+    _checks.check_reduction(reduction)
+    _, _, log_mixture = _log_probs(logits, member_weights)
+    return reduced(-(log_mixture.exp() * log_mixture).sum(1), reduction)
+
+
 def mutual_information(
     logits: Tensor, *, member_weights: Tensor | Sequence[float] | None = None, reduction: str = "mean"
 ) -> Tensor:

@@ -150,17 +150,17 @@ class Ledger:
 
 
 def _dumped(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(_finite(content), indent=1, allow_nan=False) + "\n").encode()
+    return (json.dumps(finite(content), indent=1, allow_nan=False) + "\n").encode()
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """NaN and Inf as null: JSON has no word for them."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 

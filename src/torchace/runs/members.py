@@ -35,6 +35,7 @@ class MemberPlan:
     batch_size: int = 128
     learning_rate: float = 3e-3
     weight_decay: float = 1e-2
+    schedule: str | None = None  # "constant" or "cosine"; None: cosine, or constant where training may stop early
     batches: str = "shared"
     label_smoothing: float = 0.0
     patience: int | None = None  # epochs without improvement on held-out samples; None trains to the end
@@ -49,7 +50,7 @@ class MemberPlan:
             optimizer="adamw",
             learning_rate=self.learning_rate,
             weight_decay=self.weight_decay,
-            schedule="constant" if self.patience is not None else "cosine",
+            schedule=self.schedule or ("cosine" if self.patience is None else "constant"),
             label_smoothing=self.label_smoothing,
             precision=self.precision,
         )

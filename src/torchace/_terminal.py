@@ -1,0 +1,69 @@
+"""What every command shares: the terminal, exit codes, the device, signals."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+ERROR, USAGE, INTERRUPTED, SOME_FAILED, KEYBOARD = 1, 2, 3, 4, 130
+
+console = Console()
+
+
+def say(text: str) -> None:
+    """Prints a line."""
+    # soft_wrap: a line stays a line, however narrow the terminal; markup: [brackets] are a user's own
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def complain(text: str) -> None:
+    """Prints a line where errors go."""
+    Console(stderr=True).print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def wide() -> Console:
+    """Where a table goes: in a file or a pipe nothing has to fit a screen."""
+    return console if console.is_terminal else Console(width=max(console.width, 100))
+
+
+def device_of(name: str) -> str:
+    """A device to train on; `auto` is cuda where there is one."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        if torch.device(name).type not in ("cpu", "cuda"):
+            raise RuntimeError("torchace trains on cpu and cuda")
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(f"Cannot use the device {name!r}: {reason}. Use cpu, cuda, cuda:N or auto.") from error
+    return name
+
+
+class Stopper:
+    """Says yes after SIGINT or SIGTERM; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stopper:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        signal.signal(number, signal.SIG_DFL)
+
+    def __call__(self) -> bool:
+        return self.asked

@@ -1,0 +1,315 @@
+"""A model for a user's table: λ searched, the ensemble trained, everything put in place at once.
+
+While it works, everything is in a directory beside the model's, `NAME.work`; killed at any moment, the same command
+goes on there. The model's directory appears in one rename, when it is complete.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchace.data import Split
+from torchace.engine.checkpoint import Checkpoints
+from torchace.engine.files import flush_directory, write_whole
+from torchace.engine.fit import Failure, Progress, Saving
+from torchace.runs.environment import hardware, versions
+from torchace.runs.ledger import FORMAT, Ledger, LedgerError, Run, finite
+from torchace.runs.members import MemberPlan, Trained, train_members
+from torchace.runs.scaling import finished_ensemble
+from torchace.runs.table import Table, on_device
+from torchace.runs.table_model import TableModel, score
+from torchace.runs.trials import Trials
+from torchace.runs.tune import Stage, TunedDiversity, tune_diversity
+from torchace.saving import ModelFileError
+
+SAVE_EVERY = 30.0  # seconds
+
+
+class TrainingFailed(ValueError):
+    """The model's own training ended in NaN or Inf."""
+
+
+class FitWatcher:
+    """Is told what a fit does; this one does not care."""
+
+    def searched(self, stage: Stage, share: float) -> None:
+        """This share of a stage of the search for λ is done."""
+
+    def trained(self, progress: Progress) -> None:
+        """Steps of the model's own training were made."""
+
+
+@dataclass(frozen=True)
+class TableFit:
+    """One fit: a table, a plan, λ, and the directory of the model.
+
+    Attributes:
+        table: What is trained on.
+        plan: What is trained, and how.
+        diversity: λ; None for a search.
+        out: The model's directory.
+        settings: What the user said about the table, for the record.
+        seed: Of the model's training and of the search.
+        device: Where it is trained.
+    """
+
+    table: Table
+    plan: MemberPlan
+    diversity: float | None
+    out: Path
+    settings: dict[str, Any]
+    seed: int = 0
+    device: str = "cpu"
+
+    @property
+    def work(self) -> Path:
+        """Where everything is until it is complete."""
+        return self.out.with_name(f"{self.out.name}.work")
+
+    @property
+    def _kept(self) -> Path:
+        return self.work / "model"
+
+    def request(self) -> dict[str, Any]:
+        """What makes this fit this one: two with the same request give the same model."""
+        plan = {**asdict(self.plan), "hidden": list(self.plan.hidden)}
+        wanted = "auto" if self.diversity is None else self.diversity
+        data = {"name": self.table.name, "sha256": self.table.sha256}
+        return {"data": data, "table": self.settings, "plan": plan, "diversity": wanted, "seed": self.seed}
+
+    def is_finished(self) -> bool:
+        """Whether the model is there already; anything else in its place is refused, before anything is written."""
+        if not os.path.lexists(self.out) or (self.out.is_dir() and not any(self.out.iterdir())):
+            return False
+        try:
+            record = TableModel.load(self.out).record
+        except (ModelFileError, OSError):
+            record = {}
+        if record.get("fit") != self.request():
+            raise LedgerError(f"{self.out} holds something else already. Choose another --out, or remove it.")
+        return True
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Claims the working directory, or refuses one that another fit has begun."""
+        ledger = Ledger(self.work)
+        with ledger.locked():
+            file = self.work / "fit.json"
+            if file.exists():
+                try:
+                    before = json.loads(file.read_bytes())["request"]
+                except (OSError, ValueError, KeyError, TypeError):
+                    before = None
+                if before != self.request():
+                    raise LedgerError(
+                        f"{self.work} holds an unfinished fit of other data or settings. Remove it, or choose "
+                        "another --out."
+                    )
+            else:
+                started = datetime.now(UTC).isoformat(timespec="seconds")
+                content = {"request": self.request(), "started": started}
+                write_whole(file, json.dumps(content, indent=1).encode())
+            yield
+
+    def train(self, watcher: FitWatcher | None = None, stop: Callable[[], bool] = lambda: False) -> None:
+        """Searches λ, trains the model, scores it and writes down what a report shows.
+
+        Raises:
+            Interrupted: `stop` said yes; what was done is kept.
+            TrainingFailed: The training ended in NaN or Inf.
+        """
+        watcher, began = watcher or FitWatcher(), time.monotonic()
+        ledger = Ledger(self.work)
+        ledger.clean([])
+        train, validation, test = (on_device(part, self.plan, self.device) for part in self._parts())
+        tuned = self._tuned(train, validation, test, watcher, stop) if self.diversity is None else None
+        diversity = self.diversity if tuned is None else tuned.diversity
+        assert diversity is not None
+        run = Run("model", diversity, self.seed)
+        if not ledger.is_finished(run) or not self._kept.exists():
+            trained = train_members(
+                self.plan,
+                train,
+                self.table.num_outputs,
+                diversities=[diversity],
+                seeds=[self.seed],
+                validation=validation,
+                saving=Saving(self._checkpoints(), None, SAVE_EVERY),
+                watch=watcher.trained,
+                stop=stop,
+            )
+            self._keep(ledger, run, trained, tuned)
+        self._checkpoints().remove()
+        self._write_experiment(ledger, run, tuned, time.monotonic() - began)
+
+    def publish(self) -> None:
+        """Puts the complete model in place, with its results and its report."""
+        for name in ("experiment.json", "runs", "report"):
+            source, copy = self.work / name, self._kept / name
+            if source.is_dir():
+                shutil.copytree(source, copy, dirs_exist_ok=True)
+            elif source.exists():
+                shutil.copyfile(source, copy)
+        for folder, _, files in os.walk(self._kept):
+            for file in files:
+                with open(Path(folder) / file, "rb") as stream:
+                    os.fsync(stream.fileno())
+            flush_directory(Path(folder))
+        os.rename(self._kept, self.out)
+        flush_directory(self.out.parent)
+        self.clear()
+
+    def clear(self) -> None:
+        """Removes the working directory."""
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _parts(self) -> tuple[Split, Split, Split]:
+        return self.table.train, self.table.validation, self.table.test
+
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.work / "checkpoints" / "model")
+
+    def _tuned(
+        self, train: Split, validation: Split, test: Split, watcher: FitWatcher, stop: Callable[[], bool]
+    ) -> TunedDiversity:
+        targets = self.table.targets
+        return tune_diversity(
+            self.plan,
+            train,
+            validation,
+            self.table.num_outputs,
+            check=test if len(test) else None,
+            seed=self.seed + 1,  # the model's own seed takes no part
+            score_scale=1.0 if targets is None else float(targets.std) ** 2,
+            store=Trials(self.work / "search", SAVE_EVERY),
+            watch=watcher.searched,
+            stop=stop,
+        )
+
+    def _keep(self, ledger: Ledger, run: Run, trained: Trained, tuned: TunedDiversity | None) -> None:
+        """Saves the trained model, then writes it down as done."""
+        if (failure := trained.failure(0)) is not None:
+            raise TrainingFailed(_failed(failure, run))
+        ensemble = finished_ensemble(trained.ensemble(0), self.table.encoder(), self.table.targets)
+        scores, arrays = self._scores(trained)
+        fitted = trained.fitted
+        record = {
+            "fit": self.request(),
+            "search": None if tuned is None else tuned.to_json(),
+            "scores": scores,
+            "best_epoch": None if fitted.best_epochs is None else fitted.best_epochs[0],
+            "rows": dict(zip(("train", "validation", "test"), map(len, self._parts()), strict=True)),
+        }
+        if self._kept.exists():  # of a process that was killed right here
+            shutil.rmtree(self._kept)
+        TableModel(ensemble, self.table.encoding, run.diversity, finite(record)).save(self._kept)
+        metric = "train_cross_entropy" if self.table.task == "classification" else "train_mse"
+        ledger.write_result(
+            run,
+            {
+                "format": FORMAT,
+                "run": run.id,
+                "arm": run.arm,
+                "diversity": run.diversity,
+                "seed": run.seed,
+                "num_members": self.plan.num_members,
+                "batches": self.plan.batches,
+                "status": "finished",
+                "failure": None,
+                "metrics": {"test": scores.get("test"), "validation": scores["validation"], "train": None},
+                "history": [
+                    {"epoch": entry["epoch"], "step": entry["step"], metric: entry["score"][0]}
+                    for entry in fitted.history
+                ],
+                "steps": trained.recipe.steps,
+                "seconds": fitted.seconds,
+                "parameters": sum(p.numel() for p in ensemble.parameters()),
+                "job": "model",
+                "versions": versions(),
+                **hardware(self.device),
+            },
+            arrays,
+        )
+
+    def _scores(self, trained: Trained) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """How the model does on what it was not trained on, in the target's units."""
+        stacked = trained.ensemble(0).cpu().double()
+        targets, scores, arrays = self.table.targets, {}, {}
+        for name, part in (("validation", self.table.validation), ("test", self.table.test)):
+            if not len(part):
+                continue
+            with torch.no_grad():
+                logits = stacked(part.x)
+            y = part.y
+            if targets is not None:
+                logits, y = logits * targets.std + targets.mean, (y * targets.std + targets.mean).squeeze(1)
+            found = score(logits, y)
+            scores[name], arrays = found.metrics, found.arrays
+        if "disputed_index" in arrays and len(self.table.test):
+            arrays["disputed_index"] = self.table.test_rows[arrays["disputed_index"]]
+        return scores, arrays
+
+    def _write_experiment(self, ledger: Ledger, run: Run, tuned: TunedDiversity | None, seconds: float) -> None:
+        schema, plan = self.table.schema, self.plan
+        widths = [self.table.train.x.shape[1], *plan.hidden, self.table.num_outputs]
+        fit = json.loads((self.work / "fit.json").read_bytes())
+        content = {
+            "format": FORMAT,
+            "name": self.out.name,
+            "title": f"{schema.target.name}, from {self.table.name}",
+            "description": f"{plan.num_members} networks trained jointly to predict {schema.target.name}.",
+            "task": self.table.task,
+            "data": {
+                "name": self.table.name,
+                "train": len(self.table.train),
+                "validation": len(self.table.validation),
+                "test": len(self.table.test),
+                "classes": schema.target.class_names,
+                "image_shape": None,
+                "schema": self.table.described,
+            },
+            "arms": [
+                {
+                    "name": run.arm,
+                    "label": "the model",
+                    "num_members": plan.num_members,
+                    "batches": plan.batches,
+                    "network": "MLP " + "-".join(map(str, widths)),
+                    "parameters": plan.num_members * sum((i + 1) * o for i, o in itertools.pairwise(widths)),
+                    "diversities": [run.diversity],
+                    "baseline": False,
+                    "seeds": [run.seed],
+                }
+            ],
+            "seeds": [run.seed],
+            "search": None if tuned is None else tuned.to_json(),
+            "paper": None,
+            "hardware": hardware(self.device),
+            "versions": versions(),
+            "config": self.request(),
+            "started": fit["started"],
+            "seconds": seconds,
+        }
+        ledger.write_experiment(content)
+
+
+def _failed(failure: Failure, run: Run) -> str:
+    member = "" if failure.member is None else f", member {failure.member}"
+    return (
+        f"The model's training (λ={run.diversity:g}, seed {run.seed}{member}) ended at step {failure.step} with "
+        f"{failure.message}. Try a smaller --learning-rate."
+    )

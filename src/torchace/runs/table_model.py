@@ -1,0 +1,121 @@
+"""A trained ensemble with the encoding of its table: what `torchace fit` keeps, and what predicts rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from torchace.data import DataError
+from torchace.data.encoding import Encoding
+from torchace.engine.evaluate import Evaluation, evaluate, evaluate_regression
+from torchace.functional import disagreement, ensemble_log_probs, mutual_information, predictive_entropy
+from torchace.nn import Ensemble
+from torchace.saving import ModelFileError, load_model, save_model
+
+if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-untyped]
+
+CHUNK = 8192  # rows that all members predict at once
+
+
+@dataclass(frozen=True, eq=False)
+class TableModel:
+    """An ensemble that predicts rows of a table.
+
+    Attributes:
+        ensemble: From the raw matrix of `encoding` to logits, or to predictions in the target's units; in float64.
+        encoding: From rows to the raw matrix.
+        diversity: λ.
+        record: Everything else that was written down: how it was trained, how it did.
+    """
+
+    ensemble: Ensemble
+    encoding: Encoding
+    diversity: float
+    record: Mapping[str, Any]
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> TableModel:
+        """A model directory of `torchace fit`, or of an estimator's `save`.
+
+        Raises:
+            ModelFileError: The directory is damaged, or holds a model that was not trained on a table.
+        """
+        ensemble = load_model(path)
+        manifest = cast(Mapping[str, Any], ensemble.manifest)
+        extra = manifest["extra"] or {}
+        if not isinstance(ensemble, Ensemble) or "encoding" not in extra:
+            raise ModelFileError(f"{path} holds no model of a table; read it with torchace.load_model.")
+        try:
+            encoding = Encoding.from_json(extra["encoding"])
+        except DataError as error:
+            raise ModelFileError(f"{path} holds a table's description that cannot be read: {error}") from error
+        record = {key: value for key, value in extra.items() if key != "encoding"}
+        return cls(ensemble, encoding, float(manifest["diversity"]), record)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a model directory: complete, or not there."""
+        target = self.encoding.schema.target
+        save_model(
+            path,
+            self.ensemble,
+            diversity=self.diversity,
+            class_names=target.class_names if self.is_classifier else None,
+            extra={**self.record, "encoding": self.encoding.to_json()},
+        )
+
+    @property
+    def is_classifier(self) -> bool:
+        return self.encoding.schema.target.task == "classification"
+
+    @torch.no_grad()
+    def logits(self, frame: DataFrame) -> Tensor:
+        """The members' logits `(K, N, C)`, or predictions `(K, N, 1)`."""
+        return torch.cat([self.ensemble(part) for part in self.encoding.matrix(frame).split(CHUNK)], 1)
+
+    def predict(self, frame: DataFrame) -> DataFrame:
+        """Predictions and their uncertainty, one row for each row of a table.
+
+        The columns are, for classes: `prediction`, `probability_CLASS` for each, `entropy`, `mutual_information` and
+        `disagreement`; for numbers: `prediction` and `spread`, the members' standard deviation.
+        """
+        from pandas import DataFrame
+
+        if not len(frame):
+            raise DataError("The table has no rows; nothing can be predicted.")
+        logits = self.logits(frame)
+        if not self.is_classifier:
+            mean, spread = logits.mean(0).squeeze(1), logits.std(0, correction=0).squeeze(1)
+            return DataFrame({"prediction": mean.numpy(), "spread": spread.numpy()}, index=frame.index)
+        target = self.encoding.schema.target
+        log_probs = ensemble_log_probs(logits)
+        columns: dict[str, Any] = {"prediction": target.labels(log_probs.argmax(1))}
+        for code, name in enumerate(target.class_names):
+            columns[f"probability_{name}"] = log_probs[:, code].exp().numpy()
+        columns["entropy"] = predictive_entropy(logits, reduction="none").numpy()
+        columns["mutual_information"] = mutual_information(logits, reduction="none").numpy()
+        columns["disagreement"] = disagreement(logits, reduction="none").numpy()
+        return DataFrame(columns, index=frame.index)
+
+    def evaluate(self, frame: DataFrame) -> Evaluation:
+        """Scores on rows whose target is known."""
+        target = self.encoding.targets(frame)
+        return score(self.logits(frame), target)
+
+
+def score(logits: Tensor, target: Tensor) -> Evaluation:
+    """Scores of logits `(K, N, C)` and class indices, or of predictions `(K, N, 1)` and numbers `(N,)`."""
+    return evaluate_regression(logits.squeeze(2), target) if target.is_floating_point() else evaluate(logits, target)
+
+
+def model_path(path: Path) -> Path:
+    """The model directory a user means; a sentence where there is none."""
+    if not path.exists():
+        raise ModelFileError(f"{path} does not exist; give the directory that `torchace fit` wrote.")
+    return path

@@ -1,0 +1,92 @@
+"""A search on a user's table: for λ, or for λ with everything else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchace.data import Split
+from torchace.engine.files import write_whole
+from torchace.runs.members import MemberPlan
+from torchace.runs.search import SearchResult, SearchSpace, search
+from torchace.runs.table import Table, on_device
+from torchace.runs.trials import Trials
+from torchace.runs.tune import Stage, TunedDiversity, tune_diversity
+
+
+@dataclass(frozen=True)
+class TableSearch:
+    """A table, the plan the search starts from, and the directory it is kept in."""
+
+    table: Table
+    plan: MemberPlan
+    directory: Path
+    seed: int = 0
+    device: str = "cpu"
+
+    def diversity(
+        self,
+        *,
+        num_seeds: int,
+        rounds: int,
+        watch: Callable[[Stage, float], None] | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> TunedDiversity:
+        """λ, and what it is worth on the test part."""
+        targets = self.table.targets
+        tuned = tune_diversity(
+            self.plan,
+            self._part(self.table.train),
+            self._part(self.table.validation),
+            self.table.num_outputs,
+            check=self._part(self.table.test) if len(self.table.test) else None,
+            seed=self.seed,
+            num_seeds=num_seeds,
+            num_fresh=num_seeds,
+            rounds=rounds,
+            score_scale=1.0 if targets is None else float(targets.std) ** 2,
+            store=Trials(self.directory / "search"),
+            watch=watch,
+            stop=stop,
+        )
+        self._write(tuned.to_json())
+        return tuned
+
+    def everything(
+        self,
+        trials: int,
+        *,
+        storage: str | None,
+        study: str,
+        pruning: bool,
+        watch: Callable[[int, float | None, float | None], None] | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> SearchResult:
+        """λ with widths, rates and the number of members, in an Optuna study."""
+        if storage is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        found = search(
+            SearchSpace(),
+            self.plan,
+            self._part(self.table.train),
+            self._part(self.table.validation),
+            self.table.num_outputs,
+            trials=trials,
+            storage=storage or self.directory / "study.db",
+            study_name=study,
+            seed=self.seed,
+            pruning=pruning,
+            watch=watch,
+            stop=stop,
+        )
+        self._write(found.to_json())
+        return found
+
+    def _part(self, split: Split) -> Split:
+        return on_device(split, self.plan, self.device)
+
+    def _write(self, content: dict[str, Any]) -> None:
+        write_whole(self.directory / "tune.json", (json.dumps(content, indent=1) + "\n").encode())

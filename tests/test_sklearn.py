@@ -1,0 +1,380 @@
+"""The estimators: scikit-learn's own checks, and what a data scientist relies on beside them."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from numpy.typing import NDArray
+from sklearn.base import clone
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris, make_classification
+from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import torchace as ace
+from torchace.runs.table_model import TableModel
+from torchace.saving import ModelFileError
+from torchace.sklearn import ACEClassifier, NCLRegressor
+
+IRIS_X, IRIS_Y = load_iris(return_X_y=True)
+SUGAR_X, SUGAR_Y = load_diabetes(return_X_y=True)
+ESTIMATORS = [ACEClassifier, NCLRegressor]
+
+
+def small(kind: type = ACEClassifier, **options: Any) -> Any:
+    return kind(**{"num_members": 3, "hidden": (8,), "epochs": 15, "learning_rate": 0.02, "random_state": 0, **options})
+
+
+def data(kind: type) -> tuple[NDArray[Any], NDArray[Any]]:
+    return (IRIS_X, IRIS_Y) if kind is ACEClassifier else (SUGAR_X, SUGAR_Y)
+
+
+def predictions(estimator: Any, X: Any) -> NDArray[Any]:
+    return estimator.predict_proba(X) if isinstance(estimator, ACEClassifier) else estimator.predict(X)
+
+
+@pytest.mark.filterwarnings("ignore:.*SCIPY_ARRAY_API.*")
+@parametrize_with_checks([ACEClassifier(), NCLRegressor()])
+def test_scikit_learn_accepts_the_estimator(estimator: Any, check: Any) -> None:
+    check(estimator)
+
+
+# -- labels and containers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        np.array(["setosa", "versi color", "virgínica"]),
+        np.array([7, -2, 30]),
+        np.array([0.5, 1.0, 2.0]),
+        np.array(["a", "b", "c"], dtype=object),
+        np.array([10, 20, 30], dtype=np.uint8),
+    ],
+    ids=["text", "integers", "numbers", "objects", "bytes"],
+)
+def test_labels_come_back_as_they_went_in(labels: NDArray[Any], tmp_path: Path) -> None:
+    kept = IRIS_Y if labels.dtype.kind != "f" else None
+    if kept is None:  # scikit-learn takes fractions for a regression
+        with pytest.raises(ValueError, match="Unknown label type"):
+            small().fit(IRIS_X, labels[IRIS_Y])
+        return
+    y = labels[IRIS_Y]
+    model = small(epochs=60).fit(IRIS_X, y)
+    assert model.classes_.tolist() == sorted(labels.tolist())
+    assert (model.predict(IRIS_X) == y).mean() > 0.9
+    assert model.predict(IRIS_X).dtype == y.dtype
+    model.save(tmp_path / "model")
+    again = ACEClassifier.load(tmp_path / "model")
+    assert again.classes_.dtype == model.classes_.dtype
+    assert again.predict(IRIS_X).tolist() == model.predict(IRIS_X).tolist()
+
+
+def test_two_classes_as_booleans() -> None:
+    y = IRIS_Y > 0
+    assert small(epochs=60).fit(IRIS_X, y).score(IRIS_X, y) > 0.95
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_frames_keep_their_column_names(kind: type, tmp_path: Path) -> None:
+    X, y = data(kind)
+    frame = pd.DataFrame(X, columns=[f"column {i}" for i in range(X.shape[1])])
+    model = small(kind).fit(frame, pd.Series(y))
+    assert model.feature_names_in_.tolist() == list(frame.columns)
+    np.testing.assert_array_equal(predictions(model, frame), predictions(small(kind).fit(X, y), X))
+    model.save(tmp_path / "model")
+    again = kind.load(tmp_path / "model")
+    np.testing.assert_array_equal(predictions(again, frame), predictions(model, frame))
+    with pytest.raises(ValueError, match="feature names"):
+        again.predict(frame.rename(columns={"column 0": "other"}))
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_it_works_where_scikit_learn_expects_estimators(kind: type) -> None:
+    X, y = data(kind)
+    pipeline = make_pipeline(StandardScaler(), small(kind))
+    assert len(cross_val_score(pipeline, X, y, cv=3)) == 3
+    name = kind.__name__.lower()
+    search = GridSearchCV(pipeline, {f"{name}__diversity": [0.0, 0.5], f"{name}__hidden": [4, (8, 4)]}, cv=2, n_jobs=2)
+    search.fit(X, y)
+    assert search.best_params_[f"{name}__diversity"] in (0.0, 0.5)
+    fresh = clone(search.best_estimator_[-1])
+    assert fresh.get_params() == search.best_estimator_[-1].get_params()
+    with pytest.raises(NotFittedError):
+        fresh.predict(X)
+
+
+# -- the result is a function of data, parameters and random_state ----------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_the_random_state_decides(kind: type) -> None:
+    X, y = data(kind)
+    torch.manual_seed(1)
+    one = predictions(small(kind).fit(X, y), X)
+    state = torch.get_rng_state()
+    two = predictions(small(kind).fit(X, y), X)
+    assert torch.equal(torch.get_rng_state(), state)  # torch's own generator is left alone
+    np.testing.assert_array_equal(one, two)
+    assert not np.allclose(one, predictions(small(kind, random_state=1).fit(X, y), X))
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_pickling_keeps_every_bit_and_training_goes_on(kind: type) -> None:
+    X, y = data(kind)
+    options = {"classes": np.unique(y)} if kind is ACEClassifier else {}
+    model = small(kind).partial_fit(X[:100], y[:100], **options).partial_fit(X[50:], y[50:])
+    copy = pickle.loads(pickle.dumps(model))
+    np.testing.assert_array_equal(predictions(copy, X), predictions(model, X))
+    model.partial_fit(X, y)
+    copy.partial_fit(X, y)
+    np.testing.assert_array_equal(predictions(copy, X), predictions(model, X))
+    assert [entry["epoch"] for entry in model.history_] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_saved_models_predict_the_same_bits(kind: type, tmp_path: Path) -> None:
+    X, y = data(kind)
+    model = small(kind, hidden=(8, 4), diversity=0.25).fit(X, y)
+    model.save(tmp_path / "model")
+    again = kind.load(tmp_path / "model")
+    np.testing.assert_array_equal(predictions(again, X), predictions(model, X))
+    for name, values in model.predict_uncertainty(X).items():
+        np.testing.assert_array_equal(again.predict_uncertainty(X)[name], values)
+    assert again.get_params() == model.get_params()
+    assert (again.diversity_, again.history_) == (0.25, model.history_)
+    assert not list((tmp_path / "model").glob("*.pkl"))
+    # and the plain ensemble is in there, from raw inputs
+    ensemble = ace.load_model(tmp_path / "model")
+    raw = torch.from_numpy(X)
+    expected = ensemble.predict_proba(raw) if kind is ACEClassifier else ensemble.predict(raw).squeeze(1)
+    np.testing.assert_allclose(expected.numpy(), predictions(model, X), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_the_command_line_takes_saved_models(kind: type, tmp_path: Path) -> None:
+    X, y = data(kind)
+    model = small(kind).fit(X, y)
+    model.save(tmp_path / "model")
+    frame = pd.DataFrame(X, columns=[f"x{i}" for i in range(X.shape[1])])
+    loaded = TableModel.load(tmp_path / "model")
+    found = loaded.predict(frame)
+    assert found["prediction"].tolist() == model.predict(X).tolist()
+    scores = loaded.evaluate(frame.assign(y=y)).metrics
+    expected = model.score(X, y)
+    assert scores["accuracy" if kind is ACEClassifier else "r2"] == pytest.approx(expected, abs=1e-6)  # in float32
+
+
+def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
+    small(NCLRegressor).fit(SUGAR_X, SUGAR_Y).save(tmp_path / "regressor")
+    with pytest.raises(ModelFileError, match="holds no ACEClassifier"):
+        ACEClassifier.load(tmp_path / "regressor")
+    ace.save_model(tmp_path / "plain", ace.Ensemble([ace.mlp(4, 8, 3)]))
+    with pytest.raises(ModelFileError, match="holds no ACEClassifier"):
+        ACEClassifier.load(tmp_path / "plain")
+    with pytest.raises(ModelFileError):
+        ACEClassifier.load(tmp_path / "nothing")
+    with pytest.raises(NotFittedError):
+        small().save(tmp_path / "unfitted")
+    model = small().fit(IRIS_X, IRIS_Y)
+    model.save(tmp_path / "model")
+    with pytest.raises(ValueError, match="cannot be trained further"):
+        ACEClassifier.load(tmp_path / "model").partial_fit(IRIS_X, IRIS_Y)
+
+
+# -- what is computed -------------------------------------------------------------------------------------------------
+
+
+def test_without_diversity_members_do_not_know_of_each_other() -> None:
+    alone = small(num_members=1, diversity=0.0).fit(IRIS_X, IRIS_Y)
+    company = small(num_members=4, diversity=0.0).fit(IRIS_X, IRIS_Y)
+    coupled = small(num_members=4, diversity=0.9).fit(IRIS_X, IRIS_Y)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    torch.testing.assert_close(company.members_[0](x), alone.members_[0](x), rtol=0, atol=1e-9)
+    assert not torch.allclose(coupled.members_[0](x), alone.members_[0](x), atol=1e-3)
+
+
+def test_the_knob_acts() -> None:
+    """Small members of digits: more λ, more disagreement, for every seed."""
+    X, y = load_digits(return_X_y=True)
+    for seed in range(3):
+        found = [
+            float(
+                small(num_members=8, hidden=6, epochs=10, diversity=d, random_state=seed)
+                .fit(X, y)
+                .predict_uncertainty(X)["disagreement"]
+                .mean()
+            )
+            for d in (0.0, 0.5, 0.9)
+        ]
+        assert found[0] < found[1] < found[2]
+
+
+def test_uncertainties_are_what_their_names_say() -> None:
+    model = small().fit(IRIS_X, IRIS_Y)
+    with torch.no_grad():
+        q = model.ensemble_(torch.from_numpy(IRIS_X)).softmax(2).numpy()  # (K, N, C)
+    mean = q.mean(0)
+    np.testing.assert_allclose(model.predict_proba(IRIS_X), mean, rtol=0, atol=1e-12)
+    entropy = -(mean * np.log(mean)).sum(1)
+    own = -(q * np.log(q)).sum(2).mean(0)
+    votes = q.argmax(2)
+    differs = np.mean([votes[i] != votes[j] for i in range(3) for j in range(i)], axis=0)
+    found = model.predict_uncertainty(IRIS_X)
+    np.testing.assert_allclose(found["entropy"], entropy, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(found["mutual_information"], entropy - own, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(found["disagreement"], differs, rtol=0, atol=1e-12)
+
+
+def test_a_regressor_answers_in_the_targets_units() -> None:
+    y = 1e6 + 1e3 * SUGAR_Y
+    model = small(NCLRegressor, epochs=60).fit(SUGAR_X, y)
+    reference = small(NCLRegressor, epochs=60).fit(SUGAR_X, SUGAR_Y)
+    assert model.score(SUGAR_X, y) > 0.5
+    # the same network in other units, to the rounding of targets of 1e6
+    np.testing.assert_allclose((model.predict(SUGAR_X) - 1e6) / 1e3, reference.predict(SUGAR_X), rtol=0, atol=1e-5)
+    with torch.no_grad():
+        each = model.ensemble_(torch.from_numpy(SUGAR_X)).squeeze(2).numpy()
+    np.testing.assert_allclose(model.predict(SUGAR_X), each.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(model.predict_uncertainty(SUGAR_X)["spread"], each.std(0), rtol=1e-6)
+
+
+def test_several_targets_at_once(tmp_path: Path) -> None:
+    y = np.stack([SUGAR_Y, -3 * SUGAR_Y + 5], 1)
+    model = small(NCLRegressor, epochs=60).fit(SUGAR_X, y)
+    assert model.predict(SUGAR_X).shape == y.shape
+    assert model.score(SUGAR_X, y) > 0.4
+    model.save(tmp_path / "model")
+    np.testing.assert_array_equal(NCLRegressor.load(tmp_path / "model").predict(SUGAR_X), model.predict(SUGAR_X))
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_early_stopping_keeps_the_best_epoch(kind: type) -> None:
+    X, y = data(kind)
+    model = small(kind, hidden=64, epochs=200, learning_rate=0.03, early_stopping=True, patience=5).fit(X, y)
+    held_out = [entry["validation"] for entry in model.history_]
+    best = int(np.argmin(held_out))
+    assert len(held_out) == best + 1 + 5 < 200  # stopped five epochs after the best
+    shorter = small(kind, hidden=64, epochs=best + 1, learning_rate=0.03, early_stopping=True, patience=5).fit(X, y)
+    np.testing.assert_allclose(predictions(shorter, X), predictions(model, X), rtol=1e-9)
+
+
+def test_class_weights_are_sample_weights() -> None:
+    X, y = make_classification(400, weights=[0.9], flip_y=0.05, random_state=0)
+    plain = small(epochs=30).fit(X, y)
+    balanced = small(epochs=30, class_weight="balanced").fit(X, y)
+    weight = np.where(y == 0, 1 / (y == 0).sum(), 1 / (y == 1).sum()) * len(y) / 2
+    by_hand = small(epochs=30).fit(X, y, sample_weight=weight)
+    named = small(epochs=30, class_weight={0: weight[y == 0][0], 1: weight[y == 1][0]}).fit(X, y)
+    np.testing.assert_allclose(balanced.predict_proba(X), by_hand.predict_proba(X), rtol=0, atol=1e-9)
+    np.testing.assert_allclose(named.predict_proba(X), by_hand.predict_proba(X), rtol=0, atol=1e-9)
+    assert balanced.predict_proba(X)[:, 1].mean() > plain.predict_proba(X)[:, 1].mean() + 0.05
+
+
+def test_float32_is_trained_in_float32() -> None:
+    double, single = small().fit(IRIS_X, IRIS_Y), small().fit(IRIS_X.astype(np.float32), IRIS_Y)
+    difference = np.abs(double.predict_proba(IRIS_X) - single.predict_proba(IRIS_X)).max()
+    assert 1e-12 < difference < 1e-3
+
+
+@pytest.mark.parametrize("batches", ["shared", "exchanged"])
+def test_kinds_of_batches(batches: str) -> None:
+    model = small(batches=batches, epochs=60).fit(IRIS_X, IRIS_Y)
+    assert model.score(IRIS_X, IRIS_Y) > 0.9
+
+
+def test_partial_fit_learns() -> None:
+    X, y = load_breast_cancer(return_X_y=True)
+    model = small(hidden=16)
+    for i in range(40):
+        part = slice((i % 4) * 140, (i % 4 + 1) * 140)
+        model.partial_fit(X[part], y[part], classes=[0, 1])
+    assert model.score(X, y) > 0.95
+    before = predictions(model, X)
+    model.partial_fit(X[:50], y[:50])
+    assert not np.array_equal(before, predictions(model, X))
+
+
+def test_threads_are_given_back() -> None:
+    before = torch.get_num_threads()
+    small(n_jobs=1 if before > 1 else 2).fit(IRIS_X, IRIS_Y).predict(IRIS_X)
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_diversity_is_found_on_held_out_samples(kind: type) -> None:
+    X, y = data(kind)
+    model = small(kind, diversity="auto", epochs=5).fit(X, y)
+    assert model.tuning_ is not None
+    tried = [candidate.diversity for candidate in model.tuning_.candidates]
+    assert tried[0] == 0.0
+    assert model.diversity_ in tried
+    assert set(model.tuning_.seeds).isdisjoint(model.tuning_.fresh_seeds)
+    # the model itself is trained on everything, as if that number had been given
+    given = small(kind, diversity=model.diversity_, epochs=5).fit(X, y)
+    np.testing.assert_allclose(predictions(model, X), predictions(given, X), rtol=1e-9)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_members": 0}, "num_members"),
+        ({"num_members": 2.5}, "num_members"),
+        ({"hidden": (0,)}, "hidden"),
+        ({"hidden": "8"}, "hidden"),
+        ({"diversity": 1.4}, "diversity"),
+        ({"diversity": -0.1}, "diversity"),
+        ({"diversity": "much"}, "diversity"),
+        ({"diversity": None}, "diversity"),
+        ({"diversity": float("nan")}, "diversity"),
+        ({"epochs": 0}, "epochs"),
+        ({"batch_size": -5}, "batch_size"),
+        ({"learning_rate": -1.0}, "learning_rate"),
+        ({"learning_rate": "fast"}, "learning_rate"),
+        ({"learning_rate": float("inf")}, "learning_rate"),
+        ({"weight_decay": -1.0}, "weight_decay"),
+        ({"batches": "mixed"}, "batches"),
+        ({"batches": "separate"}, "separate"),
+        ({"validation_fraction": 0.0}, "validation_fraction"),
+        ({"validation_fraction": 1.0}, "validation_fraction"),
+        ({"patience": 0}, "patience"),
+        ({"class_weight": "heavy"}, "class_weight"),
+        ({"device": "tpu"}, "device"),
+    ],
+)
+def test_parameters_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message) as error:
+        small(**options).fit(IRIS_X, IRIS_Y)
+    assert "\n" not in str(error.value)
+
+
+def test_targets_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="one class"):
+        small().fit(IRIS_X, np.zeros(150))
+    model = small().partial_fit(IRIS_X, IRIS_Y)
+    with pytest.raises(ValueError, match="Expected labels out of"):
+        model.partial_fit(IRIS_X, IRIS_Y + 1)
+    with pytest.raises(ValueError, match="first call"):
+        model.partial_fit(IRIS_X, IRIS_Y, classes=[0, 1])
+    with pytest.raises(ValueError, match="'auto' needs all samples"):
+        small(diversity="auto").partial_fit(IRIS_X, IRIS_Y)
+    with pytest.raises(ValueError, match=r"above 0|at least one non-zero"):
+        small().fit(IRIS_X, IRIS_Y, sample_weight=np.zeros(150))
+    with pytest.raises(ValueError, match="enough samples"):
+        small(early_stopping=True, validation_fraction=0.9).fit([[0.0], [1.0]], [0, 1])
+
+
+def test_a_training_that_explodes_says_so() -> None:
+    with pytest.raises(ValueError, match="smaller learning_rate"):
+        small(NCLRegressor, learning_rate=1e200, epochs=50).fit(SUGAR_X, SUGAR_Y)
