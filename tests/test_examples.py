@@ -1,0 +1,72 @@
+"""The examples run, offline, and show what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def result(name: str) -> Any:
+    return example(name).main()
+
+
+def test_a_training_loop_of_three_changed_lines() -> None:
+    found = result("training_loop")
+    assert found["together"] > found["alone"]
+    assert found["together"] > 0.94
+
+
+def test_heads_disagree_less_than_branches() -> None:
+    found = result("smoc_convolutional")
+    assert all(values["accuracy"] > 0.9 for values in found.values())
+    for diversity in ("0", "0.7"):
+        heads, branches = (found[f"{kind} λ={diversity}"]["disagreement"] for kind in ("heads", "branches"))
+        assert heads < branches
+
+
+def test_weights_help_members_of_different_kinds() -> None:
+    found = result("mixed_members")
+    assert found["weighed"] < found["uniform"]
+
+
+def test_an_ensemble_of_regressors_beats_its_members() -> None:
+    for values in result("regression").values():
+        assert values["mse"] < values["member_mse"]
+        assert values["mse"] < 0.8  # of targets with a variance of 1
+
+
+def test_votes_are_learnt_from_votes() -> None:
+    found = result("soft_labels")
+    assert found["votes"]["cross_entropy"] < found["majority"]["cross_entropy"]
+    assert found["votes"]["accuracy"] > 0.93
+
+
+def test_mutual_information_tells_what_is_strange() -> None:
+    found = result("out_of_distribution")
+    assert set(found) == {"inverted", "on its side", "shuffled pixels", "noise"}
+    for by_diversity in found.values():
+        assert len(by_diversity) == 2
+        assert all(0.6 < value <= 1 for values in by_diversity.values() for value in values)
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.stem)
+def test_every_example_says_what_it_does(file: Path) -> None:
+    module = example(file.stem)
+    assert module.__doc__
+    assert f"python examples/{file.name}" in module.__doc__
+    assert callable(module.main)
