@@ -50,10 +50,10 @@ PUBLIC = {
     "torchace.models": ["mlp", "cifar_resnet"],
     "torchace.saving": ["save_model", "load_model", "load_weights"],
     "torchace.sklearn": ["ACEClassifier", "NCLRegressor"],
-    "torchace.report": ["diagnose"],
+    "torchace.diagnosis": ["diagnose"],
 }
 # Those that no issue has built yet. Remove a name here when it comes.
-TO_COME = {"linear_amended_cross_entropy", "MemberParallelEnsemble", "ACEClassifier", "NCLRegressor", "diagnose"}
+TO_COME: set[str] = set()
 HEAVY = ("matplotlib", "sklearn", "optuna", "typer", "pandas")
 
 

@@ -13,6 +13,7 @@ from torchace.functional.diversity import (
 )
 from torchace.functional.gamma import diversity_from_gamma, gamma_from_diversity
 from torchace.functional.gradients import average_gradients
+from torchace.functional.linear import linear_amended_cross_entropy
 from torchace.functional.ncl import negative_correlation
 from torchace.functional.prediction import ensemble_log_probs, ensemble_probs
 from torchace.functional.weights import fit_member_weights, mixture_cross_entropy
@@ -31,6 +32,7 @@ __all__ = [
     "ensemble_probs",
     "fit_member_weights",
     "gamma_from_diversity",
+    "linear_amended_cross_entropy",
     "mixture_cross_entropy",
     "mutual_information",
     "negative_correlation",
