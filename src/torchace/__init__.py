@@ -9,16 +9,26 @@ from torchace.nn import *  # noqa: F403
 from torchace.saving import load_model, load_weights, save_model
 
 if TYPE_CHECKING:
+    from torchace.diagnosis import diagnose
     from torchace.metrics import EnsembleMetrics
+    from torchace.sklearn import ACEClassifier, NCLRegressor
 
 __version__ = "0.1.0"
 
-# Imported when first used: torchmetrics imports matplotlib and more.
-_LAZY = {"EnsembleMetrics": "torchace.metrics"}
+# Imported when first used: torchmetrics imports matplotlib and more, and scikit-learn need not be installed.
+_LAZY = {
+    "ACEClassifier": "torchace.sklearn",
+    "EnsembleMetrics": "torchace.metrics",
+    "NCLRegressor": "torchace.sklearn",
+    "diagnose": "torchace.diagnosis",
+}
 
 __all__ = [
+    "ACEClassifier",
     "EnsembleMetrics",
+    "NCLRegressor",
     "cifar_resnet",
+    "diagnose",
     "functional",
     "load_model",
     "load_weights",

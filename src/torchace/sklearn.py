@@ -10,13 +10,7 @@ from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import torch
-from joblib import effective_n_jobs
 from numpy.typing import ArrayLike, NDArray
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.utils import check_random_state
-from sklearn.utils.class_weight import compute_class_weight
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, validate_data
 from torch import Tensor, nn
 
 from torchace import _checks
@@ -32,6 +26,16 @@ from torchace.runs.members import MemberPlan, Trained, new_cohort, train_members
 from torchace.runs.scaling import Moments, Scaling, finished_ensemble
 from torchace.runs.tune import TunedDiversity, tune_diversity
 from torchace.saving import ModelFileError, load_model, save_model
+
+try:
+    from joblib import effective_n_jobs
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.utils import check_random_state
+    from sklearn.utils.class_weight import compute_class_weight
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, column_or_1d, validate_data
+except ModuleNotFoundError as error:
+    raise ImportError("The estimators need scikit-learn: pip install 'torchace[tool]'.") from error
 
 __all__ = ["ACEClassifier", "NCLRegressor"]
 
