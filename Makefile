@@ -39,7 +39,7 @@ $(VENV)/.tool: $(PROJECT) | $(BIN)/python
 
 # What the checks and tests need beside it. torchvision comes with timm; the shim lets it import beside a CPU torch.
 $(VENV)/.dev: $(VENV)/.tool tests/support/torchvision_shim.py
-	$(INSTALL) -e ".[tool,timm,transformers,dev]"
+	$(INSTALL) -e ".[tool,lightning,ray,timm,transformers,tensorboard,dev]"
 	cp tests/support/torchvision_shim.py "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/"
 	echo "import torchvision_shim" > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torchvision_shim.pth"
 	@touch $@

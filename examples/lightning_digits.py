@@ -42,7 +42,7 @@ def main(epochs: int = EPOCHS) -> dict[str, float]:
     train, val, test = loaders()
     module = ACEModule(ensemble(), ace.AmendedCrossEntropyLoss(0.0), partial(torch.optim.Adam, lr=5e-3))
     with tempfile.TemporaryDirectory() as folder:
-        best = ModelCheckpoint(folder, monitor="val_cross_entropy")
+        best = ModelCheckpoint(f"{folder}/checkpoints", monitor="val_cross_entropy")
         trainer = Trainer(
             max_epochs=epochs,
             accelerator="cpu",

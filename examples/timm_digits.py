@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchace as ace
 
-MEMBERS, EPOCHS, DIVERSITY = 4, 6, 0.5
+MEMBERS, EPOCHS, DIVERSITY = 4, 8, 0.5
 
 
 def data() -> list[TensorDataset]:
@@ -28,8 +28,8 @@ def data() -> list[TensorDataset]:
     x, test_x, y, test_y = (
         torch.tensor(part, dtype=torch.float32 if part.ndim == 4 else torch.int64) for part in parts
     )
-    # the network halves its input five times
-    return [TensorDataset(F.interpolate(x, 32), y), TensorDataset(F.interpolate(test_x, 32), test_y)]
+    # larger images, since the network halves them five times
+    return [TensorDataset(F.interpolate(x, 16), y), TensorDataset(F.interpolate(test_x, 16), test_y)]
 
 
 def network() -> nn.Module:

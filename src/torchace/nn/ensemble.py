@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, overload
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Self, overload
 
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from torchace.nn.base import (
     listed,
     versions_of,
 )
+from torchace.nn.checkpoints import MakeModel, PathLike, load_members
 
 
 class Ensemble(EnsembleModule):
@@ -47,6 +48,53 @@ class Ensemble(EnsembleModule):
         super().__init__(len(members), link)
         self.trunk = trunk
         self.members = nn.ModuleList(members)
+
+    @classmethod
+    def from_checkpoints(
+        cls,
+        make_model: MakeModel | Sequence[MakeModel],
+        paths: Iterable[PathLike],
+        *,
+        trunk: nn.Module | None = None,
+        link: str = "softmax",
+        state_key: str | None = None,
+        prefix: str | None = None,
+    ) -> Self:
+        """An ensemble of models that were trained before, each from a file of its weights.
+
+        A file is `.safetensors`, or one of `torch.save` (`.pt`, `.pth`, `.ckpt`, ...), read with `weights_only=True`: a
+        state dict, or a checkpoint that has one, Lightning's for one. A directory that `save_model` wrote for an
+        `Ensemble` of one member will do as well. Names may start with what a wrapper adds (`model.`, `module.`,
+        `_orig_mod.`). Names and shapes must be the model's, all of them; whole pickled models are refused.
+
+        Args:
+            make_model: Makes one model, whose weights are then replaced; or a list of such functions, one for each
+                path, for models of several architectures.
+            paths: One file a member.
+            trunk: What the members share, if anything, with its weights.
+            link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
+            state_key: Under which key of a file the state dict is, where it has several.
+            prefix: What stands before the model's names, where a file has weights beside the model's.
+
+        Returns:
+            The ensemble; its members are in evaluation mode.
+
+        Raises:
+            ModelFileError: A file cannot be read, or does not fit; one sentence that names the file and the weight.
+
+        Example:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     paths = [f"{folder}/{seed}.pt" for seed in range(3)]
+            ...     for path in paths:
+            ...         torch.save(nn.Linear(4, 2).state_dict(), path)
+            ...     ensemble = Ensemble.from_checkpoints(lambda: nn.Linear(4, 2), paths)
+            >>> x, y = torch.randn(50, 4), torch.randint(2, (50,))  # held out
+            >>> ensemble.set_member_weights(fit_member_weights(ensemble(x).log_softmax(2), y))
+            >>> ensemble.predict_proba(x).shape
+            torch.Size([50, 2])
+        """
+        return cls(load_members(make_model, paths, state_key=state_key, prefix=prefix), trunk, link)
 
     def forward(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Tensor:
         """The members' logits, `(K, N, C, ...)`.

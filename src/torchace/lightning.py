@@ -1,0 +1,294 @@
+"""For Lightning users: a module that trains any ensemble with any loss of the library, and a schedule for λ."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchace import _checks
+from torchace.metrics.by_link import LinkMetrics
+from torchace.nn.base import EnsembleModule
+from torchace.nn.links import MemberLoss, check_pair, set_diversity, share_member_weights
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    # The two packages refuse each other's modules, so whichever was imported first is the one to use.
+    try:
+        if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+            from pytorch_lightning import Callback, LightningModule, Trainer
+        else:
+            from lightning.pytorch import Callback, LightningModule, Trainer
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith(("lightning", "pytorch_lightning")):
+            raise
+        raise ImportError("torchace.lightning needs Lightning: pip install 'torchace[lightning]'.") from error
+
+__all__ = ["ACEModule", "DiversitySchedule"]
+
+TARGETS = ("labels", "label", "target", "targets", "y")
+INTERVALS = ("epoch", "step")
+# what a progress bar has room for
+SHOWN = ("accuracy", "cross_entropy", "mean_squared_error")
+
+
+class ACEModule(LightningModule):
+    """Trains an ensemble with one of the library's losses, and logs what it is worth.
+
+    In every split (`train`, `val`, `test`; `val_1`, ... for further loaders) it logs the ensemble's scores, its
+    members' and how much they differ, once an epoch: `val_accuracy`, `val_cross_entropy`, `val_member_accuracy`,
+    `val_member_accuracy_0`, `val_disagreement`, `val_mutual_information`, `val_ambiguity`, ...; for regression
+    `val_mean_squared_error`, `val_member_mean_squared_error`, `val_ambiguity`. At every step it logs `train_loss` and
+    λ as `diversity`. Early stopping and checkpoints monitor `val_cross_entropy` (or `val_mean_squared_error`): the loss
+    is unbounded below and not a score.
+
+    A batch is `(input, ..., target)`, or a dictionary with the target under `labels`, `label`, `target`, `targets` or
+    `y`; for others, override `split_batch`. Predictions are the ensemble's probabilities `(N, C)`.
+
+    Checkpoints hold the weights, λ and the ensemble's member weights; loading one sets them. Modules are not saved:
+    `ACEModule.load_from_checkpoint(path, ensemble=..., loss=..., optimizer_factory=...)`.
+
+    Args:
+        ensemble: Any ensemble module of the library.
+        loss: `AmendedCrossEntropyLoss`, `BinaryAmendedCrossEntropyLoss` or `NegativeCorrelationLoss`; it holds λ. Its
+            member weights become the ensemble's, unless that has its own.
+        optimizer_factory: Called with the ensemble's parameters, gives the optimizer.
+        scheduler_factory: Called with the optimizer, gives a learning rate scheduler, or Lightning's dictionary of one.
+        scheduler_interval: Whether the scheduler steps each `"epoch"` or each `"step"`.
+        monitor: What a scheduler such as `ReduceLROnPlateau` watches.
+        train_scores: False leaves out the scores of the training split, which cost a little in every step. They are
+            those of the batches as they were trained on, dropout and augmentation included.
+        hyperparameters: Anything else for the loggers and checkpoints.
+
+    Example:
+        >>> from functools import partial
+        >>> from torchace.lightning import ACEModule
+        >>> ensemble = ace.StackedEnsemble([ace.mlp(4, 8, 3) for _ in range(5)])
+        >>> module = ACEModule(ensemble, AmendedCrossEntropyLoss(0.5), partial(torch.optim.Adam, lr=1e-3))
+        >>> module(torch.zeros(2, 4)).shape
+        torch.Size([5, 2, 3])
+        >>> module.hparams["diversity"], module.hparams["num_members"]
+        (0.5, 5)
+    """
+
+    def __init__(
+        self,
+        ensemble: EnsembleModule,
+        loss: MemberLoss,
+        optimizer_factory: Callable[[Iterable[nn.Parameter]], Optimizer],
+        *,
+        scheduler_factory: Callable[[Optimizer], Any] | None = None,
+        scheduler_interval: str = "epoch",
+        monitor: str | None = None,
+        train_scores: bool = True,
+        hyperparameters: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        check_pair(ensemble, loss)
+        _checks.check_choice(scheduler_interval, "scheduler_interval", INTERVALS)
+        self.ensemble = ensemble
+        self.loss = loss
+        self.optimizer_factory = optimizer_factory
+        self.scheduler_factory = scheduler_factory
+        self.scheduler_interval = scheduler_interval
+        self.monitor = monitor or ("val_mean_squared_error" if ensemble.link == "identity" else "val_cross_entropy")
+        self.train_scores = train_scores
+        share_member_weights(ensemble, loss)
+        self._scores: dict[str, LinkMetrics] = {}
+        known = {
+            "diversity": float(loss.diversity),
+            "num_members": ensemble.num_members,
+            "link": ensemble.link,
+            "ensemble_type": type(ensemble).__name__,
+            "loss_type": type(loss).__name__,
+        }
+        self.save_hyperparameters({**known, **(hyperparameters or {})})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The members' logits, `(K, N, C, ...)`."""
+        return self.ensemble(*args, **kwargs)
+
+    def split_batch(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
+        """A batch as positional inputs, named inputs and the target, None where a batch to predict has none."""
+        if isinstance(batch, Tensor):
+            return (batch,), {}, None
+        if isinstance(batch, Mapping):
+            inputs = dict(batch)
+            found = [name for name in TARGETS if name in inputs]
+            return (), inputs, inputs.pop(found[0]) if found else None
+        if isinstance(batch, Sequence) and batch:
+            return (tuple(batch[:-1]), {}, batch[-1]) if len(batch) > 1 else (tuple(batch), {}, None)
+        raise TypeError(
+            f"Expected a batch (input, ..., target) or a dictionary, but got {type(batch).__name__}. "
+            "Override ACEModule.split_batch for batches of another kind."
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss of a batch."""
+        logits, target = self._predicted(batch)
+        loss = self.loss(logits, target)
+        if self.train_scores:
+            self._add("train", logits, target)
+        size = logits.shape[1]
+        self.log("train_loss", loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=size)
+        self.log("diversity", _diversity_of(self.loss), on_step=True, on_epoch=False, batch_size=size)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Adds a batch to the scores of `val`."""
+        self._add(_split("val", dataloader_idx), *self._predicted(batch))
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Adds a batch to the scores of `test`."""
+        self._add(_split("test", dataloader_idx), *self._predicted(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """The ensemble's probabilities, `(N, C, ...)`; for regression its predictions. A target is left out."""
+        args, kwargs, _ = self.split_batch(batch)
+        if self.ensemble.link == "identity":
+            return self.ensemble.predict(*args, **kwargs)
+        return self.ensemble.predict_proba(*args, **kwargs)
+
+    def on_train_epoch_end(self) -> None:
+        self._log_scores("train")
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_scores("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_scores("test")
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer of the factory, and its scheduler if there is one."""
+        optimizer = self.optimizer_factory(self.ensemble.parameters())
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"Expected `optimizer_factory` to give an optimizer, but got {type(optimizer).__name__}. "
+                "Write partial(torch.optim.Adam, lr=1e-3)."
+            )
+        if self.scheduler_factory is None:
+            return optimizer
+        scheduler = self.scheduler_factory(optimizer)
+        if not isinstance(scheduler, dict):
+            scheduler = {"scheduler": scheduler}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"interval": self.scheduler_interval, "monitor": self.monitor, **scheduler},
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        alpha = self.ensemble.member_weights
+        checkpoint["torchace"] = {
+            "diversity": float(self.loss.diversity),
+            "member_weights": None if alpha is None else alpha.detach().cpu().clone(),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint.get("torchace")
+        if saved is not None:
+            set_diversity(self.loss, saved["diversity"])
+            self.ensemble.set_member_weights(saved["member_weights"])
+
+    def _predicted(self, batch: Any) -> tuple[Tensor, Tensor]:
+        args, kwargs, target = self.split_batch(batch)
+        if target is None:
+            raise ValueError(
+                f"Expected a batch (input, ..., target), or a dictionary with one of {', '.join(TARGETS)}, but found "
+                "no target. Override ACEModule.split_batch for batches of another kind."
+            )
+        return self.ensemble(*args, **kwargs), target
+
+    def _add(self, split: str, logits: Tensor, target: Tensor) -> None:
+        if split not in self._scores:
+            ignore_index = getattr(self.loss, "ignore_index", -100)
+            self._scores[split] = LinkMetrics(self.ensemble.num_members, self.ensemble.link, ignore_index=ignore_index)
+        self._scores[split].update(logits, target, member_weights=self.ensemble.member_weights)
+
+    def _log_scores(self, name: str) -> None:
+        for split, metrics in self._scores.items():
+            if split.split("_")[0] != name or metrics.empty:
+                continue
+            for score, value in metrics.compute().items():
+                # sync_dist: the processes' values are equal already, and Lightning would warn that it cannot know
+                self.log(f"{split}_{score}", value, sync_dist=True, prog_bar=name == "val" and score in SHOWN)
+            metrics.reset()
+
+
+class DiversitySchedule(Callback):
+    """Sets λ of the module's loss while it trains: constant, a linear warm-up, or any function of the time.
+
+    λ is a function of the epoch or step at hand, both counted from 0, so that a resumed training goes on where it was.
+    It is logged as `diversity`. Any Lightning module that holds one of the library's losses will do.
+
+    Args:
+        diversity: λ, or a function that gives it for an epoch (or step).
+        start: Where a warm-up starts.
+        warmup: After how many epochs (or steps) λ has come from `start` to `diversity`, in a straight line.
+        interval: Whether time is counted in `"epoch"` or `"step"` (of the optimizer).
+
+    Example:
+        >>> from torchace.lightning import DiversitySchedule
+        >>> schedule = DiversitySchedule(0.8, warmup=4)
+        >>> [schedule.at(epoch) for epoch in range(6)]
+        [0.0, 0.2, 0.4, 0.6000000000000001, 0.8, 0.8]
+        >>> DiversitySchedule(lambda step: 0.9 if step >= 100 else 0.0, interval="step").at(100)
+        0.9
+    """
+
+    def __init__(
+        self,
+        diversity: float | Callable[[int], float],
+        *,
+        start: float = 0.0,
+        warmup: int = 0,
+        interval: str = "epoch",
+    ) -> None:
+        _checks.check_count(warmup, "warmup", least=0)
+        _checks.check_choice(interval, "interval", INTERVALS)
+        _checks.check_diversity(start)
+        if callable(diversity):
+            if warmup or start:
+                raise ValueError("Expected no `warmup` or `start` with a function; let the function tell them.")
+        else:
+            _checks.check_diversity(diversity)
+            if start and not warmup:
+                raise ValueError(f"Expected a `warmup` after which λ={start} is left, but got none. Give warmup=...")
+        self.diversity, self.start, self.warmup, self.interval = diversity, start, warmup, interval
+
+    def at(self, time: int) -> float:
+        """λ in an epoch, or at a step."""
+        if callable(self.diversity):
+            return float(self.diversity(time))
+        share = min(1.0, time / self.warmup) if self.warmup else 1.0
+        return (1 - share) * self.start + share * self.diversity
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        value = self.at(trainer.current_epoch if self.interval == "epoch" else trainer.global_step)
+        for loss in losses_in(pl_module):
+            set_diversity(loss, value)
+        if not isinstance(pl_module, ACEModule):  # which logs λ itself
+            pl_module.log("diversity", value, on_step=True, on_epoch=False, batch_size=1)
+
+
+def losses_in(module: nn.Module) -> list[MemberLoss]:
+    """The library's losses among a module's parts, at least one."""
+    found = [part for part in module.modules() if isinstance(part, MemberLoss)]
+    if not found:
+        raise ValueError(
+            f"Expected {type(module).__name__} to hold one of the library's losses, but found none. "
+            "Make it an attribute: self.loss = AmendedCrossEntropyLoss(diversity)."
+        )
+    return found
+
+
+def _diversity_of(loss: MemberLoss) -> Tensor | float:
+    value = loss.diversity
+    return value.detach().clone() if isinstance(value, Tensor) else float(value)
+
+
+def _split(name: str, dataloader_idx: int) -> str:
+    return f"{name}_{dataloader_idx}" if dataloader_idx else name
