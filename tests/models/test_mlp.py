@@ -111,7 +111,7 @@ def test_build_takes_defaults() -> None:
 @pytest.mark.parametrize(
     ("architecture", "error", "words"),
     [
-        ({"name": "vgg"}, ValueError, "one of 'mlp', 'cifar_resnet', but got 'vgg'"),
+        ({"name": "vgg"}, ValueError, "one of 'mlp', 'cifar_resnet', 'table_encoder', but got 'vgg'"),
         ({"in_features": 4}, ValueError, "but got None"),
         ({"name": ["mlp"]}, ValueError, "one of 'mlp'"),
         ({"name": "mlp", "in_features": 4, "hidden": [8]}, ValueError, "to give num_classes"),

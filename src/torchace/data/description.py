@@ -9,12 +9,14 @@ import numpy as np
 
 from torchace.data.cells import texts
 from torchace.data.columns import feature_numbers
+from torchace.data.encoding import mean_and_std
 from torchace.data.schema import Schema
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
 
 SHOWN = 8  # categories, the most frequent ones
+LARGEST = 1e150  # a number whose square is one too, as a report wants it
 
 
 def describe_table(schema: Schema, frame: DataFrame) -> dict[str, Any]:
@@ -48,8 +50,9 @@ def _column(column: Series, name: str, kind: str | None) -> dict[str, Any]:
     if kind == "number":
         values = feature_numbers(column)
         there = values[~np.isnan(values)]
-        measures = {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}
-        found = {what: float(measure(there)) if len(there) else None for what, measure in measures.items()}
+        mean, std = mean_and_std(there)
+        measures = {"mean": mean, "std": std, "min": there.min(initial=np.inf), "max": there.max(initial=-np.inf)}
+        found = {what: float(m) if len(there) and abs(m) < LARGEST else None for what, m in measures.items()}
         return {"name": name, "kind": kind, "missing": len(values) - len(there), **found}
     cells = [cell for cell in texts(column).to_pylist() if cell is not None]
     counts = sorted(Counter(cells).items(), key=lambda item: (-item[1], item[0]))

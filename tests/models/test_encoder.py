@@ -1,0 +1,369 @@
+"""The encoder of tables: what it computes, in which precision, how it is saved, and that other runtimes agree."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.saved_models import one_sentence, reseal, set_in, state
+from torchace.models import TableEncoder, build, count_layers, mlp, table_encoder
+from torchace.nn import SMOC, Ensemble
+from torchace.saving import ModelFileError, load_model, load_weights, save_model
+
+NAN = float("nan")
+
+VALUES: dict[str, Any] = {
+    "num_columns": 4,
+    "mean": [1.7e9, -2.0],
+    "std": [10.0, 0.5],
+    "number_columns": [0, 2],
+    "indicator_columns": [2],
+    "code_columns": [1, 1, 1, 3, 3],
+    "codes": [0, 1, 2, 0, 1],
+}
+RAW = torch.tensor(
+    [
+        [1.7e9, 0.0, -2.0, 1.0],
+        [1.7e9 + 1, 2.0, NAN, -1.0],
+        [NAN, -1.0, -1.5, 0.0],
+        [1e300, 7.0, -1e300, NAN],
+    ],
+    dtype=torch.float64,
+)
+FEATURES = torch.tensor(
+    [
+        [0.0, 0.0, 0, 1, 0, 0, 0, 1],
+        [0.1, 0.0, 1, 0, 0, 1, 0, 0],
+        [0.0, 1.0, 0, 0, 0, 0, 1, 0],
+        [1e4, -1e4, 0, 0, 0, 0, 0, 0],
+    ],
+    dtype=torch.float64,
+)
+
+
+def encoder(**changed: Any) -> TableEncoder:
+    return TableEncoder.from_values(**{**VALUES, **changed})
+
+
+def test_features():
+    assert torch.equal(encoder().double()(RAW), FEATURES)
+    assert encoder().num_features == FEATURES.shape[1]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 100])
+def test_any_number_of_rows(rows):
+    assert encoder()(RAW[:1].repeat(rows, 1)).shape == (rows, 8)
+
+
+PARTS: dict[str, dict[str, list[Any]]] = {
+    "numbers": {"indicator_columns": [], "code_columns": [], "codes": []},
+    "indicators": {"mean": [], "std": [], "number_columns": [], "code_columns": [], "codes": []},
+    "codes": {"mean": [], "std": [], "number_columns": [], "indicator_columns": []},
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "columns"), [("numbers", slice(0, 2)), ("indicators", slice(2, 3)), ("codes", slice(3, 8))]
+)
+def test_parts(part, columns):
+    assert torch.equal(encoder(**PARTS[part]).double()(RAW), FEATURES[:, columns])
+
+
+# -- precision ---------------------------------------------------------------------------------------------------------
+
+
+CONVERSIONS: dict[str, tuple[Callable[[nn.Module], nn.Module], torch.dtype]] = {
+    "at first": (lambda module: module, torch.float32),
+    "double": (lambda module: module.double(), torch.float64),
+    "float": (lambda module: module.float(), torch.float32),
+    "half": (lambda module: module.half(), torch.float16),
+    "bfloat16": (lambda module: module.to(torch.bfloat16), torch.bfloat16),
+    "half and back": (lambda module: module.half().double(), torch.float64),
+    "copied": (lambda module: copy.deepcopy(module.double()), torch.float64),
+    "type": (lambda module: module.type(torch.float64), torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_statistics_keep_their_precision(name):
+    """Seconds of today's date: float32 has steps of 128 there."""
+    convert, dtype = CONVERSIONS[name]
+    converted = convert(encoder())
+    assert converted.mean.dtype == converted.std.dtype == converted.codes.dtype == torch.float64
+    assert converted.number_columns.dtype == torch.int64
+    assert converted.mean.tolist() == VALUES["mean"]
+    features = converted(RAW)
+    assert features.dtype == dtype
+    assert torch.equal(features, FEATURES.to(dtype))
+
+
+def test_a_new_encoder_has_the_default_type():
+    torch.set_default_dtype(torch.float64)
+    try:
+        made = encoder()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert made(RAW).dtype == torch.float64
+
+
+def test_no_parameters_and_no_gradient():
+    assert list(encoder().parameters()) == []
+    assert not encoder()(RAW).requires_grad
+
+
+def test_the_input_is_left_as_it_was():
+    raw = RAW.clone()
+    encoder()(raw)
+    assert torch.equal(raw.view(torch.int64), RAW.view(torch.int64))
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3), (2, 5), (2, 4, 1), ()])
+def test_shapes_are_checked(shape):
+    with pytest.raises(ValueError, match=r"\(N, 4\)"):
+        encoder()(torch.zeros(shape, dtype=torch.float64))
+
+
+# -- making ------------------------------------------------------------------------------------------------------------
+
+
+def test_description():
+    made = encoder()
+    assert made.architecture == {
+        "name": "table_encoder",
+        "num_columns": 4,
+        "num_numbers": 2,
+        "num_indicators": 1,
+        "num_codes": 5,
+    }
+    again = build(made.architecture)
+    assert isinstance(again, TableEncoder)
+    assert {name: tensor.shape for name, tensor in again.state_dict().items()} == {
+        name: tensor.shape for name, tensor in made.state_dict().items()
+    }
+    assert count_layers(made.architecture) == 1
+    assert again(RAW).shape == (4, 8)  # of statistics that are yet to come
+    assert repr(made) == "TableEncoder(num_columns=4, num_numbers=2, num_indicators=1, num_codes=5)"
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (0, 1, 0, 0),
+        (1, 0, 0, 0),
+        (1, -1, 0, 0),
+        (1, 1.0, 0, 0),
+        (True, 1, 0, 0),
+        ("1", 1, 0, 0),
+        (1, 1, -1, 0),
+        (1, 1, 0, None),
+    ],
+)
+def test_sizes_are_checked(sizes):
+    with pytest.raises((ValueError, TypeError), match="Expected"):
+        table_encoder(*sizes)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a deviation of 0": ({"std": [1.0, 0.0]}, "`std`"),
+    "a negative deviation": ({"std": [1.0, -1.0]}, "`std`"),
+    "a deviation of NaN": ({"std": [1.0, NAN]}, "`std`"),
+    "an infinite mean": ({"mean": [1.0, float("inf")]}, "`mean`"),
+    "a mean too many": ({"mean": [1.0, 2.0, 3.0]}, "`mean`"),
+    "a code too few": ({"codes": [0]}, "`codes`"),
+    "a code of NaN": ({"codes": [0, 1, 2, 0, NAN]}, "`codes`"),
+    "a column that is not there": ({"number_columns": [0, 4]}, "`number_columns`"),
+    "a negative column": ({"code_columns": [1, 1, 1, 3, -1]}, "`code_columns`"),
+    "an indicator of nothing": ({"indicator_columns": [9]}, "`indicator_columns`"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_values_are_checked(name):
+    changed, words = WRONG[name]
+    with pytest.raises(ValueError, match=words):
+        encoder(**changed)
+
+
+@pytest.mark.parametrize("name", [name for name in WRONG if "too" not in name])
+def test_values_are_checked_when_loaded(name):
+    changed, words = WRONG[name]
+    (key, values), made = next(iter(changed.items())), encoder()
+    saved = {**made.state_dict(), key: torch.tensor(values, dtype=getattr(made, key).dtype)}
+    with pytest.raises(RuntimeError, match=words):
+        table_encoder(4, 2, 1, 5).load_state_dict(saved)
+
+
+def test_types_are_checked_when_loaded():
+    made = encoder()
+    for key, dtype in (("mean", torch.float32), ("number_columns", torch.int32)):
+        with pytest.raises(RuntimeError, match=key):
+            table_encoder(4, 2, 1, 5).load_state_dict({**made.state_dict(), key: getattr(made, key).to(dtype)})
+
+
+# -- in an ensemble ----------------------------------------------------------------------------------------------------
+
+
+def ensemble(dtype: torch.dtype = torch.float64, **changed: Any) -> Ensemble:
+    torch.manual_seed(0)
+    trunk = encoder(**changed)
+    members = [mlp(trunk.num_features, 8, 3), mlp(trunk.num_features, (4, 5), 3)]
+    return Ensemble(members, trunk=trunk).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("part", [None, *PARTS])
+def test_saved_with_an_ensemble(tmp_path, dtype, part):
+    made = ensemble(dtype, **({} if part is None else PARTS[part]))
+    save_model(tmp_path / "model", made, extra={"schema": {}})
+    again = load_model(tmp_path / "model")
+    assert again.manifest["kind"] == "ensemble"
+    assert again.manifest["architecture"]["trunk"] == made.trunk.architecture
+    assert state(again) == state(made)
+    assert again.trunk.mean.dtype == torch.float64
+    assert torch.equal(again.predict_proba(RAW), made.predict_proba(RAW))
+    assert again(RAW).dtype == dtype
+    fresh = ensemble(dtype, **({} if part is None else PARTS[part]))
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.zero_()
+    load_weights(fresh, tmp_path / "model")
+    assert torch.equal(fresh.predict_proba(RAW), made.predict_proba(RAW))
+
+
+def test_as_the_trunk_of_smoc(tmp_path):
+    made = SMOC(encoder(), 8, 3, num_members=4).double()
+    save_model(tmp_path / "model", made)
+    assert torch.equal(load_model(tmp_path / "model").predict_proba(RAW), made.predict_proba(RAW))
+
+
+def test_training_leaves_it_alone():
+    made = ensemble()
+    before = state(made.trunk)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        made(RAW).square().sum().backward()
+        optimizer.step()
+    assert state(made.trunk) == before
+
+
+def test_batches_of_each_member():
+    made = ensemble()
+    own = made(torch.stack([RAW, RAW.flip(0)]), batches="separate")
+    assert torch.equal(own[0], made(RAW)[0])
+    assert torch.equal(own[1], made(RAW.flip(0))[1])
+
+
+HUGE = 10**9
+ABSURD: dict[str, Callable[[Any], None]] = {
+    "more columns than the weights are of": set_in("architecture", "trunk", "num_columns", to=3),
+    "other numbers": set_in("architecture", "trunk", "num_numbers", to=3),
+    "huge": set_in("architecture", "trunk", "num_codes", to=HUGE),
+    "beyond 64 bits": set_in("architecture", "trunk", "num_codes", to=10**40),
+    "negative": set_in("architecture", "trunk", "num_indicators", to=-1),
+    "a text": set_in("architecture", "trunk", "num_numbers", to="2"),
+    "a number with a point": set_in("architecture", "trunk", "num_numbers", to=2.0),
+    "another argument": set_in("architecture", "trunk", "mean", to=[0.0]),
+    "an argument less": lambda manifest: manifest["architecture"]["trunk"].pop("num_codes"),
+    "another name": set_in("architecture", "trunk", "name", to="TableEncoder"),
+    "no name": lambda manifest: manifest["architecture"]["trunk"].pop("name"),
+    "none": set_in("architecture", "trunk", to=None),
+    "many": set_in("architecture", "trunk", to=[{"name": "table_encoder"}] * 1000),
+}
+
+
+@pytest.mark.parametrize("name", ABSURD)
+def test_damaged_descriptions_are_refused(tmp_path, name):
+    save_model(tmp_path / "model", ensemble())
+    load_model(tmp_path / "model")
+    reseal(tmp_path / "model", ABSURD[name])
+    with pytest.raises(ModelFileError) as caught:
+        load_model(tmp_path / "model")
+    one_sentence(caught.value)
+
+
+@pytest.mark.parametrize("key", ["std", "number_columns"])
+def test_damaged_values_are_refused(tmp_path, key):
+    """A directory that fits in every size but holds what no table taught."""
+    made = ensemble()
+    with torch.no_grad():
+        getattr(made.trunk, key)[0] = -1
+    save_model(tmp_path / "model", made)
+    with pytest.raises(ModelFileError) as caught:
+        load_model(tmp_path / "model")
+    one_sentence(caught.value)
+
+
+def test_an_encoder_that_was_changed_by_hand_is_not_described(tmp_path):
+    made = ensemble()
+    made.trunk.relu = nn.ReLU()
+    save_model(tmp_path / "model", made)
+    with pytest.raises(ModelFileError, match="load_weights"):
+        load_model(tmp_path / "model")
+
+
+# -- elsewhere ---------------------------------------------------------------------------------------------------------
+
+
+def test_compiled():
+    compiled = torch.compile(encoder().double(), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(RAW), FEATURES)
+
+
+class Alone(nn.Module):
+    """An ensemble with one input by name, where its own `forward` takes any."""
+
+    def __init__(self, ensemble: Ensemble) -> None:
+        super().__init__()
+        self.ensemble = ensemble
+
+    def forward(self, raw: Tensor) -> Tensor:
+        return self.ensemble(raw)
+
+
+def exported(module: nn.Module, path: Path) -> Callable[[Tensor], np.ndarray]:
+    """A module as onnxruntime computes it."""
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    batch = torch.export.Dim("batch")
+    program = torch.onnx.export(
+        module.eval(), (RAW,), dynamo=True, dynamic_shapes=({0: batch},), input_names=["raw"], verbose=False
+    )
+    program.save(str(path))
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return lambda raw: session.run(None, {"raw": raw.numpy()})[0]
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")  # torch's own
+@pytest.mark.parametrize(
+    ("part", "dtype"), [(None, torch.float64), *((part, torch.float32) for part in (None, *PARTS))], ids=str
+)
+def test_onnx(tmp_path, part, dtype):
+    module = encoder(**({} if part is None else PARTS[part])).to(dtype)
+    run = exported(module, tmp_path / "encoder.onnx")
+    for rows in (1, 4, 40):
+        raw = RAW.repeat(10, 1)[:rows]
+        expected = module(raw)
+        found = torch.from_numpy(run(raw))
+        assert found.dtype == dtype
+        assert torch.equal(found, expected)  # the same few operations in float64: the same bits
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")  # torch's own
+def test_onnx_of_an_ensemble(tmp_path):
+    """One graph from the raw matrix to the members' logits."""
+    module = ensemble(torch.float32)
+    run = exported(Alone(module), tmp_path / "ensemble.onnx")
+    raw = RAW.repeat(5, 1)[:17]
+    with torch.no_grad():
+        expected = module(raw)
+    # products of 10 numbers of up to 1e4 in float32: a few units in the last place
+    assert np.allclose(run(raw), expected.numpy(), rtol=1e-5, atol=1e-3)
