@@ -1,5 +1,6 @@
 # make demo   sets up .venv and runs the main job
 # make test   sets up .venv and runs every check and test
+# make docs   the documentation, into site/
 # make bench  the CPU benchmarks, on quiet cores
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -7,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PROJECT := pyproject.toml constraints.txt
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint docs bench clean
 
 demo: $(VENV)/.tool
 	$(BIN)/torchace run digits
@@ -21,9 +22,15 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/bench_loss.py
 	$(BIN)/python benchmarks/bench_members.py
+	$(BIN)/python benchmarks/bench_cohort.py
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt torchensemble  # it would bring another torchvision
+	$(BIN)/python benchmarks/bench_estimators.py
 
 clean:
 	rm -rf $(VENV)
@@ -39,7 +46,7 @@ $(VENV)/.tool: $(PROJECT) | $(BIN)/python
 
 # What the checks and tests need beside it. torchvision comes with timm; the shim lets it import beside a CPU torch.
 $(VENV)/.dev: $(VENV)/.tool tests/support/torchvision_shim.py
-	$(INSTALL) -e ".[tool,lightning,ray,timm,transformers,tensorboard,dev]"
+	$(INSTALL) -e ".[tool,ray,lightning,timm,transformers,onnx,tensorboard,docs,dev]"
 	cp tests/support/torchvision_shim.py "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/"
 	echo "import torchvision_shim" > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torchvision_shim.pth"
 	@touch $@

@@ -27,6 +27,8 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return BLOCK.findall(page.read_text("utf-8"))
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name not in TODAY], ids=lambda p: str(p.relative_to(DOCS))
 )

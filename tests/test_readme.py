@@ -19,9 +19,3 @@ def test_the_example_runs() -> None:
     assert isinstance(unsure, torch.Tensor)
     torch.testing.assert_close(probs.sum(1), torch.ones(128))
     assert (unsure > 0).all()
-
-
-def test_links_to_files_are_not_broken() -> None:
-    for page in (README, *(README.parent / "docs").rglob("*.md")):
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text("utf-8")):
-            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"

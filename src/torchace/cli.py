@@ -58,6 +58,9 @@ def run(
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Train on Ray: auto, local, HOST:PORT or ray://HOST:PORT.")
     ] = None,
+    parallel: Annotated[
+        str | None, typer.Option(metavar="HOW", help="Under torchrun, what is spread: data, members, or MxD for both.")
+    ] = None,
 ) -> None:
     """Train a sweep over λ and seeds and write a report. Interrupted, it goes on when repeated."""
     for package in ("matplotlib", "jinja2"):  # of the report: better said now than after the training
@@ -65,35 +68,49 @@ def run(
             raise ModuleNotFoundError(name=package)
 
     from torchace.runs.config import load_experiment
+    from torchace.runs.torchrun import connected, rank_sweep
 
-    chosen = load_experiment(experiment, set_ or (), seeds=None if seeds is None else range(seeds))
-    directory = out or Path("runs") / chosen.name
-    device = device_of(device) if ray is None else device  # of this machine, or of the cluster's
+    with connected(parallel) as rank:  # one of several processes that train together; None: the only one
+        console.quiet = bool(rank)
+        chosen = load_experiment(experiment, set_ or (), seeds=None if seeds is None else range(seeds))
+        if rank is not None and ray is not None:
+            raise ValueError("Expected torchrun or --ray, but got both: Ray starts processes of its own.")
+        directory = out or Path("runs") / chosen.name
+        device = device_of(device) if ray is None else device  # of this machine, or of the cluster's
 
-    from torchace.engine.fit import Interrupted
-    from torchace.runs.ledger import LedgerError
-    from torchace.runs.progress import SweepProgress
-    from torchace.runs.sweep import Sweep, Unfinished
+        from torchace.engine.fit import Interrupted
+        from torchace.runs.ledger import LedgerError
+        from torchace.runs.progress import SweepProgress
+        from torchace.runs.sweep import Sweep, Unfinished
 
-    if not resume and (directory / "experiment.json").exists():
-        raise LedgerError(f"{directory} holds runs already. Leave out --no-resume to go on, or choose another --out.")
-    try:
-        with Stopper() as stopper, SweepProgress(console) as progress:
-            if ray is None:
-                failures = Sweep(chosen, directory, device).run(progress, stopper)
-            else:
-                from torchace.runs.ray import ray_sweep
+        if not resume and (directory / "experiment.json").exists():
+            raise LedgerError(
+                f"{directory} holds runs already. Leave out --no-resume to go on, or choose another --out."
+            )
+        try:
+            with Stopper() as stopper, SweepProgress(console) as progress:
+                if rank is not None:
+                    failures = rank_sweep(chosen, directory, device, parallel).run(progress, stopper)
+                elif ray is None:
+                    failures = Sweep(chosen, directory, device).run(progress, stopper)
+                else:
+                    from torchace.runs.ray import ray_sweep
 
-                with ray_sweep(chosen, directory, device, ray) as sweep:
-                    failures = sweep.run(progress, stopper)
-    except Interrupted:
-        complain(f"Interrupted. Everything so far is in {directory}; repeat the command to go on.")
-        raise typer.Exit(INTERRUPTED) from None
-    except Unfinished as error:
-        for lost, reason in error.reasons.items():
-            complain(f"Run λ={lost.diversity:g}, seed {lost.seed} ({lost.arm}) is not finished: {reason}.")
-        complain(f"The other runs are in {directory}; repeat the command to try these again.")
-        raise typer.Exit(ERROR) from None
+                    with ray_sweep(chosen, directory, device, ray) as sweep:
+                        failures = sweep.run(progress, stopper)
+        except Interrupted:
+            if not rank:
+                complain(f"Interrupted. Everything so far is in {directory}; repeat the command to go on.")
+            raise typer.Exit(INTERRUPTED) from None
+        except Unfinished as error:
+            if any(directory.glob("runs/*.json")):
+                _report(directory)
+            for lost, reason in error.reasons.items():
+                complain(f"Run λ={lost.diversity:g}, seed {lost.seed} ({lost.arm}) is not finished: {reason}.")
+            complain(f"All other runs are in {directory}; repeat the command to try these again.")
+            raise typer.Exit(ERROR) from None
+    if rank:  # the first one reports
+        return
     _report(directory)
     for failed, why in failures.items():
         member = "" if why.member is None else f", member {why.member}"
@@ -109,6 +126,25 @@ def run(
 def report(directory: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
     """Draw the report of a run directory again."""
     _report(directory)
+
+
+@app.command()
+def diagnose(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="logits (K, N, C) and target (N,), .npz or .safetensors.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Write the findings and their figures to this directory too.")
+    ] = None,
+) -> None:
+    """Tell whether an ensemble's diversity is real, from its members' logits."""
+    from torchace.diagnosis import diagnose_file
+
+    found = diagnose_file(file)
+    say(str(found))
+    if out is not None:
+        found.save(out)
+        say(f"Written to {out}.")
 
 
 @app.command()
