@@ -166,7 +166,16 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         train, validation = self._held_out(rest, hashed_key(seed, "validation"))
         scaling = Scaling.of(train)
         parts = [self._scaled(scaling, part, plan) for part in (train, validation, check)]
-        return tune_diversity(plan, parts[0], parts[1], self._num_outputs, check=parts[2], seed=seed)
+        scale = 1.0 if scaling.targets is None else float(scaling.targets.std.square().mean())
+        return tune_diversity(
+            plan,
+            *parts[:2],
+            self._num_outputs,
+            check=parts[2],
+            check_name="held-out",
+            seed=seed,
+            score_scale=scale,
+        )
 
     def _held_out(self, samples: Split, seed: int) -> tuple[Split, Split]:
         """The rest, and the validation fraction: every class in proportion."""

@@ -103,9 +103,9 @@ class Checkpoints:
         (self.directory / MANIFEST).unlink(missing_ok=True)  # first: without it the rest is nothing
         for file in self.directory.glob("*"):
             file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self.directory.rmdir()
-            self.directory.parent.rmdir()
+        for folder in (self.directory, self.directory.parent):  # each by itself: a killed process may have left either
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
