@@ -61,6 +61,7 @@ def run(
     parallel: Annotated[
         str | None, typer.Option(metavar="HOW", help="Under torchrun, what is spread: data, members, or MxD for both.")
     ] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write scalars for TensorBoard too.")] = False,
 ) -> None:
     """Train a sweep over λ and seeds and write a report. Interrupted, it goes on when repeated."""
     for package in ("matplotlib", "jinja2"):  # of the report: better said now than after the training
@@ -82,13 +83,16 @@ def run(
         from torchace.runs.ledger import LedgerError
         from torchace.runs.progress import SweepProgress
         from torchace.runs.sweep import Sweep, Unfinished
+        from torchace.runs.trackers import EventLog, TensorBoard, Watchers
 
         if not resume and (directory / "experiment.json").exists():
             raise LedgerError(
                 f"{directory} holds runs already. Leave out --no-resume to go on, or choose another --out."
             )
         try:
-            with Stopper() as stopper, SweepProgress(console) as progress:
+            with Stopper() as stopper, SweepProgress(console) as bars:
+                trackers = [] if rank else [EventLog(directory), *([TensorBoard(directory)] if tensorboard else [])]
+                progress = Watchers([bars, *trackers])
                 if rank is not None:
                     failures = rank_sweep(chosen, directory, device, parallel).run(progress, stopper)
                 elif ray is None:

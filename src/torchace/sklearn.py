@@ -165,13 +165,14 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         rest, check = self._held_out(samples, hashed_key(seed, "check"))
         train, validation = self._held_out(rest, hashed_key(seed, "validation"))
         scaling = Scaling.of(train)
-        parts = [self._scaled(scaling, part, plan) for part in (train, validation, check)]
+        train, validation, check = (self._scaled(scaling, part, plan) for part in (train, validation, check))
         scale = 1.0 if scaling.targets is None else float(scaling.targets.std.square().mean())
         return tune_diversity(
             plan,
-            *parts[:2],
+            train,
+            validation,
             self._num_outputs,
-            check=parts[2],
+            check=check,
             check_name="held-out",
             seed=seed,
             score_scale=scale,

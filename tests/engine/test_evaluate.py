@@ -1,9 +1,11 @@
+import numpy as np
 import pytest
+import sklearn.metrics
 import torch
 
 from tests.engine.cases import CLASSES, MEMBERS, batches, cohort
 from torchace.data import chunks
-from torchace.engine.evaluate import DISPUTED, evaluate, logits_of
+from torchace.engine.evaluate import DISPUTED, DRAWN, evaluate, evaluate_regression, logits_of
 from torchace.functional import disagreement
 from torchace.metrics import EnsembleMetrics
 
@@ -83,3 +85,67 @@ def test_members_that_agree_dispute_nothing() -> None:
     logits, target = example()
     evaluation = evaluate(logits[:1].expand(MEMBERS, -1, -1), target)
     assert evaluation.metrics["disagreement"] == 0
+
+
+# -- regression -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("members", "samples", "scale"), [(1, 50, 1.0), (4, 200, 1e6), (3, 1, 1.0), (5, 6000, 1e-6)])
+def test_scores_of_a_regression_are_those_of_scikit_learn(members: int, samples: int, scale: float) -> None:
+    generator = torch.Generator().manual_seed(samples)
+    target = scale * (5 + torch.randn(samples, generator=generator, dtype=torch.float64))
+    noise = torch.randn(members, samples, generator=generator, dtype=torch.float64)
+    predictions = target + 0.3 * scale * (noise + torch.linspace(0, 1, samples))
+    found = evaluate_regression(predictions, target)
+    given, truth = predictions.numpy(), target.numpy()
+    mean = given.mean(0)
+    expected = {
+        "mse": sklearn.metrics.mean_squared_error(truth, mean),
+        "rmse": sklearn.metrics.root_mean_squared_error(truth, mean),
+        "mae": sklearn.metrics.mean_absolute_error(truth, mean),
+        "r2": sklearn.metrics.r2_score(truth, mean) if samples > 1 else np.nan,
+        "member_mse": np.mean([sklearn.metrics.mean_squared_error(truth, member) for member in given]),
+        "spread": given.std(0).mean(),
+        "ambiguity": given.var(0).mean(),
+    }
+    scores = dict(found.metrics)
+    own = scores.pop("members")
+    assert scores.keys() == expected.keys()
+    for name, value in expected.items():  # float64: the same sums in another order
+        assert scores[name] == pytest.approx(value, rel=1e-10, abs=1e-15 * scale, nan_ok=True), name
+    assert own == pytest.approx([sklearn.metrics.mean_squared_error(truth, member) for member in given], rel=1e-12)
+    # the decomposition: what the ensemble gains over its members is how much they differ
+    assert scores["member_mse"] - scores["mse"] == pytest.approx(scores["ambiguity"], rel=1e-9, abs=1e-15 * scale)
+
+
+def test_arrays_of_a_regression() -> None:
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(DRAWN + 10, generator=generator, dtype=torch.float64)
+    predictions = target + torch.randn(3, DRAWN + 10, generator=generator, dtype=torch.float64)
+    arrays = evaluate_regression(predictions, target).arrays
+    assert {name: tuple(value.shape) for name, value in arrays.items()} == {
+        **dict.fromkeys(("predicted", "observed", "spread"), (DRAWN,)),
+        "residual_correlation": (3, 3),
+    }
+    assert arrays["predicted"].equal(predictions.mean(0)[:DRAWN])
+    assert arrays["observed"].equal(target[:DRAWN])
+    expected = np.corrcoef((predictions - target).numpy())
+    np.testing.assert_allclose(arrays["residual_correlation"], expected, rtol=0, atol=1e-12)
+
+
+def test_a_regression_of_half_precision_is_scored_in_double() -> None:
+    predictions, target = torch.full((2, 4), 3e5).bfloat16(), torch.zeros(4).bfloat16()
+    assert evaluate_regression(predictions, target).metrics["mse"] == predictions[0, 0].double().item() ** 2
+
+
+def test_a_constant_target_has_no_r2() -> None:
+    metrics = evaluate_regression(torch.ones(2, 3), torch.zeros(3)).metrics
+    assert np.isnan(metrics["r2"])
+    assert (metrics["mse"], metrics["spread"], metrics["ambiguity"]) == (1, 0, 0)
+
+
+def test_members_without_error_correlate_with_nobody() -> None:
+    predictions = torch.tensor([[1.0, 2.0, 3.0], [1.5, 1.0, 3.0]])
+    correlation = evaluate_regression(predictions, torch.tensor([1.0, 2.0, 3.0])).arrays["residual_correlation"]
+    assert correlation[0].eq(0).all()
+    assert correlation[1, 1] == pytest.approx(1)

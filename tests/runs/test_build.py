@@ -12,6 +12,7 @@ from torchace.engine.checkpoint import weights_digest
 from torchace.engine.network import Cohort, SideBySide
 from torchace.engine.recipe import Recipe
 from torchace.nn import SMOC, Ensemble
+from torchace.runs import build
 from torchace.runs.build import build_network, can_share, can_stack, describe_network, recipe_of
 from torchace.runs.config import Arm, TrainSection
 
@@ -67,6 +68,25 @@ def test_kinds() -> None:
     assert isinstance(ensembles["branch"], Ensemble)
     assert ensembles["branch"].trunk is not None
     assert ensembles["dropout"].trunk is None
+
+
+def test_only_residual_smoc_on_a_gpu_with_triton_goes_abreast(monkeypatch: pytest.MonkeyPatch) -> None:
+    def goes(model: dict[str, Any], device: str = "cuda", **train: Any) -> bool:
+        one = small(model={"num_members": 2, "depth": 8, **model}, train=train).complete_arms()[0]
+        return build._can_go_abreast(one, [build._ensemble(one.model, DIGITS, seed) for seed in (7, 8)], device)
+
+    residual = {"kind": "smoc", "network": "resnet"}
+    monkeypatch.setattr(build, "find_spec", lambda name: object())
+    assert goes(residual)
+    assert goes({**residual, "rank": 2}, "cuda:1")
+    assert not goes(residual, "cpu")
+    assert not goes(residual, compile=True)
+    assert not goes({**residual, "width": 8})
+    assert not goes({**residual, "kind": "separate"})
+    assert not goes({**residual, "kind": "branch"})
+    assert not goes({"kind": "smoc"})
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    assert not goes(residual)
 
 
 def test_runs_with_dropout_are_trained_alone() -> None:
@@ -140,6 +160,7 @@ def test_a_recipe_takes_everything_from_its_section() -> None:
         "milestones": (2, 4),
         "diversity_warmup_steps": 5,
         "detach_others": True,
+        "loss": "ace",
     }
     assert not recipe_of(TrainSection(steps=1, detach_others=False), 10).detach_others
 

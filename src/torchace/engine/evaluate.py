@@ -52,7 +52,8 @@ def evaluate(logits: Tensor, target: Tensor, images: Tensor | None = None) -> Ev
     from torchace.metrics import EnsembleMetrics  # here: torchmetrics takes seconds to import
 
     num_members, _, num_classes = logits.shape
-    metrics = EnsembleMetrics(num_members, num_classes).to(logits.device)
+    # no sync: every sample is here, and other ranks may have nothing to score
+    metrics = EnsembleMetrics(num_members, num_classes, sync_on_compute=False).to(logits.device)
     metrics.update(logits, target)
     scores: dict[str, float | list[float]] = {name: value.tolist() for name, value in metrics.compute().items()}
 

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from torchace.data import Batches, hashed_key
 from torchace.engine.checkpoint import Checkpoints
+from torchace.engine.clock import Clock
+from torchace.engine.distributed import Meetings, Ranks
 from torchace.engine.graph import Stepper
 from torchace.engine.network import Network
 from torchace.engine.recipe import Recipe, make_optimizer, set_learning_rate
+from torchace.engine.spread import Part, RankStepper
 from torchace.engine.step import StepResult
 from torchace.engine.stopping import EarlyStopping, HeldOut
 
@@ -82,7 +85,7 @@ def fit(
     """Trains R runs that differ in λ and seed alone, from the newest checkpoint if there is one.
 
     Args:
-        network: The runs, with their initial weights.
+        network: The runs, with their initial weights; or, as one rank of several, its `Part` of them.
         batches: Where samples come from; every draw is a function of seed, epoch and step.
         recipe: How to train.
         diversities: λ of each run.
@@ -91,15 +94,23 @@ def fit(
         optimizer: One that has trained this network before, to go on with; a new one unless given.
         saving: Where and how often to save.
         watch: Is told about progress, at most ten times a second.
-        stop: Is asked before every step; when it says yes, a checkpoint is written and `Interrupted` raised.
+        stop: Is asked before every step, or now and then with several ranks; when it says yes, a checkpoint is written
+            and `Interrupted` raised.
     """
     device = batches.device
+    ranks, num_members = (
+        (network.ranks, network.all_members) if isinstance(network, Part) else (None, network.num_members)
+    )
+    if ranks is not None and batches.batch_size < ranks.data:
+        raise ValueError(
+            f"Expected batches of at least {ranks.data} samples, one for each rank, but got {batches.batch_size}."
+        )
     if optimizer is None:
         optimizer = make_optimizer(recipe, [p for p in network.parameters() if p.requires_grad])
     network.train()
     stopping = None if held_out is None else EarlyStopping(network, held_out, recipe)
     fitted, start, stopped = Fitted(), 0, [False] * network.num_runs
-    tally = _Tally(network.num_runs, network.num_members, device)
+    tally = _Tally(network.num_runs, num_members, device, ranks)
     if saving is not None and (saved := saving.checkpoints.load(network, optimizer, stopping)) is not None:
         start, stopped = saved["step"], saved["stopped"]
         failures = {int(r): Failure(**f) for r, f in saved["failures"].items()}
@@ -109,11 +120,15 @@ def fit(
     full = torch.tensor(list(diversities), dtype=recipe.dtype, device=device)
     going = [r not in fitted.failures and not stopped[r] for r in range(network.num_runs)]
     active = torch.tensor(going, device=device)
-    stepper = Stepper(network, optimizer, recipe)
-    before, began, last_saved, last_watched = fitted.seconds, time.monotonic(), time.monotonic(), 0.0
+    stepper = (
+        RankStepper(network, optimizer, recipe) if isinstance(network, Part) else Stepper(network, optimizer, recipe)
+    )
+    clock = (Clock if ranks is None else Meetings)(stop, None if saving is None else saving.every_seconds)
+    before, began = fitted.seconds, time.monotonic()
     random = any(isinstance(module, torch.nn.modules.dropout._DropoutNd) for module in network.modules())
 
     def note_failures() -> None:
+        tally.share()
         for run, failure in tally.new_failures(active).items():
             fitted.failures[run] = failure
             active[run] = False
@@ -128,19 +143,20 @@ def fit(
         saving.checkpoints.save(network, optimizer, {**progress, "stopped": stopped, "tally": tally.state()}, stopping)
 
     for step in range(start, recipe.steps if any(going) else start):
-        if stop():
+        clock.ask()
+        if clock.stop:
             save(step)
             raise Interrupted
         epoch, within = batches.locate(step)
-        x, y, weight = _batch(batches, seeds, epoch, within, network.num_members, recipe)
+        x, y, weight = _batch(batches, seeds, epoch, within, num_members, recipe)
         set_learning_rate(optimizer, recipe.learning_rate_at(step))
-        with _masks(random, seeds[0], step, device):
+        with _masks(random, seeds[0], step, device, ranks):
             result = stepper(x, y, weight, full * recipe.diversity_share_at(step), active)
         tally.add(result, step)
 
         last_of_epoch = within == batches.steps_per_epoch - 1 or step == recipe.steps - 1
-        # On the CPU a failed run is seen at once; on a GPU nothing is read back but now and then.
-        if device.type == "cpu" or last_of_epoch or step % 100 == 99:
+        # On the CPU a failed run is seen at once; on a GPU, and of other ranks, nothing is read but now and then.
+        if (device.type == "cpu" and ranks is None) or last_of_epoch or step % 100 == 99:
             note_failures()
             if not bool(active.any()):
                 break
@@ -151,15 +167,16 @@ def fit(
                 entry["held_out"], stopped = stopping.update(network, epoch + 1, stopped)
                 active &= ~torch.tensor(stopped, device=device)
             fitted.history.append(entry)
-        now = time.monotonic()
-        if watch is not None and (now - last_watched >= 0.1 or step == recipe.steps - 1):
-            last_watched = now
+        if clock.tell:
+            tally.share()
+        if watch is not None and (clock.tell or step == recipe.steps - 1):
+            clock.told()
             watch(Progress(step + 1, recipe.steps, tally.mean() or fitted.history[-1]["score"]))
         if saving is not None and step + 1 < recipe.steps:
             steps_due = saving.every_steps is not None and (step + 1) % saving.every_steps == 0
-            if steps_due or (saving.every_seconds is not None and now - last_saved >= saving.every_seconds):
+            if steps_due or clock.save:
                 save(step + 1)
-                last_saved = time.monotonic()
+                clock.saved()
         if all(stopped):
             break
     if stopping is not None:
@@ -170,14 +187,15 @@ def fit(
 
 
 @contextmanager
-def _masks(random: bool, seed: int, step: int, device: torch.device) -> Iterator[None]:
+def _masks(random: bool, seed: int, step: int, device: torch.device, ranks: Ranks | None) -> Iterator[None]:
     """Dropout masks as a function of seed and step, so that a run resumes bit for bit; torch's state stays as it was.
 
-    Runs with dropout are trained one at a time: masks that several runs drew would depend on who is among them.
+    Runs with dropout are trained one at a time: masks that several runs drew would depend on who is among them. For the
+    same reason every rank has its own.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], enabled=random):
         if random:
-            torch.manual_seed(hashed_key(seed, "dropout", step))
+            torch.manual_seed(hashed_key(seed, "dropout", step, *([] if ranks is None else [ranks.rank])))
         yield
 
 
@@ -205,12 +223,12 @@ def _batch(
 class _Tally:
     """Sums over the steps of an epoch, kept on the device, and the first failure of each run."""
 
-    def __init__(self, num_runs: int, num_members: int, device: torch.device) -> None:
-        self.num_members = num_members
+    def __init__(self, num_runs: int, num_members: int, device: torch.device, ranks: Ranks | None = None) -> None:
+        self.num_members, self.ranks = num_members, ranks
         self.sums = torch.zeros(num_runs, dtype=torch.float64, device=device)
         self.steps = 0
         self.failed_step = torch.full((num_runs,), -1, device=device)
-        self.failed_member = torch.full((num_runs,), -1, device=device)
+        self.failed_member = torch.full((num_runs,), -1, device=device)  # K: what members share; see `RankStepper`
 
     def add(self, result: StepResult, step: int) -> None:
         self.sums += result.score.double()
@@ -219,11 +237,25 @@ class _Tally:
         self.failed_step = torch.where(first, step, self.failed_step)
         self.failed_member = torch.where(first, result.faults, self.failed_member)
 
+    def share(self) -> None:
+        """Adds up what the ranks have; the first one keeps the sums, all keep the first failure of any."""
+        if self.ranks is None:
+            return
+        last = float(2**40)  # later than any step
+        steps = torch.where(self.failed_step < 0, last, self.failed_step.double())
+        told = self.ranks.all_told([*self.sums.tolist(), *steps.tolist(), *self.failed_member.tolist()])
+        sums, steps, members = (part.to(self.sums.device) for part in told.chunk(3, 1))  # (ranks, R)
+        self.sums = sums.sum(0) if self.ranks.is_first else torch.zeros_like(self.sums)
+        first = steps.amin(0)
+        members = torch.where(steps == first, members, torch.inf).amin(0)
+        self.failed_step = torch.where(first == last, -1, first).long()
+        self.failed_member = torch.where(first == last, -1, members).long()
+
     def new_failures(self, active: Tensor) -> dict[int, Failure]:
         failed = (self.failed_step >= 0) & active
         found = {}
         for run in failed.nonzero().flatten().tolist() if bool(failed.any()) else []:
-            member, step = int(self.failed_member[run]), int(self.failed_step[run])
+            member, step = int(self.failed_member[run]) % (self.num_members + 1), int(self.failed_step[run])
             found[run] = Failure(FAULT, member if member < self.num_members else None, step)
         return found
 
@@ -241,5 +273,6 @@ class _Tally:
         return {"sums": [repr(value) for value in self.sums.tolist()], "steps": self.steps}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.sums.copy_(torch.tensor([float(value) for value in state["sums"]], dtype=torch.float64))
         self.steps = state["steps"]
+        if self.ranks is None or self.ranks.is_first:  # the sums of all ranks
+            self.sums.copy_(torch.tensor([float(value) for value in state["sums"]], dtype=torch.float64))

@@ -16,30 +16,43 @@ from torchace.functional import amended_cross_entropy, ensemble_log_probs, ensem
 LINKS = {"ace": "softmax", "ncl": "identity"}
 
 
-def losses_of(logits: Tensor, y: Tensor, diversity: Tensor, mixture: Tensor | None, recipe: Recipe) -> Tensor:
+def losses_of(
+    logits: Tensor,
+    y: Tensor,
+    diversity: Tensor,
+    mixture: Tensor | None,
+    recipe: Recipe,
+    *,
+    num_members: int | None = None,
+) -> Tensor:
     """Every member's loss on every sample of its batch, `(R, K, B)`.
 
     Args:
         logits: `(R, K, B, C)`.
         y: `(R, B)`, or `(R, K, B)` with batches of the members' own; for regression with an axis of outputs at the end.
         diversity: λ of each run, `(R,)`.
-        mixture: What the ensemble predicts on all its members' batches, `(R, K·B, C)`, for exchanged batches.
+        mixture: What the ensemble predicts on all its members' batches, `(R, K·B, C)`, for exchanged batches; on the
+            one batch, `(R, B, C)`, where some of its members are on other ranks.
         recipe: Which loss.
+        num_members: K of the whole ensemble, where some are on other ranks.
     """
     loss = _loss(recipe)
+    count, size = logits.shape[1:3]
+    if mixture is not None:
+        share = torch.full((count,), 1 / (num_members or count), dtype=mixture.dtype, device=logits.device)
     if recipe.batches == "shared":
-        return vmap(loss)(logits, y, diversity)
+        if mixture is None:
+            return over_runs(loss, logits, y, diversity)
+        coupled = partial(_coupled, loss, share)
+        return over_runs(coupled, logits, y, diversity, mixture)
     # Own batches: a member's loss needs the others' predictions on its batch and nothing else of them, so the K
     # batches of a run are rows of one member, `(1, K·B, C)`, with the ensemble's prediction given.
-    num_members, size = logits.shape[1:3]
     rows, targets = logits.flatten(1, 2).unsqueeze(1), y.flatten(1, 2)
     if mixture is None:  # separate batches: no coupling
-        losses = vmap(lambda z, t: loss(z, t, 0.0))(rows, targets)
+        losses = over_runs(lambda z, t: loss(z, t, 0.0), rows, targets)
     else:
-        share = torch.full((1,), 1 / num_members, dtype=mixture.dtype, device=logits.device)
-        coupled = vmap(lambda z, t, d, m: loss(z, t, d, mixture=m, member_weights=share))
-        losses = coupled(rows, targets, diversity, mixture)
-    return losses.squeeze(1).unflatten(1, (num_members, size))
+        losses = over_runs(partial(_coupled, loss, share[:1]), rows, targets, diversity, mixture)
+    return losses.squeeze(1).unflatten(1, (count, size))
 
 
 def scores_of(logits: Tensor, y: Tensor, recipe: Recipe) -> Tensor:
@@ -52,12 +65,23 @@ def scores_of(logits: Tensor, y: Tensor, recipe: Recipe) -> Tensor:
     """
     score = _cross_entropy if recipe.loss == "ace" else _squared_error
     shared = y.ndim == (1 if recipe.loss == "ace" else 2)
-    return vmap(score, in_dims=(0, None if shared else 0))(logits, y)
+    return over_runs(score, logits, y.expand(len(logits), *y.shape) if shared else y)
+
+
+def mixture_scores(mixture: Tensor, y: Tensor, recipe: Recipe) -> Tensor:
+    """`scores_of` where an ensemble's prediction is known, `(R, N, C)`, and `y` is `(R, N)`.
+
+    A probability that underflowed counts as the smallest number there is: its logarithm is not to be had from the sum.
+    """
+    if recipe.loss == "ace":
+        log_probs = mixture.clamp_min(torch.finfo(mixture.dtype).tiny).log()
+        return -log_probs.gather(2, y.unsqueeze(2)).squeeze(2)
+    return (mixture - y).square().mean(-1)
 
 
 def mixture_of(logits: Tensor, recipe: Recipe) -> Tensor:
     """What each run's ensemble predicts, `(R, N, C)`, from its members' logits `(R, K, N, C)`."""
-    return vmap(partial(ensemble_probs, link=LINKS[recipe.loss]))(logits)
+    return over_runs(partial(ensemble_probs, link=LINKS[recipe.loss]), logits)
 
 
 def mean_over_samples(values: Tensor, weight: Tensor | None) -> Tensor:
@@ -66,6 +90,17 @@ def mean_over_samples(values: Tensor, weight: Tensor | None) -> Tensor:
         return values.mean(-1)
     weight = weight.expand_as(values)
     return (values * weight).sum(-1) / weight.sum(-1).clamp_min(torch.finfo(weight.dtype).tiny)
+
+
+def over_runs(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
+    """`vmap` over the runs; a single one is computed as it is, which takes less than half the time."""
+    if values[0].shape[0] == 1:
+        return function(*(value[0] for value in values)).unsqueeze(0)
+    return vmap(function)(*values)
+
+
+def _coupled(loss: Callable[..., Tensor], share: Tensor, z: Tensor, y: Tensor, d: Tensor, mixture: Tensor) -> Tensor:
+    return loss(z, y, d, mixture=mixture, member_weights=share)
 
 
 def _loss(recipe: Recipe) -> Callable[..., Tensor]:

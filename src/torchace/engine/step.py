@@ -31,8 +31,8 @@ def train_step(
 ) -> StepResult:
     """One step of every run. Nothing is read back from the device."""
     own = recipe.batches != "shared"
-    mixture = _mixture(network, x, recipe) if recipe.batches == "exchanged" else None
-    with _precision(x, recipe):
+    mixture = common_mixture(network, x, recipe) if recipe.batches == "exchanged" else None
+    with precision_of(x, recipe):
         logits = network(x, own=own)  # (R, K, B, C)
 
     losses = losses_of(logits, y, diversity, mixture, recipe)  # (R, K, B)
@@ -45,11 +45,11 @@ def train_step(
 
 
 @torch.no_grad()
-def _mixture(network: Network, x: Tensor, recipe: Recipe) -> Tensor:
+def common_mixture(network: Network, x: Tensor, recipe: Recipe) -> Tensor:
     """What the ensemble predicts on all its members' batches, `(R, K·B, C)`: everybody predicts everything."""
     training = network.training
     network.eval()  # others' samples must not enter a member's batch statistics
-    with _precision(x, recipe):
+    with precision_of(x, recipe):
         logits = network(x.flatten(1, 2))
     network.train(training)
     return mixture_of(logits, recipe)
@@ -64,5 +64,6 @@ def _score(logits: Tensor, y: Tensor, weight: Tensor | None, own: bool, recipe: 
     return mean_over_samples(scores_of(logits, y, recipe), weight)
 
 
-def _precision(x: Tensor, recipe: Recipe) -> torch.autocast:
+def precision_of(x: Tensor, recipe: Recipe) -> torch.autocast:
+    """What the network is computed in."""
     return torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=recipe.precision == "bf16")

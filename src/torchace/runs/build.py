@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
 from torch import nn
 
 from torchace.data import Dataset, hashed_key
+from torchace.engine.abreast import Abreast
 from torchace.engine.network import Cohort, Network, SideBySide
 from torchace.engine.recipe import Recipe
 from torchace.models import cifar_resnet, mlp
@@ -37,13 +39,18 @@ def build_network(arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.d
         network = Cohort([members[seed] for seed in seeds])
     else:
         ensembles = [_ensemble(arm.model, data, seed) for seed in seeds]
-        network = SideBySide(ensembles)
+        network = Abreast(ensembles) if _can_go_abreast(arm, ensembles, device) else SideBySide(ensembles)
     network = network.to(device=device, dtype=dtype)
     if torch.device(device).type == "cuda" and arm.model.network == "resnet":
         network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if arm.train.compile:
         network.compile()
     return network
+
+
+def _can_go_abreast(arm: Arm, ensembles: Sequence[EnsembleModule], device: torch.device | str) -> bool:
+    on_gpu = torch.device(device).type == "cuda" and find_spec("triton") is not None
+    return on_gpu and not arm.train.compile and Abreast.takes(ensembles)
 
 
 def recipe_of(train: TrainSection, steps_per_epoch: int) -> Recipe:
