@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.report import synthetic
+from tests.report.fits import FitSpec, write_fit
 from tests.report.synthetic import ArmSpec, Spec
 from torchace.report import Results, read_results, write_report
 
@@ -68,6 +70,41 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def regression_fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_fit(tmp_path_factory.mktemp("regression") / "fit", FitSpec())
+
+
+@pytest.fixture(scope="session")
+def classification_fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    spec = FitSpec(task="classification", name="iris.csv", title="iris.csv: species", chosen=0.2)
+    return write_fit(tmp_path_factory.mktemp("classification") / "fit", spec)
+
+
+@pytest.fixture(scope="session")
+def hostile_fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A table whose column names, classes, labels and notes would break a page that took them at their word."""
+    names = [*HOSTILE, "", "\n\n", "</table></details>", "x" * 300, "Ünïcödé " * 30, "ـ" * 80]
+    columns = [{"name": name, "kind": "number", "missing": i, "mean": 1.5, "std": None} for i, name in enumerate(names)]
+    columns += [
+        {"name": name, "kind": "category", "missing": 0, "categories": [[text, 3] for text in names[:8]]}
+        for name in names
+    ]
+    columns += [{"name": name, "kind": "dropped", "missing": 960, "why": " ".join(names)} for name in names]
+    schema = {"target": {"name": HOSTILE[0], "classes": names * 3}, "columns": columns, "notes": names}
+    spec = FitSpec(task="classification", schema=schema, name=HOSTILE[0], title=HOSTILE[1])
+    spec.search = {"sentence": HOSTILE[0]}
+    spec.overrides = {"description": HOSTILE[2]}
+    directory = write_fit(tmp_path_factory.mktemp("hostile_fit") / "fit", spec)
+    file = directory / "experiment.json"
+    content = json.loads(file.read_text())
+    content["data"]["classes"] = names[:3]
+    for arm, name in zip(content["arms"], names, strict=False):
+        arm["label"] = name
+    file.write_text(json.dumps(content))
+    return directory
+
+
+@pytest.fixture(scope="session")
 def pages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The report of a directory by the name of its fixture, drawn once and then only read."""
     out = tmp_path_factory.mktemp("pages")
@@ -87,3 +124,13 @@ def table1_results(table1: Path) -> Results:
 @pytest.fixture(scope="session")
 def table2_results(table2: Path) -> Results:
     return read_results(table2)
+
+
+@pytest.fixture(scope="session")
+def regression_results(regression_fit: Path) -> Results:
+    return read_results(regression_fit)
+
+
+@pytest.fixture(scope="session")
+def classification_results(classification_fit: Path) -> Results:
+    return read_results(classification_fit)

@@ -35,6 +35,7 @@ addEventListener("load", () => {
     outside: outside.map(element => element.tagName + " " + element.className).slice(0, 5),
     natural: [...document.images].map(image => image.naturalWidth),
     shown: boxes.map(box => Math.min(box.width, box.height)),
+    schema: [...document.querySelectorAll(".schema .scroll")].map(box => box.scrollWidth - box.clientWidth),
     background: getComputedStyle(document.body).backgroundColor,
     text: Number.parseFloat(getComputedStyle(document.body).fontSize),
     smallest: Math.min(...[...document.querySelectorAll("p, dd, td, th, figcaption")].map(
@@ -84,18 +85,32 @@ def _check(measured: dict[str, Any], console: list[str], width: int, figures: in
 
 
 @pytest.mark.parametrize("width", [375, 1280])
-@pytest.mark.parametrize("name", ["table1", "hostile"])
+@pytest.mark.parametrize("name", ["table1", "hostile", "regression_fit", "hostile_fit"])
 def test_page_opens_whole(pages: Callable[[str], Path], tmp_path: Path, name: str, width: int) -> None:
     text = pages(name).read_text(encoding="utf-8")
     measured, console = _open(text, tmp_path / "browser", width)
     _check(measured, console, width, text.count("<figure>"))
 
 
-@pytest.mark.parametrize("name", ["table2", "failing", "single_seed"])
+@pytest.mark.parametrize("name", ["table2", "failing", "single_seed", "classification_fit"])
 def test_page_opens_on_a_phone(pages: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     text = pages(name).read_text(encoding="utf-8")
     measured, console = _open(text, tmp_path / "browser", 375)
     _check(measured, console, 375, text.count("<figure>"))
+
+
+def test_unfolded_lists_fit_a_phone(pages: Callable[[str], Path], tmp_path: Path) -> None:
+    """What a reader opens holds hostile names of 300 characters too."""
+    text = pages("hostile_fit").read_text(encoding="utf-8")
+    assert text.count("<details>") >= 3
+    measured, console = _open(text.replace("<details>", "<details open>"), tmp_path / "browser", 375)
+    _check(measured, console, 375, text.count("<figure>"))
+
+
+def test_the_columns_of_a_table_do_not_scroll_away_on_a_phone(pages: Callable[[str], Path], tmp_path: Path) -> None:
+    measured, _ = _open(pages("regression_fit").read_text(encoding="utf-8"), tmp_path / "browser", 375)
+    assert len(measured["schema"]) == 4  # numbers, those folded away, categories, left out
+    assert max(measured["schema"]) <= 0
 
 
 def test_page_follows_a_dark_scheme(pages: Callable[[str], Path], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.report import synthetic
+from tests.report.fits import FitSpec, write_fit
 from torchace.report import ReportError, Results, read_results
 from torchace.report.arrays import disputed_images, read_arrays, reliability
 
@@ -73,7 +74,11 @@ def test_a_missing_directory_is_one_sentence(tmp_path: Path) -> None:
         ({"format": 2}, "Expected format 1 in experiment.json, but got 2"),
         ({"format": None}, "`format` in experiment.json, but found nothing"),
         ({"name": 3}, "Expected a string under `name` in experiment.json, but got a number"),
-        ({"task": "regression"}, "Expected the task classification"),
+        ({"task": "ranking"}, "Expected the task classification or regression in experiment.json, but got 'ranking'"),
+        ({"task": 3}, "Expected a string under `task`"),
+        ({"arms": [{"name": "a", "num_members": 2, "diversities": [0], "role": "spare"}]}, "Expected the role sweep,"),
+        ({"arms": [{"name": "a", "num_members": 2, "diversities": [0], "seeds": [-1]}]}, "list of integers under"),
+        ({"arms": [{"name": "a", "num_members": 2, "diversities": [0], "seeds": 5}]}, "list of integers under `seeds`"),
         ({"arms": {}}, "Expected a list of arms under `arms`"),
         ({"arms": [3]}, "Expected an object in experiment.json, but got a number"),
         ({"arms": [{"name": "a"}]}, "`num_members` in experiment.json"),
@@ -111,6 +116,10 @@ def test_an_experiment_that_is_no_json_object(directory: Path, content: bytes) -
         {"metrics": {"test": {"accuracy": 0.9, "cross_entropy": float("nan")}}},
         {"diversity": "0.3"},
         {"seed": None},
+        {"metrics": {"test": None, "validation": {"accuracy": 0.9, "cross_entropy": 0.3}}},  # a sweep is tested
+        {"metrics": {"test": {"accuracy": 0.9, "cross_entropy": 10**400}}},
+        {"metrics": {"test": {"accuracy": 0.9, "cross_entropy": -0.1}}},
+        {"seed": 10**30},
         {"seed": 3},  # then there are two runs of one λ and seed
         {"format": 9},
     ],
@@ -153,6 +162,15 @@ def test_missing_arrays_are_no_damage(directory: Path) -> None:
         {"disputed_votes": np.zeros((4, 3)), "disputed_target": np.zeros(5)},
         {"disputed_images": np.zeros((4, 8, 8))},
         {"disputed_images": np.zeros((4, 8, 8, 2), dtype=np.uint8)},
+        {"disputed_index": np.zeros((4, 2))},
+        {"predicted": np.zeros(5)},
+        {"predicted": np.zeros(5), "observed": np.zeros(5), "spread": np.zeros(4)},
+        {"predicted": np.zeros((5, 1)), "observed": np.zeros((5, 1)), "spread": np.zeros((5, 1))},
+        {"predicted": np.zeros(5), "observed": np.full(5, np.nan), "spread": np.zeros(5)},
+        {"predicted": np.full(5, 1e200), "observed": np.zeros(5), "spread": np.zeros(5)},
+        {"predicted": np.zeros(5), "observed": np.zeros(5), "spread": np.full(5, -1.0)},
+        {"residual_correlation": np.zeros((3, 2))},
+        {"residual_correlation": np.full((2, 2), np.inf)},
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -202,3 +220,101 @@ def test_a_run_directory_without_runs(directory: Path) -> None:
     shutil.rmtree(directory / "runs")
     results = read_results(directory)
     assert (results.runs, results.damaged, results.planned) == ((), (), 15)
+
+
+def test_a_fit_has_arms_with_roles_and_seeds_of_their_own(regression_results: Results) -> None:
+    search, check, model = regression_results.arms
+    assert [arm.role for arm in (search, check, model)] == ["search", "check", "model"]
+    assert regression_results.seeds_of(search) == (0, 1, 2)
+    assert regression_results.seeds_of(check) == (100, 101, 102, 103, 104)
+    # 8 λ x 3 seeds, 2 λ x 5 seeds, one model
+    assert (regression_results.planned, len(regression_results.runs)) == (35, 35)
+    assert regression_results.tested == (model, check)
+    assert regression_results.swept == (check,)
+    assert regression_results.model == model
+    assert regression_results.is_fit
+    assert regression_results.values(search, 0.5, "mse") == {}
+    assert len(regression_results.values(search, 0.5, "mse", "validation")) == 3
+
+
+def test_an_experiment_is_no_fit(table1_results: Results) -> None:
+    assert not table1_results.is_fit
+    assert table1_results.model is None
+    assert table1_results.tested == table1_results.swept == table1_results.arms
+    assert [table1_results.seeds_of(arm) for arm in table1_results.arms] == [(0, 1, 2, 3, 4)] * 3
+
+
+def test_what_a_fit_has_not_trained_yet_is_counted(tmp_path: Path) -> None:
+    spec = FitSpec(arrays=False, failed=[("check", 0.3, 101)])
+    directory = write_fit(tmp_path / "fit", spec)
+    for name in ("search-l0.1-s2", "model-l0.3-s7"):
+        (directory / "runs" / f"{name}.json").unlink()
+    results = read_results(directory)
+    assert (results.planned, len(results.runs), len(results.failed)) == (35, 33, 1)
+
+
+def test_a_lambda_named_twice_is_one_run(tmp_path: Path) -> None:
+    directory = write_fit(tmp_path / "fit", FitSpec(arms=["model"], arrays=False))
+    content = json.loads((directory / "experiment.json").read_text())
+    content["arms"][0]["diversities"] = [0.3, 0.3]
+    _edit(directory / "experiment.json", arms=content["arms"])
+    assert read_results(directory).planned == 1
+
+
+@pytest.fixture
+def fit(tmp_path: Path) -> Path:
+    return write_fit(tmp_path / "fit", FitSpec(arms=["check", "model"], arrays=False))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (None, "Expected an object under `metrics`"),
+        ({}, "Expected an object under `test`"),
+        ({"test": None, "validation": None}, "Expected an object under `test`"),
+        ({"test": {"rmse": 3.0}}, "Expected a finite number under `mse`"),
+        ({"test": {"mse": None}}, "Expected a finite number under `mse`"),
+        ({"test": {"mse": float("nan")}}, "Expected a finite number under `mse`"),
+        ({"test": {"mse": "3"}}, "Expected a finite number under `mse`"),
+        ({"test": {"mse": -1.0}}, "Expected a number of 0 or more under `mse`"),
+        ({"test": {"mse": 1e200}}, "Expected a finite number under `mse`"),
+        ({"test": {"mse": True}}, "Expected a finite number under `mse`"),
+        ({"test": {"mse": 1.0}, "validation": {}}, "Expected a finite number under `mse`"),
+        ({"test": {"mse": 1.0, "members": [1.0, -1.0]}}, "Expected a list of numbers under `members`"),
+        ({"test": {"mse": 1.0, "members": 5}}, "Expected a list of numbers under `members`"),
+        ({"test": {"mse": 1.0, "members": [None]}}, "Expected a list of numbers under `members`"),
+        ({"test": [1.0]}, "Expected an object under `test`"),
+    ],
+)
+def test_a_damaged_run_of_a_fit_is_one_sentence(fit: Path, metrics: Any, message: str) -> None:
+    _edit(fit / "runs" / "check-l0.3-s101.json", metrics=metrics)
+    results = read_results(fit)
+    [damaged] = results.damaged
+    assert message in damaged.reason
+    assert "runs/check-l0.3-s101.json" in damaged.reason
+    assert "\n" not in damaged.reason
+    assert len(results.runs) == 10
+
+
+def test_numbers_that_were_not_measured_are_left_out(fit: Path) -> None:
+    test = {"mse": 4.0, "r2": None, "mae": float("inf"), "spread": "wide", "members": None}
+    _edit(fit / "runs" / "model-l0.3-s7.json", metrics={"test": test})
+    results = read_results(fit)
+    run = next(run for run in results.runs if run.arm == "model")
+    assert run.metrics["test"] == {"mse": 4.0, "rmse": 2.0}
+    assert (run.metrics["validation"], run.members, results.damaged) == ({}, (), ())
+
+
+def test_one_tasks_runs_are_damage_to_the_other(regression_fit: Path, tmp_path: Path) -> None:
+    shutil.copytree(regression_fit, tmp_path / "fit")
+    _edit(tmp_path / "fit" / "experiment.json", task="classification", search=None)
+    results = read_results(tmp_path / "fit")
+    assert results.runs == ()
+    assert len(results.damaged) == 35
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int64])
+def test_arrays_of_every_precision_are_read(tmp_path: Path, dtype: type) -> None:
+    arrays = {key: np.arange(1, 4).astype(dtype) for key in ("predicted", "observed", "spread")}
+    save_file({**arrays, "residual_correlation": np.ones((2, 2), dtype=dtype)}, tmp_path / "run.safetensors")
+    assert read_arrays(tmp_path / "run.safetensors")["observed"].tolist() == [1, 2, 3]

@@ -1,16 +1,23 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
+from scipy import stats
 
+from tests.report.fits import FitSpec, write_fit
 from torchace.report import Results, markdown, read_results, rich_table
+from torchace.report.columns import schema_tables
+from torchace.report.disputes import disputed_table
 from torchace.report.formats import METRICS
+from torchace.report.plots import drawn_arms
 from torchace.report.render import table_markdown
+from torchace.report.searching import search_table
 from torchace.report.setup import arm_table, facts, failure_table
 from torchace.report.tables import Table, detail_table, difference_tables, result_table
 
@@ -19,14 +26,18 @@ def _labels(table: Table) -> list[str]:
     return [column.label for column in table.columns]
 
 
-def test_every_row_is_as_wide_as_its_table(table1: Path, table2: Path, failing: Path, single_seed: Path) -> None:
-    for directory in (table1, table2, failing, single_seed):
-        results = read_results(directory)
-        tables = [result_table(results), detail_table(results), arm_table(results), *difference_tables(results)]
-        tables += [table for table in [failure_table(results)] if table]
-        for table in tables:
-            assert all(len(row) == len(table.columns) for section in table.sections for row in section.rows)
-            assert sum(span for _, span in table.groups) in (0, len(table.columns))
+@pytest.mark.parametrize(
+    "name",
+    ["table1", "table2", "failing", "single_seed", "regression_fit", "classification_fit", "hostile_fit"],
+)
+def test_every_row_is_as_wide_as_its_table(name: str, request: pytest.FixtureRequest) -> None:
+    results = read_results(request.getfixturevalue(name))
+    tables = [result_table(results), detail_table(results), arm_table(results), *difference_tables(results)]
+    tables += [*schema_tables(results), *filter(None, (failure_table(results), search_table(results)))]
+    tables += filter(None, [disputed_table(results, drawn_arms(results))])
+    for table in tables:
+        assert all(len(row) == len(table.columns) for section in table.sections for row in section.rows)
+        assert sum(span for _, span in table.groups) in (0, len(table.columns))
 
 
 def test_result_table_has_our_numbers_beside_the_papers(table1_results: Results) -> None:
@@ -126,15 +137,15 @@ def _columns(line: str) -> int:
     return len(re.split(r"(?<!\\)\|", line)) - 2
 
 
-def test_markdown_tables_are_rectangular(table1: Path, failing: Path, hostile: Path) -> None:
-    for directory in (table1, failing, hostile):
-        text = markdown(read_results(directory))
-        blocks = re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
-        assert len(blocks) >= 5
-        for block in blocks:
-            lines = block.splitlines()
-            assert re.fullmatch(r"\|( :?--:? \|)+", lines[1])
-            assert {_columns(line) for line in lines} == {_columns(lines[0])}
+@pytest.mark.parametrize("name", ["table1", "failing", "hostile", "regression_fit", "hostile_fit"])
+def test_markdown_tables_are_rectangular(name: str, request: pytest.FixtureRequest) -> None:
+    text = markdown(read_results(request.getfixturevalue(name)))
+    blocks = re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
+    assert len(blocks) >= 5
+    for block in blocks:
+        lines = block.splitlines()
+        assert re.fullmatch(r"\|( :?--:? \|)+", lines[1])
+        assert {_columns(line) for line in lines} == {_columns(lines[0])}
 
 
 def test_markdown_holds_everything(failing: Path) -> None:
@@ -147,8 +158,9 @@ def test_markdown_holds_everything(failing: Path) -> None:
     assert text.endswith("\n")
 
 
-def test_markdown_cannot_be_broken_out_of(hostile: Path) -> None:
-    text = markdown(read_results(hostile))
+@pytest.mark.parametrize("name", ["hostile", "hostile_fit"])
+def test_markdown_cannot_be_broken_out_of(name: str, request: pytest.FixtureRequest) -> None:
+    text = markdown(read_results(request.getfixturevalue(name)))
     outside = re.sub(r"^(`{3,})json\n.*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
     assert not re.search(r"<[A-Za-z/!?]", outside)
     assert not re.search(r"(?<!\\)\]\(", outside)
@@ -176,3 +188,104 @@ def test_rich_table_takes_markup_for_text(hostile: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     console.print(rich_table(read_results(hostile)))
     assert "<script>" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_table_of_a_regression(regression_fit: Path, regression_results: Results) -> None:
+    table = result_table(regression_results)
+    assert _labels(table) == ["λ", "Seeds", "R²", "RMSE", "MAE", "RMSE", "Spread"]
+    assert [group for group, _ in table.groups] == ["", "Ensemble", "One member", "Members"]
+    model, check = table.sections  # the search was not on the test set
+    assert (model.title, check.title) == ("the model that was kept (K=5)", "fresh seeds (K=5)")
+    tests = [
+        json.loads((regression_fit / "runs" / f"check-l0.3-s{seed}.json").read_text())["metrics"]["test"]
+        for seed in range(100, 105)
+    ]
+    row = [cell.text for cell in check.rows[1]]
+
+    def told(values: list[float], digits: int) -> str:
+        return f"{np.mean(values):.{digits}f} ± {np.std(values, ddof=1):.{digits}f}"
+
+    assert row[:2] == ["0.3", "5"]
+    assert row[2] == told([test["r2"] for test in tests], 4)
+    assert row[3] == told([np.sqrt(test["mse"]) for test in tests], 2)
+    assert row[4] == told([test["mae"] for test in tests], 2)
+    assert row[5] == told([np.sqrt(test["member_mse"]) for test in tests], 2)
+    assert row[6] == told([test["spread"] for test in tests], 2)
+    # high R² is good, low errors are
+    assert [cell.strong for cell in check.rows[1]] == [False, False, True, True, True, False, False]
+    assert not any(cell.strong for cell in model.rows[0])
+    assert "The model that was kept is one training" in table.note
+
+
+def test_the_differences_of_a_regression_are_of_squared_errors(regression_results: Results) -> None:
+    [table] = difference_tables(regression_results)
+    assert [group for group, _ in table.groups] == ["", "MSE", "MAE", "Spread"]
+    check = regression_results.arms[1]
+    chosen, zero = (np.array(list(regression_results.values(check, d, "mse").values())) for d in (0.3, 0.0))
+    expected = stats.ttest_rel(chosen, zero)
+    ends = expected.confidence_interval(0.95)
+    row = [cell.text for cell in table.sections[0].rows[0]]
+    assert row[:2] == ["0.3", "5"]
+    assert row[2] == f"{np.mean(chosen - zero):.1f}".replace("-", "−")
+    assert row[3] == f"{ends.low:.1f} to {ends.high:.1f}".replace("-", "−")
+    assert "Intervals and p values are those of the paired t test." in table.note
+
+
+def test_a_regressions_sweep_is_corrected_for_its_lambda(tmp_path: Path) -> None:
+    results = read_results(write_fit(tmp_path / "run", FitSpec(arms=["sweep"])))
+    [table] = difference_tables(results)
+    assert [row[0].text for row in table.sections[0].rows] == ["0.3", "0.9"]
+    assert "Bonferroni width for its 2 λ" in table.note
+    p = [
+        stats.ttest_rel(*(list(results.values(results.arms[0], d, "mse").values()) for d in (at, 0.0))).pvalue
+        for at in (0.3, 0.9)
+    ]
+    holm = max(min(p) * 2, max(p))  # the larger of two
+    expected = "<0.001" if holm < 0.001 else f"{holm:.3f}"
+    assert table.sections[0].rows[int(np.argmax(p))][4].text == expected
+
+
+def test_details_of_a_regression(regression_results: Results) -> None:
+    table = detail_table(regression_results)
+    assert table.caption == "Squared error and diversity"
+    assert _labels(table) == ["λ", "MSE", "MSE", "Spread", "Ambiguity", "Averaged away, %"]
+    run = next(run for run in regression_results.runs if run.arm == "model").metrics["test"]
+    row = [cell.text for cell in table.sections[0].rows[0]]
+    assert row[4] == f"{run['member_mse'] - run['mse']:.1f}"
+    assert row[5] == f"{100 * (1 - run['mse'] / run['member_mse']):.2f}"
+
+
+def test_seeds_of_every_arm_are_stated(regression_results: Results) -> None:
+    assert dict(facts(regression_results))["Seeds"] == (
+        "search for λ: 3 (0, 1, 2); fresh seeds: 5 (100, 101, 102, 103, 104); the model that was kept: 1 (7)"
+    )
+    assert [row[-1].text for row in arm_table(regression_results).sections[0].rows] == [
+        "0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9",
+        "0, 0.3",
+        "0.3",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("scale", [50.0, 3e9])
+def test_rich_table_of_a_regression_prints(tmp_path: Path, scale: float, width: int) -> None:
+    spec = FitSpec(arms=["check", "model"], arrays=False, scale=scale)
+    results = read_results(write_fit(tmp_path / "fit", spec))
+    console = Console(file=io.StringIO(), width=width)
+    console.print(rich_table(results))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= width
+    assert all(word in text for word in ("R²", "RMSE", "MAE", "Spread", "Member", "fresh seeds"))
+    assert ("×10⁹" in text) == (scale > 1e6)
+    for row in result_table(results).sections[1].rows:  # no number is broken at eighty characters
+        assert all(cell.text in text for cell in row[2:5])
+
+
+def test_markdown_of_a_fit_holds_everything(regression_fit: Path, classification_fit: Path) -> None:
+    text = markdown(read_results(regression_fit))
+    for heading in ("In short", "The search for λ", "Results", "Squared error and diversity", "The data", "Setup"):
+        assert f"\n## {heading}\n" in text
+    for part in ("0.3 (chosen)", "sensor\\_13", "and 204 more", "Every row has another value.", "- **Target**: price"):
+        assert part in text
+    assert "- Categories seen fewer than five times were put together." in text
+    assert "## The test rows the members dispute most" in markdown(read_results(classification_fit))

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.report import synthetic
+from tests.report.fits import FitSpec, write_fit
 from tests.report.synthetic import ArmSpec, Spec
 from torchace.report import Results, read_results
 from torchace.report.words import findings, headline, remarks
@@ -141,3 +143,88 @@ def test_nothing_finished(tmp_path: Path) -> None:
     results = _swept(tmp_path, lambda d: 0.2, failed=[("a", d, s) for d in (0, 0.3, 0.7) for s in range(5)])
     assert findings(results) == []
     assert remarks(results)[0].text.startswith("0 of 15 runs finished; 15 failed")
+
+
+def _about(results: Results, role: str) -> dict[str, str]:
+    [about] = [about for arm, about in findings(results) if arm.role == role]
+    return {finding.topic: finding.text for finding in about}
+
+
+def test_a_fit_speaks_of_its_model_first(regression_results: Results) -> None:
+    assert [arm.role for arm, _ in findings(regression_results)] == ["model", "check"]
+    texts = _about(regression_results, "check")
+    assert list(texts) == ["Spread", "Mean squared error", "Mean absolute error", "One member"]
+    assert texts["Spread"].startswith("It rose with λ, from 1")
+    assert texts["Mean squared error"].startswith("Lowest at λ=0.3: 1,")
+    assert "test cases" not in texts["Spread"]
+    assert texts["One member"].startswith(
+        "On its own a member gets worse at λ=0.3: its mean squared error changes by +"
+    )
+    assert headline(regression_results, regression_results.arms[1]) == (
+        "The members' spread rose, and λ=0.3 lowers the mean squared error beyond the noise."
+    )
+    assert [remark.text for remark in remarks(regression_results)] == ["All 35 runs finished."]
+
+
+def test_a_classifiers_fit_was_chosen_before_its_check(classification_results: Results) -> None:
+    texts = _about(classification_results, "check")
+    assert "Disagreement" in texts
+    assert "Cross entropy" in texts
+    assert "Chosen on validation data" not in texts  # the search chose, on other seeds
+
+
+@pytest.mark.parametrize(("gain", "does"), [(-0.2, "raises"), (0.0, "does not change"), (0.1, "lowers")])
+def test_what_the_chosen_lambda_did(tmp_path: Path, gain: float, does: str) -> None:
+    spec = FitSpec(arms=["check"], arrays=False, gain=gain, num_members=40)
+    results = read_results(write_fit(tmp_path / "fit", spec))
+    link = "and" if does == "lowers" else "but"
+    assert headline(results, results.arms[0]) == (
+        f"The members' spread rose, {link} λ=0.3 {does} the mean squared error beyond the noise."
+    )
+
+
+def test_a_regressions_sweep_in_words(tmp_path: Path) -> None:
+    results = read_results(write_fit(tmp_path / "run", FitSpec(arms=["sweep"], arrays=False)))
+    [(_, about)] = findings(results)
+    texts = {finding.topic: finding.text for finding in about}
+    assert "holding for all 2 λ together" in texts["Mean squared error"]
+    assert texts["Mean squared error"].endswith("Higher beyond the noise at λ=0.9.")
+    assert texts["Chosen on validation data"].startswith("The validation data picks λ=0.3. On the test set its mean sq")
+    assert headline(results, results.arms[0]).endswith(
+        "mean squared error is lower than at λ=0 beyond the noise, lowest at λ=0.3."
+    )
+
+
+def _collapse(directory: Path, diversities: tuple[str, ...]) -> Results:
+    for diversity in diversities:
+        for path in (directory / "runs").glob(f"sweep-l{diversity}-s*.json"):
+            run = json.loads(path.read_text())
+            run["metrics"]["test"]["spread"] *= 1e-4
+            path.write_text(json.dumps(run))
+    return read_results(directory)
+
+
+def test_regressors_collapse_when_their_spread_is_nothing_beside_the_error(tmp_path: Path) -> None:
+    spec = FitSpec(arms=["sweep"], arrays=False)
+    results = _collapse(write_fit(tmp_path / "all", spec), ("0", "0.3", "0.9"))
+    [(arm, about)] = findings(results)
+    assert about[0].warning
+    assert about[0].topic == "Collapsed members"
+    assert "less than a hundredth of the ensemble's error, whatever λ is" in about[0].text
+    assert headline(results, arm).startswith("The members collapsed onto each other")
+    [(_, about)] = findings(_collapse(write_fit(tmp_path / "one", spec), ("0",)))
+    assert about[0].topic == "Spread"
+    assert "At λ=0 members have collapsed onto each other (below a hundredth of the ensemble's error)" in about[0].text
+
+
+def test_a_model_alone_was_trained_once(tmp_path: Path) -> None:
+    results = read_results(write_fit(tmp_path / "fit", FitSpec(arms=["model"], arrays=False)))
+    assert [remark.topic for remark in remarks(results)] == ["Complete", "One seed"]
+    assert [arm.role for arm, _ in findings(results)] == ["model"]
+    assert "trained once" in remarks(results)[1].text
+
+
+def test_a_search_that_is_still_running(tmp_path: Path) -> None:
+    results = read_results(write_fit(tmp_path / "fit", FitSpec(arms=["search"], arrays=False)))
+    assert findings(results) == []
+    assert [remark.topic for remark in remarks(results)] == ["Complete"]

@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+LARGEST = 1e100
+"""Numbers beyond this are damage: nothing measured is so large, and their squares would overflow."""
+
 
 class ReportError(ValueError):
     """A result file that is missing, damaged or not one of ours; one sentence that names the file."""
@@ -120,17 +123,24 @@ def printable(value: Any) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Whether a JSON value is a finite number (a boolean is none)."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether a JSON value is a finite number (a boolean is none) whose square is finite too."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST < value < LARGEST
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def as_number(value: object) -> float:
     """A finite number, or a `TypeError`."""
     if not is_number(value):
+        raise TypeError(value)
+    return float(value)  # type: ignore[arg-type]
+
+
+def as_amount(value: object) -> float:
+    """A finite number of zero or more, or a `TypeError`."""
+    if not is_number(value) or value < 0:  # type: ignore[operator]
         raise TypeError(value)
     return float(value)  # type: ignore[arg-type]
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
+from statistics import median
+from typing import TYPE_CHECKING
 
-from torchace.report.statistics import Summary
+if TYPE_CHECKING:
+    from torchace.report.statistics import Summary
 
 NONE = "–"
 """What stands where nothing was measured."""
@@ -16,7 +21,8 @@ class Metric:
     """A measured number: its name, and how it is written.
 
     `label` heads a column, `noun` stands in a sentence; values are multiplied by `scale` and given `digits` decimals
-    (differences one more), followed in a sentence by `unit`, differences by `difference_unit`.
+    (differences one more), followed in a sentence by `unit`, differences by `difference_unit`. `power` is 1 for a
+    number in the target's own units and 2 for one in their square: `fitted` writes those as their size asks for.
     """
 
     key: str
@@ -26,6 +32,7 @@ class Metric:
     scale: float = 1.0
     unit: str = ""
     difference_unit: str = ""
+    power: int = 0
 
     def number(self, value: float) -> str:
         """A value without its unit."""
@@ -77,6 +84,78 @@ METRICS: dict[str, Metric] = {
         Metric("ambiguity", "Ambiguity", "ambiguity", 5),
     )
 }
+"""The numbers of a classifier."""
+
+REGRESSION: dict[str, Metric] = {
+    metric.key: metric
+    for metric in (
+        Metric("r2", "R²", "R²"),
+        Metric("mse", "MSE", "mean squared error", power=2),
+        Metric("rmse", "RMSE", "root mean squared error", power=1),
+        Metric("mae", "MAE", "mean absolute error", power=1),
+        Metric("member_mse", "MSE", "mean squared error of one member", power=2),
+        Metric("member_rmse", "RMSE", "root mean squared error of one member", power=1),
+        Metric("spread", "Spread", "spread", power=1),
+        Metric("ambiguity", "Ambiguity", "ambiguity", power=2),
+        _share("averaged", "Averaged away", "share averaged away"),
+    )
+}
+"""The numbers of a regressor."""
+
+
+def fitted(metrics: Mapping[str, Metric], values: Mapping[str, Sequence[float]]) -> dict[str, Metric]:
+    """Metrics with decimals, and where needed a power of ten, that fit values in a target's units.
+
+    A power of ten is common to all metrics of one unit, so that a table's columns can be compared.
+
+    Args:
+        metrics: The metrics by key.
+        values: What was measured, by key.
+
+    Returns:
+        The metrics; those without a unit of the target as they were.
+
+    Example:
+        >>> fitted(REGRESSION, {"rmse": [54.2171]})["rmse"].value(54.2171)
+        '54.22'
+        >>> mse = fitted(REGRESSION, {"mse": [2.951e9]})["mse"]
+        >>> mse.label, mse.number(2.951e9)
+        ('MSE, ×10⁹', '2.951')
+    """
+    found = dict(metrics)
+    for power, lead in ((1, "rmse"), (2, "mse")):
+        size = _size(values.get(lead, ()))
+        shift = 0 if -3 <= size <= 5 else 3 * (size // 3)
+        for metric in metrics.values():
+            if metric.power == power:
+                own = _size(values.get(metric.key) or values.get(lead, ()))
+                found[metric.key] = _written(metric, shift, min(6, max(0, 3 - (own - shift))))
+    return found
+
+
+def _written(metric: Metric, shift: int, digits: int) -> Metric:
+    if not shift:
+        return replace(metric, digits=digits)
+    unit = f"×{_power_of_ten(shift)}"
+    return replace(
+        metric,
+        label=f"{metric.label}, {unit}",
+        digits=digits,
+        scale=10.0**-shift,
+        unit=f" {unit}",
+        difference_unit=f" {unit}",
+    )
+
+
+def _size(values: Sequence[float]) -> int:
+    """The power of ten of a typical value, 0 where there is none."""
+    # the inverse of anything smaller may not be a float
+    sizes = [abs(value) for value in values if abs(value) > 1e-300]
+    return math.floor(math.log10(median(sizes))) if sizes else 0
+
+
+def _power_of_ten(exponent: int) -> str:
+    return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def number(value: float, digits: int, *, signed: bool = False) -> str:
@@ -91,13 +170,39 @@ def number(value: float, digits: int, *, signed: bool = False) -> str:
         The text, with a true minus sign, and no sign before a zero.
 
     Example:
-        >>> number(0.97981, 4), number(-0.5, 1), number(0.5, 1, signed=True), number(-0.001, 2)
-        ('0.9798', '−0.5', '+0.5', '0.00')
+        >>> number(0.97981, 4), number(-0.5, 1), number(0.5, 1, signed=True), number(-0.001, 2), number(54321, 0)
+        ('0.9798', '−0.5', '+0.5', '0.00', '54,321')
     """
-    text = f"{abs(value):.{digits}f}"
-    if float(text) == 0:
+    text = f"{abs(value):,.{digits}f}"
+    if not text.strip("0."):
         return text
     return f"−{text}" if value < 0 else f"+{text}" if signed else text
+
+
+def quantity(value: float) -> str:
+    """A number of any size, to four significant digits.
+
+    Example:
+        >>> quantity(38.5912), quantity(0), quantity(1984), quantity(-54321.7), quantity(0.00001234), quantity(6.02e23)
+        ('38.59', '0', '1984', '−54,322', '1.234×10⁻⁵', '6.02×10²³')
+    """
+    size = _size([value])
+    power = "" if -4 <= size <= 6 else f"×{_power_of_ten(size)}"
+    text = number(value / 10.0**size, 3) if power else number(value, max(0, 3 - size))
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return (text if size > 3 else text.replace(",", "")) + power  # a year has no comma
+
+
+def cut(text: str, most: int) -> str:
+    """A name from a file, short enough to stand in a table: its beginning and its end.
+
+    Example:
+        >>> cut("petal length", 20), cut("a" * 30 + "z" * 30, 9), cut(" ", 9)
+        ('petal length', 'aaaaaa…zz', '(blank)')
+    """
+    text = " ".join(text.split()) or "(blank)"
+    tail = most // 4
+    return text if len(text) <= most else f"{text[: most - tail - 1]}…{text[-tail:]}"
 
 
 def diversity(value: float) -> str:

@@ -10,11 +10,14 @@ from importlib import resources
 from pathlib import Path
 
 from torchace.report._fields import ReportError, extra
+from torchace.report.columns import all_classes, folded, schema_tables, target_facts
+from torchace.report.disputes import disputed_table
 from torchace.report.drawing import DARK, DPI, LIGHT, WIDTH, Sketch, render
 from torchace.report.pictures import pictures
-from torchace.report.plots import plots
+from torchace.report.plots import drawn_arms, plots
 from torchace.report.render import markdown
 from torchace.report.results import Results, read_results
+from torchace.report.searching import search_figures, search_table, search_verdict
 from torchace.report.setup import arm_table, configuration, facts, failure_table
 from torchace.report.tables import arm_title, detail_table, difference_tables, result_table
 from torchace.report.words import findings, headline, remarks
@@ -63,9 +66,7 @@ def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
         ReportError: The directory holds no readable experiment, or the folder cannot be written.
     """
     results = read_results(directory)
-    images = [
-        Image(sketch, render(sketch, LIGHT), render(sketch, DARK)) for sketch in plots(results) + pictures(results)
-    ]
+    images = [Image(sketch, render(sketch, LIGHT), render(sketch, DARK)) for sketch in figures(results)]
     page = page_html(results, images)
     folder = Path(directory) / "report" if out is None else Path(out)
     try:
@@ -78,6 +79,11 @@ def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
     except OSError as error:
         raise ReportError(f"Could not write the report to {folder}: {error.strerror or error}.") from error
     return folder / "index.html"
+
+
+def figures(results: Results) -> list[Sketch]:
+    """All figures of a run directory, in the order to show them."""
+    return search_figures(results) + plots(results) + pictures(results)
 
 
 def page_html(results: Results, images: list[Image]) -> str:
@@ -112,6 +118,12 @@ def page_html(results: Results, images: list[Image]) -> str:
         facts=facts(results),
         configuration=configuration(results),
         groups=groups,
+        search_verdict=search_verdict(results),
+        search_table=search_table(results),
+        disputed_table=disputed_table(results, drawn_arms(results)),
+        target_facts=target_facts(results),
+        all_classes=all_classes(results),
+        schema_tables=[folded(table) for table in schema_tables(results)],
     )
 
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from torchace.report import formats
 from torchace.report.drawing import MARKERS, Sketch, Theme, lambda_axis, legend, name, places
-from torchace.report.formats import METRICS, Metric
+from torchace.report.formats import Metric
 from torchace.report.results import Arm, Results
-from torchace.report.statistics import Comparison, Summary, compare
+from torchace.report.sentences import capital
+from torchace.report.statistics import Comparison, Summary, compare, lowest
 from torchace.report.tables import summarize
 from torchace.report.words import COLLAPSED
 
@@ -30,20 +31,33 @@ def plots(results: Results) -> list[Sketch]:
         results: A run directory.
 
     Returns:
-        Error and cross entropy, their paired differences, diversity, and members beside the ensemble; figures without
+        The ensemble's scores, their paired differences, diversity, and members beside the ensemble; figures without
         data are left out.
     """
-    found: list[Sketch | None] = [_against(results, key, "scores") for key in ("error", "cross_entropy")]
-    found += [_differences(results, key) for key in ("error", "cross_entropy")]
-    found += [_against(results, key, "diversity") for key in ("disagreement", "mutual_information", "ambiguity")]
-    found += [_members(results, arm) for arm in drawn_arms(results)]
+    task = results.task
+    found: list[Sketch | None] = []
+    # a fit may have been checked at one λ alone, or not at all: then there is nothing to draw against λ
+    if not results.is_fit or any(len(results.diversities(arm)) > 1 for arm in results.swept):
+        found += [_against(results, key, "scores") for key in task.curves]
+        found += [_differences(results, key) for key in task.differences if key != task.spread]
+        found += [_against(results, key, "diversity") for key in task.diversity]
+        found += [_members(results, arm) for arm in drawn_arms(results) if arm.role != "model"]
     return [sketch for sketch in found if sketch]
 
 
 def drawn_arms(results: Results) -> list[Arm]:
     """The arms that get figures of their own: those with members, baselines only where there is nothing else."""
-    several = [arm for arm in results.arms if arm.num_members > 1 and results.diversities(arm)]
-    return [arm for arm in several if not arm.baseline] or several
+    several = [arm for arm in results.tested if arm.num_members > 1 and results.diversities(arm)]
+    return [arm for arm in several if not arm.baseline or arm.role == "check"] or several
+
+
+def shown(results: Results, arm: Arm) -> list[float]:
+    """Two values of λ worth a picture: the smallest and the one of lowest loss, or the largest."""
+    diversities = results.diversities(arm)
+    best = lowest(results, arm)
+    if not diversities or best is None:
+        return []
+    return sorted({diversities[0], best if best != diversities[0] else diversities[-1]})
 
 
 def titled(results: Results, title: str, arm: Arm) -> str:
@@ -62,7 +76,7 @@ def marker(results: Results, arm: Arm) -> str:
 
 
 def _series(results: Results, arm: Arm, key: str) -> Series:
-    if arm.num_members == 1 and key in ("disagreement", "mutual_information", "ambiguity"):
+    if arm.num_members == 1 and key in results.task.diversity:
         return {}
     found = {diversity: summarize(results, arm, diversity, key) for diversity in results.diversities(arm)}
     return {diversity: summary for diversity, summary in found.items() if summary}
@@ -70,18 +84,20 @@ def _series(results: Results, arm: Arm, key: str) -> Series:
 
 def _lines(results: Results, key: str) -> tuple[dict[Arm, Series], dict[Arm, Summary]]:
     """Arms drawn as points at their λ, and baselines drawn as a level."""
-    series = {arm: found for arm in results.arms if (found := _series(results, arm, key))}
+    series = {arm: found for arm in results.swept if (found := _series(results, arm, key))}
     levels = {arm: next(iter(found.values())) for arm, found in series.items() if arm.baseline and len(found) == 1}
     swept = {arm: found for arm, found in series.items() if arm not in levels}
     return (swept, levels) if swept else (series, {})
 
 
 def _against(results: Results, key: str, group: str) -> Sketch | None:
-    metric = METRICS[key]
+    metric = results.metrics[key]
     swept, levels = _lines(results, key)
     if not swept:
         return None
-    caption = f"Mean over seeds; bars: 95 % t interval of the mean, each for itself. {_reading(key)}"
+    caption = f"Mean over seeds; bars: 95 % t interval of the mean, each for itself. {results.task.readings[key]}"
+    if any(arm.role == "check" for arm in swept):
+        caption += " Thin lines: one seed each."
     if results.paper and any(key in row.numbers for row in results.paper.rows):
         caption += f" Open diamonds: {results.paper.table} of the paper."
     told = [
@@ -89,20 +105,10 @@ def _against(results: Results, key: str, group: str) -> Sketch | None:
         for arm, found in swept.items()
     ]
     told += [f"{arm.label} (baseline): {metric.value(level.mean)}" for arm, level in levels.items()]
-    title = f"{'Ensemble ' if group == 'scores' else ''}{metric.noun}".capitalize()
+    title = capital(f"{'ensemble ' if group == 'scores' else ''}{metric.noun}")
     alt = f"{title} against λ. {'; '.join(told)}."
     draw = partial(_draw_against, results, metric, swept, levels)
     return Sketch(key, group, f"{title} against λ", caption, alt, draw)
-
-
-def _reading(key: str) -> str:
-    return {
-        "error": "Lower is better.",
-        "cross_entropy": "Lower is better.",
-        "disagreement": "The share of test cases on which two members predict different classes.",
-        "mutual_information": "How much of the ensemble's uncertainty is its members' difference, in nats.",
-        "ambiguity": "How far the ensemble's cross entropy lies below its members' mean.",
-    }[key]
 
 
 def _draw_against(
@@ -124,6 +130,8 @@ def _draw_against(
         ends = [s.interval or (s.mean, s.mean) for s in found.values()]
         bars = np.abs(np.array(ends).T * metric.scale - y)
         style: dict[str, Any] = {"color": colour(results, arm, theme), "marker": marker(results, arm)}
+        if arm.role == "check":
+            _draw_seeds(results, arm, metric, {diversity: at[diversity] + shift for diversity in found}, axes, theme)
         shown[name(arm.label)] = axes.errorbar(x, y, yerr=bars, capsize=2.5, elinewidth=1.2, **style)
     for arm, level in levels.items():
         shade = colour(results, arm, theme)
@@ -132,7 +140,7 @@ def _draw_against(
             axes.axhspan(*(end * metric.scale for end in level.interval), color=shade, alpha=0.12, lw=0)
     axes.set_ylabel(metric.label)
     lambda_axis(axes, at, to_scale)
-    if metric.key in ("disagreement", "mutual_information", "ambiguity"):
+    if metric.key in results.task.diversity:
         axes.set_ylim(bottom=0)  # a diversity near zero shall look like one
     if metric.key == "disagreement" and axes.get_ylim()[1] < 4 * 100 * COLLAPSED:
         axes.set_ylim(top=max(axes.get_ylim()[1], 115 * COLLAPSED))
@@ -140,6 +148,14 @@ def _draw_against(
     if paper := _draw_paper(results, metric, list(swept), at, axes, theme):
         shown["paper"] = paper
     legend(figure, list(shown.values()), list(shown))
+
+
+def _draw_seeds(results: Results, arm: Arm, metric: Metric, at: dict[float, float], axes: Axes, theme: Theme) -> None:
+    """A line a seed: what differs between seeds and what λ changes, side by side."""
+    values = {diversity: results.values(arm, diversity, metric.key) for diversity in at}
+    for seed in sorted({seed for found in values.values() for seed in found}):
+        points = {at[d]: found[seed] * metric.scale for d, found in values.items() if seed in found}
+        axes.plot(list(points), list(points.values()), color=theme.quiet, lw=0.7, alpha=0.6, marker=".", ms=5, mew=0)
 
 
 def _spacing(at: dict[float, float]) -> float:
@@ -176,8 +192,10 @@ def _draw_paper(
 
 
 def _differences(results: Results, key: str) -> Sketch | None:
-    metric = METRICS[key]
-    found = [comparison for arm in results.arms if (comparison := compare(results, arm, key))]
+    metric = results.metrics[key]
+    # a check of one λ has its seeds drawn against λ already
+    arms = [arm for arm in results.swept if arm.role != "check"]
+    found = [comparison for arm in arms if (comparison := compare(results, arm, key))]
     if not any(comparison.tests for comparison in found):
         return None
     told = [
@@ -193,7 +211,7 @@ def _differences(results: Results, key: str) -> Sketch | None:
         "Each λ against λ=0 of the same arm, seed by seed; below the line is better. Bars: 95 % intervals that hold "
         "for all λ of an arm together. Filled: beyond the noise (Holm)."
     )
-    title = f"{metric.noun.capitalize()}: paired difference to λ=0"
+    title = f"{capital(metric.noun)}: paired difference to λ=0"
     alt = f"{title}. {'; '.join(told)}."
     return Sketch(
         f"difference_{key}", "scores", title, caption, alt, partial(_draw_differences, results, metric, found)
@@ -225,10 +243,10 @@ def _draw_differences(
 
 
 def _members(results: Results, arm: Arm) -> Sketch | None:
-    ensemble, alone = _series(results, arm, "error"), _series(results, arm, "member_error")
+    metric = results.metrics[results.task.error]
+    ensemble, alone = _series(results, arm, metric.key), _series(results, arm, f"member_{metric.key}")
     if not ensemble or not alone:
         return None
-    metric = METRICS["error"]
     told = ", ".join(
         f"at λ={formats.diversity(d)} {metric.value(ensemble[d].mean)} against {metric.value(alone[d].mean)}"
         for d in ensemble
@@ -240,18 +258,20 @@ def _members(results: Results, arm: Arm) -> Sketch | None:
         "members",
         title,
         "Every dot is a member of one seed. What lies between the two lines is what averaging the members is worth.",
-        f"Error of the ensemble against the mean of its members, {arm.label}: {told}.",
-        partial(_draw_members, results, arm, ensemble, alone),
+        f"{capital(metric.noun)} of the ensemble against the mean of its members, {arm.label}: {told}.",
+        partial(_draw_members, results, arm, metric, ensemble, alone),
     )
 
 
-def _draw_members(results: Results, arm: Arm, ensemble: Series, alone: Series, figure: Figure, theme: Theme) -> None:
+def _draw_members(
+    results: Results, arm: Arm, metric: Metric, ensemble: Series, alone: Series, figure: Figure, theme: Theme
+) -> None:
     axes = figure.add_subplot()
     at, to_scale = places(sorted(ensemble))
     width, shade = _spacing(at), colour(results, arm, theme)
     for diversity in ensemble:
         runs = results.finished(arm, diversity)
-        errors = np.array([1 - accuracy for run in runs for accuracy in run.members]) * 100
+        errors = metric.scale * np.array([results.task.member_error(value) for run in runs for value in run.members])
         # spread evenly, not at random: the same page from the same files
         spread = (
             at[diversity] + 0.3 * width * (np.linspace(0, 1, len(errors)) - 0.5) if len(errors) > 1 else at[diversity]
@@ -259,8 +279,8 @@ def _draw_members(results: Results, arm: Arm, ensemble: Series, alone: Series, f
         axes.plot(spread * np.ones(len(errors)), errors, ls="", marker=".", ms=5, color=theme.quiet, alpha=0.5, mew=0)
     axes.plot([], [], ls="", marker=".", color=theme.quiet, label="a member")
     for found, style, label in ((alone, "--", "members' mean"), (ensemble, "-", "ensemble")):
-        y = [100 * summary.mean for summary in found.values()]
+        y = [metric.scale * summary.mean for summary in found.values()]
         axes.plot([at[d] for d in found], y, ls=style, marker="o", color=shade, label=label)
-    axes.set_ylabel("Error, %")
+    axes.set_ylabel(metric.label)
     lambda_axis(axes, at, to_scale)
     legend(figure, *axes.get_legend_handles_labels())

@@ -6,9 +6,13 @@ import re
 from typing import TYPE_CHECKING
 
 from torchace.report._fields import extra
+from torchace.report.columns import schema_tables, target_facts
+from torchace.report.disputes import disputed_table
+from torchace.report.plots import drawn_arms
 from torchace.report.results import Results
+from torchace.report.searching import search_table, search_verdict
 from torchace.report.setup import arm_table, configuration, facts, failure_table
-from torchace.report.tables import Cell, Table, arm_title, detail_table, difference_tables, result_table
+from torchace.report.tables import Cell, Column, Table, arm_title, detail_table, difference_tables, result_table
 from torchace.report.words import findings, headline, remarks
 
 if TYPE_CHECKING:
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def markdown(results: Results) -> str:
-    """A complete results page: findings, tables, paired differences, setup, failed runs.
+    """A complete results page: findings, tables, paired differences, the data of a fit, setup, failed runs.
 
     Args:
         results: A run directory.
@@ -28,22 +32,35 @@ def markdown(results: Results) -> str:
     parts = [f"# {_escaped(results.title)}"]
     if results.description:
         parts.append(_escaped(results.description))
-    parts.append("## What the knob did")
+    parts.append(f"## {'In short' if results.is_fit else 'What the knob did'}")
     for arm, about in findings(results):
         parts.append(f"### {_escaped(arm_title(arm))}")
         if verdict := headline(results, arm):
             parts.append(_escaped(verdict))
         parts.append("\n".join(f"- **{_escaped(finding.topic)}.** {_escaped(finding.text)}" for finding in about))
-    parts.append("### All arms")
+    parts.append(f"### {'The whole fit' if results.is_fit else 'All arms'}")
     parts.append("\n".join(f"- **{_escaped(f.topic)}.** {_escaped(f.text)}" for f in remarks(results)))
+    if verdict := search_verdict(results):
+        parts += ["## The search for λ", _escaped(verdict)]
+        if searched := search_table(results):
+            parts.append(table_markdown(searched))
     parts += ["## Results", table_markdown(result_table(results))]
     if differences := difference_tables(results):
         parts.append("## Paired differences")
         for table in differences:
             parts += [f"### {_escaped(table.caption)}", table_markdown(table)]
-    parts += ["## Calibration and diversity", table_markdown(detail_table(results))]
+    details = detail_table(results)
+    parts += [f"## {details.caption}", table_markdown(details)]
+    if disputed := disputed_table(results, drawn_arms(results)):
+        parts += [f"## {disputed.caption}", table_markdown(disputed)]
+    if results.data.schema:
+        parts += ["## The data", _listed(target_facts(results))]
+        for table in schema_tables(results):
+            parts += [f"### {table.caption}", table_markdown(table)]
+        if notes := results.data.schema.notes:
+            parts.append("\n".join(f"- {_escaped(note)}" for note in notes))
     parts += ["## Setup", table_markdown(arm_table(results))]
-    parts.append("\n".join(f"- **{heading}**: {_escaped(text)}" for heading, text in facts(results)))
+    parts.append(_listed(facts(results)))
     if config := configuration(results):
         fence = "`" * (3 + max((len(ticks) for ticks in re.findall("`{3,}", config)), default=0))
         parts.append(f"{fence}json\n{config}\n{fence}")
@@ -96,15 +113,17 @@ def rich_table(results: Results) -> RichTable:
     drawn = RichTable(
         title=Text(results.title), caption=Text(note), box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
     )
-    for i in shown:
-        column = table.columns[i]
-        short = {"Cross entropy": "CE", "Accuracy": "Acc.", "Disagreement, %": "Disagr.\n%", "Seeds": "n"}
-        label = short.get(column.label, column.label)
-        prefix = "Member\n" if column.group == "One member" else ""
-        if i == 0:  # the arms' titles stand in this column too
-            drawn.add_column(Text(label), min_width=10, max_width=28, overflow="fold")
-        else:
-            drawn.add_column(Text(prefix + label), justify="right")
+    heads = [_rich_head(table.columns[i]) for i in shown]
+    rows = [row for section in table.sections for row in section.rows]
+    texts = [
+        [*head.split("\n"), *(_rich_text(table, i, row[i]) for row in rows)]
+        for i, head in zip(shown, heads, strict=True)
+    ]
+    # the arms' titles stand in the first column and give way to the numbers where eighty characters hold both
+    room = 78 - sum(2 + max(map(len, column)) for column in texts[1:])
+    drawn.add_column(Text(heads[0]), min_width=10, max_width=room if 10 <= room <= 28 else 28, overflow="fold")
+    for head in heads[1:]:
+        drawn.add_column(Text(head), justify="right")
     for section in table.sections:
         drawn.add_section()
         drawn.add_row(Text(section.title, style="italic", overflow="fold"))
@@ -113,12 +132,27 @@ def rich_table(results: Results) -> RichTable:
     return drawn
 
 
+def _rich_head(column: Column) -> str:
+    short = {"Cross entropy": "CE", "Accuracy": "Acc.", "Disagreement, %": "Disagr.\n%", "Seeds": "n"}
+    label = short.get(column.label, column.label.replace(", ×", "\n×"))
+    return f"Member\n{label}" if column.group == "One member" else label
+
+
 def _rich_cell(table: Table, index: int, cell: Cell) -> Text:
     from rich.text import Text
 
     style = "bold" if cell.strong else "dim" if cell.kind == "paper" else ""
-    text = cell.text if table.columns[index].group in ("", "Ensemble") else cell.text.split(" ±")[0]
+    text = _rich_text(table, index, cell)
     return Text(text if index else f"  {text}", style=style)
+
+
+def _rich_text(table: Table, index: int, cell: Cell) -> str:
+    """What a terminal shows of a cell: of the ensemble mean and deviation, of single members the mean."""
+    return cell.text if table.columns[index].group in ("", "Ensemble") else cell.text.split(" ±")[0]
+
+
+def _listed(pairs: list[tuple[str, str]]) -> str:
+    return "\n".join(f"- **{heading}**: {_escaped(text)}" for heading, text in pairs)
 
 
 def _line(cells: list[str]) -> str:

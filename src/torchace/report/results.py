@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchace.report._fields import Fields, ReportError, as_count, as_number, as_text, is_number, printable
+from torchace.report._fields import Fields, ReportError, as_amount, as_count, as_number, as_text, is_number, printable
 from torchace.report.arrays import Array, read_arrays
+from torchace.report.formats import Metric, fitted
+from torchace.report.schema import Schema, read_schema
+from torchace.report.search import Search, read_search
+from torchace.report.tasks import TASKS, Task, with_derived
 
 FORMAT = 1
 """The version of the result files this package reads."""
 
+ROLES = ("sweep", "search", "check", "model")
+"""What an arm is for: an experiment's sweep; a fit's search for λ, its check on fresh seeds, the model it kept."""
+
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of training, swept over λ; `baseline` marks what the others are compared with."""
+    """One way of training, swept over λ; `baseline` marks what the others are compared with.
+
+    `seeds` is None where the arm has those of the whole experiment.
+    """
 
     name: str
     label: str
@@ -27,6 +37,8 @@ class Arm:
     parameters: int | None
     diversities: tuple[float, ...]
     baseline: bool
+    role: str
+    seeds: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,7 @@ class Data:
     test: int
     classes: tuple[str, ...]
     image_shape: tuple[int, ...] | None
-    schema: tuple[Any, ...] | None
+    schema: Schema | None
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Run:
-    """One training: an arm, one λ, one seed. `metrics` maps a split ("test") to its numbers."""
+    """One training: an arm, one λ, one seed. `metrics` maps a split ("test") to its numbers.
+
+    `members` has each member's accuracy, or in a regression its mean squared error.
+    """
 
     name: str
     arm: str
@@ -123,11 +138,14 @@ class Results:
     name: str
     title: str
     description: str
+    task: Task
+    metrics: Mapping[str, Metric]
     data: Data
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     runs: tuple[Run, ...]
     damaged: tuple[Damaged, ...]
+    search: Search | None
     paper: Paper | None
     hardware: Mapping[str, Any]
     versions: Mapping[str, Any]
@@ -144,7 +162,32 @@ class Results:
     @property
     def planned(self) -> int:
         """How many runs the experiment consists of."""
-        return sum(len(arm.diversities) for arm in self.arms) * len(self.seeds)
+        return sum(len(set(arm.diversities)) * len(set(self.seeds_of(arm))) for arm in self.arms)
+
+    @property
+    def tested(self) -> tuple[Arm, ...]:
+        """The arms whose place is the test set, the kept model first; not those that served to choose λ."""
+        arms = [arm for arm in self.arms if arm.role != "search"]
+        return tuple(sorted(arms, key=lambda arm: arm.role != "model"))
+
+    @property
+    def swept(self) -> tuple[Arm, ...]:
+        """The arms that compare several λ on the test set."""
+        return tuple(arm for arm in self.tested if arm.role != "model")
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether this is a fit of one model to a user's data, not an experiment."""
+        return any(arm.role != "sweep" for arm in self.arms)
+
+    @property
+    def model(self) -> Arm | None:
+        """The arm of the model that was kept, None in an experiment."""
+        return next((arm for arm in self.arms if arm.role == "model"), None)
+
+    def seeds_of(self, arm: Arm) -> tuple[int, ...]:
+        """The seeds an arm was to be trained with."""
+        return self.seeds if arm.seeds is None else arm.seeds
 
     def finished(self, arm: Arm, diversity: float) -> tuple[Run, ...]:
         """The finished runs of an arm at one λ, by seed."""
@@ -184,17 +227,20 @@ def read_results(directory: str | Path) -> Results:
     """
     directory = Path(directory)
     fields = _load(directory / "experiment.json", directory)
-    if (task := fields.text("task", "classification")) != "classification":
-        raise ReportError(f"Expected the task classification in {fields.where}, but got {task!r}.")
+    if (name := fields.text("task", "classification")) not in TASKS:
+        raise ReportError(f"Expected the task {' or '.join(TASKS)} in {fields.where}, but got {name!r}.")
+    task = TASKS[name]
     arms = fields.items("arms", lambda value: _arm(Fields(value, fields.where)), "a list of arms")
     seeds = fields.items("seeds", as_count, "a list of integers")
     runs: dict[tuple[str, float, int], Run] = {}
     damaged: list[Damaged] = []
     cache: dict[str, dict[str, Array]] = {}
+    search = None if fields.value.get("search") is None else read_search(fields.object("search"), task.metrics)
     order = {arm.name: index for index, arm in enumerate(arms)}
+    roles = {arm.name: arm.role for arm in arms}
     for path in sorted((directory / "runs").glob("*.json")):
         try:
-            run = _run(_load(path, directory), path, order)
+            run = _run(_load(path, directory), path, roles, task)
             key = (run.arm, run.diversity, run.seed)
             if key in runs:
                 raise ReportError(f"runs/{path.name} repeats the arm, λ and seed of the run {runs[key].name}.")
@@ -211,11 +257,14 @@ def read_results(directory: str | Path) -> Results:
         name=fields.text("name"),
         title=fields.text("title", fields.text("name")),
         description=fields.text("description", ""),
+        task=task,
+        metrics=fitted(task.metrics, _measured(runs.values(), search)),
         data=_data(fields.object("data")),
         arms=arms,
         seeds=seeds,
         runs=tuple(runs[key] for key in sorted(runs, key=lambda key: (order[key[0]], key[1], key[2]))),
         damaged=tuple(damaged),
+        search=search,
         paper=None if fields.value.get("paper") is None else _paper(fields.object("paper")),
         hardware=fields.plain("hardware"),
         versions=fields.plain("versions"),
@@ -231,7 +280,8 @@ def _load(path: Path, directory: Path) -> Fields:
     try:
         value = printable(json.loads(path.read_bytes()))
     except FileNotFoundError:
-        raise ReportError(f"Found no {where} in {directory}; give the directory that `torchace run` wrote.") from None
+        wrote = "`torchace run` or `torchace fit` wrote"
+        raise ReportError(f"Found no {where} in {directory}; give the directory that {wrote}.") from None
     except OSError as error:
         raise ReportError(f"Could not read {where} in {directory}: {error.strerror}.") from None
     except (ValueError, RecursionError):
@@ -244,6 +294,8 @@ def _load(path: Path, directory: Path) -> Fields:
 
 def _arm(fields: Fields) -> Arm:
     name = fields.text("name")
+    if (role := fields.text("role", ROLES[0])) not in ROLES:
+        raise ReportError(f"Expected the role {', '.join(ROLES)} of an arm in {fields.where}, but got {role!r}.")
     return Arm(
         name=name,
         label=fields.text("label", name),
@@ -253,12 +305,13 @@ def _arm(fields: Fields) -> Arm:
         parameters=fields.optional_integer("parameters"),
         diversities=fields.items("diversities", as_number, "a list of numbers"),
         baseline=fields.flag("baseline", False),
+        role=role,
+        seeds=fields.items("seeds", as_count, "a list of integers") if fields.value.get("seeds") is not None else None,
     )
 
 
 def _data(fields: Fields) -> Data:
     shape = fields.items("image_shape", as_count, "a list of integers", [])
-    schema = fields.items("schema", lambda value: value, "a list of columns", [])
     return Data(
         name=fields.text("name"),
         train=fields.integer("train"),
@@ -266,7 +319,7 @@ def _data(fields: Fields) -> Data:
         test=fields.integer("test"),
         classes=fields.items("classes", as_text, "a list of names", []),
         image_shape=shape or None,
-        schema=schema or None,
+        schema=None if fields.value.get("schema") is None else read_schema(fields.object("schema")),
     )
 
 
@@ -285,11 +338,11 @@ def _paper_row(fields: Fields) -> PaperRow:
     if states_error:
         numbers["accuracy"] = 1 - numbers["error"] / 100  # the paper's errors are in percent
     label = fields.text("label", default)
-    return PaperRow(label, num_members, diversity, arms, _with_errors(numbers), states_error)
+    return PaperRow(label, num_members, diversity, arms, with_derived(numbers), states_error)
 
 
-def _run(fields: Fields, path: Path, arms: Mapping[str, int]) -> Run:
-    if (arm := fields.text("arm")) not in arms:
+def _run(fields: Fields, path: Path, roles: Mapping[str, str], task: Task) -> Run:
+    if (arm := fields.text("arm")) not in roles:
         raise ReportError(f"The run in {fields.where} belongs to the arm {arm!r}, which experiment.json does not name.")
     if (status := fields.text("status")) not in ("finished", "failed"):
         raise ReportError(f"Expected the status finished or failed in {fields.where}, but got {status!r}.")
@@ -303,13 +356,17 @@ def _run(fields: Fields, path: Path, arms: Mapping[str, int]) -> Run:
         )
     else:
         splits = fields.object("metrics")
-        test = splits.object("test")
-        test.number("accuracy"), test.number("cross_entropy")
-        members = test.items("members", as_number, "a list of numbers", [])
+        scored = [split for split in ("test", "validation") if splits.value.get(split) is not None]
+        if roles[arm] == "sweep" or not scored:
+            scored = ["test"]
+        for split in scored:
+            _check_scores(splits.object(split), task)
         for split in ("test", "validation", "train"):
             numbers = splits.object(split, {}).value
             # a number that is null or not finite (the disagreement of one member) counts as not measured
-            metrics[split] = _with_errors({key: float(v) for key, v in numbers.items() if is_number(v)})
+            metrics[split] = with_derived({key: float(v) for key, v in numbers.items() if is_number(v)})
+        convert = as_number if task.error == "error" else as_amount
+        members = splits.object(scored[0]).items("members", convert, "a list of numbers", [])
     arrays = path.with_suffix(".safetensors")
     return Run(
         name=fields.text("run", path.stem),
@@ -325,7 +382,21 @@ def _run(fields: Fields, path: Path, arms: Mapping[str, int]) -> Run:
     )
 
 
-def _with_errors(numbers: Mapping[str, float]) -> dict[str, float]:
-    """The numbers and, for each accuracy, the error 1 - accuracy."""
-    accuracies = (key for key in ("accuracy", "member_accuracy") if key in numbers)
-    return {**numbers, **{key.replace("accuracy", "error"): 1 - numbers[key] for key in accuracies}}
+def _check_scores(fields: Fields, task: Task) -> None:
+    for key in task.required:
+        if fields.number(key) < 0:
+            raise ReportError(f"Expected a number of 0 or more under `{key}` in {fields.where}.")
+
+
+def _measured(runs: Collection[Run], search: Search | None) -> dict[str, list[float]]:
+    """What was measured, by metric: on the test set, elsewhere where there is nothing of it."""
+    found: dict[str, list[float]] = {}
+    for split in ("test", "validation"):
+        here: dict[str, list[float]] = {}
+        for run in runs:
+            for key, value in run.metrics.get(split, {}).items():
+                here.setdefault(key, []).append(value)
+        found = {**here, **found}
+    if search:
+        found.setdefault(search.metric, [score for scores in search.scores.values() for score in scores.values()])
+    return found

@@ -32,10 +32,7 @@ def facts(results: Results) -> list[tuple[str, str]]:
     if data.image_shape:
         text += f"; images {' × '.join(str(side) for side in data.image_shape)}"
     found = [("Data", text)]
-    if data.schema:
-        found.append(("Columns", _shortened([_column(column) for column in data.schema], 12)))
-    seeds = ", ".join(str(seed) for seed in results.seeds)
-    found.append(("Seeds", f"{len(results.seeds)} ({seeds})" if results.seeds else NONE))
+    found.append(("Seeds", _seeds(results)))
     found.append(("Hardware", _pairs(results.hardware)))
     found.append(("Versions", _pairs(results.versions)))
     time = formats.duration(results.seconds)
@@ -54,7 +51,7 @@ def arm_table(results: Results) -> Table:
             Cell(arm.network or NONE, kind="text"),
             Cell(NONE if arm.parameters is None else f"{arm.parameters:,}"),
             Cell(arm.batches, kind="text"),
-            Cell(", ".join(formats.diversity(value) for value in arm.diversities), kind="text"),
+            Cell(", ".join(formats.diversity(value) for value in sorted(set(arm.diversities))), kind="text"),
         )
         for arm in results.arms
     ]
@@ -102,11 +99,14 @@ def _shortened(items: tuple[str, ...] | list[str], most: int = 10) -> str:
     return f"{shown}, and {len(items) - most} more" if len(items) > most else shown
 
 
-def _column(column: Any) -> str:
-    if isinstance(column, Mapping) and "name" in column:
-        kind = column.get("kind", column.get("type"))
-        return f"{column['name']} ({kind})" if kind else str(column["name"])
-    return str(column)
+def _seeds(results: Results) -> str:
+    if all(arm.seeds is None for arm in results.arms):
+        return _counted(results.seeds)
+    return "; ".join(f"{arm.label}: {_counted(results.seeds_of(arm))}" for arm in results.arms)
+
+
+def _counted(seeds: tuple[int, ...]) -> str:
+    return f"{len(seeds)} ({', '.join(str(seed) for seed in seeds)})" if seeds else NONE
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

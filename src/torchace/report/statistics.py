@@ -186,12 +186,13 @@ def compare(
     return Comparison(arm, anchor, at[0], metric, differences) if differences else None
 
 
-def lowest(results: Results, arm: Arm, metric: str = "cross_entropy", split: str = "test") -> float | None:
-    """The λ at which the mean over seeds is lowest, None where nothing was measured.
+def lowest(results: Results, arm: Arm, metric: str | None = None, split: str = "test") -> float | None:
+    """The λ at which the mean over seeds of a metric (the task's loss) is lowest, None where nothing was measured.
 
     Where some seeds are missing at some λ, only seeds that every λ has are compared, if there are any.
     """
-    series = {diversity: results.values(arm, diversity, metric, split) for diversity in results.diversities(arm)}
+    key = metric or results.task.loss
+    series = {diversity: results.values(arm, diversity, key, split) for diversity in results.diversities(arm)}
     series = {diversity: values for diversity, values in series.items() if values}
     if not series:
         return None

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchace.report import formats
-from torchace.report.formats import METRICS, NONE, Metric
+from torchace.report.formats import NONE, Metric
 from torchace.report.results import Arm, PaperRow, Results
 from torchace.report.statistics import Comparison, Difference, Summary, compare, lowest, summary
 
-DIFFERENCES = ("error", "cross_entropy", "disagreement")
-"""The metrics whose paired differences are tabled."""
+JUDGED_BY = {"accuracy": "error", "member_accuracy": "member_error", "r2": "mse"}
+"""Where high is good: what is low where it is high."""
 
 
 @dataclass(frozen=True)
@@ -92,31 +92,33 @@ def result_table(results: Results) -> Table:
         results: A run directory.
 
     Returns:
-        One section an arm; each arm's lowest error (highest accuracy) and cross entropy stand out.
+        One section an arm; each arm's best scores stand out.
     """
-    score = "error" if results.paper and results.paper.states_error else "accuracy"
-    groups = {"Ensemble": (score, "cross_entropy"), "One member": (f"member_{score}", "member_cross_entropy")}
+    metrics = results.metrics
+    groups = {"Ensemble": results.task.ensemble, "One member": results.task.member}
+    if results.paper and results.paper.states_error:
+        groups = {group: tuple(key.replace("accuracy", "error") for key in keys) for group, keys in groups.items()}
     shown = _paper_metrics(results)
     columns = [Column("λ"), Column("Seeds")]
-    for group, metrics in groups.items():
-        for metric in metrics:
-            columns.append(Column(METRICS[metric].label, group))
-            if metric in shown:
+    for group, keys in groups.items():
+        for key in keys:
+            columns.append(Column(metrics[key].label, group))
+            if key in shown:
                 columns.append(Column("paper", group))
-    columns.append(Column(METRICS["disagreement"].label, "Members"))
+    columns.append(Column(metrics[results.task.spread].label, "Members"))
     sections = []
-    for arm in results.arms:
+    for arm in results.tested:
         rows = []
-        best = {metric: _best(results, arm, metric) for metrics in groups.values() for metric in metrics}
+        best = {key: _best(results, arm, key) for keys in groups.values() for key in keys}
         for diversity in results.grid(arm):
             row = [Cell(formats.diversity(diversity)), Cell(str(len(results.finished(arm, diversity))))]
             paper = paper_row(results, arm, diversity)
-            for metric, best_diversity in best.items():
-                text = METRICS[metric].mean_sd(summarize(results, arm, diversity, metric))
+            for key, best_diversity in best.items():
+                text = metrics[key].mean_sd(summarize(results, arm, diversity, key))
                 row.append(Cell(text, strong=best_diversity == diversity))
-                if metric in shown:
-                    row.append(_paper_cell(paper, METRICS[metric]))
-            row.append(_measured(results, arm, diversity, "disagreement"))
+                if key in shown:
+                    row.append(_paper_cell(paper, metrics[key]))
+            row.append(_measured(results, arm, diversity, results.task.spread))
             rows.append(tuple(row))
         sections.append(Section(arm_title(arm), tuple(rows)))
     return Table("Results on the test set", tuple(columns), tuple(sections), _result_note(results))
@@ -132,7 +134,7 @@ def _best(results: Results, arm: Arm, metric: str) -> float | None:
     """The λ that stands out: of the lowest mean, for accuracies of the lowest error; none where there is one λ."""
     if len(results.diversities(arm)) < 2:
         return None
-    return lowest(results, arm, metric.replace("accuracy", "error"))
+    return lowest(results, arm, JUDGED_BY.get(metric, metric))
 
 
 def _paper_cell(row: PaperRow | None, metric: Metric) -> Cell:
@@ -142,16 +144,18 @@ def _paper_cell(row: PaperRow | None, metric: Metric) -> Cell:
 
 
 def _measured(results: Results, arm: Arm, diversity: float, metric: str) -> Cell:
-    if arm.num_members == 1 and metric in ("disagreement", "mutual_information", "ambiguity"):
+    if arm.num_members == 1 and metric in results.task.diversity:
         return Cell(NONE)
-    return Cell(METRICS[metric].mean_sd(summarize(results, arm, diversity, metric)))
+    return Cell(results.metrics[metric].mean_sd(summarize(results, arm, diversity, metric)))
 
 
 def _result_note(results: Results) -> str:
     note = (
         "Mean ± standard deviation over seeds. Bold: the best mean of its arm, beyond the noise or not. "
-        "“One member”: the mean over members. Disagreement: the share of test cases on which two members differ."
+        f"“One member”: the mean over members. {results.task.spread_note}"
     )
+    if results.model and len(results.tested) > 1:
+        note += " The model that was kept is one training; the others say how much of its score is chance."
     if results.paper:
         note += f" “paper”: {results.paper.table} of Shoham and Permuter (2020). {results.paper.note}".rstrip()
         found = [(arm, diversity) for arm in results.arms for diversity in results.diversities(arm)]
@@ -162,7 +166,7 @@ def _result_note(results: Results) -> str:
 
 
 def detail_table(results: Results) -> Table:
-    """Calibration and diversity at every λ.
+    """Calibration (of a regression, squared error) and diversity at every λ.
 
     Args:
         results: A run directory.
@@ -170,13 +174,8 @@ def detail_table(results: Results) -> Table:
     Returns:
         One section an arm.
     """
-    groups = {
-        "Ensemble": ("brier", "calibration_error"),
-        "One member": ("member_brier", "member_calibration_error"),
-        "Diversity": ("disagreement", "mutual_information", "ambiguity"),
-    }
     measured = {key for run in results.runs if run.finished for key in run.metrics.get("test", {})}
-    pairs = [(group, metric) for group, metrics in groups.items() for metric in metrics if metric in measured]
+    pairs = [(group, metric) for group, keys in results.task.details.items() for metric in keys if metric in measured]
     sections = [
         Section(
             arm_title(arm),
@@ -188,14 +187,10 @@ def detail_table(results: Results) -> Table:
                 for diversity in results.diversities(arm)
             ),
         )
-        for arm in results.arms
+        for arm in results.tested
     ]
-    columns = (Column("λ"), *(Column(METRICS[metric].label, group) for group, metric in pairs))
-    note = (
-        "Mutual information: the entropy of the ensemble's prediction less its members' mean entropy, in nats. "
-        "Ambiguity: how far the ensemble's cross entropy lies below its members' mean."
-    )
-    return Table("Calibration and diversity", columns, tuple(sections), note)
+    columns = (Column("λ"), *(Column(results.metrics[metric].label, group) for group, metric in pairs))
+    return Table(results.task.details_title, columns, tuple(sections), results.task.details_note)
 
 
 def difference_tables(results: Results) -> list[Table]:
@@ -207,11 +202,11 @@ def difference_tables(results: Results) -> list[Table]:
     Returns:
         The tables that have rows.
     """
-    swept = [arm for arm in results.arms if len(results.diversities(arm)) > 1]
+    swept = [arm for arm in results.tested if len(results.diversities(arm)) > 1]
     tables = [_difference_table(results, "Each λ against λ=0 of the same arm", swept, None)]
-    for baseline in results.arms:
+    for baseline in results.swept:
         if baseline.baseline:
-            others = [arm for arm in results.arms if not arm.baseline]
+            others = [arm for arm in results.swept if not arm.baseline]
             tables.append(_difference_table(results, f"Each λ against {arm_title(baseline)}", others, baseline))
     return [table for table in tables if table.sections]
 
@@ -220,32 +215,37 @@ def _difference_table(results: Results, caption: str, arms: Sequence[Arm], refer
     compared: dict[Arm, dict[str, Comparison]] = {}
     for arm in arms:
         plural = min(arm.num_members, (reference or arm).num_members) > 1
-        metrics = [metric for metric in DIFFERENCES if metric != "disagreement" or plural]
+        metrics = [metric for metric in results.task.differences if metric != results.task.spread or plural]
         found = {metric: compare(results, arm, metric, reference) for metric in metrics}
         kept = {metric: comparison for metric, comparison in found.items() if comparison}
         if kept:
             compared[arm] = kept
-    metrics = [metric for metric in DIFFERENCES if any(metric in kept for kept in compared.values())]
+    metrics = [key for key in results.task.differences if any(key in kept for kept in compared.values())]
     columns = [Column("λ"), Column("Pairs")]
     for metric in metrics:
-        label = METRICS[metric].label.replace(", %", ", points")
+        label = results.metrics[metric].label.replace(", %", ", points")
         columns += [Column("difference", label), Column("95 % interval", label), Column("Holm p", label)]
-    sections = tuple(Section(arm_title(arm), _difference_rows(kept, metrics)) for arm, kept in compared.items())
+    sections = tuple(
+        Section(arm_title(arm), _difference_rows(results, kept, metrics)) for arm, kept in compared.items()
+    )
     return Table(caption, tuple(columns), sections, _difference_note(compared, reference))
 
 
-def _difference_rows(kept: dict[str, Comparison], metrics: Sequence[str]) -> tuple[tuple[Cell, ...], ...]:
+def _difference_rows(
+    results: Results, kept: dict[str, Comparison], metrics: Sequence[str]
+) -> tuple[tuple[Cell, ...], ...]:
     rows = []
     for first in next(iter(kept.values())).differences:
         row = [Cell(formats.diversity(first.diversity)), Cell(str(first.n))]
         for metric in metrics:
             difference = kept[metric].at(first.diversity) if metric in kept else None
-            row += _difference_cells(METRICS[metric], difference)
+            row += difference_cells(results.metrics[metric], difference)
         rows.append(tuple(row))
     return tuple(rows)
 
 
-def _difference_cells(metric: Metric, difference: Difference | None) -> list[Cell]:
+def difference_cells(metric: Metric, difference: Difference | None) -> list[Cell]:
+    """A difference, its interval and its corrected p value."""
     if difference is None:
         return [Cell(NONE), Cell(NONE), Cell(NONE)]
     interval = metric.interval(difference.together) if difference.together else difference.note
@@ -263,6 +263,8 @@ def _difference_note(compared: dict[Arm, dict[str, Comparison]], reference: Arm 
         note = "Differences are paired by seed. "
     if not tests or tests[-1] == 0:
         return note + "There are too few seeds, or no differences between them, for an interval."
+    if tests[-1] == 1:
+        return note + "Intervals and p values are those of the paired t test. Bold: p below 0.05."
     number = " or ".join(str(m) for m in tests if m)
     return note + (
         f"The intervals of one arm and column hold together with 95 % (paired t, Bonferroni width for its {number} λ); "

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 from torchace.report import formats
-from torchace.report.formats import METRICS
+from torchace.report.kept import about_model, model_headline
 from torchace.report.results import Arm, Results
-from torchace.report.statistics import Comparison, Difference, compare, lowest
+from torchace.report.sentences import Finding, at, capital, evidence, lambdas, untold, verdict, why_not
+from torchace.report.statistics import compare, lowest
 from torchace.report.tables import summarize
 
 COLLAPSED = 0.002
 """Below this disagreement (a share of the test cases) members count as collapsed onto each other."""
 
+COLLAPSED_SPREAD = 0.01
+"""Below this spread (a share of the ensemble's error) regressors count as collapsed onto each other."""
+
 PLURAL = {"does as well": "do as well", "is better": "are better"}
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A sentence or two under a short heading; `warning` where a reader should be careful."""
-
-    topic: str
-    text: str
-    warning: bool = False
-
-
 def findings(results: Results) -> list[tuple[Arm, list[Finding]]]:
-    """What the knob did, arm by arm.
+    """What the knob did, arm by arm; of a fit, first what the kept model is worth.
 
     Args:
         results: A run directory.
@@ -36,18 +30,20 @@ def findings(results: Results) -> list[tuple[Arm, list[Finding]]]:
         The arms there is something to say about, baselines only where their members collapsed.
     """
     found = []
-    for arm in results.arms:
+    for arm in results.tested:
         about = [_diversity(results, arm)]
-        if not arm.baseline or len(results.diversities(arm)) > 1:
+        if arm.role == "model":
+            about = [*about_model(results, arm), *(finding for finding in about if finding and finding.warning)]
+        elif not arm.baseline or len(results.diversities(arm)) > 1:
             about += [
-                _score(results, arm, "cross_entropy"),
-                _score(results, arm, "error"),
+                _score(results, arm, results.task.loss),
+                _score(results, arm, results.task.score),
                 _members(results, arm),
-                _validation(results, arm),
-                *(_baseline(results, arm, other) for other in results.arms if other.baseline and other != arm),
+                _validation(results, arm) if arm.role == "sweep" else None,
+                *(_baseline(results, arm, other) for other in results.swept if other.baseline and other != arm),
             ]
         kept = [finding for finding in about if finding]
-        if kept and (len(kept) > 1 or kept[0].warning):
+        if kept and (len(kept) > 1 or kept[0].warning or arm.role == "model"):
             found.append((arm, kept))
     return found
 
@@ -60,45 +56,68 @@ def headline(results: Results, arm: Arm) -> str:
         arm: One of its arms.
 
     Returns:
-        The sentence, empty where the arm has no λ=0 to compare with.
+        The sentence, empty where the arm has no λ=0 to compare with; for a kept model, its score.
     """
-    comparison, best = compare(results, arm, "cross_entropy"), lowest(results, arm)
+    if arm.role == "model":
+        return model_headline(results, arm)
+    comparison, best = compare(results, arm, results.task.loss), lowest(results, arm)
     if comparison is None or best is None:
         return ""
+    loss = results.metrics[results.task.loss].noun
     if not comparison.tests:
-        return f"Cross entropy is lowest at {_at(best)}; {_why_not(comparison)}."
+        return f"{capital(loss)} is lowest at {at(best)}; {why_not(comparison)}."
     gain = comparison.at(best)
-    if gain is not None and gain.significant:
-        paid = f"cross entropy is lower than at λ=0 beyond the noise, lowest at {_at(best)}"
+    if arm.role == "check" and len(comparison.differences) == 1:  # one λ to judge, the one that was chosen
+        gain = comparison.differences[0]
+        does = ("raises" if gain.mean > 0 else "lowers") if gain.significant else "does not change"
+        paid = f"{at(gain.diversity)} {does} the {loss} beyond the noise"
+    elif gain is not None and gain.significant:
+        paid = f"{loss} is lower than at λ=0 beyond the noise, lowest at {at(best)}"
     else:
-        paid = "no λ lowers the cross entropy beyond the noise"
+        paid = f"no λ lowers the {loss} beyond the noise"
     acted = _acted(results, arm)
-    link = "but" if ("rose" in acted) != (gain is not None and gain.significant) else "and"
-    text = f"{acted}, {link} {paid}" if acted else paid[0].upper() + paid[1:]
-    for verdict in ("does as well", "is better"):
-        labels = [f"“{other.label}”" for other in results.arms if _against(results, arm, other) == verdict]
+    pays = gain is not None and gain.significant and gain.mean < 0
+    link = "but" if ("rose" in acted) != pays else "and"
+    text = f"{acted}, {link} {paid}" if acted else capital(paid)
+    for how in ("does as well", "is better"):
+        labels = [f"“{other.label}”" for other in results.swept if _against(results, arm, other) == how]
         if labels:
-            text += f"; {formats.listed(labels)} {verdict if len(labels) == 1 else PLURAL[verdict]}"
+            text += f"; {formats.listed(labels)} {how if len(labels) == 1 else PLURAL[how]}"
     return f"{text}."
 
 
 def _acted(results: Results, arm: Arm) -> str:
-    comparison = compare(results, arm, "disagreement") if arm.num_members > 1 else None
+    spread = results.metrics[results.task.spread]
+    comparison = compare(results, arm, spread.key) if arm.num_members > 1 else None
     if comparison is None:
         return ""
-    means = [found.mean for at in results.diversities(arm) if (found := summarize(results, arm, at, "disagreement"))]
-    if max(means) < COLLAPSED:
+    means = _means(results, arm, spread.key)
+    if len(_collapsed(results, arm, means)) == len(means):
         return "The members collapsed onto each other"
     if any(difference.significant and difference.mean > 0 for difference in comparison.differences):
-        return "The members' disagreement rose"
-    return "The members' disagreement did not rise beyond the noise"
+        return f"The members' {spread.noun} rose"
+    return f"The members' {spread.noun} did not rise beyond the noise"
+
+
+def _means(results: Results, arm: Arm, key: str) -> dict[float, float]:
+    """A metric's mean over seeds, for every λ at which it was measured."""
+    found = {d: summarize(results, arm, d, key) for d in results.diversities(arm)}
+    return {d: summary.mean for d, summary in found.items() if summary}
+
+
+def _collapsed(results: Results, arm: Arm, spreads: dict[float, float]) -> list[float]:
+    """The values of λ at which the members are one: they differ on next to no case, or by next to nothing."""
+    if results.task.spread == "disagreement":
+        return [d for d, spread in spreads.items() if spread < COLLAPSED]
+    errors = _means(results, arm, results.task.error)
+    return [d for d, spread in spreads.items() if d in errors and spread < COLLAPSED_SPREAD * errors[d]]
 
 
 def _against(results: Results, arm: Arm, other: Arm) -> str:
-    """How a baseline does beside the arm's best λ, in cross entropy; empty where there is nothing to say."""
+    """How a baseline does beside the arm's best λ, by the task's loss; empty where there is nothing to say."""
     if not other.baseline or other == arm:
         return ""
-    best, comparison = lowest(results, arm), compare(results, arm, "cross_entropy", other)
+    best, comparison = lowest(results, arm), compare(results, arm, results.task.loss, other)
     difference = comparison.at(best) if comparison and best is not None else None
     if difference is None or difference.holm is None:
         return ""
@@ -117,10 +136,13 @@ def remarks(results: Results) -> list[Finding]:
         The remarks, the most important first.
     """
     found = [_completeness(results)]
-    if len(results.seeds) < 2:
+    if results.tested and all(len(results.seeds_of(arm)) < 2 for arm in results.tested):
         text = "There is one seed. No interval can be given, and no difference here can be told from luck."
-        found.append(Finding("One seed", text, warning=True))
-    if any(len(results.diversities(arm)) > 1 for arm in results.arms) and not results.data.validation:
+        if results.is_fit:
+            text = "The model was trained once, and nothing beside it: how much of its score is luck cannot be told."
+        found.append(Finding("One seed", text, warning=not results.is_fit))
+    swept = [arm for arm in results.arms if arm.role == "sweep"]
+    if any(len(results.diversities(arm)) > 1 for arm in swept) and not results.data.validation:
         found.append(
             Finding(
                 "Chosen on the test set",
@@ -149,115 +171,120 @@ def _completeness(results: Results) -> Finding:
 
 def _diversity(results: Results, arm: Arm) -> Finding | None:
     """Whether the members differ, and whether λ changed that."""
-    metric = METRICS["disagreement"]
-    summaries = {at: summarize(results, arm, at, metric.key) for at in results.diversities(arm)}
-    means = {at: found.mean for at, found in summaries.items() if found}
+    metric = results.metrics[results.task.spread]
+    means = _means(results, arm, metric.key)
     if arm.num_members == 1 or not means:
         return None
-    collapsed = [at for at, mean in means.items() if mean < COLLAPSED]
+    share, topic = metric.key == "disagreement", capital(metric.noun)
+    collapsed = _collapsed(results, arm, means)
+    most = metric.value(max(means.values()))
     if len(collapsed) == len(means):
+        little = f"they differ on at most {most} of the test cases"
+        if not share:
+            little = f"their spread is at most {most}, less than a hundredth of the ensemble's error"
         text = (
-            "The members have collapsed onto each other: they differ on at most "
-            f"{metric.value(max(means.values()))} of the test cases, whatever λ is. "
+            f"The members have collapsed onto each other: {little}, whatever λ is. "
             "A gain over one network would not be an ensemble's."
         )
         return Finding("Collapsed members", text, warning=True)
     note = ""
     if collapsed:
-        note = f" At {_lambdas(collapsed)} members have collapsed onto each other (below {metric.value(COLLAPSED)}): "
+        below = metric.value(COLLAPSED) if share else "a hundredth of the ensemble's error"
+        note = f" At {lambdas(collapsed)} members have collapsed onto each other (below {below}): "
         note += "a gain there is not an ensemble's."
     comparison = compare(results, arm, metric.key)
     if comparison is None:
-        ends = sorted(means)[-1]
-        return Finding("Disagreement", f"Members differ on {metric.value(means[ends])} of the test cases.{note}")
+        ends = metric.value(means[max(means)])
+        text = f"Members differ on {ends} of the test cases." if share else f"The members' spread is {ends}."
+        return Finding(topic, text + note)
     first, last = min(means), max(means)
-    moved = f"from {metric.value(means[first])} of the test cases at {_at(first)} to {metric.value(means[last])}"
-    moved += f" at {_at(last)}"
+    cases = " of the test cases" if share else ""
+    moved = f"from {metric.value(means[first])}{cases} at {at(first)} to {metric.value(means[last])} at {at(last)}"
     at_last = comparison.at(last)
     raised = [d.diversity for d in comparison.differences if d.significant and d.mean > 0]
     if not comparison.tests or at_last is None:
-        text = f"It went {moved}; {_why_not(comparison)}."
+        text = f"It went {moved}; {why_not(comparison)}."
     elif at_last.significant and at_last.mean > 0:
         steady = all(means[a] <= means[b] for a, b in pairwise(sorted(means)))
         text = f"It rose with λ{'' if steady else ', not at every step'}, {moved}: the knob acted."
     elif raised:
-        text = f"It rose at {_lambdas(raised)} but not at the largest λ ({moved})."
+        text = f"It rose at {lambdas(raised)} but not at the largest λ ({moved})."
     elif at_last.significant:
         text = f"It fell, {moved}: the knob did the opposite of what it is for."
     else:
         text = f"It did not change beyond the noise between seeds ({moved}): no sign that the knob acted."
-    return Finding("Disagreement", text + note, warning=bool(collapsed))
+    return Finding(topic, text + note, warning=bool(collapsed))
 
 
 def _score(results: Results, arm: Arm, key: str) -> Finding | None:
     """Where a score is lowest, and whether that is beyond the noise."""
-    metric = METRICS[key]
+    metric = results.metrics[key]
     best = lowest(results, arm, key)
     comparison = compare(results, arm, key)
     if best is None or comparison is None:
         return None
     start = comparison.reference_diversity
-    values = {at: found.mean for at in (start, best) if (found := summarize(results, arm, at, key))}
+    values = _means(results, arm, key)
     better = [d.diversity for d in comparison.differences if d.significant and d.mean < 0]
     worse = [d.diversity for d in comparison.differences if d.significant and d.mean > 0]
     difference = comparison.at(best)
-    topic = metric.noun.capitalize()
     if best == start:
-        text = f"No λ above 0 lowered it: it is lowest at {_at(start)} ({metric.value(values[start])})."
+        text = f"No λ above 0 lowered it: it is lowest at {at(start)} ({metric.value(values[start])})."
     elif difference is None:
-        text = f"Lowest at {_at(best)}, {metric.value(values[best])}."
+        text = f"Lowest at {at(best)}, {metric.value(values[best])}."
     else:
         text = (
-            f"Lowest at {_at(best)}: {metric.value(values[best])} against {metric.value(values[start])} "
-            f"at {_at(start)}, a paired difference of {_evidence(key, difference, comparison)}. {_verdict(difference)}"
+            f"Lowest at {at(best)}: {metric.value(values[best])} against {metric.value(values[start])} "
+            f"at {at(start)}, a paired difference of {evidence(metric, difference, comparison)}. {verdict(difference)}"
         )
-    others = [at for at in better if at != best]
+    others = [d for d in better if d != best]
     if others:
-        text += f" Also lower beyond the noise at {_lambdas(others)}."
+        text += f" Also lower beyond the noise at {lambdas(others)}."
     if worse:
-        text += f" Higher beyond the noise at {_lambdas(worse)}."
-    return Finding(topic, text)
+        text += f" Higher beyond the noise at {lambdas(worse)}."
+    return Finding(capital(metric.noun), text)
 
 
 def _members(results: Results, arm: Arm) -> Finding | None:
     """What λ costs a single member."""
     best = lowest(results, arm)
-    comparison = compare(results, arm, "member_cross_entropy")
+    comparison = compare(results, arm, results.task.alone)
     if arm.num_members == 1 or best is None or comparison is None or best == comparison.reference_diversity:
         return None
     difference = comparison.at(best)
     if difference is None:
         return None
-    metric = METRICS["member_cross_entropy"]
+    metric, loss = results.metrics[results.task.alone], results.metrics[results.task.loss].noun
     change = metric.difference(difference.mean)
     if not difference.significant:
-        sure = "not beyond the noise" if difference.holm is not None else _short(difference.note)
-        text = f"On its own a member's cross entropy changes by {change} at {_at(best)} ({sure})."
+        sure = "not beyond the noise" if difference.holm is not None else untold(difference.note)
+        text = f"On its own a member's {loss} changes by {change} at {at(best)} ({sure})."
     elif difference.mean > 0:
-        text = f"On its own a member gets worse at {_at(best)}: its cross entropy changes by {change}."
-        ensemble = compare(results, arm, "cross_entropy")
+        text = f"On its own a member gets worse at {at(best)}: its {loss} changes by {change}."
+        ensemble = compare(results, arm, results.task.loss)
         gain = ensemble.at(best) if ensemble else None
         if gain and gain.significant:
             text += " The knob traded the members' scores for the ensemble's."
     else:
-        text = f"On its own a member gets better too at {_at(best)}: its cross entropy changes by {change}."
+        text = f"On its own a member gets better too at {at(best)}: its {loss} changes by {change}."
     return Finding("One member", text)
 
 
 def _validation(results: Results, arm: Arm) -> Finding | None:
     """The λ that held-out data picks, and what it brought on the test set."""
     picked = lowest(results, arm, split="validation")
-    comparison = compare(results, arm, "cross_entropy")
+    metric = results.metrics[results.task.loss]
+    comparison = compare(results, arm, metric.key)
     if picked is None or comparison is None:
         return None
     if picked == comparison.reference_diversity:
-        return Finding("Chosen on validation data", f"The validation data picks {_at(picked)}: no coupling at all.")
+        return Finding("Chosen on validation data", f"The validation data picks {at(picked)}: no coupling at all.")
     difference = comparison.at(picked)
     if difference is None:
         return None
     text = (
-        f"The validation data picks {_at(picked)}. On the test set its cross entropy differs from λ=0 by "
-        f"{_evidence('cross_entropy', difference, comparison)}. {_verdict(difference)}"
+        f"The validation data picks {at(picked)}. On the test set its {metric.noun} differs from λ=0 by "
+        f"{evidence(metric, difference, comparison)}. {verdict(difference)}"
     )
     return Finding("Chosen on validation data", text)
 
@@ -265,15 +292,15 @@ def _validation(results: Results, arm: Arm) -> Finding | None:
 def _baseline(results: Results, arm: Arm, other: Arm) -> Finding | None:
     """Whether a baseline arm does as well as the best λ."""
     best = lowest(results, arm)
-    comparison = compare(results, arm, "cross_entropy", other)
+    metric = results.metrics[results.task.loss]
+    comparison = compare(results, arm, metric.key, other)
     difference = comparison.at(best) if comparison and best is not None else None
     if comparison is None or difference is None:
         return None
-    metric = METRICS["cross_entropy"]
     reference = summarize(results, other, comparison.reference_diversity, metric.key)
     if reference is None:
         return None
-    verdict = {
+    weighed = {
         "": f"No verdict ({difference.note}).",
         "does as well": "No difference beyond the noise: the baseline does as well, as far as "
         f"{formats.count(difference.n, 'seed')} can tell.",
@@ -281,42 +308,8 @@ def _baseline(results: Results, arm: Arm, other: Arm) -> Finding | None:
         "is worse": "The baseline is worse, beyond the noise.",
     }[_against(results, arm, other)]
     text = (
-        f"Its cross entropy is {metric.value(reference.mean)} (K={other.num_members}, "
-        f"{_at(comparison.reference_diversity)}). At {_at(difference.diversity)} the difference to it is "
-        f"{_evidence(metric.key, difference, comparison)}. {verdict}"
+        f"Its {metric.noun} is {metric.value(reference.mean)} (K={other.num_members}, "
+        f"{at(comparison.reference_diversity)}). At {at(difference.diversity)} the difference to it is "
+        f"{evidence(metric, difference, comparison)}. {weighed}"
     )
     return Finding(f"Against “{other.label}”", text)
-
-
-def _evidence(key: str, difference: Difference, comparison: Comparison) -> str:
-    metric = METRICS[key]
-    seeds = formats.count(difference.n, "seed")
-    text = metric.difference(difference.mean)
-    if difference.together is None or difference.holm is None:
-        return f"{text} ({difference.note})" if difference.n == 1 else f"{text} ({seeds}; {difference.note})"
-    holds = "" if comparison.tests == 1 else f", holding for all {comparison.tests} λ together"
-    interval = f"95 % interval {metric.interval(difference.together)}{holds}"
-    return f"{text} ({interval}; Holm {formats.p_phrase(difference.holm)}; {seeds})"
-
-
-def _verdict(difference: Difference) -> str:
-    if difference.holm is None:
-        return "That cannot be told from the noise between seeds."
-    return "That is beyond the noise between seeds." if difference.significant else "That is within the noise."
-
-
-def _why_not(comparison: Comparison) -> str:
-    notes = {difference.note for difference in comparison.differences if difference.note}
-    return _short(min(notes)) if notes else "there is nothing to test"
-
-
-def _short(note: str) -> str:
-    return f"{note}, so this cannot be told from noise" if note else "nothing to test"
-
-
-def _at(diversity: float) -> str:
-    return f"λ={formats.diversity(diversity)}"
-
-
-def _lambdas(values: list[float]) -> str:
-    return "λ=" + formats.listed([formats.diversity(value) for value in values])

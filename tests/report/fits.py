@@ -1,0 +1,285 @@
+"""Result files of fits on a user's table, as `torchace fit` writes them; scores follow from made-up predictions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+GRID = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
+REFINED = (0.2, 0.4)
+CLASSES = ("setosa", "versicolor", "virginica")
+
+
+@dataclass
+class FitSpec:
+    """A fit to write. `scale` is the target's unit; `gain` how much of the error the chosen λ removes."""
+
+    task: str = "regression"
+    name: str = "houses.csv"
+    title: str = "houses.csv: price"
+    num_members: int = 5
+    chosen: float = 0.3
+    search_seeds: Sequence[int] = (0, 1, 2)
+    check_seeds: Sequence[int] = (100, 101, 102, 103, 104)
+    arms: Sequence[str] = ("search", "check", "model")
+    test: int = 240
+    scale: float = 50.0
+    gain: float = 0.06
+    arrays: bool = True
+    failed: Sequence[tuple[str, float, int]] = ()
+    schema: dict[str, Any] | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+    search: dict[str, Any] = field(default_factory=dict)
+
+
+def write_fit(directory: Path, spec: FitSpec) -> Path:
+    """Writes the result files of a fit and returns their directory."""
+    (directory / "runs").mkdir(parents=True)
+    diversities = {"search": [*GRID, *REFINED], "check": sorted({0.0, spec.chosen}), "model": [spec.chosen]}
+    diversities["sweep"] = [0.0, 0.3, 0.9]  # an experiment's arm, on the same made-up data
+    seeds = {"search": list(spec.search_seeds), "check": list(spec.check_seeds), "model": [7]}
+    seeds["sweep"] = list(spec.check_seeds)
+    labels = {"search": "search for λ", "check": "fresh seeds", "model": "the model that was kept", "sweep": "shared"}
+    scored = {
+        (arm, diversity, seed): _run(directory / "runs", spec, arm, diversity, seed)
+        for arm in spec.arms
+        for diversity in diversities[arm]
+        for seed in seeds[arm]
+    }
+    experiment = {
+        "format": 1,
+        "name": "fit",
+        "title": spec.title,
+        "description": "",
+        "task": spec.task,
+        "data": {
+            "name": spec.name,
+            "train": 960,
+            "validation": 240,
+            "test": spec.test,
+            "classes": list(CLASSES) if spec.task == "classification" else [],
+            "image_shape": None,
+            "schema": SCHEMAS[spec.task] if spec.schema is None else spec.schema,
+        },
+        "arms": [
+            {
+                "name": arm,
+                "label": labels[arm],
+                "num_members": spec.num_members,
+                "batches": "shared",
+                "network": "MLP 14-64-64-1",
+                "parameters": 5185 * spec.num_members,
+                "diversities": diversities[arm],
+                "baseline": False,
+                **({} if arm == "sweep" else {"role": arm, "seeds": seeds[arm]}),
+            }
+            for arm in spec.arms
+        ],
+        "seeds": sorted({seed for arm in spec.arms for seed in seeds[arm]}),
+        "search": _search(spec, scored) if "search" in spec.arms else None,
+        "hardware": {"device": "cpu", "cpu": "two cores", "threads": 2},
+        "versions": {"torchace": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
+        "config": {"target": "price", "members": spec.num_members, "hidden": [64, 64]},
+        "started": "2026-01-31T12:00:00+00:00",
+        "seconds": 48.3,
+        **spec.overrides,
+    }
+    (directory / "experiment.json").write_text(json.dumps(experiment))
+    return directory
+
+
+def _search(spec: FitSpec, scored: dict[tuple[str, float, int], Any]) -> dict[str, Any]:
+    loss = "mse" if spec.task == "regression" else "cross_entropy"
+    candidates = [
+        {
+            "diversity": diversity,
+            "scores": {str(seed): scored["search", diversity, seed]["validation"][loss] for seed in spec.search_seeds},
+        }
+        for diversity in [*GRID, *REFINED]
+    ]
+    gain = None
+    if "check" in spec.arms and spec.chosen:
+        pairs = [[scored["check", d, seed]["test"][loss] for d in (0.0, spec.chosen)] for seed in spec.check_seeds]
+        gains = np.array([zero - chosen for zero, chosen in pairs])
+        half = 2.776 * gains.std(ddof=1) / np.sqrt(len(gains))  # t of five seeds
+        low, high = gains.mean() - half, gains.mean() + half
+        gain = {
+            "split": "test",
+            "mean": gains.mean(),
+            "low": low,
+            "high": high,
+            "seeds": list(spec.check_seeds),
+            "beyond_noise": bool(low > 0),
+        }
+    return {
+        "chosen": spec.chosen,
+        "metric": loss,
+        "split": "validation",
+        "rounds": [list(GRID), list(REFINED)],
+        "candidates": candidates,
+        "gain": gain,
+        "sentence": "",
+        **spec.search,
+    }
+
+
+def _run(folder: Path, spec: FitSpec, arm: str, diversity: float, seed: int) -> dict[str, Any]:
+    failed = (arm, diversity, seed) in spec.failed
+    score = regression if spec.task == "regression" else classification
+    validation, _ = score(spec, diversity, seed, 240)
+    test, arrays = score(spec, diversity, seed, spec.test)
+    metrics = {"validation": validation, "test": None if arm == "search" else test, "train": None}
+    name = f"{arm}-l{diversity:g}-s{seed}"
+    run = {
+        "format": 1,
+        "run": name,
+        "arm": arm,
+        "diversity": diversity,
+        "seed": seed,
+        "status": "failed" if failed else "finished",
+        "failure": {"message": "The loss of member 1 is NaN.", "member": 1, "step": 40} if failed else None,
+        "metrics": None if failed else metrics,
+        "steps": 800,
+        "seconds": 0.6,
+    }
+    (folder / f"{name}.json").write_text(json.dumps(run))
+    if spec.arrays and arm != "search" and not failed:
+        save_file(arrays, folder / f"{name}.safetensors")
+    return metrics
+
+
+def regression(spec: FitSpec, diversity: float, seed: int, rows: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """A regressor's scores and arrays: members err together where rows are noisy, and apart the more λ is."""
+    data = np.random.default_rng(rows)  # the rows, the same in every run
+    own = np.random.default_rng([seed, rows, 5])  # the same at every λ: runs of one seed are paired
+    noise = np.exp(0.5 * data.normal(size=rows))
+    truth = data.gamma(3, 1, rows) * 2
+    observed = truth + 0.5 * noise * data.normal(size=rows)
+    common = 0.4 * noise * own.normal(size=rows) * (1 - 3 * spec.gain * _worth(diversity))
+    apart = (0.3 + 0.4 * diversity) * noise * own.normal(size=(spec.num_members, rows))
+    members = spec.scale * (truth + common + apart - apart.mean(0) * 0.5)  # (K, N)
+    observed = spec.scale * observed
+    ensemble = members.mean(0)
+    error, alone = ensemble - observed, members - observed
+    mse, variance = np.mean(error**2), np.mean((observed - observed.mean()) ** 2)
+    spread = members.std(0)
+    metrics = {
+        "mse": mse,
+        "rmse": np.sqrt(mse),
+        "mae": np.mean(np.abs(error)),
+        "r2": 1 - mse / variance if variance else None,
+        "member_mse": np.mean(alone**2),
+        "spread": spread.mean(),
+        "ambiguity": np.mean((members - ensemble) ** 2),
+        "members": np.mean(alone**2, axis=1).tolist(),
+    }
+    # of one row alone there is no correlation
+    correlation = (
+        np.corrcoef(alone).reshape(spec.num_members, -1) if rows > 1 else np.full((spec.num_members,) * 2, np.nan)
+    )
+    arrays = {"predicted": ensemble, "observed": observed, "spread": spread, "residual_correlation": correlation}
+    return metrics, arrays
+
+
+def classification(
+    spec: FitSpec, diversity: float, seed: int, rows: int
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """A classifier's scores and arrays, from members' probabilities."""
+    data, own = np.random.default_rng(rows), np.random.default_rng([seed, rows, 5])
+    K, C = spec.num_members, len(CLASSES)
+    target = data.integers(0, C, rows)
+    hard = data.random(rows) ** 3
+    logits = 4 * np.eye(C)[target] * (1 - 1.2 * hard[:, None]) + data.normal(size=(rows, C))
+    logits = logits + 0.7 * own.normal(size=(rows, C)) * (1 - 4 * spec.gain * _worth(diversity))
+    logits = logits + (0.4 + 0.8 * diversity) * own.normal(size=(K, rows, C))
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)  # (K, N, C)
+    mixture = probs.mean(0)
+    losses = -np.log(probs[:, np.arange(rows), target])
+    votes = probs.argmax(-1)
+    loss = -np.log(mixture[np.arange(rows), target]).mean()
+    differ = (votes[:, None] != votes[None]).mean(-1)  # (K, K)
+    upper = differ[np.triu_indices(K, 1)]
+    confidence, right = mixture.max(-1), mixture.argmax(-1) == target
+    bins = np.minimum((confidence * 15).astype(int), 14)
+    entropy = -(mixture * np.log(mixture)).sum(-1).mean() + (probs * np.log(probs)).sum(-1).mean()
+    metrics = {
+        "accuracy": right.mean(),
+        "cross_entropy": loss,
+        "brier": ((mixture - np.eye(C)[target]) ** 2).sum(-1).mean(),
+        "calibration_error": abs(confidence.mean() - right.mean()),
+        "member_accuracy": (votes == target).mean(),
+        "member_cross_entropy": losses.mean(),
+        "member_brier": ((probs - np.eye(C)[target]) ** 2).sum(-1).mean(),
+        "member_calibration_error": 0.03,
+        "disagreement": upper.mean() if K > 1 else None,
+        "mutual_information": entropy if K > 1 else None,
+        "ambiguity": losses.mean() - loss if K > 1 else None,
+        "members": (votes == target).mean(1).tolist(),
+    }
+    disputed = np.argsort([-len(set(votes[:, i])) for i in range(rows)], kind="stable")[:16]
+    arrays = {
+        "reliability_count": np.bincount(bins, minlength=15).astype(float),
+        "reliability_confidence": np.bincount(bins, confidence, minlength=15),
+        "reliability_correct": np.bincount(bins, right, minlength=15),
+        "disagreement_matrix": differ,
+        "disputed_index": disputed,
+        "disputed_row": 3 * disputed + 1,
+        "disputed_target": target[disputed],
+        "disputed_votes": np.ascontiguousarray(votes[:, disputed].T),
+    }
+    return metrics, arrays
+
+
+def _worth(diversity: float) -> float:
+    """What λ is worth: most at 0.3, nothing at 0 and 0.6."""
+    return max(-1.0, 1 - ((diversity - 0.3) / 0.3) ** 2)
+
+
+def _number(name: str, mean: float, std: float, low: float, high: float, missing: int = 0) -> dict[str, Any]:
+    numbers = {"mean": mean, "std": std, "min": low, "max": high}
+    return {"name": name, "kind": "number", "missing": missing, **numbers}
+
+
+def _category(name: str, *categories: tuple[str, int], total: int = 0, missing: int = 0) -> dict[str, Any]:
+    listed = [list(pair) for pair in categories]
+    counted = {"categories": listed, "num_categories": total or len(listed)}
+    return {"name": name, "kind": "category", "missing": missing, **counted}
+
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "regression": {
+        "target": {"name": "price", "task": "regression", "mean": 301.2, "std": 175.9, "min": 12.5, "max": 1190.0},
+        "columns": [
+            _number("living_area", 142.61, 51.3, 31, 412),
+            _number("lot_area", 10516.828, 9981.26, 1300, 215245, missing=12),
+            _number("year_built", 1971.27, 30.2, 1872, 2010, missing=3),
+            _number("distance_to_station", 0.00042, 0.00031, 0, 0.0031),
+            _number("income", 5.1e7, 2.2e7, 8.1e5, 3.9e8),
+            *(_number(f"sensor_{i}", 0.1 * i, 1, -3.2, 3.4) for i in range(14)),
+            _category("heating", ("gas", 512), ("district", 301), ("oil", 96), ("wood", 51), missing=40),
+            _category("street", *((f"{name} Street", 9 - i) for i, name in enumerate("ABCDEFGH")), total=212),
+            _category("garage", ("yes", 701), ("no", 259)),
+            {"name": "id", "kind": "dropped", "missing": 0, "why": "Every row has another value."},
+            {"name": "pool", "kind": "dropped", "missing": 960, "why": "All values are missing."},
+        ],
+        "notes": [
+            "Missing numbers were replaced by the mean, with a column that says so.",
+            "Categories seen fewer than five times were put together.",
+        ],
+    },
+    "classification": {
+        "target": {"name": "species", "task": "classification", "classes": list(CLASSES)},
+        "columns": [
+            _number("sepal length (cm)", 5.84, 0.83, 4.3, 7.9),
+            _number("sepal width (cm)", 3.05, 0.43, 2.0, 4.4, missing=2),
+            _category("soil", ("clay", 421), ("sand", 301), ("loam", 238), missing=7),
+        ],
+        "notes": [],
+    },
+}
