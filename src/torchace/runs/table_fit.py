@@ -22,13 +22,13 @@ import torch
 
 from torchace.data import Split
 from torchace.engine.checkpoint import Checkpoints
-from torchace.engine.files import flush_directory, write_whole
+from torchace.engine.files import PARTIAL, flush_directory, write_whole
 from torchace.engine.fit import Failure, Progress, Saving
 from torchace.runs.environment import hardware, versions
 from torchace.runs.ledger import FORMAT, Ledger, LedgerError, Run, finite
 from torchace.runs.members import MemberPlan, Trained, train_members
 from torchace.runs.scaling import finished_ensemble
-from torchace.runs.table import Table, on_device
+from torchace.runs.table import Table, on_device, squared_scale
 from torchace.runs.table_model import TableModel, score
 from torchace.runs.trials import Trials
 from torchace.runs.tune import Stage, TunedDiversity, tune_diversity
@@ -82,6 +82,10 @@ class TableFit:
     def _kept(self) -> Path:
         return self.work / "model"
 
+    @property
+    def _begun(self) -> Path:
+        return self.work / "fit.json"
+
     def request(self) -> dict[str, Any]:
         """What makes this fit this one: two with the same request give the same model."""
         plan = {**asdict(self.plan), "hidden": list(self.plan.hidden)}
@@ -91,7 +95,11 @@ class TableFit:
 
     def is_finished(self) -> bool:
         """Whether the model is there already; anything else in its place is refused, before anything is written."""
-        if not os.path.lexists(self.out) or (self.out.is_dir() and not any(self.out.iterdir())):
+        if not os.path.lexists(self.out):
+            return False
+        if self.out.is_dir() and not self.out.is_symlink() and not any(self.out.iterdir()):
+            if os.path.ismount(self.out):  # a directory is renamed to it in the end
+                raise LedgerError(f"{self.out} is a mount point. Choose a directory in it: --out {self.out / 'model'}.")
             return False
         try:
             record = TableModel.load(self.out).record
@@ -104,24 +112,38 @@ class TableFit:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Claims the working directory, or refuses one that another fit has begun."""
-        ledger = Ledger(self.work)
-        with ledger.locked():
-            file = self.work / "fit.json"
-            if file.exists():
-                try:
-                    before = json.loads(file.read_bytes())["request"]
-                except (OSError, ValueError, KeyError, TypeError):
-                    before = None
-                if before != self.request():
-                    raise LedgerError(
-                        f"{self.work} holds an unfinished fit of other data or settings. Remove it, or choose "
-                        "another --out."
-                    )
-            else:
+        self._check_work()  # before the lock is written: what is there may be anybody's
+        with Ledger(self.work).locked():
+            self._check_work()
+            if self.is_finished():
+                self.clear()
+                raise LedgerError(f"Another process has just finished {self.out}. Repeat the command to see it.")
+            if not self._begun.exists():
                 started = datetime.now(UTC).isoformat(timespec="seconds")
                 content = {"request": self.request(), "started": started}
-                write_whole(file, json.dumps(content, indent=1).encode())
+                write_whole(self._begun, json.dumps(content, indent=1).encode())
             yield
+
+    def _check_work(self) -> None:
+        """Refuses a working directory that this fit has not begun: it is removed in the end."""
+        if self._begun.exists():
+            try:
+                before = json.loads(self._begun.read_bytes())["request"]
+            except (OSError, ValueError, KeyError, TypeError):
+                before = None
+            if before != self.request():
+                raise LedgerError(
+                    f"{self.work} holds an unfinished fit of other data or settings. Remove it, or choose another "
+                    "--out."
+                )
+        elif self.work.is_dir():
+            # a process that was killed at its very start leaves its lock and half of fit.json at most
+            foreign = [name for name in sorted(os.listdir(self.work)) if name != "lock" and not name.endswith(PARTIAL)]
+            if foreign:
+                raise LedgerError(
+                    f"{self.work}, where a fit would work, holds something else already ({foreign[0]!r}). "
+                    "Choose another --out."
+                )
 
     def train(self, watcher: FitWatcher | None = None, stop: Callable[[], bool] = lambda: False) -> None:
         """Searches λ, trains the model, scores it and writes down what a report shows.
@@ -132,6 +154,8 @@ class TableFit:
         """
         watcher, began = watcher or FitWatcher(), time.monotonic()
         ledger = Ledger(self.work)
+        for leftover in self.work.glob(f".{self._kept.name}.*{PARTIAL}"):  # of a process killed while it saved
+            shutil.rmtree(leftover)
         ledger.clean([])
         train, validation, test = (on_device(part, self.plan, self.device) for part in self._parts())
         tuned = self._tuned(train, validation, test, watcher, stop) if self.diversity is None else None
@@ -159,7 +183,8 @@ class TableFit:
         for name in ("experiment.json", "runs", "report"):
             source, copy = self.work / name, self._kept / name
             if source.is_dir():
-                shutil.copytree(source, copy, dirs_exist_ok=True)
+                # names with a point are files that a killed process was writing
+                shutil.copytree(source, copy, ignore=shutil.ignore_patterns(".*"), dirs_exist_ok=True)
             elif source.exists():
                 shutil.copyfile(source, copy)
         for folder, _, files in os.walk(self._kept):
@@ -194,7 +219,7 @@ class TableFit:
             self.table.num_outputs,
             check=test if len(test) else None,
             seed=self.seed + 1,  # the model's own seed takes no part
-            score_scale=1.0 if targets is None else float(targets.std) ** 2,
+            score_scale=squared_scale(targets),
             store=Trials(self.work / "search", SAVE_EVERY),
             watch=watcher.searched,
             stop=stop,
@@ -248,25 +273,26 @@ class TableFit:
     def _scores(self, trained: Trained) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """How the model does on what it was not trained on, in the target's units."""
         stacked = trained.ensemble(0).cpu().double()
-        targets, scores, arrays = self.table.targets, {}, {}
-        for name, part in (("validation", self.table.validation), ("test", self.table.test)):
+        table, scores, arrays = self.table, {}, {}
+        parts = {"validation": (table.validation, table.validation_rows), "test": (table.test, table.test_rows)}
+        for name, (part, rows) in parts.items():
             if not len(part):
                 continue
             with torch.no_grad():
                 logits = stacked(part.x)
             y = part.y
-            if targets is not None:
+            if (targets := table.targets) is not None:
                 logits, y = logits * targets.std + targets.mean, (y * targets.std + targets.mean).squeeze(1)
             found = score(logits, y)
             scores[name], arrays = found.metrics, found.arrays
-        if "disputed_index" in arrays and len(self.table.test):
-            arrays["disputed_index"] = self.table.test_rows[arrays["disputed_index"]]
+            if "disputed_index" in arrays:
+                arrays["disputed_row"] = rows[arrays["disputed_index"]] + 1  # as a person counts them in the file
         return scores, arrays
 
     def _write_experiment(self, ledger: Ledger, run: Run, tuned: TunedDiversity | None, seconds: float) -> None:
         schema, plan = self.table.schema, self.plan
         widths = [self.table.train.x.shape[1], *plan.hidden, self.table.num_outputs]
-        fit = json.loads((self.work / "fit.json").read_bytes())
+        fit = json.loads(self._begun.read_bytes())
         content = {
             "format": FORMAT,
             "name": self.out.name,
@@ -286,12 +312,14 @@ class TableFit:
                 {
                     "name": run.arm,
                     "label": "the model",
+                    "role": "model",
                     "num_members": plan.num_members,
                     "batches": plan.batches,
                     "network": "MLP " + "-".join(map(str, widths)),
                     "parameters": plan.num_members * sum((i + 1) * o for i, o in itertools.pairwise(widths)),
                     "diversities": [run.diversity],
                     "baseline": False,
+                    "role": "model",
                     "seeds": [run.seed],
                 }
             ],
