@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from sklearn.base import clone
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris, make_classification
 from sklearn.exceptions import NotFittedError
+from sklearn.metrics import log_loss
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -232,6 +233,18 @@ def test_uncertainties_are_what_their_names_say() -> None:
     np.testing.assert_allclose(found["entropy"], entropy, rtol=0, atol=1e-12)
     np.testing.assert_allclose(found["mutual_information"], entropy - own, rtol=0, atol=1e-12)
     np.testing.assert_allclose(found["disagreement"], differs, rtol=0, atol=1e-12)
+
+
+def test_no_probability_is_above_one() -> None:
+    """scikit-learn's log_loss refuses 1 + 4e-16."""
+    X, y = load_breast_cancer(return_X_y=True)
+    model = small(num_members=7, epochs=60, learning_rate=0.05).fit(X, y)
+    probs = model.predict_proba(X)
+    assert probs.max() > 1 - 1e-9  # sure enough for rounding to matter
+    assert probs.max() <= 1
+    assert log_loss(y, probs) < 0.1
+    raw = model.ensemble_.predict_proba(torch.from_numpy(X))
+    assert float(raw.max()) <= 1
 
 
 def test_a_regressor_answers_in_the_targets_units() -> None:

@@ -479,7 +479,8 @@ class ACEClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
 
     def predict_log_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """The logarithm of the ensemble's probabilities, `(N, C)`."""
-        return cast(NDArray[np.float64], torch.cat([ensemble_log_probs(z) for z in self._predictions(X)]).numpy())
+        log_probs = torch.cat([ensemble_log_probs(z) for z in self._predictions(X)])
+        return cast(NDArray[np.float64], log_probs.clamp_(max=0).numpy())  # rounding may leave 1 + 4e-16
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         """The most probable labels, `(N,)`."""

@@ -55,7 +55,8 @@ class EnsembleModule(nn.Module):
         self._refuse_identity("predict_log_proba")
         weights = self.member_weights if member_weights is None else member_weights
         with self._evaluating():
-            return ensemble_log_probs(self(*args, **kwargs), member_weights=weights, link=self.link)
+            # rounding may leave 1 + 4e-16 of a sum of shares, which others refuse as a probability
+            return ensemble_log_probs(self(*args, **kwargs), member_weights=weights, link=self.link).clamp_(max=0)
 
     def predict_proba(self, *args: Any, member_weights: Tensor | None = None, **kwargs: Any) -> Tensor:
         """The ensemble's probabilities, `(N, C, ...)`, for the input that `forward` takes."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -50,14 +49,15 @@ class TableModel:
         ensemble = load_model(path)
         manifest = cast(Mapping[str, Any], ensemble.manifest)
         extra = manifest["extra"] or {}
-        if not isinstance(ensemble, Ensemble) or "encoding" not in extra:
+        if not isinstance(ensemble, Ensemble) or "encoding" not in extra or manifest["diversity"] is None:
             raise ModelFileError(f"{path} holds no model of a table; read it with torchace.load_model.")
         try:
             encoding = Encoding.from_json(extra["encoding"])
         except DataError as error:
             raise ModelFileError(f"{path} holds a table's description that cannot be read: {error}") from error
+        _check_fit(ensemble, encoding, path)
         record = {key: value for key, value in extra.items() if key != "encoding"}
-        return cls(ensemble, encoding, float(manifest["diversity"]), record)
+        return cls(ensemble, encoding, manifest["diversity"], record)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a model directory: complete, or not there."""
@@ -94,7 +94,7 @@ class TableModel:
             mean, spread = logits.mean(0).squeeze(1), logits.std(0, correction=0).squeeze(1)
             return DataFrame({"prediction": mean.numpy(), "spread": spread.numpy()}, index=frame.index)
         target = self.encoding.schema.target
-        log_probs = ensemble_log_probs(logits)
+        log_probs = ensemble_log_probs(logits).clamp_(max=0)  # rounding may leave 1 + 4e-16
         columns: dict[str, Any] = {"prediction": target.labels(log_probs.argmax(1))}
         for code, name in enumerate(target.class_names):
             columns[f"probability_{name}"] = log_probs[:, code].exp().numpy()
@@ -109,13 +109,18 @@ class TableModel:
         return score(self.logits(frame), target)
 
 
+def _check_fit(ensemble: Ensemble, encoding: Encoding, path: str | os.PathLike[str]) -> None:
+    """An ensemble that takes the encoding's rows and answers with its classes, or with a number."""
+    outputs = max(1, len(encoding.schema.target.classes))
+    try:
+        with torch.no_grad():
+            fits = ensemble(torch.zeros(1, len(encoding.columns), dtype=torch.float64)).shape[1:] == (1, outputs)
+    except (RuntimeError, ValueError):
+        fits = False
+    if not fits:
+        raise ModelFileError(f"{path} describes another table than its ensemble was trained on; train it anew.")
+
+
 def score(logits: Tensor, target: Tensor) -> Evaluation:
     """Scores of logits `(K, N, C)` and class indices, or of predictions `(K, N, 1)` and numbers `(N,)`."""
     return evaluate_regression(logits.squeeze(2), target) if target.is_floating_point() else evaluate(logits, target)
-
-
-def model_path(path: Path) -> Path:
-    """The model directory a user means; a sentence where there is none."""
-    if not path.exists():
-        raise ModelFileError(f"{path} does not exist; give the directory that `torchace fit` wrote.")
-    return path
