@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from importlib.util import find_spec
 from types import FrameType
 from typing import Any
 
@@ -15,18 +16,29 @@ console = Console()
 
 def say(text: str) -> None:
     """Prints a line."""
-    # soft_wrap: a line stays a line, however narrow the terminal; markup: [brackets] are a user's own
-    console.print(text, soft_wrap=True, highlight=False, markup=False)
+    _print(console, text)
 
 
 def complain(text: str) -> None:
     """Prints a line where errors go."""
-    Console(stderr=True).print(text, soft_wrap=True, highlight=False, markup=False)
+    _print(Console(stderr=True), text)
+
+
+def _print(where: Console, text: str) -> None:
+    # soft_wrap: a line stays a line, however narrow the terminal; [brackets] and :colons: are a user's own
+    where.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def wide() -> Console:
     """Where a table goes: in a file or a pipe nothing has to fit a screen."""
     return console if console.is_terminal else Console(width=max(console.width, 100))
+
+
+def check_report() -> None:
+    """The packages that draw a report: better missed now than after the training."""
+    for package in ("matplotlib", "jinja2"):
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)
 
 
 def device_of(name: str) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
+import shlex
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchace._terminal import INTERRUPTED, Stopper, complain, console, device_of, say, wide
+from torchace._terminal import INTERRUPTED, Stopper, check_report, complain, console, device_of, say, wide
 
 if TYPE_CHECKING:
     from torchace.runs.members import MemberPlan
@@ -50,7 +53,7 @@ WeightDecay = Annotated[float, typer.Option(help="AdamW's.")]
 Patience = Annotated[int, typer.Option(min=0, help="Epochs without improvement before training stops; 0: never.")]
 Batches = Annotated[str, typer.Option(help="shared, or exchanged: every member its own rows in a step.")]
 Precision = Annotated[str, typer.Option(help="float64, or float32 for a GPU.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of the split and the training.")]
+Seed = Annotated[int, typer.Option(min=0, max=10**15, help="Of the split and the training.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto: cuda where there is one.")]
 
 
@@ -79,6 +82,8 @@ def fit(
     device: Device = "cpu",
 ) -> None:
     """Train an ensemble on a table, find λ, and write a model and a report. Interrupted, it goes on when repeated."""
+    check_report()
+
     from torchace.engine.fit import Interrupted
     from torchace.runs.table import open_table
     from torchace.runs.table_fit import TableFit
@@ -88,8 +93,8 @@ def fit(
     plan = _plan(members, hidden, epochs, batch_size, learning_rate, weight_decay, patience, batches, precision)
     wanted = None if diversity == "auto" else _fraction(diversity, "--diversity")
     device = device_of(device)
+    directory = _directory(out, "models", _stem(data))
     table = open_table(data, settings)
-    directory = out or Path("models") / data.name.split(".")[0]
     job = TableFit(table, _for_task(plan, table.task), wanted, directory, settings.to_json(), seed, device)
     if job.is_finished():
         say(f"{directory} holds this very model already.")
@@ -157,8 +162,8 @@ def tune(
     settings = _settings(target, task, drop, number, category, split_column, validation, test, seed)
     plan = _plan(members, hidden, epochs, batch_size, learning_rate, weight_decay, patience, batches, precision)
     device = device_of(device)
+    directory = _directory(out, "runs", f"tune-{_stem(data)}")
     table = open_table(data, settings)
-    directory = out or Path("runs") / f"tune-{data.name.split('.')[0]}"
     job = TableSearch(table, _for_task(plan, table.task), directory, seed, device)
     for note in table.schema.notes:
         say(note)
@@ -176,9 +181,13 @@ def tune(
             wide().print(_trials(found.to_json()))
             if found.best is None:
                 raise ValueError("No trial was completed, so there is no best one; see the table.")
-            say(_command(found, data, target))
+            given: dict[str, Any] = {"task": task, "drop": drop, "number": number, "category": category}
+            given |= {"split_column": split_column, "validation": validation, "test": test, "epochs": epochs}
+            given |= {"patience": patience, "batches": batches, "precision": precision, "seed": seed, "device": device}
+            say(f"To train with the best: {_command(found, data, target, given)}")
     except Interrupted:
-        complain(f"Interrupted. Everything so far is kept in {storage or directory}; repeat the command to go on.")
+        where = directory if storage is None else "the storage"  # its address may hold a password
+        complain(f"Interrupted. Everything so far is kept in {where}; repeat the command to go on.")
         raise typer.Exit(INTERRUPTED) from None
     say(f"Written to {directory / 'tune.json'}.")
 
@@ -191,15 +200,18 @@ def evaluate(
     """Score a model on rows whose target is known."""
     from torchace.data.tables import read_table
     from torchace.engine.files import write_whole
+    from torchace.runs.ledger import finite
     from torchace.runs.table_model import TableModel
 
     loaded = TableModel.load(model)
+    if out is not None:
+        _check_written(out, "--out", model, data)
     frame = read_table(data)
     metrics = loaded.evaluate(frame).metrics
     wide().print(_scores({data.name: metrics}))
     if out is not None:
         content = {"model": str(model), "data": str(data), "rows": len(frame), "scores": metrics}
-        write_whole(out, (json.dumps(content, indent=1) + "\n").encode())
+        write_whole(out, (json.dumps(finite(content), indent=1) + "\n").encode())
         say(f"Written to {out}.")
 
 
@@ -210,10 +222,18 @@ def predict(
     keep: Annotated[list[str] | None, typer.Option(help="A column to copy from the data; repeatable.")] = None,
 ) -> None:
     """Predict every row of a file of any size: the answer, its probabilities and how sure the ensemble is."""
+    from torchace.engine.fit import Interrupted
     from torchace.runs.predictions import predict_file
     from torchace.runs.table_model import TableModel
 
-    rows = predict_file(TableModel.load(model), data, out, keep=keep or ())
+    loaded = TableModel.load(model)
+    _check_written(out, "--out", model, data)
+    try:
+        with Stopper() as stopper:
+            rows = predict_file(loaded, data, out, keep=keep or (), stop=stopper)
+    except Interrupted:
+        complain("Interrupted. Nothing was written.")
+        raise typer.Exit(INTERRUPTED) from None
     say(f"{rows} predictions written to {out}.")
 
 
@@ -225,7 +245,9 @@ def export(
     from torchace.runs.onnx import export_onnx
     from torchace.runs.table_model import TableModel
 
-    worst = export_onnx(TableModel.load(model), onnx)
+    loaded = TableModel.load(model)
+    _check_written(onnx, "--onnx", model)
+    worst = export_onnx(loaded, onnx)
     say(f"Written to {onnx}; onnxruntime's answers differ from torch's by {worst:.1g} at most.")
 
 
@@ -236,20 +258,21 @@ def show(model: Model) -> None:
     loaded = TableModel.load(model)
     schema, ensemble = loaded.encoding.schema, loaded.ensemble
     parameters = sum(p.numel() for p in ensemble.parameters())
-    say(f"{model}: {schema.target.task} of {schema.target.name!r} from {len(schema.columns)} columns.")
+    columns = "1 column" if len(schema.columns) == 1 else f"{len(schema.columns)} columns"
+    say(f"{model}: {schema.target.task} of {schema.target.name!r} from {columns}.")
     if schema.target.classes:
-        say(f"Classes: {', '.join(schema.target.class_names)}.")
+        say(f"Classes: {_listed(schema.target.class_names)}.")
     for kind, plural in (("number", "Numbers"), ("category", "Categories")):
         names = [column.name for column in schema.columns if column.kind == kind]
         if names:
-            say(f"{plural}: {', '.join(names)}.")
+            say(f"{plural}: {_listed(names)}.")
     say(f"{ensemble.num_members} members, {parameters} parameters, λ={loaded.diversity:g}.")
     search = loaded.record.get("search")
     if search:
         say(search["sentence"])
     scores = loaded.record.get("scores")
     if scores:
-        wide().print(_scores(scores))
+        wide().print(_scores({part: scores[part] for part in ("validation", "test") if part in scores}))
 
 
 # -- from what was typed ----------------------------------------------------------------------------------------------
@@ -280,6 +303,8 @@ def _settings(
         for name in names or ():
             if name in kinds:
                 raise ValueError(f"The column {name!r} cannot be both numbers and categories.")
+            if name in (drop or ()):
+                raise ValueError(f"The column {name!r} cannot be both left out and a {kind}.")
             kinds[name] = kind
     return TableSettings(target, task, tuple(drop or ()), kinds, split_column, validation, test, seed)
 
@@ -321,6 +346,28 @@ def _plan(
     )
 
 
+def _stem(data: Path) -> str:
+    """The name of a file without its endings."""
+    return data.name.lstrip(".").split(".")[0]
+
+
+def _directory(out: Path | None, home: str, name: str) -> Path:
+    directory = Path(home, name) if out is None else out
+    if directory.name in ("", ".."):
+        raise ValueError(f"Expected --out to name a directory, but got {str(directory)!r}.")
+    return directory
+
+
+def _check_written(out: Path, option: str, model: Path, data: Path | None = None) -> None:
+    """A file that can be written, and is neither the data nor part of the model."""
+    if out.is_dir():
+        raise ValueError(f"{out} is a directory, but {option} is a file. Choose another {option}.")
+    if data is not None and out.exists() and data.exists() and out.samefile(data):
+        raise ValueError(f"{out} is the file that is read. Choose another {option}.")
+    if out.resolve().is_relative_to(model.resolve()):
+        raise ValueError(f"{out} is in the model's directory, which stays as it is. Choose another {option}.")
+
+
 def _for_task(plan: MemberPlan, task: str) -> MemberPlan:
     from dataclasses import replace
 
@@ -342,11 +389,25 @@ def _fraction(text: str, option: str) -> float:
 
 def _table(*columns: str) -> Any:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
     for place, name in enumerate(columns):
-        table.add_column(name, justify="left" if place == 0 else "right")
+        table.add_column(Text(name), justify="left" if place == 0 else "right")  # Text: [brackets] are a user's own
     return table
+
+
+def _listed(names: Iterable[str], limit: int = 20) -> str:
+    """Names on one line, the first few of many."""
+    clear = [name if name.isprintable() and name.strip() else repr(name) for name in names]
+    more = f" and {len(clear) - limit} more" if len(clear) > limit else ""
+    return ", ".join(clear[:limit]) + more
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
 def _scores(by_part: dict[str, Any]) -> Any:
@@ -354,7 +415,7 @@ def _scores(by_part: dict[str, Any]) -> Any:
     for name, words in SCORES.items():
         values = [scores.get(name) for scores in by_part.values()]
         if any(value is not None for value in values):
-            table.add_row(words, *("" if value is None else f"{value:.4f}" for value in values))
+            table.add_row(words, *map(_figure, values))
     return table
 
 
@@ -372,7 +433,9 @@ def _candidates(tuned: dict[str, Any]) -> Any:
 
 def _trials(found: dict[str, Any]) -> Any:
     done = [trial for trial in found["trials"] if trial["value"] is not None]
-    table = _table("trial", found["metric"].replace("_", " "), *(done[0]["params"] if done else ()))
+    names = [found["metric"], *(done[0]["params"] if done else ())]
+    words = [name.removeprefix("num_").replace("_", " ").replace("diversity", "λ") for name in names]
+    table = _table("trial", *words)
     for trial in sorted(done, key=lambda trial: trial["value"])[:10]:
         table.add_row(
             str(trial["number"]), f"{trial['value']:.5g}", *(f"{value:.4g}" for value in trial["params"].values())
@@ -382,14 +445,17 @@ def _trials(found: dict[str, Any]) -> Any:
     return table
 
 
-def _command(found: Any, data: Path, target: str) -> str:
-    """How to train with what was found."""
-    plan = found.plan
-    return (
-        f"To train with the best: torchace fit {data} --target {target} --diversity {found.diversity:.4g} "
-        f"--members {plan.num_members} --hidden {','.join(map(str, plan.hidden))} --batch-size {plan.batch_size} "
-        f"--learning-rate {plan.learning_rate:.4g} --weight-decay {plan.weight_decay:.4g}"
-    )
+def _command(found: Any, data: Path, target: str, given: Mapping[str, Any]) -> str:
+    """How to train with what was found, and with what else was asked for."""
+    plan, usual = found.plan, inspect.signature(fit).parameters
+    chosen = {"target": target, "diversity": found.diversity, "members": plan.num_members}
+    chosen |= {"hidden": ",".join(map(str, plan.hidden)), "batch_size": plan.batch_size}
+    chosen |= {"learning_rate": plan.learning_rate, "weight_decay": plan.weight_decay}
+    words = ["torchace", "fit", str(data)]
+    for name, value in (chosen | {name: v for name, v in given.items() if v != usual[name].default}).items():
+        for one in value if isinstance(value, list) else [value]:
+            words += [f"--{name.replace('_', '-')}", f"{one:.4g}" if isinstance(one, float) else str(one)]
+    return shlex.join(words)
 
 
 COMMANDS = (fit, tune, evaluate, predict, export, show)

@@ -22,6 +22,7 @@ from torchace import _model_files as files
 from torchace._model_files import Json, ModelFileError
 from torchace._model_kinds import KINDS, described, plain_form, rebuilt, restack
 from torchace.nn.base import EnsembleModule
+from torchace.nn.parallel import MemberParallelEnsemble
 
 __all__ = ["ModelFileError", "load_model", "load_weights", "save_model"]
 
@@ -70,6 +71,10 @@ def save_model(
             f"Expected `ensemble` to be an ensemble module, but got {type(ensemble).__name__}. "
             "Wrap models in Ensemble([...]); of a compiled or distributed ensemble, give the one inside."
         )
+    if isinstance(ensemble, MemberParallelEnsemble):  # all members, written by one rank
+        options: Json = {"diversity": diversity, "class_names": class_names, "extra": extra}
+        ensemble.on_first_rank(lambda whole: save_model(path, whole, member_weights=member_weights, **options))
+        return
     from torchace import __version__  # not at the top: torchace may import this module before it has a version
 
     plain = plain_form(ensemble)

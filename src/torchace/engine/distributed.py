@@ -51,6 +51,9 @@ def connect() -> Store:
 
     with in_contact():
         store, rank, size = next(rendezvous("env://", timeout=_timeout()))
+        # after a restart, torchrun's store still has the addresses of ranks that are gone
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"torchace, attempt {attempt}", store)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_timeout())
     return store
 

@@ -5,6 +5,7 @@ from torchace.nn.conversion import stack_classifiers
 from torchace.nn.ensemble import Ensemble
 from torchace.nn.heads import SMOC, LowRankStackedLinear, StackedLinear
 from torchace.nn.losses import AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, NegativeCorrelationLoss
+from torchace.nn.parallel import MemberParallelEnsemble
 from torchace.nn.stacked import StackedEnsemble
 from torchace.nn.weights import MemberWeights
 
@@ -14,6 +15,7 @@ __all__ = [
     "BinaryAmendedCrossEntropyLoss",
     "Ensemble",
     "LowRankStackedLinear",
+    "MemberParallelEnsemble",
     "MemberWeights",
     "NegativeCorrelationLoss",
     "StackedEnsemble",

@@ -8,7 +8,6 @@ import io
 import json
 import logging
 import math
-import os
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -170,7 +169,3 @@ def _quiet() -> Any:
             yield
     finally:
         logging.disable(before)
-
-
-def is_onnx(path: str | os.PathLike[str]) -> bool:
-    return Path(path).suffix == ".onnx"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,14 +12,17 @@ from typing import TYPE_CHECKING, Any
 from torchace.data import DataError
 from torchace.data.columns import column_of
 from torchace.data.packages import arrow
+from torchace.data.sentences import reason, repeated, row_number
 from torchace.data.tables import iterate_table
 from torchace.engine.files import PARTIAL, flush_directory
+from torchace.engine.fit import Interrupted
 from torchace.runs.table_model import TableModel
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
-ROWS = 65_536  # in a chunk
+ROWS = 65_536  # in a chunk, at most
+NUMBERS = 2**23  # that all members give for a chunk, about: 64 MB, and a few times that while they are worked with
 
 
 def predict_file(
@@ -27,8 +31,8 @@ def predict_file(
     out: Path,
     *,
     keep: Sequence[str] = (),
-    rows: int = ROWS,
-    watch: Callable[[int], None] = lambda done: None,
+    rows: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> int:
     """Predicts every row of a file, in order.
 
@@ -37,8 +41,8 @@ def predict_file(
         data: CSV, Parquet or NPZ.
         out: The file to write, `.csv` or `.parquet`; one that is there is replaced once all is done.
         keep: Columns of the data that are written beside the predictions.
-        rows: How many are in memory at once.
-        watch: Is told how many are done.
+        rows: How many are in memory at once; as many as members and classes allow unless given.
+        stop: Is asked before every chunk; when it says yes, nothing is written and `Interrupted` raised.
 
     Returns:
         The number of rows.
@@ -46,22 +50,36 @@ def predict_file(
     writer = _writer(out)
     if data.exists() and out.exists() and data.samefile(out):
         raise DataError(f"{out} is the file that is read; write the predictions to another one.")
+    if (twice := repeated(keep)) is not None:
+        raise DataError(f"The column {twice!r} is to be kept twice; name it once.")
+    chunks = _predicted(model, data, keep, rows or _rows(model))
+    first = next(chunks)  # what is wrong with the table comes up here, before anything is written
     done = 0
     with _whole(out) as temporary, writer(temporary) as write:
-        for frame in iterate_table(data, rows=rows):
-            if not len(frame):
-                continue
-            predicted = model.predict(frame)
-            for place, name in enumerate(keep):
-                if name in predicted.columns[place:]:
-                    raise DataError(f"The predictions have a column {name!r} of their own; do not keep the other one.")
-                predicted.insert(place, name, column_of(frame, name, "to be kept"))
-            write(predicted)
-            done += len(frame)
-            watch(done)
-        if not done:
-            raise DataError(f"{data} has no rows; nothing can be predicted.")
+        for chunk in itertools.chain([first], chunks):
+            if stop():
+                raise Interrupted
+            write(chunk)
+            done += len(chunk)
     return done
+
+
+def _rows(model: TableModel) -> int:
+    outputs = max(1, len(model.encoding.schema.target.classes))
+    return max(1, min(ROWS, NUMBERS // (model.ensemble.num_members * outputs)))
+
+
+def _predicted(model: TableModel, data: Path, keep: Sequence[str], rows: int) -> Iterator[DataFrame]:
+    """What is written for one chunk after another."""
+    for frame in iterate_table(data, rows=rows):
+        if not len(frame):  # a Parquet file may have groups of no rows
+            continue
+        predicted = model.predict(frame)
+        for place, name in enumerate(keep):
+            if name in predicted.columns[place:]:
+                raise DataError(f"The predictions have a column {name!r} of their own; do not keep the other one.")
+            predicted.insert(place, name, column_of(frame, name, "to be kept"))
+        yield predicted
 
 
 def _writer(out: Path) -> Callable[[Path], Any]:
@@ -91,10 +109,17 @@ def _parquet(path: Path) -> Iterator[Callable[[DataFrame], None]]:
 
     def write(frame: DataFrame) -> None:
         nonlocal writer
-        table = pa.Table.from_pandas(frame, preserve_index=False)
-        if writer is None:
-            writer = parquet.ParquetWriter(path, table.schema)
-        writer.write_table(table.cast(writer.schema))
+        try:
+            table = pa.Table.from_pandas(frame, preserve_index=False)
+            if writer is None:
+                writer = parquet.ParquetWriter(path, table.schema)
+            writer.write_table(table.cast(writer.schema))
+        except pa.ArrowException as error:
+            first = row_number(frame, 0)
+            raise DataError(
+                f"From row {first} on, a column that is kept is of another type than before ({reason(error)}); write "
+                "a .csv file, or keep fewer columns."
+            ) from None
 
     try:
         yield write
@@ -107,6 +132,7 @@ def _parquet(path: Path) -> Iterator[Callable[[DataFrame], None]]:
 def _whole(out: Path) -> Iterator[Path]:
     """A temporary name that becomes `out` when everything is written."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}{PARTIAL}")
+    new = [folder for folder in (out.parent, *out.parent.parents) if not folder.exists()]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -117,6 +143,8 @@ def _whole(out: Path) -> Iterator[Path]:
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+                for folder in new:
+                    folder.rmdir()
             raise
         flush_directory(out.parent)
     except OSError as error:

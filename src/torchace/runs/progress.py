@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
 from torchace.engine.fit import Progress
@@ -15,7 +15,7 @@ from torchace.runs.sweep import Watcher
 
 
 class SweepProgress(Watcher):
-    """One bar for the runs, one for the steps of the job at hand, with λ, cross entropy and the time left.
+    """One bar for the runs, one for the steps of each job at hand, with λ, cross entropy and the time left.
 
     Where nobody watches (a log file, a pipe), a line for each job that is done.
     """
@@ -33,6 +33,7 @@ class SweepProgress(Watcher):
             disable=not console.is_terminal,
         )
         self.total = 0
+        self.steps: dict[str, TaskID] = {}  # the bars of the jobs at hand
 
     def __enter__(self) -> SweepProgress:
         self.bars.start()
@@ -48,18 +49,21 @@ class SweepProgress(Watcher):
         self.runs = self.bars.add_task("runs", total=total, completed=done, note="")
 
     def started(self, job: Job) -> None:
-        self.steps = self.bars.add_task(f"  {_named(job.runs)}", total=None, note="")
+        self.steps[job.id] = self.bars.add_task(f"  {_named(job.runs)}", total=None, note="")
 
     def stepped(self, job: Job, progress: Progress) -> None:
         values = [value for value in progress.score if value is not None]  # without those of failed runs
         note = f"cross entropy {sum(values) / len(values):.4f}" if values else ""
-        self.bars.update(self.steps, total=progress.steps, completed=progress.step, note=note)
+        self.bars.update(self.steps[job.id], total=progress.steps, completed=progress.step, note=note)
 
     def finished(self, job: Job, done: int) -> None:
-        self.bars.remove_task(self.steps)
+        self.bars.remove_task(self.steps.pop(job.id))
         self.bars.update(self.runs, completed=done)
         if self.bars.disable:
             self._say(f"{_named(job.runs)}: {done} of {self.total} runs are finished.")
+
+    def died(self, job: Job, how: str) -> None:
+        self._say(f"{_named(job.runs)}: its worker died ({how}); it goes on from its newest checkpoint.")
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +23,9 @@ from torchace.runs.environment import hardware, versions
 from torchace.runs.ledger import FORMAT, Job, Ledger, LedgerError, Run
 from torchace.runs.prepared import Prepared
 
+Scored = tuple[list[Tensor], Tensor]  # each run's logits `(K, N, C)`, and the labels
+Predicted = tuple[Scored, Scored | None]  # on test samples, and on those held out
+
 
 class Watcher:
     """Is told what a sweep does; this one does not care."""
@@ -38,6 +41,17 @@ class Watcher:
 
     def finished(self, job: Job, done: int) -> None:
         """A job's runs are written down; so many of all runs are finished now."""
+
+    def died(self, job: Job, how: str) -> None:
+        """The process that did a job died; the job goes on in another one."""
+
+
+class Unfinished(Exception):
+    """Runs that could not be finished, each with the reason why; all others are."""
+
+    def __init__(self, reasons: Mapping[Run, str]) -> None:
+        super().__init__("; ".join(f"{run.id}: {why}" for run, why in reasons.items()))
+        self.reasons = dict(reasons)
 
 
 @dataclass(frozen=True)
@@ -70,10 +84,8 @@ class Sweep:
             todo = [job for job in jobs if any(run in wanted and not ledger.is_finished(run) for run in job.runs)]
             told = wanted.union(*(job.runs for job in todo))
             watcher.planned(sum(map(ledger.is_finished, told)), len(told))
-            for job in todo:
-                watcher.started(job)
-                arm = arms[job.runs[0].arm]
-                experiment["seconds"] += self._do(ledger, job, arm, data[arm.name], watcher, stop)
+            for job, seconds in self._work(ledger, todo, arms, data, watcher, stop):
+                experiment["seconds"] += seconds
                 ledger.write_experiment(experiment)
                 watcher.finished(job, sum(map(ledger.is_finished, told)))
             failures = {run: ledger.failure(run) for run in sorted(wanted, key=lambda run: run.id)}
@@ -130,7 +142,7 @@ class Sweep:
             "arms": arms,
             "seeds": sorted(seeds),
             "paper": config["paper"],
-            "hardware": hardware(self.device),
+            "hardware": self._hardware(),
             "versions": versions(),
             "config": config,
             "started": started,
@@ -138,6 +150,10 @@ class Sweep:
         }
         ledger.write_experiment(content)
         return content
+
+    def _hardware(self) -> dict[str, Any]:
+        """What the runs are made on."""
+        return hardware(self.device)
 
     def _runs_of(self, arm: Arm) -> list[Run]:
         return [Run(arm.name, d, seed) for d in arm.diversities for seed in self.experiment.sweep.seeds]
@@ -163,6 +179,21 @@ class Sweep:
 
     # -- doing --------------------------------------------------------------------------------------------------------
 
+    def _work(
+        self,
+        ledger: Ledger,
+        jobs: Sequence[Job],
+        arms: Mapping[str, Arm],
+        data: Mapping[str, Prepared],
+        watcher: Watcher,
+        stop: Callable[[], bool],
+    ) -> Iterator[tuple[Job, float]]:
+        """Does jobs, here and one after another; each that is written down comes out, with the seconds it took."""
+        for job in jobs:
+            watcher.started(job)
+            arm = arms[job.runs[0].arm]
+            yield job, self._do(ledger, job, arm, data[arm.name], watcher, stop)
+
     def _do(
         self, ledger: Ledger, job: Job, arm: Arm, data: Prepared, watcher: Watcher, stop: Callable[[], bool]
     ) -> float:
@@ -183,17 +214,28 @@ class Sweep:
             stop=stop,
         )
         start = time.monotonic()
-        self._write_results(ledger, job, arm, data, network, fitted, recipe.steps)
+        predicted = self._predicted(arm, data, network)
+        self._write_results(ledger, job, arm, data, network, fitted, recipe.steps, predicted)
         ledger.checkpoints(job).remove()
         return fitted.seconds + time.monotonic() - start
 
+    def _predicted(self, arm: Arm, data: Prepared, network: Network) -> Predicted:
+        """What the runs predict on test samples, and on those held out."""
+        test = logits_of(network, data.chunks(arm, data.dataset.test))
+        return test, None if data.validation is None else logits_of(network, data.chunks(arm, data.validation))
+
     def _write_results(
-        self, ledger: Ledger, job: Job, arm: Arm, data: Prepared, network: Network, fitted: Fitted, steps: int
+        self,
+        ledger: Ledger,
+        job: Job,
+        arm: Arm,
+        data: Prepared,
+        network: Network,
+        fitted: Fitted,
+        steps: int,
+        predicted: Predicted,
     ) -> None:
-        logits, target = logits_of(network, data.chunks(arm, data.dataset.test))
-        held_out: tuple[Sequence[Tensor], Tensor] | None = None
-        if data.validation is not None:
-            held_out = logits_of(network, data.chunks(arm, data.validation))
+        (logits, target), held_out = predicted
         for r, run in enumerate(job.runs):
             if ledger.is_finished(run):
                 continue

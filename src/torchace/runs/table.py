@@ -24,6 +24,8 @@ from torchace.runs.scaling import Moments
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
+LEAST_STD, MOST_STD = 1e-50, 1e50  # of the target of a regression
+
 
 @dataclass(frozen=True)
 class TableSettings:
@@ -53,7 +55,8 @@ class Table:
         train: Features `(N, D)` of float64, and class indices `(N,)` or scaled targets `(N, 1)`.
         validation: What λ is chosen and training stopped by.
         test: What nothing is decided by.
-        test_rows: Where in the file they are, counted from 0.
+        validation_rows: Where in the file they are, counted from 0.
+        test_rows: Likewise.
         described: The columns, as a report shows them.
     """
 
@@ -63,6 +66,7 @@ class Table:
     train: Split
     validation: Split
     test: Split
+    validation_rows: Tensor
     test_rows: Tensor
     described: dict[str, Any]
 
@@ -101,6 +105,7 @@ def target_moments(encoding: Encoding) -> Moments | None:
 
 def open_table(path: Path, settings: TableSettings) -> Table:
     """Reads a table and prepares it for training; whatever is wrong with it is a `DataError` of one sentence."""
+    path = path.expanduser()
     frame = read_table(path)
     drop = list(settings.drop)
     column = None
@@ -118,28 +123,47 @@ def open_table(path: Path, settings: TableSettings) -> Table:
     schema = infer_schema(frame, settings.target, settings.task, drop, kinds=dict(settings.kinds))
     targets = schema.targets(frame)
     fractions = (1 - settings.validation - settings.test, settings.validation, settings.test)
-    parts = partition(targets, seed=settings.seed, fractions=fractions, column=column)
+    parts = partition(targets, seed=settings.seed, fractions=fractions, column=column, classes=schema.target.classes)
     return _encoded(path, frame, schema, targets, parts)
 
 
 def _encoded(path: Path, frame: DataFrame, schema: Schema, targets: Tensor, parts: Partition) -> Table:
     train = frame.iloc[parts.train.numpy()]
     encoding = learn_encoding(schema, train)
+    _check_size(encoding)
     features = encoder_of(encoding)(encoding.matrix(frame))
     moments = target_moments(encoding)
     if moments is not None:
         targets = moments.scaled(targets[:, None])
     train_part, validation, test = (Split(features[rows], targets[rows]) for rows in parts)
+    with open(path, "rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     return Table(
         name=path.name,
-        sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+        sha256=sha256,
         encoding=encoding,
         train=train_part,
         validation=validation,
         test=test,
+        validation_rows=parts.validation,
         test_rows=parts.test,
         described=describe_table(schema, train),
     )
+
+
+def _check_size(encoding: Encoding) -> None:
+    """A target whose squared errors are numbers."""
+    std = encoding.target_std
+    if std is not None and not LEAST_STD < std < MOST_STD:
+        raise DataError(
+            f"The target {encoding.schema.target.name!r} varies by {std:.1g}, and the square of that is hardly a "
+            "number; give it in other units."
+        )
+
+
+def squared_scale(targets: Moments | None) -> float:
+    """What a squared error of scaled targets is multiplied by to be in the target's units, squared."""
+    return 1.0 if targets is None else float(targets.std) * float(targets.std)
 
 
 def on_device(split: Split, plan: MemberPlan, device: str) -> Split:

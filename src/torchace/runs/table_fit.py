@@ -6,13 +6,13 @@ goes on there. The model's directory appears in one rename, when it is complete.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -109,7 +109,7 @@ class TableFit:
             raise LedgerError(f"{self.out} holds something else already. Choose another --out, or remove it.")
         return True
 
-    @contextmanager
+    @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Claims the working directory, or refuses one that another fit has begun."""
         self._check_work()  # before the lock is written: what is there may be anybody's
@@ -197,8 +197,16 @@ class TableFit:
         self.clear()
 
     def clear(self) -> None:
-        """Removes the working directory."""
-        shutil.rmtree(self.work, ignore_errors=True)
+        """Removes the working directory, if it is this fit's."""
+        try:
+            self._check_work()
+        except LedgerError:
+            return
+        with contextlib.suppress(OSError):
+            for path in self.work.iterdir():
+                if path not in (self._begun, self.work / "lock"):  # without the former the rest would be anybody's
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(self.work)
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -319,7 +327,6 @@ class TableFit:
                     "parameters": plan.num_members * sum((i + 1) * o for i, o in itertools.pairwise(widths)),
                     "diversities": [run.diversity],
                     "baseline": False,
-                    "role": "model",
                     "seeds": [run.seed],
                 }
             ],

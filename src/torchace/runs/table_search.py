@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any
 
 from torchace.data import Split
 from torchace.engine.files import write_whole
+from torchace.runs.ledger import LedgerError, finite
 from torchace.runs.members import MemberPlan
 from torchace.runs.search import SearchResult, SearchSpace, search
-from torchace.runs.table import Table, on_device
+from torchace.runs.table import Table, on_device, squared_scale
 from torchace.runs.trials import Trials
 from torchace.runs.tune import Stage, TunedDiversity, tune_diversity
+
+KEPT = {"search", "study.db", "study.db.lock", "tune.json"}  # what searches leave in their directory
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class TableSearch:
         stop: Callable[[], bool] = lambda: False,
     ) -> TunedDiversity:
         """λ, and what it is worth on the test part."""
-        targets = self.table.targets
+        self._check()
         tuned = tune_diversity(
             self.plan,
             self._part(self.table.train),
@@ -47,7 +51,7 @@ class TableSearch:
             num_seeds=num_seeds,
             num_fresh=num_seeds,
             rounds=rounds,
-            score_scale=1.0 if targets is None else float(targets.std) ** 2,
+            score_scale=squared_scale(self.table.targets),
             store=Trials(self.directory / "search"),
             watch=watch,
             stop=stop,
@@ -66,8 +70,7 @@ class TableSearch:
         stop: Callable[[], bool] = lambda: False,
     ) -> SearchResult:
         """λ with widths, rates and the number of members, in an Optuna study."""
-        if storage is None:
-            self.directory.mkdir(parents=True, exist_ok=True)
+        self._check()
         found = search(
             SearchSpace(),
             self.plan,
@@ -85,8 +88,13 @@ class TableSearch:
         self._write(found.to_json())
         return found
 
+    def _check(self) -> None:
+        """Refuses a directory that holds something else than searches."""
+        if self.directory.is_dir() and (names := os.listdir(self.directory)) and not KEPT & set(names):
+            raise LedgerError(f"{self.directory} holds something else already. Choose another --out.")
+
     def _part(self, split: Split) -> Split:
         return on_device(split, self.plan, self.device)
 
     def _write(self, content: dict[str, Any]) -> None:
-        write_whole(self.directory / "tune.json", (json.dumps(content, indent=1) + "\n").encode())
+        write_whole(self.directory / "tune.json", (json.dumps(finite(content), indent=1) + "\n").encode())
