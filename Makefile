@@ -13,8 +13,9 @@ PROJECT := pyproject.toml constraints.txt
 demo: $(VENV)/.tool
 	$(BIN)/torchace run digits
 
+# Two files at a time, one thread each: two processes with two threads each would wait for each other.
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
