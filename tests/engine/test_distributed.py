@@ -492,6 +492,14 @@ def refused() -> list[str]:
         lambda: part_of(SideBySide([Ensemble([mlp(4, 3, CLASSES)] * 2, trunk=mlp(FEATURES, 4, None))]), ranks),
         lambda: part_of(Network(1, 2), ranks),
         lambda: trained({"size": 1}, "data"),
+        lambda: fit(
+            part_of(network_of("cohort"), ranks),
+            batches_of(BATCH, "ace", False),
+            recipe_of({}),
+            diversities=LAMBDAS,
+            seeds=SEEDS,
+            saving=Saving(Checkpoints(Path("nowhere"))),
+        ),
     ]
     found = []
     for call in calls:
@@ -517,6 +525,7 @@ def test_wrong_use() -> None:
         * 2,
         "Network does not say how it is spread over ranks.",
         "Expected batches of at least 2 samples, one for each rank, but got 1.",
+        "Expected SharedCheckpoints for one rank's part, but got Checkpoints, which all ranks would write.",
     ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -110,9 +109,8 @@ def _children(node: Any) -> Iterator[tuple[psutil.Process, str]]:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    folder = tempfile.mkdtemp(prefix="ray")  # a short name: sockets are in it
     head = {"num_cpus": 1, "object_store_memory": 100_000_000, "include_dashboard": False}
-    with pytest.MonkeyPatch.context() as patch:
+    with short_folder() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_worker_niceness", "0")  # or workers wait for whoever else is busy here
         patch.setenv("RAY_AUTH_MODE", "disabled")  # or Ray writes a token to the user's home
@@ -123,7 +121,11 @@ def nodes() -> Iterator[Nodes]:
             yield Nodes(cluster)
         finally:
             cluster.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
+
+
+def short_folder() -> tempfile.TemporaryDirectory[str]:
+    """Not pytest's: Ray's sockets are in it, and a socket's name has 107 characters at most."""
+    return tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -579,8 +581,7 @@ def test_a_driver_is_killed_and_stopped_and_repeated(
 def test_a_cluster_of_this_machine_goes_with_its_driver(
     nodes: Nodes, drive: Callable[..., Driving], experiment: Experiment, undisturbed: dict[str, Any]
 ) -> None:
-    folder = tempfile.mkdtemp(prefix="ray")
-    try:
+    with short_folder() as folder:
         driver = drive("local", env={"RAY_TMPDIR": folder})
         assert driver.wait_until(driver.checkpoints)
         os.killpg(driver.process.pid, signal.SIGINT)  # as a terminal does: to all processes
@@ -589,8 +590,6 @@ def test_a_cluster_of_this_machine_goes_with_its_driver(
         give_up = time.monotonic() + PATIENCE
         while _mentioning(folder):
             assert time.monotonic() < give_up, "Ray's processes outlive their driver"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     # what was begun on Ray goes on without it
     assert len(Sweep(experiment, driver.directory).run()) == FAILED
     assert same(driver.directory, undisturbed)

@@ -194,3 +194,4 @@ def _counted(die: tuple[str, int, bool] | None) -> dict[str, int]:
 
 if __name__ == "__main__":
     _serve()
+    os._exit(0)  # without seconds of taking modules apart

@@ -19,7 +19,7 @@ from torchace.engine.distributed import Meetings, Ranks
 from torchace.engine.graph import Stepper
 from torchace.engine.network import Network
 from torchace.engine.recipe import Recipe, make_optimizer, set_learning_rate
-from torchace.engine.spread import Part, RankStepper
+from torchace.engine.spread import Part, RankStepper, SharedCheckpoints
 from torchace.engine.step import StepResult
 from torchace.engine.stopping import EarlyStopping, HeldOut
 
@@ -104,6 +104,10 @@ def fit(
     if ranks is not None and batches.batch_size < ranks.data:
         raise ValueError(
             f"Expected batches of at least {ranks.data} samples, one for each rank, but got {batches.batch_size}."
+        )
+    if ranks is not None and saving is not None and not isinstance(saving.checkpoints, SharedCheckpoints):
+        raise TypeError(
+            "Expected SharedCheckpoints for one rank's part, but got Checkpoints, which all ranks would write."
         )
     if optimizer is None:
         optimizer = make_optimizer(recipe, [p for p in network.parameters() if p.requires_grad])
