@@ -174,6 +174,14 @@ def test_the_command_line_takes_saved_models(kind: type, tmp_path: Path) -> None
     assert scores["accuracy" if kind is ACEClassifier else "r2"] == pytest.approx(expected, abs=1e-6)  # in float32
 
 
+def test_a_feature_may_be_named_like_the_target(tmp_path: Path) -> None:
+    frame = pd.DataFrame(IRIS_X, columns=["y", "y0", "a", "b"])
+    small().fit(frame, IRIS_Y).save(tmp_path / "model")
+    loaded = TableModel.load(tmp_path / "model")
+    assert loaded.encoding.schema.target.name not in frame.columns
+    assert len(loaded.predict(frame)) == 150
+
+
 def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
     small(NCLRegressor).fit(SUGAR_X, SUGAR_Y).save(tmp_path / "regressor")
     with pytest.raises(ModelFileError, match="holds no ACEClassifier"):

@@ -319,7 +319,8 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         named = getattr(self, "feature_names_in_", [f"x{i}" for i in range(self.n_features_in_)])
         names = [str(name) for name in named]
         classes = tuple(self.classes_.tolist()) if self._task == "classification" else ()
-        schema = Schema(tuple(Column(name, "number") for name in names), Target("y", self._task, classes))
+        target = next(name for name in ("y", *(f"y{i}" for i in range(len(names) + 1))) if name not in names)
+        schema = Schema(tuple(Column(name, "number") for name in names), Target(target, self._task, classes))
         statistics = zip(names, encoder.mean.tolist(), encoder.std.tolist(), strict=True)
         columns = tuple(NumberColumn(name, mean, std, False) for name, mean, std in statistics)
         # a regressor's members answer in the targets' own units: there is nothing left to scale
