@@ -55,13 +55,13 @@ def models(is_regression: bool, quick: bool) -> dict[str, Any]:
     }
     if is_regression:
         return found | {
-            "MLPRegressor": MLPRegressor((64,)),
+            "MLPRegressor": MLPRegressor(hidden_layer_sizes=(64,)),
             "RandomForestRegressor": RandomForestRegressor(),
             "HistGradientBoostingRegressor": HistGradientBoostingRegressor(),
             "RidgeCV": RidgeCV(np.logspace(-2, 3, 20)),
         }
     return found | {
-        "MLPClassifier": MLPClassifier((64,)),
+        "MLPClassifier": MLPClassifier(hidden_layer_sizes=(64,)),
         "RandomForestClassifier": RandomForestClassifier(),
         "HistGradientBoostingClassifier": HistGradientBoostingClassifier(),
         "LogisticRegression": LogisticRegression(max_iter=1000),
