@@ -31,7 +31,7 @@ from torchace.nn import MemberParallelEnsemble
 
 BATCH, INPUTS, HIDDEN, CLASSES = 128, 784, (850, 390), 10  # 1.0 M parameters
 RANKS = (1, 2, 4)
-STEPS = 10  # of one timing
+STEPS = 5  # of one timing
 TARGET = 1.10
 
 # What the projection assumes: bytes a second in one direction, and seconds for a message to arrive.
@@ -128,7 +128,7 @@ def main() -> None:
     parser = measure.arguments(__doc__.split("\n")[0])
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    started, rounds = time.perf_counter(), given.rounds or (2 if given.quick else 40)
+    started, rounds = time.perf_counter(), given.rounds or (2 if given.quick else 100)
     parameters = sum(p.numel() for p in mlp(INPUTS, HIDDEN, CLASSES).parameters())
     results: dict[str, Any] = {"environment": measure.environment(), "parameters": parameters, "ranks": {}}
     results["environment"]["threads"] = 1  # of a rank
