@@ -10,8 +10,8 @@ for each tile, `(R, tiles, 2, C)`.
 from __future__ import annotations
 
 import torch
-import triton  # type: ignore[import-not-found]
-import triton.language as tl  # type: ignore[import-not-found]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from torchace.kernels.conv_gpu import Parts
