@@ -1,7 +1,13 @@
 """Settings that all tests share."""
 
+import os
+
 import torch
 from hypothesis import HealthCheck, settings
+
+# Read once, when Triton is first imported, by whichever test comes first: without a GPU its kernels are interpreted.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Tensors of a few elements: a second thread has nothing to do but to be waited for.
 torch.set_num_threads(1)

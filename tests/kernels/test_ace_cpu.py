@@ -23,7 +23,7 @@ CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def composite_value_and_gradient(case: Case) -> tuple[Tensor, Tensor]:
-    with mock.patch.object(functional_ace, "_fits_closed_form", return_value=False):
+    with mock.patch.object(functional_ace, "_fits_cpu", return_value=False):
         return value_and_gradient(amended_cross_entropy, case)
 
 
@@ -153,7 +153,7 @@ def traffic(num_members: int, *, closed: bool, backward: bool = True) -> Traffic
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(num_members, 16, 8, generator=g, requires_grad=True)
     target = torch.randint(8, (16,), generator=g)
-    with mock.patch.object(functional_ace, "_fits_closed_form", return_value=closed), Traffic() as counted:
+    with mock.patch.object(functional_ace, "_fits_cpu", return_value=closed), Traffic() as counted:
         loss = amended_cross_entropy(logits, target, 0.5)
         if backward:
             loss.backward()

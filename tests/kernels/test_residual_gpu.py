@@ -1,6 +1,5 @@
 """The kernels of residual networks against plain PyTorch: on a GPU in bf16, elsewhere interpreted in float64."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +8,6 @@ import torch
 from torch import Tensor
 
 ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton", reason="no Triton")
 
 from tests.reference import residual as reference  # noqa: E402

@@ -1,15 +1,19 @@
 """Amended Cross Entropy: each member's cross entropy with the label, minus λ times its cross entropy with the others.
 
-One formula, two ways to compute it. The composite below is plain PyTorch and right under every transform
+One formula, three ways to compute it. The composite below is plain PyTorch and right under every transform
 (`torch.func`, `torch.compile`, forward mode, double backward). On the CPU in plain Python, `kernels.ace_cpu` computes
-value and closed-form gradient together in cache-sized pieces; it falls back on the composite for anything else.
+value and closed-form gradient together in cache-sized pieces; on a GPU, compiled or not, `kernels.ace_gpu` does in one
+launch. For anything else they leave it to the composite.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +24,10 @@ from torchace import _checks
 from torchace.functional._members import along_members, compute_dtype
 from torchace.kernels import ace_cpu
 from torchace.kernels.terms import Terms
+
+MOST_MEMBERS = 1024  # that the GPU's kernel takes
+# The GPU's kernel was compiled for an H200 and interpreted in float64, but has not run on a GPU: until then on request.
+FUSED = os.environ.get("TORCHACE_FUSED_LOSS") == "1"
 
 
 def amended_cross_entropy(
@@ -80,14 +88,13 @@ def amended_cross_entropy(
     _checks.check_fraction(label_smoothing, "label_smoothing")
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"Expected `ignore_index` to be an int, but got {type(ignore_index).__name__}.")
-    probabilities = _checks.check_target(target, logits, ignore_index=ignore_index)
-    num_members, num_classes = logits.shape[0], logits.shape[2]
-    samples = (logits.shape[1], *logits.shape[3:])
-    like = torch.empty((), dtype=compute_dtype(logits), device=logits.device)
-
-    alpha = _checks.checked_member_weights(member_weights, num_members, like=like, partial=mixture is not None)
+    _checks.check_target(target, logits, ignore_index=ignore_index)
+    like = _like(logits)
+    alpha = None
+    if member_weights is not None:
+        alpha = _checks.checked_member_weights(member_weights, logits.shape[0], like=like, partial=mixture is not None)
     if weight is not None:
-        _checks.check_class_weight(weight, num_classes)
+        _checks.check_class_weight(weight, logits.shape[2])
         weight = weight.detach().to(like)
     if mixture is not None:
         _checks.check_mixture(mixture, logits)
@@ -96,36 +103,76 @@ def amended_cross_entropy(
         mixture = mixture.detach().to(like)
     if isinstance(diversity, Tensor):
         diversity = diversity.detach().to(like.dtype)
-
-    # factor: what each sample counts, `(N, ...)` or `(K, N, ...)`; None where all count alike.
-    factor = None
     if sample_weight is not None:
-        factor = _checks.checked_sample_weight(sample_weight, num_members, samples, like)
-    if probabilities:
+        samples = (logits.shape[1], *logits.shape[3:])
+        sample_weight = _checks.checked_sample_weight(sample_weight, logits.shape[0], samples, like)
+    options = _Options(
+        diversity, alpha, sample_weight, weight, ignore_index, float(label_smoothing), mixture, detach_others, reduction
+    )
+    if _fits_gpu(logits, target, options):
+        return _on_gpu(logits, target, options)
+    if reduction == "none":
+        return member_losses(_resolved(logits, target, options)[0], logits)
+    if not _fits_cpu(logits, target, options):
+        return _composite(target, options, logits)
+    terms, empty = _resolved(logits, target, options)
+    # a number from here on: whoever changes the tensor before the backward does not change this loss
+    terms = replace(terms, diversity=float(terms.diversity))
+    loss = ace_cpu.loss(logits, terms, partial(_total, terms))
+    return loss if empty is None else loss + empty
+
+
+class _Options(NamedTuple):
+    """The arguments beside logits and target, checked, in the type to compute in."""
+
+    diversity: float | Tensor
+    alpha: Tensor | None
+    sample_weight: Tensor | None
+    weight: Tensor | None
+    ignore_index: int
+    label_smoothing: float
+    mixture: Tensor | None
+    detach_others: bool
+    reduction: str
+
+
+def _like(logits: Tensor) -> Tensor:
+    """A tensor of the type to compute in, on the logits' device."""
+    return torch.empty((), dtype=compute_dtype(logits), device=logits.device)
+
+
+def _resolved(logits: Tensor, target: Tensor, options: _Options) -> tuple[Terms, float | Tensor | None]:
+    """What the loss is computed from, and what to add so that an empty mean is NaN as in torch."""
+    num_members, like, weight = logits.shape[0], _like(logits), options.weight
+    # factor: what each sample counts, `(N, ...)` or `(K, N, ...)`; None where all count alike.
+    factor = options.sample_weight
+    if target.is_floating_point():
         target = target.to(like)
         counted = factor
     else:
         target = target.long()  # before the comparison: -100 wraps around to 156 in uint8
-        ignored = target == ignore_index
+        ignored = target == options.ignore_index
         if not _checks.can_read(target) or bool(ignored.any()):
             target = target.masked_fill(ignored, 0)
             factor = (~ignored).to(like.dtype) if factor is None else factor.masked_fill(ignored, 0)
         # torch's mean divides by the weights of the samples' own classes, label smoothing or not
         counted = factor if weight is None else (weight[target] if factor is None else factor * weight[target])
-
-    scale, empty = _scale(factor, counted, samples, reduction, zero_is_zero=sample_weight is not None)
+    samples = (logits.shape[1], *logits.shape[3:])
+    scale, empty = _scale(factor, counted, samples, options.reduction, zero_is_zero=options.sample_weight is not None)
+    uniform = options.alpha is None
+    alpha = like.new_full((num_members,), 1 / num_members) if options.alpha is None else options.alpha
     terms = Terms(
-        target, diversity, alpha, weight, float(label_smoothing), mixture, detach_others, member_weights is None, scale
+        target,
+        options.diversity,
+        alpha,
+        weight,
+        options.label_smoothing,
+        options.mixture,
+        options.detach_others,
+        uniform,
+        scale,
     )
-    if reduction == "none":
-        return member_losses(terms, logits)
-    if _fits_closed_form(logits, terms):
-        # a number from here on: whoever changes the tensor before the backward does not change this loss
-        terms = replace(terms, diversity=float(terms.diversity))
-        loss = ace_cpu.loss(logits, terms, partial(_total, terms))
-    else:
-        loss = _total(terms, logits)
-    return loss if empty is None else loss + empty
+    return terms, empty
 
 
 def member_losses(terms: Terms, logits: Tensor) -> Tensor:
@@ -173,12 +220,82 @@ def _scale(
     return scale, 0.0 / denominator.sum()
 
 
-def _fits_closed_form(logits: Tensor, terms: Terms) -> bool:
+def _fits_cpu(logits: Tensor, target: Tensor, options: _Options) -> bool:
     """Whether plain Python runs on plain CPU tensors and only a first derivative in the logits is asked for."""
     return (
         _checks.can_read(logits)
-        and terms.detach_others
+        and options.detach_others
         and logits.numel() > 0
-        and not terms.target.requires_grad
+        and not target.requires_grad
         and forward_ad.unpack_dual(logits).tangent is None
     )
+
+
+def _fits_gpu(logits: Tensor, target: Tensor, options: _Options) -> bool:
+    """Whether the kernel can have it: a plain CUDA tensor, compiled or not, that no transform wraps."""
+    return (
+        FUSED
+        and logits.device.type == "cuda"
+        and target.device == logits.device
+        and options.reduction != "none"
+        and options.detach_others
+        and logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and logits.numel() > 0
+        and logits.shape[0] <= MOST_MEMBERS
+        and not target.requires_grad
+        and (type(logits) is Tensor or type(logits) is torch.nn.Parameter)
+        # seen by torch.compile too, which would lose an operator's own gradient under a transform
+        and not torch._C._are_functorch_transforms_active()
+        and (torch.compiler.is_compiling() or forward_ad.unpack_dual(logits).tangent is None)
+        and has_triton()
+    )
+
+
+@cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _on_gpu(logits: Tensor, target: Tensor, options: _Options) -> Tensor:
+    from torchace.kernels import ace_gpu, ace_gpu_op  # they need Triton
+
+    if logits.ndim > 3:  # more axes of samples: one of all
+        logits, target, options = _as_rows(logits, target, options)
+    scale = None if options.sample_weight is None else _resolved(logits, target, options)[0].scale
+    diversity = options.diversity
+    on_device = isinstance(diversity, Tensor) and diversity.device == logits.device
+    choices = ace_gpu.Options(
+        target.to(compute_dtype(logits)) if target.is_floating_point() else target,
+        diversity if isinstance(diversity, Tensor) and on_device else None,
+        0.0 if on_device else float(diversity),
+        options.alpha,
+        options.weight,
+        options.mixture,
+        scale if isinstance(scale, Tensor) else None,
+        options.label_smoothing,
+        options.ignore_index,
+        options.reduction == "mean",
+    )
+    return ace_gpu_op.loss(logits, choices, partial(_composite, target, options))
+
+
+def _as_rows(logits: Tensor, target: Tensor, options: _Options) -> tuple[Tensor, Tensor, _Options]:
+    """`(K, N, C, d1, ...)` as `(K, N·d1·..., C)`, and whatever goes with it."""
+    mixture, weight = options.mixture, options.sample_weight
+    num_axes = logits.ndim - 2
+    if mixture is not None:
+        mixture = mixture.movedim(1, -1).flatten(0, -2)
+    if weight is not None:
+        weight = weight.flatten(weight.ndim - num_axes)
+    target = target.movedim(1, -1).flatten(0, -2) if target.is_floating_point() else target.flatten()
+    return (
+        logits.movedim(2, -1).flatten(1, -2),
+        target,
+        options._replace(mixture=mixture, sample_weight=weight),
+    )
+
+
+def _composite(target: Tensor, options: _Options, logits: Tensor) -> Tensor:
+    terms, empty = _resolved(logits, target, options)
+    loss = _total(terms, logits)
+    return loss if empty is None else loss + empty

@@ -1,0 +1,118 @@
+"""One way to measure on a CUDA GPU, for all benchmarks here.
+
+Contenders are warmed up, then timed in turns by events on the device; a round times every contender once, in an order
+that rotates. Before each call a buffer many times the size of the cache is written: that empties the cache and gives
+the host time to launch ahead. What a GPU can do at best is measured in the same process: bytes a second of a copy and
+operations a second of a large product. Medians, quantiles and tables are those of `measure`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+FLUSH = 1 << 30  # bytes written between calls: about 0.3 ms on an H200, whose cache has 60 MB
+SIDE = 8192  # of the matrices whose product is the ceiling of operations
+COPIED = 1 << 32  # bytes copied for the ceiling of bandwidth
+
+
+def timings(contenders: Mapping[str, Call], rounds: int, flush: bool = True) -> dict[str, list[float]]:
+    """Seconds a call, one number a round for each contender.
+
+    Args:
+        contenders: What to call, by name. Nothing is done between calls: free what a call leaves behind in it.
+        rounds: How often each is timed.
+        flush: Whether each call finds an empty cache.
+    """
+    for call in contenders.values():
+        for _ in range(2):  # the first compiles, the second finds the allocator's memory in place
+            call()
+    buffer = torch.empty(FLUSH if flush else 0, dtype=torch.uint8, device="cuda")
+    names = list(contenders)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            buffer.zero_()
+            start.record()
+            contenders[name]()
+            end.record()
+            end.synchronize()
+            seconds[name].append(start.elapsed_time(end) / 1e3)
+    return seconds
+
+
+def peak_bytes(call: Call) -> int:
+    """How much one call adds to the memory that torch has given out, at its peak; what it returns is dropped."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def ceilings(rounds: int = 20) -> dict[str, float]:
+    """Bytes a second of a copy (read and written), operations a second of a bf16 product of random matrices."""
+    source = torch.randint(256, (COPIED,), dtype=torch.uint8, device="cuda")
+    copy = torch.empty_like(source)
+    copied = timings({"copy": lambda: copy.copy_(source)}, rounds, flush=False)["copy"]
+    a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(a)
+    in_a_row = 10  # the clock falls under load: a single product would promise too much
+
+    def products() -> None:
+        for _ in range(in_a_row):
+            torch.mm(a, b, out=product)
+
+    multiplied = timings({"products": products}, rounds, flush=False)["products"]
+    return {
+        "copy_bytes_per_second": 2 * COPIED / statistics.median(copied),
+        "bf16_operations_per_second": in_a_row * 2 * SIDE**3 / statistics.median(multiplied),
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Where the numbers come from."""
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    driver, clock, power = (part.strip() for part in (_output(query).splitlines() or ["?,?,?"])[0].split(","))
+    return {
+        "gpu": device.name,
+        "multiprocessors": device.multi_processor_count,
+        "memory_bytes": device.total_memory,
+        "cache_bytes": device.L2_cache_size,
+        "driver": driver,
+        "most_clock": clock,
+        "power_limit": power,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": _triton_version(),
+        "commit": _output(git).strip() or None,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def _triton_version() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return str(triton.__version__)
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except OSError:  # not installed
+        return ""

@@ -1,0 +1,380 @@
+"""The fused loss against references: on a GPU as it is called, elsewhere interpreted in float64."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+ON_GPU = torch.cuda.is_available()
+pytest.importorskip("triton", reason="no Triton")
+
+from tests.reference import losses as reference  # noqa: E402
+from tests.reference.cases import Case, ace_cases  # noqa: E402
+from torchace.functional import ace as functional_ace  # noqa: E402
+from torchace.functional import amended_cross_entropy  # noqa: E402
+from torchace.kernels import ace_gpu  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # interpreted, both sides of a choice are computed
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPE = torch.float32 if ON_GPU else torch.float64
+# Sums of at most some thousand terms about 1; exp and log of a GPU are good to a few units in the last place.
+CLOSE = {"rtol": 2e-5, "atol": 2e-5} if ON_GPU else {"rtol": 1e-11, "atol": 1e-12}
+# Everything at once; in blocks by one program; by several; each with the smallest tiles.
+WAYS: dict[str, dict[str, int]] = {
+    "whole": {},
+    "in small programs": {"ONE_PROGRAM": 1, "SOME_LOGITS": 32, "COUNTED": 1},
+    "read twice": {"ON_CHIP": 1, "BLOCK_LOGITS": 16},
+    "by several programs": {"ON_CHIP": 1, "READ_TWICE": 1, "BLOCK_LOGITS": 16, "SPAN": 16, "COUNTED": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def kernel() -> Iterator[None]:
+    """On a CPU the kernel is taken, interpreted, wherever a GPU would take it."""
+    if ON_GPU:
+        yield
+        return
+
+    def fits(logits: Tensor, target: Tensor, options: Any) -> bool:
+        return options.reduction != "none" and logits.numel() > 0
+
+    with mock.patch.object(functional_ace, "_fits_gpu", fits):
+        yield
+
+
+def way_of(name: str) -> Any:
+    return mock.patch.multiple(ace_gpu, **WAYS[name]) if WAYS[name] else nullcontext()
+
+
+def ours(case: Case, way: str, **changed: Any) -> tuple[Tensor, Tensor]:
+    """Value and gradient by the kernel, λ on the device."""
+    to = {"dtype": DTYPE, "device": DEVICE}
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(**to) if value.is_floating_point() else value.to(DEVICE)
+
+    outputs = moved(case.outputs).detach().clone().requires_grad_()
+    options = {name: moved(value) for name, value in case.options.items()} | changed
+    with way_of(way):
+        value = amended_cross_entropy(outputs, moved(case.target), torch.tensor(case.diversity, **to), **options)
+        value.backward()
+    assert "AceGpu" in type(value.grad_fn).__name__ or case.outputs.ndim > 3
+    assert outputs.grad is not None
+    return value.detach().cpu().double(), outputs.grad.cpu().double()
+
+
+def by_definition(case: Case) -> tuple[Tensor, Tensor]:
+    expected = reference.amended_cross_entropy(*case.args, **case.options)
+    return expected.value(), expected.gradient()
+
+
+@settings(max_examples=60)
+@given(ace_cases(), st.sampled_from(["mean", "sum"]), st.sampled_from(list(WAYS)))
+def test_value_and_gradient_by_definition(case: Case, reduction: str, way: str) -> None:
+    case.options["reduction"], case.upstream = reduction, None
+    if "label_smoothing" in case.options:  # numbers travel to a kernel in float32: eighths arrive as they are
+        case.options["label_smoothing"] = round(case.options["label_smoothing"] * 8) / 8
+    value, gradient = ours(case, way)
+    expected, expected_gradient = by_definition(case)
+    assert_close(value, expected, equal_nan=True, **CLOSE)
+    if not expected.isnan():
+        assert_close(gradient, expected_gradient, **CLOSE)
+
+
+def drawn(members: int, samples: int, classes: int, seed: int = 0, **options: Any) -> Case:
+    g = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(members, samples, classes, generator=g, dtype=torch.float64)
+    target = torch.randint(classes, (samples,), generator=g)
+    target[torch.rand(samples, generator=g) < 0.2] = -100
+    target[0] = classes - 1
+    return Case(logits, target, 0.7, options)
+
+
+# Filled up to powers of two, and one more or less; classes in several blocks and spans, the last of them not full.
+SHAPES = [(1, 1, 1), (1, 5, 3), (2, 1, 16), (3, 7, 17), (5, 4, 33), (8, 2, 64), (9, 3, 50), (2, 3, 129)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ragged_shapes(shape: tuple[int, int, int], way: str) -> None:
+    case = drawn(*shape)
+    value, gradient = ours(case, way)
+    expected, expected_gradient = by_definition(case)
+    assert_close(value, expected, **CLOSE)
+    assert_close(gradient, expected_gradient, **CLOSE)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", ["samples first", "classes first", "every second", "one row for all"])
+def test_strided_logits(layout: str, way: str) -> None:
+    """SMOC's logits lie as (N, K, C) in memory; the gradient lies as they do."""
+    case = drawn(3, 6, 20)
+    whole = case.outputs.to(DTYPE).to(DEVICE)
+    strided = {
+        "samples first": whole.transpose(0, 1).contiguous().transpose(0, 1),
+        "classes first": whole.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+        "every second": whole.repeat_interleave(2, 2)[..., ::2],
+        "one row for all": whole[:, :1].expand(-1, 6, -1),
+    }[layout].requires_grad_()
+    assert not strided.is_contiguous()
+    with way_of(way):
+        loss = amended_cross_entropy(strided, case.target.to(DEVICE), torch.tensor(0.7, dtype=DTYPE, device=DEVICE))
+    (gradient,) = torch.autograd.grad(loss, strided)
+    case.outputs = strided.detach().cpu().double()
+    expected, expected_gradient = by_definition(case)
+    assert_close(loss.detach().cpu().double(), expected, **CLOSE)
+    assert_close(gradient.cpu().double(), expected_gradient, **CLOSE)
+    if layout == "samples first":
+        assert gradient.stride() == strided.stride()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_confident_logits(way: str) -> None:
+    case = drawn(4, 5, 20)
+    case.outputs = torch.where(case.outputs > 3, 1e4, case.outputs)
+    value, gradient = ours(case, way)
+    expected, expected_gradient = by_definition(case)
+    assert_close(value / expected, torch.ones(()).double(), **CLOSE)
+    assert_close(gradient, expected_gradient, **CLOSE)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("diversity", [0.0, 0.7])
+def test_an_impossible_class_that_nobody_believes_in_adds_nothing(way: str, diversity: float) -> None:
+    case = drawn(3, 4, 20)
+    case.diversity = diversity
+    case.outputs[:, :, 3] = -torch.inf
+    case.target[case.target == 3] = 4
+    value, gradient = ours(case, way)
+    possible = torch.arange(20) != 3
+    case.outputs = case.outputs[:, :, possible]
+    case.target = torch.where(case.target > 3, case.target - 1, case.target)
+    expected, expected_gradient = by_definition(case)
+    assert_close(value, expected, **CLOSE)
+    assert_close(gradient[:, :, possible], expected_gradient, **CLOSE)
+    assert not gradient[:, :, 3].any()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_impossible_true_class_costs_infinity(way: str) -> None:
+    case = drawn(2, 3, 20)
+    case.outputs[0, 0, int(case.target[0])] = -torch.inf
+    value, gradient = ours(case, way)
+    assert value == torch.inf
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_and_inf_show(bad: float, way: str) -> None:
+    case = drawn(2, 3, 20)
+    case.outputs[1, 0, 2] = bad
+    value, gradient = ours(case, way)
+    assert value.isnan()
+    assert gradient[1, 0].isnan().any()
+    case.target[0] = -100  # of a sample that does not count they are nobody's concern
+    value, gradient = ours(case, way)
+    assert value.isfinite()
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_sample_that_counts_is_nan_as_in_torch(way: str) -> None:
+    case = drawn(2, 3, 20)
+    case.target[:] = -100
+    value, gradient = ours(case, way)
+    assert value.isnan()
+    assert not gradient.any()
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on a CPU labels are checked")
+@pytest.mark.parametrize("label", [20, -1, 1 << 40])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_label_that_is_no_class_shows(label: int, weighted: bool) -> None:
+    case = drawn(2, 3, 20, **({"weight": torch.ones(20).double()} if weighted else {}))
+    case.target[1] = label
+    assert ours(case, "whole")[0].isnan()
+
+
+@pytest.mark.parametrize("few", [0, 1 << 20])
+def test_the_incoming_gradient(few: int) -> None:
+    case = drawn(3, 5, 20)
+    logits = case.outputs.to(DTYPE).to(DEVICE).requires_grad_()
+    for upstream in (1.0, -2.5, 0.0):
+        with mock.patch.object(ace_gpu, "FEW", few):
+            loss = amended_cross_entropy(logits, case.target.to(DEVICE), torch.tensor(0.7, dtype=DTYPE, device=DEVICE))
+            (gradient,) = torch.autograd.grad(loss * upstream, logits)
+        assert_close(gradient.cpu().double(), upstream * by_definition(case)[1], **CLOSE)
+
+
+def test_a_second_backward_and_a_second_derivative() -> None:
+    case = drawn(3, 4, 6)
+    logits = case.outputs.to(DTYPE).to(DEVICE).requires_grad_()
+
+    def loss(z: Tensor) -> Tensor:
+        return amended_cross_entropy(z, case.target.to(DEVICE), torch.tensor(0.7, dtype=DTYPE, device=DEVICE))
+
+    value = loss(logits)
+    (first,) = torch.autograd.grad(value, logits, retain_graph=True)
+    (again,) = torch.autograd.grad(3 * value, logits)
+    assert_close(again, 3 * first)
+    curvatures = []
+    for fits in (functional_ace._fits_gpu, lambda *args: False):
+        with mock.patch.object(functional_ace, "_fits_gpu", fits):
+            (slope,) = torch.autograd.grad(loss(logits), logits, create_graph=True)
+            curvatures.append(torch.autograd.grad((slope**2).sum(), logits)[0])
+    assert_close(*curvatures)
+
+
+def test_half_precision() -> None:
+    """Computed in float32, the gradient rounded once; a tiny one survives float16 under a loss scale."""
+    case = drawn(3, 8, 20)
+    for dtype in (torch.bfloat16, torch.float16):
+        logits = case.outputs.to(dtype).to(DEVICE).requires_grad_()
+        for scale in (1.0, 1024.0):
+            loss = amended_cross_entropy(logits, case.target.to(DEVICE), 0.75)
+            assert loss.dtype == torch.float32
+            (gradient,) = torch.autograd.grad(loss * scale * 2.0**-12, logits)
+            rounded = Case(logits.detach().cpu().double(), case.target, 0.75)
+            expected, expected_gradient = by_definition(rounded)
+            assert_close(loss.detach().cpu().double(), expected, rtol=2e-6, atol=2e-6)
+            exact = expected_gradient * scale * 2.0**-12
+            smallest = 2.0**-24 if dtype == torch.float16 else 0.0
+            error = (gradient.cpu().double() - exact).abs()
+            roundings = 2.0 if dtype == torch.bfloat16 and scale * 2.0**-12 != 1 else 1.0
+            bound = roundings * exact.abs() * torch.finfo(dtype).eps / 2 + 1e-6 * exact.abs().max() + smallest
+            assert (error <= bound).all()
+
+
+def test_no_gradient_is_computed_where_none_is_wanted() -> None:
+    case = drawn(3, 5, 20)
+    logits, target = case.outputs.to(DTYPE).to(DEVICE), case.target.to(DEVICE)
+    with mock.patch.object(ace_gpu, "value_and_gradient", wraps=ace_gpu.value_and_gradient) as called:
+        value = amended_cross_entropy(logits, target, torch.tensor(0.7, dtype=DTYPE, device=DEVICE))
+    assert [call.kwargs["want_gradient"] for call in called.call_args_list] == [False]
+    assert_close(value.cpu().double(), by_definition(case)[0], **CLOSE)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_as_operators_for_the_compiler(weighted: bool) -> None:
+    """Value and gradient are operators of their own; the compiler sees their shapes alone."""
+    from torchace.kernels import ace_gpu_op
+
+    case = drawn(3, 5, 20, **({"weight": torch.rand(20).double() + 0.5} if weighted else {}))
+    weight = case.options.get("weight")
+    logits = case.outputs.to(DTYPE).to(DEVICE).requires_grad_()
+    options = ace_gpu.Options(
+        case.target.to(DEVICE),
+        torch.tensor(0.7, dtype=DTYPE, device=DEVICE),
+        0.0,
+        None,
+        None if weight is None else weight.to(DTYPE).to(DEVICE),
+        None,
+        None,
+        0.125,
+        -100,
+        True,
+    )
+    torch.library.opcheck(ace_gpu_op._value, (logits, *options))
+    case.options["label_smoothing"] = 0.125
+
+    @torch.compile(fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
+    def compiled(z: Tensor) -> Tensor:
+        return 2 * ace_gpu_op.loss(z * 1.0, options, lambda z: z.sum())
+
+    value = compiled(logits)
+    value.backward()
+    expected, expected_gradient = by_definition(case)
+    assert_close(value.detach().cpu().double(), 2 * expected, **CLOSE)
+    assert logits.grad is not None
+    assert_close(logits.grad.cpu().double(), 2 * expected_gradient, **CLOSE)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="no GPU")
+def test_captured_in_a_graph_without_synchronisation() -> None:
+    case = drawn(5, 64, 10)
+    logits = case.outputs.to(DTYPE).to(DEVICE).requires_grad_()
+    target, diversity = case.target.to(DEVICE), torch.tensor(0.7, device=DEVICE)
+
+    def step() -> tuple[Tensor, Tensor]:
+        loss = amended_cross_entropy(logits, target, diversity)
+        return loss, torch.autograd.grad(loss, logits)[0]
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value, gradient = step()
+    other = drawn(5, 64, 10, seed=1)
+    other.diversity = 0.25
+    logits.data.copy_(other.outputs)
+    target.copy_(other.target)
+    diversity.fill_(0.25)
+    graph.replay()
+    expected, expected_gradient = by_definition(other)
+    assert_close(value.cpu().double(), expected, **CLOSE)
+    assert_close(gradient.cpu().double(), expected_gradient, **CLOSE)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="no GPU")
+def test_compiled_as_a_user_would_and_under_transforms() -> None:
+    case = drawn(3, 8, 20)
+    logits = case.outputs.to(DTYPE).to(DEVICE).requires_grad_()
+    target, diversity = case.target.to(DEVICE), torch.tensor(0.7, device=DEVICE)
+    expected, expected_gradient = by_definition(case)
+
+    def loss(z: Tensor) -> Tensor:
+        return amended_cross_entropy(z, target, diversity)
+
+    value = torch.compile(loss, fullgraph=True)(logits)
+    value.backward()
+    assert logits.grad is not None
+    assert_close(value.detach().cpu().double(), expected, **CLOSE)
+    assert_close(logits.grad.cpu().double(), expected_gradient, **CLOSE)
+    for transformed in (torch.func.grad(loss), torch.compile(torch.func.grad(loss), fullgraph=True)):
+        assert_close(transformed(logits.detach()).cpu().double(), expected_gradient, **CLOSE)
+    batch = torch.stack([logits.detach(), logits.detach() + 1])
+    for gradient in torch.compile(torch.func.vmap(torch.func.grad(loss)), fullgraph=True)(batch):
+        assert_close(gradient.cpu().double(), expected_gradient, **CLOSE)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="no GPU")
+@pytest.mark.parametrize("shape", [(10, 300, 1000), (3, 70, 10_000), (16, 9, 5000), (4, 5, 128_256), (300, 2, 3000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_shapes_against_the_composite(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    g = torch.Generator(DEVICE).manual_seed(0)
+    logits = (3 * torch.randn(shape, generator=g, device=DEVICE)).to(dtype)
+    target = torch.randint(shape[2], shape[1:2], generator=g, device=DEVICE)
+    target[::7] = -100
+
+    def both(z: Tensor) -> tuple[Tensor, Tensor]:
+        z = z.detach().requires_grad_()
+        loss = amended_cross_entropy(z, target, 0.7, label_smoothing=0.1)
+        return loss.detach(), torch.autograd.grad(loss, z)[0]
+
+    value, gradient = both(logits)
+    repeated = both(logits)
+    assert torch.equal(value, repeated[0])
+    assert torch.equal(gradient, repeated[1])
+    expected, expected_gradient = both(logits.double())  # float64: not for the kernel
+    assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)
+    largest = expected_gradient.abs().max()
+    within = 1e-5 if dtype == torch.float32 else 2.0**-9
+    assert ((gradient.double() - expected_gradient).abs() <= within * expected_gradient.abs() + 1e-5 * largest).all()
