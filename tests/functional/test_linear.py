@@ -188,6 +188,11 @@ def test_all_ignored_is_what_torch_says() -> None:
         ({"target": torch.zeros(4, dtype=torch.long)}, "target"),
         ({"target": torch.full((N,), C)}, "class indices"),
         ({"diversity": 1.5}, "diversity"),
+        ({"label_smoothing": 1.5}, "label_smoothing"),
+        ({"weight": torch.ones(C + 1)}, "weight"),
+        ({"sample_weight": torch.ones(N + 1)}, "sample_weight"),
+        ({"member_weights": [0.5, 0.5]}, "member_weights"),
+        ({"ignore_index": 1.5}, "ignore_index"),
         ({"reduction": "none"}, "reduction"),
         ({"chunk_rows": 0}, "chunk_rows"),
         ({"features": torch.zeros(N, D, dtype=torch.long)}, "features"),
@@ -231,3 +236,14 @@ def test_memory_does_not_grow_with_the_samples() -> None:
 
     all_logits = 4 * 1024 * 20000 * 4  # bytes of the logits of 1,024 samples
     assert peak(1024) < peak(64) + all_logits / 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_large_loss_scale_is_not_rounded_to_infinity(dtype: torch.dtype) -> None:
+    features = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    head = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    loss = linear_amended_cross_entropy(features, head, None, torch.tensor([0, 1, 2, 3]), 0.5)
+    (plain,) = torch.autograd.grad(loss, head)
+    loss = linear_amended_cross_entropy(features, head, None, torch.tensor([0, 1, 2, 3]), 0.5)
+    (scaled,) = torch.autograd.grad(loss * 2.0**16, head)  # 65,536: beyond float16
+    torch.testing.assert_close(scaled, (plain.float() * 2.0**16).to(dtype), rtol=0, atol=0)

@@ -2,7 +2,8 @@
 
 With C classes of a language model's vocabulary, the logits `(K, N, C)` are what does not fit in memory. Here a few rows
 at a time are multiplied by the heads, give their part of the value and of the gradients, and are forgotten: the memory
-beside weights and gradients is that of a chunk, whatever N is.
+beside weights and gradients is that of a chunk, whatever N is. On a CUDA GPU a chunk is of classes instead, all rows of
+them (`kernels.linear_gpu`); what that form does not know is computed by rows there too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from torchace import _checks
 from torchace.functional._members import compute_dtype
-from torchace.functional.ace import amended_cross_entropy
+from torchace.functional.ace import FUSED, MOST_MEMBERS, amended_cross_entropy, has_triton
+from torchace.kernels.terms import Terms
+
+Gradients = list[Tensor | None]  # in features, weights and bias
 
 # Logits of a chunk: 64 MiB in float32 on a CPU; on a GPU so many that matrix products run at full rate.
 CHUNK = {"cpu": 1 << 24, "cuda": 1 << 28}
@@ -41,7 +45,7 @@ def linear_amended_cross_entropy(
     r"""The Amended Cross Entropy of K linear heads on shared features, never holding all their logits.
 
     Equal to `amended_cross_entropy` of the logits `features @ head_weight.mT + head_bias[:, None]` to rounding, value
-    and gradients, in the memory of a chunk of rows. Gradients are accumulated in float32 for half precision. The
+    and gradients, in the memory of a chunk of logits. Gradients are accumulated in float32 for half precision. The
     features' gradient is the sum over members: for a shared trunk, give it `average_gradients(features, K)`.
 
     Args:
@@ -56,7 +60,8 @@ def linear_amended_cross_entropy(
         ignore_index: Class index that does not count.
         label_smoothing: Share of the target that is spread evenly over the classes, in [0, 1].
         reduction: `"mean"` or `"sum"` over samples, then summed over members.
-        chunk_rows: Rows at a time; as many as make chunks of 64 MiB (1 GiB on a GPU) unless given.
+        chunk_rows: Rows at a time; as many as make chunks of 64 MiB (1 GiB on a GPU) unless given. Without it, class
+            indices on a CUDA GPU are taken some classes at a time, in chunks of 768 MiB.
 
     Returns:
         A scalar; in float32 for half precision.
@@ -76,6 +81,10 @@ def linear_amended_cross_entropy(
     if chunk_rows is not None:
         _checks.check_count(chunk_rows, "chunk_rows")
     num_members, num_classes = head_weight.shape[:2]
+    _checks.check_diversity(diversity)
+    _checks.check_fraction(label_smoothing, "label_smoothing")
+    if weight is not None:
+        _checks.check_class_weight(weight, num_classes)
     loss = partial(
         amended_cross_entropy,
         diversity=diversity,
@@ -84,7 +93,7 @@ def linear_amended_cross_entropy(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
     )
-    # Everything about the target and the options is checked here, on logits that take no memory.
+    # The target is checked here as a whole, on logits that take no memory.
     empty = torch.empty((), dtype=features.dtype, device=features.device).expand(
         num_members, len(features), num_classes
     )
@@ -99,12 +108,22 @@ def linear_amended_cross_entropy(
     if reduction == "mean":
         share, sample_weight = _means(target, sample_weight, weight, ignore_index, probabilities, features)
 
+    if chunk_rows is None and _fits_gpu(features, head_weight, head_bias, target, ignore_index):
+        ignored = target.long() == ignore_index
+        scale = _scale(share, sample_weight, ignored, features)
+        own = target.long().masked_fill(ignored, 0)
+        terms = _terms(scale, head_weight, own, diversity, member_weights, weight, label_smoothing)
+        form = partial(_by_classes, terms, reduction == "mean")
+        total = _AtOnce.apply(features, head_weight, head_bias, form, _scaled_on_gpu)  # type: ignore[no-untyped-call]
+        return total if share is None else total + 0 * share  # NaN for no samples: 1 / 0
+
     def chunk_loss(start: int, end: int, logits: Tensor) -> Tensor:
         own = None if sample_weight is None else sample_weight[..., start:end]
         return loss(logits, target[start:end], sample_weight=own, reduction="sum")
 
     rows = chunk_rows or max(1, CHUNK.get(features.device.type, CHUNK["cpu"]) // (num_members * num_classes))
-    total = _InChunks.apply(features, head_weight, head_bias, chunk_loss, rows)  # type: ignore[no-untyped-call]
+    form = partial(_by_rows, chunk_loss, rows)
+    total = _AtOnce.apply(features, head_weight, head_bias, form, _scaled)  # type: ignore[no-untyped-call]
     return total if share is None else total * share
 
 
@@ -139,8 +158,8 @@ def _means(
     return None, torch.where(total == 0, 0.0, sample_weight / torch.where(total == 0, 1.0, total))
 
 
-class _InChunks(torch.autograd.Function):
-    """Value and gradients together, some rows at a time; the gradients wait for the backward."""
+class _AtOnce(torch.autograd.Function):
+    """Value and gradients together; the gradients wait for the backward, which scales them in place."""
 
     @staticmethod
     def forward(
@@ -148,35 +167,12 @@ class _InChunks(torch.autograd.Function):
         features: Tensor,
         head_weight: Tensor,
         head_bias: Tensor | None,
-        chunk_loss: Callable[[int, int, Tensor], Tensor],
-        rows: int,
+        form: Callable[[Tensor, Tensor, Tensor | None, Sequence[bool]], tuple[Tensor, Gradients]],
+        scaled: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
-        wanted = ctx.needs_input_grad[:3]
-        dtype = compute_dtype(features)
-        total = torch.zeros((), dtype=dtype, device=features.device)
-        sources = (features, head_weight, head_bias)
-        grads = [
-            torch.zeros(source.shape, dtype=compute_dtype(source), device=source.device)
-            if want and source is not None
-            else None
-            for source, want in zip(sources, wanted, strict=True)
-        ]
-        for start in range(0, len(features), rows):
-            part = features[start : start + rows]
-            logits = _logits(part, head_weight, head_bias)  # (K, n, C)
-            if not any(wanted):
-                total += chunk_loss(start, start + rows, logits)
-                continue
-            with torch.enable_grad():
-                logits = logits.detach().requires_grad_()
-                loss = chunk_loss(start, start + rows, logits)
-                (pull,) = torch.autograd.grad(loss, logits)
-            total += loss.detach()
-            _add_gradients(grads, slice(start, start + rows), part, head_weight, pull)
-        ctx.grads = [
-            None if grad is None else grad.to(source.dtype)  # type: ignore[union-attr]
-            for grad, source in zip(grads, sources, strict=True)
-        ]
+        total, ctx.grads = form(features, head_weight, head_bias, ctx.needs_input_grad[:3])
+        ctx.dtypes = [None if source is None else source.dtype for source in (features, head_weight, head_bias)]
+        ctx.scaled = scaled
         return total
 
     @staticmethod
@@ -187,8 +183,47 @@ class _InChunks(torch.autograd.Function):
                 "Expected one backward through linear_amended_cross_entropy, but got a second. Call it again."
             )
         grads, ctx.grads = ctx.grads, None  # given away: they are as large as the weights
-        scale = outputs[0]
-        return (*(None if grad is None else grad.mul_(scale.to(grad.dtype)) for grad in grads), None, None)
+        pairs = zip(grads, ctx.dtypes, strict=True)
+        return (
+            *(None if grad is None else ctx.scaled(grad, outputs[0]).to(dtype) for grad, dtype in pairs),
+            None,
+            None,
+        )
+
+
+def _by_rows(
+    chunk_loss: Callable[[int, int, Tensor], Tensor],
+    rows: int,
+    features: Tensor,
+    head_weight: Tensor,
+    head_bias: Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Gradients]:
+    """Some rows at a time; gradients in the type of what they belong to."""
+    total = torch.zeros((), dtype=compute_dtype(features), device=features.device)
+    sources = (features, head_weight, head_bias)
+    grads = [
+        torch.zeros(source.shape, dtype=compute_dtype(source), device=source.device)
+        if want and source is not None
+        else None
+        for source, want in zip(sources, wanted, strict=True)
+    ]
+    for start in range(0, len(features), rows):
+        part = features[start : start + rows]
+        logits = _logits(part, head_weight, head_bias)  # (K, n, C)
+        if not any(wanted):
+            total += chunk_loss(start, start + rows, logits)
+            continue
+        with torch.enable_grad():
+            logits = logits.detach().requires_grad_()
+            loss = chunk_loss(start, start + rows, logits)
+            (pull,) = torch.autograd.grad(loss, logits)
+        total += loss.detach()
+        _add_gradients(grads, slice(start, start + rows), part, head_weight, pull)
+    return total, [
+        None if grad is None else grad.to(source.dtype)  # type: ignore[union-attr]
+        for grad, source in zip(grads, sources, strict=True)
+    ]
 
 
 def _add_gradients(grads: list[Tensor | None], rows: slice, part: Tensor, head_weight: Tensor, pull: Tensor) -> None:
@@ -201,6 +236,91 @@ def _add_gradients(grads: list[Tensor | None], rows: slice, part: Tensor, head_w
             grads[1][place] += (member.mT @ part.to(member.dtype)).to(grads[1].dtype)
     if grads[2] is not None:
         grads[2] += pull.sum(1, dtype=grads[2].dtype)
+
+
+def _scaled(grad: Tensor, by: Tensor) -> Tensor:
+    return grad.mul_(by)  # not rounded to half precision first: a loss scale of 65,536 is infinite there
+
+
+def _by_classes(
+    terms: Terms,
+    averaged: bool,
+    features: Tensor,
+    head_weight: Tensor,
+    head_bias: Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Gradients]:
+    """Some classes at a time, on a GPU; gradients in features and bias in float32 for half precision."""
+    from torchace.kernels import linear_gpu
+
+    features = features.to(_product_dtype(features))
+    return linear_gpu.value_and_gradients(features, head_weight, head_bias, terms, wanted, averaged=averaged)
+
+
+def _scaled_on_gpu(grad: Tensor, by: Tensor) -> Tensor:
+    from torchace.kernels import linear_gpu
+
+    return linear_gpu.scale_(grad, by)
+
+
+def _fits_gpu(
+    features: Tensor, head_weight: Tensor, head_bias: Tensor | None, target: Tensor, ignore_index: object
+) -> bool:
+    """Whether class indices and plain tensors lie on one GPU that Triton knows, in types that one product takes."""
+    given = [features, head_weight, target] if head_bias is None else [features, head_weight, head_bias, target]
+    lowered = _product_dtype(features) != features.dtype
+    return (
+        FUSED
+        and features.is_cuda
+        and all(type(value) in (Tensor, torch.nn.Parameter) and value.device == features.device for value in given)
+        and not target.is_floating_point()
+        and head_weight.dtype == (torch.float32 if lowered else features.dtype)
+        and features.numel() > 0
+        and head_weight.numel() > 0
+        and len(head_weight) <= MOST_MEMBERS
+        and type(ignore_index) is int
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(features.device) >= (8, 0)
+        and has_triton()
+    )
+
+
+def _product_dtype(features: Tensor) -> torch.dtype:
+    """The type that a product with the features is computed in."""
+    device = features.device.type
+    lowered = torch.is_autocast_enabled(device) and features.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if lowered else features.dtype
+
+
+def _scale(share: Tensor | None, sample_weight: Tensor | None, ignored: Tensor, features: Tensor) -> Tensor:
+    """What a sample's loss is multiplied by, `(N,)` or `(K, N)`; 0 where it does not count."""
+    scale = torch.ones(len(features), dtype=compute_dtype(features), device=features.device)
+    for factor in (share, sample_weight):
+        scale = scale if factor is None else scale * factor
+    return scale.masked_fill(ignored, 0)
+
+
+def _terms(
+    scale: Tensor,
+    head_weight: Tensor,
+    target: Tensor,
+    diversity: float | Tensor,
+    member_weights: Tensor | Sequence[float] | None,
+    weight: Tensor | None,
+    label_smoothing: float,
+) -> Terms:
+    alpha = _checks.checked_member_weights(member_weights, len(head_weight), like=scale[..., 0])
+    return Terms(
+        target=target,
+        diversity=diversity.detach() if isinstance(diversity, Tensor) else diversity,
+        alpha=alpha,
+        weight=None if weight is None else weight.detach().to(alpha),
+        label_smoothing=float(label_smoothing),
+        mixture=None,
+        detach_others=True,
+        uniform=member_weights is None,
+        scale=scale,
+    )
 
 
 def _check_shapes(features: object, head_weight: object, head_bias: object) -> None:
