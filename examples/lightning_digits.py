@@ -36,7 +36,7 @@ def loaders() -> list[DataLoader]:
 
 
 def main(epochs: int = EPOCHS) -> dict[str, float]:
-    warnings.filterwarnings("ignore", message=".*does not have many workers")
+    warnings.filterwarnings("ignore", message=".*(does not have many workers|LeafSpec)")  # Lightning's own
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     seed_everything(0, verbose=False)
     train, val, test = loaders()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -70,3 +71,8 @@ def test_every_example_says_what_it_does(file: Path) -> None:
     assert module.__doc__
     assert f"python examples/{file.name}" in module.__doc__
     assert callable(module.main)
+
+
+def test_the_page_of_examples_names_all_of_them() -> None:
+    page = (EXAMPLES.parent / "docs" / "guides" / "examples.md").read_text("utf-8")
+    assert set(re.findall(r"^\| `(\w+)\.py` \|", page, re.MULTILINE)) == {file.stem for file in EXAMPLES.glob("*.py")}

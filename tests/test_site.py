@@ -1,4 +1,4 @@
-"""The documentation's site: built with warnings as errors, opened in a headless Chromium."""
+"""The documentation's site: built with warnings as errors, opened, read and searched in a headless Chromium."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import http.server
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
+from tests.support.browser import CHROMIUM, Browser, Page
+
 ROOT = Path(__file__).parents[1]
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-CHROMIUM = os.environ.get("TORCHACE_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+PHONE = 390  # pixels
+SEARCH = "input[data-md-component=search-query]"
+FOUND = "[...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium; name it in TORCHACE_CHROMIUM")
 
 
@@ -38,7 +41,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def address(site: Path) -> Iterator[str]:
+def served(site: Path) -> Iterator[str]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(site)))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -48,47 +51,142 @@ def address(site: Path) -> Iterator[str]:
     server.server_close()
 
 
-def opened(url: str, folder: Path) -> tuple[str, list[str]]:
-    """The page as it is after its scripts have run, and what it wrote to the console."""
-    assert CHROMIUM is not None
-    command = [
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
-        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={folder / 'profile'}",
-        "--window-size=1400,1000", "--enable-logging=stderr", "--v=0", "--virtual-time-budget=15000", "--dump-dom", url,
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+@pytest.fixture(params=["from a server", "from a disk"])
+def address(request: pytest.FixtureRequest, site: Path) -> str:
+    """Both ways to read what `make docs` has built."""
+    return str(request.getfixturevalue("served")) if request.param == "from a server" else site.as_uri()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    page = browser.page()
+    yield page
+    page.close()
+
+
+def pages(site: Path) -> list[str]:
+    names = sorted(str(file.relative_to(site)) for file in site.rglob("*.html"))
+    assert len(names) > 20
+    return [name for name in names if name != "404.html"]
 
 
 @needs_browser
-@pytest.mark.parametrize("page", ["index.html", "how.html", "choosing.html", "guides/data.html", "api/functional.html"])
-def test_pages_open_without_an_error(address: str, page: str, tmp_path: Path) -> None:
-    content, console = opened(f"{address}/{page}", tmp_path)
-    assert console == []
-    assert "<h1" in content
-    if page in ("how.html", "api/functional.html"):
-        assert content.count("<math") >= 5
-        assert "arithmatex" not in content  # every formula was converted
+def test_every_page_opens_without_an_error(served: str, site: Path, page: Page) -> None:
+    for name in pages(site):
+        page.open(f"{served}/{name}")
+        assert page.errors == [], name
+        assert page.wait("document.querySelector('h1')?.innerText"), name
+        assert page.value("[...document.images].filter(i => !i.naturalWidth).map(i => i.src)") == [], name
 
 
-def test_the_index_of_the_search_knows_what_is_written(site: Path) -> None:
-    index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))
-    found = {entry["location"].split("#")[0] for entry in index["docs"] if "disagreement" in entry["text"].lower()}
-    assert {"api/functional.html", "choosing.html"} <= found
-    assert 'data-md-component="search"' in (site / "index.html").read_text("utf-8")
+@needs_browser
+def test_the_page_knows_errors_when_there_are_some(served: str, page: Page) -> None:
+    page.open(f"{served}/index.html")
+    assert page.errors == []
+    page.value(
+        "(async () => { console.error('seen');"
+        " await new Promise(done => setTimeout(() => { setTimeout(done); throw new Error('thrown') }));"
+        " await fetch('/missing.json') })()"
+    )
+    for what in ("seen", "thrown", "404 for"):
+        assert any(what in error for error in page.errors), (what, page.errors)
+
+
+@needs_browser
+@pytest.mark.parametrize("name", ["how.html", "api/functional.html", "comparison.html"])
+def test_formulas_are_drawn(served: str, page: Page, name: str) -> None:
+    page.open(f"{served}/{name}")
+    sizes = page.value("[...document.querySelectorAll('math')].map(m => m.getBoundingClientRect()).map(b => b.width)")
+    assert len(sizes) >= {"how.html": 15, "api/functional.html": 15, "comparison.html": 1}[name]
+    assert all(width > 3 for width in sizes)
+    # nothing is left that only TeX would understand
+    assert (
+        page.value(r"/\\(frac|sum|lambda|bar|alpha)|\$\$|\\\(/.test(document.querySelector('article').innerText)")
+        is False
+    )
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        ("collusion", "related.html"),  # a word of one page
+        ("mutual_information", "api/functional.html#torchace.functional.mutual_information"),  # a whole name
+        ("log_probs", "api/functional.html#torchace.functional.ensemble_log_probs"),  # a part of one
+        ("λ", "choosing.html"),
+    ],
+)
+def test_search_finds_and_leads_there(address: str, page: Page, words: str, where: str) -> None:
+    page.open(f"{address}/guides/data.html")
+    page.click(SEARCH)
+    page.write(words)
+    target = json.dumps(f"{address}/{where}")
+    # the address also says which words are to be marked
+    same = f"link => link.replace(/[?]h=[^#]*/, '') === {target}"
+    link = page.wait(f"{FOUND}.find({same})")
+    page.click(f'.md-search-result__link[href="{link}"]')
+    page.wait(f"({same})(location.href)")
+    marked = page.wait("[...document.querySelectorAll('article mark')].map(m => m.innerText.toLowerCase())")
+    assert any(part in words.lower() for part in marked)
+    assert page.errors == []
+
+
+@needs_browser
+def test_search_says_so_when_it_finds_nothing(address: str, page: Page) -> None:
+    page.open(f"{address}/index.html")
+    page.click(SEARCH)
+    page.write("xylophone")
+    page.wait("/No matching documents/.test(document.querySelector('.md-search-result__meta').innerText)")
+    assert page.value(FOUND) == []
+    assert page.errors == []
+
+
+@needs_browser
+def test_nothing_is_wider_than_a_phone(served: str, site: Path, browser: Browser) -> None:
+    page = browser.page(width=PHONE, height=844)
+    wide = []
+    for name in pages(site):
+        page.open(f"{served}/{name}")
+        if page.value("document.documentElement.scrollWidth") > PHONE:
+            wide.append(name)
+    page.close()
+    assert wide == []
+
+
+@needs_browser
+def test_figures_fit_the_readers_colours(served: str, browser: Browser) -> None:
+    seen = {}
+    for scheme in ("light", "dark"):
+        page = browser.page(scheme=scheme)
+        page.open(f"{served}/how.html")
+        page.wait("document.body.dataset.mdColorScheme")
+        seen[scheme] = page.value(
+            "[getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).slice(0, 3).reduce((a, b) => a + +b, 0),"
+            " [...document.querySelectorAll('article img')].filter(i => i.offsetWidth).map(i => i.src)]"
+        )
+        page.close()
+    (white, light), (black, dark) = seen["light"], seen["dark"]
+    assert white > 600 > 200 > black  # of 765
+    assert len(light) == len(dark) >= 3
+    assert all(link.endswith("_light.svg#gh-light-mode-only") for link in light)
+    assert [link.replace("light", "dark") for link in light] == dark
 
 
 def test_the_index_of_the_search_holds_every_page(site: Path) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))
     places = {entry["location"].split("#")[0] for entry in index["docs"]}
-    for page in site.rglob("*.html"):
-        name = str(page.relative_to(site))
-        assert name in places or name == "404.html" or (name == "index.html" and "index.html" in places | {""})
+    assert set(pages(site)) == places
 
 
 def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
-    for page in site.rglob("*.html"):
-        for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text("utf-8")):
-            source = re.search(r'(?:src|href)="(https?:)?//', tag)
-            assert source is None or 'rel="canonical"' in tag, f"{page.name}: {tag}"
+    for file in site.rglob("*.html"):
+        for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", file.read_text("utf-8")):
+            source = re.search(r'(?:src|href)="([^"]*)"', tag)
+            away = source is not None and urlsplit(source.group(1)).netloc
+            assert not away or 'rel="canonical"' in tag, f"{file.name}: {tag}"
