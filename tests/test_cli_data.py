@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 
 from tests.any_table import AnyTable, any_table
@@ -561,6 +562,34 @@ def test_a_training_that_fails_is_one_sentence(here: Path, invoke: Invoke) -> No
     refused = invoke("fit", "pets.csv", "--target", "pet", *TINY, "--learning-rate", "1e300", "--epochs", 3)
     assert_one_sentence(refused, "λ=0.5, seed 0", "smaller --learning-rate")
     assert not Path("models/pets").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "advice"),
+    [
+        ("fit", "table_fit", "What was saved is kept; try fewer or smaller members (--members, --hidden), or smaller"),
+        ("tune", "tune", "What was saved is kept; try fewer or smaller members (--members, --hidden), smaller batches"),
+        ("predict", "predictions", ""),
+    ],
+)
+@pytest.mark.usefixtures("no_report")
+def test_not_enough_memory_names_options_of_the_command(
+    here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, command: str, module: str, advice: str
+) -> None:
+    def greedy(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    arguments: tuple[object, ...] = (command, "pets.csv", "--target", "pet", *TINY)
+    if command == "tune":
+        arguments = (command, "pets.csv", "--target", "pet", "--seeds", 1)
+    if command == "predict":
+        assert invoke("fit", "pets.csv", "--target", "pet", *TINY, "--out", "m").code == 0
+        arguments = (command, "m", "pets.csv", "--out", "p.csv")
+    name = "_predicted" if command == "predict" else "train_members"
+    monkeypatch.setattr(f"torchace.runs.{module}.{name}", greedy)
+    refused = invoke(*arguments)
+    assert_one_sentence(refused, f"Not enough memory. {advice}".rstrip())
+    assert "sweep." not in refused.err
 
 
 @pytest.mark.usefixtures("no_report")

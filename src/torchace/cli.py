@@ -16,6 +16,15 @@ from typing import Annotated, Any
 from torchace import __version__
 
 TOOL = "The command line needs {}: pip install 'torchace[tool]'."
+# What to do about too little memory, by command.
+LESS_MEMORY = {
+    "run": "What was saved is kept; try a smaller network or batch, or fewer runs at a time (sweep.cohort_size, "
+    "sweep.side_by_side).",
+    "fit": "What was saved is kept; try fewer or smaller members (--members, --hidden), or smaller batches "
+    "(--batch-size).",
+    "tune": "What was saved is kept; try fewer or smaller members (--members, --hidden), smaller batches "
+    "(--batch-size), or fewer seeds (--seeds).",
+}
 
 try:
     import typer
@@ -225,11 +234,8 @@ def _explained(error: Exception) -> tuple[str | None, int]:
         return f"{what}: {error.strerror}.", ERROR
     if isinstance(error, RuntimeError | MemoryError):
         if isinstance(error, MemoryError) or "memory" in str(error):
-            return (
-                "Not enough memory. What was saved is kept; try a smaller network or batch, or fewer runs at a time "
-                "(sweep.cohort_size, sweep.side_by_side).",
-                ERROR,
-            )
+            command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+            return f"Not enough memory. {LESS_MEMORY.get(command, '')}", ERROR
         return None, ERROR
     if isinstance(error, ValueError | TypeError | OSError | ImportError):
         return str(error), ERROR

@@ -471,6 +471,10 @@ PARTITIONS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: partition(torch.zeros(10), fractions=(0.89, 0.01, 0.1)),
         ("9 rows", "validation part"),
     ),
+    "a share of nearly nothing": (
+        lambda: partition(torch.zeros(10), fractions=(0.999, 0.001, 0.0)),
+        ("10 rows", "validation part of 0.1% from them"),
+    ),
     "another word": (lambda: partition(LABELS, column=parts("train", "tst")), ("'part'", "row 2", "'tst'")),
     "no word": (lambda: partition(LABELS, column=parts("train", "test", None)), ("'part'", "row 3", "nothing")),
     "no word of a later chunk": (

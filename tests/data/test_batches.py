@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+import torchace.data.batches as batches_module
 from tests.reference import augment as reference
 from torchace.data import Batches, CropFlip, Split, chunks
 
@@ -200,3 +203,34 @@ def test_the_same_on_a_gpu(split, options):
         normalized.batch(0, 1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("options", [{}, {"normalize": ([3.0], [2.0])}, {"flatten": True}, {"drop_last": False}])
+def test_samples_put_in_order_at_once_are_the_same(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    split = Split(torch.arange(84, dtype=torch.uint8).view(21, 1, 2, 2), torch.arange(21))
+    at_once = Batches(split, 4, **options)
+    monkeypatch.setattr(batches_module, "GATHERED", 0)
+    batch_by_batch = Batches(split, 4, **options)
+    for epoch in (0, 3):
+        for step in range(at_once.steps_per_epoch):
+            for ours, theirs in zip(
+                at_once.batch_many([1, 1, 5], epoch, step, streams=[0, 1, 0]),
+                batch_by_batch.batch_many([1, 1, 5], epoch, step, streams=[0, 1, 0]),
+                strict=True,
+            ):
+                assert torch.equal(ours, theirs)
+                assert ours.dtype == theirs.dtype
+                assert ours.is_contiguous()
+
+
+def test_a_batch_may_be_changed_by_whoever_has_it() -> None:
+    split = Split(torch.arange(10.0).view(10, 1), torch.arange(10))
+    batches = Batches(split, 4)
+    x, y = batches.batch(0, 1)
+    expected = x.clone(), y.clone()
+    x.zero_()
+    y.zero_()
+    again = batches.batch(0, 1)
+    assert torch.equal(again[0], expected[0])
+    assert torch.equal(again[1], expected[1])
+    assert torch.equal(split.x[:, 0], torch.arange(10.0))

@@ -74,6 +74,12 @@ def test_the_delimiter_is_the_one_that_fits(tmp_path, text, columns):
     assert list(read_table(tmp_path / "t.csv").columns) == columns
 
 
+def test_spaces_after_a_delimiter_are_layout_and_those_in_quotes_are_text(tmp_path):
+    (tmp_path / "t.csv").write_text('a, b, c\n 1, "x, y", z\n2," z",  " "\n')
+    frame = read_table(tmp_path / "t.csv")
+    assert frame.to_dict("list") == {"a": ["1", "2"], "b": ["x, y", " z"], "c": ["z", " "]}
+
+
 def test_one_column_keeps_its_missing_values(tmp_path):
     (tmp_path / "t.csv").write_text('a\n1\n""\n\n3\n')
     assert list(read_table(tmp_path / "t.csv")["a"]) == ["1", "", "3"]

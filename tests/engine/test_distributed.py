@@ -37,12 +37,12 @@ LAMBDAS, SEEDS = [0.0, 0.6], [3, 4]
 # -- the trainings ----------------------------------------------------------------------------------------------------
 
 
-def network_of(kind: str, hidden: int = 5) -> Network:
-    """Two runs of three members."""
+def network_of(kind: str, hidden: int = 5, count: int = 3) -> Network:
+    """Two runs of three members, or more."""
     if kind == "cohort":
-        return Cohort([_members(seed, hidden) for seed in SEEDS])
+        return Cohort([_members(seed, hidden, count=count) for seed in SEEDS])
     if kind == "side by side":
-        return SideBySide([Ensemble(_members(seed, hidden)) for seed in SEEDS])
+        return SideBySide([Ensemble(_members(seed, hidden, count=count)) for seed in SEEDS])
     if kind == "norm":
         return SideBySide([Ensemble([_with_norm(seed, k) for k in range(3)]) for seed in SEEDS])
     ensembles = []
@@ -53,10 +53,10 @@ def network_of(kind: str, hidden: int = 5) -> Network:
     return SideBySide(ensembles)
 
 
-def _members(seed: int, hidden: int = 5, dropout: float = 0.0) -> list[nn.Module]:
+def _members(seed: int, hidden: int = 5, dropout: float = 0.0, count: int = 3) -> list[nn.Module]:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return [mlp(FEATURES, hidden, CLASSES, dropout=dropout).double() for _ in range(3)]
+        return [mlp(FEATURES, hidden, CLASSES, dropout=dropout).double() for _ in range(count)]
 
 
 def _with_norm(seed: int, k: int) -> nn.Module:
@@ -84,7 +84,7 @@ def recipe_of(case: dict[str, Any]) -> Recipe:
 
 def trained(case: dict[str, Any], layout: str | None, folder: str | None = None, backend: str | None = None) -> Any:
     """A training in one process, or this rank's part of it; what it left behind, on the first rank."""
-    whole = network_of(case.get("kind", "cohort"), case.get("hidden", 5))
+    whole = network_of(case.get("kind", "cohort"), case.get("hidden", 5), case.get("count", 3))
     network = whole if layout is None else part_of(whole, Ranks(layout, backend=backend))
     batches = batches_of(case.get("size", BATCH), case.get("loss", "ace"), case.get("weighted", False))
     held_out = None
@@ -103,6 +103,7 @@ def trained(case: dict[str, Any], layout: str | None, folder: str | None = None,
         return case.get("stop", {}).get(rank, 10**9) < len(asked)
 
     interrupted, fitted = False, Fitted()
+    told: list[int] = []
     try:
         fitted = fit(
             network,
@@ -112,6 +113,7 @@ def trained(case: dict[str, Any], layout: str | None, folder: str | None = None,
             seeds=SEEDS,
             held_out=held_out,
             saving=saving,
+            watch=lambda progress: told.append(progress.step),
             stop=stop,
         )
     except Interrupted:
@@ -125,6 +127,7 @@ def trained(case: dict[str, Any], layout: str | None, folder: str | None = None,
         "failures": {run: vars(failure) for run, failure in fitted.failures.items()},
         "best_epochs": fitted.best_epochs,
         "interrupted": interrupted,
+        "first_step": min(told, default=None),
     }
 
 
@@ -160,12 +163,24 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("size", "layout"), [(2, "data"), (2, "members"), (4, "2x2"), (3, "3x1")])
-def test_training_equals_one_process(name: str, size: int, layout: str) -> None:
+LAYOUTS = [(2, "data"), (2, "members"), (4, "2x2")]
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "name"),
+    [(size, layout, name) for size, layout in LAYOUTS for name in CASES] + [(3, "3x1", "early stopping")],
+)
+def test_training_equals_one_process(size: int, layout: str, name: str) -> None:
     first, *others = team().run(size, trained, CASES[name], layout)
     assert others == [{"interrupted": False}] * (size - 1)
     assert_same_training(first, trained(CASES[name], None))
+
+
+@pytest.mark.parametrize("kind", ["cohort", "side by side"])
+@pytest.mark.parametrize("batches", ["shared", "exchanged"])
+def test_members_that_do_not_divide_over_four_ranks_equal_one_process(kind: str, batches: str) -> None:
+    case = {"kind": kind, "batches": batches, "count": 5, "weighted": True}
+    assert_same_training(team().run(4, trained, case, "members")[0], trained(case, None))
 
 
 def test_a_shared_trunk_on_two_ranks_equals_one_process() -> None:
@@ -349,8 +364,10 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint(
     last = {None: 0, "2x2": 3}.get(before, 1)
     first = run(before, stop={last: 2}, every=3)  # yes to the third question, at the third step or before the fourth
     assert all(rank["interrupted"] for rank in first)
-    assert list(tmp_path.glob("state-*.safetensors"))
-    assert_same_training(run(after)[0], undisturbed)
+    (state,) = tmp_path.glob("state-*.safetensors")
+    again = run(after)[0]
+    assert_same_training(again, undisturbed)
+    assert again["first_step"] > int(state.stem.removeprefix("state-")) > 0  # it went on, not began anew
 
 
 def stops_together(folder: str) -> list[int]:
@@ -404,7 +421,8 @@ def timeout(seconds: float) -> Iterator[None]:
 
 def unanswered(group: str) -> str:
     """The second rank is alive and does not answer."""
-    with timeout(1.0):
+    dist.barrier()  # both are there: what follows takes no time
+    with timeout(2.0):
         ranks = Ranks("members" if group == "members" else "data")
     if dist.get_rank() == 0:
         try:

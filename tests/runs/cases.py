@@ -87,11 +87,12 @@ def poison(monkeypatch: Any, diversity: float, seed: int, member: int) -> None:
     monkeypatch.setattr(Sweep, "_do", noted)
 
 
-def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-    """`python -m torchace ...` as a process of its own, with one thread."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
+def command(*arguments: str, module: str = "torchace", **options: Any) -> subprocess.Popen[str]:
+    """`python -m torchace ...` as a process of its own, with one thread; or another module in torchace's place."""
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, **options.pop("env", {})}
     return subprocess.Popen(
-        [sys.executable, "-m", "torchace", *arguments],
+        [sys.executable, "-m", module, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

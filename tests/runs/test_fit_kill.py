@@ -21,7 +21,8 @@ import pytest
 
 from tests.cli_cases import pets, write_table
 from tests.runs.table_cases import is_complete, written
-from tests.support.fork_server import OPERATIONS, Command, ForkServer
+from tests.support.fork_server import OPERATIONS, ForkServer
+from tests.support.held import CHECKPOINT
 
 KILLS = int(os.environ.get("TORCHACE_KILLS", "5"))
 
@@ -155,8 +156,10 @@ def test_a_killed_search_for_lambda(server: ForkServer, tmp_path: Path) -> None:
 
 
 def test_a_killed_search_of_everything(server: ForkServer, tmp_path: Path) -> None:
-    """No finished trial is lost or made twice, and as many are made as were asked for."""
+    """No finished trial is lost or made twice, and those are made that an undisturbed search makes."""
     usual = replace(undisturbed(server, TRIALS, tmp_path / "undisturbed"), operations={})  # SQLite has its own
+    expected = made(usual.folder)
+    assert len(expected) == 4
     draw = random.Random(KILLS)
     kills = studies = 0
     while kills < KILLS:
@@ -174,7 +177,14 @@ def test_a_killed_search_of_everything(server: ForkServer, tmp_path: Path) -> No
         assert {trial["number"]: trial["value"] for trial in found["trials"] if trial["state"] == "complete"} == before
         assert {trial["state"] for trial in found["trials"]} <= {"complete", "failed"}
         assert found["best"]["value"] == min(before.values())
+        assert made(folder) == expected
     print(f"{kills} killed; {studies} studies")
+
+
+def made(folder: Path) -> list[tuple[dict[str, float], float]]:
+    """What the finished trials of a search tried and how good it was, in their order."""
+    trials = json.loads((folder / "study" / "tune.json").read_text())["trials"]
+    return [(trial["params"], trial["value"]) for trial in trials if trial["state"] == "complete"]
 
 
 def complete(file: Path) -> dict[int, float]:
@@ -218,7 +228,7 @@ def test_told_to_stop(command: tuple[str, ...], where: str, result: str, server:
     verb = "is" if command is FIT else "is kept"
     for number in (signal.SIGTERM, signal.SIGINT):
         before = checkpoints(folder)
-        process = server.start(*command, folder=folder, every=0.0)
+        process = server.start(*command, folder=folder, every=0.0, held=(CHECKPOINT, 1))
         assert process.wait_until(lambda before=before: not checkpoints(folder) <= before)
         code, out, err = process.end(number)
         assert (code, out) == (3, "")
@@ -230,21 +240,24 @@ def test_told_to_stop(command: tuple[str, ...], where: str, result: str, server:
 
 def test_trials_that_are_told_to_stop(server: ForkServer, tmp_path: Path) -> None:
     folder = prepared(tmp_path / "stopped")
-    command: Command = server.start(*TRIALS, folder=folder)
+    told = "torchace.runs.tuning_progress:TrialProgress.finished"
+    command = server.start(*TRIALS, folder=folder, held=(told, 2))
     assert command.wait_until(lambda: "Trial 1" in (folder / "stdout").read_text())
     code, _, err = command.end(signal.SIGTERM)
     assert (code, err) == (3, "Interrupted. Everything so far is kept in study; repeat the command to go on.\n")
     before = complete(folder / "study" / "study.db")
-    assert 2 <= len(before) < 4
+    assert len(before) == 2
     assert finished(server, TRIALS, folder)
     now = complete(folder / "study" / "study.db")
     assert len(now) == 4
     assert before.items() <= now.items()
+    undisturbed(server, TRIALS, tmp_path / "undisturbed")
+    assert made(folder) == made(tmp_path / "undisturbed")
 
 
 def test_a_second_command_is_refused(server: ForkServer, tmp_path: Path) -> None:
     folder = prepared(tmp_path / "twice")
-    first = server.start(*FIT, folder=folder, every=0.0)
+    first = server.start(*FIT, folder=folder, every=0.0, held=(CHECKPOINT, 1))
     assert first.wait_until(lambda: bool(checkpoints(folder)))
     (tmp_path / "elsewhere").mkdir()
     second = server.start("fit", folder / "pets.csv", *FIT[2:-1], folder / "model", folder=tmp_path / "elsewhere")
@@ -253,7 +266,7 @@ def test_a_second_command_is_refused(server: ForkServer, tmp_path: Path) -> None
     assert (
         err == f"Error: Process {first.pid} is at work in {folder}/model.work. Wait for it, or choose another --out.\n"
     )
-    assert first.end()[0] == 0
+    assert first.end(signal.SIGUSR1)[0] == 0  # it goes on
     assert is_complete(folder / "model")
 
 
@@ -261,7 +274,7 @@ def test_a_real_report_in_a_process_of_its_own(server: ForkServer, tmp_path: Pat
     """Killed while the report is drawn and written, and drawn again."""
     folder = prepared(tmp_path / "report")
     command = ("fit", "pets.csv", "--target", "pet", "--diversity", "0.5", "--epochs", "1", "--out", "model")
-    process = server.start(*command, folder=folder, page=False)
+    process = server.start(*command, folder=folder, page=False, held=("torchace.report.page:_write", 1))
     assert process.wait_until(lambda: any(folder.glob("model.work/report/*.png")))
     process.end(signal.SIGKILL)
     assert not (folder / "model").exists()

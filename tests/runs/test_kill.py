@@ -11,6 +11,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,12 +19,13 @@ from typing import Any
 
 import pytest
 
-from tests.runs.cases import command, ledger_of, leftovers
+from tests.runs.cases import ledger_of, leftovers
+from tests.support.fork_server import ForkServer
+from tests.support.held import CHECKPOINT
 from torchace.engine.files import PARTIAL
 from torchace.runs.ledger import Ledger, LedgerError
 
 KILLS = int(os.environ.get("TORCHACE_KILLS", "8"))
-PATIENCE = 120.0  # seconds until a process that does not do what it should is given up
 
 # Two jobs, one after the other. The state, 2 MB, takes about as long to write as a step takes to compute.
 SWEEP = """
@@ -43,27 +45,16 @@ cohort_size = 2
 class Sweeping:
     """`torchace run` on one directory."""
 
-    def __init__(self, file: Path, directory: Path, every: int = 1) -> None:
-        self.directory = directory
-        self.process = command("run", str(file), "--out", str(directory), "--set", f"checkpoint.steps={every}")
-
-    def wait_until(self, condition: Callable[[], bool]) -> bool:
-        """Whether the condition came true before the process ended; looked at again and again."""
-        give_up = time.monotonic() + PATIENCE
-        while not condition():
-            assert time.monotonic() < give_up, "the process does not get there"
-            try:
-                self.process.wait(0.0005)
-            except subprocess.TimeoutExpired:
-                continue
-            return False
-        return True
+    def __init__(self, server: ForkServer, file: Path, directory: Path, every: int = 1, held: bool = False) -> None:
+        self.directory, folder = directory, Path(tempfile.mkdtemp(dir=file.parent))
+        arguments = ("run", file, "--out", directory, "--set", f"checkpoint.steps={every}")
+        self.command = server.start(*arguments, folder=folder, held=(CHECKPOINT, 1) if held else None)
+        self.wait_until = self.command.wait_until
+        self.is_over = False
 
     def end(self, number: signal.Signals | None = None) -> tuple[int, str, str]:
-        if number is not None:
-            self.process.send_signal(number)
-        out, err = self.process.communicate(timeout=PATIENCE)
-        return self.process.returncode, out, err
+        self.is_over = True
+        return self.command.end(number)
 
     def is_writing(self) -> bool:
         """Whether a checkpoint is being written now."""
@@ -115,34 +106,40 @@ def sweep_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(sweep_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def started(server: ForkServer) -> Iterator[Callable[..., Sweeping]]:
+    """Starts processes and leaves none behind."""
+    sweeps: list[Sweeping] = []
+
+    def start(*arguments: Any, **options: Any) -> Sweeping:
+        sweeps.append(Sweeping(server, *arguments, **options))
+        return sweeps[-1]
+
+    yield start
+    for sweeping in sweeps:
+        if not sweeping.is_over:
+            sweeping.end(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: ForkServer, sweep_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("undisturbed") / "out"
-    code, out, err = Sweeping(sweep_file, directory).end()
+    code, out, err = Sweeping(server, sweep_file, directory).end()
     assert (code, err) == (0, "")
     assert "4 of 4 runs are finished." in out
     return written(directory)
 
 
-def finish(file: Path, directory: Path) -> dict[str, Any]:
-    code, _, err = Sweeping(file, directory).end()
+def finish(sweeping: Sweeping) -> dict[str, Any]:
+    code, _, err = sweeping.end()
     assert (code, err) == (0, "")
-    return written(directory)
-
-
-@pytest.fixture
-def started() -> Iterator[Callable[..., Sweeping]]:
-    """Starts processes and leaves none behind."""
-    sweeps: list[Sweeping] = []
-
-    def start(file: Path, directory: Path, every: int = 1) -> Sweeping:
-        sweeps.append(Sweeping(file, directory, every))
-        return sweeps[-1]
-
-    yield start
-    for sweeping in sweeps:
-        if sweeping.process.poll() is None:
-            sweeping.process.kill()
-            sweeping.process.communicate()
+    return written(sweeping.directory)
 
 
 def test_told_to_stop(
@@ -150,17 +147,17 @@ def test_told_to_stop(
 ) -> None:
     directory = tmp_path / "out"
     for number in (signal.SIGTERM, signal.SIGINT):
-        sweeping = started(sweep_file, directory)
+        sweeping = started(sweep_file, directory, held=True)
         before = sweeping.progress()
         assert sweeping.wait_until(lambda s=sweeping, b=before: s.progress() != b)
         # a second process on the same directory
-        with pytest.raises(LedgerError, match=f"Process {sweeping.process.pid} is at work"), Ledger(directory).locked():
+        with pytest.raises(LedgerError, match=f"Process {sweeping.command.pid} is at work"), Ledger(directory).locked():
             pass
         code, _, err = sweeping.end(number)
         assert code == 3
         assert err == f"Interrupted. Everything so far is in {directory}; repeat the command to go on.\n"
         assert not sweeping.is_torn()
-    assert finish(sweep_file, directory) == undisturbed
+    assert finish(started(sweep_file, directory)) == undisturbed
 
 
 def test_killed(
@@ -189,7 +186,7 @@ def test_killed(
     assert torn >= KILLS // 5
     if directory.exists():
         sweeps += 1
-        assert finish(sweep_file, directory) == undisturbed
+        assert finish(started(sweep_file, directory)) == undisturbed
     print(f"{kills} killed, {torn} of them while a checkpoint was being written; {sweeps} sweeps")
 
 
@@ -204,7 +201,7 @@ def _writing(sweeping: Sweeping, draw: random.Random) -> bool:
 def _anywhere(sweeping: Sweeping, draw: random.Random) -> bool:
     """At a random moment after work has begun."""
     lock = sweeping.directory / "lock"
-    mine = str(sweeping.process.pid)
+    mine = str(sweeping.command.pid)
     begun = sweeping.wait_until(lambda: lock.exists() and lock.read_text() == mine)
     moment = time.monotonic() + draw.uniform(0, 0.3)
     return begun and sweeping.wait_until(lambda: time.monotonic() >= moment)

@@ -87,6 +87,24 @@ def test_texts_of_a_csv_file_stay_texts(classifier: TableModel, tmp_path: Path) 
     assert pq.read_table(tmp_path / "out.parquet")["id"].to_pylist() == ["007", "1e5", "NA", "", "x", "=1+1"]
 
 
+def test_spaces_around_a_text_change_no_prediction(classifier: TableModel, tmp_path: Path) -> None:
+    """Of what was fitted without them, and the other way round; kept, those in quotation marks come through."""
+    plain, frame = pets(20), pets(20)
+    frame["fur"] = frame["fur"].map(lambda fur: f"  {fur} " if isinstance(fur, str) else fur)
+    quoted = plain.to_csv(index=False).replace("long", '" long"').replace(",short", ",  short")
+    (tmp_path / "quoted.csv").write_text(quoted)
+    files = [write_table(frame, tmp_path / name) for name in ("spaced.csv", "spaced.parquet")]
+    model = fitted(pets(60).assign(fur=lambda table: " " + table["fur"]), "pet", epochs=5)
+    for known in (classifier, model):
+        predict_file(known, write_table(plain, tmp_path / "plain.csv"), tmp_path / "expected.csv")
+        expected = read_back(tmp_path / "expected.csv")
+        for data in (*files, tmp_path / "quoted.csv"):
+            predict_file(known, data, tmp_path / "out.csv", keep=["fur"])
+            assert_same(read_back(tmp_path / "out.csv").drop(columns="fur"), expected)
+    kept = read_back(tmp_path / "out.csv")["fur"].dropna().unique()
+    assert sorted(kept) == [" long", "none at all", "short"]
+
+
 @pytest.mark.parametrize("labels", [np.arange(60) % 3, np.arange(60) % 2 == 0, np.arange(60) % 2 + 0.5], ids=str)
 def test_a_parquet_file_has_the_classes_own_type(labels: Any, tmp_path: Path) -> None:
     model = fitted(pets(pet=labels), "pet", ".parquet", task="classification")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ import torch
 from rich.console import Console
 
 from tests.runs.cases import command, ledger_of, leftovers
+from tests.support.held_ray import FREE, held_sweep
 from torchace import cli
 from torchace.engine.fit import Interrupted, Progress
 from torchace.runs.config import Experiment, load_experiment
@@ -43,13 +45,13 @@ from torchace.runs.ray_worker import _folder
 KILLS = 10
 PATIENCE = 300.0  # seconds until a process that does not do what it should is given up
 
-# Two jobs whose runs fail at once, then four that last. A checkpoint comes several times a second.
+# Two jobs whose runs fail at once, then four that last, or wait to be killed: see `held_sweep`.
 SWEEP = """
 [model]
 hidden = [256]
 num_members = 4
 [train]
-steps = 150
+steps = 60
 batch_size = 64
 [sweep]
 diversities = [0.0, 0.5]
@@ -201,59 +203,91 @@ def saved_every(steps: int | None, experiment: Experiment) -> Experiment:
     return experiment.model_copy(update={"checkpoint": experiment.checkpoint.model_copy(update={"steps": steps})})
 
 
+def recorded(directory: Path) -> float:
+    """The seconds that a sweep says it took."""
+    return float(json.loads((directory / "experiment.json").read_text())["seconds"])
+
+
+Hold = Callable[[Callable[[str, int], bool]], None]
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
+    """From now on the workers of this test wait while they must, see `held_sweep`."""
+    return lambda must_wait: monkeypatch.setattr(on_ray, "Sweep", held_sweep(must_wait))
+
+
 # -- the same numbers, whoever dies -----------------------------------------------------------------------------------
 
 
 def test_two_nodes_give_what_one_machine_gives(
-    joined: Nodes, experiment: Experiment, undisturbed: dict[str, Any], tmp_path: Path
+    joined: Nodes, experiment: Experiment, undisturbed: dict[str, Any], tmp_path: Path, hold: Hold
 ) -> None:
     at_work: set[Any] = set()
+    directory, go = tmp_path / "out", tmp_path / "go"
 
     class Looking(Counting):
         def stepped(self, job: Job, progress: Progress) -> None:
             at_work.update(node for node in joined.cluster.list_all_nodes() if joined.workers(node))
+            if len(at_work) == 2:
+                go.touch()
 
-    watcher = Looking()
-    finished_whole(RaySweep(experiment, tmp_path), watcher, undisturbed)
+    hold(lambda job, attempt: job.startswith("calm") and not go.exists())  # or one node may do it all
+    watcher, start = Looking(), time.monotonic()
+    finished_whole(RaySweep(experiment, directory), watcher, undisturbed)
     assert len(at_work) == 2
     assert watcher.deaths == []
+    # how long it took, not what all jobs took together
+    longest = max(2 * json.loads(file.read_text())["seconds"] for file in directory.glob("runs/*.json"))
+    assert longest <= recorded(directory) <= time.monotonic() - start
 
 
-def test_ten_workers_killed(joined: Nodes, experiment: Experiment, undisturbed: dict[str, Any], tmp_path: Path) -> None:
+def test_ten_workers_killed(
+    joined: Nodes, experiment: Experiment, undisturbed: dict[str, Any], tmp_path: Path, hold: Hold
+) -> None:
+    quota = {"calm-0": 3, "calm-1": 3, "calm-2": 2, "calm-3": 2}
+    assert sum(quota.values()) == KILLS
+    hold(lambda job, attempt: attempt <= quota.get(job, 0))  # none is done before its workers were killed so often
+
     class Killing(Counting):
         """Kills workers that got further than those before them."""
 
         seen: set[str]
-        killed: int
+        killed: list[str]
 
         def stepped(self, job: Job, progress: Progress) -> None:
             new = {str(path) for path in tmp_path.glob(f"checkpoints/{job.id}/state-*.safetensors")} - self.seen
             worker = joined.workers().get(job.id)
-            if new and worker is not None and self.killed < KILLS:
+            if new and worker is not None and self.killed.count(job.id) < quota.get(job.id, 0):
                 self.seen |= new
-                self.killed += 1
+                self.killed.append(job.id)
                 worker.kill()
-                if self.killed == KILLS // 2:
+                if len(self.killed) == KILLS // 2:
                     for process in joined.mailboxes():
                         process.kill()
 
     watcher = Killing()
-    watcher.seen, watcher.killed = set(), 0
+    watcher.seen, watcher.killed = set(), []
     finished_whole(RaySweep(saved_every(1, experiment), tmp_path), watcher, undisturbed)
     assert watcher.deaths == ["WorkerCrashedError"] * KILLS
 
 
-def test_a_node_dies(joined: Nodes, experiment: Experiment, undisturbed: dict[str, Any], tmp_path: Path) -> None:
+def test_a_node_dies(
+    joined: Nodes, experiment: Experiment, undisturbed: dict[str, Any], tmp_path: Path, hold: Hold
+) -> None:
     nodes = [joined.add()]
+    go = tmp_path / "go"
+    hold(lambda job, attempt: job.startswith("calm") and not go.exists())
 
     class Pulling(Counting):
         def stepped(self, job: Job, progress: Progress) -> None:
             if nodes and job.id in joined.workers(nodes[0]):
                 joined.cluster.remove_node(nodes.pop(), allow_graceful=False)
+                go.touch()
 
     watcher = Pulling()
     try:
-        finished_whole(RaySweep(experiment, tmp_path), watcher, undisturbed)
+        finished_whole(RaySweep(experiment, tmp_path / "out"), watcher, undisturbed)
     finally:
         for node in nodes:
             joined.cluster.remove_node(node)
@@ -267,12 +301,14 @@ def test_a_job_that_dies_again_and_again_is_given_up_and_the_others_go_on(
     undisturbed: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    hold: Hold,
 ) -> None:
     class Killing(Counting):
         def stepped(self, job: Job, progress: Progress) -> None:
-            if job.id == "calm-3" and (worker := joined.workers().get(job.id)):  # the last: all ears by then
+            if job.id == "calm-3" and (worker := joined.workers().get(job.id)):
                 worker.kill()
 
+    hold(lambda job, attempt: job == "calm-3" and attempt <= 2)
     monkeypatch.setattr(on_ray, "DEATHS", 2)
     sweep, watcher = RaySweep(saved_every(None, experiment), tmp_path), Killing()
     with pytest.raises(Unfinished) as caught:
@@ -282,6 +318,7 @@ def test_a_job_that_dies_again_and_again_is_given_up_and_the_others_go_on(
     assert caught.value.reasons == dict.fromkeys(lost, why)
     assert [run for run in _runs(tmp_path) if not Ledger(tmp_path).is_finished(run)] == lost
 
+    monkeypatch.undo()
     watcher = Counting()
     sweep.run(watcher)
     assert watcher.counts == [RUNS]
@@ -293,7 +330,12 @@ def _runs(directory: Path) -> list[Run]:
 
 
 def test_stopped_with_a_checkpoint_and_a_damaged_one(
-    joined: Nodes, experiment: Experiment, undisturbed: dict[str, Any], tmp_path: Path
+    joined: Nodes,
+    experiment: Experiment,
+    undisturbed: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hold: Hold,
 ) -> None:
     class Stopping(Counting):
         step = 0
@@ -301,11 +343,17 @@ def test_stopped_with_a_checkpoint_and_a_damaged_one(
         def stepped(self, job: Job, progress: Progress) -> None:
             self.step = self.step or progress.step * (job.id == "calm-0")
 
-    sweep, watcher = RaySweep(saved_every(None, experiment), tmp_path), Stopping()
+    hold(lambda job, attempt: job == "calm-0")  # which is not done before the sweep is told to stop
+    sweep, watcher, start = RaySweep(saved_every(None, experiment), tmp_path), Stopping(), time.monotonic()
     with pytest.raises(Interrupted):
         sweep.run(watcher, stop=lambda: watcher.step > 0)
     (state,) = tmp_path.glob("checkpoints/calm-0/state-*.safetensors")
-    assert int(re.findall(r"\d+", state.name)[0]) >= watcher.step
+    stopped = int(re.findall(r"\d+", state.name)[0])
+    assert watcher.step <= stopped <= FREE
+    # the time of what was stopped counts too
+    spent = json.loads((state.parent / "manifest.json").read_text())["progress"]["seconds"]
+    assert spent <= recorded(tmp_path) <= time.monotonic() - start
+    monkeypatch.undo()
 
     whole = state.read_bytes()
     state.write_bytes(whole[:-1] + b"?")
@@ -495,10 +543,14 @@ def test_several_jobs_at_once_have_a_bar_each() -> None:
 class Driving:
     """`torchace run --ray ADDRESS` as a process of its own, in a process group of its own."""
 
-    def __init__(self, file: Path, directory: Path, address: str, **options: Any) -> None:
+    def __init__(self, file: Path, directory: Path, address: str, held: bool, env: dict[str, str]) -> None:
         self.directory = directory
         arguments = ("run", str(file), "--out", str(directory), "--ray", address)
-        self.process = command(*arguments, start_new_session=True, **options)
+        options: dict[str, Any] = {"start_new_session": True, "env": env}
+        if held:
+            self.process = command(str(directory / "never"), *arguments, module="tests.support.held_ray", **options)
+        else:
+            self.process = command(*arguments, **options)
 
     def wait_until(self, condition: Callable[[], object]) -> bool:
         """Whether the condition came true before the process ended; looked at again and again."""
@@ -528,8 +580,8 @@ def drive(sweep_file: Path, tmp_path: Path) -> Iterator[Callable[..., Driving]]:
     """Starts drivers, all on one directory, and leaves none behind."""
     drivers: list[Driving] = []
 
-    def start(address: str, **options: Any) -> Driving:
-        drivers.append(Driving(sweep_file, tmp_path / "out", address, **options))
+    def start(address: str, held: bool = False, **env: str) -> Driving:
+        drivers.append(Driving(sweep_file, tmp_path / "out", address, held, env))
         return drivers[-1]
 
     yield start
@@ -551,22 +603,17 @@ def ended_whole(driver: Driving, undisturbed: dict[str, Any], already: int = 0) 
     assert same(driver.directory, undisturbed)
 
 
-def test_from_outside_the_cluster(nodes: Nodes, drive: Callable[..., Driving], undisturbed: dict[str, Any]) -> None:
-    port = nodes.cluster.head_node._ray_params.ray_client_server_port
-    ended_whole(drive(f"ray://{nodes.address.split(':')[0]}:{port}"), undisturbed)
-
-
-def test_a_driver_is_killed_and_stopped_and_repeated(
+def test_a_driver_is_killed_and_stopped_and_repeated_from_outside(
     nodes: Nodes, drive: Callable[..., Driving], undisturbed: dict[str, Any]
 ) -> None:
-    driver = drive(nodes.address)
+    driver = drive(nodes.address, held=True)
     assert driver.wait_until(lambda: driver.results() and driver.checkpoints())
     driver.process.kill()
     assert driver.end()[0] == -signal.SIGKILL
     kept = {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in driver.results()}
     before = driver.checkpoints()
 
-    driver = drive("auto", env={"RAY_ADDRESS": nodes.address})
+    driver = drive("auto", held=True, RAY_ADDRESS=nodes.address)
     assert driver.wait_until(lambda: driver.checkpoints() - before)
     driver.process.terminate()
     code, _, err = driver.end()
@@ -574,7 +621,8 @@ def test_a_driver_is_killed_and_stopped_and_repeated(
     assert err == f"Interrupted. Everything so far is in {driver.directory}; repeat the command to go on.\n"
 
     done = len(driver.results())
-    ended_whole(drive(nodes.address), undisturbed, done)
+    port = nodes.cluster.head_node._ray_params.ray_client_server_port
+    ended_whole(drive(f"ray://{nodes.address.split(':')[0]}:{port}"), undisturbed, done)
     assert {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in kept} == kept
 
 
@@ -582,7 +630,7 @@ def test_a_cluster_of_this_machine_goes_with_its_driver(
     nodes: Nodes, drive: Callable[..., Driving], experiment: Experiment, undisturbed: dict[str, Any]
 ) -> None:
     with short_folder() as folder:
-        driver = drive("local", env={"RAY_TMPDIR": folder})
+        driver = drive("local", held=True, RAY_TMPDIR=folder)
         assert driver.wait_until(driver.checkpoints)
         os.killpg(driver.process.pid, signal.SIGINT)  # as a terminal does: to all processes
         code, _, err = driver.end()

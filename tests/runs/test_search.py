@@ -330,6 +330,60 @@ def test_told_to_stop_it_tries_that_trial_again(tmp_path: Path) -> None:
     assert states(result).count("complete") == 4
 
 
+def test_stopped_again_and_again_it_finds_what_it_would_have_found(tmp_path: Path) -> None:
+    """More trials than are drawn at random first: proposals depend on those before them."""
+    count, file = 14, tmp_path / "study.db"
+    undisturbed = found(count, num_seeds=1)
+    stops = 0
+    while True:
+        asked = 0
+
+        def stop() -> bool:
+            nonlocal asked
+            asked += 1
+            return asked == 40 + 5 * stops  # noqa: B023  # a trial asks up to 36 times
+
+        try:
+            result = found(count, file, num_seeds=1, stop=stop)
+        except Interrupted:
+            stops += 1
+            continue
+        break
+    assert stops >= 4
+    finished = [trial for trial in result.trials if trial.state in ("complete", "pruned")]
+    assert [(t.state, t.params, t.value) for t in finished] == [
+        (t.state, t.params, t.value) for t in undisturbed.trials
+    ]
+
+
+@pytest.mark.parametrize("known", range(len(DIMENSIONS) + 1))
+def test_a_trial_that_died_while_it_was_proposed_is_proposed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: int
+) -> None:
+    """With so many of its values written down, and before it was noted that it is to be tried again."""
+    file, real = tmp_path / "study.db", optuna.Trial._suggest
+    suggested = 0
+
+    def dying(self: optuna.Trial, *arguments: Any) -> Any:
+        nonlocal suggested
+        if self.number == 1 and suggested == known:
+            raise SystemExit  # nothing is written down about the end
+        suggested += self.number == 1
+        return real(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.Trial, "_suggest", dying)
+        if known < len(SPACE.free):
+            with pytest.raises(SystemExit):
+                found(3, file, pruning=False)
+            study = optuna.load_study(study_name="torchace", storage=f"sqlite:///{file}")
+            assert study.trials[1].state in (TrialState.RUNNING, TrialState.FAIL)
+            assert len(study.trials[1].params) == known
+    result = found(3, file, pruning=False)
+    expected = found(3, pruning=False)
+    assert [t.params for t in result.trials if t.state == "complete"] == [t.params for t in expected.trials]
+
+
 def test_told_to_stop_between_trials(tmp_path: Path) -> None:
     done = 0
 

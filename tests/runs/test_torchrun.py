@@ -16,16 +16,16 @@ from typing import Any
 
 import pytest
 
-from tests.runs.cases import command, leftovers, small
+from tests.runs.cases import leftovers, small
 from tests.support.processes import team
+from torchace import cli
 from torchace.runs.config import ConfigError, load_experiment
 from torchace.runs.sweep import Sweep
 from torchace.runs.torchrun import RankSweep, _check, rank_sweep
 
 PATIENCE = 240.0  # seconds until a job that does not do what it should is given up
-EXACT = 1e-9  # float64: sums in another order, carried along for 600 steps
-
-STEPS = 600  # some seconds a job of the sweep
+EXACT = 1e-10  # float64: sums in another order, carried along for 60 steps
+EVERY = 20  # steps between checkpoints
 SWEEP = """
 [data]
 limit = 300
@@ -34,7 +34,7 @@ validation = 0.2
 hidden = [6]
 num_members = 3
 [train]
-steps = 600
+steps = 60
 batch_size = 50
 learning_rate = 0.01
 precision = "float64"
@@ -48,19 +48,22 @@ steps = 20
 
 
 class Job:
-    """`torchrun ... -m torchace run` on one directory; torchrun keeps each rank's output apart from its own."""
+    """`torchrun ... -m torchace run` on one directory; torchrun keeps each rank's output apart from its own.
 
-    def __init__(self, folder: Path, size: int, *arguments: str, restarts: int = 0) -> None:
+    A held one waits once it has saved a checkpoint, see `tests.support.held`.
+    """
+
+    def __init__(self, folder: Path, size: int, *arguments: str, held: bool = False, restarts: int = 0) -> None:
         self.logs = Path(tempfile.mkdtemp(dir=folder))
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"),
                 *(f"--max-restarts={restarts}", "--redirects=3", f"--log-dir={self.logs}"),
-                *("-m", "torchace", "run", *arguments),
+                *("-m", "tests.support.held" if held else "torchace", "run", *arguments),
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
         )
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
@@ -83,9 +86,16 @@ class Job:
         return found
 
     def said(self, stream: str = "stderr") -> list[str]:
-        """What each rank printed."""
+        """What each rank printed before torchrun started them again, if it did."""
         files = sorted(self.logs.glob(f"*/attempt_0/*/{stream}.log"), key=lambda file: int(file.parent.name))
         return [file.read_text() for file in files]
+
+    def kill(self, rank: int) -> None:
+        """Kills a rank; the first one, if it is another, goes on to find out."""
+        ranks = self.ranks()
+        os.kill(ranks[rank], signal.SIGKILL)
+        if rank != 0:
+            os.kill(ranks[0], signal.SIGUSR1)
 
     def end(self) -> int:
         return self.process.wait(PATIENCE)
@@ -96,7 +106,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Starts jobs and leaves none behind."""
     jobs: list[Job] = []
 
-    def start(size: int, *arguments: str, **options: int) -> Job:
+    def start(size: int, *arguments: str, **options: Any) -> Job:
         jobs.append(Job(tmp_path, size, *arguments, **options))
         return jobs[-1]
 
@@ -117,11 +127,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def alone(file: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one process writes."""
-    return finished(file, tmp_path_factory.mktemp("alone") / "out")
-
-
-def finished(file: str, directory: Path) -> dict[str, Any]:
-    """What is in a directory once one process has done what was left to do."""
+    directory = tmp_path_factory.mktemp("alone") / "out"
     Sweep(load_experiment(file), directory).run()
     return results(directory)
 
@@ -152,73 +158,73 @@ def assert_same_results(ours: Any, theirs: Any, where: str = "") -> None:
         assert ours == theirs, where
 
 
-def test_a_job_equals_one_process(
+def test_a_killed_rank_ends_the_job_and_the_next_one_goes_on(
     file: str, alone: dict[str, Any], tmp_path: Path, started: Callable[..., Job]
 ) -> None:
-    job = started(2, file, "--out", str(tmp_path / "out"))
-    assert job.end() == 0, job.said()
-    # one rank prints and writes
-    assert job.said() == ["", ""]
-    out, silent = job.said("stdout")
-    assert silent == ""
-    assert out.count("4 of 4 runs are finished.") == 1
-    assert out.count("Report: ") == 1
-    assert (tmp_path / "out" / "report" / "index.html").is_file()
-    experiment = json.loads((tmp_path / "out" / "experiment.json").read_text())
-    assert experiment["hardware"]["processes"] == 2
-    assert_same_results(results(tmp_path / "out"), alone)
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_the_job_and_the_next_command_goes_on(
-    file: str, alone: dict[str, Any], tmp_path: Path, started: Callable[..., Job], victim: int
-) -> None:
     directory = tmp_path / "out"
-    job = started(2, file, "--out", str(directory), "--parallel", "members")
-    job.wait_until(lambda: len(saved_steps(directory)) > 0)
-    os.kill(job.ranks()[victim], signal.SIGKILL)
+    job = started(2, file, "--out", str(directory), "--parallel", "members", held=True)
+    job.wait_until(lambda: saved_steps(directory) == [EVERY])
+    job.kill(0)
     killed = time.monotonic()
     assert job.end() == 1
     assert time.monotonic() - killed < 60
-    said = ["", ""]
-    said[1 - victim] = (
-        f"Error: Rank {1 - victim} lost contact with the others: one of them ended or does not answer. "
+    assert job.said() == ["", lost_contact(1)]
+    assert saved_steps(directory) == [EVERY]
+
+    # another layout goes on from the checkpoint; with --max-restarts by itself
+    job = started(2, file, "--out", str(directory), "--parallel", "data", held=True, restarts=1)
+    job.wait_until(lambda: saved_steps(directory) != [EVERY])
+    assert saved_steps(directory) == [2 * EVERY]
+    job.kill(1)
+    assert job.end() == 0, job.said()
+    assert job.said() == [lost_contact(0), ""]
+    assert_same_results(results(directory), alone)
+
+
+def lost_contact(rank: int) -> str:
+    return (
+        f"Error: Rank {rank} lost contact with the others: one of them ended or does not answer. "
         "What was saved is kept; repeat the command to go on from there.\n"
     )
-    assert job.said() == said
-    assert 0 < max(saved_steps(directory)) < STEPS
-    assert_same_results(finished(file, directory), alone)
 
 
-def test_a_job_that_torchrun_starts_again_goes_on_by_itself(
+def test_told_to_stop_and_finished_by_more_processes(
     file: str, alone: dict[str, Any], tmp_path: Path, started: Callable[..., Job]
 ) -> None:
     directory = tmp_path / "out"
-    job = started(2, file, "--out", str(directory), restarts=1)
-    job.wait_until(lambda: len(saved_steps(directory)) > 0)
-    os.kill(job.ranks()[1], signal.SIGKILL)
-    assert job.end() == 0, job.said()
-    assert_same_results(results(directory), alone)
-
-
-def test_told_to_stop(file: str, alone: dict[str, Any], tmp_path: Path, started: Callable[..., Job]) -> None:
-    directory = tmp_path / "out"
-    job = started(2, file, "--out", str(directory))
-    job.wait_until(lambda: len(saved_steps(directory)) > 0)
+    job = started(2, file, "--out", str(directory), held=True)
+    job.wait_until(lambda: saved_steps(directory) == [EVERY])
     job.process.send_signal(signal.SIGTERM)  # torchrun passes it on
     assert job.end() != 0
     assert job.said() == [f"Interrupted. Everything so far is in {directory}; repeat the command to go on.\n", ""]
-    assert 0 < max(saved_steps(directory)) < STEPS
+    (stopped,) = saved_steps(directory)
+    assert EVERY <= stopped < 3 * EVERY
+    known = len(events(directory))
 
-    # more processes, and another layout
-    again = started(3, file, "--out", str(directory), "--parallel", "members")
-    assert again.end() == 0, again.said()
-    assert again.said() == [""] * 3
+    # another layout; the second of two jobs from its beginning
+    job = started(3, file, "--out", str(directory), "--parallel", "members")
+    assert job.end() == 0, job.said()
+    steps = [event["step"] for event in events(directory)[known:] if event["event"] == "stepped"]
+    assert steps[0] > stopped  # it went on, not began anew
     assert_same_results(results(directory), alone)
+    # one rank prints and writes
+    assert job.said() == [""] * 3
+    out, *silent = job.said("stdout")
+    assert silent == [""] * 2
+    assert out.count("4 of 4 runs are finished.") == 1
+    assert out.count("Report: ") == 1
+    assert (directory / "report" / "index.html").is_file()
+    assert json.loads((directory / "experiment.json").read_text())["hardware"]["processes"] == 3
+
+
+def events(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
 
 
 def saved_steps(directory: Path) -> list[int]:
-    return [int(file.stem.split("-")[1]) for file in directory.glob("checkpoints/*/state-*.safetensors")]
+    """The steps of the checkpoints that are complete."""
+    files = directory.glob("checkpoints/*/manifest.json")
+    return [json.loads(file.read_text())["progress"]["step"] for file in files]
 
 
 def test_what_is_wrong_is_said_once(file: str, tmp_path: Path, started: Callable[..., Job]) -> None:
@@ -234,10 +240,15 @@ def test_what_is_wrong_is_said_once(file: str, tmp_path: Path, started: Callable
     assert not (tmp_path / "out").exists()
 
 
-def test_parallel_without_torchrun(file: str) -> None:
-    process = command("run", file, "--parallel", "members")
-    out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out) == (1, "")
+def test_parallel_without_torchrun(
+    file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["torchace", "run", file, "--parallel", "members"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 1
+    out, err = capsys.readouterr()
+    assert out == ""
     assert err == (
         "Error: --parallel needs several processes: torchrun --nproc-per-node=N -m torchace run ... "
         "--parallel members.\n"
@@ -247,11 +258,6 @@ def test_parallel_without_torchrun(file: str) -> None:
 @pytest.mark.parametrize(
     ("sections", "ranks", "message"),
     [
-        (
-            {"model": {"num_members": 3}},
-            (4, 1),
-            "model.num_members: 4 ranks are more than 3 members; use fewer, or --parallel 3xD, the batch over D ranks.",
-        ),
         (
             {"model": {"kind": "smoc"}},
             (2, 1),
@@ -276,6 +282,21 @@ def test_experiments_that_cannot_be_spread(sections: dict[str, Any], ranks: tupl
         _check(arm, SimpleNamespace(members=ranks[0], data=ranks[1]))  # type: ignore[arg-type]
     assert str(caught.value) == message
     _check(arm, SimpleNamespace(members=1, data=2))  # type: ignore[arg-type]
+
+
+def refused(folder: str, sections: dict[str, Any], layout: str) -> str:
+    try:
+        rank_sweep(small(**sections), Path(folder), "cpu", layout).run()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_more_ranks_than_members(tmp_path: Path) -> None:
+    found = team().run(4, refused, str(tmp_path / "out"), {"model": {"num_members": 3}}, "members")
+    message = "4 ranks are more than 3 members; use fewer, or --parallel 3xD, the batch over D ranks."
+    assert found == [f"model.num_members: {message}"] * 4  # all say so, nobody waits
+    assert not (tmp_path / "out").exists()
 
 
 def started_with(sections: list[dict[str, Any]], parallel: list[str], folder: str) -> str:

@@ -121,6 +121,7 @@ def _child(
     page: bool = True,
     die: tuple[str, int, bool] | None = None,
     count: bool = False,
+    held: tuple[str, int] | None = None,
 ) -> None:
     """Does a command and ends.
 
@@ -131,6 +132,7 @@ def _child(
         page: Whether a page is written instead of a report.
         die: An operation, which call of it, and whether after it rather than before, at which the process is killed.
         count: Whether to write to `operations` how often each operation was called.
+        held: A function and after which call of it the process waits for a signal, see `tests.support.held`.
     """
     code, calls = 1, {}
     try:
@@ -141,17 +143,21 @@ def _child(
         os.close(0)
 
         from tests.cli_cases import fake_report
+        from tests.support.held import hold
         from torchace import cli, report
         from torchace._terminal import console
-        from torchace.runs import table_fit, table_search
+        from torchace.runs import storage, table_fit, table_search
         from torchace.runs.trials import Trials
 
         console.file = sys.stdout
+        storage.RETRIES = 1000  # as often as a test kills one and the same trial
         table_fit.SAVE_EVERY = every
         table_search.Trials = lambda directory: Trials(directory, every)  # type: ignore[assignment]
         if page:
             report.write_report = fake_report  # type: ignore[assignment]
         calls = _counted(die)
+        if held is not None:
+            hold(*held)
         sys.argv = ["torchace", *arguments]
         cli.main()
     except SystemExit as error:

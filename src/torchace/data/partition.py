@@ -110,8 +110,8 @@ def _cut(rows: Tensor, targets: Tensor, share: float, part: str, seed: int) -> t
     count = round(share * len(rows))
     if not 0 < count < len(rows):
         raise DataError(
-            f"{len(rows)} rows are too few to take a {part} part of {share:.0%} from them; give more rows, or other "
-            "fractions."
+            f"{len(rows)} rows are too few to take a {part} part of {100 * share:.4g}% from them; give more rows, or "
+            "other fractions."
         )
     own = targets[rows]
     if not targets.is_floating_point():

@@ -30,7 +30,7 @@ from torchace.runs.config import Arm, Experiment
 from torchace.runs.environment import versions
 from torchace.runs.ledger import Job, Ledger, Run
 from torchace.runs.prepared import Prepared
-from torchace.runs.ray_worker import Finished, Line, files_of, introduced, train, write_files
+from torchace.runs.ray_worker import Line, Results, files_of, introduced, train, write_files
 from torchace.runs.sweep import Sweep, Unfinished, Watcher
 
 # Read when Ray is imported. Its own words about dead workers would stand in the middle of ours; nothing is reported to
@@ -118,7 +118,7 @@ class RaySweep(Sweep):
         data: Mapping[str, Prepared],
         watcher: Watcher,
         stop: Callable[[], bool],
-    ) -> Iterator[tuple[Job, float]]:
+    ) -> Iterator[tuple[Job | None, float]]:
         stored = {id(prepared): ray.put(prepared) for prepared in {id(p): p for p in data.values()}.values()}
         task, options = ray.remote(train), self.workers.options(self.device)
         alone = Sweep(self.experiment, self.directory, self.device)
@@ -154,9 +154,15 @@ class _Dispatch:
     given_up: dict[Run, str] = field(default_factory=dict)
     halted: float | None = None  # when the sweep was told to stop
 
-    def done(self) -> Iterator[tuple[Job, float]]:
-        """Every job that is written down, with the seconds it took."""
-        left = len(self.waiting)
+    def done(self) -> Iterator[tuple[Job | None, float]]:
+        """Every job that is written down, with the seconds since the one before it; what is left of them at the end."""
+        left, counted = len(self.waiting), time.monotonic()
+
+        def since_then() -> float:
+            nonlocal counted
+            before, counted = counted, time.monotonic()
+            return counted - before
+
         while self.waiting or self.flights:
             if self.halted is None and self.stop():
                 self._halt()
@@ -170,9 +176,10 @@ class _Dispatch:
             self._hear()  # first: a dead worker may have left a checkpoint
             for reference in ready:
                 job, _ = self.flights.pop(reference)
-                if (seconds := self._landed(job, reference)) is not None:
+                if self._landed(job, reference):
                     left -= 1
-                    yield job, seconds
+                    yield job, since_then()
+        yield None, since_then()
         if self.halted is not None and left:
             raise Interrupted
         if self.given_up:
@@ -213,28 +220,27 @@ class _Dispatch:
             self.started.add(job.id)
             self.watcher.started(job)
 
-    def _landed(self, job: Job, reference: Any) -> float | None:
-        """What became of a task: the seconds it took, or None where its job is not done."""
+    def _landed(self, job: Job, reference: Any) -> bool:
+        """Writes down what a task returned; whether its job is done."""
         try:
-            finished: Finished | None = ray.get(reference)
+            results: Results | None = ray.get(reference)
         except RayTaskError as error:
             if not isinstance(error.cause, RayError):
                 self._give_up(job, _said(error.cause))
             else:  # it lost the mailbox, or the data
                 self._died(job, type(error.cause).__name__)
-            return None
+            return False
         except RayError as error:
             self._died(job, type(error).__name__)
-            return None
-        if finished is None:  # it was told to stop, and left a checkpoint
-            return None
+            return False
+        if results is None:  # it was told to stop, and left a checkpoint
+            return False
         self._begun(job)
-        start = time.monotonic()
-        for run, content, arrays in finished.results:
+        for run, content, arrays in results:
             if not self.ledger.is_finished(run):
                 self.ledger.write_result(run, content, arrays)
         self.ledger.checkpoints(job).remove()
-        return finished.seconds + time.monotonic() - start
+        return True
 
     def _died(self, job: Job, how: str) -> None:
         if self.halted is not None:

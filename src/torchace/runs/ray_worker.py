@@ -27,17 +27,10 @@ from torchace.runs.prepared import Prepared
 from torchace.runs.sweep import Sweep, Watcher
 
 Files = dict[str, bytes]  # a checkpoint: its files by name
+Results = list[tuple[Run, Mapping[str, Any], Mapping[str, Tensor]]]  # of a job, as `Ledger.write_result` takes them
 
 
-@dataclass
-class Finished:
-    """A job's results, as `Ledger.write_result` takes them."""
-
-    seconds: float
-    results: list[tuple[Run, Mapping[str, Any], Mapping[str, Tensor]]]
-
-
-def train(sweep: Sweep, job: Job, arm: Arm, data: Prepared, files: Files, line: Line, threads: int) -> Finished | None:
+def train(sweep: Sweep, job: Job, arm: Arm, data: Prepared, files: Files, line: Line, threads: int) -> Results | None:
     """Does a job, from its checkpoint if there is one; None when it was told to stop.
 
     Args:
@@ -55,13 +48,13 @@ def train(sweep: Sweep, job: Job, arm: Arm, data: Prepared, files: Files, line: 
         ledger = _Collected(folder, line)
         write_files(ledger.checkpoints(job).directory, files)
         try:
-            seconds = sweep._do(ledger, job, arm, data, line, line.stop)
+            sweep._do(ledger, job, arm, data, line, line.stop)
         except Interrupted:
             return None
         except CheckpointError as error:
             there, here = sweep.directory / "checkpoints" / job.id, ledger.checkpoints(job).directory
             raise CheckpointError(str(error).replace(str(here), str(there))) from None
-        return Finished(seconds, ledger.results)
+        return ledger.results
 
 
 class Line(Watcher):
@@ -99,7 +92,7 @@ class _Collected(Ledger):
     def __init__(self, directory: Path, line: Line) -> None:
         super().__init__(directory)
         self.line = line
-        self.results: list[tuple[Run, Mapping[str, Any], Mapping[str, Tensor]]] = []
+        self.results: Results = []
 
     def checkpoints(self, job: Job) -> Checkpoints:
         return _Sent(super().checkpoints(job).directory, self.line.keep)

@@ -22,7 +22,7 @@ from torchace.data import Split, hashed_key
 from torchace.engine.fit import FAULT, Interrupted
 from torchace.engine.stopping import held_out_scores
 from torchace.runs.members import MemberPlan, new_cohort, train_members
-from torchace.runs.storage import opened_study, retry
+from torchace.runs.storage import FAILURE, opened_study, retried, retry
 from torchace.runs.trials import fingerprint
 from torchace.runs.tune import METRICS, check_split, seeds_of
 
@@ -211,8 +211,9 @@ def search(
     A trial trains its plan with several seeds, the same ones in every trial, as one cohort; its value is their mean
     score. The first is the given plan at λ=0. A study is finished once it has so many trials that were completed,
     pruned, or failed for good: repeated, this goes on where it was. Any number of processes may work on one study; each
-    ends the trial it has begun, so there may be as many more. What is proposed depends on the seed, the trial's number
-    and the trials before it, so that no two processes propose the same.
+    ends the trial it has begun, so there may be as many more. What is proposed depends on the seed, the trial's place
+    and the trials before it, so that no two processes propose the same, and a process that was killed and started again
+    finds what it would have found.
 
     Args:
         space: What is searched.
@@ -389,38 +390,47 @@ class _Watching:
 
 
 def _failed(trial: Trial, reason: str) -> _TrainingFailed:
-    trial.set_user_attr("failure", reason)
+    trial.set_user_attr(FAILURE, reason)
     return _TrainingFailed(reason)
 
 
 class _Sampler(BaseSampler):
-    """Optuna's TPE, seeded anew for each trial by its number, so that nothing depends on which process asks."""
+    """Optuna's TPE, seeded anew for each trial by its place, so that nothing depends on which process asks.
+
+    A place is a trial's number among those that are not another's second attempt: what a killed process leaves to be
+    tried again moves nothing.
+    """
 
     def __init__(self, seed: int, first: Mapping[str, float]) -> None:
         self.seed, self.first = seed, first
-        self.number = -1
-        self.tpe = TPESampler(multivariate=True, constant_liar=True)
+        self.place = -1
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         # a trial that is tried again is the one it was
-        self.number = trial.system_attrs.get("failed_trial", trial.number)
-        seed = hashed_key(self.seed, "proposal", self.number) % 2**32
-        self.tpe = TPESampler(multivariate=True, constant_liar=True, seed=seed)
+        original = retried(trial)
+        number = trial.number if original is None else original
+        earlier = (other for other in study.get_trials(deepcopy=False) if other.number < number)
+        self.place = sum(retried(other) is None for other in earlier)
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        return {} if self.number == 0 else self.tpe.infer_relative_search_space(study, trial)
+        return {} if self.place == 0 else self._tpe().infer_relative_search_space(study, trial)
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        return self.tpe.sample_relative(study, trial, search_space) if search_space else {}
+        return self._tpe().sample_relative(study, trial, search_space) if search_space else {}
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        if self.number == 0:
+        if self.place == 0:
             return self.first[param_name]
-        return self.tpe.sample_independent(study, trial, param_name, param_distribution)
+        # by name: a trial that is tried again may have the first of them already
+        return self._tpe(param_name).sample_independent(study, trial, param_name, param_distribution)
+
+    def _tpe(self, *what: str) -> TPESampler:
+        seed = hashed_key(self.seed, "proposal", self.place, *what) % 2**32
+        return TPESampler(multivariate=True, constant_liar=True, seed=seed)
 
 
 # -- reading a study --------------------------------------------------------------------------------------------------
@@ -436,7 +446,7 @@ STATES = {
 
 def _is_finished(trial: FrozenTrial) -> bool:
     """Whether a trial counts. One whose process died does not: it is tried again."""
-    return trial.state in (TrialState.COMPLETE, TrialState.PRUNED) or "failure" in trial.user_attrs
+    return trial.state in (TrialState.COMPLETE, TrialState.PRUNED) or FAILURE in trial.user_attrs
 
 
 def _value(trial: FrozenTrial) -> float | None:
@@ -457,7 +467,7 @@ def _result(study: Study, plan: MemberPlan) -> SearchResult:
             STATES[trial.state],
             _value(trial),
             trial.user_attrs.get("values", trial.params),
-            trial.user_attrs.get("failure"),
+            trial.user_attrs.get(FAILURE),
         )
         for trial in trials
     )

@@ -17,13 +17,14 @@ from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
 from optuna.storages import InMemoryStorage, RDBStorage, RetryHeartbeatStaleTrialCallback
 from optuna.study import Study, StudyDirection
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError, IntegrityError, NoSuchModuleError, ProgrammingError, SQLAlchemyError
 
 from torchace.runs.trials import difference
 
 FINGERPRINT = "torchace"  # the study's attribute
+FAILURE = "failure"  # a trial's: why it failed for good
 RETRIES = 3  # of a trial whose process died: it may be what kills it
 ATTEMPTS = 20  # to make the tables, which other processes may be making too
 
@@ -80,6 +81,11 @@ def retry(study: Study, number: int) -> None:
     """Has a trial that was not finished tried again, with the same parameters, by whoever comes next."""
     trial = study.get_trials(deepcopy=True)[number]
     RetryHeartbeatStaleTrialCallback(RETRIES)(study, trial)
+
+
+def retried(trial: FrozenTrial) -> int | None:
+    """The number of the trial that this one is another attempt at; None where it is the first."""
+    return trial.system_attrs.get("failed_trial")
 
 
 # -- addresses --------------------------------------------------------------------------------------------------------
@@ -201,10 +207,17 @@ def _locked(file: Path | None) -> Iterator[IO[str] | None]:
 
 
 def _recover(study: Study, lock: IO[str]) -> None:
-    """Marks running trials as failed, which nobody runs, and lets others in."""
+    """Marks running trials as failed, which nobody runs, has them tried again, and lets others in.
+
+    A process may have died between the one and the other.
+    """
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         with suppress(UpdateFinishedTrialError):
             study.tell(trial.number, state=TrialState.FAIL)
+    trials = study.get_trials(deepcopy=False)
+    again = set(chain.from_iterable(trial.system_attrs.get("retry_history", ()) for trial in trials))
+    for trial in trials:
+        if trial.state == TrialState.FAIL and trial.number not in again and FAILURE not in trial.user_attrs:
             retry(study, trial.number)
     fcntl.flock(lock, fcntl.LOCK_SH)
 

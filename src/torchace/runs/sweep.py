@@ -87,7 +87,8 @@ class Sweep:
             for job, seconds in self._work(ledger, todo, arms, data, watcher, stop):
                 experiment["seconds"] += seconds
                 ledger.write_experiment(experiment)
-                watcher.finished(job, sum(map(ledger.is_finished, told)))
+                if job is not None:
+                    watcher.finished(job, sum(map(ledger.is_finished, told)))
             failures = {run: ledger.failure(run) for run in sorted(wanted, key=lambda run: run.id)}
             return {run: failure for run, failure in failures.items() if failure is not None}
 
@@ -187,8 +188,12 @@ class Sweep:
         data: Mapping[str, Prepared],
         watcher: Watcher,
         stop: Callable[[], bool],
-    ) -> Iterator[tuple[Job, float]]:
-        """Does jobs, here and one after another; each that is written down comes out, with the seconds it took."""
+    ) -> Iterator[tuple[Job | None, float]]:
+        """Does jobs, here and one after another; each that is written down comes out.
+
+        With it come the seconds that it took, earlier attempts too. Where jobs are done at the same time they are
+        those since the last one came out: added up, both are how long somebody was at work. None stands for no job.
+        """
         for job in jobs:
             watcher.started(job)
             arm = arms[job.runs[0].arm]

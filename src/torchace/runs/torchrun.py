@@ -145,7 +145,7 @@ class RankSweep(Sweep):
         data: Mapping[str, Prepared],
         watcher: Watcher,
         stop: Callable[[], bool],
-    ) -> Iterator[tuple[Job, float]]:
+    ) -> Iterator[tuple[Job | None, float]]:
         def announced() -> Iterator[Job]:
             for job in jobs:
                 self.ranks.from_first(asdict(job))

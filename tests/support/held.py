@@ -1,0 +1,50 @@
+"""Processes that wait in the middle of their work: what a test wants to stop or kill there cannot be done before.
+
+`python -m tests.support.held run ...` is `torchace run ...`, which waits for a signal once it has saved a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from importlib import import_module
+from typing import Any
+
+CHECKPOINT = "torchace.engine.checkpoint:Checkpoints.save"
+
+
+def hold(after: str = CHECKPOINT, calls: int = 1) -> None:
+    """From now on this process waits after a call, until a signal comes; then it goes on as if nothing had been.
+
+    Args:
+        after: A function or method, `module:name`.
+        calls: After which call of it.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)  # not `signal.pause`: a signal that comes before the waiting counts too
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # ends the waiting and nothing else
+    module, _, path = after.partition(":")
+    *outer, name = path.split(".")
+    place: Any = import_module(module)
+    for part in outer:
+        place = getattr(place, part)
+    real, left = getattr(place, name), calls
+
+    def waiting(*arguments: Any, **options: Any) -> Any:
+        nonlocal left
+        answer = real(*arguments, **options)
+        left -= 1
+        if left == 0:
+            os.read(reader, 1)
+        return answer
+
+    setattr(place, name, waiting)
+
+
+if __name__ == "__main__":
+    from torchace.cli import main
+
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # started again by torchrun, it goes through
+        hold()
+    main()
