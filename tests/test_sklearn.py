@@ -344,6 +344,16 @@ def test_diversity_is_found_on_held_out_samples(kind: type) -> None:
     np.testing.assert_allclose(predictions(model, X), predictions(given, X), rtol=1e-9)
 
 
+@pytest.mark.parametrize(("schedule", "stops", "last"), [
+    (None, False, 0.0), (None, True, 1.0), ("cosine", True, 0.0), ("constant", False, 1.0),
+])  # fmt: skip
+def test_the_schedule_is_the_one_asked_for(schedule: str | None, stops: bool, last: float) -> None:
+    """Which share of the learning rate the last of 100 steps has; a cosine leaves 2.5e-4 of it."""
+    plan = small(schedule=schedule, early_stopping=stops, epochs=100, batch_size=150)._plan()
+    recipe = plan.recipe(150)
+    assert recipe.learning_rate_at(99) / recipe.learning_rate == pytest.approx(last, abs=1e-3)
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -365,6 +375,7 @@ def test_diversity_is_found_on_held_out_samples(kind: type) -> None:
         ({"learning_rate": "fast"}, "learning_rate"),
         ({"learning_rate": float("inf")}, "learning_rate"),
         ({"weight_decay": -1.0}, "weight_decay"),
+        ({"schedule": "linear"}, "schedule"),
         ({"batches": "mixed"}, "batches"),
         ({"batches": "separate"}, "separate"),
         ({"validation_fraction": 0.0}, "validation_fraction"),

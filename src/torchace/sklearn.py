@@ -41,6 +41,7 @@ __all__ = ["ACEClassifier", "NCLRegressor"]
 
 CHUNK = 8192  # samples that all members predict at once
 BATCHES = ("shared", "exchanged", "separate")
+SCHEDULES = ("constant", "cosine")
 
 
 class _Estimator(BaseEstimator):  # type: ignore[misc]
@@ -59,6 +60,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         batch_size: int = 128,
         learning_rate: float = 3e-3,
         weight_decay: float = 1e-2,
+        schedule: str | None = None,
         batches: str = "shared",
         early_stopping: bool = False,
         validation_fraction: float = 0.2,
@@ -74,6 +76,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         self.batch_size = batch_size
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
+        self.schedule = schedule
         self.batches = batches
         self.early_stopping = early_stopping
         self.validation_fraction = validation_fraction
@@ -205,6 +208,8 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             _checks.check_choice(self.diversity, "diversity", ("auto",))
         else:
             _checks.check_diversity(self.diversity)
+        if self.schedule is not None:
+            _checks.check_choice(self.schedule, "schedule", SCHEDULES)
         _checks.check_choice(self.batches, "batches", BATCHES)
         if self.batches == "separate" and self.diversity != 0:
             raise ValueError(
@@ -226,6 +231,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             batch_size=int(self.batch_size),
             learning_rate=float(self.learning_rate),
             weight_decay=float(self.weight_decay),
+            schedule=self.schedule,
             batches=self.batches,
             patience=int(self.patience) if self.early_stopping else None,
         )
@@ -382,8 +388,10 @@ class ACEClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         diversity: λ in [0, 1], or `"auto"`: found on held-out samples (see `tuning_`), then trained on all of them.
         epochs: How often the samples are gone through, at most.
         batch_size: Samples in a step.
-        learning_rate: AdamW's; it falls to 0 along a cosine unless training may stop early.
+        learning_rate: AdamW's.
         weight_decay: AdamW's.
+        schedule: `"cosine"`, along which the learning rate falls to 0, or `"constant"`; None for the first, or for the
+            second where training may stop early.
         batches: `"shared"`: all members see the same samples in a step; `"exchanged"` and `"separate"`: each its own,
             with and without coupling.
         early_stopping: Hold out a part of the samples, stop when the ensemble no longer improves on it, and keep the
@@ -406,7 +414,7 @@ class ACEClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     Example:
         >>> from sklearn.datasets import load_iris
         >>> X, y = load_iris(return_X_y=True)
-        >>> classifier = ACEClassifier(num_members=5, epochs=40, random_state=0).fit(X, y)
+        >>> classifier = ACEClassifier(num_members=5, random_state=0).fit(X, y)
         >>> bool(classifier.score(X, y) > 0.9), sorted(classifier.predict_uncertainty(X))
         (True, ['disagreement', 'entropy', 'mutual_information'])
     """
@@ -423,6 +431,7 @@ class ACEClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         batch_size: int = 128,
         learning_rate: float = 3e-3,
         weight_decay: float = 1e-2,
+        schedule: str | None = None,
         batches: str = "shared",
         early_stopping: bool = False,
         validation_fraction: float = 0.2,
@@ -440,6 +449,7 @@ class ACEClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
             batch_size=batch_size,
             learning_rate=learning_rate,
             weight_decay=weight_decay,
+            schedule=schedule,
             batches=batches,
             early_stopping=early_stopping,
             validation_fraction=validation_fraction,
@@ -554,8 +564,10 @@ class NCLRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         diversity: λ in [0, 1], or `"auto"`: found on held-out samples (see `tuning_`), then trained on all of them.
         epochs: How often the samples are gone through, at most.
         batch_size: Samples in a step.
-        learning_rate: AdamW's; it falls to 0 along a cosine unless training may stop early.
+        learning_rate: AdamW's.
         weight_decay: AdamW's.
+        schedule: `"cosine"`, along which the learning rate falls to 0, or `"constant"`; None for the first, or for the
+            second where training may stop early.
         batches: `"shared"`: all members see the same samples in a step; `"exchanged"` and `"separate"`: each its own,
             with and without coupling.
         early_stopping: Hold out a part of the samples, stop when the ensemble no longer improves on it, and keep the

@@ -72,7 +72,7 @@ def test_side_by_side_equals_a_cohort(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["shared", "exchanged"])
 def test_every_diversity_of_a_seed_sees_the_same_batches(kind: str) -> None:
     data, seeds = batches(), [6, 5, 6]
-    x, y, _ = loop._batch(data, seeds, 1, 2, MEMBERS, recipe(kind))
+    x, y, _ = loop._Feed(data, seeds, MEMBERS, recipe(kind))(1, 2)
     assert x[0].equal(x[2])
     assert y[0].equal(y[2])
     assert not x[0].equal(x[1])

@@ -46,6 +46,39 @@ def test_one_run_by_itself(kind: str) -> None:
         torch.testing.assert_close(network.ensemble(r)(x), network.predict(x)[r], rtol=0, atol=1e-14)
 
 
+def test_a_run_by_itself_is_a_copy() -> None:
+    network = Cohort([[torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2)) for _ in range(2)]] * 2)
+    network.stack.stacked[0].bias.requires_grad_(False)
+    network(torch.randn(2, 4, 1, 5, 5))  # moves the statistics
+    alone = network.ensemble(1)
+    assert alone.num_members == 2
+    assert [p.requires_grad for p in alone.parameters()] == [p.requires_grad for p in network.parameters()]
+    for (name, part), whole in zip(alone.state_dict().items(), network.stack.state_dict().values(), strict=True):
+        assert torch.equal(part, whole[2:]), name
+        assert part.data_ptr() != whole[2:].data_ptr()
+    x = torch.randn(3, 1, 5, 5)
+    network.eval(), alone.eval()
+    torch.testing.assert_close(alone(x), network.predict(x)[1])
+
+
+def test_members_without_a_chain_go_through_the_stack() -> None:
+    class Doubled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * 2
+
+    runs = [[Doubled() for _ in range(MEMBERS)] for _ in SEEDS]
+    x = torch.randn(2, MEMBERS, 7, FEATURES)
+    network = Cohort(runs)
+    expected = torch.stack([torch.stack([m(x[r, 0]) for m in run]) for r, run in enumerate(runs)])
+    torch.testing.assert_close(network(x[:, 0]), expected)
+    expected = torch.stack([torch.stack([m(x[r, k]) for k, m in enumerate(run)]) for r, run in enumerate(runs)])
+    torch.testing.assert_close(network(x, own=True), expected)
+
+
 def test_images_are_taken_as_they_are() -> None:
     network = Cohort([[mlp(64, 4, CLASSES) for _ in range(2)] for _ in range(3)])
     assert network(torch.zeros(3, 5, 1, 8, 8)).shape == (3, 2, 5, CLASSES)

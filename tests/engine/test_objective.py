@@ -10,7 +10,7 @@ from tests.engine.cases import BATCH, CLASSES, FEATURES, MEMBERS, cohort, member
 from torchace.data import Batches, Split
 from torchace.engine.fit import fit
 from torchace.engine.network import Cohort
-from torchace.engine.objective import mean_over_samples, scores_of
+from torchace.engine.objective import losses_of, mean_over_samples, mixture_of, objective_of, scores_of
 
 KINDS = ["shared", "exchanged", "separate"]
 # float64 sums in another order, through 20 steps of Adam
@@ -67,6 +67,42 @@ def test_regression_moves_every_member_by_its_own_gradient(kind: str) -> None:
         for name, parameter in member.named_parameters():
             expected = parameter.detach() - parameter.grad
             torch.testing.assert_close(ensemble[k].get_parameter(name).detach(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("loss", ["ace", "ncl"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_objective_is_what_autograd_makes_of_the_losses(kind: str, loss: str, weighted: bool) -> None:
+    """The closed form of a step against the loss functions, run by run; a run that was stopped gets nothing."""
+    generator = torch.Generator().manual_seed(6)
+    how = recipe(kind, loss=loss, **({"label_smoothing": 0.1} if loss == "ace" else {}))
+    logits = torch.randn(3, MEMBERS, BATCH, CLASSES, generator=generator, dtype=torch.float64)
+    lead = (3, BATCH) if kind == "shared" else (3, MEMBERS, BATCH)
+    y = torch.randint(CLASSES, lead, generator=generator)
+    if loss == "ncl":
+        y = torch.randn(*lead, CLASSES, generator=generator, dtype=torch.float64)
+    weight = torch.rand(lead, generator=generator, dtype=torch.float64) if weighted else None
+    lam = torch.tensor([0.0, 0.4, 0.9], dtype=torch.float64)
+    mixture = None
+    if kind == "exchanged":
+        others = torch.randn(3, MEMBERS, MEMBERS * BATCH, CLASSES, generator=generator, dtype=torch.float64)
+        mixture = mixture_of(others, how)
+    found = objective_of(logits, y, weight, lam, torch.tensor([True, False, True]), mixture, how)
+
+    z = logits.clone().requires_grad_()
+    per_sample = losses_of(z, y, lam, mixture, how)
+    losses = mean_over_samples(per_sample, weight[:, None] if weight is not None and kind == "shared" else weight)
+    (gradient,) = torch.autograd.grad(losses[::2].sum(), z)
+    assert not found.gradient[1].any()
+    # float64, a few roundings of numbers of about 1
+    torch.testing.assert_close(found.losses[::2], losses[::2].detach(), rtol=0, atol=1e-13)
+    torch.testing.assert_close(found.gradient, gradient, rtol=0, atol=1e-13)
+    if kind == "shared":
+        score = mean_over_samples(scores_of(logits, y, how), weight)
+    else:
+        pooled = None if weight is None else weight.flatten(1)
+        score = mean_over_samples(scores_of(logits.flatten(1, 2).unsqueeze(1), y.flatten(1, 2), how), pooled)
+    torch.testing.assert_close(found.score, score, rtol=0, atol=1e-13)
 
 
 def test_scores_are_those_of_the_ensemble_not_of_its_members() -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from tests.engine.cases import BATCH, CLASSES, FEATURES, MEMBERS, assert_same, batches, cohort, members, recipe, weights
 from tests.reference.training import Update, train_members, train_smoc
 from torchace.data import Batches
-from torchace.engine.faults import faults
+from torchace.engine import step as step_module
+from torchace.engine.faults import all_well, faults
 from torchace.engine.fit import fit
 from torchace.engine.network import Cohort, SideBySide
 from torchace.engine.recipe import Recipe, make_optimizer
@@ -273,3 +274,25 @@ class TestFaults:
     def test_before_the_first_backward_there_are_no_gradients(self) -> None:
         self.network = SideBySide([Ensemble(members(seed)) for seed in (5, 6, 7)])
         assert self.found() == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_bad_number_anywhere_is_seen(bad: float) -> None:
+    values = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.float64), None, torch.zeros(5, 1)]
+    assert all_well(values)
+    for place in (0, 1, 3):
+        spoilt = [None if value is None else value.clone() for value in values]
+        spoilt[place].view(-1)[-1] = bad  # type: ignore[union-attr]
+        assert not all_well(spoilt)
+
+
+def test_what_only_looks_like_a_fault_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = torch.tensor([3e38, 3e38])
+    assert not all_well([large])  # its norm overflows: a closer look is needed, and finds nothing
+    monkeypatch.setattr(step_module, "all_well", lambda values: False)
+    assert one_step("shared", 0.5, cohort([5])).faults.tolist() == [-1]  # type: ignore[union-attr]
+
+
+def test_on_the_cpu_all_is_well_without_a_closer_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(step_module, "faults")
+    assert one_step("shared", 0.5, cohort([5])).faults is None

@@ -14,6 +14,7 @@ from torchace.data.draws import hashed_key, order_key, permutations, random_inte
 from torchace.data.splits import Split
 
 Statistics = tuple[Sequence[float], Sequence[float]]
+GATHERED = 1 << 26  # bytes of samples that are put in an epoch's order at once
 
 
 class _Epoch(NamedTuple):
@@ -21,6 +22,7 @@ class _Epoch(NamedTuple):
 
     order: Tensor
     augment: tuple[Tensor, ...]  # rows and columns to crop at, and flips; none without augmentation
+    gathered: tuple[Tensor, Tensor] | None  # samples and labels in this order, prepared; None where they are too large
 
 
 class Batches:
@@ -127,14 +129,10 @@ class Batches:
                 batches of seed 3.
         """
         drawn, part = self._draws(seeds, epoch, step, streams)
-        indices = drawn.order[:, part]  # (S, B)
-        flat = indices.reshape(-1)
-        x = self.split.x.index_select(0, flat)  # (S·B, ...)
-        if self.augment is not None:
-            x = self.augment(x, *(draw[:, part].reshape(-1) for draw in drawn.augment))
-        x = self._prepare(x)
-        y = self.split.y.index_select(0, flat)
-        return x.view(*indices.shape, *x.shape[1:]), y.view(*indices.shape, *y.shape[1:])
+        if drawn.gathered is not None:
+            x, y = drawn.gathered
+            return x[:, part].clone(), y[:, part].clone()  # copies: a network may change its input
+        return self._gather(drawn.order[:, part], tuple(draw[:, part].reshape(-1) for draw in drawn.augment))
 
     def weights_many(
         self, seeds: Sequence[int], epoch: int, step: int, *, streams: int | Sequence[int] = 0
@@ -173,18 +171,30 @@ class Batches:
             self._drawn[pairs] = self._draw(pairs, epoch)
         return self._drawn[pairs], slice(step * self.batch_size, (step + 1) * self.batch_size)
 
+    def _gather(self, indices: Tensor, augment: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:
+        """Samples and labels at some places `(S, B)`, as a network takes them."""
+        flat = indices.reshape(-1)
+        x = self.split.x.index_select(0, flat)  # (S·B, ...)
+        if self.augment is not None:
+            x = self.augment(x, *augment)
+        x = self._prepare(x)
+        y = self.split.y.index_select(0, flat)
+        return x.view(*indices.shape, *x.shape[1:]), y.view(*indices.shape, *y.shape[1:])
+
     def _draw(self, pairs: Sequence[tuple[int, int]], epoch: int) -> _Epoch:
         count = len(self.split)
         order = permutations([order_key(seed, epoch, stream) for seed, stream in pairs], count, device=self.device)
         if self.augment is None:
-            return _Epoch(order, ())
+            size = order.numel() * self.split.x[0].numel() * self._prepare.dtype.itemsize
+            return _Epoch(order, (), self._gather(order) if size <= GATHERED else None)
 
         def integers(purpose: str, high: int) -> Tensor:
             keys = [hashed_key(seed, purpose, epoch, stream) for seed, stream in pairs]
             return random_integers(keys, count, high, device=self.device)
 
         places = 2 * self.augment.padding + 1
-        return _Epoch(order, (integers("crop row", places), integers("crop column", places), integers("flip", 2) == 1))
+        crops_and_flips = integers("crop row", places), integers("crop column", places), integers("flip", 2) == 1
+        return _Epoch(order, crops_and_flips, None)
 
 
 class Preparation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,12 @@ from torch.nn.utils import get_total_norm
 
 from torchace.engine.network import Cohort, Network, SideBySide
 from torchace.nn import Ensemble
+
+
+def all_well(values: Sequence[Tensor | None]) -> bool:
+    """Whether there is no NaN or Inf in some tensors. False may also mean that a sum overflowed, or nobody may look."""
+    found = [value for value in values if value is not None]
+    return found[0].device.type == "cpu" and all(math.isfinite(norm) for norm in torch._foreach_norm(found))
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -129,6 +129,7 @@ def fit(
     )
     clock = (Clock if ranks is None else Meetings)(stop, None if saving is None else saving.every_seconds)
     before, began = fitted.seconds, time.monotonic()
+    feed = _Feed(batches, seeds, num_members, recipe)
     random = any(isinstance(module, torch.nn.modules.dropout._DropoutNd) for module in network.modules())
 
     def note_failures() -> None:
@@ -152,15 +153,16 @@ def fit(
             save(step)
             raise Interrupted
         epoch, within = batches.locate(step)
-        x, y, weight = _batch(batches, seeds, epoch, within, num_members, recipe)
+        x, y, weight = feed(epoch, within)
         set_learning_rate(optimizer, recipe.learning_rate_at(step))
-        with _masks(random, seeds[0], step, device, ranks):
-            result = stepper(x, y, weight, full * recipe.diversity_share_at(step), active)
+        share = recipe.diversity_share_at(step)
+        with _masks(seeds[0], step, device, ranks) if random else nullcontext():
+            result = stepper(x, y, weight, full if share == 1 else full * share, active)
         tally.add(result, step)
 
         last_of_epoch = within == batches.steps_per_epoch - 1 or step == recipe.steps - 1
         # On the CPU a failed run is seen at once; on a GPU, and of other ranks, nothing is read but now and then.
-        if (device.type == "cpu" and ranks is None) or last_of_epoch or step % 100 == 99:
+        if tally.seen or last_of_epoch or step % 100 == 99:
             note_failures()
             if not bool(active.any()):
                 break
@@ -181,7 +183,7 @@ def fit(
             if steps_due or clock.save:
                 save(step + 1)
                 clock.saved()
-        if all(stopped):
+        if last_of_epoch and not bool(active.any()):
             break
     if stopping is not None:
         stopping.restore(network)
@@ -191,37 +193,40 @@ def fit(
 
 
 @contextmanager
-def _masks(random: bool, seed: int, step: int, device: torch.device, ranks: Ranks | None) -> Iterator[None]:
+def _masks(seed: int, step: int, device: torch.device, ranks: Ranks | None) -> Iterator[None]:
     """Dropout masks as a function of seed and step, so that a run resumes bit for bit; torch's state stays as it was.
 
     Runs with dropout are trained one at a time: masks that several runs drew would depend on who is among them. For the
     same reason every rank has its own.
     """
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], enabled=random):
-        if random:
-            torch.manual_seed(hashed_key(seed, "dropout", step, *([] if ranks is None else [ranks.rank])))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(hashed_key(seed, "dropout", step, *([] if ranks is None else [ranks.rank])))
         yield
 
 
-def _batch(
-    batches: Batches, seeds: Sequence[int], epoch: int, within: int, num_members: int, recipe: Recipe
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Samples, targets and weights: `(R, B, ...)` for batches that members share, else `(R, K, B, ...)`."""
-    distinct = sorted(set(seeds))
-    drawn, streams = distinct, [0] * len(distinct)
-    if recipe.batches != "shared":  # every member a stream of its own
-        drawn = [seed for seed in distinct for _ in range(num_members)]
-        streams = [k for _ in distinct for k in range(num_members)]
-    x, y = batches.batch_many(drawn, epoch, within, streams=streams)
-    weight = batches.weights_many(drawn, epoch, within, streams=streams)
-    # the λ of one seed see the same batch
-    runs = None if list(seeds) == distinct else torch.tensor([distinct.index(s) for s in seeds], device=x.device)
+class _Feed:
+    """The batches of the runs: `(R, B, ...)` where members share them, else `(R, K, B, ...)`."""
 
-    def arranged(part: Tensor) -> Tensor:
-        part = part if recipe.batches == "shared" else part.unflatten(0, (len(distinct), num_members))
-        return part if runs is None else part.index_select(0, runs)
+    def __init__(self, batches: Batches, seeds: Sequence[int], num_members: int, recipe: Recipe) -> None:
+        distinct = sorted(set(seeds))
+        self.batches, self.lead = batches, None if recipe.batches == "shared" else (len(distinct), num_members)
+        self.seeds, self.streams = distinct, [0] * len(distinct)
+        if self.lead is not None:  # every member a stream of its own
+            self.seeds = [seed for seed in distinct for _ in range(num_members)]
+            self.streams = [k for _ in distinct for k in range(num_members)]
+        # the λ of one seed see the same batch
+        places = [distinct.index(seed) for seed in seeds]
+        self.runs = None if list(seeds) == distinct else torch.tensor(places, device=batches.device)
 
-    return arranged(x), arranged(y), None if weight is None else arranged(weight)
+    def __call__(self, epoch: int, within: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Samples, targets and weights."""
+        x, y = self.batches.batch_many(self.seeds, epoch, within, streams=self.streams)
+        weight = self.batches.weights_many(self.seeds, epoch, within, streams=self.streams)
+        return self._arranged(x), self._arranged(y), None if weight is None else self._arranged(weight)
+
+    def _arranged(self, part: Tensor) -> Tensor:
+        part = part if self.lead is None else part.unflatten(0, self.lead)
+        return part if self.runs is None else part.index_select(0, self.runs)
 
 
 class _Tally:
@@ -231,12 +236,16 @@ class _Tally:
         self.num_members, self.ranks = num_members, ranks
         self.sums = torch.zeros(num_runs, dtype=torch.float64, device=device)
         self.steps = 0
+        self.seen = False  # whether the last step had a fault, where that can be seen at once
         self.failed_step = torch.full((num_runs,), -1, device=device)
         self.failed_member = torch.full((num_runs,), -1, device=device)  # K: what members share; see `RankStepper`
 
     def add(self, result: StepResult, step: int) -> None:
-        self.sums += result.score.double()
+        self.sums += result.score
         self.steps += 1
+        self.seen = result.faults is not None and result.faults.device.type == "cpu" and self.ranks is None
+        if result.faults is None:
+            return
         first = (result.faults >= 0) & (self.failed_step < 0)
         self.failed_step = torch.where(first, step, self.failed_step)
         self.failed_member = torch.where(first, result.faults, self.failed_member)

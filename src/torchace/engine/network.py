@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from torchace.nn import StackedEnsemble
 from torchace.nn.base import EnsembleModule
+from torchace.nn.chain import Chain
 
 
 class Network(nn.Module):
@@ -43,9 +45,15 @@ class Cohort(Network):
     def __init__(self, members: Sequence[Sequence[nn.Module]]) -> None:
         super().__init__(len(members), len(members[0]))
         self.stack = StackedEnsemble(member for run in members for member in run)
+        self._chain = Chain.of(self.stack.stacked)  # found once: the stack itself looks again at every call
 
     def forward(self, x: Tensor, *, own: bool = False) -> Tensor:
-        logits = self.stack(x.flatten(0, 1), batches="separate") if own else self.stack(x, batches="grouped")
+        if own:
+            x = x.flatten(0, 1)
+        if self._chain is not None and self._chain.takes(x, own=True):
+            logits = self._chain(x, own=True)
+        else:
+            logits = self.stack(x, batches="separate" if own else "grouped")
         return cast(Tensor, logits.unflatten(0, (self.num_runs, self.num_members)))
 
     def predict(self, x: Tensor) -> Tensor:
@@ -53,7 +61,15 @@ class Cohort(Network):
 
     def ensemble(self, run: int) -> EnsembleModule:
         first = run * self.num_members
-        return StackedEnsemble(self.stack[first + k] for k in range(self.num_members))
+        mine: dict[int, Any] = {}
+        for p in self.stack.parameters():
+            part = p.detach()[first : first + self.num_members].clone()
+            mine[id(p)] = nn.Parameter(part, requires_grad=p.requires_grad)
+        for b in self.stack.buffers():
+            mine[id(b)] = b[first : first + self.num_members].clone()
+        ensemble = copy.deepcopy(self.stack, mine)  # deepcopy takes what is in its memo as the copy
+        ensemble.num_members = self.num_members
+        return ensemble
 
 
 class SideBySide(Network):

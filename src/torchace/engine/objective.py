@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,50 @@ from torch.func import vmap
 
 from torchace.engine.recipe import Recipe
 from torchace.functional import amended_cross_entropy, ensemble_log_probs, ensemble_probs, negative_correlation
+from torchace.functional.closed_form import ace_closed_form, ncl_closed_form
 
 LINKS = {"ace": "softmax", "ncl": "identity"}
+
+
+class Objective(NamedTuple):
+    losses: Tensor  # (R, K): what each member is trained on; not a score
+    score: Tensor  # (R,): cross entropy or squared error, of the ensemble if its members share a batch, else of them
+    gradient: Tensor  # (R, K, B, C): of the active runs' losses in the logits, every member's own
+
+
+def objective_of(
+    logits: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    diversity: Tensor,
+    active: Tensor,
+    mixture: Tensor | None,
+    recipe: Recipe,
+) -> Objective:
+    """What a step needs to know of the loss.
+
+    Args:
+        logits: `(R, K, B, C)`, detached.
+        y: `(R, B)`, or `(R, K, B)` with batches of the members' own; for regression with an axis of outputs at the end.
+        weight: Of the samples, as the first axes of `y`; None where all count alike.
+        diversity: λ of each run, `(R,)`.
+        active: False for a run that was stopped: its gradient is 0, `(R,)`.
+        mixture: What the ensemble predicts on all its members' batches, `(R, K·B, C)`, for exchanged batches.
+        recipe: Which loss.
+    """
+    own = recipe.batches != "shared"
+    if not recipe.detach_others:
+        return _by_autograd(logits, y, weight, diversity, active, mixture, recipe)
+    going = active.to(recipe.dtype).view(-1, *[1] * (1 + own))
+    scale = going / logits.shape[2] if weight is None else going * _shares(weight)
+    if mixture is not None:
+        mixture = mixture.unflatten(1, logits.shape[1:3])
+    if recipe.loss == "ace":
+        smoothing = recipe.label_smoothing
+        form = ace_closed_form(logits, y, diversity, scale, label_smoothing=smoothing, mixture=mixture)
+    else:
+        form = ncl_closed_form(logits, y, diversity, scale, mixture=mixture)
+    return Objective(form.losses, _score(form.scores, weight), form.gradient)
 
 
 def losses_of(
@@ -88,8 +131,12 @@ def mean_over_samples(values: Tensor, weight: Tensor | None) -> Tensor:
     """The mean over the last axis, weighted where samples have weights; 0 where all of them weigh nothing."""
     if weight is None:
         return values.mean(-1)
-    weight = weight.expand_as(values)
-    return (values * weight).sum(-1) / weight.sum(-1).clamp_min(torch.finfo(weight.dtype).tiny)
+    return (values * _shares(weight)).sum(-1)
+
+
+def _shares(weight: Tensor) -> Tensor:
+    """Weights that sum to 1 over the last axis; 0 where all of them are."""
+    return weight / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
 
 
 def over_runs(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
@@ -97,6 +144,34 @@ def over_runs(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
     if values[0].shape[0] == 1:
         return function(*(value[0] for value in values)).unsqueeze(0)
     return vmap(function)(*values)
+
+
+def _score(scores: Tensor, weight: Tensor | None) -> Tensor:
+    """One number a run, `(R,)`, from `(R, B)`, or from `(R, K, B)`: as many ensembles of one member."""
+    if scores.ndim == 3:
+        scores, weight = scores.flatten(1), None if weight is None else weight.flatten(1)
+    return mean_over_samples(scores, weight)
+
+
+def _by_autograd(
+    logits: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    diversity: Tensor,
+    active: Tensor,
+    mixture: Tensor | None,
+    recipe: Recipe,
+) -> Objective:
+    """`objective_of` where gradients flow into the other members: they have no closed form of their own."""
+    own = recipe.batches != "shared"
+    z = logits.detach().requires_grad_()
+    losses = losses_of(z, y, diversity, mixture, recipe)  # (R, K, B)
+    losses = mean_over_samples(losses, weight if own or weight is None else weight[:, None])
+    (gradient,) = torch.autograd.grad(torch.where(active[:, None], losses, 0.0).sum(), z)
+    with torch.no_grad():
+        z = z.to(recipe.dtype)
+        scores = scores_of(z.flatten(1, 2).unsqueeze(1), y.flatten(1, 2), recipe) if own else scores_of(z, y, recipe)
+    return Objective(losses.detach(), _score(scores, weight), gradient)
 
 
 def _coupled(loss: Callable[..., Tensor], share: Tensor, z: Tensor, y: Tensor, d: Tensor, mixture: Tensor) -> Tensor:

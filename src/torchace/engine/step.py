@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchace.engine.faults import faults
+from torchace.engine.faults import all_well, faults
 from torchace.engine.network import Network
-from torchace.engine.objective import losses_of, mean_over_samples, mixture_of, scores_of
+from torchace.engine.objective import mixture_of, objective_of
 from torchace.engine.recipe import Recipe
 
 
 class StepResult(NamedTuple):
     losses: Tensor  # (R, K): what each member was trained on; not a score
     score: Tensor  # (R,): cross entropy or squared error, of the ensemble if its members share a batch, else of them
-    faults: Tensor  # (R,): -1, or the member that became NaN or Inf; K where what they share did
+    faults: Tensor | None  # (R,): -1, or the member that became NaN or Inf; K where what they share did; None: nobody
 
 
 def train_step(
@@ -35,13 +36,15 @@ def train_step(
     with precision_of(x, recipe):
         logits = network(x, own=own)  # (R, K, B, C)
 
-    losses = losses_of(logits, y, diversity, mixture, recipe)  # (R, K, B)
-    losses = mean_over_samples(losses, weight if own or weight is None else weight[:, None])
-    optimizer.zero_grad(set_to_none=True)
-    torch.where(active[:, None], losses, 0.0).sum().backward()  # summed: every member gets its own gradient
-    found = faults(network, logits, losses)
+    losses, score, gradient = objective_of(logits.detach(), y, weight, diversity, active, mixture, recipe)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in parameters:
+        p.grad = None
+    logits.backward(gradient)  # every member its own
+    well = all_well([logits.detach(), losses, *(p.grad for p in parameters)])
+    found = None if well else faults(network, logits, losses)
     optimizer.step()
-    return StepResult(losses.detach(), _score(logits, y, weight, own, recipe), found)
+    return StepResult(losses, score, found)
 
 
 @torch.no_grad()
@@ -55,15 +58,8 @@ def common_mixture(network: Network, x: Tensor, recipe: Recipe) -> Tensor:
     return mixture_of(logits, recipe)
 
 
-@torch.no_grad()
-def _score(logits: Tensor, y: Tensor, weight: Tensor | None, own: bool, recipe: Recipe) -> Tensor:
-    logits = logits.detach().to(recipe.dtype)
-    if own:  # every member on its own batch: as many ensembles of one
-        logits, y = logits.flatten(1, 2).unsqueeze(1), y.flatten(1, 2)
-        weight = None if weight is None else weight.flatten(1, 2)
-    return mean_over_samples(scores_of(logits, y, recipe), weight)
-
-
-def precision_of(x: Tensor, recipe: Recipe) -> torch.autocast:
+def precision_of(x: Tensor, recipe: Recipe) -> AbstractContextManager[object]:
     """What the network is computed in."""
-    return torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=recipe.precision == "bf16")
+    if recipe.precision != "bf16":
+        return nullcontext()
+    return torch.autocast(x.device.type, dtype=torch.bfloat16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -80,7 +81,9 @@ class Trained:
 
     def ensemble(self, run: int) -> StackedEnsemble:
         """One run's ensemble, by itself."""
-        return StackedEnsemble(self.network.ensemble(run).unstack(), link=LINKS[self.recipe.loss])  # type: ignore[operator]
+        ensemble = cast(StackedEnsemble, self.network.ensemble(run))
+        ensemble.link = LINKS[self.recipe.loss]
+        return ensemble
 
 
 def train_members(
