@@ -5,7 +5,8 @@
 Every rank has one member of a million parameters and a batch of 128. Contenders are the same processes in turns:
 *silent* trains each member by itself; *members* exchanges the mixture, a tensor (128, 10), in every step; *gradients*
 exchanges as many numbers as a member has parameters, as data parallel training does. A timing begins when all ranks are
-there and ends with the slowest of them. Target: *members* below 1.10 of *silent* at two ranks.
+there and ends with the slowest of them. Target: *members* below 1.10 of *silent* at two ranks. With `--bound` every
+rank has a core and real-time scheduling (it takes the right to ask for that).
 
 The projection is arithmetic, not a measurement: `exchange_seconds` and the bandwidths below.
 """
@@ -87,9 +88,12 @@ def contenders(count: int) -> dict[str, Callable[[], None]]:
     return found
 
 
-def work(rank: int, count: int, store: str, rounds: int, results: Any) -> None:
+def work(rank: int, count: int, store: str, rounds: int, results: Any, bound: bool) -> None:
     """One rank: every contender in turns, all ranks at the same time."""
     torch.set_num_threads(1)
+    if bound:  # before gloo starts its threads, which inherit it
+        os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
     steps = contenders(count)
     names = list(steps)
@@ -109,13 +113,13 @@ def work(rank: int, count: int, store: str, rounds: int, results: Any) -> None:
     dist.destroy_process_group()
 
 
-def measured(count: int, rounds: int) -> dict[str, list[float]]:
+def measured(count: int, rounds: int, bound: bool) -> dict[str, list[float]]:
     """Seconds a step of each contender on so many ranks."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        ranks = [context.Process(target=work, args=(r, count, store, rounds, results)) for r in range(count)]
+        ranks = [context.Process(target=work, args=(r, count, store, rounds, results, bound)) for r in range(count)]
         for process in ranks:
             process.start()
         seconds: dict[str, list[float]] = results.get(timeout=600)
@@ -126,16 +130,22 @@ def measured(count: int, rounds: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = measure.arguments(__doc__.split("\n")[0])
+    parser.add_argument(
+        "--bound",
+        action="store_true",
+        help="a core and real-time scheduling for every rank: a thread that is woken runs at once",
+    )
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     started, rounds = time.perf_counter(), given.rounds or (2 if given.quick else 100)
     parameters = sum(p.numel() for p in mlp(INPUTS, HIDDEN, CLASSES).parameters())
     results: dict[str, Any] = {"environment": measure.environment(), "parameters": parameters, "ranks": {}}
+    results["bound"] = given.bound
     results["environment"]["threads"] = 1  # of a rank
     rows = []
     sent = {"silent": 0, "members": 4 * BATCH * CLASSES, "gradients": 4 * parameters}
     for count in RANKS:
-        compared = measure.compared(measured(count, rounds), to="silent")
+        compared = measure.compared(measured(count, rounds, given.bound), to="silent")
         results["ranks"][str(count)] = compared
         for name, found in compared.items():
             target = ""
