@@ -6,9 +6,8 @@ Five-fold cross validation, repeated with other folds and other seeds. Every mod
 `StandardScaler` and sees the same folds. The comparison that counts is the same ensemble at λ=0: same members, same
 initial weights, same order of samples, same budget; its intervals are those of Nadeau and Bengio's corrected resampled
 t test (folds share training samples, so a plain t interval would be too short). `auto` searches λ inside each training
-fold, in the first repeat alone and not on digits: it trains some forty ensembles for each fit. Nothing was tuned on
-these scores but the estimators' defaults, which were chosen beforehand by a coarse look at three learning rates and
-numbers of epochs on the same tables.
+fold: it trains some forty ensembles for each fit. Nothing was tuned on these scores but the estimators' defaults, which
+were chosen beforehand by a coarse look at three learning rates and numbers of epochs on the same tables.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def cross_validated(name: str, repeats: int, quick: bool, *, auto: bool) -> dict
     for repeat in range(repeats):
         for train, test in kind(FOLDS, shuffle=True, random_state=repeat).split(X, y):
             for label, model in models(is_regression, quick).items():
-                if label == "λ auto" and (not auto or repeat > 0 or name == "digits"):
+                if label == "λ auto" and not auto:
                     continue
                 pipeline = make_pipeline(StandardScaler(), clone(model))
                 if "random_state" in model.get_params():
