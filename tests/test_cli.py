@@ -10,13 +10,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
 import torchace
+from tests.cli_cases import Invoke, Outcome
 from tests.runs.cases import command, ledger_of, leftovers, poison
 from torchace import cli
 from torchace.data import DataError, load
@@ -42,28 +43,6 @@ learning_rate = 0.01
 diversities = [0.0, 0.5]
 seeds = [0, 1]
 """
-
-
-class Outcome(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-class Invoke:
-    """Calls `torchace.cli.main` as if it had been typed."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.monkeypatch, self.capsys = monkeypatch, capsys
-
-    def __call__(self, *arguments: object) -> Outcome:
-        self.monkeypatch.setattr(sys, "argv", ["torchace", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        captured = self.capsys.readouterr()
-        code = caught.value.code
-        assert code is None or isinstance(code, int)
-        return Outcome(code or 0, captured.out, captured.err)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchace.kernels import ace_gpu
+from torchace.kernels import ace_triton
 
 POINTERS = {
     "values": "*fp32",
@@ -72,14 +72,14 @@ def compiled(kernel: Any, dtype: str, warps: int, **constants: Any) -> None:
 def main() -> None:
     for options in OPTIONS:
         sizes = {"MEMBERS": 10, "CLASSES": 100, "SOME_MEMBERS": 16, "SOME_CLASSES": 128}
-        compiled(ace_gpu._whole, "bf16", 4, **sizes, SOME=2, **options)
+        compiled(ace_triton._whole, "bf16", 4, **sizes, SOME=2, **options)
         for stage, span, spans in ((0, 128, 1), (1, 128, 3), (2, 128, 3)):
             blocks = {"STAGE": stage, "SPAN": span, "SPANS": spans, "SOME_SPANS": 4 if spans > 1 else 1}
-            compiled(ace_gpu._in_blocks, "bf16", 4, **sizes, **blocks, **options)
+            compiled(ace_triton._in_blocks, "bf16", 4, **sizes, **blocks, **options)
     for dtype in ("fp32", "fp16"):
-        compiled(ace_gpu._whole, dtype, 4, MEMBERS=5, CLASSES=10, SOME_MEMBERS=8, SOME_CLASSES=16, SOME=16)
-    compiled(ace_gpu._counts, "bf16", 4, WEIGHTED=True, BLOCK=1024)
-    compiled(ace_gpu._multiplied, "bf16", 4, BLOCK=4096)
+        compiled(ace_triton._whole, dtype, 4, MEMBERS=5, CLASSES=10, SOME_MEMBERS=8, SOME_CLASSES=16, SOME=16)
+    compiled(ace_triton._counts, "bf16", 4, WEIGHTED=True, BLOCK=1024)
+    compiled(ace_triton._multiplied, "bf16", 4, BLOCK=4096)
 
 
 if __name__ == "__main__":
