@@ -45,7 +45,7 @@ def composite(logits: Tensor, target: Tensor) -> Tensor:
     log_q = logits.log_softmax(2)
     q = log_q.detach().exp()
     others = (q.sum(0) - q) / num_members
-    fit = -log_q[:, torch.arange(num_samples), target].mean(1)
+    fit = -log_q[:, torch.arange(num_samples, device=target.device), target].mean(1)
     difference = -(others * log_q).sum(2).mean(1)
     return (fit - DIVERSITY * difference).sum()
 

@@ -1,5 +1,6 @@
 """Settings that all tests share."""
 
+import importlib.util
 import os
 
 import torch
@@ -8,6 +9,8 @@ from hypothesis import HealthCheck, settings
 # Read once, when Triton is first imported, by whichever test comes first: without a GPU its kernels are interpreted.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if importlib.util.find_spec("triton") is not None:
+        from tests.support import triton_interpreter  # noqa: F401
 
 # Tensors of a few elements: a second thread has nothing to do but to be waited for.
 torch.set_num_threads(1)

@@ -12,6 +12,7 @@ from torchace.engine.checkpoint import weights_digest
 from torchace.engine.network import Cohort, SideBySide
 from torchace.engine.recipe import Recipe
 from torchace.nn import SMOC, Ensemble
+from torchace.kernels import available
 from torchace.runs import build
 from torchace.runs.build import build_network, can_share, can_stack, describe_network, recipe_of
 from torchace.runs.config import Arm, TrainSection
@@ -76,7 +77,7 @@ def test_only_residual_smoc_on_a_gpu_with_triton_goes_abreast(monkeypatch: pytes
         return build._can_go_abreast(one, [build._ensemble(one.model, DIGITS, seed) for seed in (7, 8)], device)
 
     residual = {"kind": "smoc", "network": "resnet"}
-    monkeypatch.setattr(build, "find_spec", lambda name: object())
+    monkeypatch.setattr(available, "_known", lambda device: True)
     assert goes(residual)
     assert goes({**residual, "rank": 2}, "cuda:1")
     assert not goes(residual, "cpu")
@@ -85,7 +86,7 @@ def test_only_residual_smoc_on_a_gpu_with_triton_goes_abreast(monkeypatch: pytes
     assert not goes({**residual, "kind": "separate"})
     assert not goes({**residual, "kind": "branch"})
     assert not goes({"kind": "smoc"})
-    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    monkeypatch.setattr(available, "_known", lambda device: False)
     assert not goes(residual)
 
 

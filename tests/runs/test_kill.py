@@ -227,22 +227,16 @@ def test_a_second_command_is_refused_by_name(
 
 
 def test_a_lock_dies_with_its_process(tmp_path: Path) -> None:
-    holder = subprocess.Popen(
-        [
-            *(sys.executable, "-c"),
-            "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); "
-            "sys.stdin.read()",
-            str(tmp_path / "lock"),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+    code = (
+        "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); "
+        "sys.stdin.read()"
     )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "held\n"
-    with pytest.raises(LedgerError, match="is at work"), Ledger(tmp_path).locked():
-        pass
-    holder.kill()
-    holder.communicate()
+    arguments = [sys.executable, "-c", code, str(tmp_path / "lock")]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(LedgerError, match="is at work"), Ledger(tmp_path).locked():
+            pass
+        holder.kill()
     with Ledger(tmp_path).locked():
         pass

@@ -552,8 +552,8 @@ class Driving:
         else:
             self.process = command(*arguments, **options)
 
-    def wait_until(self, condition: Callable[[], object]) -> bool:
-        """Whether the condition came true before the process ended; looked at again and again."""
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Looks again and again until the condition is true, while the process lives."""
         give_up = time.monotonic() + PATIENCE
         while not condition():
             assert time.monotonic() < give_up, "the process does not get there"
@@ -561,8 +561,7 @@ class Driving:
                 self.process.wait(0.02)
             except subprocess.TimeoutExpired:
                 continue
-            return False
-        return True
+            raise AssertionError(f"the process ended with {self.end()}")
 
     def checkpoints(self) -> set[Path]:
         return set(self.directory.glob("checkpoints/*/state-*.safetensors"))
@@ -573,6 +572,10 @@ class Driving:
     def end(self) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, out, err
+
+    def close(self) -> None:
+        with self.process:  # its pipes are closed, whether it is killed now or has ended long ago
+            self.process.kill()
 
 
 @pytest.fixture
@@ -586,9 +589,7 @@ def drive(sweep_file: Path, tmp_path: Path) -> Iterator[Callable[..., Driving]]:
 
     yield start
     for driver in drivers:
-        if driver.process.poll() is None:
-            driver.process.kill()
-            driver.process.communicate()
+        driver.close()
 
 
 def ended_whole(driver: Driving, undisturbed: dict[str, Any], already: int = 0) -> None:
@@ -607,14 +608,14 @@ def test_a_driver_is_killed_and_stopped_and_repeated_from_outside(
     nodes: Nodes, drive: Callable[..., Driving], undisturbed: dict[str, Any]
 ) -> None:
     driver = drive(nodes.address, held=True)
-    assert driver.wait_until(lambda: driver.results() and driver.checkpoints())
+    driver.wait_until(lambda: driver.results() and driver.checkpoints())
     driver.process.kill()
     assert driver.end()[0] == -signal.SIGKILL
     kept = {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in driver.results()}
     before = driver.checkpoints()
 
     driver = drive("auto", held=True, RAY_ADDRESS=nodes.address)
-    assert driver.wait_until(lambda: driver.checkpoints() - before)
+    driver.wait_until(lambda: driver.checkpoints() - before)
     driver.process.terminate()
     code, _, err = driver.end()
     assert code == cli.INTERRUPTED
@@ -631,7 +632,7 @@ def test_a_cluster_of_this_machine_goes_with_its_driver(
 ) -> None:
     with short_folder() as folder:
         driver = drive("local", held=True, RAY_TMPDIR=folder)
-        assert driver.wait_until(driver.checkpoints)
+        driver.wait_until(driver.checkpoints)
         os.killpg(driver.process.pid, signal.SIGINT)  # as a terminal does: to all processes
         code, _, err = driver.end()
         assert (code, err.partition(".")[0]) == (cli.INTERRUPTED, "Interrupted")

@@ -10,7 +10,9 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchace.kernels import ace_triton
+from torchace.kernels.ace_blocks import _in_blocks
+from torchace.kernels.ace_pieces import _counts, _multiplied
+from torchace.kernels.ace_whole import _whole
 
 POINTERS = {
     "values": "*fp32",
@@ -38,12 +40,17 @@ PLAIN = {
     "BY": False,
     "ON_DEVICE": False,
     "ACC": tl.float32,
+    "SMOOTHED": False,
+    "FAST": True,
+    "STAGES": 1,
+    "ALONE": False,
+    "VECTOR": 4,
     "logits_c": 1,
     "gradient_c": 1,
 }
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"PROBABILITIES": True, "WEIGHTED": True, "COUNT": 3},
+    {"PROBABILITIES": True, "WEIGHTED": True, "SMOOTHED": True, "COUNT": 3},
     {"WEIGHTED": True, "UNIFORM": False, "SCALE": True, "COUNT": 0, "ON_DEVICE": True},
     {"MIXTURE": True, "UNIFORM": False, "BY": True, "COUNT": 2},
     {"WRITE": False},
@@ -71,15 +78,15 @@ def compiled(kernel: Any, dtype: str, warps: int, **constants: Any) -> None:
 
 def main() -> None:
     for options in OPTIONS:
-        sizes = {"MEMBERS": 10, "CLASSES": 100, "SOME_MEMBERS": 16, "SOME_CLASSES": 128}
-        compiled(ace_triton._whole, "bf16", 4, **sizes, SOME=2, **options)
+        sizes = {"MEMBERS": 10, "CLASSES": 100, "MOST": 8, "REST": 2, "SOME_CLASSES": 128}
+        compiled(_whole, "bf16", 4, **sizes, SOME=2, **({"STAGES": 3} | options))
         for stage, span, spans in ((0, 128, 1), (1, 128, 3), (2, 128, 3)):
             blocks = {"STAGE": stage, "SPAN": span, "SPANS": spans, "SOME_SPANS": 4 if spans > 1 else 1}
-            compiled(ace_triton._in_blocks, "bf16", 4, **sizes, **blocks, **options)
+            compiled(_in_blocks, "bf16", 4, **sizes, **blocks, **options)
     for dtype in ("fp32", "fp16"):
-        compiled(ace_triton._whole, dtype, 4, MEMBERS=5, CLASSES=10, SOME_MEMBERS=8, SOME_CLASSES=16, SOME=16)
-    compiled(ace_triton._counts, "bf16", 4, WEIGHTED=True, BLOCK=1024)
-    compiled(ace_triton._multiplied, "bf16", 4, BLOCK=4096)
+        compiled(_whole, dtype, 4, MEMBERS=5, CLASSES=10, MOST=4, REST=1, SOME_CLASSES=16, SOME=16, ALONE=True)
+    compiled(_counts, "bf16", 4, WEIGHTED=True, BLOCK=1024)
+    compiled(_multiplied, "bf16", 4, BLOCK=4096)
 
 
 if __name__ == "__main__":

@@ -36,17 +36,25 @@ class ForkServer:
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert self._line() == "ready"
+        self.running: dict[int, Command] = {}
+        if self._line() != "ready":
+            self.close()
+            raise AssertionError("the server does not start")
 
     def start(self, *arguments: object, folder: Path, **options: Any) -> Command:
         """A command in a folder; for options see `_child`."""
         for name in ("stdout", "stderr"):
             (folder / name).write_text("")
         self._say({"arguments": [str(a) for a in arguments], "folder": str(folder), **options})
-        return Command(self, int(self._line()), folder)
+        command = Command(self, int(self._line()), folder)
+        self.running[command.pid] = command
+        return command
 
     def close(self) -> None:
-        self.process.communicate()
+        """Kills what a failed test left, and ends."""
+        with self.process:  # its pipes are closed, whatever happens: that ends it
+            for command in list(self.running.values()):
+                command.end(signal.SIGKILL)
 
     def _say(self, content: Any) -> None:
         assert self.process.stdin is not None
@@ -80,6 +88,7 @@ class Command:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
         os.close(self._ended)
+        del self.server.running[self.pid]
         self.server._say({"wait": self.pid})
         code = int(self.server._line())
         return code, *((self.folder / name).read_text() for name in ("stdout", "stderr"))

@@ -33,7 +33,7 @@ def held_sweep(must_wait: Callable[[str, int], bool]) -> type:
             def waiting() -> bool:
                 nonlocal made
                 made += 1
-                told = (made, arm.train.steps, [0.0])
+                told = (made, arm.train.steps, [0.0] * len(job.runs))  # perhaps the first that the driver hears of it
                 while made >= FREE and not watcher.stopping and must_wait(job.id, watcher.attempt):
                     watcher.stopping = ray.get(watcher.mailbox.tell.remote(job.id, watcher.attempt, told))
                     threading.Event().wait(0.02)  # a busy worker would keep others from their work

@@ -31,22 +31,23 @@ def faults(network: Network, logits: Tensor, losses: Tensor) -> Tensor:
         logits: `(R, K, B, C)`.
         losses: `(R, K)`.
     """
-    found = _first(_in_gradients(network))
-    for bad in (~torch.isfinite(losses), ~torch.isfinite(logits.sum((2, 3)))):  # a sum keeps NaN and Inf
-        found = torch.where(bad.any(1), _first(bad), found)
+    gradients = _in_gradients(network)
+    others = [torch.nn.functional.pad(sums, (0, 1)) for sums in (losses, logits.sum((2, 3)).to(losses))]
+    sums = torch.stack([gradients.to(losses), *others])  # a sum keeps NaN and Inf
+    bad = (sums - sums) != 0  # (3, R, K + 1); fewer kernels than isfinite
+    seen, first = bad.any(2), bad.int().argmax(2)
+    found = torch.where(seen[0], first[0], -1)
+    for source in (1, 2):
+        found = torch.where(seen[source], first[source], found)
     return found
 
 
-def _first(bad: Tensor) -> Tensor:
-    return torch.where(bad.any(1), bad.int().argmax(1), -1)
-
-
 def _in_gradients(network: Network) -> Tensor:
-    """`(R, K + 1)`: in the gradients of each member's own parameters, and of those that members share."""
+    """`(R, K + 1)`, not finite where the gradients of a member's own parameters, or of what members share, are not."""
     if isinstance(network, Cohort):
-        sums = [p.grad.reshape(p.shape[0], -1).sum(1) for p in network.parameters() if p.grad is not None]
-        own = ~torch.isfinite(torch.stack(sums)).all(0).view(network.num_runs, network.num_members)
-        return torch.cat([own, torch.zeros_like(own[:, :1])], 1)
+        own = [p.grad.reshape(p.shape[0], -1).sum(1) for p in network.parameters() if p.grad is not None]
+        total = torch.stack(own).sum(0).view(network.num_runs, network.num_members)
+        return torch.nn.functional.pad(total, (0, 1))
     if isinstance(network, SideBySide):
         return torch.stack([_of_ensemble(ensemble, network.num_members) for ensemble in network.ensembles])
     raise TypeError(f"{type(network).__name__} does not say whose its gradients are.")
@@ -57,8 +58,9 @@ def _of_ensemble(ensemble: nn.Module, num_members: int) -> Tensor:
     own = [[p.grad for p in member.parameters() if p.grad is not None] for member in members]
     known = {id(grad) for grads in own for grad in grads}
     shared = [p.grad for p in ensemble.parameters() if p.grad is not None and id(p.grad) not in known]
-    bad = torch.zeros(num_members + 1, dtype=torch.bool, device=next(ensemble.parameters()).device)
+    first = next(ensemble.parameters())
+    largest = torch.zeros(num_members + 1, dtype=first.dtype, device=first.device)
     for place, grads in (*enumerate(own), (num_members, shared)):
         if grads:
-            bad[place] = ~torch.isfinite(get_total_norm(grads, norm_type=math.inf))
-    return bad
+            largest[place] = get_total_norm(grads, norm_type=math.inf)
+    return largest

@@ -8,11 +8,9 @@ launch. For anything else they leave it to the composite.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,11 +21,10 @@ from torch.autograd import forward_ad
 from torchace import _checks
 from torchace.functional._members import along_members, compute_dtype
 from torchace.kernels import ace_cpu
+from torchace.kernels.available import runs_kernels
 from torchace.kernels.terms import Terms
 
 MOST_MEMBERS = 1024  # that the GPU's kernel takes
-# The GPU's kernel was compiled for an H200 and interpreted in float64, but has not run on a GPU: until then on request.
-FUSED = os.environ.get("TORCHACE_FUSED_LOSS") == "1"
 
 
 def amended_cross_entropy(
@@ -234,8 +231,7 @@ def _fits_cpu(logits: Tensor, target: Tensor, options: _Options) -> bool:
 def _fits_gpu(logits: Tensor, target: Tensor, options: _Options) -> bool:
     """Whether the kernel can have it: a plain CUDA tensor, compiled or not, that no transform wraps."""
     return (
-        FUSED
-        and logits.device.type == "cuda"
+        logits.device.type == "cuda"
         and target.device == logits.device
         and options.reduction != "none"
         and options.detach_others
@@ -247,13 +243,8 @@ def _fits_gpu(logits: Tensor, target: Tensor, options: _Options) -> bool:
         # seen by torch.compile too, which would lose an operator's own gradient under a transform
         and not torch._C._are_functorch_transforms_active()
         and (torch.compiler.is_compiling() or forward_ad.unpack_dual(logits).tangent is None)
-        and has_triton()
+        and runs_kernels(logits.device)
     )
-
-
-@cache
-def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _on_gpu(logits: Tensor, target: Tensor, options: _Options) -> Tensor:

@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from torchace import _checks
 from torchace.functional._members import compute_dtype
-from torchace.functional.ace import FUSED, MOST_MEMBERS, amended_cross_entropy, has_triton
+from torchace.functional.ace import MOST_MEMBERS, amended_cross_entropy
+from torchace.kernels.available import runs_kernels
 from torchace.kernels.terms import Terms
 
 Gradients = list[Tensor | None]  # in features, weights and bias
@@ -270,8 +271,7 @@ def _fits_gpu(
     given = [features, head_weight, target] if head_bias is None else [features, head_weight, head_bias, target]
     lowered = _product_dtype(features) != features.dtype
     return (
-        FUSED
-        and features.is_cuda
+        features.is_cuda
         and all(type(value) in (Tensor, torch.nn.Parameter) and value.device == features.device for value in given)
         and not target.is_floating_point()
         and head_weight.dtype == (torch.float32 if lowered else features.dtype)
@@ -279,9 +279,7 @@ def _fits_gpu(
         and head_weight.numel() > 0
         and len(head_weight) <= MOST_MEMBERS
         and type(ignore_index) is int
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(features.device) >= (8, 0)
-        and has_triton()
+        and runs_kernels(features.device)
     )
 
 

@@ -1,7 +1,8 @@
-"""The kernels of `ace_triton`, launched: which of them, with which tiles, for the logits and options at hand."""
+"""The kernels of the amended cross entropy, launched: which of them, with which tiles, for what is at hand."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -9,15 +10,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchace.kernels.ace_triton import _counts, _in_blocks, _multiplied, _whole
+from torchace.kernels.ace_blocks import _in_blocks
+from torchace.kernels.ace_pieces import _counts, _multiplied
+from torchace.kernels.ace_whole import _whole
 
-ON_CHIP = 1 << 14  # logits of a program, members and classes filled up to powers of two
-ONE_PROGRAM = 1 << 14  # so few in all are left to one: it needs nobody to add up
-READ_TWICE = 1 << 16  # logits of a sample that one program reads twice: the second time they are still in the L2 cache
+# Measured on an H200 (docs/results/speed.md).
+HELD, HELD_OF_BLOCK = 96, 48  # logits of a thread where a sample's are read once, and where block by block
+MOST_HELD = 64  # of many members' a thread has but some
+FEWEST_WARPS, MOST_THREADS = 4, 128  # for a sample that is read once
+FEW_MEMBERS = 4
+BY_FEW, BY_MANY = (8, 64), (4, 128)  # warps of a program that reads in blocks and registers of its threads, by members
+ONE_PROGRAM = 1 << 15  # so few logits in all are left to one program
+READ_TWICE = 1 << 17  # logits of a sample that one program reads twice: the second time they are still in the cache
 SPAN = 1 << 15  # logits that a program reads where several share a sample
-SOME_LOGITS = 1 << 12  # of several samples, in one program
-BLOCK_LOGITS = 1 << 13  # that a program takes at once where it reads them in blocks
 COUNTED = 2048  # so many targets are counted by every program for itself
+PROGRAMS = 6  # on a multiprocessor, where a sample's logits are read once; the others' samples come after theirs
+STAGES, STAGED = 3, 96 << 10  # how many rounds of loads are under way, unless they need more bytes than this
 FEW = 1 << 20  # numbers that torch multiplies faster than a kernel here starts
 
 
@@ -43,18 +51,19 @@ def value_and_gradient(
     members, samples, classes = logits.shape
     target, acc = options.target, torch.float64 if logits.dtype == torch.float64 else torch.float32
     gradient = torch.empty_like(logits) if want_gradient else logits
-    some_members, some_classes = triton.next_power_of_2(members), triton.next_power_of_2(classes)
-    tile = some_members * some_classes
+    most, rest = _powers(members)
+    some_classes = _power(classes)
+    tile = (most + rest) * some_classes
     counts, count, block, blocks = logits, 0, 1, 1
     if not options.mean or options.scale is not None:
         pass
     elif target.is_floating_point():
         count = 3
     elif samples <= COUNTED:
-        count, blocks = 2, triton.next_power_of_2(samples)
+        count, blocks = 2, _power(samples)
     else:
-        block = max(1024, triton.next_power_of_2(triton.cdiv(samples, 256)))
-        count, blocks = 1, triton.cdiv(samples, block)
+        block = max(1024, _power(_parts(samples, 256)))
+        count, blocks = 1, _parts(samples, block)
         counts = torch.empty(blocks, dtype=acc, device=logits.device)
         weighted = options.weight is not None
         weight = options.weight if weighted else counts
@@ -69,7 +78,7 @@ def value_and_gradient(
             WEIGHTED=weighted,
             BLOCK=block,
         )
-        blocks = triton.next_power_of_2(blocks)
+        blocks = _power(blocks)
     align = _alignment(logits, gradient)
     common = _arguments(logits, gradient, options, counts, by, align)
     flags: dict[str, Any] = {
@@ -88,29 +97,42 @@ def value_and_gradient(
         "BY": by is not None,
         "ON_DEVICE": options.diversity is not None,
         "ACC": tl.float64 if acc == torch.float64 else tl.float32,
-        "SOME_MEMBERS": some_members,
+        "SMOOTHED": options.label_smoothing != 0,
+        "FAST": acc == torch.float32 and not triton.knobs.runtime.interpret,
+        "MOST": most,
+        "REST": rest,
     }
-    if tile <= ON_CHIP:
-        some = triton.next_power_of_2(samples)
-        if some * tile > ONE_PROGRAM:
-            some = max(1, min(some, SOME_LOGITS // tile))
-        programs = triton.cdiv(samples, some)
-        values = torch.empty(programs, dtype=acc, device=logits.device)
-        _whole[(programs,)](
-            logits, gradient, values, *common, **flags, SOME=some, SOME_CLASSES=some_classes,
-            num_warps=_warps(some * tile),
+    # The compiler gives a thread what it reads at once of every member, then other samples or classes to other threads.
+    vector = min(align, 16 // logits.element_size(), some_classes)
+    threads = _parts(some_classes, vector)  # for a sample
+    if members * vector <= HELD and threads <= MOST_THREADS:
+        warps = max(FEWEST_WARPS, threads // 32)
+        some = min(_power(samples), max(1, 32 * warps // threads))
+        alone = _power(samples) * tile <= ONE_PROGRAM
+        if alone:
+            some, warps = _power(samples), 16
+        values = torch.empty(() if alone else samples, dtype=acc, device=logits.device)
+        staged = 2 * some * tile * logits.element_size() <= STAGED and not alone
+        _whole[(min(_parts(samples, some), PROGRAMS * _multiprocessors(logits.device)),)](
+            logits, gradient, values, *common, **flags, SOME=some, SOME_CLASSES=some_classes, ALONE=alone,
+            STAGES=STAGES if staged else 1, num_warps=warps,
         )  # fmt: skip
-        return (values[0] if programs == 1 else values.sum()), (gradient if want_gradient else None)
-    some_classes = max(16, BLOCK_LOGITS // some_members)
-    flags |= {"SOME_CLASSES": some_classes, "num_warps": _warps(some_members * some_classes)}
-    if members * classes <= READ_TWICE:
-        span, spans = triton.cdiv(classes, some_classes) * some_classes, 1
-    else:
-        span = triton.cdiv(max(some_classes, SPAN // some_members), some_classes) * some_classes
-        spans = triton.cdiv(classes, span)
+        return (values if alone else values.sum()), (gradient if want_gradient else None)
+    spread = members * classes > READ_TWICE
+    vector = min(vector, 4) if spread else vector
+    while vector > 2 and members * vector > HELD_OF_BLOCK:
+        vector //= 2
+    warps, registers = BY_FEW if members <= FEW_MEMBERS and not spread else BY_MANY
+    shares = _power(_parts(members * vector, MOST_HELD))  # threads that have the same classes, of other members
+    some_classes = min(some_classes, max(1, 32 * warps // shares) * vector)
+    flags |= {"SOME_CLASSES": some_classes, "num_warps": max(1, min(warps, shares * some_classes // (32 * vector)))}
+    if members * vector <= HELD_OF_BLOCK:
+        flags["maxnreg"] = registers
+    span = _parts(min(classes, SPAN // members) if spread else classes, some_classes) * some_classes
+    spans = _parts(classes, span)
     values = torch.empty(samples * spans, dtype=acc, device=logits.device)
     statistics = values if spans == 1 else torch.empty((samples, spans, 3, members), dtype=acc, device=logits.device)
-    flags |= {"SPAN": span, "SPANS": spans, "SOME_SPANS": triton.next_power_of_2(spans)}
+    flags |= {"SPAN": span, "SPANS": spans, "SOME_SPANS": _power(spans), "VECTOR": vector, "STAGES": 1}
     for stage in (0,) if spans == 1 else (1, 2):
         _in_blocks[(samples, spans)](
             logits, gradient, values, *common, **flags, statistics=statistics, STAGE=stage
@@ -122,13 +144,29 @@ def multiplied(gradient: Tensor, by: Tensor) -> Tensor:
     """A gradient as `value_and_gradient` makes it, dense, times a number on the device, in place."""
     if gradient.numel() < FEW:
         return gradient.mul_(by)
-    block = 4096
-    _multiplied[(triton.cdiv(gradient.numel(), block),)](gradient, by, gradient.numel(), BLOCK=block)
+    block, most = 4096, 8 * _multiprocessors(gradient.device)
+    _multiplied[(min(most, _parts(gradient.numel(), block)),)](gradient, by, gradient.numel(), BLOCK=block)
     return gradient
 
 
-def _warps(elements: int) -> int:
-    return max(1, min(16, elements // 1024))
+def _power(count: int) -> int:
+    """The next power of two. Triton's own function takes 4 µs, for what kernels may do with it."""
+    return 1 << (count - 1).bit_length()
+
+
+def _parts(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _powers(members: int) -> tuple[int, int]:
+    """Two powers of two, or one and 0, that have room for all members and for few besides."""
+    most = 1 << (members.bit_length() - 1)
+    return most, 0 if members == most else _power(members - most)
 
 
 def _alignment(*tensors: Tensor) -> int:

@@ -31,9 +31,9 @@ class Terms:
         """Known to be zero without looking into a tensor."""
         return not isinstance(self.diversity, Tensor) and self.diversity == 0
 
-    def weighted_target(self, num_classes: int, piece: slice = slice(None)) -> Tensor:
+    def weighted_target(self, num_classes: int, piece: slice | None = None) -> Tensor:
         """w∘p after label smoothing, `(N, C, ...)`, of all samples or a piece of them."""
-        p = self.target[piece]
+        p = self.target if piece is None else self.target[piece]
         if not self.has_probabilities:
             classes = torch.arange(num_classes, device=p.device).reshape(-1, *[1] * (p.ndim - 1))
             p = (p.unsqueeze(1) == classes).to(self.alpha.dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from torchace.data import Dataset, hashed_key
 from torchace.engine.abreast import Abreast
 from torchace.engine.network import Cohort, Network, SideBySide
 from torchace.engine.recipe import Recipe
+from torchace.kernels.available import runs_kernels
 from torchace.models import cifar_resnet, mlp
 from torchace.nn import SMOC, Ensemble
 from torchace.nn.base import EnsembleModule
@@ -49,8 +49,7 @@ def build_network(arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.d
 
 
 def _can_go_abreast(arm: Arm, ensembles: Sequence[EnsembleModule], device: torch.device | str) -> bool:
-    on_gpu = torch.device(device).type == "cuda" and find_spec("triton") is not None
-    return on_gpu and not arm.train.compile and Abreast.takes(ensembles)
+    return runs_kernels(torch.device(device)) and not arm.train.compile and Abreast.takes(ensembles)
 
 
 def recipe_of(train: TrainSection, steps_per_epoch: int) -> Recipe:

@@ -1,0 +1,419 @@
+"""Table 1 on one GPU: all its runs as one network, against its members one by one.
+
+    TORCHACE_DATA=... python benchmarks/bench_table1_gpu.py --out docs/results/bench_table1_gpu.json
+
+6 λ x 10 seeds x 5 members, one hidden layer, MNIST, 10 epochs in batches of 128 that the members of a run share, Adam.
+`cohort` is one network of 300 members (`engine.fit`), whose step becomes a CUDA graph; its training is timed whole, the
+test set is scored after it; once more with products in TF32. The others train one run, and a slice of its steps is
+timed: `run` by `engine.fit` too, `members` with 5 plain modules, each with a backward and a fused Adam of its own,
+coupled by their mean prediction, once with the library's loss and once with one written by hand. They are EXTRAPOLATED
+to 60 runs and all steps. All start warm, and no time holds the building of networks. Targets: at most 4 s, at least 50
+times faster than the members.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import measure
+import measure_gpu
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from torchace.data import Batches, Dataset, chunks, load
+from torchace.engine.evaluate import logits_of
+from torchace.engine.fit import fit
+from torchace.engine.network import Cohort, Network
+from torchace.engine.recipe import Recipe
+from torchace.functional import amended_cross_entropy, ensemble_log_probs
+from torchace.models import mlp
+
+DIVERSITIES = [0.0, 0.05, 0.1, 0.3, 0.5, 0.7]
+SEEDS = list(range(10))
+WIDTHS = [100, 128]  # that of `experiments/table1.toml`, and a round one
+MEMBERS, BATCH, RATE, EPOCHS = 5, 128, 1e-3, 10
+ALONE = (0.5, 0)  # λ and seed of the run that is trained by itself
+EVALUATED = 2000  # test images at a time
+MOST_SECONDS, LEAST_TIMES = 4.0, 50.0
+PROFILED, SHOWN = 20, 25  # steps, kernels
+# How float32 matrices are multiplied: as such, or with 10 bits of their fractions (TF32), as a user may ask torch to
+PRECISIONS = {"cohort": "highest", "cohort, TF32": "high"}
+
+Run = tuple[float, int]  # λ, seed
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and how much of it is timed."""
+
+    runs: list[Run]
+    steps: int  # of the whole training
+    warm_up: int  # steps before a slice
+    slice_steps: int
+    slices: int
+    device: str
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, steps_per_epoch: int) -> Setting:
+        diversities, seeds = (DIVERSITIES[::4], SEEDS[:2]) if options.quick else (DIVERSITIES, SEEDS)
+        runs = [(diversity, seed) for diversity in diversities for seed in seeds]
+        if options.quick:
+            return cls(runs, 20, 5, 10, 2, options.device)
+        return cls(runs, EPOCHS * steps_per_epoch, 20, 200, 3, options.device)
+
+    def synchronize(self) -> None:
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+
+def members_of(seed: int, width: int) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    return [mlp(784, width, 10) for _ in range(MEMBERS)]
+
+
+def cohort(runs: Sequence[Run], width: int, device: str) -> Cohort:
+    """The runs as one network; every λ of a seed starts from the same weights."""
+    members = {seed: members_of(seed, width) for _, seed in runs}
+    return Cohort([members[seed] for _, seed in runs]).to(device)
+
+
+def train(
+    network: Network, data: Batches, runs: Sequence[Run], steps: int, stop: Callable[[], bool] = lambda: False
+) -> None:
+    recipe = Recipe(steps=steps, learning_rate=RATE)
+    fit(network, data, recipe, diversities=[d for d, _ in runs], seeds=[seed for _, seed in runs], stop=stop)
+
+
+def library_loss(logits: Tensor, target: Tensor, mixture: Tensor, share: Tensor) -> Tensor:
+    return amended_cross_entropy(logits[None], target, ALONE[0], mixture=mixture, member_weights=share)
+
+
+def loss_by_hand(logits: Tensor, target: Tensor, mixture: Tensor, share: Tensor) -> Tensor:
+    log_q = logits.log_softmax(1)
+    others = mixture - share * log_q.detach().exp()
+    return F.nll_loss(log_q, target) + ALONE[0] * (others * log_q).sum(1).mean()
+
+
+LOSSES: dict[str, Loss] = {"members": library_loss, "members, loss by hand": loss_by_hand}
+
+
+class OneByOne:
+    """One run as a plain training script has it, member after member."""
+
+    def __init__(self, data: Batches, width: int, loss: Loss) -> None:
+        self.data, self.loss, self.step = data, loss, 0
+        self.members = [member.to(data.device) for member in members_of(ALONE[1], width)]
+        self.optimizers = [torch.optim.Adam(member.parameters(), lr=RATE, fused=True) for member in self.members]
+        self.share = torch.tensor([1 / MEMBERS], device=data.device)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            x, y = self.data.batch_many([ALONE[1]], *self.data.locate(self.step))
+            logits = [member(x[0]) for member in self.members]
+            with torch.no_grad():
+                mixture = torch.stack([one.softmax(1) for one in logits]).mean(0)
+            for own, optimizer in zip(logits, self.optimizers, strict=True):
+                loss = self.loss(own, y[0], mixture, self.share)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            self.step += 1
+
+    @property
+    def classifiers(self) -> Tensor:
+        return torch.stack([member.get_parameter("fc.weight").detach() for member in self.members])
+
+
+def differences(data: Batches, width: int, device: str) -> dict[str, float]:
+    """How far the members one by one are from `fit` after three steps, relative to how far these went."""
+    network = cohort([ALONE], width, device)
+    classifiers = network.stack.stacked.get_parameter("fc.weight")
+    start = classifiers.detach().clone()
+    train(network, data, [ALONE], 3)
+    result = {}
+    for name, loss in LOSSES.items():
+        plain = OneByOne(data, width, loss)
+        plain.train(3)
+        result[name] = float((plain.classifiers - classifiers.detach()).norm() / (classifiers.detach() - start).norm())
+    return result
+
+
+def before_steps(actions: Mapping[int, Callable[[], Any]]) -> Callable[[], bool]:
+    """A `stop` for `fit`, asked before every step: never stops, but does what is due."""
+    steps = itertools.count()
+
+    def asked() -> bool:
+        action = actions.get(next(steps))
+        if action is not None:
+            action()
+        return False
+
+    return asked
+
+
+def whole_training(
+    data: Batches, width: int, setting: Setting, rounds: int
+) -> tuple[Network, list[float], float, int | None]:
+    """The trained network, the seconds of each training, those of building a network, the peak of memory."""
+    train(cohort(setting.runs, width, setting.device), data, setting.runs, 10)  # loads what libraries load once
+    seconds, peak = [], None
+    for _ in range(rounds):
+        start = time.perf_counter()
+        network = cohort(setting.runs, width, setting.device)
+        setting.synchronize()
+        built = time.perf_counter() - start
+        gc.collect()  # the training before it
+        if setting.device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        train(network, data, setting.runs, setting.steps)
+        setting.synchronize()
+        seconds.append(time.perf_counter() - start)
+        if setting.device != "cpu":
+            peak = torch.cuda.max_memory_allocated()
+    return network, seconds, built, peak
+
+
+def slices_of_run(data: Batches, width: int, setting: Setting) -> list[float]:
+    """Seconds a step of one run by `fit` alone, one number a slice."""
+    marks = [setting.warm_up + i * setting.slice_steps for i in range(setting.slices + 1)]
+    times = []
+
+    def note() -> None:
+        setting.synchronize()
+        times.append(time.perf_counter())
+
+    network = cohort([ALONE], width, setting.device)
+    train(network, data, [ALONE], marks[-1] + 1, before_steps(dict.fromkeys(marks, note)))
+    return [(end - start) / setting.slice_steps for start, end in itertools.pairwise(times)]
+
+
+def slices_of_members(data: Batches, width: int, loss: Loss, setting: Setting) -> list[float]:
+    """Seconds a step of one run, member after member, one number a slice."""
+    plain = OneByOne(data, width, loss)
+    plain.train(setting.warm_up)
+    result = []
+    for _ in range(setting.slices):
+        setting.synchronize()
+        start = time.perf_counter()
+        plain.train(setting.slice_steps)
+        setting.synchronize()
+        result.append((time.perf_counter() - start) / setting.slice_steps)
+    return result
+
+
+@torch.no_grad()
+def scores(network: Network, dataset: Dataset, setting: Setting) -> list[dict[str, float]]:
+    """The ensembles on the test set, one entry for each λ, means over seeds."""
+    parts = chunks(dataset.test, EVALUATED, device=setting.device, normalize=dataset.normalization("unit"))
+    logits, target = logits_of(network, parts)
+    log_probs = [ensemble_log_probs(of_run) for of_run in logits]
+    accuracy = [float((one.argmax(1) == target).float().mean()) for one in log_probs]
+    cross_entropy = [float(F.nll_loss(one, target)) for one in log_probs]
+    result = []
+    for diversity in dict.fromkeys(diversity for diversity, _ in setting.runs):
+        places = [place for place, (own, _) in enumerate(setting.runs) if own == diversity]
+        result.append(
+            {
+                "diversity": diversity,
+                "seeds": len(places),
+                "accuracy": statistics.fmean(accuracy[place] for place in places),
+                "cross_entropy": statistics.fmean(cross_entropy[place] for place in places),
+            }
+        )
+    return result
+
+
+def measured(dataset: Dataset, data: Batches, width: int, setting: Setting, rounds: int) -> dict[str, Any]:
+    """All contenders at one width."""
+    result: dict[str, Any] = {"difference_after_3_steps": differences(data, width, setting.device)}
+    for name, precision in PRECISIONS.items():
+        torch.set_float32_matmul_precision(precision)
+        network, seconds, built, peak = whole_training(data, width, setting, rounds)
+        result[name] = {
+            "seconds": measure.quantiles(seconds),
+            "rounds": rounds,
+            "extrapolated": False,
+            "seconds_a_step": statistics.median(seconds) / setting.steps,
+            "seconds_to_build": built,
+            "peak_bytes": peak,
+            "scores": scores(network, dataset, setting),
+        }
+        del network
+    torch.set_float32_matmul_precision("highest")
+    ours = result["cohort"]["seconds"]["median"]
+    slices = {"run": slices_of_run(data, width, setting)}
+    slices |= {name: slices_of_members(data, width, loss, setting) for name, loss in LOSSES.items()}
+    for name, a_step in slices.items():
+        in_all = statistics.median(a_step) * setting.steps * len(setting.runs)
+        result[name] = {
+            "seconds_a_step_of_a_run": measure.quantiles(a_step),
+            "slices": setting.slices,
+            "steps_of_a_slice": setting.slice_steps,
+            "extrapolated": True,
+            "seconds": in_all,
+            "times_cohort": in_all / ours,
+        }
+    return result
+
+
+def show(width: int, figures: dict[str, Any], setting: Setting) -> None:
+    ours = figures["cohort"]
+    seconds = ours["seconds"]
+    rows = []
+    for name in PRECISIONS:
+        case = figures[name]
+        fast = "met" if case["seconds"]["median"] <= MOST_SECONDS else "MISSED"
+        rows.append(
+            [
+                name,
+                f"{case['seconds']['median']:.2f}",
+                f"{case['seconds_a_step'] * 1e3:.3f}",
+                f"{case['seconds']['median'] / seconds['median']:.2f}",
+                f"at most {MOST_SECONDS:g} s: {fast}",
+            ]
+        )
+    for name in ("run", *LOSSES):
+        case = figures[name]
+        far = "met" if case["times_cohort"] >= LEAST_TIMES else "MISSED"
+        rows.append(
+            [
+                name,
+                f"{case['seconds']:.0f}, extrapolated",
+                f"{case['seconds_a_step_of_a_run']['median'] * 1e3:.3f} of a run",
+                f"{case['times_cohort']:.1f}",
+                f"at least {LEAST_TIMES:g} times: {far}" if name in LOSSES else "",
+            ]
+        )
+    print(f"\nwidth {width}: {len(setting.runs)} runs of {MEMBERS} members, {setting.steps} steps\n")
+    print(measure.table(["contender", "s, the whole training", "ms a step", "times the cohort", "target"], rows))
+    print(
+        f"\ncohort {seconds['q20']:.2f} to {seconds['q80']:.2f} s (20 to 80 %), peak "
+        f"{measure.mebibytes(ours['peak_bytes'])} MiB with the data, built in {ours['seconds_to_build']:.1f} s; "
+        "members differ from it after 3 steps by "
+        + ", ".join(f"{value:.1e}" for value in figures["difference_after_3_steps"].values())
+    )
+    for name in PRECISIONS:
+        for entry in figures[name]["scores"]:
+            print(
+                f"{name}, λ={entry['diversity']:g}: accuracy {entry['accuracy']:.4f}, "
+                f"cross entropy {entry['cross_entropy']:.4f}, means over {entry['seeds']} seeds",
+                flush=True,
+            )
+
+
+def profiled(data: Batches, width: int, setting: Setting) -> dict[str, Any]:
+    """Where the time of a captured step goes: kernels by device time, and all of them against the clock."""
+    on_gpu = setting.device != "cpu"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    # CUDA graphs and a CUPTI that is taken down and set up again crash; set up before the capture, it sees the graph
+    os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
+    with profile(activities=activities):
+        torch.ones(8, device=setting.device).sum()
+        setting.synchronize()
+    recorder = profile(activities=activities)
+    times = []
+
+    def note() -> None:
+        setting.synchronize()
+        times.append(time.perf_counter())
+
+    def begin() -> None:
+        setting.synchronize()
+        recorder.start()
+
+    def end() -> None:
+        setting.synchronize()
+        recorder.stop()
+
+    first = setting.warm_up
+    last = first + setting.slice_steps
+    actions = {first: note, last: note, last + 5: begin, last + 5 + PROFILED: end}
+    network = cohort(setting.runs, width, setting.device)
+    train(network, data, setting.runs, last + 6 + PROFILED, before_steps(actions))
+    kind = "CUDA" if on_gpu else "CPU"
+    kernels = []
+    for event in recorder.key_averages():
+        if event.device_type.name == kind and not event.is_user_annotation:
+            spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total  # µs
+            kernels.append(
+                {"name": event.key, "microseconds": spent / PROFILED, "calls_a_step": event.count / PROFILED}
+            )
+    kernels.sort(key=lambda kernel: kernel["microseconds"], reverse=True)
+    busy = sum(kernel["microseconds"] for kernel in kernels)
+    wall = (times[1] - times[0]) / setting.slice_steps * 1e6
+    rows = [
+        [
+            f"{kernel['microseconds']:.1f}",
+            f"{kernel['microseconds'] / max(busy, 1e-9):.1%}",
+            f"{kernel['calls_a_step']:.2f}",
+        ]
+        + [kernel["name"][:120]]
+        for kernel in kernels[:SHOWN]
+    ]
+    print(f"\nwidth {width}: {PROFILED} steps profiled, {len(kernels)} kinds of kernels\n")
+    print(measure.table(["µs a step", "share", "calls a step", "kernel"], rows))
+    print(
+        f"\ndevice {busy:.0f} µs a step, clock {wall:.0f} µs a step without the profiler: {busy / wall:.0%}", flush=True
+    )
+    return {
+        "device_microseconds_a_step": busy,
+        "clock_microseconds_a_step": wall,
+        "steps": PROFILED,
+        "kernels": kernels[:SHOWN],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the results here, as JSON")
+    parser.add_argument("--quick", action="store_true", help="few runs and steps: shows that it runs, nothing else")
+    parser.add_argument("--profile", action="store_true", help="only the kernels of some steps of the cohort")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="of the hidden layer")
+    parser.add_argument("--rounds", type=int, default=3, help="trainings of the cohort")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu, with --quick, for a test")
+    options = parser.parse_args()
+    if options.device == "cpu" and not options.quick:
+        parser.error("Expected --quick with --device cpu, which only shows that it runs.")
+    started = time.perf_counter()
+    dataset = load("mnist")
+    data = Batches(dataset.train, BATCH, device=options.device, normalize=dataset.normalization("unit"))
+    setting = Setting.of(options, data.steps_per_epoch)
+    results: dict[str, Any] = {
+        "environment": (measure if options.device == "cpu" else measure_gpu).environment(),
+        "diversities": list(dict.fromkeys(diversity for diversity, _ in setting.runs)),
+        "seeds": list(dict.fromkeys(seed for _, seed in setting.runs)),
+        "members": MEMBERS,
+        "batch_size": BATCH,
+        "steps": setting.steps,
+        "widths": {},
+    }
+    for width in options.widths:
+        if options.profile:
+            figures = profiled(data, width, setting)
+        else:
+            figures = measured(dataset, data, width, setting, 1 if options.quick else options.rounds)
+            show(width, figures, setting)
+        results["widths"][str(width)] = figures
+        results["seconds_in_all"] = round(time.perf_counter() - started, 1)
+        if options.out is not None:  # after each width: what is measured is kept
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"\n{results['seconds_in_all']} s in all")
+
+
+if __name__ == "__main__":
+    main()

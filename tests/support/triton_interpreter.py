@@ -1,0 +1,19 @@
+"""Triton's interpreter beside NumPy 2.4: to it, bounds of loops are arrays of one number, which int() takes no more."""
+
+import builtins
+from typing import Any
+
+from triton.runtime import interpreter
+
+
+class _Integers(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, builtins.int)
+
+
+class _Int(metaclass=_Integers):
+    def __new__(cls, value: Any) -> Any:
+        return builtins.int(value.item() if hasattr(value, "item") else value)
+
+
+interpreter.int = _Int
