@@ -11,8 +11,8 @@ from torchace.data import load
 from torchace.engine.checkpoint import weights_digest
 from torchace.engine.network import Cohort, SideBySide
 from torchace.engine.recipe import Recipe
-from torchace.nn import SMOC, Ensemble
 from torchace.kernels import available
+from torchace.nn import SMOC, Ensemble
 from torchace.runs import build
 from torchace.runs.build import build_network, can_share, can_stack, describe_network, recipe_of
 from torchace.runs.config import Arm, TrainSection
