@@ -155,6 +155,13 @@ def test_strided_logits(layout: str, way: str) -> None:
         assert gradient.stride() == strided.stride()
 
 
+def test_steps_between_classes_that_32_bits_cannot_count() -> None:
+    far = torch.empty_strided((2, 3, 70_000), (1, 2, 40_000), device="meta")
+    assert ace_gpu.reachable(far).is_contiguous()
+    near = torch.empty_strided((2, 3, 50_000), (1, 2, 40_000), device="meta")
+    assert ace_gpu.reachable(near) is near
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("largest", [1e4, 2e9, 1e30])
 def test_confident_logits(way: str, largest: float) -> None:

@@ -1,51 +1,62 @@
 """Where kernels are tried at all."""
 
-import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from torchace.kernels.available import _known, runs_kernels
+from torchace.kernels import available
+from torchace.kernels.available import runs_kernels
+
+GPU = torch.device("cuda")
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A machine with an H200, Triton and a CUDA build of torch, by what it says of itself."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(available, "TRITON", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    return monkeypatch
-
-
-def answer() -> bool:
-    _known.cache_clear()
-    try:
-        return runs_kernels(torch.device("cuda"))
-    finally:
-        _known.cache_clear()
+    available._is_new.cache_clear()
+    yield monkeypatch
+    available._is_new.cache_clear()
 
 
 def test_a_gpu_that_triton_knows(gpu: pytest.MonkeyPatch) -> None:
-    assert answer()
+    assert runs_kernels(GPU)
 
 
-def test_what_kernels_do_not_run_on(gpu: pytest.MonkeyPatch) -> None:
-    assert not runs_kernels(torch.device("cpu"))
-    assert not runs_kernels(torch.device("mps"))
-    with gpu.context() as changed:
-        changed.setattr(torch.version, "hip", "7.0")  # an AMD GPU says cuda too
-        assert not answer()
-    with gpu.context() as changed:
-        changed.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-        assert not answer()
-    with gpu.context() as changed:
-        changed.setattr(importlib.util, "find_spec", lambda name: None)
-        assert not answer()
+@pytest.mark.parametrize("device", ["cpu", "mps", "meta"])
+def test_other_devices(gpu: pytest.MonkeyPatch, device: str) -> None:
+    assert not runs_kernels(torch.device(device))
 
 
-def test_the_compiler_takes_the_answer_as_it_is() -> None:
+def test_an_old_gpu(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not runs_kernels(GPU)
+
+
+def test_no_triton(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(available, "TRITON", False)
+    assert not runs_kernels(GPU)
+
+
+def test_the_compiler_can_trace_the_question(gpu: pytest.MonkeyPatch) -> None:
+    def unasked(device: torch.device) -> tuple[int, int]:
+        raise AssertionError("not while compiling")
+
+    gpu.setattr(torch.cuda, "get_device_capability", unasked)
+
     @torch.compile(fullgraph=True, backend="aot_eager")
     def asked(x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if runs_kernels(x.device) else x - 1
+        return x + 1 if runs_kernels(GPU) and not runs_kernels(x.device) else x - 1
 
-    assert asked(torch.zeros(())) == -1
+    assert asked(torch.zeros(())) == 1
+
+
+def test_the_package_is_imported_without_compiler_and_triton() -> None:
+    """They take seconds, which those who use neither should not wait."""
+    code = "import sys, torchace.functional; print([m for m in ('torch._dynamo', 'triton') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

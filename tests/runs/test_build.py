@@ -77,7 +77,8 @@ def test_only_residual_smoc_on_a_gpu_with_triton_goes_abreast(monkeypatch: pytes
         return build._can_go_abreast(one, [build._ensemble(one.model, DIGITS, seed) for seed in (7, 8)], device)
 
     residual = {"kind": "smoc", "network": "resnet"}
-    monkeypatch.setattr(available, "_known", lambda device: True)
+    monkeypatch.setattr(available, "TRITON", True)
+    monkeypatch.setattr(available, "_is_new", lambda device: True)
     assert goes(residual)
     assert goes({**residual, "rank": 2}, "cuda:1")
     assert not goes(residual, "cpu")
@@ -86,7 +87,7 @@ def test_only_residual_smoc_on_a_gpu_with_triton_goes_abreast(monkeypatch: pytes
     assert not goes({**residual, "kind": "separate"})
     assert not goes({**residual, "kind": "branch"})
     assert not goes({"kind": "smoc"})
-    monkeypatch.setattr(available, "_known", lambda device: False)
+    monkeypatch.setattr(available, "_is_new", lambda device: False)
     assert not goes(residual)
 
 

@@ -48,6 +48,10 @@ def value_and_gradient(
     logits: Tensor, options: Options, *, want_gradient: bool, by: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """The loss summed over members, a scalar, and its gradient in the logits, `(K, N, C)`; the latter times `by`."""
+    logits = reachable(logits)
+    options = options._replace(
+        target=reachable(options.target), mixture=None if options.mixture is None else reachable(options.mixture)
+    )
     members, samples, classes = logits.shape
     target, acc = options.target, torch.float64 if logits.dtype == torch.float64 else torch.float32
     gradient = torch.empty_like(logits) if want_gradient else logits
@@ -138,6 +142,11 @@ def value_and_gradient(
             logits, gradient, values, *common, **flags, statistics=statistics, STAGE=stage
         )  # fmt: skip
     return values.sum(), (gradient if want_gradient else None)
+
+
+def reachable(values: Tensor) -> Tensor:
+    """Values whose last axis can be walked along with 32 bits; a copy where its steps are too long for that."""
+    return values.contiguous() if values.shape[-1] * values.stride(-1) >= 1 << 31 else values
 
 
 def multiplied(gradient: Tensor, by: Tensor) -> Tensor:

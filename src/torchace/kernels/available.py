@@ -7,19 +7,18 @@ from functools import cache
 
 import torch
 
-OLDEST = (8, 0)  # compute capability that Triton compiles for
+TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
+OLDEST = (8, 0)  # compute capability that Triton is made for
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # nothing for torch.compile to trace
 def runs_kernels(device: torch.device) -> bool:
-    """Whether it is an NVIDIA GPU that Triton knows, and Triton is installed."""
-    return device.type == "cuda" and _known(device)
+    """Whether it is an NVIDIA GPU that Triton knows, and Triton is installed.
+
+    Whoever compiles for a GPU has asked that before, and could not trace the question.
+    """
+    return device.type == "cuda" and TRITON and (torch.compiler.is_compiling() or _is_new(device))
 
 
 @cache
-def _known(device: torch.device) -> bool:
-    return (
-        importlib.util.find_spec("triton") is not None
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= OLDEST
-    )
+def _is_new(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= OLDEST
