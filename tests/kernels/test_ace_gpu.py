@@ -34,7 +34,9 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-5} if ON_GPU else {"rtol": 1e-11, "atol": 1e-1
 # Everything at once; in blocks by one program; by several; each with the smallest tiles.
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
-    "in small programs": {"ONE_PROGRAM": 1, "FEWEST_WARPS": 1, "COUNTED": 1, "PROGRAMS": 2},
+    "in small programs": {
+        "ONE_PROGRAM": 1, "FEWEST_WARPS": 1, "COUNTED": 1, "PROGRAMS": 2, "COUNTERS": 2, "COUNTED_AT_ONCE": 1,
+    },
     "read twice": {"HELD": 0, "HELD_OF_BLOCK": 0, "BY_FEW": (1, 64), "BY_MANY": (2, 128)},
     "by several programs": {
         "HELD": 0, "HELD_OF_BLOCK": 0, "BY_MANY": (1, 64), "READ_TWICE": 0, "SPAN": 300, "COUNTED": 1,
@@ -153,6 +155,78 @@ def test_strided_logits(layout: str, way: str) -> None:
     assert_close(gradient.cpu().double(), expected_gradient, **CLOSE)
     if layout == "samples first":
         assert gradient.stride() == strided.stride()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_strided_options(way: str) -> None:
+    g = torch.Generator().manual_seed(3)
+    case = drawn(3, 6, 20)
+    weight = torch.rand(40, generator=g).double().to(DTYPE).to(DEVICE)[::2]
+    alpha = torch.tensor([0.5, 9, 0.25, 9, 0.25, 9], dtype=DTYPE, device=DEVICE)[::2]
+    every_second = torch.stack([case.target, case.target], 1)[:, 0]
+    assert not any(part.is_contiguous() for part in (weight, alpha, every_second))
+    case.target = every_second
+    case.options = {"weight": weight.cpu().double(), "member_weights": alpha.cpu().double()}
+    found = ours(case, way, weight=weight, member_weights=alpha)
+    for mine, expected in zip(found, by_definition(case), strict=True):
+        assert_close(mine, expected, **CLOSE)
+    one_for_all = weight[:1].expand(20)
+    case.options["weight"] = one_for_all.cpu().double().clone()
+    assert_close(ours(case, way, weight=one_for_all, member_weights=alpha)[0], by_definition(case)[0], **CLOSE)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_the_ensemble_says_of_a_sample_that_does_not_count(way: str) -> None:
+    case = drawn(3, 4, 20)
+    case.target[0] = -100
+    case.options["mixture"] = case.outputs.softmax(2).mean(0)
+    expected, _ = by_definition(case)
+    case.options["mixture"][0] = torch.nan
+    assert_close(ours(case, way)[0], expected, **CLOSE)
+
+
+def test_several_gradients_at_once() -> None:
+    case = drawn(2, 3, 5)
+    for dtype in (DTYPE, torch.float16):
+        logits = case.outputs.to(DEVICE, dtype).requires_grad_()
+        loss = amended_cross_entropy(logits, case.target.to(DEVICE), torch.tensor(0.5, dtype=DTYPE, device=DEVICE))
+        (each,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        factors = torch.tensor([1.0, -2.0], dtype=loss.dtype, device=DEVICE)
+        (both,) = torch.autograd.grad(loss, logits, factors, is_grads_batched=True)
+        assert_close(both.to(DTYPE), torch.stack([each, -2 * each]).to(DTYPE))
+
+
+def test_a_diversity_that_changes_before_the_backward() -> None:
+    case = drawn(2, 3, 5)
+    logits, diversity = case.outputs.to(DEVICE, DTYPE).requires_grad_(), torch.tensor(0.7, dtype=DTYPE, device=DEVICE)
+    loss = amended_cross_entropy(logits, case.target.to(DEVICE), diversity)
+    diversity.fill_(0.1)
+    (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    assert_close(gradient.cpu().double(), by_definition(case)[1], **CLOSE)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        torch.autograd.grad(loss, logits, create_graph=True)
+    with torch.inference_mode():
+        fixed = torch.tensor(0.7, dtype=DTYPE, device=DEVICE)
+    amended_cross_entropy(logits, case.target.to(DEVICE), fixed).backward()
+
+
+def test_spans_leave_behind_what_a_program_can_read() -> None:
+    """Of a thousand members, samples are shared out among few programs."""
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            return lambda *args, **flags: launched.append((grid, flags))
+
+    options = ace_gpu.Options(torch.zeros(1).long(), None, 0.5, None, None, None, None, 0.0, -100, True)
+    with mock.patch.multiple(ace_gpu, _in_blocks=Kernel(), _whole=None):
+        for members, classes in ((1024, 200_000), (300, 128_256), (4, 128_256)):
+            logits = torch.zeros(()).expand(members, 1, classes)
+            ace_gpu.value_and_gradient(logits, options, want_gradient=False)
+    for grid, flags in launched:
+        assert flags["SOME_SPANS"] * (flags["MOST"] + flags["REST"]) <= 2 * ace_gpu.LEFT_BEHIND
+        assert grid[1] * flags["SPAN"] >= flags["CLASSES"]
+    assert launched[-1][0] == (1, 16)
 
 
 def test_steps_between_classes_that_32_bits_cannot_count() -> None:

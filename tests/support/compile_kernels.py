@@ -36,7 +36,6 @@ PLAIN = {
     "SCALE": False,
     "COUNT": 1,
     "COUNTS": 128,
-    "BLOCK": 1024,
     "BY": False,
     "ON_DEVICE": False,
     "ACC": tl.float32,

@@ -49,7 +49,8 @@ class Abreast(SideBySide):
             return super().forward(x, own=own)
         if self._trunks is None or not self._trunks.together():
             self._trunks = Trunks([cast(CifarResNet, ensemble.trunk) for ensemble in self.ensembles])
-        features = self._trunks(x.flatten(1, 2) if own else x, dtype)  # (R, B, D), or (R, K·B, D)
+        with torch.cuda.device_of(x):  # where Triton launches
+            features = self._trunks(x.flatten(1, 2) if own else x, dtype)  # (R, B, D), or (R, K·B, D)
         if own:
             features = features.unflatten(1, x.shape[1:3])
         batches = "separate" if own else "shared"

@@ -114,7 +114,6 @@ def _in_blocks(
     SCALE: tl.constexpr,
     COUNT: tl.constexpr,
     COUNTS: tl.constexpr,
-    BLOCK: tl.constexpr,
     BY: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     ACC: tl.constexpr,
@@ -182,7 +181,7 @@ def _in_blocks(
         if not PROBABILITIES:
             s = _label_weight(label, weight, mean_weight, smoothing, WEIGHTED, ACC)
         one, nothing = _share(
-            counts, target, target_n, weight, by, samples, ignored, CLASSES, COUNT, COUNTS, BLOCK, WEIGHTED, BY, ACC
+            counts, target, target_n, weight, by, samples, ignored, CLASSES, COUNT, COUNTS, WEIGHTED, BY, ACC
         )
         value = nothing
         if valid:

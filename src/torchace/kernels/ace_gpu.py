@@ -17,15 +17,17 @@ from torchace.kernels.ace_whole import _whole
 # Measured on an H200 (docs/results/speed.md).
 HELD, HELD_OF_BLOCK = 96, 48  # logits of a thread where a sample's are read once, and where block by block
 MOST_HELD = 64  # of many members' a thread has but some
-FEWEST_WARPS, MOST_THREADS = 4, 128  # for a sample that is read once
+FEWEST_WARPS, MOST_THREADS, MOST_WHOLE = 4, 128, 24  # for a sample that is read once, and its members
 FEW_MEMBERS = 4
 BY_FEW, BY_MANY = (8, 64), (4, 128)  # warps of a program that reads in blocks and registers of its threads, by members
 ONE_PROGRAM = 1 << 15  # so few logits in all are left to one program
 READ_TWICE = 1 << 17  # logits of a sample that one program reads twice: the second time they are still in the cache
 SPAN = 1 << 15  # logits that a program reads where several share a sample
-COUNTED = 2048  # so many targets are counted by every program for itself
+LEFT_BEHIND = 1 << 12  # numbers, of all spans and members
+COUNTED = 2048  # so many targets are counted by every program for itself; more by
+COUNTERS, COUNTED_AT_ONCE = 256, 1024  # programs of their own, so many at once
 PROGRAMS = 6  # on a multiprocessor, where a sample's logits are read once; the others' samples come after theirs
-STAGES, STAGED = 3, 96 << 10  # how many rounds of loads are under way, unless they need more bytes than this
+STAGES, STAGED = 3, 48 << 10  # how many rounds of loads are under way, unless they need more bytes than this
 FEW = 1 << 20  # numbers that torch multiplies faster than a kernel here starts
 
 
@@ -48,41 +50,40 @@ def value_and_gradient(
     logits: Tensor, options: Options, *, want_gradient: bool, by: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """The loss summed over members, a scalar, and its gradient in the logits, `(K, N, C)`; the latter times `by`."""
-    logits = reachable(logits)
-    options = options._replace(
-        target=reachable(options.target), mixture=None if options.mixture is None else reachable(options.mixture)
-    )
+    with torch.cuda.device_of(logits):  # Triton launches on the current device, whatever tensors it is given
+        return _launched(reachable(logits), _readable(options), want_gradient, by)
+
+
+def _launched(logits: Tensor, options: Options, want_gradient: bool, by: Tensor | None) -> tuple[Tensor, Tensor | None]:
     members, samples, classes = logits.shape
     target, acc = options.target, torch.float64 if logits.dtype == torch.float64 else torch.float32
     gradient = torch.empty_like(logits) if want_gradient else logits
     most, rest = _powers(members)
     some_classes = _power(classes)
     tile = (most + rest) * some_classes
-    counts, count, block, blocks = logits, 0, 1, 1
+    counts, count, programs = logits, 0, 1
     if not options.mean or options.scale is not None:
         pass
     elif target.is_floating_point():
         count = 3
     elif samples <= COUNTED:
-        count, blocks = 2, _power(samples)
+        count, programs = 2, _power(samples)
     else:
-        block = max(1024, _power(_parts(samples, 256)))
-        count, blocks = 1, _parts(samples, block)
-        counts = torch.empty(blocks, dtype=acc, device=logits.device)
+        count, programs = 1, min(COUNTERS, _power(_parts(samples, COUNTED_AT_ONCE)))
+        counts = torch.empty(programs, dtype=acc, device=logits.device)
         weighted = options.weight is not None
-        weight = options.weight if weighted else counts
-        _counts[(blocks,)](
+        _counts[(programs,)](
             target,
             target.stride(0),
-            weight,
+            options.weight if weighted else counts,
             counts,
             samples,
             classes,
             options.ignore_index,
+            _parts(samples, COUNTED_AT_ONCE * programs),
             WEIGHTED=weighted,
-            BLOCK=block,
+            BLOCK=COUNTED_AT_ONCE,
         )
-        blocks = _power(blocks)
     align = _alignment(logits, gradient)
     common = _arguments(logits, gradient, options, counts, by, align)
     flags: dict[str, Any] = {
@@ -96,8 +97,7 @@ def value_and_gradient(
         "MIXTURE": options.mixture is not None,
         "SCALE": options.scale is not None,
         "COUNT": count,
-        "COUNTS": blocks,
-        "BLOCK": block,
+        "COUNTS": programs,
         "BY": by is not None,
         "ON_DEVICE": options.diversity is not None,
         "ACC": tl.float64 if acc == torch.float64 else tl.float32,
@@ -109,7 +109,7 @@ def value_and_gradient(
     # The compiler gives a thread what it reads at once of every member, then other samples or classes to other threads.
     vector = min(align, 16 // logits.element_size(), some_classes)
     threads = _parts(some_classes, vector)  # for a sample
-    if members * vector <= HELD and threads <= MOST_THREADS:
+    if members <= MOST_WHOLE and members * vector <= HELD and threads <= MOST_THREADS:
         warps = max(FEWEST_WARPS, threads // 32)
         some = min(_power(samples), max(1, 32 * warps // threads))
         alone = _power(samples) * tile <= ONE_PROGRAM
@@ -132,7 +132,9 @@ def value_and_gradient(
     flags |= {"SOME_CLASSES": some_classes, "num_warps": max(1, min(warps, shares * some_classes // (32 * vector)))}
     if members * vector <= HELD_OF_BLOCK:
         flags["maxnreg"] = registers
-    span = _parts(min(classes, SPAN // members) if spread else classes, some_classes) * some_classes
+    # not so many spans that what they leave behind would fill a program that reads it all
+    some = max(SPAN // members, _parts(classes * most, LEFT_BEHIND)) if spread else classes
+    span = _parts(min(classes, some), some_classes) * some_classes
     spans = _parts(classes, span)
     values = torch.empty(samples * spans, dtype=acc, device=logits.device)
     statistics = values if spans == 1 else torch.empty((samples, spans, 3, members), dtype=acc, device=logits.device)
@@ -142,6 +144,17 @@ def value_and_gradient(
             logits, gradient, values, *common, **flags, statistics=statistics, STAGE=stage
         )  # fmt: skip
     return values.sum(), (gradient if want_gradient else None)
+
+
+def _readable(options: Options) -> Options:
+    """Options that kernels can read: weights lie together, classes of a sample not too far apart."""
+    alpha, weight, mixture = options.alpha, options.weight, options.mixture
+    return options._replace(
+        target=reachable(options.target),
+        alpha=None if alpha is None else alpha.contiguous(),
+        weight=None if weight is None else weight.contiguous(),
+        mixture=None if mixture is None else reachable(mixture),
+    )
 
 
 def reachable(values: Tensor) -> Tensor:
@@ -154,7 +167,8 @@ def multiplied(gradient: Tensor, by: Tensor) -> Tensor:
     if gradient.numel() < FEW:
         return gradient.mul_(by)
     block, most = 4096, 8 * _multiprocessors(gradient.device)
-    _multiplied[(min(most, _parts(gradient.numel(), block)),)](gradient, by, gradient.numel(), BLOCK=block)
+    with torch.cuda.device_of(gradient):
+        _multiplied[(min(most, _parts(gradient.numel(), block)),)](gradient, by, gradient.numel(), BLOCK=block)
     return gradient
 
 

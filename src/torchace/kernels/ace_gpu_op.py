@@ -32,7 +32,10 @@ class AceGpu(torch.autograd.Function):
         early = ctx.needs_input_grad[0] and logits.dtype != torch.float16
         value, ctx.gradient = ace_gpu.value_and_gradient(logits, options, want_gradient=early)
         # The options: so that autograd refuses a backward after somebody changed them in place, as it does for torch's.
-        ctx.save_for_backward(logits, *(part for part in options if isinstance(part, Tensor)))
+        # λ may change: a schedule does that, and what it was is in the gradient already.
+        kept = options._replace(diversity=None) if early else options
+        ctx.save_for_backward(logits, *(part for part in kept if isinstance(part, Tensor)))
+        ctx.version = _version(options.diversity)
         return value
 
     @staticmethod
@@ -40,12 +43,33 @@ class AceGpu(torch.autograd.Function):
         logits, *_ = ctx.saved_tensors
         grad = grads[0]
         if torch.is_grad_enabled():  # create_graph=True: differentiate what this gradient was derived from
+            if _version(ctx.options.diversity) != ctx.version:
+                raise RuntimeError("Expected `diversity` as it was in the forward, but it was changed in place.")
             (gradient,) = torch.autograd.grad(ctx.composite(logits), logits, grad, create_graph=True)
             return gradient, None, None
+        if _is_batched(grad):  # several at once, for a Jacobian
+            own = ctx.gradient
+            if own is None:
+                own = ace_gpu.value_and_gradient(logits, ctx.options, want_gradient=True)[1]
+            return own * grad, None, None
         gradient, ctx.gradient = ctx.gradient, None  # given away: whoever receives it need not copy it
         if gradient is None:
             return ace_gpu.value_and_gradient(logits, ctx.options, want_gradient=True, by=grad)[1], None, None
         return ace_gpu.multiplied(gradient, grad), None, None
+
+
+def _is_batched(grad: Tensor) -> bool:
+    """Whether it is one of `torch.autograd.grad(is_grads_batched=True)`, which has no memory of its own."""
+    try:
+        grad.data_ptr()
+    except RuntimeError:  # NotImplementedError is one
+        return True
+    return False
+
+
+def _version(diversity: Tensor | None) -> int | None:
+    """How often it was changed in place; inference tensors do not count."""
+    return None if diversity is None or diversity.is_inference() else diversity._version
 
 
 @torch.library.custom_op("torchace::amended_cross_entropy", mutates_args=())

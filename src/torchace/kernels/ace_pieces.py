@@ -36,14 +36,16 @@ def _counts(
     samples,
     classes,
     ignored,
+    parts,
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What the samples of a block count in the mean."""
-    block = tl.program_id(0)
-    tl.store(
-        counts + block, _counted(target, stride, weight, block * BLOCK, samples, classes, ignored, WEIGHTED, BLOCK)
-    )
+    """What some parts of the samples count in the mean."""
+    first = tl.program_id(0) * parts
+    total = tl.full((), 0.0, counts.dtype.element_ty)
+    for part in range(parts):
+        total += _counted(target, stride, weight, (first + part) * BLOCK, samples, classes, ignored, WEIGHTED, BLOCK)
+    tl.store(counts + tl.program_id(0), total)
 
 
 @triton.jit
@@ -125,22 +127,20 @@ def _share(
     CLASSES: tl.constexpr,
     COUNT: tl.constexpr,
     COUNTS: tl.constexpr,
-    BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BY: tl.constexpr,
     ACC: tl.constexpr,
 ):
     """What every sample's loss is multiplied by; and 0, or NaN where no sample counts.
 
-    COUNT 0: 1; 1: 1 over the sum of blocks' counts; 2: over what is counted here; 3: over the number of samples.
+    COUNT 0: 1; 1: 1 over the sum of `counts`; 2: over what is counted here; 3: over the number of samples.
     """
     one, nothing = tl.full((), 1.0, ACC), tl.full((), 0.0, ACC)
     if COUNT == 3:
         one = one / samples
     elif COUNT:
         if COUNT == 1:
-            block = tl.arange(0, COUNTS)
-            total = tl.sum(tl.load(counts + block, mask=block < tl.cdiv(samples, BLOCK), other=0.0), 0).to(ACC)
+            total = tl.sum(tl.load(counts + tl.arange(0, COUNTS)), 0).to(ACC)
         else:
             total = _counted(target, target_n, weight, 0, samples, CLASSES, ignored, WEIGHTED, COUNTS).to(ACC)
         one, nothing = one / total, nothing / total

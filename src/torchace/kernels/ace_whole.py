@@ -62,7 +62,6 @@ def _whole(
     SCALE: tl.constexpr,
     COUNT: tl.constexpr,
     COUNTS: tl.constexpr,
-    BLOCK: tl.constexpr,
     BY: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     ACC: tl.constexpr,
@@ -87,7 +86,7 @@ def _whole(
         if REST:
             everybody += tl.sum(a_r, 1, keep_dims=True)
     one, nothing = _share(
-        counts, target, target_n, weight, by, samples, ignored, CLASSES, COUNT, COUNTS, BLOCK, WEIGHTED, BY, ACC
+        counts, target, target_n, weight, by, samples, ignored, CLASSES, COUNT, COUNTS, WEIGHTED, BY, ACC
     )
     for group in tl.range(tl.program_id(0), tl.cdiv(samples, SOME), tl.num_programs(0), num_stages=STAGES):
         n = (group * SOME + tl.arange(0, SOME).to(tl.int64))[:, None, None]
@@ -117,7 +116,7 @@ def _whole(
         else:
             s = _label_weight(label, weight, mean_weight, smoothing, WEIGHTED, ACC)
         if MIXTURE:
-            mean = tl.load(mixture + n * mixture_n + c * mixture_c, mask=here, other=0.0).to(ACC)
+            mean = tl.load(mixture + n * mixture_n + c * mixture_c, mask=here & valid, other=0.0).to(ACC)
             believed = tl.sum(mean, 2, keep_dims=True)
         else:
             mean, believed = tl.sum((a * inverse) * e, 1, keep_dims=True), everybody
