@@ -84,7 +84,9 @@ def main() -> None:
             compiled(_in_blocks, "bf16", 4, **sizes, **blocks, **options)
     for dtype in ("fp32", "fp16"):
         compiled(_whole, dtype, 4, MEMBERS=5, CLASSES=10, MOST=4, REST=1, SOME_CLASSES=16, SOME=16, ALONE=True)
-    compiled(_counts, "bf16", 4, WEIGHTED=True, BLOCK=1024)
+    for weighted in (True, False):
+        compiled(_counts, "bf16", 4, WEIGHTED=weighted, BLOCK=1024)
+        compiled(_counts, "bf16", 4, WEIGHTED=weighted, BLOCK=1024, parts=1)
     compiled(_multiplied, "bf16", 4, BLOCK=4096)
 
 
