@@ -42,9 +42,10 @@ class AceGpu(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
         logits, *_ = ctx.saved_tensors
         grad = grads[0]
+        again = torch.is_grad_enabled() or ctx.gradient is None  # whatever was computed is not enough
+        if again and _version(ctx.options.diversity) != ctx.version:
+            raise RuntimeError("Expected `diversity` as it was in the forward, but it was changed in place.")
         if torch.is_grad_enabled():  # create_graph=True: differentiate what this gradient was derived from
-            if _version(ctx.options.diversity) != ctx.version:
-                raise RuntimeError("Expected `diversity` as it was in the forward, but it was changed in place.")
             (gradient,) = torch.autograd.grad(ctx.composite(logits), logits, grad, create_graph=True)
             return gradient, None, None
         if _is_batched(grad):  # several at once, for a Jacobian
@@ -62,7 +63,7 @@ def _is_batched(grad: Tensor) -> bool:
     """Whether it is one of `torch.autograd.grad(is_grads_batched=True)`, which has no memory of its own."""
     try:
         grad.data_ptr()
-    except RuntimeError:  # NotImplementedError is one
+    except RuntimeError:
         return True
     return False
 
