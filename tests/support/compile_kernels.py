@@ -27,7 +27,6 @@ POINTERS = {
     "smoothing": "fp32",
 }
 PLAIN = {
-    "ALIGN": 8,
     "WRITE": True,
     "PROBABILITIES": False,
     "WEIGHTED": False,
@@ -35,14 +34,13 @@ PLAIN = {
     "MIXTURE": False,
     "SCALE": False,
     "COUNT": 1,
-    "COUNTS": 128,
+    "COUNTS": 8,
     "BY": False,
     "ON_DEVICE": False,
     "ACC": tl.float32,
     "SMOOTHED": False,
     "FAST": True,
     "STAGES": 1,
-    "ALONE": False,
     "VECTOR": 4,
     "logits_c": 1,
     "gradient_c": 1,
@@ -83,7 +81,7 @@ def main() -> None:
             blocks = {"STAGE": stage, "SPAN": span, "SPANS": spans, "SOME_SPANS": 4 if spans > 1 else 1}
             compiled(_in_blocks, "bf16", 4, **sizes, **blocks, **options)
     for dtype in ("fp32", "fp16"):
-        compiled(_whole, dtype, 4, MEMBERS=5, CLASSES=10, MOST=4, REST=1, SOME_CLASSES=16, SOME=16, ALONE=True)
+        compiled(_whole, dtype, 4, MEMBERS=5, CLASSES=10, MOST=4, REST=1, SOME_CLASSES=16, SOME=16)
     for weighted in (True, False):
         compiled(_counts, "bf16", 4, WEIGHTED=weighted, BLOCK=1024)
         compiled(_counts, "bf16", 4, WEIGHTED=weighted, BLOCK=1024, parts=1)

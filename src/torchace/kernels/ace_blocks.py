@@ -9,9 +9,13 @@ import triton.language as tl
 
 from torchace.kernels.ace_pieces import (
     LOWEST,
+    NOWHERE,
     _aims,
     _alpha,
+    _careful,
+    _depths,
     _exp,
+    _heats,
     _label_weight,
     _labels,
     _logs,
@@ -19,8 +23,16 @@ from torchace.kernels.ace_pieces import (
     _read,
     _reciprocal,
     _share,
+    _slope,
     _write,
 )
+
+
+@triton.jit
+def _vectors(SOME_CLASSES: tl.constexpr, VECTOR: tl.constexpr):
+    """The classes of a block, `(vectors, 1, members, classes of a vector)`: see `_whole`."""
+    vector = (tl.arange(0, SOME_CLASSES // VECTOR) * VECTOR)[:, None, None, None]
+    return vector + tl.arange(0, VECTOR)[None, None, None, :]
 
 
 @triton.jit
@@ -39,21 +51,20 @@ def _sums(
     POLICY: tl.constexpr,
 ):
     """Of some members' logits in a span: the largest, and the sum of exponentials below it."""
-    some = (tl.arange(0, SOME_CLASSES // VECTOR) * VECTOR)[:, None, None] + tl.arange(0, VECTOR)[None, None, :]
-    tops = tl.full((SOME_CLASSES // VECTOR, row.shape[1], 1), LOWEST, ACC)
-    totals = tl.zeros((SOME_CLASSES // VECTOR, row.shape[1], 1), ACC)
+    tops = tl.full((SOME_CLASSES // VECTOR, 1, row.shape[2], 1), LOWEST, ACC)
+    totals = tl.zeros((SOME_CLASSES // VECTOR, 1, row.shape[2], 1), ACC)
     for start in tl.range(0, SPAN, SOME_CLASSES, num_stages=STAGES):
-        c = first + start + some
+        c = first + start + _vectors(SOME_CLASSES, VECTOR)
         z = _read(row + c * logits_c, member & (c < CLASSES), ACC, POLICY)
-        larger = tl.maximum(tops, tl.max(z, 2, keep_dims=True))
-        totals = totals * _exp(tops - larger, FAST) + tl.sum(_exp(z - larger, FAST), 2, keep_dims=True)
+        larger = tl.maximum(tops, tl.max(z, 3, keep_dims=True))
+        totals = totals * _exp(tops - larger, FAST) + tl.sum(_exp(z - larger, FAST), 3, keep_dims=True)
         tops = larger
     return _joined(tops, totals)
 
 
 @triton.jit
 def _joined(tops, totals):
-    """Sums of exponentials below several tops, `(parts, members, 1)`, as those below the highest, `(1, members, 1)`."""
+    """Sums of exponentials below several tops, `(parts, 1, members, 1)`, as those below the highest."""
     top = tl.max(tops, 0, keep_dims=True)
     return top, tl.sum(totals * tl.exp(tops - top), 0, keep_dims=True)
 
@@ -67,10 +78,10 @@ def _kept(statistics, top, total, k, n, span, MEMBERS: tl.constexpr, SPANS: tl.c
 
 @triton.jit
 def _found(statistics, k, n, MEMBERS: tl.constexpr, SPANS: tl.constexpr, SOME_SPANS: tl.constexpr):
-    each = tl.arange(0, SOME_SPANS)[:, None, None]
+    each = tl.arange(0, SOME_SPANS)[:, None, None, None]
     place = statistics + (n * SPANS + each) * 3 * MEMBERS + k
     there = (k < MEMBERS) & (each < SPANS)
-    top, total = tl.where(k < MEMBERS, LOWEST, 0.0), tl.where(k < MEMBERS, 0.0, 1.0)  # of nobody: harmless ones
+    top, total = tl.where(k < MEMBERS, LOWEST, NOWHERE), tl.where(k < MEMBERS, 0.0, 1.0)  # of nobody: as in `_sums`
     return _joined(tl.load(place, mask=there, other=top), tl.load(place + MEMBERS, mask=there, other=total))
 
 
@@ -105,7 +116,7 @@ def _in_blocks(
     samples,
     MEMBERS: tl.constexpr,
     CLASSES: tl.constexpr,
-    ALIGN: tl.constexpr,
+    VECTOR: tl.constexpr,
     WRITE: tl.constexpr,
     PROBABILITIES: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -127,13 +138,9 @@ def _in_blocks(
     SPAN: tl.constexpr,
     SPANS: tl.constexpr,
     SOME_SPANS: tl.constexpr,
-    VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One sample, a span of its classes block by block: first what the softmax needs, then the rest.
-
-    A block is `(vectors, members, classes of a vector)`. The compiler gives a vector of all members to one thread: sums
-    over the two cost no exchange.
 
     STAGE 0: both, for all classes. 1: the first, into `statistics`, `(samples, spans, 3, members)`: the largest
     logit, the sum of exponentials, and the sum of w∘p. 2: the second, from there.
@@ -141,10 +148,10 @@ def _in_blocks(
     n, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if STAGE == 2:
         n = samples - 1 - n  # what was read last is still in the cache
-    k = tl.arange(0, MOST).to(tl.int64)[None, :, None]
-    r = (MOST + tl.arange(0, REST if REST else 1)).to(tl.int64)[None, :, None]
-    some = (tl.arange(0, SOME_CLASSES // VECTOR) * VECTOR)[:, None, None] + tl.arange(0, VECTOR)[None, None, :]
-    row, row_r = logits + (n * logits_n + k * logits_k) * ALIGN, logits + (n * logits_n + r * logits_k) * ALIGN
+    k = tl.arange(0, MOST).to(tl.int64)[None, None, :, None]
+    r = (MOST + tl.arange(0, REST if REST else 1)).to(tl.int64)[None, None, :, None]
+    some = _vectors(SOME_CLASSES, VECTOR)
+    row, row_r = logits + (n * logits_n + k * logits_k) * VECTOR, logits + (n * logits_n + r * logits_k) * VECTOR
     label, valid, wrong = _labels(target, target_n, ignored, n, n < samples, CLASSES, PROBABILITIES)
     if STAGE < 2:
         first = span * SPAN
@@ -159,10 +166,9 @@ def _in_blocks(
         s = tl.zeros((), ACC)
         if PROBABILITIES:
             for start in range(0, SPAN, SOME_CLASSES):
-                c = first + start + some
                 wp = _aims(
-                    target, target_n, target_c, weight, smoothing, label, n, c, n < samples, CLASSES, PROBABILITIES,
-                    WEIGHTED, SMOOTHED, ACC,
+                    target, target_n, target_c, weight, smoothing, label, n, first + start + some, samples,
+                    CLASSES, PROBABILITIES, WEIGHTED, SMOOTHED, ACC,
                 )  # fmt: skip
                 s += tl.sum(wp)
         if STAGE == 1:
@@ -174,8 +180,8 @@ def _in_blocks(
         top, total = _found(statistics, k, n, MEMBERS, SPANS, SOME_SPANS)
         if REST:
             top_r, total_r = _found(statistics, r, n, MEMBERS, SPANS, SOME_SPANS)
-        each = tl.arange(0, SOME_SPANS)
-        s = tl.sum(tl.load(statistics + (n * SPANS + each) * 3 * MEMBERS + 2 * MEMBERS, mask=each < SPANS, other=0.0))
+        spans = tl.arange(0, SOME_SPANS)
+        s = tl.sum(tl.load(statistics + (n * SPANS + spans) * 3 * MEMBERS + 2 * MEMBERS, mask=spans < SPANS, other=0.0))
     if STAGE != 1:
         lam = tl.full((), 0.0, ACC) + (tl.load(diversity) if ON_DEVICE else diversity)
         if not PROBABILITIES:
@@ -186,7 +192,7 @@ def _in_blocks(
         value = nothing
         if valid:
             a = _alpha(alpha, k, MEMBERS, MOST, UNIFORM, ACC)
-            factor = tl.full((1, 1, 1), 0.0, ACC) + one + wrong
+            factor = tl.full((1, 1, 1, 1), 0.0, ACC) + one + wrong
             factor_r = factor
             if SCALE:
                 factor = factor * tl.load(scale + n * scale_n + k * scale_k)
@@ -199,64 +205,67 @@ def _in_blocks(
                 inverse = _reciprocal(total_r, FAST)
                 own_r, mine_r = factor_r * lam * s * a_r * inverse, factor_r * s * (1 - lam) * inverse
                 share_r = a_r * inverse
-            found = tl.zeros((SOME_CLASSES // VECTOR, 1, 1), ACC)
-            believed = tl.zeros((SOME_CLASSES // VECTOR, 1, 1), ACC)
-            for past in tl.range(0, SPAN, SOME_CLASSES, num_stages=STAGES):
-                # backward: what was read last is still in the cache
-                c = span * SPAN + (SPAN - SOME_CLASSES - past) + some
-                here, here_r = (c < CLASSES) & (k < MEMBERS), (c < CLASSES) & (r < MEMBERS)
-                z = _read(row + c * logits_c, here, ACC, "evict_first")
-                e = _exp(z - top, FAST)
-                if REST:
-                    z_r = _read(row_r + c * logits_c, here_r, ACC, "evict_first")
-                    e_r = _exp(z_r - top_r, FAST)
-                wp = _aims(
-                    target, target_n, target_c, weight, smoothing, label, n, c, n < samples, CLASSES, PROBABILITIES,
-                    WEIGHTED, SMOOTHED, ACC,
-                )  # fmt: skip
-                if MIXTURE:
-                    mean = tl.load(mixture + n * mixture_n + c * mixture_c, mask=c < CLASSES, other=0.0).to(ACC)
-                    believed += tl.sum(mean, 2, keep_dims=True)
-                else:
-                    mean = tl.sum(share * e, 1, keep_dims=True)
-                    if REST:
-                        mean += tl.sum(share_r * e_r, 1, keep_dims=True)
-                b = lam * s * mean - wp  # (vectors, 1, classes)
-                b_k = factor * b
-                if WRITE:
-                    place = (n * gradient_n + k * gradient_k) * ALIGN + c * gradient_c
-                    _write(gradient + place, here, e, mine, b_k, factor, SCALE)
-                found += tl.sum(
-                    tl.sum(_pulls(z, e, top, own, b_k, factor, True, SCALE), 1, keep_dims=True), 2, keep_dims=True
-                )
-                if REST:
-                    b_r = factor_r * b
-                    if MOST + REST > MEMBERS:
-                        b_r = tl.where(r < MEMBERS, b_r, 0.0)
-                    if WRITE:
-                        place = (n * gradient_n + r * gradient_k) * ALIGN + c * gradient_c
-                        _write(gradient + place, here_r, e_r, mine_r, b_r, factor_r, SCALE)
-                    found += tl.sum(
-                        tl.sum(_pulls(z_r, e_r, top_r, own_r, b_r, factor_r, True, SCALE), 1, keep_dims=True),
-                        2,
-                        keep_dims=True,
-                    )
+            pulls, believed = tl.zeros((), ACC), tl.zeros((), ACC)
+            for careful in range(2):
+                if (careful == 0) | (pulls != pulls):  # a second time if it was 0 times -inf, perhaps
+                    found = tl.zeros((SOME_CLASSES // VECTOR, 1, 1, 1), ACC)
+                    means = tl.zeros((SOME_CLASSES // VECTOR, 1, 1, 1), ACC)
+                    for past in tl.range(0, SPAN, SOME_CLASSES, num_stages=STAGES):
+                        # backward: what was read last is still in the cache
+                        c = span * SPAN + (SPAN - SOME_CLASSES - past) + some
+                        here, here_r = (c < CLASSES) & (k < MEMBERS), (c < CLASSES) & (r < MEMBERS)
+                        t = _read(row + c * logits_c, here, ACC, "evict_first") - top
+                        e = _exp(t, FAST)
+                        if REST:
+                            t_r = _read(row_r + c * logits_c, here_r, ACC, "evict_first") - top_r
+                            e_r = _exp(t_r, FAST)
+                        wp = _aims(
+                            target, target_n, target_c, weight, smoothing, label, n, c, samples, CLASSES,
+                            PROBABILITIES, WEIGHTED, SMOOTHED, ACC,
+                        )  # fmt: skip
+                        if MIXTURE:
+                            mean = tl.load(mixture + n * mixture_n + c * mixture_c, mask=c < CLASSES, other=0.0).to(ACC)
+                            means += tl.sum(mean, 3, keep_dims=True)
+                        else:
+                            mean = tl.sum(share * e, 2, keep_dims=True)
+                            if REST:
+                                mean += tl.sum(share_r * e_r, 2, keep_dims=True)
+                        b = lam * s * mean - wp  # (vectors, 1, 1, classes)
+                        if WRITE:
+                            place = (n * gradient_n + k * gradient_k) * VECTOR + c * gradient_c
+                            _write(gradient + place, here, _slope(e, mine, factor * b, factor, SCALE))
+                            if REST:
+                                place = (n * gradient_n + r * gradient_k) * VECTOR + c * gradient_c
+                                _write(gradient + place, here_r, _slope(e_r, mine_r, factor_r * b, factor_r, SCALE))
+                        if careful:
+                            found += _careful(t, e, own, b, factor, c, CLASSES, SCALE, 2)
+                            if REST:
+                                found += _careful(t_r, e_r, own_r, b, factor_r, c, CLASSES, SCALE, 2)
+                        else:
+                            depth, heat = _depths(t, e, factor, SCALE, 2)
+                            found -= _heats(own, heat, factor, SCALE, 2)
+                            if REST:
+                                depth_r, heat_r = _depths(t_r, e_r, factor_r, SCALE, 2)
+                                depth += depth_r
+                                found -= _heats(own_r, heat_r, factor_r, SCALE, 2)
+                            found += _pulls(b, depth, c, CLASSES)
+                    pulls, believed = tl.sum(found), tl.sum(means)
             # a span's share of L Σ u: of a mixture what it saw of it, of all else the first has it all
             whole = tl.where(span == 0, 1.0, 0.0)
-            sums = tl.sum(believed) if MIXTURE else whole
+            sums = believed if MIXTURE else whole
             if not UNIFORM and not MIXTURE:
                 sums = (tl.sum(a) + (tl.sum(a_r) if REST else 0.0)) * whole
             logs = tl.sum(_logs(total, factor, sums, a, s, lam, whole, k, MEMBERS, FAST))
             if REST:
                 logs += tl.sum(_logs(total_r, factor_r, sums, a_r, s, lam, whole, r, MEMBERS, FAST))
-            value += tl.sum(found) - logs
+            value += pulls - logs
         elif WRITE:
             for start in range(0, SPAN, SOME_CLASSES):
                 c = span * SPAN + start + some
-                zero = tl.zeros((1, 1, 1), gradient.dtype.element_ty)
-                place = gradient + (n * gradient_n + k * gradient_k) * ALIGN + c * gradient_c
+                zero = tl.zeros((1, 1, 1, 1), gradient.dtype.element_ty)
+                place = gradient + (n * gradient_n + k * gradient_k) * VECTOR + c * gradient_c
                 tl.store(place, zero, mask=(c < CLASSES) & (k < MEMBERS))
                 if REST:
-                    place = gradient + (n * gradient_n + r * gradient_k) * ALIGN + c * gradient_c
+                    place = gradient + (n * gradient_n + r * gradient_k) * VECTOR + c * gradient_c
                     tl.store(place, zero, mask=(c < CLASSES) & (r < MEMBERS))
         tl.store(values + n * SPANS + span, value)

@@ -15,18 +15,19 @@ from torchace.kernels.ace_pieces import _counts, _multiplied
 from torchace.kernels.ace_whole import _whole
 
 # Measured on an H200 (docs/results/speed.md).
-HELD, HELD_OF_BLOCK = 96, 48  # logits of a thread where a sample's are read once, and where block by block
-MOST_HELD = 64  # of many members' a thread has but some
-FEWEST_WARPS, MOST_THREADS, MOST_WHOLE = 4, 128, 24  # for a sample that is read once, and its members
-FEW_MEMBERS = 4
-BY_FEW, BY_MANY = (8, 64), (4, 128)  # warps of a program that reads in blocks and registers of its threads, by members
+HELD, MOST_WARPS = 96, 4  # numbers of a thread, and warps, where a sample's logits are read once
+HELD_OF_BLOCK, MOST_HELD = 40, 64  # logits of a thread where they are read block by block; of many members' it has some
+WARPS, FOR_WARPS = 4, 1 << 15  # of a program that reads in blocks, and logits of a sample from which on it has more
+FEW_MEMBERS, VERY_FEW = 4, 3
+# Registers of a thread that holds no more numbers than this: in blocks; all at once, of few members and of many.
+OF_BLOCK, OF_FEW, OF_MANY = ((16, 64), (24, 80), (32, 96), (48, 128)), ((64, 128), (96, 168)), ((56, 128), (90, 168))
+OF_SPREAD, MOST_REGISTERS, ALL_REGISTERS = 96, 255, 1 << 16
 ONE_PROGRAM = 1 << 15  # so few logits in all are left to one program
 READ_TWICE = 1 << 17  # logits of a sample that one program reads twice: the second time they are still in the cache
 SPAN = 1 << 15  # logits that a program reads where several share a sample
 LEFT_BEHIND = 1 << 12  # numbers, of all spans and members
-COUNTED = 2048  # so many targets are counted by every program for itself; more by
-COUNTERS, COUNTED_AT_ONCE = 256, 1024  # programs of their own, so many at once
-PROGRAMS = 6  # on a multiprocessor, where a sample's logits are read once; the others' samples come after theirs
+COUNTED = 2048  # so many targets may be counted by every program for itself; others by
+COUNTERS, COUNTED_AT_ONCE = 8, 4096  # programs of their own, so many at once
 STAGES, STAGED = 3, 48 << 10  # how many rounds of loads are under way, unless they need more bytes than this
 FEW = 1 << 20  # numbers that torch multiplies faster than a kernel here starts
 
@@ -55,95 +56,114 @@ def value_and_gradient(
 
 
 def _launched(logits: Tensor, options: Options, want_gradient: bool, by: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    members, samples, classes = logits.shape
-    target, acc = options.target, torch.float64 if logits.dtype == torch.float64 else torch.float32
     gradient = torch.empty_like(logits) if want_gradient else logits
-    most, rest = _powers(members)
-    some_classes = _power(classes)
-    tile = (most + rest) * some_classes
-    counts, count, programs = logits, 0, 1
-    if not options.mean or options.scale is not None:
-        pass
-    elif target.is_floating_point():
-        count = 3
-    elif samples <= COUNTED:
-        count, programs = 2, _power(samples)
-    else:
-        count, programs = 1, min(COUNTERS, _power(_parts(samples, COUNTED_AT_ONCE)))
-        counts = torch.empty(programs, dtype=acc, device=logits.device)
-        weighted = options.weight is not None
-        _counts[(programs,)](
-            target,
-            target.stride(0),
-            options.weight if weighted else counts,
-            counts,
-            samples,
-            classes,
-            options.ignore_index,
-            _parts(samples, COUNTED_AT_ONCE * programs),
-            WEIGHTED=weighted,
-            BLOCK=COUNTED_AT_ONCE,
-        )
-    align = _alignment(logits, gradient)
-    common = _arguments(logits, gradient, options, counts, by, align)
-    flags: dict[str, Any] = {
-        "MEMBERS": members,
-        "CLASSES": classes,
-        "ALIGN": align,
-        "WRITE": want_gradient,
-        "PROBABILITIES": target.is_floating_point(),
-        "WEIGHTED": options.weight is not None,
-        "UNIFORM": options.alpha is None,
-        "MIXTURE": options.mixture is not None,
-        "SCALE": options.scale is not None,
-        "COUNT": count,
-        "COUNTS": programs,
-        "BY": by is not None,
-        "ON_DEVICE": options.diversity is not None,
-        "ACC": tl.float64 if acc == torch.float64 else tl.float32,
-        "SMOOTHED": options.label_smoothing != 0,
-        "FAST": acc == torch.float32 and not triton.knobs.runtime.interpret,
-        "MOST": most,
-        "REST": rest,
-    }
     # The compiler gives a thread what it reads at once of every member, then other samples or classes to other threads.
-    vector = min(align, 16 // logits.element_size(), some_classes)
-    threads = _parts(some_classes, vector)  # for a sample
-    if members <= MOST_WHOLE and members * vector <= HELD and threads <= MOST_THREADS:
-        warps = max(FEWEST_WARPS, threads // 32)
-        some = min(_power(samples), max(1, 32 * warps // threads))
-        alone = _power(samples) * tile <= ONE_PROGRAM
-        if alone:
-            some, warps = _power(samples), 16
-        values = torch.empty(() if alone else samples, dtype=acc, device=logits.device)
-        staged = 2 * some * tile * logits.element_size() <= STAGED and not alone
-        _whole[(min(_parts(samples, some), PROGRAMS * _multiprocessors(logits.device)),)](
-            logits, gradient, values, *common, **flags, SOME=some, SOME_CLASSES=some_classes, ALONE=alone,
-            STAGES=STAGES if staged else 1, num_warps=warps,
-        )  # fmt: skip
-        return (values if alone else values.sum()), (gradient if want_gradient else None)
+    vector = min(_alignment(logits, gradient), 16 // logits.element_size(), _power(logits.shape[2]))
+    task = Task(logits, gradient, options, by, want_gradient)
+    values = _read_once(task, vector)
+    if values is None:
+        values = _read_twice(task, vector)
+    return values.sum() if values.numel() > 1 else values.view(()), gradient if want_gradient else None
+
+
+class Task(NamedTuple):
+    """What kernels are given."""
+
+    logits: Tensor
+    gradient: Tensor
+    options: Options
+    by: Tensor | None
+    want_gradient: bool
+
+    @property
+    def acc(self) -> torch.dtype:
+        return torch.float64 if self.logits.dtype == torch.float64 else torch.float32
+
+
+def _counted(logits: Tensor, options: Options, by_itself: bool) -> tuple[Tensor, int, int]:
+    """What the samples count in the mean, in parts; how that becomes a number (see `_share`); and how many parts."""
+    target, (_, samples, classes) = options.target, logits.shape
+    if not options.mean or options.scale is not None:
+        return logits, 0, 1
+    if target.is_floating_point():
+        return logits, 3, 1
+    if by_itself and samples <= COUNTED:
+        return logits, 2, _power(samples)
+    parts = min(COUNTERS, _parts(samples, COUNTED_AT_ONCE))
+    counts = torch.empty(parts, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+    weighted = options.weight is not None
+    _counts[(parts,)](
+        target,
+        target.stride(0),
+        options.weight if weighted else counts,
+        counts,
+        samples,
+        classes,
+        options.ignore_index,
+        _parts(samples, COUNTED_AT_ONCE * parts),
+        WEIGHTED=weighted,
+        BLOCK=COUNTED_AT_ONCE,
+        num_warps=16,
+    )
+    return counts, 1, parts
+
+
+def _read_once(task: Task, vector: int) -> Tensor | None:
+    """Values of some samples each, which add up to the loss; None if a sample has too many logits for this."""
+    logits = task.logits
+    members, samples, classes = logits.shape
+    some_classes, padded = _power(classes), sum(_powers(members))
+    threads = some_classes // vector  # that a sample has work for
+    numbers = padded * some_classes + some_classes // 2  # exponentials; what all members share is there half the time
+    warps = _power(_parts(numbers, 32 * HELD))
+    if warps > MOST_WARPS or 32 * warps > max(32, threads) or padded * vector > HELD:
+        return None
+    some = min(_power(samples), max(1, 32 * warps // threads))
+    few = members <= FEW_MEMBERS
+    held = numbers * some // (32 * warps)
+    registers = _limit(OF_FEW, held) if few else _limit(OF_MANY, held + 2 * members)
+    staged = not few and 2 * some * padded * some_classes * logits.element_size() <= STAGED
+    if _power(samples) * padded * some_classes <= ONE_PROGRAM:
+        some, warps, registers, staged = _power(samples), 16, None, False
+    # As many as there is room for. They take other samples later, whose logits come while they compute.
+    room = max(1, ALL_REGISTERS // (32 * warps * (registers or MOST_REGISTERS)))
+    programs = min(_parts(samples, some), room * _multiprocessors(logits.device))
+    values = torch.empty(programs, dtype=task.acc, device=logits.device)
+    arguments, flags = _arguments(task, values, vector, by_itself=True)
+    _whole[(programs,)](
+        *arguments, **flags, SOME=some, SOME_CLASSES=some_classes, STAGES=STAGES if staged else 1, num_warps=warps,
+        maxnreg=registers,
+    )  # fmt: skip
+    return values
+
+
+def _read_twice(task: Task, vector: int) -> Tensor:
+    """Values of samples, or of spans of their classes, which add up to the loss."""
+    logits = task.logits
+    members, samples, classes = logits.shape
     spread = members * classes > READ_TWICE
-    vector = min(vector, 4) if spread else vector
+    vector = vector if members <= FEW_MEMBERS and not spread else min(vector, 4)
     while vector > 2 and members * vector > HELD_OF_BLOCK:
         vector //= 2
-    warps, registers = BY_FEW if members <= FEW_MEMBERS and not spread else BY_MANY
+    warps = max(WARPS * _power(_parts(members * classes, FOR_WARPS)), 1 if members > VERY_FEW else 2 * WARPS)
+    warps = WARPS if spread else warps
     shares = _power(_parts(members * vector, MOST_HELD))  # threads that have the same classes, of other members
-    some_classes = min(some_classes, max(1, 32 * warps // shares) * vector)
-    flags |= {"SOME_CLASSES": some_classes, "num_warps": max(1, min(warps, shares * some_classes // (32 * vector)))}
-    if members * vector <= HELD_OF_BLOCK:
-        flags["maxnreg"] = registers
+    some_classes = min(_power(classes), max(1, 32 * warps // shares) * vector)
+    warps = max(1, min(warps, shares * some_classes // (32 * vector)))
+    registers = OF_SPREAD if spread and members * vector <= HELD_OF_BLOCK else _limit(OF_BLOCK, members * vector)
     # not so many spans that what they leave behind would fill a program that reads it all
-    some = max(SPAN // members, _parts(classes * most, LEFT_BEHIND)) if spread else classes
+    some = max(SPAN // members, _parts(classes * _powers(members)[0], LEFT_BEHIND)) if spread else classes
     span = _parts(min(classes, some), some_classes) * some_classes
     spans = _parts(classes, span)
-    values = torch.empty(samples * spans, dtype=acc, device=logits.device)
-    statistics = values if spans == 1 else torch.empty((samples, spans, 3, members), dtype=acc, device=logits.device)
-    flags |= {"SPAN": span, "SPANS": spans, "SOME_SPANS": _power(spans), "VECTOR": vector, "STAGES": 1}
+    values = torch.empty(samples * spans, dtype=task.acc, device=logits.device)
+    statistics = values if spans == 1 else values.new_empty((samples, spans, 3, members))
+    arguments, flags = _arguments(task, values, vector, by_itself=False)
     for stage in (0,) if spans == 1 else (1, 2):
         _in_blocks[(samples, spans)](
-            logits, gradient, values, *common, **flags, statistics=statistics, STAGE=stage
+            *arguments, **flags, SOME_CLASSES=some_classes, SPAN=span, SPANS=spans, SOME_SPANS=_power(spans), STAGES=1,
+            statistics=statistics, STAGE=stage, num_warps=warps, maxnreg=registers,
         )  # fmt: skip
-    return values.sum(), (gradient if want_gradient else None)
+    return values
 
 
 def _readable(options: Options) -> Options:
@@ -177,6 +197,11 @@ def _power(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+def _limit(limits: tuple[tuple[int, int], ...], held: int) -> int | None:
+    """How many registers a thread gets that holds so many numbers; None: the compiler decides."""
+    return next((registers for most, registers in limits if held <= most), None)
+
+
 def _parts(count: int, size: int) -> int:
     return -(-count // size)
 
@@ -202,15 +227,19 @@ def _alignment(*tensors: Tensor) -> int:
     return align
 
 
-def _arguments(
-    logits: Tensor, gradient: Tensor, options: Options, counts: Tensor, by: Tensor | None, align: int
-) -> tuple[Any, ...]:
-    """What both kernels take after logits, gradient and values; the logits stand in for what is not there."""
+def _arguments(task: Task, values: Tensor, vector: int, *, by_itself: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What both kernels take; the logits stand in for tensors that are not there."""
+    logits, gradient, options = task.logits, task.gradient, task.options
     target, weight, mixture, scale = options.target, options.weight, options.mixture, options.scale
     probabilities = target.is_floating_point()
     smoothing = options.label_smoothing
     mean_weight = weight.mean() if weight is not None and smoothing and not probabilities else weight
-    return (
+    most, rest = _powers(logits.shape[0])
+    counts, how, parts = _counted(logits, options, by_itself)
+    arguments = (
+        logits,
+        gradient,
+        values,
         target,
         logits if weight is None else weight,
         logits if mean_weight is None else mean_weight,
@@ -218,13 +247,13 @@ def _arguments(
         logits if mixture is None else mixture,
         logits if scale is None else scale,
         counts,
-        logits if by is None else by,
+        logits if task.by is None else task.by,
         options.number if options.diversity is None else options.diversity,
-        logits.stride(0) // align,
-        logits.stride(1) // align,
+        logits.stride(0) // vector,
+        logits.stride(1) // vector,
         logits.stride(2),
-        gradient.stride(0) // align,
-        gradient.stride(1) // align,
+        gradient.stride(0) // vector,
+        gradient.stride(1) // vector,
         gradient.stride(2),
         target.stride(0),
         target.stride(1) if probabilities else 0,
@@ -236,3 +265,24 @@ def _arguments(
         options.ignore_index,
         logits.shape[1],
     )
+    flags = {
+        "MEMBERS": logits.shape[0],
+        "CLASSES": logits.shape[2],
+        "VECTOR": vector,
+        "WRITE": task.want_gradient,
+        "PROBABILITIES": probabilities,
+        "WEIGHTED": weight is not None,
+        "UNIFORM": options.alpha is None,
+        "MIXTURE": mixture is not None,
+        "SCALE": scale is not None,
+        "COUNT": how,
+        "COUNTS": parts,
+        "BY": task.by is not None,
+        "ON_DEVICE": options.diversity is not None,
+        "ACC": tl.float64 if task.acc == torch.float64 else tl.float32,
+        "SMOOTHED": smoothing != 0,
+        "FAST": task.acc == torch.float32 and not triton.knobs.runtime.interpret,
+        "MOST": most,
+        "REST": rest,
+    }
+    return arguments, flags

@@ -23,8 +23,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-NOWHERE = tl.constexpr(-1e37)  # the logit of what is no class: finite, so that 0 times it is 0
-LOWEST = tl.constexpr(-2e37)
+NOWHERE = tl.constexpr(-(2.0**123))  # the logit of what is no class: finite, so that 0 times it is 0; the same in bf16
+LOWEST = tl.constexpr(-(2.0**124))
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def _aims(
     label,
     n,
     c,
-    real,
+    samples,
     CLASSES: tl.constexpr,
     PROBABILITIES: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -95,7 +95,7 @@ def _aims(
 ):
     """w∘p of some samples and classes; 0 for what is no class."""
     if PROBABILITIES:
-        p = tl.load(target + n * target_n + c * target_c, mask=real & (c < CLASSES), other=0.0).to(ACC)
+        p = tl.load(target + n * target_n + c * target_c, mask=(n < samples) & (c < CLASSES), other=0.0).to(ACC)
     else:
         p = tl.where(c == label, tl.full((), 1.0, ACC), 0.0)
     if SMOOTHED:
@@ -140,7 +140,11 @@ def _share(
         one = one / samples
     elif COUNT:
         if COUNT == 1:
-            total = tl.sum(tl.load(counts + tl.arange(0, COUNTS)), 0).to(ACC)
+            total = tl.full((), 0.0, ACC)
+            for part in tl.static_range(
+                COUNTS
+            ):  # not at once: what all threads know to be the same needs fewer registers
+                total += tl.load(counts + part)
         else:
             total = _counted(target, target_n, weight, 0, samples, CLASSES, ignored, WEIGHTED, COUNTS).to(ACC)
         one, nothing = one / total, nothing / total
@@ -192,40 +196,57 @@ def _alpha(alpha, k, MEMBERS: tl.constexpr, MOST: tl.constexpr, UNIFORM: tl.cons
     """α of some members; 0 for what is none."""
     if not UNIFORM:
         a = tl.load(alpha + k, mask=k < MEMBERS, other=0.0).to(ACC)
-    elif MOST > MEMBERS:
-        a = tl.where(k < MEMBERS, tl.full((1, 1, 1), 1.0 / MEMBERS, ACC), 0.0)
     else:
-        a = tl.full((1, 1, 1), 1.0 / MEMBERS, ACC)
+        a = tl.where(k < MEMBERS, tl.full((), 1.0 / MEMBERS, ACC), 0.0)
     return a
 
 
 @triton.jit
-def _softmax(z, FAST: tl.constexpr):
-    """Of some samples' and members' logits: the largest, exponentials below it, and their sum."""
-    top = tl.max(z, 2, keep_dims=True)
-    e = _exp(z - top, FAST)
-    return top, e, tl.sum(e, 2, keep_dims=True)
-
-
-@triton.jit
-def _pulls(z, e, top, own, b, factor, GUARDED: tl.constexpr, SCALE: tl.constexpr):
-    """<u, t> before it is summed up. With q = e / total, `own` is λ s α / total times `factor`, as `b` is too."""
-    t = z - top
-    u = b - own * e
-    found = u * t
-    if GUARDED:  # a class that nobody believes in adds nothing, even at -inf
-        found = tl.where(u == 0, 0.0, found)
+def _depths(t, e, factor, SCALE: tl.constexpr, OF_MEMBERS: tl.constexpr):
+    """What Σ_k <u, t> of a vector's classes is made of: Σ_k t times `factor`, and <e, t> of every member."""
     if SCALE:  # which may be 0 for a member alone
-        found = tl.where(factor == 0, 0.0, found)
-    return found
+        depth = tl.sum(tl.where(factor == 0, 0.0, factor * t), OF_MEMBERS, keep_dims=True)
+    else:
+        depth = factor * tl.sum(t, OF_MEMBERS, keep_dims=True)
+    return depth, tl.sum(e * t, 3, keep_dims=True)
 
 
 @triton.jit
-def _write(place, here, e, mine, b, factor, SCALE: tl.constexpr):
+def _pulls(b, depth, c, CLASSES: tl.constexpr):
+    """Σ_k <b, t>. NaN where t is -inf: then comes `_careful`."""
+    return tl.sum(tl.where(c < CLASSES, b * depth, 0.0), 3, keep_dims=True)
+
+
+@triton.jit
+def _heats(own, heat, factor, SCALE: tl.constexpr, OF_MEMBERS: tl.constexpr):
+    """Σ_k <b - u, t>. With q = e / total, `own` is λ s α / total times `factor`."""
+    heat = own * heat
+    if SCALE:
+        heat = tl.where(factor == 0, 0.0, heat)
+    return tl.sum(heat, OF_MEMBERS, keep_dims=True)
+
+
+@triton.jit
+def _careful(t, e, own, b, factor, c, CLASSES: tl.constexpr, SCALE: tl.constexpr, OF_MEMBERS: tl.constexpr):
+    """Σ_k <u, t> of a vector's classes where one that nobody believes in adds nothing, even at -inf."""
+    u = tl.where(c < CLASSES, factor * b - own * e, 0.0)
+    found = tl.where(u == 0, 0.0, u * t)
+    if SCALE:
+        found = tl.where(factor == 0, 0.0, found)
+    return tl.sum(tl.sum(found, OF_MEMBERS, keep_dims=True), 3, keep_dims=True)
+
+
+@triton.jit
+def _slope(e, mine, b, factor, SCALE: tl.constexpr):
     """The gradient. With q = e / total, `mine` is s (1-λ) / total times `factor`, as `b` is too."""
     g = mine * e + b
     if SCALE:
         g = tl.where(factor == 0, 0.0, g)
+    return g
+
+
+@triton.jit
+def _write(place, here, g):
     tl.store(place, g.to(place.dtype.element_ty), mask=here, eviction_policy="evict_first")
 
 
