@@ -50,6 +50,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"PROBABILITIES": True, "WEIGHTED": True, "SMOOTHED": True, "COUNT": 3},
     {"WEIGHTED": True, "UNIFORM": False, "SCALE": True, "COUNT": 0, "ON_DEVICE": True},
     {"MIXTURE": True, "UNIFORM": False, "BY": True, "COUNT": 2},
+    {"COUNT": 4},
     {"WRITE": False},
 ]
 

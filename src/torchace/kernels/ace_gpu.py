@@ -21,13 +21,13 @@ WARPS, FOR_WARPS = 4, 1 << 15  # of a program that reads in blocks, and logits o
 FEW_MEMBERS, VERY_FEW = 4, 3
 # Registers of a thread that holds no more numbers than this: in blocks; all at once, of few members and of many.
 OF_BLOCK, OF_FEW, OF_MANY = ((16, 64), (24, 80), (32, 96), (48, 128)), ((64, 128), (96, 168)), ((56, 128), (90, 168))
-OF_SPREAD, MOST_REGISTERS, ALL_REGISTERS = 96, 255, 1 << 16
+OF_SPREAD_FIRST, OF_SPREAD, ALL_REGISTERS = ((64, 64),), ((40, 96),), 1 << 16
 ONE_PROGRAM = 1 << 15  # so few logits in all are left to one program
 READ_TWICE = 1 << 17  # logits of a sample that one program reads twice: the second time they are still in the cache
 SPAN = 1 << 15  # logits that a program reads where several share a sample
 LEFT_BEHIND = 1 << 12  # numbers, of all spans and members
 COUNTED = 2048  # so many targets may be counted by every program for itself; others by
-COUNTERS, COUNTED_AT_ONCE = 8, 4096  # programs of their own, so many at once
+COUNTERS, COUNTERS_OF_BLOCKS = (256, 1024), (16, 8192)  # at most so many programs of their own, so many at once
 STAGES, STAGED = 3, 48 << 10  # how many rounds of loads are under way, unless they need more bytes than this
 FEW = 1 << 20  # numbers that torch multiplies faster than a kernel here starts
 
@@ -80,16 +80,17 @@ class Task(NamedTuple):
         return torch.float64 if self.logits.dtype == torch.float64 else torch.float32
 
 
-def _counted(logits: Tensor, options: Options, by_itself: bool) -> tuple[Tensor, int, int]:
+def _counted(logits: Tensor, options: Options, in_blocks: bool) -> tuple[Tensor, int, int]:
     """What the samples count in the mean, in parts; how that becomes a number (see `_share`); and how many parts."""
     target, (_, samples, classes) = options.target, logits.shape
     if not options.mean or options.scale is not None:
         return logits, 0, 1
     if target.is_floating_point():
         return logits, 3, 1
-    if by_itself and samples <= COUNTED:
+    if samples <= COUNTED and not in_blocks:
         return logits, 2, _power(samples)
-    parts = min(COUNTERS, _parts(samples, COUNTED_AT_ONCE))
+    most, size = COUNTERS_OF_BLOCKS if in_blocks else COUNTERS
+    parts = min(most, _power(_parts(samples, size)))
     counts = torch.empty(parts, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     weighted = options.weight is not None
     _counts[(parts,)](
@@ -100,12 +101,12 @@ def _counted(logits: Tensor, options: Options, by_itself: bool) -> tuple[Tensor,
         samples,
         classes,
         options.ignore_index,
-        _parts(samples, COUNTED_AT_ONCE * parts),
+        _parts(samples, size * parts),
         WEIGHTED=weighted,
-        BLOCK=COUNTED_AT_ONCE,
-        num_warps=16,
+        BLOCK=size,
+        num_warps=max(1, size // 512),
     )
-    return counts, 1, parts
+    return counts, 4 if in_blocks else 1, parts
 
 
 def _read_once(task: Task, vector: int) -> Tensor | None:
@@ -126,10 +127,10 @@ def _read_once(task: Task, vector: int) -> Tensor | None:
     if _power(samples) * padded * some_classes <= ONE_PROGRAM:
         some, warps, registers, staged = _power(samples), 16, None, False
     # As many as there is room for. They take other samples later, whose logits come while they compute.
-    room = max(1, ALL_REGISTERS // (32 * warps * (registers or MOST_REGISTERS)))
+    room = max(1, ALL_REGISTERS // (32 * warps * (registers or (128 if warps == 1 else 255))))
     programs = min(_parts(samples, some), room * _multiprocessors(logits.device))
     values = torch.empty(programs, dtype=task.acc, device=logits.device)
-    arguments, flags = _arguments(task, values, vector, by_itself=True)
+    arguments, flags = _arguments(task, values, vector, _counted(logits, task.options, in_blocks=False))
     _whole[(programs,)](
         *arguments, **flags, SOME=some, SOME_CLASSES=some_classes, STAGES=STAGES if staged else 1, num_warps=warps,
         maxnreg=registers,
@@ -142,28 +143,52 @@ def _read_twice(task: Task, vector: int) -> Tensor:
     logits = task.logits
     members, samples, classes = logits.shape
     spread = members * classes > READ_TWICE
-    vector = vector if members <= FEW_MEMBERS and not spread else min(vector, 4)
-    while vector > 2 and members * vector > HELD_OF_BLOCK:
+    warps = WARPS * _power(_parts(members * classes, FOR_WARPS))
+    warps = WARPS if spread else max(warps, 2 * WARPS) if members <= VERY_FEW else warps
+    counted = _counted(logits, task.options, in_blocks=True)
+    if not spread:
+        vector = _narrow(vector if members <= FEW_MEMBERS else min(vector, 4), members, HELD_OF_BLOCK)
+        block = _block(members, classes, vector, warps, _limit(OF_BLOCK, members * vector))
+        span = _parts(classes, block["SOME_CLASSES"]) * block["SOME_CLASSES"]
+        values = torch.empty(samples, dtype=task.acc, device=logits.device)
+        arguments, flags = _arguments(task, values, vector, counted)
+        _in_blocks[(samples, 1)](
+            *arguments, **flags, **block, statistics=values, STAGE=0, SPAN=span, SPANS=1, SOME_SPANS=1, STAGES=1
+        )
+        return values
+    wide, vector = _narrow(vector, members, MOST_HELD), _narrow(min(vector, 4), members, HELD_OF_BLOCK)
+    blocks = (
+        _block(members, classes, wide, warps, _limit(OF_SPREAD_FIRST, members * wide)),
+        _block(members, classes, vector, warps, _limit(OF_SPREAD, members * vector)),
+    )
+    # not so many spans that what they leave behind would fill a program that reads it all
+    some = max(SPAN // members, _parts(classes * _powers(members)[0], LEFT_BEHIND))
+    size = max(block["SOME_CLASSES"] for block in blocks)
+    span = _parts(min(classes, some), size) * size
+    spans = _parts(classes, span)
+    values = torch.empty(samples * spans, dtype=task.acc, device=logits.device)
+    statistics = values.new_empty((samples, spans, 3, members))
+    for stage, block, width in zip((1, 2), blocks, (wide, vector), strict=True):
+        arguments, flags = _arguments(task, values, width, counted)
+        _in_blocks[(samples, spans)](
+            *arguments, **flags, **block, statistics=statistics, STAGE=stage, SPAN=span, SPANS=spans,
+            SOME_SPANS=_power(spans), STAGES=1,
+        )  # fmt: skip
+    return values
+
+
+def _narrow(vector: int, members: int, held: int) -> int:
+    """Half of it, as often as a thread would hold more logits than that; not below 2."""
+    while vector > 2 and members * vector > held:
         vector //= 2
-    warps = max(WARPS * _power(_parts(members * classes, FOR_WARPS)), 1 if members > VERY_FEW else 2 * WARPS)
-    warps = WARPS if spread else warps
+    return vector
+
+
+def _block(members: int, classes: int, vector: int, warps: int, registers: int | None) -> dict[str, Any]:
     shares = _power(_parts(members * vector, MOST_HELD))  # threads that have the same classes, of other members
     some_classes = min(_power(classes), max(1, 32 * warps // shares) * vector)
     warps = max(1, min(warps, shares * some_classes // (32 * vector)))
-    registers = OF_SPREAD if spread and members * vector <= HELD_OF_BLOCK else _limit(OF_BLOCK, members * vector)
-    # not so many spans that what they leave behind would fill a program that reads it all
-    some = max(SPAN // members, _parts(classes * _powers(members)[0], LEFT_BEHIND)) if spread else classes
-    span = _parts(min(classes, some), some_classes) * some_classes
-    spans = _parts(classes, span)
-    values = torch.empty(samples * spans, dtype=task.acc, device=logits.device)
-    statistics = values if spans == 1 else values.new_empty((samples, spans, 3, members))
-    arguments, flags = _arguments(task, values, vector, by_itself=False)
-    for stage in (0,) if spans == 1 else (1, 2):
-        _in_blocks[(samples, spans)](
-            *arguments, **flags, SOME_CLASSES=some_classes, SPAN=span, SPANS=spans, SOME_SPANS=_power(spans), STAGES=1,
-            statistics=statistics, STAGE=stage, num_warps=warps, maxnreg=registers,
-        )  # fmt: skip
-    return values
+    return {"SOME_CLASSES": some_classes, "num_warps": warps, "maxnreg": registers}
 
 
 def _readable(options: Options) -> Options:
@@ -227,7 +252,9 @@ def _alignment(*tensors: Tensor) -> int:
     return align
 
 
-def _arguments(task: Task, values: Tensor, vector: int, *, by_itself: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(
+    task: Task, values: Tensor, vector: int, counted: tuple[Tensor, int, int]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What both kernels take; the logits stand in for tensors that are not there."""
     logits, gradient, options = task.logits, task.gradient, task.options
     target, weight, mixture, scale = options.target, options.weight, options.mixture, options.scale
@@ -235,7 +262,7 @@ def _arguments(task: Task, values: Tensor, vector: int, *, by_itself: bool) -> t
     smoothing = options.label_smoothing
     mean_weight = weight.mean() if weight is not None and smoothing and not probabilities else weight
     most, rest = _powers(logits.shape[0])
-    counts, how, parts = _counted(logits, options, by_itself)
+    counts, how, parts = counted
     arguments = (
         logits,
         gradient,

@@ -133,17 +133,18 @@ def _share(
 ):
     """What every sample's loss is multiplied by; and 0, or NaN where no sample counts.
 
-    COUNT 0: 1; 1: 1 over the sum of `counts`; 2: over what is counted here; 3: over the number of samples.
+    COUNT 0: 1; 1: 1 over the sum of `counts`; 2: over what is counted here; 3: over the number of samples; 4: as 1, but
+    one after the other, so that the compiler sees it to be the same for all threads, which saves their registers.
     """
     one, nothing = tl.full((), 1.0, ACC), tl.full((), 0.0, ACC)
     if COUNT == 3:
         one = one / samples
     elif COUNT:
         if COUNT == 1:
+            total = tl.sum(tl.load(counts + tl.arange(0, COUNTS)), 0).to(ACC)
+        elif COUNT == 4:
             total = tl.full((), 0.0, ACC)
-            for part in tl.static_range(
-                COUNTS
-            ):  # not at once: what all threads know to be the same needs fewer registers
+            for part in tl.static_range(COUNTS):
                 total += tl.load(counts + part)
         else:
             total = _counted(target, target_n, weight, 0, samples, CLASSES, ignored, WEIGHTED, COUNTS).to(ACC)
