@@ -33,7 +33,7 @@ SHAPES = [(10, 100), (4, 250), (5, 1000), (10, 1000), (8, 4096), (32, 1000), (10
 LARGE = [(8, 8192), (10, 10_000), (4, 128_256), (8, 125_000)]
 ALL_CONTENDERS = [(10, 100), (10, 1000), (8, 4096), (4, 128_256)]  # elsewhere ours and the compiled composite alone
 SMALL = (10, 128, 10)
-OURS, COMPILED, COPY = "torchace", "compiled composite", "copy of the logits"
+OURS, COMPILED = "torchace", "compiled composite"
 
 
 def ours(logits: Tensor, target: Tensor) -> Tensor:
@@ -64,16 +64,6 @@ def step(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tenso
     def call() -> None:
         logits.grad = None
         loss(logits, target).backward()
-
-    return call
-
-
-def copied(logits: Tensor) -> Callable[[], None]:
-    """What a call costs that moves the same bytes, launch and all."""
-    copy = torch.empty_like(logits)
-
-    def call() -> None:
-        copy.copy_(logits)
 
     return call
 
@@ -110,7 +100,6 @@ def large(options: argparse.Namespace, ceilings: dict[str, float]) -> Iterator[d
             for name, loss in losses(members).items()
             if name in (OURS, COMPILED) or (members, classes) in ALL_CONTENDERS
         }
-        contenders[COPY] = copied(logits.detach())
         error = check(logits, target)
         seconds = measure_gpu.timings(contenders, rounds)
         bytes_moved = 2 * 2 * logits.numel()

@@ -1,7 +1,9 @@
 """Adam in one pass: against torch's in float64, on a GPU as `make_optimizer` gives it, elsewhere interpreted."""
 
 import copy
+import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,6 +14,10 @@ from torch import Tensor, nn
 ON_GPU = torch.cuda.is_available()
 pytest.importorskip("triton", reason="no Triton")
 
+from tests.engine.cases import batches, cohort, recipe, weights  # noqa: E402
+from torchace.data import Batches  # noqa: E402
+from torchace.engine.checkpoint import Checkpoints  # noqa: E402
+from torchace.engine.fit import Interrupted, Saving, fit  # noqa: E402
 from torchace.engine.recipe import Recipe, make_optimizer, set_learning_rate  # noqa: E402
 from torchace.kernels import adam_gpu  # noqa: E402
 
@@ -43,7 +49,9 @@ def drawn(step: int, dtype: torch.dtype) -> list[Tensor]:
 def trained(kind: type[torch.optim.Adam], dtype: torch.dtype, steps: int, **options: Any) -> torch.optim.Adam:
     parameters = [nn.Parameter(value) for value in drawn(100, dtype)]
     rate = torch.tensor(0.01, device=DEVICE, dtype=dtype)
-    fused = {"fused": True, "capturable": ON_GPU} if dtype == torch.float32 else {}
+    fused = (
+        {"fused": True, "capturable": ON_GPU} if dtype == torch.float32 else {"foreach": False, "capturable": ON_GPU}
+    )
     optimizer = kind(parameters, lr=rate, **fused, **options)
     for step in range(steps):
         set_learning_rate(optimizer, 0.01 / (1 + step))
@@ -144,3 +152,27 @@ def test_recipes_use_it_also_in_a_graph(optimizer: str) -> None:
             calls()
         results.append(p.detach())
     assert torch.equal(*results)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="no GPU")
+def test_a_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Eager steps, then a CUDA graph; a checkpoint between; against torch's own Adam too."""
+    data = Batches(batches().split, 8, dtype=torch.float32, device=DEVICE)
+    arguments: dict[str, Any] = {"diversities": [0.0, 0.5], "seeds": [1, 2]}
+
+    def fitted(steps: int, **options: Any) -> dict[str, Tensor]:
+        network = cohort([1, 2], torch.float32).to(DEVICE)
+        how, asked = recipe(steps=20, precision="float32"), itertools.count()
+        fit(network, data, how, **arguments, stop=lambda: next(asked) == steps, **options)
+        return weights(network, 1)
+
+    whole = fitted(20)
+    saving = Saving(Checkpoints(tmp_path), 100, None)
+    with pytest.raises(Interrupted):
+        fitted(9, saving=saving)
+    resumed = fitted(20, saving=saving)
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    with mock.patch.object(adam_gpu, "LARGE", 1 << 30):
+        plain = fitted(20)
+    for name, value in whole.items():
+        torch.testing.assert_close(value, plain[name], rtol=1e-4, atol=1e-5)
