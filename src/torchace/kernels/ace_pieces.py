@@ -5,9 +5,11 @@ members share, and u^k = b - λ s α^k q^k,
 
     e^k = <u^k, t^k> - L^k Σ_c u^k_c        ∂e^k/∂z^k = s (1-λ) q^k + b
 
-Arithmetic is what bounds the kernels, so there is little of it for each logit: q^k is never divided by its total, a
-member's factors are; members are two powers of two (MOST and REST), so that few lanes have nothing to do; tiles are
-laid out such that a thread has the same classes of all members.
+Little is computed for each logit and little is kept: q^k is never divided by its total, a member's factors are; members
+are two powers of two (MOST and REST), so that few lanes have nothing to do; a thread has the same classes, a vector, of
+all members, and needs of t no more than Σ_k t^k of its classes and <exp t^k, t^k> of each member:
+
+    Σ_k <u^k, t^k> = <b, Σ_k t^k> - λ s Σ_k α^k <q^k, t^k>
 
 A program has all members' logits of some samples on chip (`ace_whole`). Where a sample's do not fit, they are read
 twice (`ace_blocks`): once for t and L, once for the rest, by one program or by several. No sum is left to the order in
