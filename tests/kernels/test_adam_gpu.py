@@ -27,6 +27,7 @@ KINDS: list[tuple[type[torch.optim.Adam], type[torch.optim.Adam], dict[str, Any]
     (adam_gpu.Adam, torch.optim.Adam, {"weight_decay": 0.1}),
     (adam_gpu.AdamW, torch.optim.AdamW, {"weight_decay": 0.1}),
     (adam_gpu.Adam, torch.optim.Adam, {"betas": (0.5, 0.9), "eps": 1e-3}),
+    (adam_gpu.Adam, torch.optim.Adam, {"betas": (0.0, 0.9)}),
 ]
 SIZES = [(3, 5, 7), (1,), (2, 700)]
 
@@ -111,6 +112,12 @@ def test_a_gradient_that_lies_otherwise_is_left_to_torch() -> None:
     with mock.patch.multiple(adam_gpu, _adam=None, adam=mock.DEFAULT) as called:
         optimizer.step()
     called["adam"].assert_called_once()
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_what_it_does_not_do_is_refused(option: str) -> None:
+    with pytest.raises(ValueError, match="Expected neither amsgrad nor maximize"):
+        adam_gpu.Adam([nn.Parameter(torch.ones(2))], **{option: True})
 
 
 def test_a_closure() -> None:

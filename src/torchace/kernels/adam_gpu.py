@@ -64,6 +64,12 @@ def _adam(
 class _OnePass(torch.optim.Optimizer):
     """What `step` does; the rest is torch's."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._step_supports_amp_scaling = False  # so that a GradScaler unscales gradients before it asks for a step
+        if any(group["amsgrad"] or group["maximize"] for group in self.param_groups):
+            raise ValueError("Expected neither amsgrad nor maximize: they are torch's alone.")
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -106,8 +112,8 @@ class _OnePass(torch.optim.Optimizer):
                 p.numel(),
                 BETA_1=beta_1,
                 BETA_2=beta_2,
-                LOG_1=math.log(beta_1),
-                LOG_2=math.log(beta_2),
+                LOG_1=_log(beta_1),
+                LOG_2=_log(beta_2),
                 EPSILON=group["eps"],
                 DECAY=group["weight_decay"],
                 DECOUPLED=group["decoupled_weight_decay"],
@@ -142,6 +148,10 @@ class Adam(_OnePass, torch.optim.Adam):
 
 class AdamW(_OnePass, torch.optim.AdamW):
     """`torch.optim.AdamW` on a GPU, its learning rate a tensor there."""
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -1e9  # 0 to any power but 0
 
 
 def _is_large(p: Tensor) -> bool:
