@@ -1,4 +1,4 @@
-"""Compiles the fused loss for an H200 without one: what the interpreter forgives, the compiler does not.
+"""Compiles the fused loss and Adam for an H200 without one: what the interpreter forgives, the compiler does not.
 
 Run as a script, in a process of its own where `TRITON_INTERPRET` is not set.
 """
