@@ -20,7 +20,6 @@ from torchace.kernels.ace_pieces import (
     _labels,
     _logs,
     _pulls,
-    _read,
     _reciprocal,
     _share,
     _slope,
@@ -29,10 +28,20 @@ from torchace.kernels.ace_pieces import (
 
 
 @triton.jit
-def _vectors(SOME_CLASSES: tl.constexpr, VECTOR: tl.constexpr):
+def _some_classes(SOME_CLASSES: tl.constexpr, VECTOR: tl.constexpr):
     """The classes of a block, `(vectors, 1, members, classes of a vector)`: see `_whole`."""
     vector = (tl.arange(0, SOME_CLASSES // VECTOR) * VECTOR)[:, None, None, None]
     return vector + tl.arange(0, VECTOR)[None, None, None, :]
+
+
+@triton.jit
+def _read(place, here, ACC: tl.constexpr, POLICY: tl.constexpr):
+    """Logits; NOWHERE for what is none."""
+    if place.dtype.element_ty == tl.float16:  # NOWHERE would be -inf
+        z = tl.where(here, tl.load(place, mask=here, other=0.0, eviction_policy=POLICY).to(ACC), NOWHERE)
+    else:
+        z = tl.load(place, mask=here, other=NOWHERE, eviction_policy=POLICY).to(ACC)
+    return z
 
 
 @triton.jit
@@ -45,7 +54,6 @@ def _sums(
     SPAN: tl.constexpr,
     SOME_CLASSES: tl.constexpr,
     VECTOR: tl.constexpr,
-    STAGES: tl.constexpr,
     FAST: tl.constexpr,
     ACC: tl.constexpr,
     POLICY: tl.constexpr,
@@ -53,8 +61,8 @@ def _sums(
     """Of some members' logits in a span: the largest, and the sum of exponentials below it."""
     tops = tl.full((SOME_CLASSES // VECTOR, 1, row.shape[2], 1), LOWEST, ACC)
     totals = tl.zeros((SOME_CLASSES // VECTOR, 1, row.shape[2], 1), ACC)
-    for start in tl.range(0, SPAN, SOME_CLASSES, num_stages=STAGES):
-        c = first + start + _vectors(SOME_CLASSES, VECTOR)
+    for start in tl.range(0, SPAN, SOME_CLASSES, num_stages=1):
+        c = first + start + _some_classes(SOME_CLASSES, VECTOR)
         z = _read(row + c * logits_c, member & (c < CLASSES), ACC, POLICY)
         larger = tl.maximum(tops, tl.max(z, 3, keep_dims=True))
         totals = totals * _exp(tops - larger, FAST) + tl.sum(_exp(z - larger, FAST), 3, keep_dims=True)
@@ -138,7 +146,6 @@ def _in_blocks(
     SPAN: tl.constexpr,
     SPANS: tl.constexpr,
     SOME_SPANS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """One sample, a span of its classes block by block: first what the softmax needs, then the rest.
 
@@ -150,18 +157,16 @@ def _in_blocks(
         n = samples - 1 - n  # what was read last is still in the cache
     k = tl.arange(0, MOST).to(tl.int64)[None, None, :, None]
     r = (MOST + tl.arange(0, REST if REST else 1)).to(tl.int64)[None, None, :, None]
-    some = _vectors(SOME_CLASSES, VECTOR)
+    some = _some_classes(SOME_CLASSES, VECTOR)
     row, row_r = logits + (n * logits_n + k * logits_k) * VECTOR, logits + (n * logits_n + r * logits_k) * VECTOR
     label, valid, wrong = _labels(target, target_n, ignored, n, n < samples, CLASSES, PROBABILITIES)
     if STAGE < 2:
         first = span * SPAN
         POLICY: tl.constexpr = "" if STAGE else "evict_last"
-        top, total = _sums(
-            row, logits_c, first, k < MEMBERS, CLASSES, SPAN, SOME_CLASSES, VECTOR, STAGES, FAST, ACC, POLICY
-        )
+        top, total = _sums(row, logits_c, first, k < MEMBERS, CLASSES, SPAN, SOME_CLASSES, VECTOR, FAST, ACC, POLICY)
         if REST:
             top_r, total_r = _sums(
-                row_r, logits_c, first, r < MEMBERS, CLASSES, SPAN, SOME_CLASSES, VECTOR, STAGES, FAST, ACC, POLICY
+                row_r, logits_c, first, r < MEMBERS, CLASSES, SPAN, SOME_CLASSES, VECTOR, FAST, ACC, POLICY
             )
         s = tl.zeros((), ACC)
         if PROBABILITIES:
@@ -210,7 +215,7 @@ def _in_blocks(
                 if (careful == 0) | (pulls != pulls):  # a second time if it was 0 times -inf, perhaps
                     found = tl.zeros((SOME_CLASSES // VECTOR, 1, 1, 1), ACC)
                     means = tl.zeros((SOME_CLASSES // VECTOR, 1, 1, 1), ACC)
-                    for past in tl.range(0, SPAN, SOME_CLASSES, num_stages=STAGES):
+                    for past in tl.range(0, SPAN, SOME_CLASSES, num_stages=1):
                         # backward: what was read last is still in the cache
                         c = span * SPAN + (SPAN - SOME_CLASSES - past) + some
                         here, here_r = (c < CLASSES) & (k < MEMBERS), (c < CLASSES) & (r < MEMBERS)

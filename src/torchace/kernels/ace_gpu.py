@@ -77,11 +77,13 @@ class Task(NamedTuple):
 
     @property
     def acc(self) -> torch.dtype:
-        return torch.float64 if self.logits.dtype == torch.float64 else torch.float32
+        """What is computed in."""
+        return torch.promote_types(self.logits.dtype, torch.float32)
 
 
-def _counted(logits: Tensor, options: Options, in_blocks: bool) -> tuple[Tensor, int, int]:
+def _counted(task: Task, *, in_blocks: bool) -> tuple[Tensor, int, int]:
     """What the samples count in the mean, in parts; how that becomes a number (see `_share`); and how many parts."""
+    logits, options = task.logits, task.options
     target, (_, samples, classes) = options.target, logits.shape
     if not options.mean or options.scale is not None:
         return logits, 0, 1
@@ -91,7 +93,7 @@ def _counted(logits: Tensor, options: Options, in_blocks: bool) -> tuple[Tensor,
         return logits, 2, _power(samples)
     most, size = COUNTERS_OF_BLOCKS if in_blocks else COUNTERS
     parts = min(most, _power(_parts(samples, size)))
-    counts = torch.empty(parts, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+    counts = torch.empty(parts, dtype=task.acc, device=logits.device)
     weighted = options.weight is not None
     _counts[(parts,)](
         target,
@@ -130,7 +132,7 @@ def _read_once(task: Task, vector: int) -> Tensor | None:
     room = max(1, ALL_REGISTERS // (32 * warps * (registers or (128 if warps == 1 else 255))))
     programs = min(_parts(samples, some), room * _multiprocessors(logits.device))
     values = torch.empty(programs, dtype=task.acc, device=logits.device)
-    arguments, flags = _arguments(task, values, vector, _counted(logits, task.options, in_blocks=False))
+    arguments, flags = _arguments(task, values, vector, _counted(task, in_blocks=False))
     _whole[(programs,)](
         *arguments, **flags, SOME=some, SOME_CLASSES=some_classes, STAGES=STAGES if staged else 1, num_warps=warps,
         maxnreg=registers,
@@ -145,7 +147,7 @@ def _read_twice(task: Task, vector: int) -> Tensor:
     spread = members * classes > READ_TWICE
     warps = WARPS * _power(_parts(members * classes, FOR_WARPS))
     warps = WARPS if spread else max(warps, 2 * WARPS) if members <= VERY_FEW else warps
-    counted = _counted(logits, task.options, in_blocks=True)
+    counted = _counted(task, in_blocks=True)
     if not spread:
         vector = _narrow(vector if members <= FEW_MEMBERS else min(vector, 4), members, HELD_OF_BLOCK)
         block = _block(members, classes, vector, warps, _limit(OF_BLOCK, members * vector))
@@ -153,7 +155,7 @@ def _read_twice(task: Task, vector: int) -> Tensor:
         values = torch.empty(samples, dtype=task.acc, device=logits.device)
         arguments, flags = _arguments(task, values, vector, counted)
         _in_blocks[(samples, 1)](
-            *arguments, **flags, **block, statistics=values, STAGE=0, SPAN=span, SPANS=1, SOME_SPANS=1, STAGES=1
+            *arguments, **flags, **block, statistics=values, STAGE=0, SPAN=span, SPANS=1, SOME_SPANS=1
         )
         return values
     wide, vector = _narrow(vector, members, MOST_HELD), _narrow(min(vector, 4), members, HELD_OF_BLOCK)
@@ -172,7 +174,7 @@ def _read_twice(task: Task, vector: int) -> Tensor:
         arguments, flags = _arguments(task, values, width, counted)
         _in_blocks[(samples, spans)](
             *arguments, **flags, **block, statistics=statistics, STAGE=stage, SPAN=span, SPANS=spans,
-            SOME_SPANS=_power(spans), STAGES=1,
+            SOME_SPANS=_power(spans),
         )  # fmt: skip
     return values
 

@@ -185,16 +185,6 @@ def _reciprocal(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def _read(place, here, ACC: tl.constexpr, POLICY: tl.constexpr):
-    """Logits; NOWHERE for what is none."""
-    if place.dtype.element_ty == tl.float16:  # NOWHERE would be -inf
-        z = tl.where(here, tl.load(place, mask=here, other=0.0, eviction_policy=POLICY).to(ACC), NOWHERE)
-    else:
-        z = tl.load(place, mask=here, other=NOWHERE, eviction_policy=POLICY).to(ACC)
-    return z
-
-
-@triton.jit
 def _alpha(alpha, k, MEMBERS: tl.constexpr, MOST: tl.constexpr, UNIFORM: tl.constexpr, ACC: tl.constexpr):
     """α of some members; 0 for what is none."""
     if not UNIFORM:
