@@ -116,6 +116,7 @@ def nodes() -> Iterator[Nodes]:
         patch.setenv("RAY_TMPDIR", folder)
         patch.setenv("RAY_worker_niceness", "0")  # or workers wait for whoever else is busy here
         patch.setenv("RAY_AUTH_MODE", "disabled")  # or Ray writes a token to the user's home
+        patch.setenv("GRPC_ENABLE_FORK_SUPPORT", "0")  # or some processes that it starts for ray:// die at their start
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "unclosed file .*ray_client_server", ResourceWarning)  # Ray's own
             cluster = Cluster(initialize_head=True, head_node_args={**head, "ray_client_server_port": _free_port()})
@@ -462,6 +463,25 @@ def test_somebody_else_answers_at_the_address(monkeypatch: pytest.MonkeyPatch) -
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(RayAddressError, match=rf"Cannot join .* {address} \(it did not answer within 3 seconds\)"):
             on_ray._join(address)
+
+
+def test_a_cluster_that_fails_once_to_start_a_process_for_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = ConnectionAbortedError("Initialization failure from server:\nRuntimeError: Starting Ray client failed.")
+    outcomes: list[ConnectionAbortedError | None] = [failure, None]
+
+    def init(address: str, **options: object) -> None:
+        if outcome := outcomes.pop(0):
+            raise outcome
+
+    monkeypatch.setattr(on_ray, "_reach", lambda address: None)
+    monkeypatch.setattr(ray, "init", init)
+    on_ray._join("ray://there:10001")
+    assert outcomes == []
+
+    outcomes[:] = [failure, failure, None]  # one that always fails is not asked for ever
+    with pytest.raises(RayAddressError, match=r"Cannot join .* \(RuntimeError: Starting Ray client failed\)\. From"):
+        on_ray._join("ray://there:10001")
+    assert outcomes == [None]
 
 
 def test_runs_that_were_given_up_are_named(

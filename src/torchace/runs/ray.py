@@ -312,7 +312,12 @@ def _join(address: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Ray Client connection timed out")  # said below
-            ray.init(address, **options)
+            try:
+                ray.init(address, **options)
+            except ConnectionAbortedError:
+                # The cluster forks a process for each client that comes by ray://, with gRPC's threads running: on a
+                # busy machine one in twenty dies there. The next one is another process.
+                ray.init(address, **options)
     except (RayError, RuntimeError, OSError, ValueError, ImportError) as error:
         raise _not_joined(address, _last_line(error)) from error
     finally:
