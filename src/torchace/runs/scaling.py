@@ -26,18 +26,18 @@ class Moments:
             >>> Moments.of(torch.tensor([[1.0, 5.0], [3.0, 5.0]]), None)
             Moments(mean=tensor([2., 5.], dtype=torch.float64), std=tensor([1., 1.], dtype=torch.float64))
         """
-        values = values.double()
         share = torch.ones(len(values), dtype=torch.float64) if weight is None else weight.double()
         share = (share / share.sum())[:, None]
-        mean = (share * values).sum(0)
-        std = (share * (values - mean).square()).sum(0).sqrt()
+        scratch = share * values  # one for everything: a large table is in memory twice, not five times
+        mean = scratch.sum(0)
+        std = torch.sub(values, mean, out=scratch).square_().mul_(share).sum(0).sqrt()
         # not by std alone: rounding leaves some of a constant column, and tiny numbers squared are 0
         constant = (values.amax(0) == values.amin(0)) | (std == 0)
         return cls(mean, torch.where(constant, 1.0, std))
 
     def scaled(self, values: Tensor) -> Tensor:
         """Values in units of these columns, in float64."""
-        return (values.double() - self.mean) / self.std
+        return (values - self.mean).div_(self.std)
 
 
 @dataclass(frozen=True)
