@@ -153,7 +153,8 @@ def _ragged(path: Path, row: int, found: int, expected: int, delimiter: str) -> 
 def _malformed(path: Path, line: int, why: str) -> DataError:
     if "expected after" in why:
         return DataError(
-            f"{path} has a quotation mark inside a quoted value in line {line}; write it twice, or take out the quotes."
+            f"{path} has something behind a closing quotation mark in line {line}; take it out if it is a space, and "
+            "write a quotation mark that belongs to a value twice."
         )
     if "unexpected end" in why:
         return DataError(f"{path} has a quotation mark that is never closed; close it, or take it out.")
