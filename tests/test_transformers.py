@@ -343,6 +343,28 @@ def test_members_of_any_kind(tmp_path):
     assert 0 < trainer.evaluate()["eval_disagreement"] < 1
 
 
+def test_a_model_that_computes_activations_again(tmp_path):
+    """As the refusal of `gradient_checkpointing` says: switched on before the model is stacked."""
+    rows, weights = sentences(16), []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = bert()
+        if again:
+            model.gradient_checkpointing_enable()
+        trainer = made(stack_classifiers(model, 2), tmp_path, train=rows, test=rows, diversity=0.5, max_steps=2)
+        trainer.train()
+        assert model.is_gradient_checkpointing == again
+        weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+    torch.testing.assert_close(weights[1], weights[0])
+
+
+def test_numbers_to_predict_are_not_rounded_to_bf16(tmp_path):
+    ensemble = stack_classifiers(bert(num_labels=1), 2, link="identity").bfloat16()
+    trainer = made(ensemble, tmp_path, diversity=0.5)
+    labels = torch.arange(1000.0, 1008.0)
+    assert torch.equal(trainer._fitting(labels, torch.zeros(2, 8, 1, dtype=torch.bfloat16)), labels[:, None])
+
+
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
@@ -360,6 +382,10 @@ def test_argument_errors(tmp_path):
         made(ensemble, tmp_path, diversity=1.5)
     with pytest.raises(ValueError, match=r"no label_smoothing_factor, but got 0\.1\. Give it to the loss"):
         made(ensemble, tmp_path, diversity=0.5, label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match=r"no gradient_checkpointing.* before it is stacked"):
+        made(ensemble, tmp_path, diversity=0.5, gradient_checkpointing=True)
+    with pytest.raises(ValueError, match=r"no neftune_noise_alpha.* got 5"):
+        made(ensemble, tmp_path, diversity=0.5, neftune_noise_alpha=5.0)
     with pytest.raises(ValueError, match="no `compute_loss_func`"):
         ACETrainer(ensemble, arguments(tmp_path), diversity=0.5, compute_loss_func=lambda *_: None)
     with pytest.raises(ValueError, match="one name in `label_names`"):

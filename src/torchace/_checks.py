@@ -150,7 +150,7 @@ def check_gamma(gamma: object, largest: float, loss: str) -> None:
 def as_member_weights(member_weights: Tensor | Sequence[float]) -> Tensor:
     """Weights given as numbers, as a tensor."""
     if isinstance(member_weights, Tensor):
-        return member_weights
+        return member_weights if member_weights.is_floating_point() else member_weights.double()
     try:
         return torch.as_tensor(member_weights, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:

@@ -210,7 +210,7 @@ class ACEModule(LightningModule):
 
     def _log_scores(self, name: str) -> None:
         for split, metrics in self._scores.items():
-            if split.split("_")[0] != name or metrics.empty:
+            if split.split("_")[0] != name:
                 continue
             for score, value in metrics.compute().items():
                 # sync_dist: the processes' values are equal already, and Lightning would warn that it cannot know

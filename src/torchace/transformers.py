@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchace.functional import ensemble_log_probs, ensemble_probs
+from torchace.functional._members import compute_dtype
 from torchace.nn.base import EnsembleModule
 from torchace.nn.conversion import StackedClassifiers
 from torchace.nn.links import LOSSES, MemberLoss, check_pair, share_member_weights
@@ -133,8 +134,8 @@ class ACETrainerMixin:
         try:
             output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
             prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
-            if not self._scores.empty:
-                scores = {name: value.item() for name, value in self._scores.compute().items()}
+            scores = {name: value.item() for name, value in self._scores.compute().items()}
+            if scores:
                 scores["loss"] = scores["mean_squared_error" if ensemble.link == "identity" else "cross_entropy"]
                 for name, value in scores.items():
                     output.metrics.setdefault(f"{prefix}_{name}", value)  # a user's own metric stays
@@ -161,7 +162,7 @@ class ACETrainerMixin:
         """Labels as the loss takes them: those of outputs as numbers, with an axis for a single output."""
         if isinstance(self.ace_loss, AmendedCrossEntropyLoss) or target.numel() != logits[0].numel():
             return target
-        return target.to(logits.dtype).reshape(logits.shape[1:])
+        return target.to(compute_dtype(logits)).reshape(logits.shape[1:])
 
     def _predicted(self, logits: Tensor) -> Tensor:
         ensemble = self._ensemble()
@@ -179,6 +180,16 @@ def _check_arguments(arguments: Any, kwargs: dict[str, Any]) -> None:
         raise ValueError(
             f"Expected no label_smoothing_factor, but got {arguments.label_smoothing_factor}. "
             "Give it to the loss: AmendedCrossEntropyLoss(diversity, label_smoothing=...)."
+        )
+    if arguments.gradient_checkpointing:
+        raise ValueError(
+            "Expected no gradient_checkpointing, which the Trainer would switch on in the ensemble. Switch it on in "
+            "the model before it is stacked: model.gradient_checkpointing_enable()."
+        )
+    if arguments.neftune_noise_alpha is not None:
+        raise ValueError(
+            f"Expected no neftune_noise_alpha, which an ensemble has no embeddings for, but got "
+            f"{arguments.neftune_noise_alpha}."
         )
     if arguments.n_gpu > 1:
         raise ValueError(

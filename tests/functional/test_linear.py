@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import torchace as ace
-from torchace.functional import amended_cross_entropy, average_gradients, linear_amended_cross_entropy
+from torchace.functional import amended_cross_entropy, average_gradients, linear, linear_amended_cross_entropy
 
 K, N, C, D = 3, 11, 7, 5
 # float64 sums in another order
@@ -170,6 +170,18 @@ def test_under_compile_and_func() -> None:
     torch.testing.assert_close(compiled(values[1], lam[1]), full(*values, target, 0.5), **CLOSE)
 
 
+@pytest.mark.parametrize("rows", [1, None])
+@pytest.mark.parametrize("samples", [0, N])
+def test_nothing_that_counts_changes_no_weight(samples: int, rows: int | None) -> None:
+    features, weight, bias = (value.detach() for value in inputs())
+    sources = [features[:samples].requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    loss = linear_amended_cross_entropy(*sources, torch.full((samples,), -100), 0.5, chunk_rows=rows)
+    loss.backward()
+    assert loss.isnan()
+    for source in sources:
+        torch.testing.assert_close(source.grad, torch.zeros_like(source))
+
+
 def test_all_ignored_is_what_torch_says() -> None:
     target = torch.full((N,), -100)
     assert linear_amended_cross_entropy(*inputs(), target, 0.5).isnan()
@@ -196,6 +208,9 @@ def test_all_ignored_is_what_torch_says() -> None:
         ({"reduction": "none"}, "reduction"),
         ({"chunk_rows": 0}, "chunk_rows"),
         ({"features": torch.zeros(N, D, dtype=torch.long)}, "features"),
+        ({"features": torch.zeros(N, D, dtype=torch.bfloat16)}, "`features` and `head_weight` of one type"),
+        ({"head_weight": torch.zeros(2, 0, D), "head_bias": None}, "head_weight"),
+        ({"target": torch.full((N, C), 1 / C).requires_grad_()}, "needs no gradient"),
     ],
 )
 def test_what_does_not_fit(change: dict[str, Any], message: str) -> None:
@@ -213,6 +228,30 @@ def test_a_second_backward_is_refused() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="Call it again"):
         loss.backward()
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_second_derivative_is_refused(place: int) -> None:
+    sources = [value.detach().requires_grad_() for value in inputs()]
+    loss = linear_amended_cross_entropy(*sources, torch.zeros(N, dtype=torch.long), 0.5)
+    with pytest.raises(RuntimeError, match="use amended_cross_entropy of the logits"):
+        torch.autograd.grad(loss, sources[place], create_graph=True)
+
+
+def test_without_gradients_none_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, target = inputs(), torch.zeros(N, dtype=torch.long)
+    expected = linear_amended_cross_entropy(*values, target, 0.5)
+    monkeypatch.setattr(linear, "_add_gradients", None)
+    with torch.no_grad():
+        torch.testing.assert_close(linear_amended_cross_entropy(*values, target, 0.5), expected.detach())
+
+
+def test_a_sum_beyond_float16_has_a_mean_within() -> None:
+    features = torch.randn(8192, 4, generator=torch.Generator().manual_seed(0)).add(30).half()
+    head = torch.zeros(2, 5, 4, dtype=torch.float16, requires_grad=True)
+    linear_amended_cross_entropy(features, head, None, torch.zeros(8192, dtype=torch.long), 0.5).backward()
+    # of the true class: (1 - λ)·(1/C - 1) + λ·(1/C - 1) times the mean feature of 30; the sum is 8,192 times as large
+    torch.testing.assert_close(head.grad[:, 0].float(), torch.full((2, 4), -24.0), rtol=2e-3, atol=0)
 
 
 MEMORY = """

@@ -91,6 +91,18 @@ def test_classes_that_are_masked_by_minus_infinity() -> None:
     assert (ensemble_log_probs(masked)[:, 2] == -float("inf")).all()
 
 
+@pytest.mark.parametrize("alpha", [None, [0.0, 0.25, 0.75]])
+def test_the_gradient_through_masked_classes_is_that_without_them(alpha: list[float] | None) -> None:
+    logits = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    masked = logits.index_fill(2, torch.tensor(2), -math.inf).requires_grad_()
+    without = logits[:, :, [0, 1, 3]].requires_grad_()
+    for z, place in ((masked, 3), (without, 2)):
+        ensemble_log_probs(z, member_weights=alpha)[:, place].sum().backward()
+    assert masked.grad is not None
+    assert not masked.grad[:, :, 2].any()
+    assert_close(masked.grad[:, :, [0, 1, 3]], without.grad, **CLOSE)
+
+
 @pytest.mark.parametrize("link", ["softmax", "sigmoid", "identity"])
 def test_half_precision_is_computed_in_float32(link: str) -> None:
     logits = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -44,6 +44,15 @@ def test_the_value_alone_equals_the_value_with_a_gradient(case: Case, reduction:
     assert_close(amended_cross_entropy(*case.args, **case.options), value, equal_nan=True, rtol=0, atol=0)
 
 
+def test_without_gradients_none_is_computed() -> None:
+    logits, target = torch.randn(2, 5, 3, requires_grad=True), torch.zeros(5, dtype=torch.long)
+    with mock.patch.object(ace_cpu, "_value_and_gradient", wraps=ace_cpu._value_and_gradient) as computed:
+        with torch.no_grad():
+            amended_cross_entropy(logits, target, 0.5)
+        amended_cross_entropy(logits, target, 0.5)
+    assert [call.kwargs["want_gradient"] for call in computed.call_args_list] == [False, True]
+
+
 @pytest.mark.parametrize("piece", [1, 40, 61, 10**6])
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("layout", ["members first", "samples first"])

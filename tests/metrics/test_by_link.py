@@ -75,13 +75,16 @@ def test_identity(shape, weights):
     torch.testing.assert_close(found["member_mean_squared_error_1"].double(), members[1], **ROUNDED)
 
 
+def test_samples_that_are_all_ignored_have_no_scores():
+    assert added(LinkMetrics(2), torch.randn(2, 9, 3), torch.full((9,), -100)) == {}
+
+
 def test_a_reset_forgets():
     metrics = LinkMetrics(2)
-    assert metrics.empty
+    assert metrics.compute() == {}
     first = added(metrics, torch.randn(2, 9, 3), torch.randint(3, (9,)))
-    assert not metrics.empty
     metrics.reset()
-    assert metrics.empty
+    assert metrics.compute() == {}
     logits, target = torch.randn(2, 9, 3), torch.randint(3, (9,))
     again = added(metrics, logits, target)
     assert again == added(LinkMetrics(2), logits, target)
@@ -91,8 +94,6 @@ def test_a_reset_forgets():
 def test_errors():
     with pytest.raises(ValueError, match="`link` to be one of"):
         LinkMetrics(2, "logit")
-    with pytest.raises(ValueError, match="at least one sample before compute"):
-        LinkMetrics(2).compute()
     metrics = RegressionMetrics(2)
     with pytest.raises(ValueError, match=r"`target` of shape \(4,\) to match `predictions`"):
         metrics.update(torch.zeros(2, 4), torch.zeros(4, 1))

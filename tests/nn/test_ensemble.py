@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import namedtuple
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -125,7 +126,21 @@ def test_trunk_runs_once_forward_and_backward(kind, num_members):
     assert len(passes) == 1
 
 
-@pytest.mark.parametrize("container", ["tuple", "named", "list", "dict", "nested"])
+@dataclass(frozen=True)
+class Frozen:
+    left: Tensor
+    right: Tensor
+
+
+class Mapping(dict):
+    """As transformers' outputs are: a dict whose values are attributes too."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+
+@pytest.mark.parametrize("container", ["tuple", "named", "list", "dict", "nested", "dataclass", "mapping"])
 def test_gradients_are_averaged_in_whatever_a_trunk_returns(container):
     pair = namedtuple("pair", "left right")
     make = {
@@ -134,6 +149,8 @@ def test_gradients_are_averaged_in_whatever_a_trunk_returns(container):
         "list": lambda a, b: [a, b],
         "dict": lambda a, b: {"left": a, "right": b},
         "nested": lambda a, b: {"left": (a, [b])},
+        "dataclass": Frozen,
+        "mapping": lambda a, b: Mapping(left=a, right=b),
     }[container]
     a, b = torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True)
     values = make(a, b)
@@ -143,6 +160,10 @@ def test_gradients_are_averaged_in_whatever_a_trunk_returns(container):
     def leaves(value):
         if isinstance(value, Tensor):
             return [value]
+        if isinstance(value, Mapping):
+            return [value.left, value.right]
+        if isinstance(value, Frozen):
+            value = vars(value)
         inner = value.values() if isinstance(value, dict) else value
         return [leaf for item in inner for leaf in leaves(item)]
 

@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from torchace.functional import amended_cross_entropy, binary_amended_cross_entropy, negative_correlation
-from torchace.nn import AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, Ensemble, NegativeCorrelationLoss
+from torchace.nn import (
+    AmendedCrossEntropyLoss,
+    BinaryAmendedCrossEntropyLoss,
+    Ensemble,
+    MemberWeights,
+    NegativeCorrelationLoss,
+)
+from torchace.nn.links import set_diversity
 
 K, N, C = 3, 6, 4
 ALPHA = [0.2, 0.3, 0.5]  # not representable: float32 weights would show in float64
@@ -156,3 +163,16 @@ def test_half_precision_modules_do_not_round_weights_and_diversity() -> None:
 def test_wrong_types(call) -> None:
     with pytest.raises(TypeError, match=r"^Expected"):
         call()
+
+
+@pytest.mark.parametrize("kind", [AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, NegativeCorrelationLoss])
+def test_whole_numbers_in_tensors(kind):
+    loss = kind(torch.tensor(0), member_weights=torch.tensor([1, 0])).to("cpu")
+    set_diversity(loss, 0.5)
+    assert loss.diversity == 0.5
+    assert loss.member_weights.tolist() == [1.0, 0.0]
+
+
+def test_weights_that_were_learnt_come_without_their_history():
+    loss = AmendedCrossEntropyLoss(0.5, member_weights=MemberWeights(2)())
+    assert not copy.deepcopy(loss).member_weights.requires_grad

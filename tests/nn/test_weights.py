@@ -190,3 +190,16 @@ def test_errors():
         fit_member_weights(logits.log_softmax(2), target - 1)
     with pytest.raises(ValueError, match=r"shape \(4,\)"):
         mixture_cross_entropy(logits, target, MemberWeights(3)())
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_classes_that_nobody_may_choose_do_not_count(soft):
+    logits, target = case(classes=4)
+    masked = F.pad(logits, (0, 1), value=-torch.inf)
+    found = []
+    for given, classes in ((logits, 4), (masked, 5)):
+        weights = MemberWeights(4).double()
+        loss = weights.loss(given, F.one_hot(target, classes).double() if soft else target)
+        loss.backward()
+        found.append((loss.detach(), weights.logits.grad))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)

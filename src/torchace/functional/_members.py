@@ -20,6 +20,17 @@ def along_members(values: Tensor, like: Tensor) -> Tensor:
     return values.reshape(-1, *[1] * (like.ndim - 1))
 
 
+def log_mixture(log_terms: Tensor) -> Tensor:
+    """The logarithm of the members' sum, from logarithms `(K, ...)`.
+
+    -inf where all are, such as a masked class: the gradient is 0 there, and not `logsumexp`'s NaN.
+    """
+    if not torch.is_grad_enabled():
+        return log_terms.logsumexp(0)
+    nobody = (log_terms == -torch.inf).all(0)
+    return log_terms.masked_fill(nobody, 0.0).logsumexp(0).masked_fill(nobody, -torch.inf)
+
+
 def reduced(losses: Tensor, reduction: str) -> Tensor:
     """A score a sample, reduced over samples."""
     if reduction == "mean":

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torchace import _checks
 from torchace.functional._members import compute_dtype
@@ -23,6 +22,7 @@ from torchace.kernels.available import runs_kernels
 from torchace.kernels.terms import Terms
 
 Gradients = list[Tensor | None]  # in features, weights and bias
+Form = Callable[[Tensor, Tensor, Tensor | None, Sequence[bool]], tuple[Tensor, Gradients]]
 
 # Logits of a chunk: 64 MiB in float32 on a CPU; on a GPU so many that matrix products run at full rate.
 CHUNK = {"cpu": 1 << 24, "cuda": 1 << 28}
@@ -46,8 +46,9 @@ def linear_amended_cross_entropy(
     r"""The Amended Cross Entropy of K linear heads on shared features, never holding all their logits.
 
     Equal to `amended_cross_entropy` of the logits `features @ head_weight.mT + head_bias[:, None]` to rounding, value
-    and gradients, in the memory of a chunk of logits. Gradients are accumulated in float32 for half precision. The
-    features' gradient is the sum over members: for a shared trunk, give it `average_gradients(features, K)`.
+    and gradients, in the memory of a chunk of logits. Gradients are accumulated in float32 for half precision; there is
+    no second derivative. The features' gradient is the sum over members: for a shared trunk, give it
+    `average_gradients(features, K)`.
 
     Args:
         features: `(N, D)`.
@@ -102,6 +103,11 @@ def linear_amended_cross_entropy(
     if not _checks.is_eager():  # a transform needs the loss as plain operations
         logits = _logits(features, head_weight, head_bias)
         return loss(logits, target, sample_weight=sample_weight, reduction=reduction)
+    if target.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "Expected a `target` that needs no gradient. Give target.detach(), or use amended_cross_entropy of the "
+            "logits, which has a gradient in it."
+        )
     if sample_weight is not None:
         like = torch.empty((), dtype=compute_dtype(features), device=features.device)
         sample_weight = _checks.checked_sample_weight(sample_weight, num_members, (len(features),), like)
@@ -115,7 +121,7 @@ def linear_amended_cross_entropy(
         own = target.long().masked_fill(ignored, 0)
         terms = _terms(scale, head_weight, own, diversity, member_weights, weight, label_smoothing)
         form = partial(_by_classes, terms, reduction == "mean")
-        total = _AtOnce.apply(features, head_weight, head_bias, form, _scaled_on_gpu)  # type: ignore[no-untyped-call]
+        total = _at_once(features, head_weight, head_bias, form, _scaled_on_gpu)
         return total if share is None else total + 0 * share  # NaN for no samples: 1 / 0
 
     def chunk_loss(start: int, end: int, logits: Tensor) -> Tensor:
@@ -124,8 +130,9 @@ def linear_amended_cross_entropy(
 
     rows = chunk_rows or max(1, CHUNK.get(features.device.type, CHUNK["cpu"]) // (num_members * num_classes))
     form = partial(_by_rows, chunk_loss, rows)
-    total = _AtOnce.apply(features, head_weight, head_bias, form, _scaled)  # type: ignore[no-untyped-call]
-    return total if share is None else total * share
+    total = _at_once(features, head_weight, head_bias, form, _scaled)
+    # NaN for no samples, as in torch: 1 / 0, which must not come to the gradients
+    return total if share is None else total * share.masked_fill(share.isinf(), 0) + 0 * share
 
 
 def _logits(features: Tensor, head_weight: Tensor, head_bias: Tensor | None) -> Tensor:
@@ -154,9 +161,22 @@ def _means(
         if weight is not None:
             counted = counted * weight.detach().to(counted)[target.long().masked_fill(~valid, 0)]
     if sample_weight is None:
-        return 1 / counted.sum(), None  # NaN for no samples, as in torch: 0 · (1 / 0)
+        return 1 / counted.sum(), None
     total = (sample_weight * counted).sum(-1, keepdim=True)
     return None, torch.where(total == 0, 0.0, sample_weight / torch.where(total == 0, 1.0, total))
+
+
+def _at_once(
+    features: Tensor,
+    head_weight: Tensor,
+    head_bias: Tensor | None,
+    form: Form,
+    scaled: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    sources: list[Tensor | None] = [features, head_weight, head_bias]
+    if not torch.is_grad_enabled():  # a Function's forward does not know, and would compute gradients for nobody
+        sources = [None if source is None else source.detach() for source in sources]
+    return _AtOnce.apply(*sources, form, scaled)  # type: ignore[no-untyped-call]
 
 
 class _AtOnce(torch.autograd.Function):
@@ -168,7 +188,7 @@ class _AtOnce(torch.autograd.Function):
         features: Tensor,
         head_weight: Tensor,
         head_bias: Tensor | None,
-        form: Callable[[Tensor, Tensor, Tensor | None, Sequence[bool]], tuple[Tensor, Gradients]],
+        form: Form,
         scaled: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
         total, ctx.grads = form(features, head_weight, head_bias, ctx.needs_input_grad[:3])
@@ -177,8 +197,12 @@ class _AtOnce(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # they would pass for constants: once_differentiable asks the incoming one alone
+            raise RuntimeError(
+                "Expected a first derivative of linear_amended_cross_entropy, but got create_graph=True. For a second "
+                "one use amended_cross_entropy of the logits."
+            )
         if ctx.grads is None:
             raise RuntimeError(
                 "Expected one backward through linear_amended_cross_entropy, but got a second. Call it again."
@@ -200,7 +224,7 @@ def _by_rows(
     head_bias: Tensor | None,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Gradients]:
-    """Some rows at a time; gradients in the type of what they belong to."""
+    """Some rows at a time; gradients in float32 for half precision, in which their sums may be infinite."""
     total = torch.zeros((), dtype=compute_dtype(features), device=features.device)
     sources = (features, head_weight, head_bias)
     grads = [
@@ -221,10 +245,7 @@ def _by_rows(
             (pull,) = torch.autograd.grad(loss, logits)
         total += loss.detach()
         _add_gradients(grads, slice(start, start + rows), part, head_weight, pull)
-    return total, [
-        None if grad is None else grad.to(source.dtype)  # type: ignore[union-attr]
-        for grad, source in zip(grads, sources, strict=True)
-    ]
+    return total, grads
 
 
 def _add_gradients(grads: list[Tensor | None], rows: slice, part: Tensor, head_weight: Tensor, pull: Tensor) -> None:
@@ -233,8 +254,10 @@ def _add_gradients(grads: list[Tensor | None], rows: slice, part: Tensor, head_w
         for member, head in zip(pull, head_weight, strict=True):  # member by member: (n, C) x (C, D)
             grads[0][rows] += (member @ head.to(member.dtype)).to(grads[0].dtype)
     if grads[1] is not None:
+        # a sum over many rows may be infinite in float16, though their mean is not
+        dtype = torch.float32 if pull.dtype == torch.float16 else pull.dtype
         for place, member in enumerate(pull):
-            grads[1][place] += (member.mT @ part.to(member.dtype)).to(grads[1].dtype)
+            grads[1][place] += (member.to(dtype).mT @ part.to(dtype)).to(grads[1].dtype)
     if grads[2] is not None:
         grads[2] += pull.sum(1, dtype=grads[2].dtype)
 
@@ -330,10 +353,15 @@ def _check_shapes(features: object, head_weight: object, head_bias: object) -> N
         _checks.check_floating(value, name)
     assert isinstance(features, Tensor)
     assert isinstance(head_weight, Tensor)
-    if head_weight.shape[2] != features.shape[1] or not head_weight.shape[0]:
+    if head_weight.shape[2] != features.shape[1] or not head_weight.shape[0] or not head_weight.shape[1]:
         raise ValueError(
             f"Expected `head_weight` of shape (K, C, {features.shape[1]}) for features {_checks.shape_of(features)}, "
             f"but got {_checks.shape_of(head_weight)}."
+        )
+    if _product_dtype(features) != _product_dtype(head_weight):
+        raise TypeError(
+            f"Expected `features` and `head_weight` of one type, but got {features.dtype} and {head_weight.dtype}. "
+            "Convert one of them, or use torch.autocast."
         )
     if head_bias is not None:
         _checks.check_tensor(head_bias, "head_bias")

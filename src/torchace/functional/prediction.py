@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchace import _checks
-from torchace.functional._members import along_members, compute_dtype
+from torchace.functional._members import along_members, compute_dtype, log_mixture
 
 
 def ensemble_log_probs(
@@ -81,4 +80,4 @@ def _log_probs(logits: Tensor, link: str) -> Tensor:
 
 def _weighted_logsumexp(log_probs: Tensor, member_weights: Tensor | Sequence[float] | None) -> Tensor:
     alpha = _checks.checked_member_weights(member_weights, log_probs.shape[0], like=log_probs)
-    return torch.logsumexp(log_probs + along_members(alpha.log(), log_probs), 0)
+    return log_mixture(log_probs + along_members(alpha.log(), log_probs))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchace import _checks
-from torchace.functional._members import along_members, compute_dtype, reduced
+from torchace.functional._members import along_members, compute_dtype, log_mixture, reduced
 
 
 def fit_member_weights(
@@ -93,7 +93,8 @@ def mixture_cross_entropy(logits: Tensor, target: Tensor, member_weights: Tensor
     # a weight that underflowed to 0 has a finite gradient, which log(0) would turn into NaN
     alpha = alpha + (alpha.clamp(min=torch.finfo(alpha.dtype).tiny) - alpha).detach()
     log_alpha = along_members(alpha.log(), log_q)
-    log_mixture = torch.logsumexp(log_alpha + log_q, 0)  # (N, C, ...)
+    mixed = log_mixture(log_alpha + log_q)  # (N, C, ...)
     if probabilities:
-        return reduced(-(target.to(log_q) * log_mixture).sum(1), reduction)
-    return reduced(-log_mixture.gather(1, target.long().unsqueeze(1)).squeeze(1), reduction)
+        # where, not a product alone: a class of probability 0 may have an infinite logarithm
+        return reduced(-(target.to(log_q) * torch.where(target == 0, 0.0, mixed)).sum(1), reduction)
+    return reduced(-mixed.gather(1, target.long().unsqueeze(1)).squeeze(1), reduction)

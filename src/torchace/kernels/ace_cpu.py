@@ -27,6 +27,8 @@ FEW_CLASSES = 64
 
 def loss(logits: Tensor, terms: Terms, composite: Callable[[Tensor], Tensor]) -> Tensor:
     """The summed loss, a scalar. `composite` is the same loss in plain PyTorch, for second derivatives."""
+    if not torch.is_grad_enabled():  # a Function's forward does not know, and would compute a gradient for nobody
+        logits = logits.detach()
     return AceCpu.apply(logits, terms, composite)  # type: ignore[no-untyped-call]
 
 

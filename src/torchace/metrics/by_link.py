@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from torchace import _checks
 from torchace.functional import ensemble_probs
 from torchace.functional._members import along_members
-from torchace.metrics.ensemble import EnsembleMetrics
+from torchace.metrics.ensemble import EnsembleMetrics, NoSamples
 
 
 class RegressionMetrics(Metric):
@@ -73,7 +73,7 @@ class RegressionMetrics(Metric):
     def compute(self) -> dict[str, Tensor]:
         """The scores of everything added so far, float32 scalars and `members` `(K,)`."""
         if self.elements == 0:
-            raise ValueError("Expected at least one sample before compute(), but none was added.")
+            raise NoSamples
         error, spread = self.sums / self.elements
         members = self.member_sums / self.elements
         scores = {
@@ -111,7 +111,6 @@ class LinkMetrics(nn.Module):
         _checks.check_choice(link, "link", _checks.LINKS)
         self.num_members, self.link, self.ignore_index = num_members, link, ignore_index
         self.metrics: Metric | None = None
-        self.empty = True
 
     @torch.no_grad()
     def update(
@@ -129,13 +128,15 @@ class LinkMetrics(nn.Module):
             self.metrics = self._sized(outputs)
         self.metrics = self.metrics.to(outputs.device)  # which may change between training and prediction
         self.metrics.update(outputs, target, member_weights=member_weights)
-        self.empty = False
 
     def compute(self) -> dict[str, Tensor]:
-        """The scores of everything added since the last reset, one scalar each."""
-        if self.metrics is None:
-            raise ValueError("Expected at least one sample before compute(), but none was added.")
-        scores: dict[str, Tensor] = self.metrics.compute()
+        """The scores of everything added since the last reset, one scalar each; none where nothing counted."""
+        if self.metrics is None or not self.metrics.update_called:
+            return {}
+        try:
+            scores: dict[str, Tensor] = self.metrics.compute()
+        except NoSamples:  # all of them are ignored, here and on all other ranks
+            return {}
         name = "member_mean_squared_error" if self.link == "identity" else "member_accuracy"
         each = {f"{name}_{k}": value for k, value in enumerate(scores["members"].reshape(-1))}
         return {**{key: value for key, value in scores.items() if key != "members"}, **each}
@@ -144,7 +145,6 @@ class LinkMetrics(nn.Module):
         """Forgets everything added."""
         if self.metrics is not None:
             self.metrics.reset()
-        self.empty = True
 
     def _sized(self, outputs: Tensor) -> Metric:
         if self.link == "identity":

@@ -21,6 +21,13 @@ SUMS = ("accuracy", "cross_entropy", "brier", "disagreement", "mutual_informatio
 MEMBER_SUMS = ("accuracy", "cross_entropy", "brier")
 
 
+class NoSamples(ValueError):
+    """Nothing was added, or nothing that counts."""
+
+    def __init__(self) -> None:
+        super().__init__("Expected at least one sample before compute(), but none was added.")
+
+
 class EnsembleMetrics(Metric):
     """Scores of an ensemble and its members, accumulated over batches.
 
@@ -132,7 +139,7 @@ class EnsembleMetrics(Metric):
         if bad:
             raise ValueError(_checks.nonfinite_message(bad))
         if self.samples == 0:
-            raise ValueError("Expected at least one sample before compute(), but none was added.")
+            raise NoSamples
         scores = dict(zip(SUMS, self.sums / self.samples, strict=True))
         means = self.member_sums / self.samples  # (3, K)
         scores["calibration_error"] = bins_error(CalibrationBins(*self.bins))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,7 +42,10 @@ class EnsembleModule(nn.Module):
         return f"num_members={self.num_members}, link={self.link!r}"
 
     def set_member_weights(self, member_weights: Tensor | Sequence[float] | None) -> None:
-        """Weights the members from now on in every prediction; None for uniform weights."""
+        """Weights the members from now on in every prediction; None for uniform weights.
+
+        `save_model` keeps them. `state_dict()` does not: it is the same with and without them.
+        """
         if member_weights is None:
             self.member_weights = None
             return
@@ -101,14 +106,25 @@ def keeping_dtype(module: nn.Module, names: Sequence[str], apply: Callable[[], A
 
 
 def average_shared(values: Any, num_members: int) -> Any:
-    """`average_gradients` for every floating-point tensor in what a trunk returns: a tensor, tuple, list or dict."""
+    """`average_gradients` for every floating-point tensor in what a trunk returns.
+
+    That is a tensor, or a tuple, list, dict or dataclass of such; what is made of it is of the same type.
+    """
     if isinstance(values, Tensor):
         return average_gradients(values, num_members) if values.is_floating_point() else values
     if isinstance(values, dict):
-        return {key: average_shared(value, num_members) for key, value in values.items()}
+        shared = copy.copy(values)  # not a plain dict: transformers' outputs are more
+        for key, value in values.items():
+            shared[key] = average_shared(value, num_members)
+        return shared
     if isinstance(values, (tuple, list)):
         averaged = [average_shared(value, num_members) for value in values]
         return type(values)(*averaged) if hasattr(values, "_fields") else type(values)(averaged)  # a named tuple
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        made = copy.copy(values)
+        for field in dataclasses.fields(values):  # object's: a frozen one refuses its own
+            object.__setattr__(made, field.name, average_shared(getattr(values, field.name), num_members))
+        return made
     return values
 
 

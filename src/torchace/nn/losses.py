@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchace import _checks
@@ -26,7 +27,7 @@ class _MemberLoss(nn.Module):
         self.reduction = reduction
         if member_weights is not None:
             member_weights = _checks.as_member_weights(member_weights)
-            _checks.checked_member_weights(member_weights, member_weights.numel(), like=member_weights)
+            member_weights = _checks.checked_member_weights(member_weights, member_weights.numel(), like=member_weights)
         self.register_buffer("member_weights", member_weights)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -43,6 +44,8 @@ class _MemberLoss(nn.Module):
     def diversity(self, value: float | Tensor) -> None:
         _checks.check_diversity(value)
         if isinstance(value, Tensor):
+            if not value.is_floating_point():  # it may be 0 now and 0.5 later
+                value = value.to(torch.get_default_dtype())
             self.register_buffer("_diversity_tensor", value, persistent=False)
             self._diversity_number = float("nan")
         else:
