@@ -354,12 +354,22 @@ def test_half_precision() -> None:
             assert (error <= bound).all()
 
 
+def test_a_diversity_elsewhere_is_read_once_or_moved_into_a_graph() -> None:
+    elsewhere, lam = torch.device("meta"), torch.tensor(0.5)
+    assert functional_ace._readable(lam, elsewhere) == 0.5
+    compiled = torch.compile(lambda d: functional_ace._readable(d, elsewhere) * 2, fullgraph=True, backend="eager")
+    assert compiled(lam).device == elsewhere
+    assert functional_ace._readable(lam, lam.device) is lam
+
+
 def test_no_gradient_is_computed_where_none_is_wanted() -> None:
     case = drawn(3, 5, 20)
     logits, target = case.outputs.to(DTYPE).to(DEVICE), case.target.to(DEVICE)
     with mock.patch.object(ace_gpu, "value_and_gradient", wraps=ace_gpu.value_and_gradient) as called:
         value = amended_cross_entropy(logits, target, torch.tensor(0.7, dtype=DTYPE, device=DEVICE))
-    assert [call.kwargs["want_gradient"] for call in called.call_args_list] == [False]
+        with torch.no_grad():
+            amended_cross_entropy(logits.requires_grad_(), target, 0.7)
+    assert [call.kwargs["want_gradient"] for call in called.call_args_list] == [False, False]
     assert_close(value.cpu().double(), by_definition(case)[0], **CLOSE)
 
 

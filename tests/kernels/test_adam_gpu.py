@@ -105,6 +105,53 @@ def test_what_it_keeps_is_what_torch_keeps() -> None:
         torch.testing.assert_close(own, expected, rtol=2e-5, atol=2e-7)
 
 
+@pytest.mark.parametrize("rate", [0.02, torch.tensor(0.02)])
+def test_it_goes_on_from_a_plain_optimizer(rate: float | Tensor) -> None:
+    """One with its learning rate and its count of steps as torch keeps them by default."""
+    parameters = [nn.Parameter(value) for value in drawn(100, torch.float32)]
+    plain = torch.optim.Adam(parameters, lr=rate, foreach=False)
+    ours = trained(adam_gpu.Adam, torch.float32, 0)
+    for step in range(4):
+        for p, grad in zip(parameters, drawn(step, torch.float32), strict=True):
+            p.grad = grad
+        if step == 3:
+            ours.load_state_dict(copy.deepcopy(plain.state_dict()))
+            with torch.no_grad():
+                for q, p in zip(ours.param_groups[0]["params"], parameters, strict=True):
+                    q.copy_(p)
+                    q.grad = p.grad.clone()
+            ours.step()
+        plain.step()
+    for own, expected in zip(states(ours), states(plain), strict=True):
+        torch.testing.assert_close(own, expected.to(own.device), rtol=2e-5, atol=2e-7)
+
+
+def test_moments_that_lie_otherwise_are_laid_as_the_parameter() -> None:
+    shape, grads = (2, 3, 4, 5), [torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(s)) for s in range(3)]
+    found = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        p = nn.Parameter(torch.ones(shape, device=DEVICE).to(memory_format=layout))
+        before = adam_gpu.Adam([p], lr=torch.tensor(0.1, device=DEVICE), fused=True, capturable=ON_GPU)
+        p.grad = grads[0].to(DEVICE).to(memory_format=layout)
+        before.step()
+        q = nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format))
+        after = adam_gpu.Adam([q], lr=torch.tensor(0.1, device=DEVICE), fused=True, capturable=ON_GPU)
+        after.load_state_dict(copy.deepcopy(before.state_dict()))
+        q.grad = grads[1].to(DEVICE)
+        after.step()
+        found.append(q.detach())
+    torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=2e-7)
+
+
+def test_a_group_that_is_added_has_its_own_rate() -> None:
+    p, q = (nn.Parameter(torch.ones(70, device=DEVICE)) for _ in range(2))
+    optimizer = adam_gpu.Adam([p], lr=torch.tensor(0.5, device=DEVICE), fused=True, capturable=ON_GPU)
+    optimizer.add_param_group({"params": [q], "lr": 0.25})
+    p.grad = q.grad = torch.ones(70, device=DEVICE)
+    optimizer.step()
+    torch.testing.assert_close(torch.stack([p.detach()[0], q.detach()[0]]).cpu(), torch.tensor([0.5, 0.75]))
+
+
 def test_a_gradient_that_lies_otherwise_is_left_to_torch() -> None:
     p = nn.Parameter(torch.ones(4, 6, device=DEVICE))
     optimizer = adam_gpu.Adam([p], lr=torch.tensor(0.5, device=DEVICE), fused=True, capturable=ON_GPU)
@@ -118,6 +165,12 @@ def test_a_gradient_that_lies_otherwise_is_left_to_torch() -> None:
 def test_what_it_does_not_do_is_refused(option: str) -> None:
     with pytest.raises(ValueError, match="Expected neither amsgrad nor maximize"):
         adam_gpu.Adam([nn.Parameter(torch.ones(2))], **{option: True})
+    ours = adam_gpu.Adam([nn.Parameter(torch.ones(2))])
+    with pytest.raises(ValueError, match="Expected neither amsgrad nor maximize"):
+        ours.add_param_group({"params": [nn.Parameter(torch.ones(2))], option: True})
+    plain = torch.optim.Adam([nn.Parameter(torch.ones(2))], **{option: True})
+    with pytest.raises(ValueError, match="Expected neither amsgrad nor maximize"):
+        adam_gpu.Adam([nn.Parameter(torch.ones(2))]).load_state_dict(plain.state_dict())
 
 
 def test_a_closure() -> None:

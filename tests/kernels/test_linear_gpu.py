@@ -370,3 +370,22 @@ def test_the_kernels_compile_for_a_gpu() -> None:
     settings = {**os.environ, "TRITON_INTERPRET": "0"}
     found = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False, env=settings)
     assert not found.returncode, found.stderr
+
+
+@pytest.mark.parametrize("label", [-1, C])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_label_that_is_no_class_is_seen(label: int, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchace._checks.can_read", lambda tensor: False)  # as on a GPU
+    values, target = inputs(torch.float32), classes()
+    target[1] = label
+    loss = linear_amended_cross_entropy(*values, target, 0.5, reduction=reduction)
+    assert loss.isnan()
+    assert gradients(loss, values)[0][1].isnan().all()
+
+
+def test_without_gradients_none_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, target = inputs(), classes()
+    expected = linear_amended_cross_entropy(*values, target, 0.5)
+    monkeypatch.setattr(linear_gpu, "_product", None)
+    with torch.no_grad():
+        torch.testing.assert_close(linear_amended_cross_entropy(*values, target, 0.5), expected.detach(), **CLOSE)

@@ -253,12 +253,12 @@ def _on_gpu(logits: Tensor, target: Tensor, options: _Options) -> Tensor:
     if logits.ndim > 3:  # more axes of samples: one of all
         logits, target, options = _as_rows(logits, target, options)
     scale = None if options.sample_weight is None else _resolved(logits, target, options)[0].scale
-    diversity = options.diversity
-    on_device = isinstance(diversity, Tensor) and diversity.device == logits.device
+    diversity = _readable(options.diversity, logits.device)
+    options = options._replace(diversity=diversity)
     choices = ace_gpu.Options(
         target.to(compute_dtype(logits)) if target.is_floating_point() else target,
-        diversity if isinstance(diversity, Tensor) and on_device else None,
-        0.0 if on_device else float(diversity),
+        diversity if isinstance(diversity, Tensor) else None,
+        0.0 if isinstance(diversity, Tensor) else float(diversity),
         options.alpha,
         options.weight,
         options.mixture,
@@ -268,6 +268,13 @@ def _on_gpu(logits: Tensor, target: Tensor, options: _Options) -> Tensor:
         options.reduction == "mean",
     )
     return ace_gpu_op.loss(logits, choices, partial(_composite, target, options))
+
+
+def _readable(diversity: float | Tensor, device: torch.device) -> float | Tensor:
+    """λ as a kernel reads it: from its device, or as a number."""
+    if not isinstance(diversity, Tensor) or diversity.device == device:
+        return diversity
+    return diversity.to(device) if torch.compiler.is_compiling() else float(diversity)  # a graph cannot read
 
 
 def _as_rows(logits: Tensor, target: Tensor, options: _Options) -> tuple[Tensor, Tensor, _Options]:

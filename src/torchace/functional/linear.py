@@ -116,9 +116,11 @@ def linear_amended_cross_entropy(
         share, sample_weight = _means(target, sample_weight, weight, ignore_index, probabilities, features)
 
     if chunk_rows is None and _fits_gpu(features, head_weight, head_bias, target, ignore_index):
-        ignored = target.long() == ignore_index
-        scale = _scale(share, sample_weight, ignored, features)
-        own = target.long().masked_fill(ignored, 0)
+        own = target.long()
+        ignored = own == ignore_index
+        outside = ~ignored & ((own < 0) | (own >= num_classes))  # nobody has looked on the device: NaN, as by rows
+        scale = _scale(share, sample_weight, ignored, features).masked_fill(outside, torch.nan)
+        own = own.masked_fill(ignored | outside, 0)
         terms = _terms(scale, head_weight, own, diversity, member_weights, weight, label_smoothing)
         form = partial(_by_classes, terms, reduction == "mean")
         total = _at_once(features, head_weight, head_bias, form, _scaled_on_gpu)

@@ -22,6 +22,8 @@ def loss(logits: Tensor, options: Options, composite: Callable[[Tensor], Tensor]
     """The summed loss, a scalar. `composite` is the same loss in plain PyTorch, for second derivatives."""
     if torch.compiler.is_compiling():
         return _value(logits, *options)
+    if not torch.is_grad_enabled():  # a Function's forward does not know, and would compute a gradient for nobody
+        logits = logits.detach()
     return AceGpu.apply(logits, options, composite)  # type: ignore[no-untyped-call]
 
 

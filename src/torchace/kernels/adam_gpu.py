@@ -67,8 +67,20 @@ class _OnePass(torch.optim.Optimizer):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._step_supports_amp_scaling = False  # so that a GradScaler unscales gradients before it asks for a step
-        if any(group["amsgrad"] or group["maximize"] for group in self.param_groups):
-            raise ValueError("Expected neither amsgrad nor maximize: they are torch's alone.")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        _settle(self.param_groups[-1])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Torch's, also of an optimizer elsewhere: what is read on the device is there, as the parameters lie."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            _settle(group)
+            for p in group["params"]:
+                for name, value in self.state[p].items() if p in self.state else ():
+                    like = torch.zeros((), device=p.device) if name == "step" else torch.empty_like(p)
+                    self.state[p][name] = like.copy_(value)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -148,6 +160,16 @@ class Adam(_OnePass, torch.optim.Adam):
 
 class AdamW(_OnePass, torch.optim.AdamW):
     """`torch.optim.AdamW` on a GPU, its learning rate a tensor there."""
+
+
+def _settle(group: dict[str, Any]) -> None:
+    """A group as `step` reads it, wherever it comes from."""
+    if group["amsgrad"] or group["maximize"]:
+        raise ValueError("Expected neither amsgrad nor maximize: they are torch's alone.")
+    device = group["params"][0].device
+    if not isinstance(group["lr"], Tensor) or group["lr"].device != device:
+        group["lr"] = torch.tensor(float(group["lr"]), device=device)
+    group["fused"], group["foreach"], group["capturable"] = True, None, device.type == "cuda"
 
 
 def _log(beta: float) -> float:
