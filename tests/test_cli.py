@@ -580,6 +580,27 @@ def test_a_directory_in_use_is_refused(invoke: Invoke, small: Path) -> None:
     assert [path.name for path in Path("out").iterdir()] == ["lock"]
 
 
+@pytest.mark.parametrize("name", ["report/index.html", "log.jsonl", "runs/mine.json"])
+def test_what_is_no_sweeps_is_not_written_over(invoke: Invoke, small: Path, name: str) -> None:
+    file = Path("mine") / name
+    file.parent.mkdir(parents=True)
+    file.write_text("my thesis")
+    outcome = invoke("run", small, "--out", "mine")
+    first = name.split("/")[0]
+    assert (outcome.code, outcome.out) == (1, "")
+    assert outcome.err == f"Error: mine holds something else already ('{first}'). Choose another --out.\n"
+    assert [path.name for path in Path("mine").iterdir()] == [first]
+    assert file.read_text() == "my thesis"
+
+
+@pytest.mark.usefixtures("no_report")
+def test_other_files_may_lie_beside_a_sweep(invoke: Invoke, small: Path) -> None:
+    Path("mine").mkdir()
+    Path("mine/notes.txt").write_text("mine")
+    assert invoke("run", small, "--out", "mine").code == 0
+    assert Path("mine/notes.txt").read_text() == "mine"
+
+
 # -- missing extras ---------------------------------------------------------------------------------------------------
 
 

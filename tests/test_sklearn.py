@@ -174,6 +174,17 @@ def test_the_command_line_takes_saved_models(kind: type, tmp_path: Path) -> None
     assert scores["accuracy" if kind is ACEClassifier else "r2"] == pytest.approx(expected, abs=1e-6)  # in float32
 
 
+def test_whole_numbers_of_numpy() -> None:
+    search = GridSearchCV(small(), {"num_members": np.arange(2, 4), "epochs": np.array([2])}, cv=2).fit(IRIS_X, IRIS_Y)
+    assert search.best_estimator_.ensemble_.num_members in (2, 3)
+
+
+@pytest.mark.parametrize("size", [1e-165, 1e154, 1e200])
+def test_targets_of_any_size(size: float) -> None:
+    plain, sized = (small(NCLRegressor).fit(SUGAR_X, SUGAR_Y * factor).predict(SUGAR_X) for factor in (1.0, size))
+    np.testing.assert_allclose(sized / size, plain, rtol=1e-5)
+
+
 def test_a_feature_may_be_named_like_the_target(tmp_path: Path) -> None:
     frame = pd.DataFrame(IRIS_X, columns=["y", "y0", "a", "b"])
     small().fit(frame, IRIS_Y).save(tmp_path / "model")
@@ -331,7 +342,7 @@ def test_threads_are_given_back() -> None:
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
-def test_diversity_is_found_on_held_out_samples(kind: type) -> None:
+def test_diversity_is_found_on_held_out_samples(kind: type, tmp_path: Path) -> None:
     X, y = data(kind)
     model = small(kind, diversity="auto", epochs=5).fit(X, y)
     assert model.tuning_ is not None
@@ -342,6 +353,10 @@ def test_diversity_is_found_on_held_out_samples(kind: type) -> None:
     # the model itself is trained on everything, as if that number had been given
     given = small(kind, diversity=model.diversity_, epochs=5).fit(X, y)
     np.testing.assert_allclose(predictions(model, X), predictions(given, X), rtol=1e-9)
+    # how it was found is kept with it
+    model.save(tmp_path / "model")
+    assert kind.load(tmp_path / "model").tuning_ == model.tuning_
+    assert TableModel.load(tmp_path / "model").record["search"]["sentence"] == model.tuning_.sentence
 
 
 @pytest.mark.parametrize(("schedule", "stops", "last"), [

@@ -27,6 +27,7 @@ from torchace.engine.recipe import make_optimizer
 from torchace.models.encoder import TableEncoder
 from torchace.models.mlp import checked_widths
 from torchace.nn import Ensemble
+from torchace.runs.ledger import finite
 from torchace.runs.members import MemberPlan, Trained, new_cohort, train_members
 from torchace.runs.scaling import Moments, Scaling, finished_ensemble
 from torchace.runs.tune import TunedDiversity, tune_diversity
@@ -306,6 +307,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
             "feature_names": None if names is None else [str(name) for name in names],
             "targets": self._targets_as_json(),
             "history": self.history_,
+            "search": None if self.tuning_ is None else finite(self.tuning_.to_json()),
         }
         if self._num_outputs == 1 or self._task == "classification":  # the command line predicts one target
             extra["encoding"] = self._encoding().to_json()
@@ -346,9 +348,11 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
             estimator._targets_from_json(extra["targets"])
             estimator.history_ = extra["history"]
             estimator.diversity_ = float(cast(Mapping[str, Any], ensemble.manifest)["diversity"])
+            tuning = extra.get("search")  # files of older versions have none
+            estimator.tuning_ = None if tuning is None else TunedDiversity.from_json(tuning)
         except (KeyError, TypeError, ValueError) as error:
             raise ModelFileError(f"{path} describes no {cls.__name__} that this version can read.") from error
-        estimator.tuning_, estimator.ensemble_ = None, ensemble
+        estimator.ensemble_ = ensemble
         return estimator
 
     # -- what differs -------------------------------------------------------------------------------------------------

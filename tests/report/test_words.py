@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from tests.report import synthetic
 from tests.report.fits import FitSpec, write_fit
 from tests.report.synthetic import ArmSpec, Spec
 from torchace.report import Results, read_results
+from torchace.report.setup import facts
+from torchace.report.tables import result_table
 from torchace.report.words import findings, headline, remarks
 
 
@@ -129,6 +132,49 @@ def test_the_test_set_is_no_place_to_choose(table1_results: Results, tmp_path: P
     validated = _swept(tmp_path, lambda d: 0.2 - 0.05 * d, validation=5000)
     assert "Chosen on the test set" not in [remark.topic for remark in remarks(validated)]
     assert _texts(validated)["Chosen on validation data"].startswith("The validation data picks λ=0.7. On the test set")
+
+
+def test_seeds_that_some_lambda_lack(tmp_path: Path) -> None:
+    """The numbers in a sentence are those that are compared in it, and whoever asked for no more is done."""
+    arm = ArmSpec("a", "arm", 4, [0, 0.9], lambda d: 0.3 - 0.01 * d, lambda d: 0.05)
+    directory = synthetic.write(tmp_path / "run", Spec("x", "x", [arm], image_shape=None))
+    runs = [{"arm": "a", "diversity": d, "seed": s} for d, s in [(0, 0), (0, 1), (0, 2), (0, 3), (0.9, 0), (0.9, 1)]]
+    (directory / "jobs.json").write_text(json.dumps({"format": 1, "jobs": [{"id": "a-0", "runs": runs}]}))
+    for d, s in [(0, 4), (0.9, 2), (0.9, 3), (0.9, 4)]:
+        (directory / "runs" / f"a-l{d:g}-s{s}.json").unlink()
+    for s in (2, 3):  # better by far, where λ=0.9 was not tried
+        file = directory / "runs" / f"a-l0-s{s}.json"
+        run = json.loads(file.read_text())
+        run["metrics"]["test"]["cross_entropy"] = 0.1
+        file.write_text(json.dumps(run))
+    results = read_results(directory)
+    text = _texts(results)["Cross entropy"]
+    here, there = (float(number) for number in re.findall(r"0\.\d+", text.partition(":")[2])[:2])
+    assert text.startswith("Lowest at λ=0.9: ")
+    assert " at λ=0 over the 2 seeds that both have, a paired difference of " in text
+    assert here < there
+    assert remarks(results)[0].text == "All 6 runs finished."
+    assert "Bold: the best mean of its arm over the seeds that all its λ have" in result_table(results).note
+
+
+def test_arms_with_data_of_their_own(tmp_path: Path) -> None:
+    arms = [ArmSpec(n, n, 4, [0, 0.5], lambda d: 0.3, lambda d: 0.05, baseline=n == "b") for n in "ab"]
+    directory = synthetic.write(tmp_path / "run", Spec("x", "x", arms, image_shape=None, validation=5000))
+    same = read_results(directory)
+    assert "Against “b”" in {finding.topic for _, about in findings(same) for finding in about}
+    assert [name for name, _ in facts(same)][:2] == ["Data", "Seeds"]
+
+    experiment = json.loads((directory / "experiment.json").read_text())
+    experiment["arms"][1]["data"] = {**experiment["data"], "name": "digits", "test": 500, "validation": 0}
+    (directory / "experiment.json").write_text(json.dumps(experiment))
+    results = read_results(directory)
+    assert "Against “b”" not in {finding.topic for _, about in findings(results) for finding in about}
+    assert "“b”" not in headline(results, results.arms[0])
+    told = dict(facts(results))
+    assert told["Data of “a”"].startswith("mnist: 55,000 to train, 5,000 to validate, 10,000 to test")
+    assert told["Data of “b”"].startswith("digits: 55,000 to train, 500 to test")
+    [blind] = [remark for remark in remarks(results) if remark.topic == "Chosen on the test set"]
+    assert blind.text.startswith("“b” had no validation data, so the λ called lowest")
 
 
 def test_failures_are_counted(failing: Path, table1_results: Results) -> None:

@@ -32,6 +32,20 @@ def test_a_constant_column_becomes_zero(constant: float, count: int) -> None:
         assert float(moments.scaled(values).abs().max()) <= 1e-6 * max(1.0, abs(constant) * 1e-7)
 
 
+@pytest.mark.parametrize("size", [1e-300, 1e-170, 1e160, 1e300])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_numbers_whose_squares_do_not_exist(size: float, weighted: bool) -> None:
+    values = torch.randn(50, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight = torch.rand(50, generator=torch.Generator().manual_seed(1)) if weighted else None
+    plain, sized = (
+        Moments.of(values, weight),
+        Moments.of(values * torch.tensor([size, 1.0], dtype=torch.float64), weight),
+    )
+    for name in ("mean", "std"):
+        expected = getattr(plain, name) * torch.tensor([size, 1.0], dtype=torch.float64)
+        torch.testing.assert_close(getattr(sized, name), expected, rtol=1e-12, atol=0)
+
+
 def test_large_numbers_that_differ_little_are_told_apart() -> None:
     values = 1.7e9 + torch.arange(100.0, dtype=torch.float64)[:, None]  # seconds since 1970
     scaled = Moments.of(values, None).scaled(values)

@@ -26,7 +26,7 @@ ROLES = ("sweep", "search", "check", "model")
 class Arm:
     """One way of training, swept over λ; `baseline` marks what the others are compared with.
 
-    `seeds` is None where the arm has those of the whole experiment.
+    `seeds` and `data` are None where the arm has those of the whole experiment.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Arm:
     baseline: bool
     role: str
     seeds: tuple[int, ...] | None
+    data: Data | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class Data:
     classes: tuple[str, ...]
     image_shape: tuple[int, ...] | None
     schema: Schema | None
+
+    def is_tested_as(self, other: Data) -> bool:
+        """Whether scores on both are scores on the same samples, as far as it is written down."""
+        return (self.name, self.test, self.classes) == (other.name, other.test, other.classes)
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,7 @@ class Results:
     config: Mapping[str, Any]
     started: str
     seconds: float | None
+    listed: int | None = None
     _cache: dict[str, dict[str, Array]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -161,7 +167,9 @@ class Results:
 
     @property
     def planned(self) -> int:
-        """How many runs the experiment consists of."""
+        """How many runs the experiment consists of: those that were listed, else every λ with every seed."""
+        if self.listed is not None:
+            return self.listed
         return sum(len(set(arm.diversities)) * len(set(self.seeds_of(arm))) for arm in self.arms)
 
     @property
@@ -188,6 +196,10 @@ class Results:
     def seeds_of(self, arm: Arm) -> tuple[int, ...]:
         """The seeds an arm was to be trained with."""
         return self.seeds if arm.seeds is None else arm.seeds
+
+    def data_of(self, arm: Arm) -> Data:
+        """What an arm was trained and tested on."""
+        return self.data if arm.data is None else arm.data
 
     def finished(self, arm: Arm, diversity: float) -> tuple[Run, ...]:
         """The finished runs of an arm at one λ, by seed."""
@@ -271,6 +283,7 @@ def read_results(directory: str | Path) -> Results:
         config=fields.plain("config"),
         started=fields.text("started", ""),
         seconds=fields.optional_number("seconds"),
+        listed=_listed(directory),
         _cache=cache,
     )
 
@@ -292,6 +305,15 @@ def _load(path: Path, directory: Path) -> Fields:
     return fields
 
 
+def _listed(directory: Path) -> int | None:
+    """How many runs were planned, by whoever was asked for some of them; None where no list of them can be read."""
+    try:
+        jobs = json.loads((directory / "jobs.json").read_bytes())["jobs"]
+        return len({(run["arm"], float(run["diversity"]), run["seed"]) for job in jobs for run in job["runs"]})
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
 def _arm(fields: Fields) -> Arm:
     name = fields.text("name")
     if (role := fields.text("role", ROLES[0])) not in ROLES:
@@ -307,6 +329,7 @@ def _arm(fields: Fields) -> Arm:
         baseline=fields.flag("baseline", False),
         role=role,
         seeds=fields.items("seeds", as_count, "a list of integers") if fields.value.get("seeds") is not None else None,
+        data=_data(fields.object("data")) if fields.value.get("data") is not None else None,
     )
 
 

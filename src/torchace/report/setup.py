@@ -8,7 +8,7 @@ from typing import Any
 
 from torchace.report import formats
 from torchace.report.formats import NONE
-from torchace.report.results import Results
+from torchace.report.results import Data, Results
 from torchace.report.tables import Cell, Column, Section, Table
 
 
@@ -21,7 +21,20 @@ def facts(results: Results) -> list[tuple[str, str]]:
     Returns:
         The pairs, in the order to show them.
     """
-    data = results.data
+    found = [("Data", _data(results.data))]
+    if any(results.data_of(arm) != results.data for arm in results.arms):
+        found = [(f"Data of “{arm.label}”", _data(results.data_of(arm))) for arm in results.arms]
+    found.append(("Seeds", _seeds(results)))
+    found.append(("Hardware", _pairs(results.hardware)))
+    found.append(("Versions", _pairs(results.versions)))
+    time = formats.duration(results.seconds)
+    if results.started:
+        time += f", started {formats.moment(results.started)}"
+    found.append(("Time", time))
+    return found
+
+
+def _data(data: Data) -> str:
     sizes = [f"{data.train:,} to train"]
     if data.validation:
         sizes.append(f"{data.validation:,} to validate")
@@ -31,15 +44,7 @@ def facts(results: Results) -> list[tuple[str, str]]:
         text += f"; {formats.count(len(data.classes), 'class', 'classes')} ({_shortened(data.classes)})"
     if data.image_shape:
         text += f"; images {' × '.join(str(side) for side in data.image_shape)}"
-    found = [("Data", text)]
-    found.append(("Seeds", _seeds(results)))
-    found.append(("Hardware", _pairs(results.hardware)))
-    found.append(("Versions", _pairs(results.versions)))
-    time = formats.duration(results.seconds)
-    if results.started:
-        time += f", started {formats.moment(results.started)}"
-    found.append(("Time", time))
-    return found
+    return text
 
 
 def arm_table(results: Results) -> Table:

@@ -191,9 +191,7 @@ def lowest(results: Results, arm: Arm, metric: str | None = None, split: str = "
 
     Where some seeds are missing at some λ, only seeds that every λ has are compared, if there are any.
     """
-    key = metric or results.task.loss
-    series = {diversity: results.values(arm, diversity, key, split) for diversity in results.diversities(arm)}
-    series = {diversity: values for diversity, values in series.items() if values}
+    series = _measured(results, arm, metric or results.task.loss, split)
     if not series:
         return None
     common = set.intersection(*(set(values) for values in series.values()))
@@ -202,6 +200,17 @@ def lowest(results: Results, arm: Arm, metric: str | None = None, split: str = "
         for diversity, values in series.items()
     }
     return min(means, key=means.__getitem__)
+
+
+def unequal_seeds(results: Results, arm: Arm) -> bool:
+    """Whether some λ of an arm have seeds that others lack."""
+    return len({frozenset(values) for values in _measured(results, arm, results.task.loss).values()}) > 1
+
+
+def _measured(results: Results, arm: Arm, metric: str, split: str = "test") -> dict[float, dict[int, float]]:
+    """A metric by λ and seed, for every λ at which it was measured."""
+    series = {diversity: results.values(arm, diversity, metric, split) for diversity in results.diversities(arm)}
+    return {diversity: values for diversity, values in series.items() if values}
 
 
 def _moments(values: Sequence[float]) -> tuple[int, float, float | None]:

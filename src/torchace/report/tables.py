@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torchace.report import formats
 from torchace.report.formats import NONE, Metric
 from torchace.report.results import Arm, PaperRow, Results
-from torchace.report.statistics import Comparison, Difference, Summary, compare, lowest, summary
+from torchace.report.statistics import Comparison, Difference, Summary, compare, lowest, summary, unequal_seeds
 
 JUDGED_BY = {"accuracy": "error", "member_accuracy": "member_error", "r2": "mse"}
 """Where high is good: what is low where it is high."""
@@ -150,8 +150,10 @@ def _measured(results: Results, arm: Arm, diversity: float, metric: str) -> Cell
 
 
 def _result_note(results: Results) -> str:
+    unequal = any(unequal_seeds(results, arm) for arm in results.tested)
+    shared = " over the seeds that all its λ have" if unequal else ""
     note = (
-        "Mean ± standard deviation over seeds. Bold: the best mean of its arm, beyond the noise or not. "
+        f"Mean ± standard deviation over seeds. Bold: the best mean of its arm{shared}, beyond the noise or not. "
         f"“One member”: the mean over members. {results.task.spread_note}"
     )
     if results.model and len(results.tested) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 from torchace.report import formats
@@ -115,7 +116,7 @@ def _collapsed(results: Results, arm: Arm, spreads: dict[float, float]) -> list[
 
 def _against(results: Results, arm: Arm, other: Arm) -> str:
     """How a baseline does beside the arm's best λ, by the task's loss; empty where there is nothing to say."""
-    if not other.baseline or other == arm:
+    if not other.baseline or other == arm or not results.data_of(arm).is_tested_as(results.data_of(other)):
         return ""
     best, comparison = lowest(results, arm), compare(results, arm, results.task.loss, other)
     difference = comparison.at(best) if comparison and best is not None else None
@@ -141,12 +142,15 @@ def remarks(results: Results) -> list[Finding]:
         if results.is_fit:
             text = "The model was trained once, and nothing beside it: how much of its score is luck cannot be told."
         found.append(Finding("One seed", text, warning=not results.is_fit))
-    swept = [arm for arm in results.arms if arm.role == "sweep"]
-    if any(len(results.diversities(arm)) > 1 for arm in swept) and not results.data.validation:
+    swept = [arm for arm in results.arms if arm.role == "sweep" and len(results.diversities(arm)) > 1]
+    blind = [arm for arm in swept if not results.data_of(arm).validation]
+    if blind:
+        labels = formats.listed([f"“{arm.label}”" for arm in blind])
+        where = "There is no validation data" if len(blind) == len(swept) else f"{labels} had no validation data"
         found.append(
             Finding(
                 "Chosen on the test set",
-                "There is no validation data, so the λ called lowest was read off the test set itself. The correction "
+                f"{where}, so the λ called lowest was read off the test set itself. The correction "
                 "for the number of λ keeps the verdicts honest; the lowest value is still a little flattering. "
                 "Whoever needs a λ should choose it on held-out data and confirm it with fresh seeds.",
             )
@@ -233,9 +237,15 @@ def _score(results: Results, arm: Arm, key: str) -> Finding | None:
     elif difference is None:
         text = f"Lowest at {at(best)}, {metric.value(values[best])}."
     else:
+        # of the seeds that both have: their difference is the one beside them
+        both = [results.values(arm, d, key) for d in (best, start)]
+        common = both[0].keys() & both[1].keys()
+        here, there = (math.fsum(series[seed] for seed in common) / len(common) for series in both)
+        shared = f" over the {formats.count(len(common), 'seed')} that both have"
         text = (
-            f"Lowest at {at(best)}: {metric.value(values[best])} against {metric.value(values[start])} "
-            f"at {at(start)}, a paired difference of {evidence(metric, difference, comparison)}. {verdict(difference)}"
+            f"Lowest at {at(best)}: {metric.value(here)} against {metric.value(there)} "
+            f"at {at(start)}{'' if both[0].keys() == both[1].keys() else shared}, "
+            f"a paired difference of {evidence(metric, difference, comparison)}. {verdict(difference)}"
         )
     others = [d for d in better if d != best]
     if others:
@@ -290,7 +300,9 @@ def _validation(results: Results, arm: Arm) -> Finding | None:
 
 
 def _baseline(results: Results, arm: Arm, other: Arm) -> Finding | None:
-    """Whether a baseline arm does as well as the best λ."""
+    """Whether a baseline arm does as well as the best λ; nothing where it was tested on something else."""
+    if not results.data_of(arm).is_tested_as(results.data_of(other)):
+        return None
     best = lowest(results, arm)
     metric = results.metrics[results.task.loss]
     comparison = compare(results, arm, metric.key, other)

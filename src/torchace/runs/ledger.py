@@ -20,6 +20,14 @@ from torchace.engine.files import remove_partial, write_whole
 from torchace.engine.fit import Failure
 
 FORMAT = 1
+WRITTEN = (
+    "checkpoints",
+    "jobs.json",
+    "log.jsonl",
+    "report",
+    "runs",
+    "tensorboard",
+)  # beside experiment.json, the first
 
 
 class LedgerError(ValueError):
@@ -77,6 +85,12 @@ class Ledger:
             file.write(str(os.getpid()))
             file.flush()
             yield
+
+    def refuse_foreign(self) -> None:
+        """Refuses a directory where a sweep would write over what is no sweep's."""
+        foreign = [name for name in WRITTEN if os.path.lexists(self.directory / name)]
+        if foreign and not (self.directory / "experiment.json").exists():
+            raise LedgerError(f"{self.directory} holds something else already ({foreign[0]!r}). Choose another --out.")
 
     # -- the experiment -----------------------------------------------------------------------------------------------
 

@@ -31,9 +31,14 @@ class Moments:
         scratch = share * values  # one for everything: a large table is in memory twice, not five times
         mean = scratch.sum(0)
         std = torch.sub(values, mean, out=scratch).square_().mul_(share).sum(0).sqrt()
-        # not by std alone: rounding leaves some of a constant column, and tiny numbers squared are 0
-        constant = (values.amax(0) == values.amin(0)) | (std == 0)
-        return cls(mean, torch.where(constant, 1.0, std))
+        highest, lowest = values.amax(0), values.amin(0)
+        constant = highest == lowest  # not by std: rounding leaves some of a constant column
+        if not ((std > 0) & std.isfinite() | constant).all():  # squares of numbers beyond 1e154 or below 1e-162
+            torch.sub(values, mean, out=scratch)
+            unit = torch.maximum(highest - mean, mean - lowest)
+            unit = torch.where(unit > 0, unit, 1.0)
+            std = scratch.div_(unit).square_().mul_(share).sum(0).sqrt_().mul_(unit)
+        return cls(mean, torch.where(constant | (std == 0), 1.0, std))
 
     def scaled(self, values: Tensor) -> Tensor:
         """Values in units of these columns, in float64."""

@@ -73,11 +73,16 @@ class Sweep:
         watcher = watcher or Watcher()
         arms = {arm.name: arm for arm in self.experiment.complete_arms()}
         data = self._prepared(arms)
-        described = [self._arm_described(arm, data[arm.name].dataset) for arm in arms.values()]
+        first = data[next(iter(arms))]
+        described = [
+            {**self._arm_described(arm, own.dataset), "data": None if own is first else own.described()}
+            for arm, own in ((arm, data[arm.name]) for arm in arms.values())
+        ]
         # Whatever is wrong with the experiment was said by now; from here on there are files.
         ledger = Ledger(self.directory)
+        ledger.refuse_foreign()
         with ledger.locked():
-            experiment = self._begin(ledger, described, data[next(iter(arms))])
+            experiment = self._begin(ledger, described, first)
             jobs = self._planned(ledger, arms)
             ledger.clean(jobs)
             wanted = {run for arm in arms.values() for run in self._runs_of(arm)}
