@@ -174,9 +174,15 @@ def test_the_command_line_takes_saved_models(kind: type, tmp_path: Path) -> None
     assert scores["accuracy" if kind is ACEClassifier else "r2"] == pytest.approx(expected, abs=1e-6)  # in float32
 
 
-def test_whole_numbers_of_numpy() -> None:
-    search = GridSearchCV(small(), {"num_members": np.arange(2, 4), "epochs": np.array([2])}, cv=2).fit(IRIS_X, IRIS_Y)
-    assert search.best_estimator_.ensemble_.num_members in (2, 3)
+@pytest.mark.parametrize("hidden", [np.int64(8), np.array([8, 4]), (np.int32(8), 4)])
+def test_whole_numbers_of_numpy(hidden: Any, tmp_path: Path) -> None:
+    tried = {"num_members": np.arange(2, 4), "epochs": np.array([2]), "batch_size": np.array([32])}
+    best = GridSearchCV(small(hidden=hidden), tried, cv=2).fit(IRIS_X, IRIS_Y).best_estimator_
+    assert best.ensemble_.num_members in (2, 3)
+    best.save(tmp_path / "model")
+    again = ACEClassifier.load(tmp_path / "model")
+    np.testing.assert_array_equal(again.predict(IRIS_X), best.predict(IRIS_X))
+    assert clone(again).fit(IRIS_X, IRIS_Y).predict(IRIS_X).shape == (150,)
 
 
 @pytest.mark.parametrize("size", [1e-165, 1e154, 1e200])

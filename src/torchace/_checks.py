@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def check_reduction(reduction: object) -> None:
 
 def check_count(value: object, name: str, *, least: int = 1) -> None:
     """A whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, Integral):  # numpy's too
+    if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"Expected `{name}` to be an int, but got {type(value).__name__}.")
     if value < least:
         raise ValueError(f"Expected `{name}` to be at least {least}, but got {value}.")

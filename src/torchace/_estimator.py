@@ -193,7 +193,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
     def _plan(self) -> MemberPlan:
         """The parameters, checked."""
         for name in ("num_members", "epochs", "batch_size", "patience"):
-            _checks.check_count(getattr(self, name), name)
+            _checks.check_count(_plain(getattr(self, name)), name)
         for name in ("learning_rate", "weight_decay"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float | np.floating) or not 0 <= value < np.inf:
@@ -220,7 +220,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         return MemberPlan(
             self._task,
             num_members=int(self.num_members),
-            hidden=tuple(checked_widths(self.hidden)),
+            hidden=tuple(checked_widths(_plain(self.hidden))),
             epochs=int(self.epochs),
             batch_size=int(self.batch_size),
             learning_rate=float(self.learning_rate),
@@ -401,10 +401,16 @@ def _history(trained: Trained) -> list[dict[str, Any]]:
     ]
 
 
+def _plain(value: Any) -> Any:
+    """A parameter as Python has it: searches give numbers of numpy's."""
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
+
+
 def _as_json(value: Any) -> Any:
     """A parameter as JSON holds it; an ellipsis for what it cannot hold (a random state, say)."""
-    if isinstance(value, np.generic):
-        value = value.item()
+    value = value.tolist() if isinstance(value, np.generic | np.ndarray) else value
     if isinstance(value, tuple | list):
         items = [_as_json(item) for item in value]
         return ... if ... in items else items

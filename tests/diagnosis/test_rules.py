@@ -83,6 +83,14 @@ def test_calibration(factor, severity, words):
     assert (finding.numbers["overconfidence"] > 0) == (factor > 1)
 
 
+@pytest.mark.parametrize(("samples", "few"), [(60, True), (5000, False)])
+def test_few_samples_show_nothing_of_calibration(samples, few):
+    diagnosis = diagnose(*ensembles.healthy(samples))
+    for name in ("calibration", "member_calibration")[: 1 + few]:
+        assert diagnosis[name].severity == "ok"
+        assert diagnosis[name].sentence.startswith("Too few samples to say whether") == few
+
+
 def test_uneven_calibration_is_found_though_confidence_is_right_on_average():
     """Half of the samples with 0.95 that are right 80 times of 100, half with 0.55 that are right 70 times."""
     target = torch.zeros(4000, dtype=torch.long)

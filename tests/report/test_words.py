@@ -177,6 +177,18 @@ def test_arms_with_data_of_their_own(tmp_path: Path) -> None:
     assert blind.text.startswith("“b” had no validation data, so the λ called lowest")
 
 
+def test_runs_that_were_made_on_several_machines(tmp_path: Path) -> None:
+    arm = ArmSpec("a", "a", 2, [0], lambda d: 0.3, lambda d: 0.1)
+    directory = synthetic.write(tmp_path / "run", Spec("x", "x", [arm]))
+    for seed in range(5):
+        file = directory / "runs" / f"a-l0-s{seed}.json"
+        own = {"threads": 1 if seed < 2 else 4, "device": "NVIDIA H200", "versions": {"torch": f"2.{seed // 4}"}}
+        file.write_text(json.dumps({**json.loads(file.read_text()), **own}))
+    told = dict(facts(read_results(directory)))
+    assert told["Hardware"] == "device NVIDIA H200; cpu two cores; threads 1 (2 runs), 4 (3 runs)"
+    assert "torch 2.0 (4 runs), 2.1 (1 run)" in told["Versions"]
+
+
 def test_failures_are_counted(failing: Path, table1_results: Results) -> None:
     remark = remarks(read_results(failing))[0]
     assert remark.warning

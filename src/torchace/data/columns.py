@@ -87,8 +87,12 @@ def _check_numbers(column: Series, values: NDArray[np.float64], wrong: NDArray[n
             first = int(places[0])
             raise DataError(
                 f"Column {shown(column.name)} holds numbers, but row {row_number(column, first)} has "
-                f"{shown(column.iloc[first])}, which is {what}{and_more(len(places) - 1)}; {remedy}."
+                f"{shown(column.iloc[first])}, which is {what}{_likewise(len(places) - 1)}; {remedy}."
             )
+
+
+def _likewise(count: int) -> str:
+    return "" if count <= 0 else f" (likewise {count} more {'row' if count == 1 else 'rows'})"
 
 
 def _check_filled(column: Series, missing: NDArray[np.bool_]) -> None:

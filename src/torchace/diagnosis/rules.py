@@ -300,7 +300,10 @@ def calibration(m: Measures) -> Finding:
     seen = f"confidence {confidence:.1%} on average, accuracy {accuracy:.1%}, calibration error {error:.3f}"
     size = max(beyond, gap.low, -gap.high)
     if size < UNEVEN:
-        return Finding("calibration", "ok", f"The ensemble is as sure as it is right: {seen}.", "", numbers)
+        told = "The ensemble is as sure as it is right"
+        if max(gap.high, -gap.low) > WRONG:  # it may be far off, and nothing shows it
+            told = "Too few samples to say whether the ensemble is as sure as it is right"
+        return Finding("calibration", "ok", f"{told}: {seen}.", "", numbers)
     severity = "warning" if size > WRONG else "note"
     if gap.low > 0:
         return Finding(
@@ -337,7 +340,10 @@ def member_calibration(m: Measures) -> Finding:
     numbers = {"calibration_errors": errors, "too_sure": sure, "too_modest": modest}
     seen = f"calibration error {np.mean(errors):.3f} on average"
     if not sure and not modest:
-        return Finding("member_calibration", "ok", f"The members are as sure as they are right: {seen}.", "", numbers)
+        told = "The members are as sure as they are right"
+        if any(max(gap.high, -gap.low) > WRONG for _, _, gap in found):
+            told = "Too few samples to say whether the members are as sure as they are right"
+        return Finding("member_calibration", "ok", f"{told}: {seen}.", "", numbers)
     counted = {"too sure": len(sure), "too modest": len(modest)}
     parts = [f"{count} {'is' if count == 1 else 'are'} {what}" for what, count in counted.items() if count]
     return Finding(

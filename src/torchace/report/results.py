@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torchace.report._fields import Fields, ReportError, as_amount, as_count, as_number, as_text, is_number, printable
 from torchace.report.arrays import Array, read_arrays
-from torchace.report.formats import Metric, fitted
+from torchace.report.formats import Metric, count, fitted
 from torchace.report.schema import Schema, read_schema
 from torchace.report.search import Search, read_search
 from torchace.report.tasks import TASKS, Task, with_derived
@@ -250,13 +251,16 @@ def read_results(directory: str | Path) -> Results:
     search = None if fields.value.get("search") is None else read_search(fields.object("search"), task.metrics)
     order = {arm.name: index for index, arm in enumerate(arms)}
     roles = {arm.name: arm.role for arm in arms}
+    told: list[Mapping[str, Any]] = []
     for path in sorted((directory / "runs").glob("*.json")):
         try:
-            run = _run(_load(path, directory), path, roles, task)
+            content = _load(path, directory)
+            run = _run(content, path, roles, task)
             key = (run.arm, run.diversity, run.seed)
             if key in runs:
                 raise ReportError(f"runs/{path.name} repeats the arm, λ and seed of the run {runs[key].name}.")
             runs[key] = run
+            told.append(content.value)
         except ReportError as error:
             damaged.append(Damaged(f"runs/{path.name}", str(error)))
             continue
@@ -278,8 +282,8 @@ def read_results(directory: str | Path) -> Results:
         damaged=tuple(damaged),
         search=search,
         paper=None if fields.value.get("paper") is None else _paper(fields.object("paper")),
-        hardware=fields.plain("hardware"),
-        versions=fields.plain("versions"),
+        hardware=_mixed(fields.plain("hardware"), told),
+        versions=_mixed(fields.plain("versions"), [run.get("versions") for run in told]),
         config=fields.plain("config"),
         started=fields.text("started", ""),
         seconds=fields.optional_number("seconds"),
@@ -303,6 +307,16 @@ def _load(path: Path, directory: Path) -> Fields:
     if (version := fields.integer("format")) != FORMAT:
         raise ReportError(f"Expected format {FORMAT} in {where}, but got {version}; another torchace wrote it.")
     return fields
+
+
+def _mixed(stated: Mapping[str, Any], told: Sequence[object]) -> dict[str, Any]:
+    """What is stated of all runs, by name; where the runs themselves say several things, all of them."""
+    found = dict(stated)
+    for name in stated:
+        said = Counter(str(run[name]) for run in told if isinstance(run, Mapping) and run.get(name) is not None)
+        if len(said) > 1:
+            found[name] = ", ".join(f"{value} ({count(times, 'run')})" for value, times in said.items())
+    return found
 
 
 def _listed(directory: Path) -> int | None:
