@@ -187,19 +187,22 @@ def compare(
 
 
 def lowest(results: Results, arm: Arm, metric: str | None = None, split: str = "test") -> float | None:
-    """The λ at which the mean over seeds of a metric (the task's loss) is lowest, None where nothing was measured.
+    """The λ at which the mean over seeds of a metric (the task's loss) is lowest, None where nothing was measured."""
+    means = comparable_means(results, arm, metric or results.task.loss, split)
+    return min(means, key=means.__getitem__) if means else None
 
-    Where some seeds are missing at some λ, only seeds that every λ has are compared, if there are any.
+
+def comparable_means(results: Results, arm: Arm, metric: str, split: str = "test") -> dict[float, float]:
+    """A metric's mean over seeds, for every λ at which it was measured.
+
+    Where some seeds are missing at some λ, only seeds that every λ has are counted, if there are any.
     """
-    series = _measured(results, arm, metric or results.task.loss, split)
-    if not series:
-        return None
-    common = set.intersection(*(set(values) for values in series.values()))
-    means = {
+    series = _measured(results, arm, metric, split)
+    common = set.intersection(*(set(values) for values in series.values())) if series else set()
+    return {
         diversity: math.fsum(values[seed] for seed in (common or values)) / len(common or values)
         for diversity, values in series.items()
     }
-    return min(means, key=means.__getitem__)
 
 
 def unequal_seeds(results: Results, arm: Arm) -> bool:

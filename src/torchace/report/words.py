@@ -9,7 +9,7 @@ from torchace.report import formats
 from torchace.report.kept import about_model, model_headline
 from torchace.report.results import Arm, Results
 from torchace.report.sentences import Finding, at, capital, evidence, lambdas, untold, verdict, why_not
-from torchace.report.statistics import compare, lowest
+from torchace.report.statistics import comparable_means, compare, lowest
 from torchace.report.tables import summarize
 
 COLLAPSED = 0.002
@@ -92,7 +92,7 @@ def _acted(results: Results, arm: Arm) -> str:
     comparison = compare(results, arm, spread.key) if arm.num_members > 1 else None
     if comparison is None:
         return ""
-    means = _means(results, arm, spread.key)
+    means = comparable_means(results, arm, spread.key)
     if len(_collapsed(results, arm, means)) == len(means):
         return "The members collapsed onto each other"
     if any(difference.significant and difference.mean > 0 for difference in comparison.differences):
@@ -100,17 +100,11 @@ def _acted(results: Results, arm: Arm) -> str:
     return f"The members' {spread.noun} did not rise beyond the noise"
 
 
-def _means(results: Results, arm: Arm, key: str) -> dict[float, float]:
-    """A metric's mean over seeds, for every λ at which it was measured."""
-    found = {d: summarize(results, arm, d, key) for d in results.diversities(arm)}
-    return {d: summary.mean for d, summary in found.items() if summary}
-
-
 def _collapsed(results: Results, arm: Arm, spreads: dict[float, float]) -> list[float]:
     """The values of λ at which the members are one: they differ on next to no case, or by next to nothing."""
     if results.task.spread == "disagreement":
         return [d for d, spread in spreads.items() if spread < COLLAPSED]
-    errors = _means(results, arm, results.task.error)
+    errors = comparable_means(results, arm, results.task.error)
     return [d for d, spread in spreads.items() if d in errors and spread < COLLAPSED_SPREAD * errors[d]]
 
 
@@ -176,7 +170,7 @@ def _completeness(results: Results) -> Finding:
 def _diversity(results: Results, arm: Arm) -> Finding | None:
     """Whether the members differ, and whether λ changed that."""
     metric = results.metrics[results.task.spread]
-    means = _means(results, arm, metric.key)
+    means = comparable_means(results, arm, metric.key)
     if arm.num_members == 1 or not means:
         return None
     share, topic = metric.key == "disagreement", capital(metric.noun)
@@ -228,7 +222,7 @@ def _score(results: Results, arm: Arm, key: str) -> Finding | None:
     if best is None or comparison is None:
         return None
     start = comparison.reference_diversity
-    values = _means(results, arm, key)
+    values = comparable_means(results, arm, key)
     better = [d.diversity for d in comparison.differences if d.significant and d.mean < 0]
     worse = [d.diversity for d in comparison.differences if d.significant and d.mean > 0]
     difference = comparison.at(best)
