@@ -410,8 +410,8 @@ def _plain(value: Any) -> Any:
 
 def _as_json(value: Any) -> Any:
     """A parameter as JSON holds it; an ellipsis for what it cannot hold (a random state, say)."""
-    value = value.tolist() if isinstance(value, np.generic | np.ndarray) else value
-    if isinstance(value, tuple | list):
+    value = _plain(value)
+    if isinstance(value, list):
         items = [_as_json(item) for item in value]
         return ... if ... in items else items
     if isinstance(value, dict):

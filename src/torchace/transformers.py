@@ -188,7 +188,7 @@ def _check_arguments(arguments: Any, kwargs: dict[str, Any]) -> None:
         )
     if arguments.neftune_noise_alpha is not None:
         raise ValueError(
-            f"Expected no neftune_noise_alpha, which an ensemble has no embeddings for, but got "
+            "Expected no neftune_noise_alpha, which an ensemble has no embeddings for, but got "
             f"{arguments.neftune_noise_alpha}."
         )
     if arguments.n_gpu > 1:

@@ -12,7 +12,7 @@ from tests.report.fits import FitSpec, write_fit
 from tests.report.synthetic import ArmSpec, Spec
 from torchace.report import Results, read_results
 from torchace.report.setup import facts
-from torchace.report.tables import result_table
+from torchace.report.tables import difference_tables, result_table
 from torchace.report.words import findings, headline, remarks
 
 
@@ -170,6 +170,7 @@ def test_arms_with_data_of_their_own(tmp_path: Path) -> None:
     results = read_results(directory)
     assert "Against “b”" not in {finding.topic for _, about in findings(results) for finding in about}
     assert "“b”" not in headline(results, results.arms[0])
+    assert len(difference_tables(results)) == len(difference_tables(same)) - 1
     told = dict(facts(results))
     assert told["Data of “a”"].startswith("mnist: 55,000 to train, 5,000 to validate, 10,000 to test")
     assert told["Data of “b”"].startswith("digits: 55,000 to train, 500 to test")

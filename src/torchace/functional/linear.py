@@ -22,7 +22,6 @@ from torchace.kernels.available import runs_kernels
 from torchace.kernels.terms import Terms
 
 Gradients = list[Tensor | None]  # in features, weights and bias
-Form = Callable[[Tensor, Tensor, Tensor | None, Sequence[bool]], tuple[Tensor, Gradients]]
 
 # Logits of a chunk: 64 MiB in float32 on a CPU; on a GPU so many that matrix products run at full rate.
 CHUNK = {"cpu": 1 << 24, "cuda": 1 << 28}
@@ -103,7 +102,10 @@ def linear_amended_cross_entropy(
     if not _checks.is_eager():  # a transform needs the loss as plain operations
         logits = _logits(features, head_weight, head_bias)
         return loss(logits, target, sample_weight=sample_weight, reduction=reduction)
-    if target.requires_grad and torch.is_grad_enabled():
+    if not torch.is_grad_enabled():  # a Function's forward does not know, and would compute gradients for nobody
+        features, head_weight, target = features.detach(), head_weight.detach(), target.detach()
+        head_bias = None if head_bias is None else head_bias.detach()
+    if target.requires_grad:
         raise ValueError(
             "Expected a `target` that needs no gradient. Give target.detach(), or use amended_cross_entropy of the "
             "logits, which has a gradient in it."
@@ -123,7 +125,7 @@ def linear_amended_cross_entropy(
         own = own.masked_fill(ignored | outside, 0)
         terms = _terms(scale, head_weight, own, diversity, member_weights, weight, label_smoothing)
         form = partial(_by_classes, terms, reduction == "mean")
-        total = _at_once(features, head_weight, head_bias, form, _scaled_on_gpu)
+        total = _AtOnce.apply(features, head_weight, head_bias, form, _scaled_on_gpu)  # type: ignore[no-untyped-call]
         return total if share is None else total + 0 * share  # NaN for no samples: 1 / 0
 
     def chunk_loss(start: int, end: int, logits: Tensor) -> Tensor:
@@ -132,7 +134,7 @@ def linear_amended_cross_entropy(
 
     rows = chunk_rows or max(1, CHUNK.get(features.device.type, CHUNK["cpu"]) // (num_members * num_classes))
     form = partial(_by_rows, chunk_loss, rows)
-    total = _at_once(features, head_weight, head_bias, form, _scaled)
+    total = _AtOnce.apply(features, head_weight, head_bias, form, _scaled)  # type: ignore[no-untyped-call]
     # NaN for no samples, as in torch: 1 / 0, which must not come to the gradients
     return total if share is None else total * share.masked_fill(share.isinf(), 0) + 0 * share
 
@@ -168,19 +170,6 @@ def _means(
     return None, torch.where(total == 0, 0.0, sample_weight / torch.where(total == 0, 1.0, total))
 
 
-def _at_once(
-    features: Tensor,
-    head_weight: Tensor,
-    head_bias: Tensor | None,
-    form: Form,
-    scaled: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    sources: list[Tensor | None] = [features, head_weight, head_bias]
-    if not torch.is_grad_enabled():  # a Function's forward does not know, and would compute gradients for nobody
-        sources = [None if source is None else source.detach() for source in sources]
-    return _AtOnce.apply(*sources, form, scaled)  # type: ignore[no-untyped-call]
-
-
 class _AtOnce(torch.autograd.Function):
     """Value and gradients together; the gradients wait for the backward, which scales them in place."""
 
@@ -190,7 +179,7 @@ class _AtOnce(torch.autograd.Function):
         features: Tensor,
         head_weight: Tensor,
         head_bias: Tensor | None,
-        form: Form,
+        form: Callable[[Tensor, Tensor, Tensor | None, Sequence[bool]], tuple[Tensor, Gradients]],
         scaled: Callable[[Tensor, Tensor], Tensor],
     ) -> Tensor:
         total, ctx.grads = form(features, head_weight, head_bias, ctx.needs_input_grad[:3])

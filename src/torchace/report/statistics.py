@@ -174,9 +174,11 @@ def compare(
         split: "test", "validation" or "train".
 
     Returns:
-        One family of differences, or None where there is nothing to compare.
+        One family of differences, or None where there is nothing to compare: what was tested on other samples, for one.
     """
     anchor = arm if reference is None else reference
+    if not results.data_of(arm).is_tested_as(results.data_of(anchor)):
+        return None
     at = results.diversities(anchor)
     if not at or (at[0] != 0 and (reference is None or len(at) > 1)):
         return None

@@ -20,14 +20,8 @@ from torchace.engine.files import remove_partial, write_whole
 from torchace.engine.fit import Failure
 
 FORMAT = 1
-WRITTEN = (
-    "checkpoints",
-    "jobs.json",
-    "log.jsonl",
-    "report",
-    "runs",
-    "tensorboard",
-)  # beside experiment.json, the first
+# What a sweep writes beside experiment.json, which is the first of it.
+WRITTEN = ("checkpoints", "jobs.json", "log.jsonl", "report", "runs", "tensorboard")
 
 
 class LedgerError(ValueError):

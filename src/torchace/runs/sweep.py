@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchace.data import Dataset
 from torchace.engine.checkpoint import weights_digest
 from torchace.engine.evaluate import evaluate, logits_of
 from torchace.engine.fit import FAULT, Failure, Fitted, Progress, Saving, fit
@@ -73,16 +72,12 @@ class Sweep:
         watcher = watcher or Watcher()
         arms = {arm.name: arm for arm in self.experiment.complete_arms()}
         data = self._prepared(arms)
-        first = data[next(iter(arms))]
-        described = [
-            {**self._arm_described(arm, own.dataset), "data": None if own is first else own.described()}
-            for arm, own in ((arm, data[arm.name]) for arm in arms.values())
-        ]
+        described = [self._arm_described(arm, data[arm.name]) for arm in arms.values()]
         # Whatever is wrong with the experiment was said by now; from here on there are files.
         ledger = Ledger(self.directory)
         ledger.refuse_foreign()
         with ledger.locked():
-            experiment = self._begin(ledger, described, first)
+            experiment = self._begin(ledger, described, data[next(iter(arms))])
             jobs = self._planned(ledger, arms)
             ledger.clean(jobs)
             wanted = {run for arm in arms.values() for run in self._runs_of(arm)}
@@ -108,18 +103,19 @@ class Sweep:
             known[arm.data].check_batch_size(arm)
         return {arm.name: known[arm.data] for arm in arms.values()}
 
-    def _arm_described(self, arm: Arm, dataset: Dataset) -> dict[str, Any]:
+    def _arm_described(self, arm: Arm, data: Prepared) -> dict[str, Any]:
         """An arm in a result file. Builds its network once, which finds out whether there is such a network."""
-        network = build_network(arm, dataset, [0], "cpu")
+        network = build_network(arm, data.dataset, [0], "cpu")
         return {
             "name": arm.name,
             "label": arm.label,
             "num_members": arm.model.num_members,
             "batches": arm.train.batches,
-            "network": describe_network(arm.model, dataset),
+            "network": describe_network(arm.model, data.dataset),
             "parameters": _parameters_of(network),
             "diversities": list(arm.diversities),
             "baseline": arm.baseline,
+            "data": data.described(),
         }
 
     def _begin(self, ledger: Ledger, arms: list[dict[str, Any]], data: Prepared) -> dict[str, Any]:
