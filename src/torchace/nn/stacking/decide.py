@@ -1,0 +1,189 @@
+"""Whether following a member's forward gives what the member itself gives: tried once, on two members."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from torchace.nn.stacking.follow import RANDOM, RULES, Follower, Node
+from torchace.nn.stacking.random import Draws, Half
+from torchace.nn.stacking.values import Stacked, to_members
+
+
+class Decision(NamedTuple):
+    """How the members of a stack are computed."""
+
+    followed: bool
+    reason: str  # why they are not, where they are not
+    nodes: tuple[Node, ...]
+    largest: int  # elements of the largest convolution's output, of one member
+
+
+def take_members(stacked: nn.Module, index: int | slice | Sequence[int]) -> nn.Module:
+    """A copy of a stacked module that has some of its members; with a number, that member as a plain module."""
+    parts: dict[int, Any] = {}
+    for parameter in stacked.parameters():
+        parts[id(parameter)] = nn.Parameter(parameter.detach()[index].clone(), requires_grad=parameter.requires_grad)
+    for buffer in stacked.buffers():
+        parts[id(buffer)] = buffer.detach()[index].clone()
+    return copy.deepcopy(stacked, parts)  # deepcopy takes what is in its memo as the copy
+
+
+def follow(stacked: nn.Module, follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool) -> Any:
+    """Compute the members of a stacked module, whose tensors are `(K, ...)`.
+
+    Args:
+        stacked: The module.
+        follower: How to compute its calls.
+        args: Its inputs.
+        kwargs: Its inputs by name, shared by all members.
+        own: Whether `args` are `(G, ...)`, one for each member or group of members.
+
+    Returns:
+        The members' outputs `(K, ...)`; what the forward returned where that is no tensor.
+    """
+    buffers = []
+    for module in stacked.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                follower.mark(parameter)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                buffers.append((module, name, follower.mark(buffer)))
+    if own:  # views: what the caller holds is not marked
+        args = [follower.mark(x[:]) if isinstance(x, Tensor) else x for x in args]
+    with follower:
+        output = stacked(*args, **kwargs)
+    for module, name, buffer in buffers:
+        now = module._buffers[name]
+        if now is not buffer and now is not None:  # replaced instead of changed in place
+            module._buffers[name] = to_members(follower.value_of(now), follower.num_members).clone()
+    if not isinstance(output, Tensor):
+        return output
+    return to_members(follower.value_of(output), follower.num_members)[:]
+
+
+def decide(
+    stacked: nn.Module, num_members: int, token: int, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
+) -> Decision:
+    """Follow two members and compare outputs and gradients with those of the members by themselves.
+
+    Random numbers are replaced by a constant on both sides. Errors that a member raises by itself are raised.
+    """
+    chosen = sorted({0, num_members - 1})
+    inputs = [x[[0, -1][: len(chosen)]] if own and isinstance(x, Tensor) else x for x in args]
+    with torch.random.fork_rng(devices=_cuda_devices(stacked)):
+        expected = []
+        for place, k in enumerate(chosen):
+            member = take_members(stacked, k)
+            mine = [x[place] if own and isinstance(x, Tensor) else x for x in inputs]
+            with _Deterministic():
+                output = member(*mine, **kwargs)
+            if not isinstance(output, Tensor):
+                return Decision(False, f"members return {type(output).__name__}", (), 0)
+            expected.append((output, _gradients(output, member)))
+        record: list[Node] = []
+        follower = Follower(len(chosen), token, Half(), record)
+        together = take_members(stacked, chosen)
+        try:
+            with _named_layers(together, follower):
+                outputs = follow(together, follower, inputs, kwargs, own=own)
+            gradients = _gradients(outputs, together, len(chosen))
+        except Exception as error:
+            return Decision(False, str(error).split("\n")[0] or type(error).__name__, (), 0)
+    for place, (output, own_gradients) in enumerate(expected):
+        if outputs.shape[1:] != output.shape or not _close(outputs[place], output, 1):
+            return Decision(False, "a member gives other outputs by itself", (), 0)
+        # in proportion to all gradients too: that of a bias before BatchNorm is rounding alone
+        size = sum(float(gradient.double().norm()) ** 2 for gradient in own_gradients.values()) ** 0.5
+        for name, gradient in own_gradients.items():
+            if not _close(gradients[name][place], gradient, 10, size / 100):
+                return Decision(False, f"a member gives another gradient of {name!r} by itself", (), 0)
+    return Decision(True, "", tuple(record), follower.largest)
+
+
+def _gradients(output: Tensor, module: nn.Module, num_members: int | None = None) -> dict[str, Tensor]:
+    """Gradients of some function of the output in all trained parameters."""
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not output.requires_grad or not trained:
+        return {}
+    direction = torch.cos(torch.arange(output[0].numel() if num_members else output.numel(), device=output.device))
+    direction = direction.to(output.dtype).view(output.shape[1:] if num_members else output.shape)
+    found = torch.autograd.grad(output, list(trained.values()), direction.expand_as(output), allow_unused=True)
+    return {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for (name, parameter), gradient in zip(trained.items(), found, strict=True)
+    }
+
+
+def _close(ours: Tensor, theirs: Tensor, factor: float, size: float = 0.0) -> bool:
+    """Equal up to rounding, which networks of many layers amplify; a wrong rule is off by its whole size."""
+    if theirs.dtype != ours.dtype:
+        return False
+    if not theirs.is_floating_point():
+        return torch.equal(ours, theirs)
+    eps = torch.finfo(theirs.dtype).eps
+    if torch.is_autocast_enabled(theirs.device.type):
+        eps = torch.finfo(torch.get_autocast_dtype(theirs.device.type)).eps
+    a, b = ours.double(), theirs.double()
+    finite = b.isfinite()
+    if not torch.equal(a.isfinite(), finite):
+        return False
+    a, b = a[finite], b[finite]
+    return bool((a - b).norm() <= factor * eps**0.5 * (b.norm() + size) + eps)
+
+
+class _Deterministic(TorchFunctionMode):
+    """A member by itself, with the same constant for every random number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone = Follower(1, -1, Half())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in RANDOM and func not in (Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_):
+            return func(*args, **kwargs)
+        if func in RANDOM:
+            result = RULES[func](self.alone, func, args, kwargs)
+            return result.data[0] if isinstance(result, Stacked) and result.layout == "first" else result
+        RULES[func](self.alone, func, (Stacked(args[0][None]), *args[1:]), kwargs)
+        return args[0]
+
+
+@contextmanager
+def _named_layers(module: nn.Module, follower: Follower) -> Iterator[None]:
+    """Keep the follower's `layer` up to date."""
+    names = {inner: name for name, inner in module.named_modules()}
+    running = [""]
+
+    def enter(inner: nn.Module, _: Any) -> None:
+        running.append(names.get(inner, running[-1]))
+        follower.layer = running[-1]
+
+    def leave(*_: Any) -> None:
+        running.pop()
+        follower.layer = running[-1]
+
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _cuda_devices(module: nn.Module) -> list[torch.device]:
+    return list({p.device for p in module.parameters() if p.device.type == "cuda"})
+
+
+def follower_for(num_members: int, token: int, draws: Draws | None) -> Follower:
+    """A follower of one call."""
+    return Follower(num_members, token, draws)
