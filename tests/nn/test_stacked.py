@@ -698,10 +698,6 @@ NOT_VECTORISABLE: dict[str, tuple[Make, str]] = {
     "lazy layer": (lambda: nn.Sequential(nn.LazyLinear(CLASSES)), r"layer '0' \(LazyLinear\).*run it once"),
     "reassigned buffer": (lambda: within(Counting()), r"layer '0' \(Counting\).*buffer 'calls'"),
     "data-dependent": (lambda: within(Undecided()), r"layer '0' \(Undecided\).*data-dependent"),
-    "cumulative batch norm": (
-        lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, momentum=None)),
-        r"layer '1' \(BatchNorm1d\)",
-    ),
 }
 
 

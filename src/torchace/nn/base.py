@@ -6,8 +6,10 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,8 @@ from torchace import _checks
 from torchace.functional import average_gradients, ensemble_log_probs, ensemble_probs
 
 BATCHES = ("shared", "separate")
+# what may be among a trunk's outputs beside tensors: types that carry no gradient
+CONSTANTS = (str, bytes, int, float, complex, range, slice, Enum, np.ndarray, np.generic, torch.dtype, torch.device)
 
 
 class EnsembleModule(nn.Module):
@@ -108,7 +112,8 @@ def keeping_dtype(module: nn.Module, names: Sequence[str], apply: Callable[[], A
 def average_shared(values: Any, num_members: int) -> Any:
     """`average_gradients` for every floating-point tensor in what a trunk returns.
 
-    That is a tensor, or a tuple, list, dict or dataclass of such; what is made of it is of the same type.
+    That is a tensor, or a tuple, list, dict or dataclass of such; what is made of it is of the same type. Anything else
+    must be of a type that carries no gradient: a gradient that this function does not see would be K times too large.
     """
     if isinstance(values, Tensor):
         return average_gradients(values, num_members) if values.is_floating_point() else values
@@ -125,7 +130,51 @@ def average_shared(values: Any, num_members: int) -> Any:
         for field in dataclasses.fields(values):  # object's: a frozen one refuses its own
             object.__setattr__(made, field.name, average_shared(getattr(values, field.name), num_members))
         return made
-    return values
+    if values is None or isinstance(values, CONSTANTS):
+        return values
+    raise TypeError(
+        "Expected the trunk to return a tensor, or a tuple, list, dict or dataclass of tensors, numbers, strings and "
+        f"None, but got {type(values).__name__}: its gradients could not be averaged over the members. "
+        "Wrap the trunk in a module that returns the tensors that the members need."
+    )
+
+
+def check_shared_parameters(members: Sequence[nn.Module], trunk: nn.Module | None = None) -> bool:
+    """Refuse a trained parameter that several members, or the trunk and a member, hold.
+
+    Returns:
+        Whether anything else is shared: frozen parameters or buffers.
+    """
+    shared = shared_tensors(members, trunk)
+    for name, tensor in shared.items():
+        if tensor.requires_grad:
+            raise ValueError(
+                f"Expected members with parameters of their own, but {name} is trained. For a shared part, "
+                "which gets the mean of the members' gradients, use Ensemble(members, trunk=...) or "
+                "branch(model, at=..., num_members=...). For separate members, give each its own copy (copy.deepcopy). "
+                "Frozen parameters (requires_grad=False) may be shared."
+            )
+    return bool(shared)
+
+
+def shared_tensors(members: Sequence[nn.Module], trunk: nn.Module | None = None) -> dict[str, Tensor]:
+    """The parameters and buffers that several members, or the trunk and a member, hold, by where they are."""
+    owners: dict[Any, str] = {}
+    shared = {}
+    parts = {f"member {k}": member for k, member in enumerate(members)}
+    for part, module in ({"the trunk": trunk, **parts} if trunk is not None else parts).items():
+        named = {name: (_identity(t), t) for name, t in [*module.named_parameters(), *module.named_buffers()]}
+        for name, (identity, tensor) in named.items():
+            if identity in owners:
+                shared[f"{name!r} of {part}, the same tensor in {owners[identity]},"] = tensor
+        owners.update({identity: part for identity, _ in named.values()})
+    return shared
+
+
+def _identity(tensor: Tensor) -> Any:
+    """What two tensors have in common if they are one: their memory, as far as they have any."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and tensor.numel()
+    return (tensor.device, tensor.data_ptr()) if plain else id(tensor)
 
 
 def listed(members: Iterable[nn.Module]) -> list[nn.Module]:

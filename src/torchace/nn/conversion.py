@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_map_only
 
 from torchace import _checks
 from torchace.functional import average_gradients
 from torchace.nn.base import EnsembleModule
 from torchace.nn.heads import make_head
+from torchace.nn.probing import HeadOutput, changed_output, state_kept
 
 
 def stack_classifiers(
@@ -105,6 +107,9 @@ class StackedClassifiers(EnsembleModule):
         num_classes: C.
         class_axis: Where the host's logits `(N, ...)` have their classes when they have more than two axes: 1 or -1.
             None until the first forward from which it can be told; set it yourself where it cannot.
+
+    The first forward in training and the first in evaluation mode check that members stay apart behind the head (not
+    under `torch.compile`, which cannot compare values).
     """
 
     def __init__(self, host: nn.Module, head: str, num_members: int, num_classes: int, link: str = "softmax") -> None:
@@ -113,6 +118,7 @@ class StackedClassifiers(EnsembleModule):
         self.head = head
         self.num_classes = num_classes
         self.class_axis: int | None = None
+        self._checked_modes: set[bool] = set()  # modes (training or not) in which members were found to stay apart
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The members' logits, `(K, N, C)` or, for a host that classifies every token or pixel, `(K, N, C, d1, ...)`.
@@ -126,18 +132,59 @@ class StackedClassifiers(EnsembleModule):
                 "Expected no `labels`: the host would compute a loss of its own over all members' classes at once. "
                 "Give them to the loss: amended_cross_entropy(ensemble(**inputs), labels, diversity)."
             )
+        if self.num_members == 1 or self.host.training in self._checked_modes or not _can_try():
+            return self._members(self._run(args, kwargs))
+        with HeadOutput(self.host.get_submodule(self.head)) as head_output:
+            logits = self._run(args, kwargs)
+            unchanged = head_output.is_returned_as(logits)
+        members = self._members(logits)
+        if not unchanged and type(members) is Tensor and not members.is_meta:
+            self._check_members_stay_apart(args, kwargs)
+        self._checked_modes.add(self.host.training)
+        return members
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The host's logits, all members' classes on one axis."""
         try:
-            output = self.host(*args, **kwargs)
+            return _logits(self.host(*args, **kwargs))
         except Exception as error:
             error.add_note(
                 f"If this happened behind the layer {self.head!r}: stack_classifiers replaced it, and it gives "
                 f"{self._width()} values now. {self._advice()}"
             )
             raise
-        logits = _logits(output)
+
+    def _members(self, logits: Tensor) -> Tensor:
+        """`(K, N, C, ...)` from the host's logits."""
         axis = self._find_class_axis(logits)
         members: Tensor = logits.unflatten(axis, (self.num_members, self.num_classes))
         return members.movedim((axis, axis + 1), (0, 2))
+
+    @torch.no_grad()
+    def _check_members_stay_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a host where a change of some heads' outputs moves the logits of other members."""
+
+        def logits(changed: list[int]) -> Tensor:
+            own_args, own_kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
+            head = self.host.get_submodule(self.head)
+            with state_kept(self.host), changed_output(head, changed):
+                return self._members(self._run(own_args, own_kwargs))
+
+        expected = logits([])
+        finite = torch.where(expected.isfinite(), expected, 0).abs().max()
+        # far below what a mixture moves, far above what a GPU's order of addition does
+        tolerance = float(torch.finfo(expected.dtype).eps ** 0.5 * finite)
+        for changed in _separating_sets(self.num_members):
+            others = [k for k in range(self.num_members) if k not in changed]
+            moved = logits(changed)
+            if not torch.allclose(moved[others], expected[others], rtol=0, atol=tolerance, equal_nan=True):
+                raise ValueError(
+                    f"Expected a model that treats each class by itself behind its layer {self.head!r}, but a change "
+                    "of one member's logits moved those of another: the model acts over all classes there (softmax, "
+                    "normalize, a mean, ...), and they are all members' classes now. Let it return the output of "
+                    f"{self.head!r} and do the rest with the ensemble's logits (K, N, C), or use branch(model, "
+                    f"at={self.head!r}, num_members={self.num_members}), which copies everything behind that layer."
+                )
 
     def _find_class_axis(self, logits: Tensor) -> int:
         """The axis of the host's logits that holds the K·C classes, counted from the front."""
@@ -173,6 +220,19 @@ class StackedClassifiers(EnsembleModule):
 
     def extra_repr(self) -> str:
         return f"head={self.head!r}, num_members={self.num_members}, num_classes={self.num_classes}"
+
+
+def _can_try() -> bool:
+    """Whether values can be compared: nothing is compiled, transformed, traced or captured."""
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return _checks.is_eager() and not torch.jit.is_tracing() and not captured
+
+
+def _separating_sets(num_members: int) -> list[list[int]]:
+    """Sets of members such that of any two members some set holds the first without the second: 2·log2(K) of them."""
+    bits = range((num_members - 1).bit_length())
+    sets = [[k for k in range(num_members) if (k >> bit & 1) == value] for bit in bits for value in (0, 1)]
+    return [members for members in sets if members]
 
 
 def _logits(output: Any) -> Tensor:

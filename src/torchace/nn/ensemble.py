@@ -13,9 +13,11 @@ from torchace.nn.base import (
     EnsembleModule,
     average_shared,
     check_own_batches,
+    check_shared_parameters,
     check_unchanged,
     joined,
     listed,
+    shared_tensors,
     versions_of,
 )
 from torchace.nn.checkpoints import MakeModel, PathLike, load_members
@@ -28,7 +30,8 @@ class Ensemble(EnsembleModule):
     Without one, the members receive the input (the paper's Algorithm 1).
 
     Args:
-        members: Modules that return logits `(N, C, ...)`, the same shape for all.
+        members: Modules that return logits `(N, C, ...)`, the same shape for all. They may share frozen parameters and
+            constant buffers, but no trained parameter: what is trained together is the `trunk`.
         trunk: What the members share, if anything.
         link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
 
@@ -45,7 +48,9 @@ class Ensemble(EnsembleModule):
         for k, member in enumerate(members):
             if not isinstance(member, nn.Module):
                 raise TypeError(f"Expected members to be modules, but member {k} is {type(member).__name__}.")
+        shares = check_shared_parameters(members, trunk)
         super().__init__(len(members), link)
+        self._shares = shares  # frozen parameters or buffers, which must stay as they are
         self.trunk = trunk
         self.members = nn.ModuleList(members)
 
@@ -105,8 +110,23 @@ class Ensemble(EnsembleModule):
             **kwargs: Likewise.
         """
         _checks.check_choice(batches, "batches", BATCHES)
-        if batches == "separate":
-            return self._forward_separate(*args, **kwargs)
+        compute = self._forward_separate if batches == "separate" else self._forward_shared
+        if not self._shares or not _checks.is_eager():
+            return compute(*args, **kwargs)
+        check_shared_parameters(list(self.members), self.trunk)  # they may have been unfrozen
+        shared = shared_tensors(list(self.members), self.trunk)
+        before = {name: versions_of([tensor]) for name, tensor in shared.items()}
+        logits = compute(*args, **kwargs)
+        for name, tensor in shared.items():
+            if versions_of([tensor]) != before[name]:
+                raise ValueError(
+                    f"Expected constant buffers where members share them, but {name} changed in the forward "
+                    "(BatchNorm's statistics do in training mode). Put the shared layer in evaluation mode "
+                    "(layer.eval()), give it as trunk=, or give each member its own copy (copy.deepcopy)."
+                )
+        return logits
+
+    def _forward_shared(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.trunk is not None:
             args, kwargs = (average_shared(self.trunk(*args, **kwargs), self.num_members),), {}
         seen = [*args, *kwargs.values()]

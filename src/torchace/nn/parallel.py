@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 
 from torchace import _checks
 from torchace.functional import ensemble_log_probs, ensemble_probs
-from torchace.nn.base import EnsembleModule, check_unchanged, joined, listed, versions_of
+from torchace.nn.base import EnsembleModule, check_shared_parameters, check_unchanged, joined, listed, versions_of
 from torchace.nn.ensemble import Ensemble
+from torchace.nn.recomputed import copy_module, recompute
 from torchace.nn.stacked import StackedEnsemble
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class MemberParallelEnsemble(EnsembleModule):
         for k, member in local.items():
             if not isinstance(member, nn.Module):
                 raise TypeError(f"Expected members to be modules, but member {k} is {type(member).__name__}.")
+        check_shared_parameters(list(local.values()) if given is None else given)
         # by their numbers in the whole ensemble: parts of a state dict put together are that of an `Ensemble`
         self.members = nn.ModuleDict({str(k): member for k, member in local.items()})
         if isinstance(members, EnsembleModule):
@@ -323,4 +324,4 @@ def _copied(module: nn.Module, parts: dict[int, Tensor]) -> nn.Module:
     memo: dict[int, Any] = {
         i: nn.Parameter(t, requires_grad=parameters[i]) if i in parameters else t for i, t in parts.items()
     }
-    return copy.deepcopy(module, memo)  # deepcopy takes what is in its memo as the copy
+    return recompute(copy_module(module, memo))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,9 +11,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from torchace import _checks
-from torchace.nn.base import BATCHES, EnsembleModule, check_own_batches, listed
+from torchace.nn.architecture import check_layers, check_one_architecture, not_vectorisable
+from torchace.nn.base import BATCHES, EnsembleModule, check_own_batches, check_shared_parameters, listed
 from torchace.nn.chain import Chain
 from torchace.nn.optimizers import watch_optimizers
+from torchace.nn.recomputed import copy_module, recompute
+from torchace.nn.vectorised import is_control_flow, prepared
 
 
 class StackedEnsemble(EnsembleModule):
@@ -41,8 +43,9 @@ class StackedEnsemble(EnsembleModule):
 
     def __init__(self, members: Iterable[nn.Module], link: str = "softmax") -> None:
         members = listed(members)
-        _check_layers(members)
-        _check_one_architecture(members)
+        check_layers(members)
+        check_one_architecture(members)
+        check_shared_parameters(members)
         super().__init__(len(members), link)
         self.stacked = _stack(members)
         self.training = members[0].training  # layers keep the mode they have in the members
@@ -83,7 +86,7 @@ class StackedEnsemble(EnsembleModule):
         try:
             output = self._vectorised(args, kwargs, own=own) if chain is None else chain(args[0], own=own)
         except Exception as error:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or is_control_flow(error):
                 raise
             raise self._explained(error, args, kwargs, own=own) from error
         if not isinstance(output, Tensor):
@@ -106,13 +109,14 @@ class StackedEnsemble(EnsembleModule):
 
         in_dims = (0, 0, *[0 if own else None] * len(args))
         # randomness: dropout masks are each member's own
-        return vmap(member, in_dims=in_dims, randomness="different")(parameters, buffers, *args)
+        with prepared(self.stacked):
+            return vmap(member, in_dims=in_dims, randomness="different")(parameters, buffers, *args)
 
     def _explained(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: bool) -> Exception:
         """Why computing the members at once failed: the first member's own error, or the layer that cannot be."""
         if isinstance(error, _Reassigned):
             layer, _, buffer = error.name.rpartition(".")
-            return _not_vectorisable(
+            return not_vectorisable(
                 self.stacked, layer, f"it replaces its buffer {buffer!r} instead of changing it in place"
             )
         try:
@@ -127,9 +131,7 @@ class StackedEnsemble(EnsembleModule):
         try:
             self._vectorised(args, kwargs, own=own)
         except Exception:
-            return _not_vectorisable(
-                self.stacked, running[-1] if running else "", str(error).split("\n")[0].rstrip(".")
-            )
+            return not_vectorisable(self.stacked, running[-1] if running else "", str(error).split("\n")[0].rstrip("."))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -189,7 +191,7 @@ class StackedEnsemble(EnsembleModule):
             parts[id(p)] = nn.Parameter(p.detach()[k].clone(), requires_grad=p.requires_grad)
         for b in self.stacked.buffers():
             parts[id(b)] = b.detach()[k].clone()
-        return copy.deepcopy(self.stacked, parts)
+        return recompute(copy_module(self.stacked, parts))
 
 
 def _slots(module: nn.Module, kind: str) -> dict[str, Tensor]:
@@ -219,102 +221,10 @@ def _stack(members: list[nn.Module]) -> nn.Module:
         parts[id(first)] = nn.Parameter(together, requires_grad=first.requires_grad)
     for first, *others in zip(*(member.buffers() for member in members), strict=True):
         parts[id(first)] = torch.stack([first, *others])
-    return copy.deepcopy(members[0], parts)  # deepcopy takes what is in its memo as the copy
-
-
-def _check_one_architecture(members: list[nn.Module]) -> None:
-    first = dict(members[0].named_modules())
-    for k, member in enumerate(members[1:], 1):
-        layers = dict(member.named_modules())
-        if list(layers) != list(first):
-            raise ValueError(
-                f"Expected members of one architecture, but member {k} has other layers than member 0. "
-                "Use Ensemble(members) for members that differ."
-            )
-        for name, layer in layers.items():
-            # by name: parametrised layers and traced modules have a class of their own each
-            same = (type(layer).__module__, type(layer).__qualname__) == (
-                type(first[name]).__module__,
-                type(first[name]).__qualname__,
-            )
-            if not same or layer.extra_repr() != first[name].extra_repr():
-                raise ValueError(
-                    f"Expected members of one architecture, but {_named(name)} is {_one_line(layer)} in member {k} and "
-                    f"{_one_line(first[name])} in member 0. Use Ensemble(members) for members that differ."
-                )
-            # what a layer may not print: its mode, a custom layer's numbers
-            mine, other = _settings(layer), _settings(first[name])
-            for setting in mine:
-                if mine[setting] != other.get(setting):
-                    raise ValueError(
-                        f"Expected members of one architecture, but {setting!r} of {_named(name)} is "
-                        f"{mine[setting]!r} in member {k} and {other.get(setting)!r} in member 0. "
-                        "Use Ensemble(members) for members that differ."
-                    )
-        for kind in ("parameters", "buffers"):
-            ours = [(n, _described(t)) for n, t in getattr(member, f"named_{kind}")()]
-            theirs = [(n, _described(t)) for n, t in getattr(members[0], f"named_{kind}")()]
-            for (name, here), (other_name, there) in zip(ours, theirs, strict=False):
-                if (name, here) != (other_name, there):
-                    raise ValueError(
-                        f"Expected members of one architecture, but {name!r} is {here} in member {k} and "
-                        f"{other_name!r} is {there} in member 0. Use Ensemble(members) for members that differ."
-                    )
-            if len(ours) != len(theirs):
-                raise ValueError(
-                    f"Expected members of one architecture, but member {k} has {len(ours)} {kind} and member 0 has "
-                    f"{len(theirs)}. Use Ensemble(members) for members that differ."
-                )
-
-
-def _check_layers(members: list[nn.Module]) -> None:
-    """Refuse at once what is known not to work under `vmap`."""
-    for k, member in enumerate(members):
-        if not isinstance(member, nn.Module):
-            raise TypeError(f"Expected members to be modules, but member {k} is {type(member).__name__}.")
-    member = members[0]
-    for name, layer in member.named_modules():
-        if isinstance(layer, nn.RNNBase):
-            raise _not_vectorisable(member, name, "recurrent layers have no batched form")
-        if isinstance(layer, nn.Embedding) and layer.sparse:
-            raise _not_vectorisable(member, name, "sparse gradients have no batched form")
-        if any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=False)):
-            raise _not_vectorisable(member, name, "its parameters are not initialised yet; run it once before")
-        old_style = any("spectral_norm" in type(hook).__module__ for hook in layer._forward_pre_hooks.values())
-        if old_style or type(layer).__name__ == "_SpectralNorm":
-            owner = name.split(".parametrizations.")[0]
-            raise _not_vectorisable(member, owner, "spectral normalisation changes its buffers as vmap cannot follow")
-
-
-def _not_vectorisable(root: nn.Module, name: str, why: str) -> ValueError:
-    layer = root.get_submodule(name)
-    where = f"layer {name!r} ({type(layer).__name__})" if name else f"the member ({type(layer).__name__})"
-    return ValueError(
-        f"Expected members that can be computed at once, but {where} cannot: {why}. "
-        "Use Ensemble(members), which computes them one after another."
-    )
+    return copy_module(members[0], parts)
 
 
 def _check_backward_hooks(stacked: nn.Module) -> None:
     for name, layer in stacked.named_modules():
         if layer._backward_hooks or layer._backward_pre_hooks:
-            raise _not_vectorisable(stacked, name, "its backward hooks would never be called")
-
-
-def _settings(layer: nn.Module) -> dict[str, Any]:
-    """A layer's numbers, flags and words."""
-    public = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
-    return {name: value for name, value in public.items() if value is None or isinstance(value, (int, float, str))}
-
-
-def _described(tensor: Tensor) -> str:
-    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}{', frozen' if frozen else ''}"
-
-
-def _named(name: str) -> str:
-    return f"layer {name!r}" if name else "the whole"
-
-
-def _one_line(layer: nn.Module) -> str:
-    return f"{type(layer).__name__}({layer.extra_repr()})"
+            raise not_vectorisable(stacked, name, "its backward hooks would never be called")

@@ -1,0 +1,232 @@
+"""Whether two members hold the same plain state: whatever is no registered layer, parameter or buffer.
+
+A stacked module has one such state for all members, a copy of the first member's. So two states are the same here only
+where a copy of one can stand for the other.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
+CODE = (
+    "co_code",
+    "co_names",
+    "co_varnames",
+    "co_freevars",
+    "co_cellvars",
+    "co_argcount",
+    "co_posonlyargcount",
+    "co_kwonlyargcount",
+    "co_flags",
+)
+# what a class has of its own whatever it does
+CLASS_NAMES = {
+    "__module__",
+    "__dict__",
+    "__weakref__",
+    "__doc__",
+    "__annotations__",
+    "__slotnames__",
+    "_abc_impl",
+}
+
+
+class NotComparable(Exception):
+    """A value that may or may not be the same in both members; says what it is."""
+
+
+class NotStackable(Exception):
+    """A value that a stacked module would not hold for each member; says why."""
+
+
+class StateComparison:
+    """Compares values of two members of one architecture.
+
+    A layer, parameter or buffer of the member itself is the same where it has the same name in both. Anything else is
+    compared by value: containers by their items, functions by their code and what they hold, other objects by the
+    state that `copy` and `pickle` see, or by their own `__eq__`.
+    """
+
+    def __init__(self, one: nn.Module, other: nn.Module) -> None:
+        self._names = _names_by_id(one), _names_by_id(other)
+        # pairs found equal, or being compared (a cycle); the values are kept, since a free id is given again
+        self._pairs: dict[tuple[int, int, bool], tuple[Any, Any]] = {}
+
+    def equal(self, a: Any, b: Any, *, copied: bool = True) -> bool:
+        """Whether two values are the same.
+
+        Args:
+            a: A value in the first member.
+            b: The value in its place in the second.
+            copied: Whether a deep copy of a member copies this value too; what a function holds is not copied.
+        """
+        if type(a) in ATOMS:
+            return type(a) is type(b) and bool(a == b or (a != a and b != b))  # not a number equals itself here
+        if isinstance(a, (Tensor, nn.Module)) and isinstance(b, (Tensor, nn.Module)):
+            name, other_name = self._names[0].get(id(a)), self._names[1].get(id(b))
+            if name is not None or other_name is not None:
+                if not copied:
+                    raise NotStackable("a function that holds a layer of the member itself, which a copy would not use")
+                return name == other_name
+        key = (id(a), id(b), copied)
+        if key in self._pairs:
+            return True
+        count = len(self._pairs)
+        self._pairs[key] = a, b
+        try:
+            same = self._equal_values(a, b, copied)
+        except RecursionError:
+            raise NotComparable(f"a {type(a).__name__} that is nested too deeply to be compared") from None
+        while not same and len(self._pairs) > count:  # found under the assumption that these are equal
+            self._pairs.popitem()
+        return same
+
+    def same_type(self, a: type, b: type) -> bool:
+        """Whether two classes do the same: parametrised layers and traced modules have a class of their own each."""
+        if a is b:
+            return True
+        if (a.__module__, a.__qualname__) != (b.__module__, b.__qualname__):
+            return False
+        own, other = ({name: v for name, v in vars(c).items() if name not in CLASS_NAMES} for c in (a, b))
+        return self.equal(a.__bases__, b.__bases__, copied=False) and self.equal(own, other, copied=False)
+
+    def _equal_values(self, a: Any, b: Any, copied: bool) -> bool:
+        if isinstance(a, type):
+            return isinstance(b, type) and self.same_type(a, b)
+        if not self.equal(type(a), type(b)):
+            return False
+        if isinstance(a, Tensor):
+            return _equal_tensors(a, b)
+        if isinstance(a, np.ndarray):
+            if a.dtype != b.dtype or a.shape != b.shape:
+                return False
+            return self._equal_items(a.ravel(), b.ravel(), copied) if a.dtype.hasobject else a.tobytes() == b.tobytes()
+        if type(a) is dict:
+            return self._equal_items(a, b, copied) and self._equal_items(a.values(), b.values(), copied)
+        if type(a) in (list, tuple):
+            return self._equal_items(a, b, copied)
+        if type(a) in (set, frozenset):
+            return len(a) == len(b) and all(any(self._tried(x, y, copied) for y in b) for x in a)
+        if isinstance(a, types.FunctionType):
+            return self._equal_functions(a, b)
+        if isinstance(a, (types.MethodType, types.BuiltinMethodType)) and a is not b:
+            same = a.__name__ == b.__name__ and self.equal(a.__self__, b.__self__, copied=copied)
+            return same and self.equal(getattr(a, "__func__", None), getattr(b, "__func__", None))
+        if isinstance(a, types.CodeType):
+            return all(getattr(a, name) == getattr(b, name) for name in CODE) and self.equal(a.co_consts, b.co_consts)
+        if isinstance(a, (property, staticmethod, classmethod, functools.cached_property)):
+            parts = ("fget", "fset", "fdel", "__func__", "func")
+            return all(self.equal(getattr(a, p, None), getattr(b, p, None), copied=False) for p in parts)
+        if isinstance(a, weakref.ref):
+            return self.equal(a(), b(), copied=False)
+        if isinstance(a, fx.Graph):  # of a traced module; what its steps call stands in them
+            steps = [[(node.name, node.op, node.target) for node in graph.nodes] for graph in (a, b)]
+            return str(a) == str(b) and self.equal(*steps)
+        if isinstance(a, Iterator):
+            raise NotComparable(f"a {type(a).__name__}, whose position cannot be compared")
+        return self._equal_objects(a, b, copied)
+
+    def _equal_items(self, a: Any, b: Any, copied: bool) -> bool:
+        return len(a) == len(b) and all(self.equal(x, y, copied=copied) for x, y in zip(a, b, strict=True))
+
+    def _tried(self, a: Any, b: Any, copied: bool) -> bool:
+        try:
+            return self.equal(a, b, copied=copied)
+        except NotComparable:
+            return False
+
+    def _equal_functions(self, a: types.FunctionType, b: types.FunctionType) -> bool:
+        """The same code, default values, enclosed values and, for functions of two modules, global names."""
+        if not self.equal(a.__code__, b.__code__):
+            return False
+        held = [(f.__defaults__, f.__kwdefaults__, vars(f), _enclosed(f)) for f in (a, b)]
+        if a.__globals__ is not b.__globals__:
+            names = _global_names(a.__code__)
+            held = [(*own, [f.__globals__.get(n) for n in names]) for own, f in zip(held, (a, b), strict=True)]
+        return self.equal(*held, copied=False)
+
+    def _equal_objects(self, a: Any, b: Any, copied: bool) -> bool:
+        """The same state as `copy` and `pickle` see it, or the same by the type's own `__eq__`."""
+        try:
+            states = [_state(value) for value in (a, b)]
+            if self.equal(*states, copied=copied):
+                return True
+            comparable = True
+        except NotComparable:
+            comparable = False
+        if a is b or _equal_by_type(a, b):
+            return True
+        if not comparable:
+            raise NotComparable(f"a {type(a).__name__}, which cannot be compared")
+        return False
+
+
+def _names_by_id(member: nn.Module) -> dict[int, str]:
+    """The names of a member's layers, parameters and buffers."""
+    named = [*member.named_modules(), *member.named_parameters(), *member.named_buffers()]
+    return {id(value): name for name, value in named}
+
+
+def _equal_tensors(a: Tensor, b: Tensor) -> bool:
+    for tensor in (a, b):
+        if tensor.requires_grad:
+            kind = "trained tensor" if tensor.is_leaf else "tensor that an earlier forward computed"
+            raise NotStackable(f"a {kind} that is no registered parameter (register it, or remove it)")
+    if (a.shape, a.dtype, a.device, a.layout) != (b.shape, b.dtype, b.device, b.layout):
+        return False
+    try:
+        return a.is_meta or torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    except (RuntimeError, NotImplementedError):
+        raise NotComparable(f"a tensor of layout {a.layout} and type {a.dtype}, which cannot be compared") from None
+
+
+def _enclosed(function: types.FunctionType) -> list[Any]:
+    """The values of the outer variables that a function uses; None for one without a value yet."""
+    values = []
+    for cell in function.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:
+            values.append(None)
+    if function.__module__ == "torch.nn.utils.parametrize":  # holds the layer, but uses its id alone
+        return [value for value in values if not isinstance(value, nn.Module)]
+    return values
+
+
+def _global_names(code: types.CodeType) -> list[str]:
+    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _global_names(const)]
+    return [*code.co_names, *inner]
+
+
+def _state(value: Any) -> list[Any]:
+    """What makes an object again: a function, its arguments, attributes and items."""
+    if isinstance(value, types.ModuleType):
+        return [value.__name__]
+    try:
+        reduce = copyreg.dispatch_table.get(type(value))
+        state = value.__reduce_ex__(4) if reduce is None else reduce(value)
+        if isinstance(state, str):  # the name of a global object
+            return [state]
+        return [list(part) if isinstance(part, Iterator) else part for part in state]
+    except Exception as error:  # of any kind: an object's own refusal to be copied
+        raise NotComparable(str(error)) from error
+
+
+def _equal_by_type(a: Any, b: Any) -> bool:
+    """Whether an object's own `__eq__`, if it has one, says that they are equal."""
+    if type(a).__eq__ is object.__eq__:
+        return False
+    try:
+        return (a == b) is True
+    except Exception:  # of any kind: it compares arrays, or something that cannot be
+        return False
