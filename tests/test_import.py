@@ -45,6 +45,7 @@ PUBLIC = {
         "branch",
         "MemberWeights",
         "MemberParallelEnsemble",
+        "allow_optimizer",
     ],
     "torchace.metrics": ["EnsembleMetrics"],
     "torchace.models": ["mlp", "cifar_resnet"],

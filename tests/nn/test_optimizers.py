@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import random
+
 import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchace.nn import Ensemble, StackedEnsemble
+from torchace.nn import SMOC, Ensemble, StackedEnsemble, allow_optimizer, branch, optimizers, stack_classifiers
 from torchace.nn.optimizers import check_elementwise
+
+
+@pytest.fixture(autouse=True)
+def held():
+    """Ensembles of which a test holds the parameters alone: modules are watched as long as they live."""
+    HELD.clear()
+
+
+HELD: list[StackedEnsemble] = []
 
 
 def stacked() -> StackedEnsemble:
     ensemble = StackedEnsemble([nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)])
     ensemble(torch.randn(5, 4)).square().sum().backward()
+    HELD.append(ensemble)
     return ensemble
 
 
@@ -39,8 +53,13 @@ ELEMENTWISE = {
 }
 
 
+@pytest.fixture
+def no_trial(monkeypatch):
+    monkeypatch.setattr(optimizers, "find_mixing", lambda *_: pytest.fail("was tried"))
+
+
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_elementwise_optimizers_are_accepted(name):
+def test_elementwise_optimizers_pass_without_a_trial(name, no_trial):
     ensemble = stacked()
     before = [p.detach().clone() for p in ensemble.parameters()]
     optimizer = ELEMENTWISE[name](ensemble.parameters())
@@ -49,7 +68,7 @@ def test_elementwise_optimizers_are_accepted(name):
 
 
 class Lamb(Optimizer):
-    """One of the kind that scales a step by the norm of a whole parameter."""
+    """Scales a step by the norm of a whole parameter."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -61,38 +80,223 @@ class Lamb(Optimizer):
                 p.sub_(group["lr"] * p.norm() / p.grad.norm() * p.grad)
 
 
-class Unknown(Optimizer):
-    """It asks for an argument that its defaults do not tell."""
+class ClippedAdam(torch.optim.Adam):
+    """Clips the norm of all gradients before it steps."""
 
-    def __init__(self, params, horizon):
+    @torch.no_grad()
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+
+
+class Flat(torch.optim.SGD):
+    """Looks at shapes: takes matrices alone."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if any(p.ndim < 2 for p in group["params"]):
+                raise ValueError("matrices only")
+        return super().step(closure)
+
+
+class Sharpness(Optimizer):
+    """Sharpness-aware minimisation: a wrapper that perturbs weights by the norm of all gradients; needs a closure."""
+
+    def __init__(self, params, base, rho=0.05, **options):
+        super().__init__(params, {"rho": rho, **options})
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is None:
+            raise RuntimeError("needs a closure")
+        with torch.enable_grad():
+            closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            p.add_(p.grad, alpha=float(self.param_groups[0]["rho"] / norm))
+        with torch.enable_grad():
+            loss = closure()
+        for p in parameters:
+            p.sub_(p.grad * (self.param_groups[0]["rho"] / norm))
+        self.base.step()
+        return loss
+
+
+def refused(optimizer, closure=None) -> None:
+    """The optimizer is refused, each time, before it moves anything."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in parameters]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r".*mix the members.*Ensemble\(members\).*allow_optimizer"):
+            optimizer.step(*([closure] if closure else []))
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Lamb", "Muon", "ClippedAdam", "Flat"])
+def test_others_are_refused_before_they_move_anything(name):
+    parameters = list(stacked().parameters())
+    if name == "Muon":  # refuses three axes itself; stacked biases look like matrices to it
+        parameters = [p for p in parameters if p.ndim == 2]
+    kinds = {"Lamb": Lamb, "ClippedAdam": ClippedAdam, "Flat": Flat}
+    refused((kinds.get(name) or getattr(torch.optim, name))(parameters), lambda: torch.zeros(()))
+
+
+MIXING = "muon adamuon nmuon lamb lambc lookahead_lamb cadamw clion larc lars csgdp cmars novograd kron adafactorbv"
+SEPARATE = "adamwlegacy lion nadamw adan adopt laprop madgrad sgdw rmsproptf lookahead_adam"
+
+
+@pytest.mark.parametrize("name", MIXING.split())
+def test_optimizers_of_timm_that_mix_members_are_refused(name):
+    timm_optim = pytest.importorskip("timm.optim")
+    with pytest.warns(UserWarning, match="opt_einsum") if name == "kron" else contextlib.nullcontext():
+        optimizer = timm_optim.create_optimizer_v2(stacked().parameters(), name, lr=0.01, weight_decay=0.05)
+    refused(optimizer)
+
+
+@pytest.mark.parametrize("name", SEPARATE.split())
+def test_optimizers_of_timm_that_are_elementwise_pass_without_a_trial(name, no_trial):
+    timm_optim = pytest.importorskip("timm.optim")
+    ensemble = stacked()
+    before = copy.deepcopy(ensemble.state_dict())
+    optimizer = timm_optim.create_optimizer_v2(ensemble.parameters(), name, lr=0.01, weight_decay=0.05)
+    check_elementwise(optimizer)
+    for _ in range(2):  # Adopt's first step moves nothing
+        optimizer.step()
+    assert all(not torch.equal(before[name], p) for name, p in ensemble.state_dict().items())
+
+
+def test_options_are_read_from_the_groups():
+    timm_optim = pytest.importorskip("timm.optim")
+    matrices = [p for p in stacked().parameters() if p.ndim == 3]
+    biases = [p for p in stacked().parameters() if p.ndim == 2]
+    refused(timm_optim.Lion([{"params": matrices}, {"params": biases, "caution": True}]))
+    refused(timm_optim.Lars([{"params": matrices, "weight_decay": 0.1}, {"params": biases}]))
+    timm_optim.Lars([{"params": matrices}, {"params": biases}], trust_clip=True).step()  # no trust ratio without decay
+    # Muon's fallback is AdamW, and members that it does not hold do not matter
+    plain = nn.Parameter(torch.ones(4, 4))
+    plain.grad = torch.ones(4, 4)
+    timm_optim.Muon([{"params": [plain]}, {"params": matrices + biases, "use_fallback": True}]).step()
+
+
+def test_a_schedule_that_starts_at_zero_hides_nothing():
+    optimizer = Lamb(stacked().parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert scheduler.get_last_lr() == [0.0]
+    refused(optimizer)
+
+
+class Planned(Optimizer):
+    """SGD whose constructor refuses small parameters and asks for what its defaults do not tell."""
+
+    def __init__(self, params, plan):
+        params = list(params)
+        assert len(params) == 4, "made for this network"
+        assert plan.horizon == 10
         super().__init__(params, {})
-        self.horizon = horizon
+        self.plan = plan
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
-                p.sub_(p.grad / self.horizon)
+                p.sub_(p.grad / self.plan.horizon)
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Lamb", "Muon"])
-def test_others_are_refused_before_they_move_anything(name):
+class Summed(torch.optim.Adagrad):
+    """Adagrad under another name: its constructor makes the state."""
+
+
+class Plan:
+    horizon = 10
+
+
+def test_elementwise_optimizers_that_are_not_known_pass_the_trial():
+    for make in (lambda p: Planned(p, Plan()), Summed, lambda p: type("MyAdamW", (torch.optim.AdamW,), {})(p)):
+        ensemble = stacked()
+        before = [p.detach().clone() for p in ensemble.parameters()]
+        make(ensemble.parameters()).step()
+        assert all(not torch.equal(a, b) for a, b in zip(before, ensemble.parameters(), strict=True))
+
+
+def test_wrappers_are_tried_with_what_they_wrap():
     ensemble = stacked()
+
+    def closure():
+        ensemble.zero_grad()
+        loss = ensemble(torch.ones(5, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    refused(Sharpness(ensemble.parameters(), torch.optim.SGD, lr=0.1), closure)
+    plain = Sharpness(ensemble.parameters(), torch.optim.SGD, lr=0.1, rho=0.0)  # elementwise without the perturbation
     before = [p.detach().clone() for p in ensemble.parameters()]
-    parameters = list(ensemble.parameters())
-    if name == "Muon":  # refuses three axes itself; stacked biases look like matrices to it
-        parameters = [p for p in parameters if p.ndim == 2]
-    kind = Lamb if name == "Lamb" else getattr(torch.optim, name)
-    optimizer = kind(parameters)
-    for _ in range(2):  # not only the first time
-        with pytest.raises(ValueError, match=rf"{name} .*mix the members.*Ensemble\(members\)"):
-            optimizer.step(lambda: torch.zeros(()))
-    assert all(torch.equal(a, b) for a, b in zip(before, ensemble.parameters(), strict=True))
+    plain.step(closure)
+    assert all(not torch.equal(a, b) for a, b in zip(before, ensemble.parameters(), strict=True))
 
 
-def test_what_cannot_be_tried_is_let_through():
-    ensemble = stacked()
-    Unknown(ensemble.parameters(), horizon=10).step()
+class Stubborn(torch.optim.SGD):
+    """Elementwise, but works with its own parameters alone."""
+
+    def __init__(self, params, lr, network):
+        super().__init__(params, lr)
+        own = {id(p) for group in self.param_groups for p in group["params"]}
+        self.check = lambda p: id(p) in own
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not all(self.check(p) for group in self.param_groups for p in group["params"]):
+            raise KeyError("unknown parameter")
+        return super().step(closure)
+
+
+def test_what_cannot_be_tried_is_refused_unless_it_is_allowed():
+    optimizer = Stubborn(stacked().parameters(), 0.1, "mlp")
+    with pytest.raises(ValueError, match=r"Stubborn \(.*failed with KeyError: 'unknown parameter'\).*allow_optimizer"):
+        optimizer.step()
+    with pytest.raises(TypeError, match=r"allow_optimizer\(type\(optimizer\)\)"):
+        allow_optimizer(optimizer)
+    with pytest.raises(TypeError, match="Expected a class of optimizers, but got 'Stubborn'"):
+        allow_optimizer("Stubborn")
+    allow_optimizer(Stubborn)
+    optimizer.step()
+    refused(type("MoreStubborn", (Stubborn,), {})(stacked().parameters(), 0.1, "mlp"))
+
+
+def heads():
+    trunk = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    smoc = SMOC(trunk, 4, num_classes=4, num_members=3)
+    low_rank = SMOC(trunk, 4, num_classes=4, num_members=3, rank=2)
+    host = stack_classifiers(nn.Sequential(trunk, nn.Linear(4, 4)), 3)
+    nested = branch(nn.Sequential(trunk, StackedLinearSum()), "1", 2)
+    return {"smoc": smoc, "low rank": low_rank, "host": host, "copy": copy.deepcopy(smoc), "branched": nested}
+
+
+class StackedLinearSum(nn.Module):
+    """A member that holds stacked parameters itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = SMOC(nn.Identity(), 4, num_classes=4, num_members=3)
+
+    def forward(self, x):
+        return self.head(x).sum(0)
+
+
+@pytest.mark.parametrize("name", ["smoc", "low rank", "host", "copy", "branched"])
+def test_heads_are_watched_and_what_members_share_is_not(name):
+    ensemble = heads()[name]
+    ensemble(torch.randn(5, 4)).square().sum().backward()
+    refused(torch.optim.Adafactor(ensemble.parameters()))
+    axis = [p for p in ensemble.parameters() if p.ndim == 3 or p.shape == (3, 4)]
+    shared = [p for p in ensemble.parameters() if not any(p is other for other in axis)]
+    assert len(axis) >= 2
+    assert len(shared) >= 2
+    refused(torch.optim.Adafactor(axis[:1]))
+    torch.optim.Adafactor(shared).step()
 
 
 def test_plain_members_may_use_any_optimizer():
@@ -110,32 +314,41 @@ def test_parameters_added_later_are_checked():
     optimizer = torch.optim.Adafactor([plain])
     optimizer.step()
     optimizer.add_param_group({"params": list(ensemble.parameters())})
-    with pytest.raises(ValueError, match="Adafactor"):
-        optimizer.step()
+    refused(optimizer)
 
 
 def test_an_empty_group_is_no_obstacle():
     ensemble = stacked()
     torch.optim.SGD([{"params": []}, {"params": list(ensemble.parameters())}], lr=0.1).step()
+    Summed([{"params": []}, {"params": list(ensemble.parameters())}], lr=0.1).step()
 
 
 def test_each_optimizer_is_tried_once(monkeypatch):
-    from torchace.nn import optimizers
-
     tried = []
-    monkeypatch.setattr(optimizers, "check_elementwise", tried.append)
+    monkeypatch.setattr(optimizers, "find_mixing", lambda optimizer, _: tried.append(optimizer))
     ensemble = stacked()
-    optimizer = torch.optim.Adam(ensemble.parameters())
+    optimizer = Summed(ensemble.parameters())
     for _ in range(3):
         optimizer.step()
     assert tried == [optimizer]
 
 
-def test_the_check_changes_neither_random_numbers_nor_state():
-    optimizer = torch.optim.Adam(stacked().parameters())
+def test_the_trial_changes_neither_the_optimizer_nor_random_numbers():
+    ensemble = stacked()
+    before = [p.detach().clone() for p in ensemble.parameters()]
+    optimizer = type("MyAdam", (torch.optim.Adam,), {})(ensemble.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces `step`
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
     torch.manual_seed(0)
-    expected = torch.rand(3)
+    random.seed(0)
+    expected = torch.rand(3), random.random()
     torch.manual_seed(0)
+    random.seed(0)
     check_elementwise(optimizer)
-    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(torch.rand(3), expected[0])
+    assert random.random() == expected[1]
     assert not optimizer.state
+    assert not called
+    assert all(torch.equal(a, b) for a, b in zip(before, ensemble.parameters(), strict=True))

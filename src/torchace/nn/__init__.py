@@ -5,6 +5,7 @@ from torchace.nn.conversion import stack_classifiers
 from torchace.nn.ensemble import Ensemble
 from torchace.nn.heads import SMOC, LowRankStackedLinear, StackedLinear
 from torchace.nn.losses import AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, NegativeCorrelationLoss
+from torchace.nn.optimizers import allow_optimizer
 from torchace.nn.parallel import MemberParallelEnsemble
 from torchace.nn.stacked import StackedEnsemble
 from torchace.nn.weights import MemberWeights
@@ -20,6 +21,7 @@ __all__ = [
     "NegativeCorrelationLoss",
     "StackedEnsemble",
     "StackedLinear",
+    "allow_optimizer",
     "branch",
     "stack_classifiers",
 ]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchace import _checks
 from torchace.functional import average_gradients
 from torchace.nn.base import BATCHES, EnsembleModule, average_shared, check_own_batches
+from torchace.nn.optimizers import watch_optimizers
 
 
 def _check_features(x: Tensor, in_features: int) -> None:
@@ -60,6 +61,11 @@ class StackedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_members, out_features, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_members, out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
+        watch_optimizers(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # a copy is watched too
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        watch_optimizers(self)
 
     def reset_parameters(self) -> None:
         bound = 1 / math.sqrt(self.in_features)  # what nn.Linear's kaiming_uniform_(a=√5) comes to
@@ -142,6 +148,11 @@ class LowRankStackedLinear(nn.Module):
         self.left = nn.Parameter(torch.empty(num_members, out_features, rank, **kind))  # U
         self.right = nn.Parameter(torch.empty(num_members, rank, in_features, **kind))  # V
         self.reset_parameters()
+        watch_optimizers(self, ("left", "right"))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # a copy is watched too
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        watch_optimizers(self, ("left", "right"))
 
     def reset_parameters(self) -> None:
         # nn.Linear draws from uniform(-b, b), b = 1/√D, variance b²/3. Here W has half of it, and the r products

@@ -1,81 +1,131 @@
 """Which optimizers may train stacked parameters: those that treat every number alike.
 
 A stacked parameter `(K, ...)` holds K members. An optimizer that looks at a parameter's shape or norm (Muon, Adafactor,
-LAMB, L-BFGS) would mix them, often without any error. Each optimizer is tried once, before its first step on a stacked
-parameter: a toy parameter with a member axis must move as its members do alone.
+LAMB, L-BFGS) mixes them, often without any error. So an optimizer is checked before its first step on a stacked
+parameter. Those of torch and timm that are known to be elementwise pass. Any other is tried with the options of its
+own parameter groups: stacked toy parameters must move as their members do alone. What cannot be tried is refused
+unless `allow_optimizer` allows it.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-_ensembles: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+from torchace.nn.optimizer_trial import find_mixing
+
+# Elementwise with every option but MIXING_OPTIONS. By name: timm need not be installed, and a subclass is another
+# optimizer, which may override `step`.
+ELEMENTWISE = {
+    *("torch.optim.adadelta.Adadelta", "torch.optim.adagrad.Adagrad", "torch.optim.adam.Adam"),
+    *("torch.optim.adamax.Adamax", "torch.optim.adamw.AdamW", "torch.optim.asgd.ASGD", "torch.optim.nadam.NAdam"),
+    *("torch.optim.radam.RAdam", "torch.optim.rmsprop.RMSprop", "torch.optim.rprop.Rprop", "torch.optim.sgd.SGD"),
+    *("timm.optim.adabelief.AdaBelief", "timm.optim.adamw.AdamWLegacy", "timm.optim.adan.Adan"),
+    *("timm.optim.adopt.Adopt", "timm.optim.laprop.LaProp", "timm.optim.lion.Lion", "timm.optim.madgrad.MADGRAD"),
+    *("timm.optim.nadam.NAdamLegacy", "timm.optim.nadamw.NAdamW", "timm.optim.radam.RAdamLegacy"),
+    *("timm.optim.rmsprop_tf.RMSpropTF", "timm.optim.sgdw.SGDW"),
+}
+MIXING_OPTIONS = ("caution",)  # timm's: divides a step by the share of a parameter's numbers that moves
+
+# Wrappers that are elementwise themselves, and where they hold the optimizer that they wrap.
+WRAPPERS = {
+    "timm.optim.lookahead.Lookahead": "_base_optimizer",
+    "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer": "optim",
+    "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": "optim",
+}
+
+_watched: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...] | None] = weakref.WeakKeyDictionary()
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # with how many groups
+_allowed: set[type[Optimizer]] = set()
 _hooked = False
 
 
-def watch_optimizers(ensemble: nn.Module) -> None:
-    """From now on an optimizer's first step on one of this module's parameters checks the optimizer."""
+def watch_optimizers(module: nn.Module, names: tuple[str, ...] | None = None) -> None:
+    """Check optimizers before their first step on parameters of this module that have a member axis.
+
+    Args:
+        module: The module that holds stacked parameters.
+        names: Those of its parameters that are stacked; all of them unless given.
+    """
     global _hooked
-    _ensembles.add(ensemble)
+    _watched[module] = names
     if not _hooked:
         register_optimizer_step_pre_hook(_before_step)
         _hooked = True
 
 
+def stacked_parameters(root: nn.Module | None = None) -> Iterator[nn.Parameter]:
+    """The parameters that have a member axis, of a module and its submodules or of all modules."""
+    for module, names in list(_watched.items()) if root is None else [(m, _watched.get(m, ())) for m in root.modules()]:
+        for name, parameter in module.named_parameters():
+            if names is None or name in names:
+                yield parameter
+
+
+def allow_optimizer(kind: type[Optimizer]) -> None:
+    """Let optimizers of this class train stacked parameters without a check.
+
+    For optimizers that treat every number of a parameter alike but cannot be tried, or that draw random numbers. An
+    optimizer that looks at a parameter's norm or shape mixes the members.
+
+    Args:
+        kind: The class; its subclasses are not allowed with it.
+
+    Example:
+        >>> class Noisy(torch.optim.SGD):
+        ...     "SGD with noise on every number: stacked members and members alone draw other noise."
+        >>> allow_optimizer(Noisy)
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        got = f"an object of class {type(kind).__name__}" if isinstance(kind, Optimizer) else repr(kind)
+        raise TypeError(f"Expected a class of optimizers, but got {got}. Write allow_optimizer(type(optimizer)).")
+    _allowed.add(kind)
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _checked.get(optimizer) == len(optimizer.param_groups):
         return
-    stacked = {id(parameter) for ensemble in _ensembles for parameter in ensemble.parameters()}
+    stacked = {id(parameter) for parameter in stacked_parameters()}
     if any(id(parameter) in stacked for group in optimizer.param_groups for parameter in group["params"]):
-        check_elementwise(optimizer)
+        check_elementwise(optimizer, stacked)
     _checked[optimizer] = len(optimizer.param_groups)
 
 
-def check_elementwise(optimizer: Optimizer) -> None:
+def check_elementwise(optimizer: Optimizer, stacked: set[int] | None = None) -> None:
     """Refuse an optimizer that does not treat every number of a parameter alike.
+
+    Args:
+        optimizer: The optimizer to check.
+        stacked: The `id` of each stacked parameter; all parameters of the optimizer unless given.
 
     Example:
         >>> check_elementwise(torch.optim.Adam([torch.zeros(1, requires_grad=True)]))
     """
-    kind = type(optimizer)
-    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
-    options = {name: value for name, value in optimizer.defaults.items() if name != "params"}
-    start = torch.linspace(-1, 1, 24, dtype=torch.float64, device=device).reshape(2, 3, 4)
-    for toy in (start, start[:, :, 0]):  # matrices, and biases, which a member axis turns into matrices
-        try:
-            together = _moved(kind, options, [toy])[0]
-            alone = torch.stack(_moved(kind, options, list(toy)))
-        except ValueError as error:
-            raise _refusal(kind, str(error)) from error
-        except (TypeError, RuntimeError):
-            # It takes arguments that its defaults do not tell: what it does cannot be tried. L-BFGS is known.
-            if kind.__name__ == "LBFGS":
-                raise _refusal(kind, "it searches along one line for all parameters") from None
-            return
-        if not torch.allclose(together, alone, rtol=1e-9, atol=1e-12):
-            raise _refusal(kind, "it moved a stacked toy parameter otherwise than its members alone")
+    while _name(optimizer) in WRAPPERS:
+        optimizer = getattr(optimizer, WRAPPERS[_name(optimizer)])
+    if type(optimizer) in _allowed or is_known(optimizer):
+        return
+    why = find_mixing(optimizer, stacked)
+    if why is not None:
+        kind = type(optimizer).__name__
+        raise ValueError(
+            f"Expected an optimizer that treats every number alike for stacked members, but got {kind} ({why}), which "
+            "may mix the members. Use SGD, Adam or AdamW, or Ensemble(members) with this optimizer. If it does treat "
+            f"every number alike: torchace.allow_optimizer({kind})."
+        )
 
 
-def _moved(kind: type[Optimizer], options: dict[str, Any], starts: list[Tensor]) -> list[Tensor]:
-    """Where three steps with fixed gradients take the parameters."""
-    parameters = [nn.Parameter(start.clone()) for start in starts]
-    optimizer = kind(parameters, **options)
-    for step in range(3):
-        for parameter, start in zip(parameters, starts, strict=True):
-            parameter.grad = torch.sin(3 * start + step) * (1 + start.square())
-        optimizer.step()
-    return [parameter.detach() for parameter in parameters]
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is on the list of elementwise ones, with options under which it is elementwise."""
+    if _name(optimizer) not in ELEMENTWISE:
+        return False
+    return not any(group.get(option) for group in optimizer.param_groups for option in MIXING_OPTIONS)
 
 
-def _refusal(kind: type[Optimizer], why: str) -> ValueError:
-    return ValueError(
-        f"Expected an optimizer that treats every number alike for a StackedEnsemble, but got {kind.__name__} ({why}), "
-        "which would mix the members. Use SGD, Adam or AdamW, or Ensemble(members) with this optimizer."
-    )
+def _name(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
