@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchace.functional import amended_cross_entropy
 from torchace.nn import Ensemble, StackedEnsemble
-from torchace.nn.chain import Chain
+from torchace.nn.stacking import Decision
 
 K, N, CLASSES = 3, 8, 4
 # Float64; batched products add in another order. Ten steps of Adam divide rounding by √v + 1e-8.
@@ -83,15 +83,15 @@ def tokens(*lead: int) -> Tensor:
 
 
 Make = Callable[[], nn.Module]
-CASES: dict[str, tuple[Make, Callable[..., Tensor], bool]] = {  # architecture, input, whether it is a chain
-    "mlp": (mlp, rows, True),
-    "flat mlp": (flat_mlp, rows, True),
-    "dropout chain in eval": (lambda: nn.Sequential(nn.Dropout(0.9), mlp(), nn.Dropout()).eval(), rows, True),
-    "one layer": (lambda: nn.Linear(6, CLASSES), rows, True),
-    "normed mlp": (normed_mlp, rows, False),
-    "conv with batch norm": (conv, images, True),
-    "dropout in eval": (dropout, rows, False),
-    "attention": (Attention, tokens, False),
+CASES: dict[str, tuple[Make, Callable[..., Tensor]]] = {
+    "mlp": (mlp, rows),
+    "flat mlp": (flat_mlp, rows),
+    "dropout chain in eval": (lambda: nn.Sequential(nn.Dropout(0.9), mlp(), nn.Dropout()).eval(), rows),
+    "one layer": (lambda: nn.Linear(6, CLASSES), rows),
+    "normed mlp": (normed_mlp, rows),
+    "conv with batch norm": (conv, images),
+    "dropout in eval": (dropout, rows),
+    "attention": (Attention, tokens),
 }
 
 
@@ -123,24 +123,15 @@ def assert_same_gradients(one: Ensemble, stacked: StackedEnsemble) -> None:
             torch.testing.assert_close(parameter.grad, torch.stack(alone), **EXACT)
 
 
-@pytest.fixture
-def chained(monkeypatch):
-    """How often the batched products were taken."""
-    calls: list[int] = []
-    compute = Chain.__call__
-    monkeypatch.setattr(Chain, "__call__", lambda self, x, *, own: calls.append(1) or compute(self, x, own=own))
-    return calls
-
-
 @pytest.mark.filterwarnings(SLOWER)
 @pytest.mark.parametrize("batches", ["shared", "separate"])
 @pytest.mark.parametrize("path", ["own", "vmap"])
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients(case, path, batches, chained, monkeypatch):
+def test_outputs_and_gradients(case, path, batches, monkeypatch):
     torch.manual_seed(0)
-    make, inputs, is_chain = CASES[case]
+    make, inputs = CASES[case]
     if path == "vmap":
-        monkeypatch.setattr(Chain, "of", classmethod(lambda cls, stacked: None))
+        monkeypatch.setattr("torchace.nn.stacked.decide", lambda *_, **__: Decision(False, "asked for", (), 0))
     one, stacked = pair(make)
     x = inputs(K) if batches == "separate" else inputs()
     y = torch.randint(CLASSES, (N,))
@@ -148,7 +139,8 @@ def test_outputs_and_gradients(case, path, batches, chained, monkeypatch):
         logits = ensemble(x, batches=batches)
         amended_cross_entropy(logits, y, 0.7).backward()
     torch.testing.assert_close(logits, one(x, batches=batches), **EXACT)
-    assert len(chained) == (is_chain and path == "own")
+    assert stacked.explain().followed == (path == "own")
+    assert set(stacked.explain().counts()) <= {"batched", "once"}
     assert_same_gradients(one, stacked)
     for a, b in zip(one, stacked, strict=True):  # BatchNorm's statistics: `one` has seen the batch twice
         for (name, twice), (_, once) in zip(a.named_buffers(), b.named_buffers(), strict=True):
@@ -158,7 +150,7 @@ def test_outputs_and_gradients(case, path, batches, chained, monkeypatch):
 @pytest.mark.parametrize("batches", ["shared", "separate"])
 @pytest.mark.parametrize("case", ["flat mlp", "conv with batch norm"])
 def test_gradient_of_the_input(case, batches):
-    make, inputs, _ = CASES[case]
+    make, inputs = CASES[case]
     one, stacked = pair(make)
     x = (inputs(K) if batches == "separate" else inputs()).requires_grad_()
     ours = torch.autograd.grad(stacked(x, batches=batches).square().sum(), x)[0]
@@ -194,9 +186,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 )
 def test_ten_steps(case, path, optimizer, monkeypatch):
     torch.manual_seed(0)
-    make, inputs, _ = CASES[case]
+    make, inputs = CASES[case]
     if path == "vmap":
-        monkeypatch.setattr(Chain, "of", classmethod(lambda cls, stacked: None))
+        monkeypatch.setattr("torchace.nn.stacked.decide", lambda *_, **__: Decision(False, "asked for", (), 0))
     one, stacked = pair(make)
     build = OPTIMIZERS[optimizer]
     grouped = optimizer == "AdamW"
@@ -262,7 +254,7 @@ def test_clipping_without_gradients():
 @pytest.mark.parametrize(("path", "inplace"), [("own", False), ("own", True), ("vmap", False)])
 def test_dropout_masks_are_each_members_own(path, inplace, first, monkeypatch):
     if path == "vmap":
-        monkeypatch.setattr(Chain, "of", classmethod(lambda cls, stacked: None))
+        monkeypatch.setattr("torchace.nn.stacked.decide", lambda *_, **__: Decision(False, "asked for", (), 0))
     mask = nn.Dropout(0.5, inplace=inplace)
     last = nn.Linear(6, 6, bias=False)
     with torch.no_grad():
@@ -292,7 +284,7 @@ def test_dropout_masks_of_own_batches():
 @pytest.mark.parametrize("groups", [1, 2, 6])
 def test_grouped_batches(case, groups):
     torch.manual_seed(0)
-    make, inputs, _ = CASES[case]
+    make, inputs = CASES[case]
     one, stacked = pair(make, num_members=6)
     x = inputs(groups)
     expected = one(x.repeat_interleave(6 // groups, 0), batches="separate")
@@ -493,13 +485,12 @@ def test_other_numbers_of_axes(lead):
     torch.testing.assert_close(stacked(own, batches="separate"), one(own, batches="separate"), **EXACT)
 
 
-def test_images_into_a_flattening_chain(chained):
+def test_images_into_a_flattening_chain():
     one, stacked = pair(lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, CLASSES)))
     x = torch.randn(N, 3, 2, 2).double()
     torch.testing.assert_close(stacked(x), one(x), **EXACT)
     own = torch.randn(K, N, 3, 2, 2).double()
     torch.testing.assert_close(stacked(own, batches="separate"), one(own, batches="separate"), **EXACT)
-    assert len(chained) == 2
 
 
 @pytest.mark.filterwarnings(SLOWER)
@@ -538,7 +529,7 @@ def test_what_looks_like_a_chain_and_is_none():
         torch.testing.assert_close(stacked(x), one(x), **EXACT)
 
 
-def test_hooks_are_honoured(chained):
+def test_hooks_are_honoured():
     one, stacked = pair(mlp)
     x = rows()
     plain = stacked(x)
@@ -557,7 +548,6 @@ def test_hooks_are_honoured(chained):
     for handle in handles:
         handle.remove()
     assert torch.equal(stacked(x), plain)
-    assert len(chained) == 2
 
 
 @pytest.mark.parametrize("make", [mlp, normed_mlp])

@@ -3,29 +3,55 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace import _checks
 from torchace.nn.architecture import check_layers, check_one_architecture, not_vectorisable
-from torchace.nn.base import BATCHES, EnsembleModule, check_own_batches, check_shared_parameters, listed
-from torchace.nn.chain import Chain
+from torchace.nn.base import (
+    BATCHES,
+    EnsembleModule,
+    check_own_batches,
+    check_shared_parameters,
+    listed,
+    versions_of,
+)
 from torchace.nn.optimizers import watch_optimizers
-from torchace.nn.recomputed import copy_module, recompute
-from torchace.nn.vectorised import is_control_flow, prepared
+from torchace.nn.recomputed import copy_module
+from torchace.nn.stacking import (
+    Decision,
+    Explanation,
+    Follower,
+    KeyedDraws,
+    decide,
+    follow,
+    follow_in_graph,
+    register,
+    slots,
+    swapped,
+    take_members,
+    vectorise,
+)
+
+CACHED = 1 << 21  # elements of the largest images that are computed together on a CPU
 
 
 class StackedEnsemble(EnsembleModule):
     """Members of one architecture, computed at once instead of one after another.
 
     Every parameter and buffer becomes one tensor with the member axis first, `(K, ...)`, held in `stacked` under the
-    names it has in a member: any optimizer that treats every number alike trains it as it would train the members. A
-    chain of linear layers and activations is computed as batched matrix products, anything else by `torch.func.vmap`.
+    names it has in a member: any optimizer that treats every number alike trains it as it would train the members.
     BatchNorm statistics and dropout masks are each member's own.
+
+    A member's `forward` runs once for all members: every call of PyTorch in it is computed with a member axis, linear
+    layers as batched products, convolutions as grouped ones, and so on. A function without such a form runs under
+    `torch.func.vmap`, or member by member. `explain` says which is computed how. The first call in each mode compares two
+    members with themselves alone; where they differ, the whole network runs under `torch.func.vmap`.
 
     Args:
         members: Modules of one architecture, in one mode (training or evaluation). They are copied.
@@ -49,10 +75,17 @@ class StackedEnsemble(EnsembleModule):
         super().__init__(len(members), link)
         self.stacked = _stack(members)
         self.training = members[0].training  # layers keep the mode they have in the members
-        watch_optimizers(self)
+        self._register()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # a copy is watched too
+    def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._register()
+
+    def _register(self) -> None:
+        """What a copy has of its own."""
+        self._token = register(self)
+        self._decisions: dict[Any, Decision] = {}
+        self._followed = True
         watch_optimizers(self)
 
     def forward(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Tensor:
@@ -65,7 +98,6 @@ class StackedEnsemble(EnsembleModule):
             **kwargs: What a member takes; shared by all members.
         """
         _checks.check_choice(batches, "batches", (*BATCHES, "grouped"))
-        own = batches != "shared"
         if batches == "separate":
             for x in args:
                 check_own_batches(x, self.num_members)
@@ -76,19 +108,7 @@ class StackedEnsemble(EnsembleModule):
                         f"Expected an input (G, N, ...) where G divides {self.num_members} for batches='grouped', "
                         f"but got {tuple(x.shape)}."
                     )
-        if torch.is_grad_enabled():
-            _check_backward_hooks(self.stacked)
-        chain = Chain.of(self.stacked)
-        if chain is not None and (len(args) != 1 or kwargs or not chain.takes(args[0], own=own)):
-            chain = None
-        if batches == "grouped" and chain is None:
-            args = tuple(x.repeat_interleave(self.num_members // x.shape[0], 0) for x in args)
-        try:
-            output = self._vectorised(args, kwargs, own=own) if chain is None else chain(args[0], own=own)
-        except Exception as error:
-            if torch.compiler.is_compiling() or is_control_flow(error):
-                raise
-            raise self._explained(error, args, kwargs, own=own) from error
+        output = self.compute(args, kwargs, own=batches != "shared")
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"Members returned {type(output).__name__}, but members must return one tensor of logits. "
@@ -96,46 +116,101 @@ class StackedEnsemble(EnsembleModule):
             )
         return output
 
-    def _vectorised(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: bool) -> Any:
-        parameters, buffers = _slots(self.stacked, "parameters"), _slots(self.stacked, "buffers")
+    def compute(self, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool, draws: KeyedDraws | None = None) -> Any:
+        """What the members return, every tensor in it `(K, ...)`.
 
-        def member(parameters: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any) -> Any:
-            state = {**parameters, **buffers}
-            output = functional_call(self.stacked, state, args, kwargs, tie_weights=False)
-            for name, before in buffers.items():
-                if state[name] is not before:  # functional_call leaves there what the module holds after the call
-                    raise _Reassigned(name)
-            return output
-
-        in_dims = (0, 0, *[0 if own else None] * len(args))
-        # randomness: dropout masks are each member's own
-        with prepared(self.stacked):
-            return vmap(member, in_dims=in_dims, randomness="different")(parameters, buffers, *args)
-
-    def _explained(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: bool) -> Exception:
-        """Why computing the members at once failed: the first member's own error, or the layer that cannot be."""
-        if isinstance(error, _Reassigned):
-            layer, _, buffer = error.name.rpartition(".")
-            return not_vectorisable(
-                self.stacked, layer, f"it replaces its buffer {buffer!r} instead of changing it in place"
+        Args:
+            args: What a member takes, tensors and containers of tensors.
+            kwargs: What a member takes; shared by all members.
+            own: Whether `args` are `(G, N, ...)` where G divides K, one batch for each member or group of members.
+            draws: Where random numbers come from; PyTorch's generator unless given.
+        """
+        if torch.is_grad_enabled():
+            _check_backward_hooks(self.stacked)
+        if torch.compiler.is_dynamo_compiling():
+            if not self._followed:
+                return vectorise(self.stacked, self.num_members, args, kwargs, own=own)
+            modes = tuple(module.training for module in self.stacked.modules())
+            state = {**slots(self.stacked, "parameters"), **slots(self.stacked, "buffers")}
+            key = None if draws is None else draws.key_and_members
+            return follow_in_graph(self._token, modes, own, list(args), kwargs, state, key)
+        decision = self._decision(args, kwargs, own=own)
+        before = [] if own else versions_of([*args, *kwargs.values()])
+        if decision is None or decision.followed:
+            size = self._members_at_once(decision, args, own=own)
+            output = self._follow(args, kwargs, size, own=own, draws=draws)
+        elif draws is not None:
+            raise ValueError(
+                f"Expected a network whose random numbers can be drawn for each run by itself, but {decision.reason}. "
+                "Train one run at a time: set the group size to 1."
             )
-        try:
-            self[0](*(x[0] if own else x for x in args), **kwargs)
-        except Exception as alone:
-            return alone  # nothing to do with computing members at once
-        running: list[str] = []
-        hooks = []
-        for name, module in self.stacked.named_modules():
-            hooks.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
-            hooks.append(module.register_forward_hook(lambda *_: running.pop() and None))
-        try:
-            self._vectorised(args, kwargs, own=own)
-        except Exception:
-            return not_vectorisable(self.stacked, running[-1] if running else "", str(error).split("\n")[0].rstrip("."))
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return error
+        else:
+            output = vectorise(self.stacked, self.num_members, args, kwargs, own=own)
+        if not own and versions_of([*args, *kwargs.values()]) != before:
+            raise ValueError(
+                "The members changed their input in place, which all of them share. Use layers that do not "
+                "(inplace=False), or give them a copy."
+            )
+        return output
+
+    def _follow(
+        self, args: Sequence[Any], kwargs: dict[str, Any], size: int, *, own: bool, draws: KeyedDraws | None
+    ) -> Any:
+        if size >= self.num_members:
+            return follow(self.stacked, Follower(self.num_members, self._token, draws), args, kwargs, own=own)
+        state = {**slots(self.stacked, "parameters"), **slots(self.stacked, "buffers")}
+        outputs = []
+        for start in range(0, self.num_members, size):
+            part = slice(start, min(start + size, self.num_members))
+            mine = tree_map(lambda x, part=part: x[part] if own and isinstance(x, Tensor) else x, list(args))
+            with swapped(self.stacked, {name: tensor[part] for name, tensor in state.items()}):
+                follower = Follower(part.stop - part.start, self._token, None if draws is None else draws[part])
+                outputs.append(follow(self.stacked, follower, mine, kwargs, own=own))
+        return tree_map(lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *outputs)
+
+    def _members_at_once(self, decision: Decision | None, args: Sequence[Any], *, own: bool) -> int:
+        """How many members to compute together: on a CPU, no more images than stay in its cache."""
+        tensors = [x for x in tree_leaves(list(args)) if isinstance(x, Tensor)]
+        if decision is None or not decision.largest or any(x.device.type != "cpu" for x in tensors):
+            return self.num_members
+        if own and any(len(x) != self.num_members for x in tensors):
+            return self.num_members
+        return max(1, CACHED // decision.largest)
+
+    def _decision(self, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool) -> Decision | None:
+        """How members are computed in the mode they are in, tried at the first call; None where it cannot be tried."""
+        key = (own, torch.is_grad_enabled(), *(module.training for module in self.stacked.modules()))
+        if key not in self._decisions:
+            if _is_traced(args):
+                return None if self._followed else Decision(False, "", (), 0)
+            self._decisions[key] = decide(self.stacked, self.num_members, self._token, args, kwargs, own=own)
+            self._followed = self._decisions[key].followed
+        return self._decisions[key]
+
+    def explain(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Explanation:
+        """Return how each call of a member's forward is computed for all members.
+
+        Args:
+            *args: What `forward` takes; not needed after a first call.
+            batches: As for `forward`.
+            **kwargs: As for `forward`.
+
+        Example:
+            >>> ensemble = StackedEnsemble(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)) for _ in range(2))
+            >>> print(ensemble.explain(torch.zeros(5, 4)))
+            layer  function  computed
+            0      linear    batched
+            1      relu      batched
+            2      linear    batched
+        """
+        if args or kwargs:
+            own = batches != "shared"
+            decision = self._decision(args, kwargs, own=own)
+        else:
+            decision = next(reversed(self._decisions.values()), None)
+        if decision is None:
+            raise ValueError("Expected an ensemble that was called before, but this one was not. Use explain(x).")
+        return Explanation(decision)
 
     def unstack(self) -> list[nn.Module]:
         """The members as plain modules, copies with parameters of their own."""
@@ -185,32 +260,7 @@ class StackedEnsemble(EnsembleModule):
 
     def __getitem__(self, index: int) -> nn.Module:
         """Member `index` as a plain module, a copy."""
-        k = range(self.num_members)[operator.index(index)]
-        parts: dict[int, Any] = {}
-        for p in self.stacked.parameters():
-            parts[id(p)] = nn.Parameter(p.detach()[k].clone(), requires_grad=p.requires_grad)
-        for b in self.stacked.buffers():
-            parts[id(b)] = b.detach()[k].clone()
-        return recompute(copy_module(self.stacked, parts))
-
-
-def _slots(module: nn.Module, kind: str) -> dict[str, Tensor]:
-    """Parameters or buffers by name, each place where one is held once.
-
-    Tied ones have several places. A layer that is there under several names has one: `functional_call`, told of the
-    others, leaves its own tensors in the module for good (torch 2.13).
-    """
-    return {
-        f"{prefix}.{name}".lstrip("."): tensor
-        for prefix, layer in module.named_modules()
-        for name, tensor in getattr(layer, f"named_{kind}")(recurse=False, remove_duplicate=False)
-    }
-
-
-class _Reassigned(Exception):
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
+        return take_members(self.stacked, range(self.num_members)[operator.index(index)])
 
 
 def _stack(members: list[nn.Module]) -> nn.Module:
@@ -222,6 +272,16 @@ def _stack(members: list[nn.Module]) -> nn.Module:
     for first, *others in zip(*(member.buffers() for member in members), strict=True):
         parts[id(first)] = torch.stack([first, *others])
     return copy_module(members[0], parts)
+
+
+def _is_traced(args: Sequence[Any]) -> bool:
+    """Whether values cannot be looked at: in a transform of `torch.func`, an export or a CUDA graph."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.maybe_current_level() is not None
+        or any(isinstance(x, FakeTensor) or (isinstance(x, Tensor) and x.is_meta) for x in tree_leaves(list(args)))
+        or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    )
 
 
 def _check_backward_hooks(stacked: nn.Module) -> None:

@@ -1,7 +1,24 @@
 """Computes members of one architecture at once, by following the forward of one."""
 
-from torchace.nn.stacking import layers, rules
-from torchace.nn.stacking.follow import CannotFollow, Follower, Node
-from torchace.nn.stacking.random import Draws, Half, KeyedDraws
+from torchace.nn.stacking import layers as _layers  # registers its rules, and those of `rules`
+from torchace.nn.stacking.compute import Decision, decide, follow, swapped, take_members
+from torchace.nn.stacking.explain import Explanation
+from torchace.nn.stacking.follow import Follower
+from torchace.nn.stacking.graph import follow_in_graph, register
+from torchace.nn.stacking.random import KeyedDraws
+from torchace.nn.stacking.whole import slots, vectorise
 
-__all__ = ["CannotFollow", "Draws", "Follower", "Half", "KeyedDraws", "Node", "layers", "rules"]
+__all__ = [
+    "Decision",
+    "Explanation",
+    "Follower",
+    "KeyedDraws",
+    "decide",
+    "follow",
+    "follow_in_graph",
+    "register",
+    "slots",
+    "swapped",
+    "take_members",
+    "vectorise",
+]

@@ -24,26 +24,39 @@ class Half:
 
 
 class KeyedDraws:
-    """Numbers that are a function of (seed, step, call, member, position), whoever else is computed beside.
-
-    Args:
-        seeds: One seed for each member, `(K,)`; members of one run have the run's.
-        members: Each member's number in its run, `(K,)`.
-        step: The step, a tensor of one number: a CUDA graph reads it anew at every replay.
+    """Numbers that are a function of (seed, step, call, member, position) alone.
 
     Example:
         >>> members = torch.tensor([0, 1])
-        >>> draws = KeyedDraws(torch.tensor([7, 7]), members, torch.tensor(0))
-        >>> first = draws.uniform((2, 3), torch.float32, torch.device("cpu"))
-        >>> alone = KeyedDraws(torch.tensor([7]), members[1:], torch.tensor(0))
-        >>> torch.equal(first[1:], alone.uniform((1, 3), torch.float32, torch.device("cpu")))
+        >>> draws = KeyedDraws.of(torch.tensor([7, 7]), members, torch.tensor(0))
+        >>> both = draws.uniform((2, 3), torch.float32, torch.device("cpu"))
+        >>> alone = KeyedDraws.of(torch.tensor([7]), members[1:], torch.tensor(0))
+        >>> torch.equal(both[1:], alone.uniform((1, 3), torch.float32, torch.device("cpu")))
         True
     """
 
-    def __init__(self, seeds: Tensor, members: Tensor, step: Tensor) -> None:
-        self.key = _mix(_mix(_mix(seeds & _BITS) + (seeds >> 32)) + step)  # (K,)
-        self.members = members
-        self.calls = 0
+    def __init__(self, key: Tensor, members: Tensor) -> None:
+        self.key, self.members, self.calls = key, members, 0
+
+    @classmethod
+    def of(cls, seeds: Tensor, members: Tensor, step: Tensor) -> KeyedDraws:
+        """Draws for one step.
+
+        Args:
+            seeds: One seed for each member, `(K,)`; members of one run have the run's.
+            members: Each member's number in its run, `(K,)`.
+            step: The step, a tensor of one number: a CUDA graph reads it anew at every replay.
+        """
+        return cls(_mix(_mix(_mix(seeds) + (seeds >> 32)) + step), members)
+
+    @property
+    def key_and_members(self) -> tuple[Tensor, Tensor]:
+        """The tensors that these draws are made from."""
+        return self.key, self.members
+
+    def __getitem__(self, part: slice) -> KeyedDraws:
+        """The draws of some of the members."""
+        return KeyedDraws(self.key[part], self.members[part])
 
     def uniform(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         self.calls += 1

@@ -1,9 +1,11 @@
-"""Whether following a member's forward gives what the member itself gives: tried once, on two members."""
+"""Computes a stacked module by following one member's forward, once it is known that this gives the right numbers.
+
+Whether it does is tried on two members: outputs and gradients are compared with those of the members by themselves.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-from torchace.nn.stacking.follow import RANDOM, RULES, Follower, Node
-from torchace.nn.stacking.random import Draws, Half
+from torchace.nn.recomputed import copy_module, recompute
+from torchace.nn.stacking.follow import RANDOM, RULES, CannotFollow, Follower, Node
+from torchace.nn.stacking.random import Half
 from torchace.nn.stacking.values import Stacked, to_members
 
 
@@ -33,7 +37,25 @@ def take_members(stacked: nn.Module, index: int | slice | Sequence[int]) -> nn.M
         parts[id(parameter)] = nn.Parameter(parameter.detach()[index].clone(), requires_grad=parameter.requires_grad)
     for buffer in stacked.buffers():
         parts[id(buffer)] = buffer.detach()[index].clone()
-    return copy.deepcopy(stacked, parts)  # deepcopy takes what is in its memo as the copy
+    copied = copy_module(stacked, parts)
+    return recompute(copied) if isinstance(index, int) else copied
+
+
+@contextmanager
+def swapped(stacked: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Other tensors in the place of a module's parameters and buffers, by name; what is written to them stays there."""
+    held = []
+    for prefix, module in stacked.named_modules():
+        for slots in (module._parameters, module._buffers):
+            for name, tensor in slots.items():
+                if tensor is not None:
+                    held.append((slots, name, tensor))
+                    slots[name] = state[f"{prefix}.{name}".lstrip(".")]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for slots, name, tensor in held:
+            slots[name] = tensor  # type: ignore[assignment]
 
 
 def follow(stacked: nn.Module, follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool) -> Any:
@@ -47,7 +69,7 @@ def follow(stacked: nn.Module, follower: Follower, args: Sequence[Any], kwargs: 
         own: Whether `args` are `(G, ...)`, one for each member or group of members.
 
     Returns:
-        The members' outputs `(K, ...)`; what the forward returned where that is no tensor.
+        What the forward returned, every tensor in it `(K, ...)`.
     """
     buffers = []
     for module in stacked.modules():
@@ -58,16 +80,19 @@ def follow(stacked: nn.Module, follower: Follower, args: Sequence[Any], kwargs: 
             if buffer is not None:
                 buffers.append((module, name, follower.mark(buffer)))
     if own:  # views: what the caller holds is not marked
-        args = [follower.mark(x[:]) if isinstance(x, Tensor) else x for x in args]
+        args = tree_map(lambda x: follower.mark(x[:]) if isinstance(x, Tensor) else x, list(args))
     with follower:
         output = stacked(*args, **kwargs)
     for module, name, buffer in buffers:
         now = module._buffers[name]
         if now is not buffer and now is not None:  # replaced instead of changed in place
-            module._buffers[name] = to_members(follower.value_of(now), follower.num_members).clone()
-    if not isinstance(output, Tensor):
-        return output
-    return to_members(follower.value_of(output), follower.num_members)[:]
+            new = to_members(follower.value_of(now), follower.num_members).detach()
+            if new.shape != buffer.shape:
+                raise CannotFollow(f"the shape of buffer {name!r} changes")
+            module._buffers[name] = buffer.copy_(new)
+    return tree_map(
+        lambda x: to_members(follower.value_of(x), follower.num_members)[:] if isinstance(x, Tensor) else x, output
+    )
 
 
 def decide(
@@ -78,29 +103,35 @@ def decide(
     Random numbers are replaced by a constant on both sides. Errors that a member raises by itself are raised.
     """
     chosen = sorted({0, num_members - 1})
-    inputs = [x[[0, -1][: len(chosen)]] if own and isinstance(x, Tensor) else x for x in args]
+
+
+    def part(index: Any) -> list[Any]:
+        return tree_map(lambda x: x[index] if own and isinstance(x, Tensor) else x, list(args))
+
+    inputs = part([0, -1][: len(chosen)])
     with torch.random.fork_rng(devices=_cuda_devices(stacked)):
         expected = []
         for place, k in enumerate(chosen):
             member = take_members(stacked, k)
-            mine = [x[place] if own and isinstance(x, Tensor) else x for x in inputs]
             with _Deterministic():
-                output = member(*mine, **kwargs)
-            if not isinstance(output, Tensor):
-                return Decision(False, f"members return {type(output).__name__}", (), 0)
-            expected.append((output, _gradients(output, member)))
+                output = member(*part(-place), **kwargs)
+            expected.append((tree_leaves(output), _gradients(output, member)))
         record: list[Node] = []
         follower = Follower(len(chosen), token, Half(), record)
         together = take_members(stacked, chosen)
         try:
             with _named_layers(together, follower):
                 outputs = follow(together, follower, inputs, kwargs, own=own)
-            gradients = _gradients(outputs, together, len(chosen))
+            gradients = _gradients(outputs, together)
+            outputs = tree_leaves(outputs)
         except Exception as error:
             return Decision(False, str(error).split("\n")[0] or type(error).__name__, (), 0)
-    for place, (output, own_gradients) in enumerate(expected):
-        if outputs.shape[1:] != output.shape or not _close(outputs[place], output, 1):
-            return Decision(False, "a member gives other outputs by itself", (), 0)
+    for place, (leaves, own_gradients) in enumerate(expected):
+        for ours, theirs in zip(outputs, leaves, strict=True):
+            if isinstance(theirs, Tensor) and (
+                ours.shape[1:] != theirs.shape or not _close(ours[place], theirs, 1)
+            ):
+                return Decision(False, "a member gives other outputs by itself", (), 0)
         # in proportion to all gradients too: that of a bias before BatchNorm is rounding alone
         size = sum(float(gradient.double().norm()) ** 2 for gradient in own_gradients.values()) ** 0.5
         for name, gradient in own_gradients.items():
@@ -109,14 +140,13 @@ def decide(
     return Decision(True, "", tuple(record), follower.largest)
 
 
-def _gradients(output: Tensor, module: nn.Module, num_members: int | None = None) -> dict[str, Tensor]:
-    """Gradients of some function of the output in all trained parameters."""
+def _gradients(output: Any, module: nn.Module) -> dict[str, Tensor]:
+    """Gradients of the output, weighted by the cosine of its values, in all trained parameters."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if not output.requires_grad or not trained:
+    outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    if not outputs or not trained:
         return {}
-    direction = torch.cos(torch.arange(output[0].numel() if num_members else output.numel(), device=output.device))
-    direction = direction.to(output.dtype).view(output.shape[1:] if num_members else output.shape)
-    found = torch.autograd.grad(output, list(trained.values()), direction.expand_as(output), allow_unused=True)
+    found = torch.autograd.grad(outputs, list(trained.values()), [x.detach().cos() for x in outputs], allow_unused=True)
     return {
         name: torch.zeros_like(parameter) if gradient is None else gradient
         for (name, parameter), gradient in zip(trained.items(), found, strict=True)
@@ -183,7 +213,3 @@ def _named_layers(module: nn.Module, follower: Follower) -> Iterator[None]:
 def _cuda_devices(module: nn.Module) -> list[torch.device]:
     return list({p.device for p in module.parameters() if p.device.type == "cuda"})
 
-
-def follower_for(num_members: int, token: int, draws: Draws | None) -> Follower:
-    """A follower of one call."""
-    return Follower(num_members, token, draws)

@@ -1,4 +1,4 @@
-"""Stacked members computed as a chain, against the same members one after another."""
+"""Stacked members whose forward is followed, against the same members one after another."""
 
 import copy
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchace.nn import Ensemble, StackedEnsemble, chain
-from torchace.nn.chain import Chain
+from torchace.nn import Ensemble, StackedEnsemble
+from torchace.nn import stacked as stacked_module
 
 ARCHITECTURES = {
     "convolutions": lambda: nn.Sequential(
@@ -43,17 +43,16 @@ ARCHITECTURES = {
 INPUTS = {"shared": (5, 2, 8, 8), "separate": (6, 5, 2, 8, 8), "grouped": (3, 5, 2, 8, 8), "one group": (1, 5, 2, 8, 8)}
 
 
-@pytest.mark.parametrize("cached", [chain.CACHED, 1, 5 * 4 * 64 * 4])  # all members at once, one, four and two
+@pytest.mark.parametrize("cached", [stacked_module.CACHED, 1, 5 * 4 * 64 * 4])  # all members at once, one, four and two
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_chain_equals_members_one_after_another(
+def test_followed_members_equal_members_one_after_another(
     monkeypatch: pytest.MonkeyPatch, name: str, kind: str, cached: int
 ) -> None:
-    monkeypatch.setattr(chain, "CACHED", cached)
+    monkeypatch.setattr(stacked_module, "CACHED", cached)
     torch.manual_seed(0)
     members = [ARCHITECTURES[name]().double() for _ in range(6)]
     stacked, loop = StackedEnsemble(members), Ensemble(copy.deepcopy(members))
-    assert Chain.of(stacked.stacked) is not None
     x = torch.randn(INPUTS[kind], dtype=torch.float64)
     for training in (True, False):  # evaluation uses the statistics that training left
         stacked.train(training)
@@ -64,6 +63,7 @@ def test_chain_equals_members_one_after_another(
             ours = stacked(x, batches="separate" if kind == "separate" else "grouped")
             theirs = loop(x.repeat_interleave(6 // len(x), 0), batches="separate")
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        assert set(stacked.explain().counts()) <= {"batched", "once"}
         (ours * ours.cos()).sum().backward()
         (theirs * theirs.cos()).sum().backward()
     for k, (mine, other) in enumerate(zip(stacked.unstack(), loop, strict=True)):
@@ -86,10 +86,9 @@ def test_chain_equals_members_one_after_another(
         nn.Sequential(nn.Flatten(2), nn.Linear(64, 3)),
     ],
 )
-def test_other_structures_are_left_to_vmap(member: nn.Module) -> None:
+def test_other_structures(member: nn.Module) -> None:
     members = [copy.deepcopy(member), member]
     stacked = StackedEnsemble(members)
-    assert Chain.of(stacked.stacked) is None
     x = torch.randn(5, 2, 8, 8)
     torch.testing.assert_close(stacked(x), Ensemble(members)(x))
 
@@ -102,16 +101,10 @@ def test_dropout_masks_are_each_members_own() -> None:
     assert not torch.equal(out[0], out[1])
 
 
-def test_layers_that_work_in_place_see_the_same_input_in_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    members = [
-        nn.Sequential(nn.LeakyReLU(0.5, inplace=True), nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
-        for _ in range(3)
-    ]
-    x = torch.randn(5, 1, 4, 4)
-    expected = torch.stack([member(x.clone()) for member in members])
-    monkeypatch.setattr(chain, "CACHED", 1)  # one member at a time
-    torch.testing.assert_close(StackedEnsemble(members)(x.clone()), expected)
+def test_a_shared_input_may_not_be_changed_in_place() -> None:
+    members = [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 3)) for _ in range(3)]
+    with pytest.raises(ValueError, match="changed their input in place"):
+        StackedEnsemble(members)(torch.randn(5, 4))
 
 
 def test_an_empty_batch() -> None:
