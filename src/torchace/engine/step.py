@@ -25,7 +25,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     x: Tensor,  # (R, B, ...), or (R, K, B, ...) with batches of the members' own
     y: Tensor,  # (R, B), or (R, K, B); for regression (..., outputs)
-    weight: Tensor | None,  # of the samples, as the first axes of y
+    weight: Tensor | None,  # of the samples, as the first axes of y, relative to the training set's mean
     diversity: Tensor,  # (R,): λ of each run
     active: Tensor,  # (R,): False for a run that was stopped
     recipe: Recipe,
