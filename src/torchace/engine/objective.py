@@ -131,6 +131,12 @@ def mixture_of(logits: Tensor, recipe: Recipe) -> Tensor:
     return over_runs(partial(ensemble_probs, link=LINKS[recipe.loss]), logits)
 
 
+def member_predictions(logits: Tensor, recipe: Recipe) -> Tensor:
+    """What every member predicts by itself, of the shape of its logits: probabilities, or numbers."""
+    logits = logits.to(recipe.dtype)
+    return logits.softmax(-1) if recipe.loss == "ace" else logits
+
+
 def mean_over_samples(values: Tensor, weight: Tensor | None) -> Tensor:
     """The mean over the last axis, weighted where samples have weights; 0 where all of them weigh nothing."""
     if weight is None:

@@ -17,7 +17,7 @@ from torchace.engine.faults import faults
 from torchace.engine.network import Cohort, Network, SideBySide
 from torchace.engine.objective import losses_of, mixture_of, mixture_scores, scores_of
 from torchace.engine.recipe import Recipe
-from torchace.engine.step import StepResult, common_mixture, precision_of
+from torchace.engine.step import StepResult, others_share, own_mixture, precision_of
 from torchace.engine.stopping import EarlyStopping
 from torchace.nn import Ensemble
 
@@ -156,14 +156,17 @@ class RankStepper:
 
         mixture: Tensor | None = None
         mine = ranks.local_members(count)
+        others: Tensor | None = None
         if recipe.batches == "exchanged":  # everybody predicts everybody's batch
-            mixture = ranks.summed_over_members(share * common_mixture(network, x, recipe))  # (R, K·B, C)
-            mixture = mixture.unflatten(1, x.shape[1:3])[:, mine.start : mine.stop].flatten(1, 2)
+            others = ranks.summed_over_members(others_share(network, x, recipe, first=mine.start))  # (R, K, B, C)
+            others = others[:, mine.start : mine.stop]
         if own:
             x, y, weight = (part[:, mine.start : mine.stop] for part in (x, y, weight))
         with precision_of(x, recipe):
             logits = self.forward(x, own=own)  # (R, K of this rank, B, C)
-        if not own and ranks.members > 1:
+        if others is not None:
+            mixture = own_mixture(others, logits, count, recipe)
+        elif not own and ranks.members > 1:
             mixture = ranks.summed_over_members(share * mixture_of(logits.detach(), recipe))  # (R, B, C)
 
         losses = losses_of(logits, y, diversity, mixture, recipe, num_members=count)  # (R, K, B)
