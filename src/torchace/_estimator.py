@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -89,6 +90,18 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
             y: Targets `(N,)`.
             sample_weight: How much each sample counts, `(N,)`; 0 leaves it out.
         """
+        with self._replaced() as new:
+            new._fit(X, y, sample_weight)
+        return self
+
+    @contextmanager
+    def _replaced(self) -> Iterator[Self]:
+        """A copy to train. Its attributes become this estimator's at the end, and only if nothing was raised."""
+        new = copy.copy(self)
+        yield new
+        self.__dict__ = new.__dict__
+
+    def _fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None) -> None:
         plan = self._plan()
         X, y = self._validated(X, y, first=True)
         plan = replace(plan, precision="float32" if X.dtype == np.float32 else "float64")
@@ -106,8 +119,8 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
             trained = self._train(plan, ready, [seed], validation=held_out)
         self.history_ = _history(trained)
         self._finish(trained, scaling)
-        self._progress: dict[str, Any] = {"seed": seed, "calls": 0, "plan": plan, "scaling": scaling, "optimizer": None}
-        return self
+        self._progress = _new_progress(seed, plan, scaling)
+        self._count_weights(samples)
 
     def _is_first(self) -> bool:
         """Whether nothing was trained yet; `partial_fit` of an estimator from a file cannot go on."""
@@ -126,23 +139,33 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         samples = self._samples(X, y, sample_weight)
         if first:
             plan = replace(self._plan(), precision="float32" if X.dtype == np.float32 else "float64")
-            self._progress = {"seed": self._drawn_seed(), "calls": 0, "plan": plan, "optimizer": None}
-            self._progress["scaling"] = Scaling.of(samples)
+            self._progress = _new_progress(self._drawn_seed(), plan, Scaling.of(samples))
             self.tuning_, self.history_, self.diversity_ = None, [], float(self.diversity)
             self._network = new_cohort(plan, X.shape[1], self._num_outputs, [self._progress["seed"]])
+        self._count_weights(samples)
         done = self._progress
+        mean_weight = done["weight"] / done["samples"]
+        if samples.weight is None and mean_weight != 1:  # others had weights
+            samples = replace(samples, weight=torch.ones(len(samples), dtype=torch.float64))
         plan = replace(done["plan"], epochs=1, schedule="constant", patience=None)
         ready = self._scaled(done["scaling"], samples, plan)
-        network = self._network.to(ready.x.device)
+        network = copy.deepcopy(self._network).to(ready.x.device)
         optimizer = make_optimizer(plan.recipe(len(samples)), list(network.parameters()))
         if done["optimizer"] is not None:
-            optimizer.load_state_dict(done["optimizer"])
+            optimizer.load_state_dict(copy.deepcopy(done["optimizer"]))  # which does not copy the tensors
         seed = hashed_key(done["seed"], "partial fit", done["calls"])
         with self._threads():
-            trained = self._train(plan, ready, [seed], network=network, optimizer=optimizer)
+            options = {"network": network, "optimizer": optimizer, "mean_weight": mean_weight}
+            trained = self._train(plan, ready, [seed], **options)
         self.history_ = [*self.history_, {**_history(trained)[0], "epoch": len(self.history_) + 1}]
         self._progress = {**done, "calls": done["calls"] + 1, "optimizer": optimizer.state_dict()}
         self._finish(trained, done["scaling"])
+
+    def _count_weights(self, samples: Split) -> None:
+        """Adds to the weights of all samples so far: the mean that those of `partial_fit` are relative to."""
+        done, count = self._progress, len(samples)
+        weight = float(count if samples.weight is None else samples.weight.sum())
+        self._progress = {**done, "weight": done["weight"] + weight, "samples": done["samples"] + count}
 
     def _train(self, plan: MemberPlan, train: Split, seeds: list[int], **options: Any) -> Trained:
         trained = train_members(plan, train, self._num_outputs, diversities=[self.diversity_], seeds=seeds, **options)
@@ -358,6 +381,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
     # -- what differs -------------------------------------------------------------------------------------------------
 
     _num_outputs: int
+    _progress: dict[str, Any]
 
     @abstractmethod
     def _learn_targets(self, y: NDArray[Any]) -> None:
@@ -388,6 +412,12 @@ def _encoder(moments: Moments) -> TableEncoder:
         code_columns=[],
         codes=[],
     ).double()
+
+
+def _new_progress(seed: int, plan: MemberPlan, scaling: Scaling) -> dict[str, Any]:
+    """What `partial_fit` goes on from."""
+    start = {"calls": 0, "optimizer": None, "weight": 0.0, "samples": 0}
+    return {"seed": seed, "plan": plan, "scaling": scaling, **start}
 
 
 def _history(trained: Trained) -> list[dict[str, Any]]:

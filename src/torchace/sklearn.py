@@ -119,16 +119,17 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         The first call needs to know all `classes`, and its samples decide how inputs are scaled.
         """
         first = self._is_first()
-        X, y = self._validated(X, y, first=first)
-        if first:
-            self._learn_targets(y if classes is None else np.asarray(classes))
-        elif classes is not None and not np.array_equal(self.classes_, np.unique(np.asarray(classes))):
-            raise ValueError(f"Expected the `classes` of the first call, {self.classes_}, but got {classes!r}.")
-        if self.class_weight == "balanced":
-            raise ValueError(
-                "Expected `class_weight` to be a dict or None for partial_fit: 'balanced' needs all samples."
-            )
-        self._go_on(X, y, sample_weight, first)
+        with self._replaced() as new:
+            X, y = new._validated(X, y, first=first)
+            if first:
+                new._learn_targets(y if classes is None else np.asarray(classes))
+            elif classes is not None and not np.array_equal(self.classes_, np.unique(np.asarray(classes))):
+                raise ValueError(f"Expected the `classes` of the first call, {self.classes_}, but got {classes!r}.")
+            if self.class_weight == "balanced":
+                raise ValueError(
+                    "Expected `class_weight` to be a dict or None for partial_fit: 'balanced' needs all samples."
+                )
+            new._go_on(X, y, sample_weight, first)
         return self
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
@@ -251,10 +252,11 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
     def partial_fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """One more epoch, on these samples alone; those of the first call decide how inputs and targets are scaled."""
         first = self._is_first()
-        X, y = self._validated(X, y, first=first)
-        if first:
-            self._learn_targets(y)
-        self._go_on(X, y, sample_weight, first)
+        with self._replaced() as new:
+            X, y = new._validated(X, y, first=first)
+            if first:
+                new._learn_targets(y)
+            new._go_on(X, y, sample_weight, first)
         return self
 
     def predict(self, X: ArrayLike) -> NDArray[np.float64]:

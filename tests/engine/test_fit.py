@@ -3,13 +3,15 @@
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.cases import CLASSES, FEATURES, MEMBERS, assert_same, batches, cohort, members, recipe, weights
+from tests.engine.cases import BATCH, CLASSES, FEATURES, MEMBERS, assert_same, batches, cohort, members, recipe, weights
+from torchace.data import Batches
 from torchace.engine import fit as loop
 from torchace.engine.checkpoint import Checkpoints, weights_digest
 from torchace.engine.fit import Interrupted, Progress, Saving, fit
@@ -224,21 +226,24 @@ def results(network: Network, fitted: loop.Fitted) -> Any:
 
 @pytest.mark.parametrize("name", ["cohort", "smoc", "dropout"])
 @pytest.mark.parametrize("options", [{}, SGD], ids=["adam", "sgd"])
-@pytest.mark.parametrize("kind", ["shared", "exchanged"])
+@pytest.mark.parametrize("kind", ["shared", "exchanged", "weighted"])
 def test_interrupted_at_every_step(kind: str, options: dict[str, Any], name: str, tmp_path: Path) -> None:
-    settings = recipe(kind, 8, **options)
+    settings = recipe("shared" if kind == "weighted" else kind, 8, **options)
+    data = batches()
+    if kind == "weighted":
+        data = Batches(replace(data.split, weight=torch.arange(40.0).double()), BATCH, dtype=torch.float64)
     seeds = [5, 6][: networks(name).num_runs]
     arguments: dict[str, Any] = {"diversities": [0.5] * len(seeds), "seeds": seeds}
     network = networks(name)
-    expected = results(network, fit(network, batches(), settings, **arguments))
+    expected = results(network, fit(network, data, settings, **arguments))
 
     saving = Saving(Checkpoints(tmp_path), every_seconds=None)
     for step in range(8):
         with pytest.raises(Interrupted):
-            fit(networks(name), batches(), settings, **arguments, saving=saving, stop=after(min(step, 1)))
+            fit(networks(name), data, settings, **arguments, saving=saving, stop=after(min(step, 1)))
     network = networks(name)
     torch.rand(3)  # whatever torch's own state is
-    assert results(network, fit(network, batches(), settings, **arguments, saving=saving)) == expected
+    assert results(network, fit(network, data, settings, **arguments, saving=saving)) == expected
 
 
 def test_dropout_leaves_torchs_state_alone() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -25,6 +27,10 @@ def samples(count: int = BATCH, task: str = "ace") -> tuple[Tensor, Tensor]:
     return x, torch.randint(CLASSES, (count,), generator=generator)
 
 
+def _add(total: Tensor, gradient: Tensor) -> None:
+    total += gradient
+
+
 def trained(split: Split, kind: str, loss: str, diversity: float = 0.4) -> dict[str, Tensor]:
     """The weights after 20 steps on the whole split."""
     network = cohort([3])
@@ -45,6 +51,30 @@ def test_a_weight_of_n_is_a_sample_n_times_and_a_weight_of_0_is_none(kind: str, 
     for name, value in weighted.items():
         torch.testing.assert_close(value, repeated[name], rtol=0, atol=WITHIN)
     assert any((value - other[name]).abs().max() > 1e-3 for name, value in weighted.items())
+
+
+@pytest.mark.parametrize("loss", ["ace", "ncl"])
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_the_gradients_of_an_epochs_batches_average_to_that_of_the_whole_set(kind: str, loss: str) -> None:
+    """A weight of k is k repeats in expectation: batches that happen to hold large weights count for more."""
+    x, y = samples(5 * BATCH, loss)
+    times = torch.ones(5 * BATCH, dtype=torch.long)
+    times[3], times[4] = 200, 0  # in one batch of five
+    repeated = Split(x.repeat_interleave(times, 0), y.repeat_interleave(times, 0))
+    found = {}
+    for size, split in ((BATCH, Split(x, y, times.double())), (len(repeated), repeated)):
+        network = cohort([3])
+        sums = {name: torch.zeros_like(p) for name, p in network.named_parameters()}
+        for name, p in network.named_parameters():
+            p.register_hook(partial(_add, sums[name]))
+        data = Batches(split, size, dtype=torch.float64)
+        how = recipe(kind, data.steps_per_epoch, loss=loss, optimizer="sgd", learning_rate=0.0)
+        fitted = fit(network, data, how, diversities=[0.0 if kind == "separate" else 0.4], seeds=[3])
+        found[size] = {name: total / how.steps for name, total in sums.items()}, fitted.history[0]["score"]
+    (ours, score), (whole, expected) = found.values()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-12)  # float64, sums of numbers of about 1
+    assert score == pytest.approx(expected, abs=1e-12)  # of the epoch: the weighted mean
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,17 +121,18 @@ def test_the_objective_is_what_autograd_makes_of_the_losses(kind: str, loss: str
 
     z = logits.clone().requires_grad_()
     per_sample = losses_of(z, y, lam, mixture, how)
-    losses = mean_over_samples(per_sample, weight[:, None] if weight is not None and kind == "shared" else weight)
+    # the batch size divides, not the weights' sum
+    losses = (per_sample if weight is None else per_sample * (weight[:, None] if kind == "shared" else weight)).mean(-1)
     (gradient,) = torch.autograd.grad(losses[::2].sum(), z)
     assert not found.gradient[1].any()
     # float64, a few roundings of numbers of about 1
     torch.testing.assert_close(found.losses[::2], losses[::2].detach(), rtol=0, atol=1e-13)
     torch.testing.assert_close(found.gradient, gradient, rtol=0, atol=1e-13)
     if kind == "shared":
-        score = mean_over_samples(scores_of(logits, y, how), weight)
+        scores = scores_of(logits, y, how)
     else:
-        pooled = None if weight is None else weight.flatten(1)
-        score = mean_over_samples(scores_of(logits.flatten(1, 2).unsqueeze(1), y.flatten(1, 2), how), pooled)
+        scores = scores_of(logits.flatten(1, 2).unsqueeze(1), y.flatten(1, 2), how)
+    score = (scores if weight is None else scores * weight.flatten(1)).mean(1)
     torch.testing.assert_close(found.score, score, rtol=0, atol=1e-13)
 
 

@@ -1,11 +1,12 @@
 """The training step against modules trained in a plain loop, by the formulas of the design."""
 
+import copy
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.engine.cases import BATCH, CLASSES, FEATURES, MEMBERS, assert_same, batches, cohort, members, recipe, weights
 from tests.reference.training import Update, train_members, train_smoc
@@ -296,3 +297,56 @@ def test_what_only_looks_like_a_fault_is_none(monkeypatch: pytest.MonkeyPatch) -
 def test_on_the_cpu_all_is_well_without_a_closer_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(step_module, "faults")
     assert one_step("shared", 0.5, cohort([5])).faults is None
+
+
+def with_layer(kind: str, seed: int) -> nn.Module:
+    """A member whose training mode predicts something else than its evaluation mode."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layer = nn.BatchNorm1d(16) if kind == "norm" else nn.Dropout(0.5)
+        return nn.Sequential(nn.Linear(FEATURES, 16), layer, nn.ReLU(), nn.Linear(16, CLASSES)).double()
+
+
+@pytest.mark.parametrize("loss", ["ace", "ncl"])
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("layer", ["norm", "dropout"])
+def test_exchanged_batches_take_a_members_own_share_from_its_training_mode(
+    layer: str, stacked: bool, loss: str
+) -> None:
+    """Line 2 of the design, (1-λ)(q^k - p) + λ(q̄ - p), with q^k the prediction that is differentiated, also in q̄."""
+    lam, count = 0.8, 2
+    plain = [with_layer(layer, k) for k in range(count)]
+    copies = copy.deepcopy(plain)
+    network = Cohort([copies]) if stacked else SideBySide([Ensemble(copies)])
+    settings = recipe("exchanged", 1, optimizer="sgd", momentum=0.0, learning_rate=1.0, loss=loss)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, count, BATCH, FEATURES, generator=generator, dtype=torch.float64)
+    y = torch.randint(CLASSES, (1, count, BATCH), generator=generator)
+    p = torch.nn.functional.one_hot(y, CLASSES).double()
+
+    seen: list[Tensor] = []  # logits in training mode, with the masks of dropout, and their gradient
+
+    def look(module: nn.Module, _: object, z: Tensor) -> None:
+        if module.training:
+            seen.append(z.detach()[0])
+            z.register_hook(lambda gradient: seen.append(gradient[0]))
+
+    network.register_forward_hook(look)
+    optimizer = make_optimizer(settings, list(network.parameters()))
+    lam_of_run, active = torch.tensor([lam], dtype=torch.float64), torch.tensor([True])
+    losses = train_step(network, optimizer, x, y if loss == "ace" else p, None, lam_of_run, active, settings).losses
+    z, gradient = seen  # (K, B, C)
+    for k, other in enumerate(reversed(plain)):
+        with torch.no_grad():
+            theirs = other.eval()(x[0, k])
+        if loss == "ace":
+            own, theirs, log_q = z[k].softmax(-1), theirs.softmax(-1), z[k].log_softmax(-1)
+            value = -((p[0, k] - lam / count * theirs) * log_q).sum(-1).mean()
+        else:
+            own = z[k]
+            value = (0.5 * (own - p[0, k]) ** 2 - lam * (own - (own + theirs) / count) ** 2).mean()  # 2(1 - 1/K) = 1
+        expected = (1 - lam) * (own - p[0, k]) + lam * ((own + theirs) / count - p[0, k])
+        # float64, numbers of about 1
+        torch.testing.assert_close(losses[0, k], value, rtol=0, atol=1e-13)
+        size = BATCH if loss == "ace" else BATCH * CLASSES
+        torch.testing.assert_close(gradient[k], expected / size, rtol=0, atol=1e-13)

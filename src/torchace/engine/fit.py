@@ -78,6 +78,7 @@ def fit(
     seeds: Sequence[int],
     held_out: HeldOut | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    mean_weight: float | None = None,
     saving: Saving | None = None,
     watch: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
@@ -92,6 +93,8 @@ def fit(
         seeds: The seed of each run.
         held_out: Samples that decide when a run stops and which epoch's weights it keeps.
         optimizer: One that has trained this network before, to go on with; a new one unless given.
+        mean_weight: The mean weight of a sample, that weights are relative to; that of the samples in `batches` unless
+            given, for samples that are a part of those trained on.
         saving: Where and how often to save.
         watch: Is told about progress, at most ten times a second.
         stop: Is asked before every step, or now and then with several ranks; when it says yes, a checkpoint is written
@@ -129,7 +132,7 @@ def fit(
     )
     clock = (Clock if ranks is None else Meetings)(stop, None if saving is None else saving.every_seconds)
     before, began = fitted.seconds, time.monotonic()
-    feed = _Feed(batches, seeds, num_members, recipe)
+    feed = _Feed(batches, seeds, num_members, recipe, mean_weight)
     random = any(isinstance(module, torch.nn.modules.dropout._DropoutNd) for module in network.modules())
 
     def note_failures() -> None:
@@ -158,7 +161,7 @@ def fit(
         share = recipe.diversity_share_at(step)
         with _masks(seeds[0], step, device, ranks) if random else nullcontext():
             result = stepper(x, y, weight, full if share == 1 else full * share, active)
-        tally.add(result, step)
+        tally.add(result, step, weight)
 
         last_of_epoch = within == batches.steps_per_epoch - 1 or step == recipe.steps - 1
         # On the CPU a failed run is seen at once; on a GPU, and of other ranks, nothing is read but now and then.
@@ -177,7 +180,7 @@ def fit(
             tally.share()
         if watch is not None and (clock.tell or step == recipe.steps - 1):
             clock.told()
-            watch(Progress(step + 1, recipe.steps, tally.mean() or fitted.history[-1]["score"]))
+            watch(Progress(step + 1, recipe.steps, tally.mean() if tally.steps else fitted.history[-1]["score"]))
         if saving is not None and step + 1 < recipe.steps:
             steps_due = saving.every_steps is not None and (step + 1) % saving.every_steps == 0
             if steps_due or clock.save:
@@ -207,7 +210,14 @@ def _masks(seed: int, step: int, device: torch.device, ranks: Ranks | None) -> I
 class _Feed:
     """The batches of the runs: `(R, B, ...)` where members share them, else `(R, K, B, ...)`."""
 
-    def __init__(self, batches: Batches, seeds: Sequence[int], num_members: int, recipe: Recipe) -> None:
+    def __init__(
+        self,
+        batches: Batches,
+        seeds: Sequence[int],
+        num_members: int,
+        recipe: Recipe,
+        mean_weight: float | None = None,
+    ) -> None:
         distinct = sorted(set(seeds))
         self.batches, self.lead = batches, None if recipe.batches == "shared" else (len(distinct), num_members)
         self.seeds, self.streams = distinct, [0] * len(distinct)
@@ -217,12 +227,17 @@ class _Feed:
         # the λ of one seed see the same batch
         places = [distinct.index(seed) for seed in seeds]
         self.runs = None if list(seeds) == distinct else torch.tensor(places, device=batches.device)
+        if (weight := batches.split.weight) is not None:
+            mean = weight.mean(dtype=torch.float64) if mean_weight is None else weight.new_tensor(mean_weight)
+            self.mean_weight = mean.to(weight.dtype).clamp_min(torch.finfo(weight.dtype).tiny)
 
     def __call__(self, epoch: int, within: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Samples, targets and weights."""
+        """Samples, targets, and weights relative to their mean."""
         x, y = self.batches.batch_many(self.seeds, epoch, within, streams=self.streams)
         weight = self.batches.weights_many(self.seeds, epoch, within, streams=self.streams)
-        return self._arranged(x), self._arranged(y), None if weight is None else self._arranged(weight)
+        if weight is not None:
+            weight = self._arranged(weight / self.mean_weight)
+        return self._arranged(x), self._arranged(y), weight
 
     def _arranged(self, part: Tensor) -> Tensor:
         part = part if self.lead is None else part.unflatten(0, self.lead)
@@ -236,13 +251,15 @@ class _Tally:
         self.num_members, self.ranks = num_members, ranks
         self.sums = torch.zeros(num_runs, dtype=torch.float64, device=device)
         self.steps = 0
+        self.weights = torch.zeros_like(self.sums)  # of the batches, relative to the training set's mean
         self.seen = False  # whether the last step had a fault, where that can be seen at once
         self.failed_step = torch.full((num_runs,), -1, device=device)
         self.failed_member = torch.full((num_runs,), -1, device=device)  # K: what members share; see `RankStepper`
 
-    def add(self, result: StepResult, step: int) -> None:
+    def add(self, result: StepResult, step: int, weight: Tensor | None) -> None:
         self.sums += result.score
         self.steps += 1
+        self.weights += 1.0 if weight is None else weight.flatten(1).mean(1)
         self.seen = result.faults is not None and result.faults.device.type == "cpu" and self.ranks is None
         if result.faults is None:
             return
@@ -273,19 +290,21 @@ class _Tally:
         return found
 
     def mean(self) -> list[float | None]:
-        if not self.steps:
-            return []
-        return [value if math.isfinite(value) else None for value in (self.sums / self.steps).tolist()]
+        """The weighted mean of each run's scores; None for NaN and Inf, and where nothing was added."""
+        return [value if math.isfinite(value) else None for value in (self.sums / self.weights).tolist()]
 
     def reset(self) -> None:
         self.sums.zero_()
+        self.weights.zero_()
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
         # as text: JSON has no word for NaN
-        return {"sums": [repr(value) for value in self.sums.tolist()], "steps": self.steps}
+        sums = [repr(value) for value in self.sums.tolist()]
+        return {"sums": sums, "weights": self.weights.tolist(), "steps": self.steps}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.steps = state["steps"]
+        self.weights.copy_(torch.tensor(state["weights"], dtype=torch.float64))
         if self.ranks is None or self.ranks.is_first:  # the sums of all ranks
             self.sums.copy_(torch.tensor([float(value) for value in state["sums"]], dtype=torch.float64))

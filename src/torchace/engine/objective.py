@@ -38,7 +38,9 @@ def objective_of(
     Args:
         logits: `(R, K, B, C)`, detached.
         y: `(R, B)`, or `(R, K, B)` with batches of the members' own; for regression with an axis of outputs at the end.
-        weight: Of the samples, as the first axes of `y`; None where all count alike.
+        weight: Of the samples, as the first axes of `y`, relative to the mean weight of the training set; None where
+            all count alike. Losses and score are divided by the batch size, whatever the weights in the batch sum to: a
+            weight of k is then k repeats, in expectation.
         diversity: λ of each run, `(R,)`.
         active: False for a run that was stopped: its gradient is 0, `(R,)`.
         mixture: What the ensemble predicts on all its members' batches, `(R, K·B, C)`, for exchanged batches.
@@ -48,7 +50,9 @@ def objective_of(
     if not recipe.detach_others:
         return _by_autograd(logits, y, weight, diversity, active, mixture, recipe)
     going = active.to(recipe.dtype).view(-1, *[1] * (1 + own))
-    scale = going / logits.shape[2] if weight is None else going * _shares(weight)
+    scale = going / logits.shape[2]
+    if weight is not None:
+        scale = scale * weight
     if mixture is not None:
         mixture = mixture.unflatten(1, logits.shape[1:3])
     if recipe.loss == "ace":
@@ -127,16 +131,23 @@ def mixture_of(logits: Tensor, recipe: Recipe) -> Tensor:
     return over_runs(partial(ensemble_probs, link=LINKS[recipe.loss]), logits)
 
 
+def member_predictions(logits: Tensor, recipe: Recipe) -> Tensor:
+    """What every member predicts by itself, of the shape of its logits: probabilities, or numbers."""
+    logits = logits.to(recipe.dtype)
+    return logits.softmax(-1) if recipe.loss == "ace" else logits
+
+
 def mean_over_samples(values: Tensor, weight: Tensor | None) -> Tensor:
     """The mean over the last axis, weighted where samples have weights; 0 where all of them weigh nothing."""
     if weight is None:
         return values.mean(-1)
-    return (values * _shares(weight)).sum(-1)
+    total = weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
+    return (values * (weight / total)).sum(-1)
 
 
-def _shares(weight: Tensor) -> Tensor:
-    """Weights that sum to 1 over the last axis; 0 where all of them are."""
-    return weight / weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
+def _batch_mean(values: Tensor, weight: Tensor | None) -> Tensor:
+    """Values times weights, divided by the number of samples."""
+    return (values if weight is None else values * weight).mean(-1)
 
 
 def over_runs(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
@@ -150,7 +161,7 @@ def _score(scores: Tensor, weight: Tensor | None) -> Tensor:
     """One number a run, `(R,)`, from `(R, B)`, or from `(R, K, B)`: as many ensembles of one member."""
     if scores.ndim == 3:
         scores, weight = scores.flatten(1), None if weight is None else weight.flatten(1)
-    return mean_over_samples(scores, weight)
+    return _batch_mean(scores, weight)
 
 
 def _by_autograd(
@@ -166,7 +177,7 @@ def _by_autograd(
     own = recipe.batches != "shared"
     z = logits.detach().requires_grad_()
     losses = losses_of(z, y, diversity, mixture, recipe)  # (R, K, B)
-    losses = mean_over_samples(losses, weight if own or weight is None else weight[:, None])
+    losses = _batch_mean(losses, weight if own or weight is None else weight[:, None])
     (gradient,) = torch.autograd.grad(torch.where(active[:, None], losses, 0.0).sum(), z)
     with torch.no_grad():
         z = z.to(recipe.dtype)

@@ -17,7 +17,7 @@ from torchace.engine.faults import faults
 from torchace.engine.network import Cohort, Network, SideBySide
 from torchace.engine.objective import losses_of, mixture_of, mixture_scores, scores_of
 from torchace.engine.recipe import Recipe
-from torchace.engine.step import StepResult, common_mixture, precision_of
+from torchace.engine.step import StepResult, others_share, own_mixture, precision_of
 from torchace.engine.stopping import EarlyStopping
 from torchace.nn import Ensemble
 
@@ -150,25 +150,27 @@ class RankStepper:
         axis = 2 if own else 1
         if weight is None:
             weight = torch.ones(x.shape[: axis + 1], dtype=recipe.dtype, device=x.device)
-        total = weight.sum(-1).clamp_min(torch.finfo(weight.dtype).tiny)  # (R,) or (R, K): of all ranks' samples
-        rows = ranks.local_samples(x.shape[axis])
+        size = x.shape[axis]  # of the batch on all ranks
+        rows = ranks.local_samples(size)
         x, y, weight = (part.narrow(axis, rows.start, rows.stop - rows.start) for part in (x, y, weight))
 
         mixture: Tensor | None = None
         mine = ranks.local_members(count)
-        pooled = total.sum(1) if own else total  # (R,)
+        others: Tensor | None = None
         if recipe.batches == "exchanged":  # everybody predicts everybody's batch
-            mixture = ranks.summed_over_members(share * common_mixture(network, x, recipe))  # (R, K·B, C)
-            mixture = mixture.unflatten(1, x.shape[1:3])[:, mine.start : mine.stop].flatten(1, 2)
+            others = ranks.summed_over_members(others_share(network, x, recipe, first=mine.start))  # (R, K, B, C)
+            others = others[:, mine.start : mine.stop]
         if own:
-            x, y, weight, total = (part[:, mine.start : mine.stop] for part in (x, y, weight, total))
+            x, y, weight = (part[:, mine.start : mine.stop] for part in (x, y, weight))
         with precision_of(x, recipe):
             logits = self.forward(x, own=own)  # (R, K of this rank, B, C)
-        if not own and ranks.members > 1:
+        if others is not None:
+            mixture = own_mixture(others, logits, count, recipe)
+        elif not own and ranks.members > 1:
             mixture = ranks.summed_over_members(share * mixture_of(logits.detach(), recipe))  # (R, B, C)
 
         losses = losses_of(logits, y, diversity, mixture, recipe, num_members=count)  # (R, K, B)
-        losses = (losses * (weight if own else weight[:, None])).sum(-1) / (total if own else total[:, None])
+        losses = (losses * (weight if own else weight[:, None])).sum(-1) / size
         self.optimizer.zero_grad(set_to_none=True)
         with in_contact():
             # DDP divides by the number of ranks; a mean over all their samples is a sum of shares
@@ -176,7 +178,7 @@ class RankStepper:
         found = self._faults(logits, losses)
         self.optimizer.step()
         score = self._score(logits.detach(), y, weight, mixture, own)
-        return StepResult(losses.detach(), score / pooled, found)
+        return StepResult(losses.detach(), score / (count * size if own else size), found)
 
     @torch.no_grad()
     def _score(self, logits: Tensor, y: Tensor, weight: Tensor, mixture: Tensor | None, own: bool) -> Tensor:

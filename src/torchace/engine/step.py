@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchace.engine.faults import all_well, faults
 from torchace.engine.network import Network
-from torchace.engine.objective import mixture_of, objective_of
+from torchace.engine.objective import member_predictions, objective_of
 from torchace.engine.recipe import Recipe
 
 
@@ -25,16 +25,17 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     x: Tensor,  # (R, B, ...), or (R, K, B, ...) with batches of the members' own
     y: Tensor,  # (R, B), or (R, K, B); for regression (..., outputs)
-    weight: Tensor | None,  # of the samples, as the first axes of y
+    weight: Tensor | None,  # of the samples, as the first axes of y, relative to the training set's mean
     diversity: Tensor,  # (R,): λ of each run
     active: Tensor,  # (R,): False for a run that was stopped
     recipe: Recipe,
 ) -> StepResult:
     """One step of every run. Nothing is read back from the device."""
     own = recipe.batches != "shared"
-    mixture = common_mixture(network, x, recipe) if recipe.batches == "exchanged" else None
+    others = others_share(network, x, recipe) if recipe.batches == "exchanged" else None
     with precision_of(x, recipe):
         logits = network(x, own=own)  # (R, K, B, C)
+    mixture = None if others is None else own_mixture(others, logits, logits.shape[1], recipe)
 
     losses, score, gradient = objective_of(logits.detach(), y, weight, diversity, active, mixture, recipe)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -48,14 +49,38 @@ def train_step(
 
 
 @torch.no_grad()
-def common_mixture(network: Network, x: Tensor, recipe: Recipe) -> Tensor:
-    """What the ensemble predicts on all its members' batches, `(R, K·B, C)`: everybody predicts everything."""
+def others_share(network: Network, x: Tensor, recipe: Recipe, *, first: int = 0) -> Tensor:
+    """What the other members add to the ensemble's prediction on each member's batch, `(R, K, B, C)`: Σ_{j≠k} q^j / K.
+
+    Args:
+        network: The members, some of them where the rest is on other ranks; every one predicts all batches.
+        x: The batches of all members, `(R, K, B, ...)`.
+        recipe: Which loss.
+        first: The number of the network's first member in the whole ensemble.
+    """
     training = network.training
     network.eval()  # others' samples must not enter a member's batch statistics
     with precision_of(x, recipe):
         logits = network(x.flatten(1, 2))
     network.train(training)
-    return mixture_of(logits, recipe)
+    q = member_predictions(logits, recipe).unflatten(2, x.shape[1:3])  # (R, K of this network, K, B, C)
+    q.narrow(2, first, q.shape[1]).diagonal(dim1=1, dim2=2).zero_()  # on its own batch a member is no other
+    return q.sum(1) / x.shape[1]
+
+
+def own_mixture(others: Tensor, logits: Tensor, num_members: int, recipe: Recipe) -> Tensor:
+    """What the ensemble predicts on its members' own batches, `(R, K·B, C)`, as line 2 of the design has it.
+
+    A member's own share is the prediction that its gradient is of, in training mode: dropout and batch statistics make
+    it another than the one that its evaluation mode gives.
+
+    Args:
+        others: See `others_share`; of some members, where the rest is on other ranks.
+        logits: Those of the members on their own batches, in training mode, `(R, K, B, C)`.
+        num_members: K of the whole ensemble.
+        recipe: Which loss.
+    """
+    return others.add(member_predictions(logits.detach(), recipe) / num_members).flatten(1, 2)
 
 
 def precision_of(x: Tensor, recipe: Recipe) -> AbstractContextManager[object]:

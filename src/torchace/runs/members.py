@@ -96,6 +96,7 @@ def train_members(
     validation: Split | None = None,
     network: Cohort | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    mean_weight: float | None = None,
     saving: Saving | None = None,
     watch: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
@@ -111,6 +112,7 @@ def train_members(
         validation: What early stopping looks at; needed where the plan has a patience.
         network: One that was trained before, to go on with.
         optimizer: The one that trained it.
+        mean_weight: See `fit`.
         saving: Where and how often the state is saved.
         watch: Is told about progress.
         stop: Is asked before every step.
@@ -140,6 +142,7 @@ def train_members(
         seeds=seeds,
         held_out=held_out,
         optimizer=optimizer,
+        mean_weight=mean_weight,
         saving=saving,
         watch=watch,
         stop=stop,
