@@ -29,7 +29,7 @@ from torchace.models.encoder import TableEncoder
 from torchace.models.mlp import checked_widths
 from torchace.nn import Ensemble
 from torchace.runs.ledger import finite
-from torchace.runs.members import MemberPlan, Trained, new_cohort, train_members
+from torchace.runs.members import MemberPlan, Trained, new_run_group, train_members
 from torchace.runs.scaling import Moments, Scaling, finished_ensemble
 from torchace.runs.tune import TunedDiversity, tune_diversity
 from torchace.saving import ModelFileError, load_model, save_model
@@ -141,7 +141,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
             plan = replace(self._plan(), precision="float32" if X.dtype == np.float32 else "float64")
             self._progress = _new_progress(self._drawn_seed(), plan, Scaling.of(samples))
             self.tuning_, self.history_, self.diversity_ = None, [], float(self.diversity)
-            self._network = new_cohort(plan, X.shape[1], self._num_outputs, [self._progress["seed"]])
+            self._network = new_run_group(plan, X.shape[1], self._num_outputs, [self._progress["seed"]])
         self._count_weights(samples)
         done = self._progress
         mean_weight = done["weight"] / done["samples"]

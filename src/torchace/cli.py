@@ -18,8 +18,7 @@ from torchace import __version__
 TOOL = "The command line needs {}: pip install 'torchace[tool]'."
 # What to do about too little memory, by command.
 LESS_MEMORY = {
-    "run": "What was saved is kept; try a smaller network or batch, or fewer runs at a time (sweep.cohort_size, "
-    "sweep.side_by_side).",
+    "run": "What was saved is kept; try a smaller network or batch, or fewer runs at a time (sweep.cohort_size).",
     "fit": "What was saved is kept; try fewer or smaller members (--members, --hidden), or smaller batches "
     "(--batch-size).",
     "tune": "What was saved is kept; try fewer or smaller members (--members, --hidden), smaller batches "

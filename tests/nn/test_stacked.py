@@ -464,7 +464,7 @@ def test_copies(copied):
 
 
 def test_state_dict_round_trip():
-    make, inputs, _ = CASES["conv with batch norm"]
+    make, inputs = CASES["conv with batch norm"]
     _, stacked = pair(make)
     _, other = pair(make)
     x = inputs()

@@ -16,7 +16,7 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from torchace.engine.files import remove_partial, write_whole
-from torchace.engine.network import Network
+from torchace.engine.network import RunGroup
 from torchace.engine.stopping import EarlyStopping
 
 FORMAT = 1
@@ -38,7 +38,7 @@ class Checkpoints:
 
     def save(
         self,
-        network: Network,
+        network: RunGroup,
         optimizer: torch.optim.Optimizer,
         progress: dict[str, Any],
         stopping: EarlyStopping | None = None,
@@ -64,7 +64,7 @@ class Checkpoints:
                 old.unlink(missing_ok=True)
 
     def load(
-        self, network: Network, optimizer: torch.optim.Optimizer, stopping: EarlyStopping | None = None
+        self, network: RunGroup, optimizer: torch.optim.Optimizer, stopping: EarlyStopping | None = None
     ) -> dict[str, Any] | None:
         """Restores the newest checkpoint and returns its progress; None where there is none yet."""
         remove_partial(self.directory)
@@ -131,7 +131,7 @@ def _reason(error: Exception) -> str:
     return str(error).split("\n")[0].rstrip(".:")
 
 
-def weights_digest(network: Network, run: int) -> str:
+def weights_digest(network: RunGroup, run: int) -> str:
     """A SHA-256 of one run's weights and buffers: two runs with the same digest ended bit-identically."""
     digest = hashlib.sha256()
     for name, value in sorted(network.ensemble(run).state_dict().items()):

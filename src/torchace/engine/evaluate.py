@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchace.engine.network import Network
+from torchace.engine.network import RunGroup
 from torchace.functional import disagreement, ensemble_probs, mutual_information
 from torchace.functional.calibration import calibration_bins
 
@@ -26,7 +26,7 @@ class Evaluation:
 
 
 @torch.no_grad()
-def logits_of(network: Network, chunks: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], Tensor]:
+def logits_of(network: RunGroup, chunks: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], Tensor]:
     """Each run's logits `(K, N, C)` on a split, and its labels `(N,)`."""
     training = network.training
     network.eval()

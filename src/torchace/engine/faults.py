@@ -6,11 +6,9 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
+from torch import Tensor
 
-from torchace.engine.network import Cohort, Network, SideBySide
-from torchace.nn import Ensemble
+from torchace.engine.network import RunGroup
 
 
 def all_well(values: Sequence[Tensor | None]) -> bool:
@@ -20,7 +18,7 @@ def all_well(values: Sequence[Tensor | None]) -> bool:
 
 
 @torch.no_grad()
-def faults(network: Network, logits: Tensor, losses: Tensor) -> Tensor:
+def faults(network: RunGroup, logits: Tensor, losses: Tensor) -> Tensor:
     """The first member of each run with a NaN or Inf, `(R,)`; -1: none; K: in what the members share.
 
     Coupled members pass a NaN on to each other's losses within one step. So the member whose own logits hold one is
@@ -42,25 +40,18 @@ def faults(network: Network, logits: Tensor, losses: Tensor) -> Tensor:
     return found
 
 
-def _in_gradients(network: Network) -> Tensor:
+def _in_gradients(network: RunGroup) -> Tensor:
     """`(R, K + 1)`, not finite where the gradients of a member's own parameters, or of what members share, are not."""
-    if isinstance(network, Cohort):
-        own = [p.grad.reshape(p.shape[0], -1).sum(1) for p in network.parameters() if p.grad is not None]
-        total = torch.stack(own).sum(0).view(network.num_runs, network.num_members)
-        return torch.nn.functional.pad(total, (0, 1))
-    if isinstance(network, SideBySide):
-        return torch.stack([_of_ensemble(ensemble, network.num_members) for ensemble in network.ensembles])
-    raise TypeError(f"{type(network).__name__} does not say whose its gradients are.")
-
-
-def _of_ensemble(ensemble: nn.Module, num_members: int) -> Tensor:
-    members = list(ensemble) if isinstance(ensemble, Ensemble) else []
-    own = [[p.grad for p in member.parameters() if p.grad is not None] for member in members]
-    known = {id(grad) for grads in own for grad in grads}
-    shared = [p.grad for p in ensemble.parameters() if p.grad is not None and id(p.grad) not in known]
-    first = next(ensemble.parameters())
-    largest = torch.zeros(num_members + 1, dtype=first.dtype, device=first.device)
-    for place, grads in (*enumerate(own), (num_members, shared)):
-        if grads:
-            largest[place] = get_total_norm(grads, norm_type=math.inf)
-    return largest
+    own: list[Tensor] = []  # (R, K) each
+    shared: list[Tensor] = []  # (R, 1) each
+    for name, parameter in network.named_parameters():
+        if parameter.grad is not None:
+            is_shared = network.heads or name.startswith("trunk.")
+            entries = parameter.grad.reshape(parameter.shape[0], -1).sum(1).view(network.num_runs, -1)
+            (shared if is_shared else own).append(entries)
+    first = (own or shared)[0]
+    columns = [
+        torch.stack(entries).sum(0) if entries else first.new_zeros(network.num_runs, width)
+        for entries, width in ((own, network.num_members), (shared, 1))
+    ]
+    return torch.cat(columns, 1)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchace.data import Batches, hashed_key
+from torchace.data import Batches
 from torchace.engine.checkpoint import Checkpoints
 from torchace.engine.clock import Clock
 from torchace.engine.distributed import Meetings, Ranks
 from torchace.engine.graph import Stepper
-from torchace.engine.network import Network
+from torchace.engine.network import RunGroup
 from torchace.engine.recipe import Recipe, make_optimizer, set_learning_rate
 from torchace.engine.spread import Part, RankStepper, SharedCheckpoints
 from torchace.engine.step import StepResult
@@ -70,7 +69,7 @@ class Progress:
 
 
 def fit(
-    network: Network,
+    network: RunGroup,
     batches: Batches,
     recipe: Recipe,
     *,
@@ -133,7 +132,7 @@ def fit(
     clock = (Clock if ranks is None else Meetings)(stop, None if saving is None else saving.every_seconds)
     before, began = fitted.seconds, time.monotonic()
     feed = _Feed(batches, seeds, num_members, recipe, mean_weight)
-    random = any(isinstance(module, torch.nn.modules.dropout._DropoutNd) for module in network.modules())
+    network.set_seeds(seeds)
 
     def note_failures() -> None:
         tally.share()
@@ -159,8 +158,8 @@ def fit(
         x, y, weight = feed(epoch, within)
         set_learning_rate(optimizer, recipe.learning_rate_at(step))
         share = recipe.diversity_share_at(step)
-        with _masks(seeds[0], step, device, ranks) if random else nullcontext():
-            result = stepper(x, y, weight, full if share == 1 else full * share, active)
+        network.step.fill_(step)
+        result = stepper(x, y, weight, full if share == 1 else full * share, active)
         tally.add(result, step, weight)
 
         last_of_epoch = within == batches.steps_per_epoch - 1 or step == recipe.steps - 1
@@ -193,18 +192,6 @@ def fit(
         fitted.best_epochs = stopping.best_epoch
     fitted.seconds = before + time.monotonic() - began
     return fitted
-
-
-@contextmanager
-def _masks(seed: int, step: int, device: torch.device, ranks: Ranks | None) -> Iterator[None]:
-    """Dropout masks as a function of seed and step, so that a run resumes bit for bit; torch's state stays as it was.
-
-    Runs with dropout are trained one at a time: masks that several runs drew would depend on who is among them. For the
-    same reason every rank has its own.
-    """
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(hashed_key(seed, "dropout", step, *([] if ranks is None else [ranks.rank])))
-        yield
 
 
 class _Feed:

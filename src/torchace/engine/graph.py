@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchace.engine.network import Network
+from torchace.engine.network import RunGroup
 from torchace.engine.recipe import Recipe
 from torchace.engine.step import StepResult, train_step
 
@@ -15,7 +15,7 @@ EAGER_STEPS = 3  # real steps before the capture: they warm up cuDNN, cuBLAS and
 class Stepper:
     """Calls `train_step`; on a GPU captures it after a few steps and replays it from then on."""
 
-    def __init__(self, network: Network, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    def __init__(self, network: RunGroup, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
         self.network, self.optimizer, self.recipe = network, optimizer, recipe
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None

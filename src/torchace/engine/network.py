@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchace.nn import StackedEnsemble
-from torchace.nn.base import EnsembleModule
-from torchace.nn.chain import Chain
+from torchace.data import hashed_key
+from torchace.nn import SMOC, Ensemble, StackedEnsemble
+from torchace.nn.base import EnsembleModule, average_shared
+from torchace.nn.stacking import KeyedDraws
 
 
-class Network(nn.Module):
-    """R runs of K members each. Runs share nothing: whatever happens to one leaves the others as they are."""
+class RunGroup(nn.Module):
+    """R runs of K members each. Runs share nothing: whatever happens to one leaves the others as they are.
 
-    def __init__(self, num_runs: int, num_members: int) -> None:
+    Separate members, and those that part behind a trunk, are one stack of R·K; R trunks are a stack, and R heads of
+    SMOC are another, each of K members. Random numbers in training are a function of (seed, step, layer, member), so that
+    a run draws the same whatever is trained beside it.
+
+    Args:
+        ensembles: One for each run, of one kind: `Ensemble` of members of one architecture, or `SMOC`.
+    """
+
+    def __init__(self, ensembles: Sequence[EnsembleModule]) -> None:
         super().__init__()
-        self.num_runs, self.num_members = num_runs, num_members
+        first = ensembles[0]
+        self.num_runs, self.num_members, self.link = len(ensembles), first.num_members, first.link
+        trunks: list[Any] = [getattr(ensemble, "trunk", None) for ensemble in ensembles]
+        self.trunk = None if trunks[0] is None else StackedEnsemble.trusted(trunks)
+        self.heads = isinstance(first, SMOC)
+        self.members = StackedEnsemble.trusted(
+            [ensemble.head for ensemble in ensembles if isinstance(ensemble, SMOC)]
+            if self.heads
+            else [member for ensemble in ensembles for member in ensemble]  # type: ignore[attr-defined]
+        )
+        self.first_member = 0  # the number of the first of these members in the whole ensemble
+        self.seeds = torch.zeros(self.num_runs, dtype=torch.int64)
+        self.step = torch.zeros((), dtype=torch.int64)
 
     def forward(self, x: Tensor, *, own: bool = False) -> Tensor:
         """Logits `(R, K, B, C)`.
@@ -28,84 +48,65 @@ class Network(nn.Module):
             x: A batch a run, `(R, B, ...)`; with `own`, a batch a member, `(R, K, B, ...)`.
             own: Whether every member has a batch of its own.
         """
-        raise TypeError(f"{type(self).__name__} does not say how it computes logits.")
+        if self.trunk is None:
+            logits = self._compute(self.members, x.flatten(0, 1) if own else x, self.num_members)
+            return logits.unflatten(0, (self.num_runs, self.num_members))
+        features = self._compute(self.trunk, x.flatten(1, 2) if own else x, 1)
+        features = average_shared(features, self.num_members)
+        if not own:
+            return self._from_features(features)
+        if not isinstance(features, Tensor):
+            raise TypeError(
+                f"Expected the trunk to return one tensor where members have batches of their own, but got "
+                f"{type(features).__name__}."
+            )
+        features = features.unflatten(1, x.shape[1:3])  # (R, K, B, ...)
+        if self.heads:
+            return self.members.compute([features], {"batches": "separate"}, own=True)
+        return self._from_features(features.flatten(0, 1))
 
     def predict(self, x: Tensor) -> Tensor:
         """Logits `(R, K, B, C)` of one input `(B, ...)` for all runs."""
-        raise TypeError(f"{type(self).__name__} does not say how it predicts.")
+        if self.trunk is None:
+            return self.members(x).unflatten(0, (self.num_runs, self.num_members))
+        return self._from_features(self.trunk.compute([x], {}, own=False))
+
+    def _from_features(self, features: Any) -> Tensor:
+        """Logits of all members, of what their runs' trunks return."""
+        if self.heads:
+            return self.members.compute([features], {}, own=True)
+        logits = self._compute(self.members, features, self.num_members)
+        return logits.unflatten(0, (self.num_runs, self.num_members))
+
+    def _compute(self, stack: StackedEnsemble, x: Any, members_a_run: int) -> Any:
+        draws = None
+        if self.training:
+            numbers = torch.arange(members_a_run, device=self.seeds.device) + self.first_member
+            draws = KeyedDraws(self.seeds, numbers, self.step)
+        return stack.compute([x], {}, own=True, draws=draws)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = next(self.parameters()).device
+        self.seeds, self.step = self.seeds.to(device), self.step.to(device)
+        return self
+
+    def set_seeds(self, seeds: Sequence[int]) -> None:
+        """The seeds from which the runs draw random numbers in training."""
+        self.seeds.copy_(torch.tensor([hashed_key(seed, "network", 0) for seed in seeds]))
+
+    def members_a_run(self, name: str) -> int:
+        """How many entries of a tensor in `state_dict()` belong to one run."""
+        return 1 if self.heads or name.startswith("trunk.") else self.num_members
 
     def ensemble(self, run: int) -> EnsembleModule:
-        """One run's ensemble, by itself."""
-        raise TypeError(f"{type(self).__name__} does not give its ensembles.")
-
-
-class Cohort(Network):
-    """Runs whose members are separate models of one architecture: all R·K of them are one stack."""
-
-    def __init__(self, members: Sequence[Sequence[nn.Module]]) -> None:
-        super().__init__(len(members), len(members[0]))
-        self.stack = StackedEnsemble(member for run in members for member in run)
-        self._chain = Chain.of(self.stack.stacked)  # found once: the stack itself looks again at every call
-
-    def forward(self, x: Tensor, *, own: bool = False) -> Tensor:
-        if own:
-            x = x.flatten(0, 1)
-        if self._chain is not None and self._chain.takes(x, own=True):
-            logits = self._chain(x, own=True)
-        else:
-            logits = self.stack(x, batches="separate" if own else "grouped")
-        return cast(Tensor, logits.unflatten(0, (self.num_runs, self.num_members)))
-
-    def predict(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.stack(x).unflatten(0, (self.num_runs, self.num_members)))
-
-    def ensemble(self, run: int) -> EnsembleModule:
+        """One run's ensemble, by itself; a copy."""
         first = run * self.num_members
-        mine: dict[int, Any] = {}
-        for p in self.stack.parameters():
-            part = p.detach()[first : first + self.num_members].clone()
-            mine[id(p)] = nn.Parameter(part, requires_grad=p.requires_grad)
-        for b in self.stack.buffers():
-            mine[id(b)] = b[first : first + self.num_members].clone()
-        ensemble = copy.deepcopy(self.stack, mine)  # deepcopy takes what is in its memo as the copy
-        ensemble.num_members = self.num_members
-        return ensemble
-
-
-class SideBySide(Network):
-    """Runs that are computed each by itself; on a GPU in streams of their own.
-
-    Captured in a CUDA graph, the streams become parallel branches: a network too small to fill the GPU, of which every
-    step is bound by launch latency, shares it with the others. The backward runs on the streams of the forward.
-    """
-
-    def __init__(self, ensembles: Sequence[EnsembleModule]) -> None:
-        super().__init__(len(ensembles), ensembles[0].num_members)
-        self.ensembles = nn.ModuleList(ensembles)
-        self._streams: list[Any] = []
-
-    def forward(self, x: Tensor, *, own: bool = False) -> Tensor:
-        batches = "separate" if own else "shared"
-        return self._each([lambda e=e, i=i: e(i, batches=batches) for e, i in zip(self.ensembles, x, strict=True)], x)
-
-    def predict(self, x: Tensor) -> Tensor:
-        return self._each([lambda e=e: e(x) for e in self.ensembles], x)
-
-    def _each(self, calls: list[Any], x: Tensor) -> Tensor:
-        if x.device.type != "cuda" or len(calls) == 1:
-            return torch.stack([call() for call in calls])
-        if not self._streams:
-            self._streams = [torch.cuda.Stream(x.device) for _ in calls]
-        current = torch.cuda.current_stream(x.device)
-        outputs = []
-        for call, stream in zip(calls, self._streams, strict=True):
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                outputs.append(call())
-        for stream, output in zip(self._streams, outputs, strict=True):
-            current.wait_stream(stream)
-            output.record_stream(current)
-        return torch.stack(outputs)
-
-    def ensemble(self, run: int) -> EnsembleModule:
-        return cast(EnsembleModule, self.ensembles[run])
+        if self.trunk is None:
+            return self.members.take(slice(first, first + self.num_members))
+        trunk = self.trunk[run]
+        if not self.heads:
+            return Ensemble([self.members[first + k] for k in range(self.num_members)], trunk, self.link)
+        head: Any = self.members[run]
+        smoc = SMOC.from_parts(trunk, head, self.link)
+        return smoc.train(self.training)

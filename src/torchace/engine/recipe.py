@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from torchace.kernels.available import runs_kernels
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -80,10 +78,6 @@ def make_optimizer(recipe: Recipe, parameters: list[torch.nn.Parameter]) -> torc
             fused=True,
         )
     kinds: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    if runs_kernels(device):
-        from torchace.kernels import adam_gpu  # imports Triton
-
-        kinds = {"adam": adam_gpu.Adam, "adamw": adam_gpu.AdamW}
     return kinds[recipe.optimizer](parameters, lr=lr, weight_decay=recipe.weight_decay, fused=True, capturable=on_gpu)
 
 

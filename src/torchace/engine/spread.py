@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from torchace.data import hashed_key
 from torchace.engine.checkpoint import Checkpoints, _laid_out_as, _under
 from torchace.engine.distributed import Ranks, in_contact
 from torchace.engine.faults import faults
-from torchace.engine.network import Cohort, Network, SideBySide
+from torchace.engine.network import RunGroup
 from torchace.engine.objective import losses_of, mixture_of, mixture_scores, scores_of
 from torchace.engine.recipe import Recipe
 from torchace.engine.step import StepResult, others_share, own_mixture, precision_of
@@ -24,7 +24,7 @@ from torchace.nn import Ensemble
 State = dict[str, Tensor]
 
 
-class Part(Network):
+class Part(RunGroup):
     """R runs of which this rank has some members. `forward` gives the logits of these, `predict` those of all."""
 
     ranks: Ranks
@@ -36,19 +36,12 @@ class Part(Network):
         logits = super().predict(x if few else x[self.ranks.local_samples(len(x))])
         return self.ranks.gathered(logits, self.all_members, len(x))
 
+    def set_seeds(self, seeds: Sequence[int]) -> None:
+        """The seeds of the runs; ranks with other samples draw other numbers."""
+        super().set_seeds([hashed_key(seed, "rank", self.ranks.data_index) for seed in seeds])
+
     def taken(self, whole: Mapping[str, Tensor]) -> State:
         """This rank's part of the whole network's state; names may have anything before those of the network."""
-        raise TypeError(f"{type(self).__name__} does not say what its part is.")
-
-    def assembled(self, parts: Sequence[Mapping[str, Tensor]]) -> State:
-        """The whole network's state, from those of the ranks that have the members."""
-        raise TypeError(f"{type(self).__name__} does not say how parts are put together.")
-
-
-class CohortPart(Part, Cohort):
-    """Part of a stack: of its tensors `(R·K, ...)`, the rows of some members of every run."""
-
-    def taken(self, whole: Mapping[str, Tensor]) -> State:
         mine = self.ranks.local_members(self.all_members)
         runs = (self.num_runs, self.all_members)
         return {
@@ -57,6 +50,7 @@ class CohortPart(Part, Cohort):
         }
 
     def assembled(self, parts: Sequence[Mapping[str, Tensor]]) -> State:
+        """The whole network's state, from those of the ranks that have the members."""
         return {
             name: torch.cat([part[name].unflatten(0, (self.num_runs, -1)) for part in parts], 1).flatten(0, 1)
             if value.ndim
@@ -65,41 +59,7 @@ class CohortPart(Part, Cohort):
         }
 
 
-class SideBySidePart(Part, SideBySide):
-    """Part of several ensembles: of each, some members, numbered from 0 here."""
-
-    def _each(self, calls: list[Any], x: Tensor) -> Tensor:
-        return torch.stack([call() for call in calls])  # DDP expects all gradients on one stream
-
-    def taken(self, whole: Mapping[str, Tensor]) -> State:
-        mine = self.ranks.local_members(self.all_members)
-        if self.ranks.members == 1:
-            return dict(whole)
-        return {_renumbered(name, -mine.start): v for name, v in whole.items() if _number_in(name) in mine}
-
-    def assembled(self, parts: Sequence[Mapping[str, Tensor]]) -> State:
-        found: State = {}
-        for part in parts:
-            first = 0 if not found else 1 + max(map(_number_in, found))
-            found |= {_renumbered(name, first): value for name, value in part.items()}
-        return found
-
-
-_MEMBER = re.compile(r"(?<=ensembles\.)(\d+)\.members\.(\d+)(?=\.)")
-
-
-def _number_in(name: str) -> int:
-    """The member that a weight belongs to."""
-    match = _MEMBER.search(name)
-    assert match is not None, name
-    return int(match[2])
-
-
-def _renumbered(name: str, by: int) -> str:
-    return _MEMBER.sub(lambda match: f"{match[1]}.members.{int(match[2]) + by}", name)
-
-
-def part_of(network: Network, ranks: Ranks) -> Part:
+def part_of(network: RunGroup, ranks: Ranks) -> Part:
     """What this rank has of a network. `fit` trains it as part of the whole.
 
     Args:
@@ -112,22 +72,17 @@ def part_of(network: Network, ranks: Ranks) -> Part:
             f"Expected at most one rank for each of {count} members, but got {ranks.members} ranks. "
             f"Use --parallel {count}xD, the batch over D ranks, or fewer ranks."
         )
+    ensembles = [network.ensemble(r) for r in range(network.num_runs)]
     mine = ranks.local_members(count)
-    part: Part
-    if isinstance(network, Cohort):
-        part = CohortPart([[network.stack[r * count + k] for k in mine] for r in range(network.num_runs)])
-    elif isinstance(network, SideBySide) and ranks.members == 1:
-        part = SideBySidePart([network.ensemble(r) for r in range(network.num_runs)])
-    elif isinstance(network, SideBySide):
-        ensembles = [network.ensemble(r) for r in range(network.num_runs)]
-        if not all(isinstance(e, Ensemble) and e.trunk is None for e in ensembles):
+    if ranks.members > 1:
+        if network.trunk is not None:
             raise ValueError(
                 "Expected members without a shared trunk for --parallel members, but they share one. "
                 "Use --parallel data, which splits the batch."
             )
-        part = SideBySidePart([Ensemble([list(cast(Ensemble, e))[k] for k in mine], link=e.link) for e in ensembles])
-    else:
-        raise TypeError(f"{type(network).__name__} does not say how it is spread over ranks.")
+        ensembles = [Ensemble([ensemble[k] for k in mine], link=ensemble.link) for ensemble in ensembles]  # type: ignore[index]
+    part = Part(ensembles)
+    part.first_member = mine.start
     part.ranks, part.all_members = ranks, count
     return part
 
@@ -212,11 +167,11 @@ class RankStepper:
 class SharedCheckpoints(Checkpoints):
     """The checkpoints of all ranks together: those that one process would write, so that any number can go on."""
 
-    whole: Network | None = None  # on the first rank: a network that has all members
+    whole: RunGroup | None = None  # on the first rank: a network that has all members
 
     def save(
         self,
-        network: Network,
+        network: RunGroup,
         optimizer: torch.optim.Optimizer,
         progress: dict[str, Any],
         stopping: EarlyStopping | None = None,
@@ -236,7 +191,7 @@ class SharedCheckpoints(Checkpoints):
         super().save(self.whole, holder, progress, best)
 
     def load(
-        self, network: Network, optimizer: torch.optim.Optimizer, stopping: EarlyStopping | None = None
+        self, network: RunGroup, optimizer: torch.optim.Optimizer, stopping: EarlyStopping | None = None
     ) -> dict[str, Any] | None:
         assert isinstance(network, Part)
         progress: dict[str, Any] | None = None
@@ -255,7 +210,7 @@ class SharedCheckpoints(Checkpoints):
         return progress
 
 
-def gathered_network(network: Part, whole: Network | None) -> Network | None:
+def gathered_network(network: Part, whole: RunGroup | None) -> RunGroup | None:
     """On the first rank, a network that has all members, with their weights; None on the others. All must ask."""
     if network.ranks.members == 1:
         return network if network.ranks.is_first else None
@@ -267,12 +222,12 @@ def gathered_network(network: Part, whole: Network | None) -> Network | None:
     return whole
 
 
-def _trained(network: Network) -> dict[str, torch.nn.Parameter]:
+def _trained(network: RunGroup) -> dict[str, torch.nn.Parameter]:
     """What an optimizer has, in its order."""
     return {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
 
 
-def _state_of(network: Network, optimizer: torch.optim.Optimizer, stopping: EarlyStopping | None) -> State:
+def _state_of(network: RunGroup, optimizer: torch.optim.Optimizer, stopping: EarlyStopping | None) -> State:
     state = {f"network.{name}": value for name, value in network.state_dict().items()}
     if stopping is not None:
         state |= {f"best.{name}": value for name, value in stopping.weights.items()}
@@ -284,7 +239,7 @@ def _state_of(network: Network, optimizer: torch.optim.Optimizer, stopping: Earl
 
 def _restore(
     state: State,
-    network: Network,
+    network: RunGroup,
     optimizer: torch.optim.Optimizer,
     stopping: EarlyStopping | None,
     best: dict[str, Any] | None,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchace.engine.faults import all_well, faults
-from torchace.engine.network import Network
+from torchace.engine.network import RunGroup
 from torchace.engine.objective import member_predictions, objective_of
 from torchace.engine.recipe import Recipe
 
@@ -21,7 +21,7 @@ class StepResult(NamedTuple):
 
 
 def train_step(
-    network: Network,
+    network: RunGroup,
     optimizer: torch.optim.Optimizer,
     x: Tensor,  # (R, B, ...), or (R, K, B, ...) with batches of the members' own
     y: Tensor,  # (R, B), or (R, K, B); for regression (..., outputs)
@@ -49,7 +49,7 @@ def train_step(
 
 
 @torch.no_grad()
-def others_share(network: Network, x: Tensor, recipe: Recipe, *, first: int = 0) -> Tensor:
+def others_share(network: RunGroup, x: Tensor, recipe: Recipe, *, first: int = 0) -> Tensor:
     """What the other members add to the ensemble's prediction on each member's batch, `(R, K, B, C)`: Σ_{j≠k} q^j / K.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchace.data import Split
-from torchace.engine.network import Cohort, Network, SideBySide
+from torchace.engine.network import RunGroup
 from torchace.engine.objective import mean_over_samples, scores_of
 from torchace.engine.recipe import Recipe
 
@@ -33,13 +33,13 @@ class EarlyStopping:
     do from then on does not matter: `restore` gives every run those of its best epoch.
     """
 
-    def __init__(self, network: Network, held_out: HeldOut, recipe: Recipe) -> None:
+    def __init__(self, network: RunGroup, held_out: HeldOut, recipe: Recipe) -> None:
         self.held_out, self.recipe = held_out, recipe
         self.best: list[float] = [math.inf] * network.num_runs
         self.best_epoch = [0] * network.num_runs  # 0: before the first
         self.weights = {name: value.detach().clone() for name, value in network.state_dict().items()}
 
-    def update(self, network: Network, epoch: int, stopped: Sequence[bool]) -> tuple[list[float | None], list[bool]]:
+    def update(self, network: RunGroup, epoch: int, stopped: Sequence[bool]) -> tuple[list[float | None], list[bool]]:
         """Scores the runs after an epoch (counted from 1).
 
         Returns:
@@ -62,7 +62,7 @@ class EarlyStopping:
         ]
         return [score if math.isfinite(score) else None for score in scores], now
 
-    def restore(self, network: Network) -> None:
+    def restore(self, network: RunGroup) -> None:
         """Gives every run the weights of its best epoch."""
         network.load_state_dict(self.weights)
 
@@ -77,7 +77,7 @@ class EarlyStopping:
 
 
 @torch.no_grad()
-def held_out_scores(network: Network, split: Split, recipe: Recipe) -> Tensor:
+def held_out_scores(network: RunGroup, split: Split, recipe: Recipe) -> Tensor:
     """Each run's cross entropy or squared error on a split, `(R,)`; weighted where samples have weights."""
     training = network.training
     network.eval()
@@ -92,10 +92,6 @@ def held_out_scores(network: Network, split: Split, recipe: Recipe) -> Tensor:
     return mean_over_samples(scores, split.weight)
 
 
-def _of_runs(network: Network, name: str, value: Tensor, taken: Tensor) -> Tensor:
+def _of_runs(network: RunGroup, name: str, value: Tensor, taken: Tensor) -> Tensor:
     """Which entries of a tensor of the network belong to the runs that are taken, to be broadcast against it."""
-    if isinstance(network, Cohort):  # (R·K, ...)
-        return taken.repeat_interleave(network.num_members).view(-1, *[1] * (value.ndim - 1))
-    if isinstance(network, SideBySide):  # ensembles.R.NAME
-        return taken[int(name.split(".")[1])]
-    raise TypeError(f"{type(network).__name__} does not say whose its weights are.")
+    return taken.repeat_interleave(network.members_a_run(name)).view(-1, *[1] * (value.ndim - 1))

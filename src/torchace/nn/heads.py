@@ -235,6 +235,14 @@ class SMOC(EnsembleModule):
         self.trunk = trunk
         self.head = make_head(in_features, num_classes, num_members, rank)
 
+    @classmethod
+    def from_parts(cls, trunk: nn.Module, head: StackedLinear | LowRankStackedLinear, link: str = "softmax") -> SMOC:
+        """SMOC of a trunk and heads that are there already."""
+        smoc = cls.__new__(cls)
+        EnsembleModule.__init__(smoc, head.num_members, link)
+        smoc.trunk, smoc.head = trunk, head
+        return smoc
+
     def forward(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Tensor:
         """The members' logits, `(K, N, C)`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,18 @@ class StackedEnsemble(EnsembleModule):
         check_one_architecture(members)
         check_shared_parameters(members)
         super().__init__(len(members), link)
+        self._stack(members)
+
+    @classmethod
+    def trusted(cls, members: Iterable[nn.Module], link: str = "softmax") -> StackedEnsemble:
+        """An ensemble of members that one function made, without looking whether they are of one architecture."""
+        members = list(members)
+        ensemble = cls.__new__(cls)
+        EnsembleModule.__init__(ensemble, len(members), link)
+        ensemble._stack(members)
+        return ensemble
+
+    def _stack(self, members: list[nn.Module]) -> None:
         self.stacked = _stack(members)
         self.training = members[0].training  # layers keep the mode they have in the members
         self._register()
@@ -87,6 +99,19 @@ class StackedEnsemble(EnsembleModule):
         self._decisions: dict[Any, Decision] = {}
         self._followed = True
         watch_optimizers(self)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """As `nn.Module.to`; a memory format is that of a member's weights."""
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None or dtype is not None:
+            super().to(device=device, dtype=dtype, non_blocking=non_blocking)
+        if memory_format is not None:
+            ndim = 5 if memory_format == torch.channels_last else 6
+            for parameter in self.parameters():
+                if parameter.ndim == ndim:
+                    kernels = parameter.data.flatten(0, 1).contiguous(memory_format=memory_format)
+                    parameter.data = kernels.unflatten(0, parameter.shape[:2])
+        return self
 
     def forward(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Tensor:
         """The members' logits, `(K, N, C, ...)`.
@@ -132,7 +157,7 @@ class StackedEnsemble(EnsembleModule):
                 return vectorise(self.stacked, self.num_members, args, kwargs, own=own)
             modes = tuple(module.training for module in self.stacked.modules())
             state = {**slots(self.stacked, "parameters"), **slots(self.stacked, "buffers")}
-            key = None if draws is None else draws.key_and_members
+            key = None if draws is None else draws.tensors
             return follow_in_graph(self._token, modes, own, list(args), kwargs, state, key)
         decision = self._decision(args, kwargs, own=own)
         before = [] if own else versions_of([*args, *kwargs.values()])
@@ -251,6 +276,14 @@ class StackedEnsemble(EnsembleModule):
         for grad in gradients:
             grad.mul_(factor.reshape(-1, *[1] * (grad.ndim - 1)).to(grad))
         return total
+
+    def take(self, members: slice) -> StackedEnsemble:
+        """An ensemble of some of the members, a copy."""
+        taken = StackedEnsemble.trusted([nn.Identity()], self.link)
+        taken.num_members = len(range(self.num_members)[members])
+        taken.stacked = take_members(self.stacked, members)
+        taken.training = self.training
+        return taken
 
     def __len__(self) -> int:
         return self.num_members

@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from torchace.data import Dataset, hashed_key
-from torchace.engine.abreast import Abreast
-from torchace.engine.network import Cohort, Network, SideBySide
+from torchace.engine.network import RunGroup
 from torchace.engine.recipe import Recipe
-from torchace.kernels.available import runs_kernels
 from torchace.models import cifar_resnet, mlp
 from torchace.nn import SMOC, Ensemble
 from torchace.nn.base import EnsembleModule
@@ -20,36 +18,28 @@ from torchace.nn.branching import branch
 from torchace.runs.config import Arm, ModelSection, TrainSection
 
 
-def can_stack(model: ModelSection) -> bool:
-    """Whether runs of this model are trained as one stack: separate members that are chains of linear layers."""
-    return model.kind == "separate" and model.network == "mlp" and can_share(model)
+def default_group_size(model: ModelSection, device: torch.device | str) -> int:
+    """How many runs to train as one network where the experiment does not say.
+
+    Convolutions fill a GPU with a few runs, and the cache of a CPU with one.
+    """
+    if model.network == "mlp":
+        return 64
+    return 8 if torch.device(device).type == "cuda" else 1
 
 
-def can_share(model: ModelSection) -> bool:
-    """Whether runs of this model may be trained side by side: dropout masks would depend on who else is there."""
-    return model.dropout == 0
-
-
-def build_network(arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.device | str) -> Network:
+def build_network(arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.device | str) -> RunGroup:
     """The runs of these seeds, with initial weights that depend on seed and member alone."""
     dtype = torch.float64 if arm.train.precision == "float64" else torch.float32
-    network: Network
-    if can_stack(arm.model):
-        members = {seed: _members(arm.model, data, seed) for seed in set(seeds)}
-        network = Cohort([members[seed] for seed in seeds])
-    else:
-        ensembles = [_ensemble(arm.model, data, seed) for seed in seeds]
-        network = Abreast(ensembles) if _can_go_abreast(arm, ensembles, device) else SideBySide(ensembles)
-    network = network.to(device=device, dtype=dtype)
+    ensembles = {seed: _ensemble(arm.model, data, seed) for seed in set(seeds)}
+    network = RunGroup([ensembles[seed] for seed in seeds]).to(device=device, dtype=dtype)
     if torch.device(device).type == "cuda" and arm.model.network == "resnet":
-        network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for stack in (network.trunk, network.members):
+            if stack is not None:
+                stack.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if arm.train.compile:
         network.compile()
     return network
-
-
-def _can_go_abreast(arm: Arm, ensembles: Sequence[EnsembleModule], device: torch.device | str) -> bool:
-    return runs_kernels(torch.device(device)) and not arm.train.compile and Abreast.takes(ensembles)
 
 
 def recipe_of(train: TrainSection, steps_per_epoch: int) -> Recipe:

@@ -134,8 +134,7 @@ class SweepSection(_Section):
 
     diversities: Diversities = [0.0, 0.1, 0.3, 0.5, 0.7]
     seeds: Annotated[list[Seed], Field(min_length=1), AfterValidator(_distinct)] = [0, 1, 2, 3, 4]
-    cohort_size: Count = 64  # runs trained as one network at most
-    side_by_side: Count = 8  # runs too large to stack that share a GPU
+    cohort_size: Count | None = None  # runs trained as one network at most; None: by network and device
 
 
 class CheckpointSection(_Section):

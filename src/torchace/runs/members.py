@@ -11,13 +11,13 @@ import torch
 
 from torchace.data import Batches, Split
 from torchace.engine.fit import Failure, Fitted, Progress, Saving, fit
-from torchace.engine.network import Cohort
+from torchace.engine.network import RunGroup
 from torchace.engine.objective import LINKS
 from torchace.engine.recipe import Recipe
 from torchace.engine.seeds import seeded
 from torchace.engine.stopping import HeldOut, held_out_scores
 from torchace.models import mlp
-from torchace.nn import StackedEnsemble
+from torchace.nn import Ensemble, StackedEnsemble
 
 LOSSES = {"classification": "ace", "regression": "ncl"}
 
@@ -67,7 +67,7 @@ class Trained:
 
     plan: MemberPlan
     recipe: Recipe
-    network: Cohort
+    network: RunGroup
     fitted: Fitted
 
     def failure(self, run: int) -> Failure | None:
@@ -94,14 +94,14 @@ def train_members(
     diversities: Sequence[float],
     seeds: Sequence[int],
     validation: Split | None = None,
-    network: Cohort | None = None,
+    network: RunGroup | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     mean_weight: float | None = None,
     saving: Saving | None = None,
     watch: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Trained:
-    """Trains runs that differ in λ and seed alone as one cohort.
+    """Trains runs that differ in λ and seed alone as one run group.
 
     Args:
         plan: What is trained, and how.
@@ -131,7 +131,7 @@ def train_members(
         raise ValueError("Expected held-out samples `validation` for a plan with `patience`, but got none.")
     recipe = plan.recipe(len(train))
     if network is None:
-        network = new_cohort(plan, train.x.shape[1], num_outputs, seeds).to(train.x.device)
+        network = new_run_group(plan, train.x.shape[1], num_outputs, seeds).to(train.x.device)
     held_out = None if plan.patience is None or validation is None else HeldOut(validation, plan.patience)
     size = len(train) // plan.steps_per_epoch(len(train))
     fitted = fit(
@@ -150,7 +150,7 @@ def train_members(
     return Trained(plan, recipe, network, fitted)
 
 
-def new_cohort(plan: MemberPlan, num_features: int, num_outputs: int, seeds: Sequence[int]) -> Cohort:
+def new_run_group(plan: MemberPlan, num_features: int, num_outputs: int, seeds: Sequence[int]) -> RunGroup:
     """The runs of these seeds; initial weights depend on the seed and the member alone."""
     dtype = torch.float64 if plan.precision == "float64" else torch.float32
     runs = []
@@ -159,5 +159,5 @@ def new_cohort(plan: MemberPlan, num_features: int, num_outputs: int, seeds: Seq
         for k in range(plan.num_members):
             with seeded(seed, "member", k):
                 members.append(mlp(num_features, plan.hidden, num_outputs).to(dtype))
-        runs.append(members)
-    return Cohort(runs)
+        runs.append(Ensemble(members, link=LINKS[LOSSES[plan.task]]))
+    return RunGroup(runs)

@@ -21,7 +21,7 @@ from torchace._checks import check_count
 from torchace.data import Split, hashed_key
 from torchace.engine.fit import FAULT, Interrupted
 from torchace.engine.stopping import held_out_scores
-from torchace.runs.members import MemberPlan, new_cohort, train_members
+from torchace.runs.members import MemberPlan, new_run_group, train_members
 from torchace.runs.storage import FAILURE, opened_study, retried, retry
 from torchace.runs.trials import fingerprint
 from torchace.runs.tune import METRICS, check_split, seeds_of
@@ -325,7 +325,7 @@ class _Objective:
         values = self.space.values(trial)
         trial.set_user_attr("values", values)
         plan, diversity = plan_of(self.plan, values)
-        network = new_cohort(plan, self.train.x.shape[1], self.num_outputs, self.seeds).to(self.train.x.device)
+        network = new_run_group(plan, self.train.x.shape[1], self.num_outputs, self.seeds).to(self.train.x.device)
         watching = _Watching(plan, network, self.train, self.validation, trial, self.stop)
         try:
             trained = train_members(

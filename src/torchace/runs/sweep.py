@@ -15,8 +15,8 @@ from torch import Tensor
 from torchace.engine.checkpoint import weights_digest
 from torchace.engine.evaluate import evaluate, logits_of
 from torchace.engine.fit import FAULT, Failure, Fitted, Progress, Saving, fit
-from torchace.engine.network import Network
-from torchace.runs.build import build_network, can_share, can_stack, describe_network, recipe_of
+from torchace.engine.network import RunGroup
+from torchace.runs.build import build_network, default_group_size, describe_network, recipe_of
 from torchace.runs.config import Arm, Experiment
 from torchace.runs.environment import hardware, versions
 from torchace.runs.ledger import FORMAT, Job, Ledger, LedgerError, Run
@@ -167,11 +167,7 @@ class Sweep:
         known = {run for job in jobs for run in job.runs}
         for arm in arms.values():
             new = [run for run in self._runs_of(arm) if run not in known]
-            if can_stack(arm.model):
-                size = self.experiment.sweep.cohort_size
-            else:  # too large to stack: next to each other on a GPU, one after another elsewhere
-                on_gpu = self.device.startswith("cuda")
-                size = self.experiment.sweep.side_by_side if on_gpu and can_share(arm.model) else 1
+            size = self.experiment.sweep.cohort_size or default_group_size(arm.model, self.device)
             for start in range(0, len(new), size):
                 taken = sum(job.runs[0].arm == arm.name for job in jobs)
                 jobs.append(Job(f"{arm.name}-{taken}", tuple(new[start : start + size])))
@@ -225,7 +221,7 @@ class Sweep:
         ledger.checkpoints(job).remove()
         return fitted.seconds + time.monotonic() - start
 
-    def _predicted(self, arm: Arm, data: Prepared, network: Network) -> Predicted:
+    def _predicted(self, arm: Arm, data: Prepared, network: RunGroup) -> Predicted:
         """What the runs predict on test samples, and on those held out."""
         test = logits_of(network, data.chunks(arm, data.dataset.test))
         return test, None if data.validation is None else logits_of(network, data.chunks(arm, data.validation))
@@ -236,7 +232,7 @@ class Sweep:
         job: Job,
         arm: Arm,
         data: Prepared,
-        network: Network,
+        network: RunGroup,
         fitted: Fitted,
         steps: int,
         predicted: Predicted,
@@ -281,7 +277,7 @@ class Sweep:
             )
 
 
-def _parameters_of(network: Network) -> int:
+def _parameters_of(network: RunGroup) -> int:
     return sum(p.numel() for p in network.parameters()) // network.num_runs
 
 

@@ -36,7 +36,7 @@ def follow_in_graph(
     args: list[Any],
     kwargs: dict[str, Any],
     state: dict[str, Tensor],
-    key: tuple[Tensor, Tensor] | None,
+    key: tuple[Tensor, Tensor, Tensor] | None,
 ) -> Any:
     """`follow` for `torch.compile`, which does not look inside but runs it while it traces what is computed.
 
@@ -47,7 +47,7 @@ def follow_in_graph(
         args: See `follow`.
         kwargs: See `follow`.
         state: The ensemble's parameters and buffers by name: what the graph gets gradients of and writes to.
-        key: Of the random numbers, if they are not PyTorch's.
+        key: What `KeyedDraws` are made from, where random numbers are not PyTorch's.
     """
     ensemble = _ensembles[token]
     draws = None if key is None else KeyedDraws(*key)

@@ -26,42 +26,42 @@ class Half:
 class KeyedDraws:
     """Numbers that are a function of (seed, step, call, member, position) alone.
 
+    Args:
+        seeds: The seeds of R runs, `(R,)`.
+        members: The numbers of each run's members, `(M,)`; together there are K = R·M members.
+        step: The step, a tensor of one number: a CUDA graph reads it anew at every replay.
+        part: Which of the K members to draw for; all unless given.
+
     Example:
-        >>> members = torch.tensor([0, 1])
-        >>> draws = KeyedDraws.of(torch.tensor([7, 7]), members, torch.tensor(0))
-        >>> both = draws.uniform((2, 3), torch.float32, torch.device("cpu"))
-        >>> alone = KeyedDraws.of(torch.tensor([7]), members[1:], torch.tensor(0))
-        >>> torch.equal(both[1:], alone.uniform((1, 3), torch.float32, torch.device("cpu")))
+        >>> step, members = torch.tensor(3), torch.tensor([0, 1])
+        >>> both = KeyedDraws(torch.tensor([5, 7]), members, step).uniform((4, 3), torch.float32, torch.device("cpu"))
+        >>> alone = KeyedDraws(torch.tensor([7]), members, step).uniform((2, 3), torch.float32, torch.device("cpu"))
+        >>> torch.equal(both[2:], alone)
         True
     """
 
-    def __init__(self, key: Tensor, members: Tensor) -> None:
-        self.key, self.members, self.calls = key, members, 0
-
-    @classmethod
-    def of(cls, seeds: Tensor, members: Tensor, step: Tensor) -> KeyedDraws:
-        """Draws for one step.
-
-        Args:
-            seeds: One seed for each member, `(K,)`; members of one run have the run's.
-            members: Each member's number in its run, `(K,)`.
-            step: The step, a tensor of one number: a CUDA graph reads it anew at every replay.
-        """
-        return cls(_mix(_mix(_mix(seeds) + (seeds >> 32)) + step), members)
-
-    @property
-    def key_and_members(self) -> tuple[Tensor, Tensor]:
-        """The tensors that these draws are made from."""
-        return self.key, self.members
+    def __init__(self, seeds: Tensor, members: Tensor, step: Tensor, part: slice | None = None) -> None:
+        self.tensors, self.part, self.calls = (seeds, members, step), part, 0
+        self._keys: tuple[Tensor, Tensor] | None = None
 
     def __getitem__(self, part: slice) -> KeyedDraws:
         """The draws of some of the members."""
-        return KeyedDraws(self.key[part], self.members[part])
+        return KeyedDraws(*self.tensors, part)
+
+    def _of_members(self) -> tuple[Tensor, Tensor]:
+        """A key and a number for each member, `(K,)`; made when first needed."""
+        if self._keys is None:
+            seeds, members, step = self.tensors
+            key = _mix(_mix(_mix(seeds) + (seeds >> 32)) + step)
+            keys = key.repeat_interleave(len(members)), members.repeat(len(seeds))
+            self._keys = keys if self.part is None else (keys[0][self.part], keys[1][self.part])
+        return self._keys
 
     def uniform(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         self.calls += 1
-        key = _mix(self.key + self.calls * 0x9E3779B9)
-        key = _mix(key + self.members * 0x85EBCA6B).view(-1, 1)  # (K, 1)
+        key, members = self._of_members()
+        key = _mix(key + self.calls * 0x9E3779B9)
+        key = _mix(key + members * 0x85EBCA6B).view(-1, 1)  # (K, 1)
         position = torch.arange(math.prod(shape[1:]), device=device)
         bits = _mix(_mix(position + key) ^ _mix(key + 0x27D4EB2F))
         return ((bits >> 8).to(dtype) * 2.0**-24).view(shape)
