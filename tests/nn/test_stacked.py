@@ -676,9 +676,6 @@ def within(layer: nn.Module) -> nn.Module:
 
 
 NOT_VECTORISABLE: dict[str, tuple[Make, str]] = {
-    "GRU": (lambda: Recurrent(nn.GRU), r"layer 'encoder' \(GRU\)"),
-    "LSTM": (lambda: Recurrent(nn.LSTM), r"layer 'encoder' \(LSTM\)"),
-    "RNN": (lambda: Recurrent(nn.RNN), r"layer 'encoder' \(RNN\)"),
     "sparse embedding": (lambda: nn.Sequential(nn.Embedding(5, 4, sparse=True)), r"layer '0' \(Embedding\)"),
     "spectral norm": (
         lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, CLASSES))),
@@ -686,9 +683,28 @@ NOT_VECTORISABLE: dict[str, tuple[Make, str]] = {
     ),
     "old spectral norm": (lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, CLASSES))), r"layer '0' \(Linear"),
     "lazy layer": (lambda: nn.Sequential(nn.LazyLinear(CLASSES)), r"layer '0' \(LazyLinear\).*run it once"),
-    "reassigned buffer": (lambda: within(Counting()), r"layer '0' \(Counting\).*buffer 'calls'"),
     "data-dependent": (lambda: within(Undecided()), r"layer '0' \(Undecided\).*data-dependent"),
 }
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_layers_run_member_by_member(kind):
+    torch.manual_seed(0)
+    one, stacked = pair(lambda: Recurrent(kind))
+    x = torch.randn(N, 6).double()
+    for ensemble in (one, stacked):
+        ensemble(x).square().sum().backward()
+    torch.testing.assert_close(stacked(x), one(x), **EXACT)
+    assert_same_gradients(one, stacked)
+    assert {node.how for node in stacked.explain() if node.layer == "encoder"} >= {"loop"}
+    assert stacked.explain().counts()["batched"] > 0
+
+
+def test_a_buffer_may_be_replaced():
+    stacked = StackedEnsemble([within(Counting()) for _ in range(K)])
+    stacked(torch.randn(N, 6))
+    stacked(torch.randn(N, 6))
+    assert torch.equal(stacked.stacked[0].calls, torch.full((K,), 2.0))
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
@@ -747,7 +763,7 @@ def test_ensembles_are_not_kept_alive():
 
     stacked = StackedEnsemble([mlp(), mlp()])
     torch.optim.SGD(stacked.parameters(), lr=0.1).step()
-    watched = len(optimizers._ensembles)
+    watched = len(optimizers._watched)
     del stacked
     gc.collect()
-    assert len(optimizers._ensembles) < watched
+    assert len(optimizers._watched) < watched

@@ -37,8 +37,6 @@ def check_layers(members: list[nn.Module]) -> None:
                 )
     member = members[0]
     for name, layer in member.named_modules():
-        if isinstance(layer, nn.RNNBase):
-            raise not_vectorisable(member, name, "recurrent layers have no batched form")
         if isinstance(layer, nn.Embedding) and layer.sparse:
             raise not_vectorisable(member, name, "sparse gradients have no batched form")
         if any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=False)):
@@ -119,6 +117,8 @@ def _plain_state(layer: nn.Module) -> dict[str, Any]:
     """What a layer holds beside registered layers, parameters and buffers; hooks in order, without their numbers."""
     extras = {extra for names in HOOKS.values() for extra in names}
     left_out = {*REGISTERED, *extras, *recomputed_names(layer)}
+    if isinstance(layer, nn.RNNBase):
+        left_out |= {"_flat_weights", "_flat_weight_refs"}  # its parameters once more
     state = {name: value for name, value in vars(layer).items() if name not in left_out}
     for name, known in HOOKS.items():
         hooks = state.get(name, {})

@@ -31,6 +31,7 @@ from torchace.nn.stacking import (
     decide,
     follow,
     follow_in_graph,
+    keep_apart,
     register,
     slots,
     swapped,
@@ -86,6 +87,7 @@ class StackedEnsemble(EnsembleModule):
 
     def _stack(self, members: list[nn.Module]) -> None:
         self.stacked = _stack(members)
+        keep_apart(self.stacked)
         self.training = members[0].training  # layers keep the mode they have in the members
         self._register()
 

@@ -1,7 +1,7 @@
 """Computes members of one architecture at once, by following the forward of one."""
 
 from torchace.nn.stacking import layers as _layers  # registers its rules, and those of `rules`
-from torchace.nn.stacking.compute import Decision, decide, follow, swapped, take_members
+from torchace.nn.stacking.compute import Decision, decide, follow, keep_apart, swapped, take_members
 from torchace.nn.stacking.explain import Explanation
 from torchace.nn.stacking.follow import Follower
 from torchace.nn.stacking.graph import follow_in_graph, register
@@ -16,6 +16,7 @@ __all__ = [
     "decide",
     "follow",
     "follow_in_graph",
+    "keep_apart",
     "register",
     "slots",
     "swapped",

@@ -38,7 +38,22 @@ def take_members(stacked: nn.Module, index: int | slice | Sequence[int]) -> nn.M
     for buffer in stacked.buffers():
         parts[id(buffer)] = buffer.detach()[index].clone()
     copied = copy_module(stacked, parts)
-    return recompute(copied) if isinstance(index, int) else copied
+    if not isinstance(index, int):
+        return copied
+    for layer in copied.modules():
+        vars(layer).pop("flatten_parameters", None)  # see `keep_apart`
+    return recompute(copied)
+
+
+def keep_apart(stacked: nn.Module) -> None:
+    """Let recurrent layers leave their weights where they are: as one block of memory they would be one member's."""
+    for layer in stacked.modules():
+        if isinstance(layer, nn.RNNBase):
+            vars(layer)["flatten_parameters"] = _nothing
+
+
+def _nothing() -> None:
+    return None
 
 
 @contextmanager
@@ -79,6 +94,7 @@ def follow(stacked: nn.Module, follower: Follower, args: Sequence[Any], kwargs: 
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.append((module, name, follower.mark(buffer)))
+                follower.buffers.add(id(buffer))
     if own:  # views: what the caller holds is not marked
         args = tree_map(lambda x: follower.mark(x[:]) if isinstance(x, Tensor) else x, list(args))
     with follower:

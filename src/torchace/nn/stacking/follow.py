@@ -65,6 +65,7 @@ class Follower(TorchFunctionMode):
         self.num_members, self.draws, self.record = num_members, draws, record
         self.marks = {FIRST: (token, FIRST), CHANNELS: (token, CHANNELS)}
         self.token = token
+        self.buffers: set[int] = set()  # ids of the members' buffers
         self.layer = ""  # the running layer's name, where somebody keeps it up to date
         self.largest = 0  # elements of the largest convolution's output, of one member
 

@@ -432,6 +432,17 @@ def numel(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
     return args[0].shape(follower.num_members).numel()
 
 
+@rule(
+    *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__),
+    *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, Tensor.__contains__, torch.is_nonzero),
+)
+def python_value(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """A count that all members hold alike, such as that of BatchNorm, may be read; what a member computes may not."""
+    if id(args[0].data if isinstance(args[0], Stacked) else args[0]) not in follower.buffers:
+        raise CannotFollow("what it does is data-dependent, and members' data differ")
+    return without_rule(follower, func, args, kwargs)
+
+
 def _property(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
     return func(args[0].data, *args[1:], **kwargs)
 
