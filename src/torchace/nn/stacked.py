@@ -152,20 +152,19 @@ class StackedEnsemble(EnsembleModule):
             own: Whether `args` are `(G, N, ...)` where G divides K, one batch for each member or group of members.
             draws: Where random numbers come from; PyTorch's generator unless given.
         """
-        if torch.is_grad_enabled():
-            _check_backward_hooks(self.stacked)
+        layers, modes = self._modes()
         if torch.compiler.is_dynamo_compiling():
             if not self._followed:
                 return vectorise(self.stacked, self.num_members, args, kwargs, own=own)
-            modes = tuple(module.training for module in self.stacked.modules())
             state = {**slots(self.stacked, "parameters"), **slots(self.stacked, "buffers")}
             key = None if draws is None else draws.tensors
             return follow_in_graph(self._token, modes, own, list(args), kwargs, state, key)
-        decision = self._decision(args, kwargs, own=own)
-        before = [] if own else versions_of([*args, *kwargs.values()])
+        decision = self._decision(modes, args, kwargs, own=own)
+        shared = [] if own else [*args, *kwargs.values()]
+        before = versions_of(shared)
         if decision is None or decision.followed:
             size = self._members_at_once(decision, args, own=own)
-            output = self._follow(args, kwargs, size, own=own, draws=draws)
+            output = self._follow(layers, args, kwargs, size, own=own, draws=draws)
         elif draws is not None:
             raise ValueError(
                 f"Expected a network whose random numbers can be drawn for each run by itself, but {decision.reason}. "
@@ -173,7 +172,7 @@ class StackedEnsemble(EnsembleModule):
             )
         else:
             output = vectorise(self.stacked, self.num_members, args, kwargs, own=own)
-        if not own and versions_of([*args, *kwargs.values()]) != before:
+        if versions_of(shared) != before:
             raise ValueError(
                 "The members changed their input in place, which all of them share. Use layers that do not "
                 "(inplace=False), or give them a copy."
@@ -181,10 +180,18 @@ class StackedEnsemble(EnsembleModule):
         return output
 
     def _follow(
-        self, args: Sequence[Any], kwargs: dict[str, Any], size: int, *, own: bool, draws: KeyedDraws | None
+        self,
+        layers: list[nn.Module],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        size: int,
+        *,
+        own: bool,
+        draws: KeyedDraws | None,
     ) -> Any:
         if size >= self.num_members:
-            return follow(self.stacked, Follower(self.num_members, self._token, draws), args, kwargs, own=own)
+            follower = Follower(self.num_members, self._token, draws)
+            return follow(self.stacked, follower, args, kwargs, own=own, layers=layers)
         state = {**slots(self.stacked, "parameters"), **slots(self.stacked, "buffers")}
         outputs = []
         for start in range(0, self.num_members, size):
@@ -192,21 +199,32 @@ class StackedEnsemble(EnsembleModule):
             mine = tree_map(lambda x, part=part: x[part] if own and isinstance(x, Tensor) else x, list(args))
             with swapped(self.stacked, {name: tensor[part] for name, tensor in state.items()}):
                 follower = Follower(part.stop - part.start, self._token, None if draws is None else draws[part])
-                outputs.append(follow(self.stacked, follower, mine, kwargs, own=own))
+                outputs.append(follow(self.stacked, follower, mine, kwargs, own=own, layers=layers))
         return tree_map(lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *outputs)
 
     def _members_at_once(self, decision: Decision | None, args: Sequence[Any], *, own: bool) -> int:
         """How many members to compute together: on a CPU, no more images than stay in its cache."""
-        tensors = [x for x in tree_leaves(list(args)) if isinstance(x, Tensor)]
-        if decision is None or not decision.largest or any(x.device.type != "cpu" for x in tensors):
+        if decision is None or not decision.largest:
             return self.num_members
-        if own and any(len(x) != self.num_members for x in tensors):
+        tensors = [x for x in tree_leaves(list(args)) if isinstance(x, Tensor)]
+        if any(x.device.type != "cpu" or (own and len(x) != self.num_members) for x in tensors):
             return self.num_members
         return max(1, CACHED // decision.largest)
 
-    def _decision(self, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool) -> Decision | None:
+    def _modes(self) -> tuple[list[nn.Module], tuple[bool, ...]]:
+        """All layers, and each one's mode."""
+        layers = list(self.stacked.modules())
+        if torch.is_grad_enabled():
+            for layer in layers:
+                if layer._backward_hooks or layer._backward_pre_hooks:
+                    _refuse_backward_hooks(self.stacked)
+        return layers, tuple([layer.training for layer in layers])
+
+    def _decision(
+        self, modes: tuple[bool, ...], args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
+    ) -> Decision | None:
         """How members are computed in the mode they are in, tried at the first call; None where it cannot be tried."""
-        key = (own, torch.is_grad_enabled(), *(module.training for module in self.stacked.modules()))
+        key = (own, torch.is_grad_enabled(), modes)
         if key not in self._decisions:
             if _is_traced(args):
                 return None if self._followed else Decision(False, "", (), 0)
@@ -232,7 +250,7 @@ class StackedEnsemble(EnsembleModule):
         """
         if args or kwargs:
             own = batches != "shared"
-            decision = self._decision(args, kwargs, own=own)
+            decision = self._decision(self._modes()[1], args, kwargs, own=own)
         else:
             decision = next(reversed(self._decisions.values()), None)
         if decision is None:
@@ -319,7 +337,7 @@ def _is_traced(args: Sequence[Any]) -> bool:
     )
 
 
-def _check_backward_hooks(stacked: nn.Module) -> None:
+def _refuse_backward_hooks(stacked: nn.Module) -> None:
     for name, layer in stacked.named_modules():
         if layer._backward_hooks or layer._backward_pre_hooks:
             raise not_vectorisable(stacked, name, "its backward hooks would never be called")

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -73,7 +75,15 @@ def swapped(stacked: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
             slots[name] = tensor  # type: ignore[assignment]
 
 
-def follow(stacked: nn.Module, follower: Follower, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool) -> Any:
+def follow(
+    stacked: nn.Module,
+    follower: Follower,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    own: bool,
+    layers: Sequence[nn.Module] | None = None,
+) -> Any:
     """Compute the members of a stacked module, whose tensors are `(K, ...)`.
 
     Args:
@@ -82,12 +92,13 @@ def follow(stacked: nn.Module, follower: Follower, args: Sequence[Any], kwargs: 
         args: Its inputs.
         kwargs: Its inputs by name, shared by all members.
         own: Whether `args` are `(G, ...)`, one for each member or group of members.
+        layers: All modules of `stacked`, where they are known.
 
     Returns:
         What the forward returned, every tensor in it `(K, ...)`.
     """
     buffers = []
-    for module in stacked.modules():
+    for module in stacked.modules() if layers is None else layers:
         for parameter in module._parameters.values():
             if parameter is not None:
                 follower.mark(parameter)
@@ -95,8 +106,8 @@ def follow(stacked: nn.Module, follower: Follower, args: Sequence[Any], kwargs: 
             if buffer is not None:
                 buffers.append((module, name, follower.mark(buffer)))
                 follower.buffers.add(id(buffer))
-    if own:  # views: what the caller holds is not marked
-        args = tree_map(lambda x: follower.mark(x[:]) if isinstance(x, Tensor) else x, list(args))
+    if own:
+        args = [_marked(follower, x) for x in args]
     with follower:
         output = stacked(*args, **kwargs)
     for module, name, buffer in buffers:
@@ -106,9 +117,21 @@ def follow(stacked: nn.Module, follower: Follower, args: Sequence[Any], kwargs: 
             if new.shape != buffer.shape:
                 raise CannotFollow(f"the shape of buffer {name!r} changes")
             module._buffers[name] = buffer.copy_(new)
-    return tree_map(
-        lambda x: to_members(follower.value_of(x), follower.num_members)[:] if isinstance(x, Tensor) else x, output
-    )
+    return _unmarked(follower, output) if isinstance(output, Tensor) else tree_map(partial(_unmarked, follower), output)
+
+
+def _marked(follower: Follower, x: Any) -> Any:
+    """An input of each member's own; a view, so that what the caller holds is not marked."""
+    return follower.mark(x[:]) if isinstance(x, Tensor) else tree_map(partial(_marked, follower), x)
+
+
+def _unmarked(follower: Follower, output: Any) -> Any:
+    """An output `(K, ...)` that means nothing to another follower."""
+    if not isinstance(output, Tensor):
+        return output
+    data = to_members(follower.value_of(output), follower.num_members)
+    follower.unmark(data)
+    return data
 
 
 def decide(
@@ -195,9 +218,10 @@ class _Deterministic(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in RANDOM and func not in (Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_):
+        random = func in RANDOM or (func is F.scaled_dot_product_attention and kwargs.get("dropout_p", 0) > 0)
+        if not random and func not in (Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_):
             return func(*args, **kwargs)
-        if func in RANDOM:
+        if random:
             result = RULES[func](self.alone, func, args, kwargs)
             return result.data[0] if isinstance(result, Stacked) and result.layout == "first" else result
         RULES[func](self.alone, func, (Stacked(args[0][None]), *args[1:]), kwargs)

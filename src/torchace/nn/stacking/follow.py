@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchace.nn.stacking.random import Draws
-from torchace.nn.stacking.values import CHANNELS, FIRST, Stacked, to_members
+from torchace.nn.stacking.values import CHANNELS, FIRST, LAST, Stacked, to_members
 
 Rule = Callable[["Follower", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 RULES: dict[Any, Rule] = {}
@@ -63,7 +63,7 @@ class Follower(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.num_members, self.draws, self.record = num_members, draws, record
-        self.marks = {FIRST: (token, FIRST), CHANNELS: (token, CHANNELS)}
+        self.marks = {layout: (token, layout) for layout in (FIRST, CHANNELS, LAST)}
         self.token = token
         self.buffers: set[int] = set()  # ids of the members' buffers
         self.layer = ""  # the running layer's name, where somebody keeps it up to date
@@ -73,6 +73,10 @@ class Follower(TorchFunctionMode):
         """Mark a tensor as holding all members."""
         setattr(data, _MARK, self.marks[layout])
         return data
+
+    def unmark(self, data: Tensor) -> None:
+        """Take a mark away."""
+        setattr(data, _MARK, None)
 
     def value_of(self, tensor: Any) -> Any:
         """Return a marked tensor as `Stacked`, anything else as it is."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchace.nn.stacking.follow import RANDOM, CannotFollow, Follower, rule, without_rule
 from torchace.nn.stacking.rules import Args, Func, Kwargs, argument, named, shifted
-from torchace.nn.stacking.values import CHANNELS, FIRST, Stacked, for_each, to_channels, to_first, to_members
+from torchace.nn.stacking.values import CHANNELS, FIRST, LAST, Stacked, for_each, to_channels, to_first, to_members
 
 
 def signature(*names: str, **defaults: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -43,31 +43,31 @@ def _flat(value: Any) -> Tensor | None:
 
 def _are_stacked(follower: Follower, *values: Any) -> bool:
     """Whether the weights are there for each member, or not at all."""
-    return all(v is None or (isinstance(v, Stacked) and len(v.data) == follower.num_members) for v in values)
+    return all(v is None or (isinstance(v, Stacked) and v.data.shape[0] == follower.num_members) for v in values)
 
 
 # Products
 
 
 @rule(F.linear)
-@signature("input", "weight", bias=None)
-def linear(follower: Follower, func: Func, input: Any, weight: Any, bias: Any) -> Any:
+def linear(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Vectors are kept with the batch last in memory, `(K, features, N)`: every weight keeps the layout of a member's."""
     count = follower.num_members
+    input, weight, bias = (argument(args, kwargs, i, name) for i, name in enumerate(("input", "weight", "bias")))
     if not _are_stacked(follower, weight, bias):
-        return NotImplemented
+        return without_rule(follower, func, args, kwargs)
     w, b = weight.data, None if bias is None else bias.data
     if input.ndim == 2:
         out_features, in_features = w.shape[1:]
         if not isinstance(input, Stacked):  # one wide layer
-            rows, h = w.flatten(0, 1), input.mT
+            rows, h = w.reshape(-1, in_features), input.mT
             out = rows @ h if b is None else torch.addmm(b.reshape(-1, 1), rows, h)
-            return Stacked(out.unflatten(0, (count, out_features)).mT)
-        h = to_first(input, count).mT  # (G, in, N)
+            return Stacked(out.view(count, out_features, h.shape[-1]), LAST)
+        h = input.data if input.layout == LAST else to_first(input, count).mT  # (G, in, N)
         groups = h.shape[0]  # the members of a group are rows of one matrix
         rows = w.reshape(groups, -1, in_features)
         out = rows @ h if b is None else torch.baddbmm(b.reshape(groups, -1, 1), rows, h)
-        return Stacked(out.view(count, out_features, -1).mT)
+        return Stacked(out.view(count, out_features, h.shape[-1]), LAST)
     x = to_members(input, count)
     rows = x.reshape(count, -1, x.shape[-1])
     out = rows @ w.mT if b is None else torch.baddbmm(b.unsqueeze(1), rows, w.mT)
@@ -291,9 +291,7 @@ def attention(follower: Follower, func: Func, dropout_p: float, attn_mask: Any, 
     """Members folded into the batch."""
     count = follower.num_members
     query, key, value = (given.pop(name) for name in ("query", "key", "value"))
-    if dropout_p > 0 and follower.draws is not None:
-        raise CannotFollow("dropout inside scaled_dot_product_attention is drawn by PyTorch alone")
-    if query.ndim < 3:
+    if query.ndim < 3 and not (dropout_p > 0 and follower.draws is not None):
         return NotImplemented
     q, k, v = (to_members(part, count) for part in (query, key, value))
     if attn_mask is not None:
@@ -308,8 +306,34 @@ def attention(follower: Follower, func: Func, dropout_p: float, attn_mask: Any, 
             mask = mask.flatten(0, 1)
     else:
         mask = None
+    if dropout_p > 0 and follower.draws is not None:
+        return Stacked(_attention_with_keys(follower, q, k, v, mask, dropout_p, **given))
     out = func(*(part.flatten(0, 1) for part in (q, k, v)), attn_mask=mask, dropout_p=dropout_p, **given)
     return Stacked(out.unflatten(0, (count, -1)))
+
+
+def _attention_with_keys(
+    follower: Follower,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Attention whose dropout is drawn from the follower's numbers; written out, since PyTorch's draws by itself."""
+    if enable_gqa:
+        k, v = (part.repeat_interleave(q.shape[-3] // part.shape[-3], -3) for part in (k, v))
+    logits = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        mask = mask.unflatten(0, (len(q), -1)) if mask.ndim == q.ndim - 1 else mask
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    weights = logits.softmax(-1)
+    return (weights * _keep(follower, weights, weights.shape, p)) @ v
 
 
 @rule(F.multi_head_attention_forward)
@@ -344,8 +368,8 @@ def dropout(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
     p = argument(args, kwargs, 1, "p", 0.5)
     if not argument(args, kwargs, 2, "training", kwargs.get("train", True)) or p == 0:
         return x
-    if isinstance(x, Stacked) and x.layout == CHANNELS and follower.draws is None:
-        return Stacked(F.dropout(x.data, p), CHANNELS)
+    if isinstance(x, Stacked) and x.layout != FIRST and follower.draws is None:
+        return Stacked(F.dropout(x.data, p), x.layout)
     data = to_members(x, follower.num_members)
     if follower.draws is None:
         return Stacked(F.dropout(data, p))

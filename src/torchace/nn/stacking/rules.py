@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchace.nn.stacking.follow import QUERIES, CannotFollow, Follower, rule, without_rule
-from torchace.nn.stacking.values import CHANNELS, FIRST, Stacked, for_each, to_first, to_members
+from torchace.nn.stacking.values import CHANNELS, FIRST, LAST, Stacked, for_each, to_first, to_members
 
 Func = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -98,6 +98,8 @@ def broadcast(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any
     first = stacked[0]
     if len(tensors) == 1:
         return Stacked(_call(func, args, kwargs, {id(first): first.data}), first.layout)
+    if all(isinstance(v, Stacked) and v.layout == LAST and v.data.shape == first.data.shape for v in tensors):
+        return Stacked(_call(func, args, kwargs, {id(v): v.data for v in stacked}), LAST)
     in_place = _changes_first(func) and len(args) > 0
     ndim = max(v.ndim for v in tensors)
     if any(v.layout == CHANNELS and v.ndim == ndim for v in stacked):

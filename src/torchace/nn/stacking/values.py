@@ -5,7 +5,8 @@ Inside a followed forward every tensor is one of three:
 - plain: the same for all members, with the shape that a member sees;
 - `FIRST`: `(K, ...)`, the member axis before the axes that a member sees. It may also be `(G, ...)` where G divides K:
   the first K/G members share the first entry, and so on;
-- `CHANNELS`: `(N, K·C, ...)`, the members among the channels, which is what grouped convolutions take.
+- `CHANNELS`: `(N, K·C, ...)`, the members among the channels, which is what grouped convolutions take;
+- `LAST`: `(K, D, N)` of vectors `(N, D)`, the batch last, which is what linear layers give.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FIRST, CHANNELS = "first", "channels"
+FIRST, CHANNELS, LAST = "first", "channels", "last"
 
 
 class Stacked:
@@ -29,13 +30,15 @@ class Stacked:
     @property
     def ndim(self) -> int:
         """The number of axes that a member sees."""
-        return self.data.ndim - (self.layout == FIRST)
+        return self.data.ndim - (self.layout != CHANNELS)
 
     def shape(self, num_members: int) -> torch.Size:
         """The shape that a member sees."""
         shape = self.data.shape
         if self.layout == FIRST:
             return shape[1:]
+        if self.layout == LAST:
+            return torch.Size((shape[2], shape[1]))
         return torch.Size((shape[0], shape[1] // num_members, *shape[2:]))
 
 
@@ -43,6 +46,8 @@ def to_first(value: Any, num_members: int) -> Tensor:
     """Return `(G, ...)` of a stacked tensor; a view."""
     if value.layout == FIRST:
         return value.data
+    if value.layout == LAST:
+        return value.data.mT
     return value.data.unflatten(1, (num_members, -1)).movedim(1, 0)
 
 
