@@ -23,7 +23,7 @@ from torchace.engine.checkpoint import Checkpoints
 from torchace.engine.distributed import RankLost, Ranks, check_same, in_contact, layout_of, may_speak
 from torchace.engine.evaluate import evaluate, logits_of
 from torchace.engine.fit import Fitted, Interrupted, Saving, fit
-from torchace.engine.network import Cohort, Network, SideBySide
+from torchace.engine.network import RunGroup
 from torchace.engine.recipe import Recipe, make_optimizer
 from torchace.engine.spread import Part, RankStepper, SharedCheckpoints, gathered_network, part_of
 from torchace.engine.stopping import HeldOut
@@ -37,20 +37,20 @@ LAMBDAS, SEEDS = [0.0, 0.6], [3, 4]
 # -- the trainings ----------------------------------------------------------------------------------------------------
 
 
-def network_of(kind: str, hidden: int = 5, count: int = 3) -> Network:
+def network_of(kind: str, hidden: int = 5, count: int = 3) -> RunGroup:
     """Two runs of three members, or more."""
     if kind == "cohort":
-        return Cohort([_members(seed, hidden, count=count) for seed in SEEDS])
+        return run_group([_members(seed, hidden, count=count) for seed in SEEDS])
     if kind == "side by side":
-        return SideBySide([Ensemble(_members(seed, hidden, count=count)) for seed in SEEDS])
+        return RunGroup([Ensemble(_members(seed, hidden, count=count)) for seed in SEEDS])
     if kind == "norm":
-        return SideBySide([Ensemble([_with_norm(seed, k) for k in range(3)]) for seed in SEEDS])
+        return RunGroup([Ensemble([_with_norm(seed, k) for k in range(3)]) for seed in SEEDS])
     ensembles = []
     for seed in SEEDS:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             ensembles.append(SMOC(mlp(FEATURES, hidden, None), hidden, CLASSES, 3).double())
-    return SideBySide(ensembles)
+    return RunGroup(ensembles)
 
 
 def _members(seed: int, hidden: int = 5, dropout: float = 0.0, count: int = 3) -> list[nn.Module]:
@@ -220,7 +220,7 @@ def dropout_of_twins() -> dict[str, Tensor]:
     """Two members with the same weights on two ranks, and one step."""
     twins = [_members(1, dropout=0.5)[0], _members(1, dropout=0.5)[0]]
     assert torch.equal(twins[0].fc.weight, twins[1].fc.weight)  # type: ignore[union-attr]
-    network = part_of(SideBySide([Ensemble(twins)]), Ranks("members"))
+    network = part_of(RunGroup([Ensemble(twins)]), Ranks("members"))
     fit(network, batches_of(BATCH, "ace", False), recipe_of({"steps": 1}), diversities=[0.0], seeds=[3])
     return network.state_dict()
 
@@ -329,8 +329,8 @@ def poisoned(layout: str | None, where: str) -> Any:
     """Member 2 of the second run holds Inf from the start, or gets it in the first step's gradient."""
     network = network_of("cohort")
     part = network if layout is None else part_of(network, Ranks(layout))
-    weight = part.stack.stacked.fc.weight  # type: ignore[union-attr]
-    inf = torch.zeros_like(network.stack.stacked.fc.weight)  # type: ignore[union-attr]
+    weight = part.members.stacked.fc.weight  # type: ignore[union-attr]
+    inf = torch.zeros_like(network.members.stacked.fc.weight)  # type: ignore[union-attr]
     inf[5] = torch.inf
     mine = part.taken({"inf": inf})["inf"] if isinstance(part, Part) else inf
     if where == "weight":
@@ -511,9 +511,9 @@ def test_layouts_that_do_not_fit(text: str, message: str) -> None:
 def refused() -> list[str]:
     ranks = Ranks("members")
     calls: list[Callable[[], Any]] = [
-        lambda: part_of(Cohort([[mlp(FEATURES, 3, CLASSES)]]), ranks),
+        lambda: part_of(run_group([[mlp(FEATURES, 3, CLASSES)]]), ranks),
         lambda: part_of(network_of("smoc"), ranks),
-        lambda: part_of(SideBySide([Ensemble([mlp(4, 3, CLASSES)] * 2, trunk=mlp(FEATURES, 4, None))]), ranks),
+        lambda: part_of(RunGroup([Ensemble([mlp(4, 3, CLASSES)] * 2, trunk=mlp(FEATURES, 4, None))]), ranks),
         lambda: part_of(Network(1, 2), ranks),
         lambda: trained({"size": 1}, "data"),
         lambda: fit(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,16 @@ class RunGroup(nn.Module):
             numbers = torch.arange(members_a_run, device=self.seeds.device) + self.first_member
             draws = KeyedDraws(self.seeds, numbers, self.step)
         return stack.compute([x], {}, own=True, draws=draws)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """As `nn.Module.to`; a memory format is that of a member's weights."""
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None or dtype is not None:
+            super().to(device=device, dtype=dtype, non_blocking=non_blocking)
+        for stack in (self.trunk, self.members):
+            if stack is not None and memory_format is not None:
+                stack.to(memory_format=memory_format)
+        return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
