@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from torchace.data import Batches, Split
-from torchace.engine.network import Cohort, Network
+from torchace.engine.network import RunGroup
 from torchace.engine.recipe import Recipe
 from torchace.models import mlp
+from torchace.nn import Ensemble
 
 FEATURES, CLASSES, MEMBERS, BATCH = 6, 3, 3, 8
 
@@ -28,11 +29,17 @@ def members(seed: int, dtype: torch.dtype = torch.float64, count: int = MEMBERS)
         return [mlp(FEATURES, 5, CLASSES).to(dtype) for _ in range(count)]
 
 
-def cohort(seeds: Sequence[int], dtype: torch.dtype = torch.float64, count: int = MEMBERS) -> Network:
-    return Cohort([members(seed, dtype, count) for seed in seeds])
+def run_group(runs: Sequence[Sequence[nn.Module]]) -> RunGroup:
+    """A run group of the members of each run."""
+    return RunGroup([Ensemble(of_run) for of_run in runs])
 
 
-def weights(network: Network, run: int) -> dict[str, Tensor]:
+def group_of(seeds: Sequence[int], dtype: torch.dtype = torch.float64, count: int = MEMBERS) -> RunGroup:
+    """A run group with one run for each seed."""
+    return run_group([members(seed, dtype, count) for seed in seeds])
+
+
+def weights(network: RunGroup, run: int) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in network.ensemble(run).state_dict().items()}
 
 

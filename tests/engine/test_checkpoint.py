@@ -12,34 +12,34 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.cases import batches, cohort, recipe
+from tests.engine.cases import batches, group_of, recipe
 from torchace.engine import files
 from torchace.engine.checkpoint import CheckpointError, Checkpoints, weights_digest
 from torchace.engine.files import write_whole
 from torchace.engine.fit import Saving, fit
-from torchace.engine.network import Network, SideBySide
+from torchace.engine.network import RunGroup
 from torchace.engine.recipe import make_optimizer
 from torchace.nn import Ensemble
 
 ARGUMENTS: dict[str, Any] = {"diversities": [0.5], "seeds": [5]}
 
 
-def save_one(directory: Path, steps: int = 3) -> Network:
+def save_one(directory: Path, steps: int = 3) -> RunGroup:
     """A checkpoint after some steps."""
-    network = cohort([5])
+    network = group_of([5])
     fit(network, batches(), recipe(steps=steps + 1), **ARGUMENTS, saving=Saving(Checkpoints(directory), steps, None))
     return network
 
 
-def load_one(directory: Path, optimizer: str = "adam") -> tuple[Network, dict[str, Any] | None]:
-    network = cohort([5])
+def load_one(directory: Path, optimizer: str = "adam") -> tuple[RunGroup, dict[str, Any] | None]:
+    network = group_of([5])
     return network, Checkpoints(directory).load(
         network, make_optimizer(recipe(optimizer=optimizer), list(network.parameters()))
     )
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
-    expected = cohort([5])
+    expected = group_of([5])
     fit(expected, batches(), recipe(steps=3), **ARGUMENTS)
     save_one(tmp_path)
     network, progress = load_one(tmp_path)
@@ -50,7 +50,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
 
 def test_an_optimizers_state_comes_back(tmp_path: Path) -> None:
     for name in ("adam", "sgd"):
-        network = cohort([5])
+        network = group_of([5])
         optimizer = make_optimizer(recipe(optimizer=name), list(network.parameters()))
         network(torch.ones(1, 2, 6, dtype=torch.float64)).sum().backward()
         optimizer.step()
@@ -66,7 +66,7 @@ def test_an_optimizers_state_comes_back(tmp_path: Path) -> None:
 
 def test_there_is_one_checkpoint_at_a_time(tmp_path: Path) -> None:
     saving = Saving(Checkpoints(tmp_path), 1, None)
-    fit(cohort([5]), batches(), recipe(steps=5), **ARGUMENTS, saving=saving)
+    fit(group_of([5]), batches(), recipe(steps=5), **ARGUMENTS, saving=saving)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "state-4.safetensors"]
 
 
@@ -81,7 +81,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "state-9.safetensors").write_bytes(b"written, but its manifest was not")
     assert load_one(tmp_path)[1]["step"] == 3  # type: ignore[index]
     assert not list(tmp_path.glob("*.partial"))
-    fit(cohort([5]), batches(), recipe(steps=6), **ARGUMENTS, saving=Saving(Checkpoints(tmp_path), 5, None))
+    fit(group_of([5]), batches(), recipe(steps=6), **ARGUMENTS, saving=Saving(Checkpoints(tmp_path), 5, None))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "state-5.safetensors"]
 
 
@@ -155,14 +155,14 @@ def test_a_missing_state_file_is_named(tmp_path: Path) -> None:
 
 def test_another_networks_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
     save_one(tmp_path)
-    network = cohort([5, 6])
+    network = group_of([5, 6])
     with pytest.raises(CheckpointError) as caught:
         Checkpoints(tmp_path).load(network, make_optimizer(recipe(), list(network.parameters())))
     assert "\n" not in str(caught.value)
 
 
 def test_manifests_are_json_without_nan(tmp_path: Path) -> None:
-    network = cohort([5, 6])
+    network = group_of([5, 6])
     with torch.no_grad():
         next(network.parameters())[0] = torch.nan
     arguments: dict[str, Any] = {"diversities": [0.5, 0.5], "seeds": [5, 6]}
@@ -184,7 +184,7 @@ def test_manifests_are_json_without_nan(tmp_path: Path) -> None:
 def test_a_disk_that_fills_up_at_any_moment(
     call: int, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = cohort([5])
+    expected = group_of([5])
     fit(expected, batches(), recipe(steps=6), **ARGUMENTS)
 
     real, calls = getattr(os, function), 0
@@ -200,10 +200,10 @@ def test_a_disk_that_fills_up_at_any_moment(
     with monkeypatch.context() as patch:
         patch.setattr(files.os, function, full)
         with pytest.raises(OSError, match="No space left") as caught:
-            fit(cohort([5]), batches(), recipe(steps=6), **ARGUMENTS, saving=saving)
+            fit(group_of([5]), batches(), recipe(steps=6), **ARGUMENTS, saving=saving)
     assert str(tmp_path) in str(caught.value.filename)
     assert not list(tmp_path.glob(".*.partial"))
-    network = cohort([5])
+    network = group_of([5])
     fit(network, batches(), recipe(steps=6), **ARGUMENTS, saving=saving)
     assert weights_digest(network, 0) == weights_digest(expected, 0)
 
@@ -234,9 +234,9 @@ def test_files_have_the_users_permissions(tmp_path: Path) -> None:
 def test_moments_keep_the_memory_format_of_their_parameters(tmp_path: Path) -> None:
     """A fused optimizer on a GPU refuses a channels-last weight whose momentum is laid out otherwise."""
 
-    def training() -> tuple[SideBySide, torch.optim.Optimizer]:
+    def training() -> tuple[RunGroup, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        network = SideBySide([Ensemble([nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 2))])])
+        network = RunGroup([Ensemble([nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 2))])])
         network = network.to(memory_format=torch.channels_last)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
         network(torch.ones(1, 2, 3, 8, 8)).sum().backward()

@@ -16,19 +16,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.engine import cases
-from tests.engine.cases import BATCH, CLASSES, FEATURES, assert_same
+from tests.engine.cases import BATCH, CLASSES, FEATURES, assert_same, run_group
 from tests.support.processes import counting, team
 from torchace.data import Batches, Split
 from torchace.engine.checkpoint import Checkpoints
 from torchace.engine.distributed import RankLost, Ranks, check_same, in_contact, layout_of, may_speak
 from torchace.engine.evaluate import evaluate, logits_of
 from torchace.engine.fit import Fitted, Interrupted, Saving, fit
-from torchace.engine.network import Cohort, Network, SideBySide
+from torchace.engine.network import RunGroup
 from torchace.engine.recipe import Recipe, make_optimizer
 from torchace.engine.spread import Part, RankStepper, SharedCheckpoints, gathered_network, part_of
 from torchace.engine.stopping import HeldOut
 from torchace.models import mlp
 from torchace.nn import SMOC, Ensemble
+from torchace.nn.base import EnsembleModule
 
 EXACT = 1e-12  # float64: sums over members and samples in another order
 LAMBDAS, SEEDS = [0.0, 0.6], [3, 4]
@@ -37,20 +38,24 @@ LAMBDAS, SEEDS = [0.0, 0.6], [3, 4]
 # -- the trainings ----------------------------------------------------------------------------------------------------
 
 
-def network_of(kind: str, hidden: int = 5, count: int = 3) -> Network:
+def network_of(kind: str, hidden: int = 5, count: int = 3) -> RunGroup:
     """Two runs of three members, or more."""
-    if kind == "cohort":
-        return Cohort([_members(seed, hidden, count=count) for seed in SEEDS])
-    if kind == "side by side":
-        return SideBySide([Ensemble(_members(seed, hidden, count=count)) for seed in SEEDS])
+    if kind == "separate":
+        return run_group([_members(seed, hidden, count=count) for seed in SEEDS])
+    if kind == "dropout":
+        return run_group([_members(seed, hidden, dropout=0.5) for seed in SEEDS])
     if kind == "norm":
-        return SideBySide([Ensemble([_with_norm(seed, k) for k in range(3)]) for seed in SEEDS])
-    ensembles = []
-    for seed in SEEDS:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            ensembles.append(SMOC(mlp(FEATURES, hidden, None), hidden, CLASSES, 3).double())
-    return SideBySide(ensembles)
+        return run_group([[_with_norm(seed, k) for k in range(3)] for seed in SEEDS])
+    return RunGroup([_with_trunk(kind, seed, hidden) for seed in SEEDS])
+
+
+def _with_trunk(kind: str, seed: int, hidden: int) -> EnsembleModule:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        trunk = mlp(FEATURES, hidden, None)
+        if kind == "smoc":
+            return SMOC(trunk, hidden, CLASSES, 3).double()
+        return Ensemble([mlp(hidden, 4, CLASSES) for _ in range(3)], trunk).double()
 
 
 def _members(seed: int, hidden: int = 5, dropout: float = 0.0, count: int = 3) -> list[nn.Module]:
@@ -84,7 +89,7 @@ def recipe_of(case: dict[str, Any]) -> Recipe:
 
 def trained(case: dict[str, Any], layout: str | None, folder: str | None = None, backend: str | None = None) -> Any:
     """A training in one process, or this rank's part of it; what it left behind, on the first rank."""
-    whole = network_of(case.get("kind", "cohort"), case.get("hidden", 5), case.get("count", 3))
+    whole = network_of(case.get("kind", "separate"), case.get("hidden", 5), case.get("count", 3))
     network = whole if layout is None else part_of(whole, Ranks(layout, backend=backend))
     batches = batches_of(case.get("size", BATCH), case.get("loss", "ace"), case.get("weighted", False))
     held_out = None
@@ -148,10 +153,9 @@ def assert_same_training(ours: dict[str, Any], theirs: dict[str, Any], within: f
 
 CASES: dict[str, dict[str, Any]] = {
     "shared": {},
-    "side by side": {"kind": "side by side"},
     "separate": {"batches": "separate"},
     "exchanged": {"batches": "exchanged"},
-    "exchanged, side by side, weighted": {"batches": "exchanged", "kind": "side by side", "weighted": True},
+    "exchanged and weighted": {"batches": "exchanged", "weighted": True},
     "weighted": {"weighted": True},
     "separate and weighted": {"batches": "separate", "weighted": True},
     "a batch that does not divide": {"size": 7, "weighted": True},
@@ -159,7 +163,7 @@ CASES: dict[str, dict[str, Any]] = {
     "regression, exchanged": {"loss": "ncl", "batches": "exchanged", "weighted": True},
     "sgd": {"optimizer": "sgd"},
     "early stopping": {"patience": 1},
-    "early stopping, side by side": {"patience": 2, "kind": "side by side", "loss": "ncl"},
+    "early stopping, regression": {"patience": 2, "loss": "ncl"},
 }
 
 
@@ -176,15 +180,16 @@ def test_training_equals_one_process(size: int, layout: str, name: str) -> None:
     assert_same_training(first, trained(CASES[name], None))
 
 
-@pytest.mark.parametrize("kind", ["cohort", "side by side"])
 @pytest.mark.parametrize("batches", ["shared", "exchanged"])
-def test_members_that_do_not_divide_over_four_ranks_equal_one_process(kind: str, batches: str) -> None:
-    case = {"kind": kind, "batches": batches, "count": 5, "weighted": True}
+def test_members_that_do_not_divide_over_four_ranks_equal_one_process(batches: str) -> None:
+    case = {"batches": batches, "count": 5, "weighted": True}
     assert_same_training(team().run(4, trained, case, "members")[0], trained(case, None))
 
 
-def test_a_shared_trunk_on_two_ranks_equals_one_process() -> None:
-    case = {"kind": "smoc", "weighted": True}
+@pytest.mark.parametrize("kind", ["smoc", "trunk"])
+@pytest.mark.parametrize("more", [{}, {"batches": "exchanged"}, {"patience": 1}], ids=str)
+def test_a_shared_trunk_on_two_ranks_equals_one_process(kind: str, more: dict[str, Any]) -> None:
+    case = {"kind": kind, "weighted": True, **more}
     assert_same_training(team().run(2, trained, case, "data")[0], trained(case, None))
 
 
@@ -216,11 +221,17 @@ def test_ranks_have_the_same_weights_and_the_first_ones_statistics() -> None:
         assert torch.equal(value, second[name]), name
 
 
+@pytest.mark.parametrize("batches", ["shared", "exchanged"])
+def test_dropout_over_ranks_of_members_equals_one_process(batches: str) -> None:
+    case = {"kind": "dropout", "batches": batches}
+    assert_same_training(team().run(2, trained, case, "members")[0], trained(case, None))
+
+
 def dropout_of_twins() -> dict[str, Tensor]:
     """Two members with the same weights on two ranks, and one step."""
     twins = [_members(1, dropout=0.5)[0], _members(1, dropout=0.5)[0]]
     assert torch.equal(twins[0].fc.weight, twins[1].fc.weight)  # type: ignore[union-attr]
-    network = part_of(SideBySide([Ensemble(twins)]), Ranks("members"))
+    network = part_of(run_group([twins]), Ranks("members"))
     fit(network, batches_of(BATCH, "ace", False), recipe_of({"steps": 1}), diversities=[0.0], seeds=[3])
     return network.state_dict()
 
@@ -242,8 +253,10 @@ def predicted(kind: str, layout: str, count: int) -> tuple[Tensor, dict[str, Any
 
 
 @pytest.mark.parametrize("count", [1, 3, 11])
-@pytest.mark.parametrize("kind", ["cohort", "side by side"])
-@pytest.mark.parametrize(("size", "layout"), [(4, "data"), (4, "2x2"), (2, "members")])
+@pytest.mark.parametrize(
+    ("kind", "size", "layout"),
+    [("separate", 4, "data"), ("separate", 4, "2x2"), ("separate", 2, "members"), ("smoc", 2, "data")],
+)
 def test_every_sample_is_predicted_by_every_member_once(kind: str, size: int, layout: str, count: int) -> None:
     split = batches_of(BATCH, "ace", False).split
     whole = network_of(kind).predict(split.x[:count])
@@ -259,7 +272,7 @@ def test_every_sample_is_predicted_by_every_member_once(kind: str, size: int, la
 
 def sent_in_a_step(layout: str, case: dict[str, Any]) -> tuple[list[tuple[str, int]], int]:
     """What a rank sends in its second step, and how many parameters it trains."""
-    network = part_of(network_of("cohort", case["hidden"]), Ranks(layout, backend="counting"))
+    network = part_of(network_of("separate", case["hidden"]), Ranks(layout, backend="counting"))
     recipe = recipe_of(case)
     stepper = RankStepper(network, make_optimizer(recipe, list(network.parameters())), recipe)
     batches = batches_of(BATCH, "ace", False)
@@ -327,10 +340,10 @@ def test_a_whole_training_sends_no_parameters_until_it_is_done() -> None:
 
 def poisoned(layout: str | None, where: str) -> Any:
     """Member 2 of the second run holds Inf from the start, or gets it in the first step's gradient."""
-    network = network_of("cohort")
+    network = network_of("separate")
     part = network if layout is None else part_of(network, Ranks(layout))
-    weight = part.stack.stacked.fc.weight  # type: ignore[union-attr]
-    inf = torch.zeros_like(network.stack.stacked.fc.weight)  # type: ignore[union-attr]
+    weight = part.members.stacked.fc.weight  # type: ignore[union-attr]
+    inf = torch.zeros_like(network.members.stacked.fc.weight)  # type: ignore[union-attr]
     inf[5] = torch.inf
     mine = part.taken({"inf": inf})["inf"] if isinstance(part, Part) else inf
     if where == "weight":
@@ -351,10 +364,15 @@ def test_every_rank_names_the_member_that_failed(size: int, layout: str, where: 
     assert team().run(size, poisoned, layout, where) == [alone] * size
 
 
-@pytest.mark.parametrize("case", [{}, {"kind": "side by side"}, {"patience": 2}, {"optimizer": "sgd"}], ids=str)
+RESUMED = [("members", None), (None, "members"), ("data", "members"), ("2x2", "data"), ("members", "2x2")]
+WITH_TRUNKS = [{"kind": "smoc"}, {"kind": "trunk", "patience": 2}]
+
+
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [("members", None), (None, "members"), ("data", "members"), ("2x2", "data"), ("members", "2x2")],
+    ("case", "before", "after"),
+    [(case, *layouts) for case in ({}, {"patience": 2}, {"optimizer": "sgd"}) for layouts in RESUMED]
+    + [(case, *layouts) for case in WITH_TRUNKS for layouts in ((None, "data"), ("data", None), ("data", "data"))],
+    ids=str,
 )
 def test_any_number_of_ranks_goes_on_from_a_checkpoint(
     tmp_path: Path, case: dict[str, Any], before: str | None, after: str | None
@@ -381,7 +399,7 @@ def stops_together(folder: str) -> list[int]:
     made: list[int] = []
     told = [False]
     before = signal.signal(signal.SIGTERM, lambda *_: told.__setitem__(0, True))
-    whole = network_of("cohort")
+    whole = network_of("separate")
     network = part_of(whole, Ranks("members"))
     real = RankStepper.__call__
 
@@ -511,13 +529,12 @@ def test_layouts_that_do_not_fit(text: str, message: str) -> None:
 def refused() -> list[str]:
     ranks = Ranks("members")
     calls: list[Callable[[], Any]] = [
-        lambda: part_of(Cohort([[mlp(FEATURES, 3, CLASSES)]]), ranks),
+        lambda: part_of(run_group([[mlp(FEATURES, 3, CLASSES)]]), ranks),
         lambda: part_of(network_of("smoc"), ranks),
-        lambda: part_of(SideBySide([Ensemble([mlp(4, 3, CLASSES)] * 2, trunk=mlp(FEATURES, 4, None))]), ranks),
-        lambda: part_of(Network(1, 2), ranks),
+        lambda: part_of(network_of("trunk"), ranks),
         lambda: trained({"size": 1}, "data"),
         lambda: fit(
-            part_of(network_of("cohort"), ranks),
+            part_of(network_of("separate"), ranks),
             batches_of(BATCH, "ace", False),
             recipe_of({}),
             diversities=LAMBDAS,
@@ -547,14 +564,6 @@ def test_wrong_use() -> None:
             "which splits the batch."
         ]
         * 2,
-        "Network does not say how it is spread over ranks.",
         "Expected batches of at least 2 samples, one for each rank, but got 1.",
         "Expected SharedCheckpoints for one rank's part, but got Checkpoints, which all ranks would write.",
     ]
-
-
-def test_a_part_says_whose_it_is() -> None:
-    with pytest.raises(TypeError, match="does not say what its part is"):
-        Part(1, 1).taken({})
-    with pytest.raises(TypeError, match="does not say how parts are put together"):
-        Part(1, 1).assembled([])

@@ -3,7 +3,7 @@ import pytest
 import sklearn.metrics
 import torch
 
-from tests.engine.cases import CLASSES, MEMBERS, batches, cohort
+from tests.engine.cases import CLASSES, MEMBERS, batches, group_of
 from torchace.data import chunks
 from torchace.engine.evaluate import DISPUTED, DRAWN, evaluate, evaluate_regression, logits_of
 from torchace.functional import disagreement
@@ -18,7 +18,7 @@ def example(members: int = MEMBERS, samples: int = 200) -> tuple[torch.Tensor, t
 
 @pytest.mark.parametrize("size", [7, 40, 1000])
 def test_chunks_do_not_matter(size: int) -> None:
-    network, split = cohort([5, 6]), batches().split
+    network, split = group_of([5, 6]), batches().split
     network.train()
     logits, target = logits_of(network, chunks(split, size, dtype=torch.float64))
     assert network.training

@@ -1,4 +1,4 @@
-"""The loop: cohorts, pairs, schedules, failures, interruptions."""
+"""The loop: groups, pairs, schedules, failures, interruptions."""
 
 import itertools
 import math
@@ -10,14 +10,25 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.cases import BATCH, CLASSES, FEATURES, MEMBERS, assert_same, batches, cohort, members, recipe, weights
+from tests.engine.cases import (
+    BATCH,
+    CLASSES,
+    FEATURES,
+    MEMBERS,
+    assert_same,
+    batches,
+    group_of,
+    recipe,
+    run_group,
+    weights,
+)
 from torchace.data import Batches
 from torchace.engine import fit as loop
 from torchace.engine.checkpoint import Checkpoints, weights_digest
 from torchace.engine.fit import Interrupted, Progress, Saving, fit
-from torchace.engine.network import Network, SideBySide
+from torchace.engine.network import RunGroup
 from torchace.models import mlp
-from torchace.nn import SMOC, Ensemble
+from torchace.nn import SMOC
 
 KINDS = {"shared": (0.0, 0.4, 1.0), "exchanged": (0.0, 0.4, 1.0), "separate": (0.0,)}
 SEEDS = (5, 6)
@@ -28,8 +39,8 @@ def runs_of(kind: str) -> list[tuple[float, int]]:
     return list(itertools.product(KINDS[kind], SEEDS))
 
 
-def trained(kind: str, runs: list[tuple[float, int]], **options: Any) -> Network:
-    network = cohort([seed for _, seed in runs])
+def trained(kind: str, runs: list[tuple[float, int]], **options: Any) -> RunGroup:
+    network = group_of([seed for _, seed in runs])
     fit(
         network,
         batches(),
@@ -42,7 +53,7 @@ def trained(kind: str, runs: list[tuple[float, int]], **options: Any) -> Network
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_alone_equals_the_run_in_a_cohort(kind: str, optimizer: str) -> None:
+def test_a_run_alone_equals_the_run_in_a_group(kind: str, optimizer: str) -> None:
     runs = runs_of(kind)
     together = trained(kind, runs, optimizer=optimizer)
     for r, run in enumerate(runs):
@@ -56,19 +67,6 @@ def test_a_run_does_not_depend_on_who_else_is_there(kind: str) -> None:
     one = trained(kind, [run, *runs_of(kind)])
     other = trained(kind, [*others, run])
     assert_same(weights(one, 0), weights(other, len(others)), within=WITHIN)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_side_by_side_equals_a_cohort(kind: str) -> None:
-    runs = runs_of(kind)
-    network = SideBySide([Ensemble(members(seed)) for _, seed in runs])
-    options = {"diversities": [lam for lam, _ in runs], "seeds": [seed for _, seed in runs]}
-    fit(network, batches(), recipe(kind), **options)
-    stacked = trained(kind, runs)
-    for r in range(len(runs)):
-        theirs = stacked.ensemble(r).unstack()  # type: ignore[operator]
-        for mine, other in zip(network.ensembles[r].members, theirs, strict=True):
-            assert_same(mine.state_dict(), other.state_dict(), within=WITHIN)
 
 
 @pytest.mark.parametrize("kind", ["shared", "exchanged"])
@@ -94,7 +92,7 @@ def test_members_differ_and_diversity_acts() -> None:
 
 def test_diversity_warm_up_starts_like_no_diversity() -> None:
     def after(steps: int, lam: float, **options: Any) -> str:
-        network = cohort([5])
+        network = group_of([5])
         fit(network, batches(), recipe("shared", steps, **options), diversities=[lam], seeds=[5])
         return weights_digest(network, 0)
 
@@ -112,13 +110,13 @@ def test_the_schedule_is_what_the_optimizer_sees(monkeypatch: pytest.MonkeyPatch
             return super().__call__(*args)
 
     monkeypatch.setattr(loop, "Stepper", Watched)
-    fit(cohort([5]), batches(), settings, diversities=[0.5], seeds=[5])
+    fit(group_of([5]), batches(), settings, diversities=[0.5], seeds=[5])
     assert seen == [(settings.learning_rate_at(step), 0.5) for step in range(12)]
 
 
 def test_history_has_one_entry_an_epoch() -> None:
     scores: list[float] = []
-    network = cohort([5, 6])
+    network = group_of([5, 6])
     fitted = fit(network, batches(), recipe("shared", 12), diversities=[0.5, 0.5], seeds=[5, 6], watch=None)
     assert [(e["epoch"], e["step"]) for e in fitted.history] == [(1, 5), (2, 10), (3, 12)]
     assert all(len(e["score"]) == 2 for e in fitted.history)
@@ -130,7 +128,7 @@ def test_history_has_one_entry_an_epoch() -> None:
 
 def test_the_watcher_hears_of_the_last_step() -> None:
     heard: list[Progress] = []
-    fit(cohort([5]), batches(), recipe("shared", 12), diversities=[0.5], seeds=[5], watch=heard.append)
+    fit(group_of([5]), batches(), recipe("shared", 12), diversities=[0.5], seeds=[5], watch=heard.append)
     assert (heard[-1].step, heard[-1].steps) == (12, 12)
     assert len(heard) < 12  # at most ten times a second
     assert all(isinstance(value, float) for value in heard[-1].score)
@@ -139,8 +137,8 @@ def test_the_watcher_hears_of_the_last_step() -> None:
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-def poisoned(network: Network, run: int, member: int, layer: str = "fc.weight", value: float = math.inf) -> Network:
-    parameter = network.stack.stacked.get_parameter(layer)  # type: ignore[union-attr, operator]
+def poisoned(network: RunGroup, run: int, member: int, layer: str = "fc.weight", value: float = math.inf) -> RunGroup:
+    parameter = network.members.stacked.get_parameter(layer)  # type: ignore[union-attr, operator]
     with torch.no_grad():
         parameter[run * network.num_members + member] = value
     return network
@@ -151,7 +149,7 @@ def poisoned(network: Network, run: int, member: int, layer: str = "fc.weight", 
 def test_a_run_that_fails_leaves_the_others_bit_identical(kind: str, value: float) -> None:
     runs = runs_of(kind)
     healthy = trained(kind, runs)
-    network = poisoned(cohort([seed for _, seed in runs]), 3, 2, value=value)
+    network = poisoned(group_of([seed for _, seed in runs]), 3, 2, value=value)
     fitted = fit(
         network,
         batches(),
@@ -179,12 +177,12 @@ def test_a_failure_on_the_way_is_dated(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().__call__(*args)
 
     monkeypatch.setattr(loop, "Stepper", Spoiler)
-    fitted = fit(cohort([5, 6]), batches(), recipe(), diversities=[0.5, 0.5], seeds=[5, 6])
+    fitted = fit(group_of([5, 6]), batches(), recipe(), diversities=[0.5, 0.5], seeds=[5, 6])
     assert {r: (f.member, f.step) for r, f in fitted.failures.items()} == {1: (1, 7)}
 
 
 def test_training_ends_where_all_runs_have_failed() -> None:
-    network = poisoned(poisoned(cohort([5, 6]), 0, 0), 1, 1)
+    network = poisoned(poisoned(group_of([5, 6]), 0, 0), 1, 1)
     heard: list[Progress] = []
     fitted = fit(network, batches(), recipe(), diversities=[0, 0.5], seeds=[5, 6], watch=heard.append)
     assert {r: f.member for r, f in fitted.failures.items()} == {0: 0, 1: 1}
@@ -192,7 +190,7 @@ def test_training_ends_where_all_runs_have_failed() -> None:
 
 
 def test_a_rate_that_is_too_high_is_a_failure() -> None:
-    network = cohort([5], torch.float32)
+    network = group_of([5], torch.float32)
     settings = recipe(optimizer="sgd", learning_rate=1e30, precision="float32")
     fitted = fit(network, batches(torch.float32), settings, diversities=[0.5], seeds=[5])
     assert fitted.failures[0].step > 0
@@ -211,20 +209,20 @@ def after(steps: int) -> Callable[[], bool]:
 SGD = {"optimizer": "sgd", "schedule": "cosine"}
 
 
-def networks(name: str) -> Network:
+def networks(name: str) -> RunGroup:
     torch.manual_seed(1)
-    if name == "cohort":
-        return cohort([5, 6])
+    if name == "separate":
+        return group_of([5, 6])
     if name == "smoc":
-        return SideBySide([SMOC(mlp(FEATURES, 5, None), 5, CLASSES, MEMBERS).double() for _ in range(2)])
-    return SideBySide([Ensemble(mlp(FEATURES, 5, CLASSES, dropout=0.5).double() for _ in range(MEMBERS))])
+        return RunGroup([SMOC(mlp(FEATURES, 5, None), 5, CLASSES, MEMBERS).double() for _ in range(2)])
+    return run_group([[mlp(FEATURES, 5, CLASSES, dropout=0.5).double() for _ in range(MEMBERS)] for _ in range(2)])
 
 
-def results(network: Network, fitted: loop.Fitted) -> Any:
+def results(network: RunGroup, fitted: loop.Fitted) -> Any:
     return [weights_digest(network, r) for r in range(network.num_runs)], fitted.history, fitted.failures
 
 
-@pytest.mark.parametrize("name", ["cohort", "smoc", "dropout"])
+@pytest.mark.parametrize("name", ["separate", "smoc", "dropout"])
 @pytest.mark.parametrize("options", [{}, SGD], ids=["adam", "sgd"])
 @pytest.mark.parametrize("kind", ["shared", "exchanged", "weighted"])
 def test_interrupted_at_every_step(kind: str, options: dict[str, Any], name: str, tmp_path: Path) -> None:
@@ -232,8 +230,7 @@ def test_interrupted_at_every_step(kind: str, options: dict[str, Any], name: str
     data = batches()
     if kind == "weighted":
         data = Batches(replace(data.split, weight=torch.arange(40.0).double()), BATCH, dtype=torch.float64)
-    seeds = [5, 6][: networks(name).num_runs]
-    arguments: dict[str, Any] = {"diversities": [0.5] * len(seeds), "seeds": seeds}
+    arguments: dict[str, Any] = {"diversities": [0.5, 0.3], "seeds": [5, 6]}
     network = networks(name)
     expected = results(network, fit(network, data, settings, **arguments))
 
@@ -250,7 +247,7 @@ def test_dropout_leaves_torchs_state_alone() -> None:
     network = networks("dropout")
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    fit(network, batches(), recipe(steps=3), diversities=[0.5], seeds=[5])
+    fit(network, batches(), recipe(steps=3), diversities=[0.5, 0.5], seeds=[5, 6])
     assert torch.get_rng_state().equal(before)
 
 
@@ -259,15 +256,15 @@ def test_dropout_masks_are_those_of_the_seed() -> None:
         network = networks("dropout")
         data = batches()
         data.batch_many = lambda seeds, *a, **k: type(data).batch_many(data, [5] * len(seeds), *a, **k)  # type: ignore[method-assign]
-        fit(network, data, recipe(steps=3), diversities=[0.5], seeds=[seed])
+        fit(network, data, recipe(steps=3), diversities=[0.5, 0.5], seeds=[seed, 9])
         return weights_digest(network, 0)
 
     assert digest(5) == digest(5) != digest(6)
 
 
 def test_a_failure_is_the_same_after_an_interruption(tmp_path: Path) -> None:
-    def spoilt() -> Network:
-        return poisoned(cohort([5, 6]), 1, 2, "linear1.weight", 1e200)  # overflows after a step or two
+    def spoilt() -> RunGroup:
+        return poisoned(group_of([5, 6]), 1, 2, "linear1.weight", 1e200)  # overflows after a step or two
 
     arguments: dict[str, Any] = {"diversities": [0.5, 0.5], "seeds": [5, 6]}
     settings = recipe("shared", 8, optimizer="sgd", learning_rate=1e10)
@@ -289,9 +286,9 @@ def test_seconds_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     saving = Saving(Checkpoints(tmp_path), every_seconds=None)
     arguments: dict[str, Any] = {"diversities": [0.5], "seeds": [5], "saving": saving}
     with pytest.raises(Interrupted):
-        fit(cohort([5]), batches(), recipe(steps=8), **arguments, stop=after(4))
+        fit(group_of([5]), batches(), recipe(steps=8), **arguments, stop=after(4))
     first = next(clock)
-    fitted = fit(cohort([5]), batches(), recipe(steps=8), **arguments)
+    fitted = fit(group_of([5]), batches(), recipe(steps=8), **arguments)
     second = next(clock) - first
     assert fitted.seconds > second - 4  # a call of the clock or two lie outside
     assert fitted.seconds > first / 2
@@ -301,7 +298,7 @@ def test_checkpoints_come_by_steps_and_by_seconds(tmp_path: Path, monkeypatch: p
     def saved(saving: Saving) -> list[int]:
         steps: list[int] = []
         monkeypatch.setattr(Checkpoints, "save", lambda self, n, o, progress, stopping: steps.append(progress["step"]))
-        fit(cohort([5]), batches(), recipe(steps=9), diversities=[0.5], seeds=[5], saving=saving)
+        fit(group_of([5]), batches(), recipe(steps=9), diversities=[0.5], seeds=[5], saving=saving)
         return steps
 
     assert saved(Saving(Checkpoints(tmp_path), every_steps=4, every_seconds=None)) == [4, 8]

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.cases import BATCH, CLASSES, FEATURES, MEMBERS, cohort, members, recipe, weights
+from tests.engine.cases import BATCH, CLASSES, FEATURES, MEMBERS, group_of, members, recipe, weights
 from torchace.data import Batches, Split
 from torchace.engine.fit import fit
-from torchace.engine.network import Cohort
 from torchace.engine.objective import losses_of, mean_over_samples, mixture_of, objective_of, scores_of
 
 KINDS = ["shared", "exchanged", "separate"]
@@ -33,7 +32,7 @@ def _add(total: Tensor, gradient: Tensor) -> None:
 
 def trained(split: Split, kind: str, loss: str, diversity: float = 0.4) -> dict[str, Tensor]:
     """The weights after 20 steps on the whole split."""
-    network = cohort([3])
+    network = group_of([3])
     settings = recipe(kind, 20, loss=loss)
     fit(network, Batches(split, len(split), dtype=torch.float64), settings, diversities=[diversity], seeds=[3])
     return weights(network, 0)
@@ -63,7 +62,7 @@ def test_the_gradients_of_an_epochs_batches_average_to_that_of_the_whole_set(kin
     repeated = Split(x.repeat_interleave(times, 0), y.repeat_interleave(times, 0))
     found = {}
     for size, split in ((BATCH, Split(x, y, times.double())), (len(repeated), repeated)):
-        network = cohort([3])
+        network = group_of([3])
         sums = {name: torch.zeros_like(p) for name, p in network.named_parameters()}
         for name, p in network.named_parameters():
             p.register_hook(partial(_add, sums[name]))
@@ -81,7 +80,7 @@ def test_the_gradients_of_an_epochs_batches_average_to_that_of_the_whole_set(kin
 def test_regression_moves_every_member_by_its_own_gradient(kind: str) -> None:
     """∂e^k/∂F^k = (F^k - Y) - λ(F^k - F̄), through each member alone."""
     diversity = 0.0 if kind == "separate" else 0.7
-    network, plain = cohort([3]), members(3)
+    network, plain = group_of([3]), members(3)
     x, y = samples(task="ncl")
     data = Batches(Split(x, y), BATCH, dtype=torch.float64)
     settings = recipe(kind, 1, loss="ncl", optimizer="sgd", momentum=0.0, learning_rate=1.0)
@@ -151,7 +150,7 @@ def test_scores_are_those_of_the_ensemble_not_of_its_members() -> None:
 def test_a_batch_of_samples_that_weigh_nothing_moves_nothing() -> None:
     assert mean_over_samples(torch.ones(2, 3), torch.zeros(3)).tolist() == [0.0, 0.0]
     x, y = samples()
-    before = weights(cohort([3]), 0)
+    before = weights(group_of([3]), 0)
     after = trained(Split(x, y, torch.zeros(BATCH, dtype=torch.float64)), "shared", "ace")
     assert all(value.equal(before[name]) for name, value in after.items())
 
@@ -177,13 +176,13 @@ def test_weights_must_fit_the_samples() -> None:
     assert kept.weight.tolist() == [5.0, 1.0]
 
 
-def test_regression_runs_of_a_cohort_do_not_touch_each_other() -> None:
+def test_regression_runs_of_a_group_do_not_touch_each_other() -> None:
     x, y = samples(40, "ncl")
     data = Batches(Split(x, y), BATCH, dtype=torch.float64)
-    together = Cohort([members(3), members(4)])
+    together = group_of([3, 4])
     fit(together, data, recipe(loss="ncl"), diversities=[0.2, 0.9], seeds=[3, 4])
     for r, (diversity, seed) in enumerate([(0.2, 3), (0.9, 4)]):
-        alone = Cohort([members(seed)])
+        alone = group_of([seed])
         fit(alone, data, recipe(loss="ncl"), diversities=[diversity], seeds=[seed])
         for name, value in weights(alone, 0).items():
             torch.testing.assert_close(weights(together, r)[name], value, rtol=0, atol=WITHIN)

@@ -3,18 +3,31 @@
 import copy
 import math
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine.cases import BATCH, CLASSES, FEATURES, MEMBERS, assert_same, batches, cohort, members, recipe, weights
+from tests.engine.cases import (
+    BATCH,
+    CLASSES,
+    FEATURES,
+    MEMBERS,
+    assert_same,
+    batches,
+    group_of,
+    members,
+    recipe,
+    run_group,
+    weights,
+)
 from tests.reference.training import Update, train_members, train_smoc
 from torchace.data import Batches
 from torchace.engine import step as step_module
 from torchace.engine.faults import all_well, faults
 from torchace.engine.fit import fit
-from torchace.engine.network import Cohort, SideBySide
+from torchace.engine.network import RunGroup
 from torchace.engine.recipe import Recipe, make_optimizer
 from torchace.engine.step import StepResult, train_step
 from torchace.functional import amended_cross_entropy
@@ -53,7 +66,7 @@ def test_equals_plain_modules(kind: str, diversities: tuple[float, ...], optimiz
     )
     data, seeds = batches(), [5, 6]
     runs = [(lam, seed) for lam in diversities for seed in seeds]
-    network = cohort([seed for _, seed in runs])
+    network = group_of([seed for _, seed in runs])
     fit(network, data, settings, diversities=[lam for lam, _ in runs], seeds=[seed for _, seed in runs])
 
     for r, (lam, seed) in enumerate(runs):
@@ -90,7 +103,7 @@ def test_gradients_into_the_others_are_the_ablation() -> None:
             detach=detach,
         )
         trained[detach] = [member.state_dict() for member in plain]
-    network = cohort([5])
+    network = group_of([5])
     fit(network, data, settings, diversities=[0.5], seeds=[5])
     ours = [member.state_dict() for member in network.ensemble(0).unstack()]  # type: ignore[operator]
     for mine, theirs in zip(ours, trained[False], strict=True):
@@ -110,8 +123,9 @@ def test_a_trunk_gets_the_mean_of_the_members_gradients(kind: str) -> None:
         for k, head in enumerate(heads):
             head.weight.copy_(smoc.head.weight[k])
             head.bias.copy_(smoc.head.bias[k])
-    data = batches()
-    fit(SideBySide([smoc]), data, recipe(kind, STEPS, optimizer="sgd", momentum=0.5), diversities=[0.4], seeds=[5])
+    data, network = batches(), RunGroup([smoc])
+    fit(network, data, recipe(kind, STEPS, optimizer="sgd", momentum=0.5), diversities=[0.4], seeds=[5])
+    ours = cast(Any, network.ensemble(0))
     train_smoc(
         trunk,
         heads,
@@ -121,13 +135,13 @@ def test_a_trunk_gets_the_mean_of_the_members_gradients(kind: str) -> None:
         lambda: Update("sgd", 0.5),
         own_batches=kind == "exchanged",
     )
-    assert_same(dict(smoc.trunk.state_dict()), dict(trunk.state_dict()), within=WITHIN)
+    assert_same(dict(ours.trunk.state_dict()), dict(trunk.state_dict()), within=WITHIN)
     for k, head in enumerate(heads):
-        torch.testing.assert_close(smoc.head.weight[k], head.weight, rtol=0, atol=WITHIN)
-        torch.testing.assert_close(smoc.head.bias[k], head.bias, rtol=0, atol=WITHIN)
+        torch.testing.assert_close(ours.head.weight[k], head.weight, rtol=0, atol=WITHIN)
+        torch.testing.assert_close(ours.head.bias[k], head.bias, rtol=0, atol=WITHIN)
 
 
-def one_step(kind: str, diversity: float, network: Cohort | SideBySide, **options: object) -> StepResult:
+def one_step(kind: str, diversity: float, network: RunGroup, **options: object) -> StepResult:
     """One step of SGD with rate 1 and nothing else: the weights move by the gradient."""
     settings = recipe(kind, 1, optimizer="sgd", momentum=0.0, learning_rate=1.0, **options)
     optimizer = make_optimizer(settings, list(network.parameters()))
@@ -146,7 +160,7 @@ def own_batch(runs: int = 1) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("diversity", [0.0, 0.3, 1.0])
 def test_exchanged_batches_are_sample_weights_on_a_common_batch(diversity: float) -> None:
-    network = cohort([5])
+    network = group_of([5])
     ensemble = network.ensemble(0)
     x, y = own_batch()
     weight = torch.zeros(MEMBERS, MEMBERS, BATCH, dtype=torch.float64)
@@ -165,7 +179,7 @@ def test_exchanged_batches_are_sample_weights_on_a_common_batch(diversity: float
 
 
 def test_the_losses_are_what_the_members_were_trained_on() -> None:
-    network = cohort([5])
+    network = group_of([5])
     x, y = own_batch()
     logits = network.predict(x[0, 0])[0].detach()
     result = one_step("shared", 0.4, network)
@@ -177,7 +191,7 @@ def test_the_losses_are_what_the_members_were_trained_on() -> None:
 
 
 def test_with_own_batches_the_score_is_the_members_mean() -> None:
-    network = cohort([5])
+    network = group_of([5])
     x, y = own_batch()
     logits = network(x, own=True)[0].detach()
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y[0].flatten())
@@ -185,7 +199,7 @@ def test_with_own_batches_the_score_is_the_members_mean() -> None:
 
 
 def test_a_stopped_run_does_not_move_and_the_others_do() -> None:
-    network = cohort([5, 6])
+    network = group_of([5, 6])
     settings = recipe("shared", 1, optimizer="sgd", momentum=0.0)
     optimizer = make_optimizer(settings, list(network.parameters()))
     x, y = own_batch(2)
@@ -201,7 +215,7 @@ def test_bf16_keeps_weights_and_losses_in_float32(kind: str) -> None:
     diversity = 0.0 if kind == "separate" else 0.5
     results = {}
     for precision in ("float32", "bf16"):
-        network = cohort([5], torch.float32)
+        network = group_of([5], torch.float32)
         settings = Recipe(steps=1, batches=kind, precision=precision, optimizer="sgd", momentum=0.0, learning_rate=1.0)
         optimizer = make_optimizer(settings, list(network.parameters()))
         x, y = own_batch()
@@ -221,7 +235,7 @@ class TestFaults:
     """Who became NaN or Inf first."""
 
     def setup_method(self) -> None:
-        self.network = cohort([5, 6, 7])
+        self.network = group_of([5, 6, 7])
         self.logits = torch.zeros(3, MEMBERS, BATCH, CLASSES)
         self.losses = torch.zeros(3, MEMBERS)
         for parameter in self.network.parameters():
@@ -258,22 +272,24 @@ class TestFaults:
         assert self.found() == [0, -1, -1]
 
     def test_a_trunk_is_nobodys(self) -> None:
-        self.network = SideBySide([SMOC(mlp(FEATURES, 5, None), 5, CLASSES, MEMBERS) for _ in range(3)])
+        self.network = RunGroup([SMOC(mlp(FEATURES, 5, None), 5, CLASSES, MEMBERS) for _ in range(3)])
         for parameter in self.network.parameters():
             parameter.grad = torch.zeros_like(parameter)
         assert self.found() == [-1, -1, -1]
-        self.network.ensembles[2].trunk.linear1.weight.grad[0, 0] = math.nan
+        self.network.get_parameter("trunk.stacked.linear1.weight").grad[2, 0, 0] = math.nan  # type: ignore[index]
         assert self.found() == [-1, -1, MEMBERS]
 
-    def test_members_of_a_plain_ensemble(self) -> None:
-        self.network = SideBySide([Ensemble(members(seed)) for seed in (5, 6, 7)])
+    def test_members_behind_a_trunk(self) -> None:
+        self.network = RunGroup([Ensemble(members(seed), mlp(4, FEATURES, None).double()) for seed in (5, 6, 7)])
         for parameter in self.network.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        self.network.ensembles[0].members[2].fc.bias.grad[1] = math.inf
+        self.network.get_parameter("members.stacked.fc.bias").grad[2, 1] = math.inf  # type: ignore[index]
         assert self.found() == [2, -1, -1]
+        self.network.get_parameter("trunk.stacked.linear1.bias").grad[1, 1] = math.inf  # type: ignore[index]
+        assert self.found() == [2, MEMBERS, -1]
 
     def test_before_the_first_backward_there_are_no_gradients(self) -> None:
-        self.network = SideBySide([Ensemble(members(seed)) for seed in (5, 6, 7)])
+        self.network.zero_grad()
         assert self.found() == [-1, -1, -1]
 
 
@@ -291,12 +307,12 @@ def test_what_only_looks_like_a_fault_is_none(monkeypatch: pytest.MonkeyPatch) -
     large = torch.tensor([3e38, 3e38])
     assert not all_well([large])  # its norm overflows: a closer look is needed, and finds nothing
     monkeypatch.setattr(step_module, "all_well", lambda values: False)
-    assert one_step("shared", 0.5, cohort([5])).faults.tolist() == [-1]  # type: ignore[union-attr]
+    assert one_step("shared", 0.5, group_of([5])).faults.tolist() == [-1]  # type: ignore[union-attr]
 
 
 def test_on_the_cpu_all_is_well_without_a_closer_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(step_module, "faults")
-    assert one_step("shared", 0.5, cohort([5])).faults is None
+    assert one_step("shared", 0.5, group_of([5])).faults is None
 
 
 def with_layer(kind: str, seed: int) -> nn.Module:
@@ -308,16 +324,13 @@ def with_layer(kind: str, seed: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("loss", ["ace", "ncl"])
-@pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("layer", ["norm", "dropout"])
-def test_exchanged_batches_take_a_members_own_share_from_its_training_mode(
-    layer: str, stacked: bool, loss: str
-) -> None:
+def test_exchanged_batches_take_a_members_own_share_from_its_training_mode(layer: str, loss: str) -> None:
     """Line 2 of the design, (1-λ)(q^k - p) + λ(q̄ - p), with q^k the prediction that is differentiated, also in q̄."""
     lam, count = 0.8, 2
     plain = [with_layer(layer, k) for k in range(count)]
     copies = copy.deepcopy(plain)
-    network = Cohort([copies]) if stacked else SideBySide([Ensemble(copies)])
+    network = run_group([copies])
     settings = recipe("exchanged", 1, optimizer="sgd", momentum=0.0, learning_rate=1.0, loss=loss)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, count, BATCH, FEATURES, generator=generator, dtype=torch.float64)

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.cases import CLASSES, FEATURES, assert_same, batches, members, recipe, weights
+from tests.engine.cases import CLASSES, FEATURES, assert_same, batches, group_of, recipe, weights
 from torchace.data import Split
 from torchace.engine.checkpoint import Checkpoints
 from torchace.engine.fit import Fitted, Interrupted, Saving, fit
-from torchace.engine.network import Cohort, Network, SideBySide
+from torchace.engine.network import RunGroup
 from torchace.engine.stopping import HeldOut, held_out_scores
-from torchace.nn import Ensemble
+from torchace.models import mlp
+from torchace.nn import SMOC, Ensemble
 
 SEEDS, DIVERSITIES = [5, 6, 7], [0.0, 0.3, 0.9]
 EPOCHS = 12
@@ -27,7 +28,7 @@ def held_out(patience: int) -> HeldOut:
     return HeldOut(Split(x, torch.randint(CLASSES, (15,), generator=generator)), patience)
 
 
-def train(network: Network, patience: int, runs: list[int], **options: object) -> Fitted:
+def train(network: RunGroup, patience: int, runs: list[int], **options: object) -> Fitted:
     settings = recipe(steps=5 * EPOCHS, learning_rate=0.03)  # random labels: it overfits at once
     return fit(
         network,
@@ -40,12 +41,28 @@ def train(network: Network, patience: int, runs: list[int], **options: object) -
     )
 
 
-def by_hand(run: int, patience: int) -> tuple[dict[str, Tensor], int, list[float]]:
+def group(kind: str, runs: list[int]) -> RunGroup:
+    if kind == "separate":
+        return group_of([SEEDS[r] for r in runs])
+    ensembles = []
+    for r in runs:
+        with torch.random.fork_rng():
+            torch.manual_seed(SEEDS[r])
+            trunk = mlp(FEATURES, 5, None).double()
+            ensembles.append(
+                SMOC(trunk, 5, CLASSES, 3).double()
+                if kind == "smoc"
+                else Ensemble([mlp(5, 4, CLASSES).double() for _ in range(3)], trunk)
+            )
+    return RunGroup(ensembles)
+
+
+def by_hand(kind: str, run: int, patience: int) -> tuple[dict[str, Tensor], int, list[float]]:
     """The run trained anew for every number of epochs: its best one before patience runs out."""
     scores: list[float] = []
     best: dict[str, Tensor] = {}
     for epoch in range(1, EPOCHS + 1):
-        network = Cohort([members(SEEDS[run])])
+        network = group(kind, [run])
         settings = recipe(steps=5 * epoch, learning_rate=0.03)
         fit(network, batches(), settings, diversities=[DIVERSITIES[run]], seeds=[SEEDS[run]])
         logits = network.predict(held_out(1).split.x)[0].detach()
@@ -59,36 +76,31 @@ def by_hand(run: int, patience: int) -> tuple[dict[str, Tensor], int, list[float
 
 
 @pytest.mark.parametrize("patience", [1, 3, 100])
-@pytest.mark.parametrize("kind", ["cohort", "side by side"])
+@pytest.mark.parametrize("kind", ["separate", "smoc", "trunk"])
 def test_every_run_keeps_its_best_epoch(kind: str, patience: int) -> None:
-    network: Network = (
-        Cohort([members(seed) for seed in SEEDS])
-        if kind == "cohort"
-        else SideBySide([Ensemble(members(seed)) for seed in SEEDS])
-    )
+    network = group(kind, [0, 1, 2])
     fitted = train(network, patience, [0, 1, 2])
     assert fitted.best_epochs is not None
     for run in range(3):
-        best, epoch, scores = by_hand(run, patience)
+        best, epoch, scores = by_hand(kind, run, patience)
         assert fitted.best_epochs[run] == epoch
         mine = [entry["held_out"][run] for entry in fitted.history]
         assert mine[: len(scores)] == pytest.approx(scores, abs=1e-9)
         assert all(value is None for value in mine[len(scores) :])  # not scored once it stopped
-        if kind == "cohort":
-            assert_same(weights(network, run), best, within=1e-9)  # rounding, through 60 steps
-    assert len(fitted.history) == max(len(by_hand(run, patience)[2]) for run in range(3))
+        assert_same(weights(network, run), best, within=1e-9)  # rounding, through 60 steps
+    assert len(fitted.history) == max(len(by_hand(kind, run, patience)[2]) for run in range(3))
     expected = [min(entry["held_out"][r] or 9 for entry in fitted.history) for r in range(3)]
     assert held_out_scores(network, held_out(1).split, recipe()).tolist() == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("at", [3, 11, 19, 24])
 def test_an_interrupted_training_ends_bit_for_bit_the_same(at: int, tmp_path: Path) -> None:
-    whole = Cohort([members(seed) for seed in SEEDS])
+    whole = group_of(SEEDS)
     expected = train(whole, 3, [0, 1, 2])
     saving, calls = Saving(Checkpoints(tmp_path), None, None), iter(range(1000))
     with pytest.raises(Interrupted):
-        train(Cohort([members(seed) for seed in SEEDS]), 3, [0, 1, 2], saving=saving, stop=lambda: next(calls) == at)
-    resumed = Cohort([members(seed) for seed in SEEDS])
+        train(group_of(SEEDS), 3, [0, 1, 2], saving=saving, stop=lambda: next(calls) == at)
+    resumed = group_of(SEEDS)
     fitted = train(resumed, 3, [0, 1, 2], saving=saving)
     assert dataclasses.replace(fitted, seconds=0) == dataclasses.replace(expected, seconds=0)
     for run in range(3):
@@ -96,7 +108,7 @@ def test_an_interrupted_training_ends_bit_for_bit_the_same(at: int, tmp_path: Pa
 
 
 def test_held_out_weights_count() -> None:
-    network, split = Cohort([members(5)]), held_out(1).split
+    network, split = group_of([5]), held_out(1).split
     weight = torch.arange(15.0, dtype=torch.float64)
     expected = torch.tensor(
         [float(held_out_scores(network, split.take(torch.tensor([i])), recipe())) for i in range(15)]

@@ -49,9 +49,9 @@ def _in_gradients(network: RunGroup) -> Tensor:
             is_shared = network.heads or name.startswith("trunk.")
             entries = parameter.grad.reshape(parameter.shape[0], -1).sum(1).view(network.num_runs, -1)
             (shared if is_shared else own).append(entries)
-    first = (own or shared)[0]
+    like = next(network.parameters())
     columns = [
-        torch.stack(entries).sum(0) if entries else first.new_zeros(network.num_runs, width)
+        torch.stack(entries).sum(0) if entries else like.new_zeros(network.num_runs, width)
         for entries, width in ((own, network.num_members), (shared, 1))
     ]
     return torch.cat(columns, 1)

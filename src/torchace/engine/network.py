@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,8 @@ class RunGroup(nn.Module):
         self.members = StackedEnsemble.trusted(
             [ensemble.head for ensemble in ensembles if isinstance(ensemble, SMOC)]
             if self.heads
-            else [member for ensemble in ensembles for member in ensemble]  # type: ignore[attr-defined]
+            else [member for ensemble in ensembles for member in ensemble],  # type: ignore[attr-defined]
+            self.link,
         )
         self.first_member = 0  # the number of the first of these members in the whole ensemble
         self.seeds = torch.zeros(self.num_runs, dtype=torch.int64)
@@ -49,9 +50,9 @@ class RunGroup(nn.Module):
             own: Whether every member has a batch of its own.
         """
         if self.trunk is None:
-            logits = self._compute(self.members, x.flatten(0, 1) if own else x, self.num_members)
+            logits = self._compute(self.members, x.flatten(0, 1) if own else x)
             return logits.unflatten(0, (self.num_runs, self.num_members))
-        features = self._compute(self.trunk, x.flatten(1, 2) if own else x, 1)
+        features = self._compute(self.trunk, x.flatten(1, 2) if own else x)
         features = average_shared(features, self.num_members)
         if not own:
             return self._from_features(features)
@@ -75,15 +76,26 @@ class RunGroup(nn.Module):
         """Logits of all members, of what their runs' trunks return."""
         if self.heads:
             return self.members.compute([features], {}, own=True)
-        logits = self._compute(self.members, features, self.num_members)
+        logits = self._compute(self.members, features)
         return logits.unflatten(0, (self.num_runs, self.num_members))
 
-    def _compute(self, stack: StackedEnsemble, x: Any, members_a_run: int) -> Any:
+    def _compute(self, stack: StackedEnsemble, x: Any) -> Any:
         draws = None
         if self.training:
-            numbers = torch.arange(members_a_run, device=self.seeds.device) + self.first_member
-            draws = KeyedDraws(self.seeds, numbers, self.step)
+            # the trunk is no member: it draws as number -1
+            first, count = (-1, 1) if stack is self.trunk else (self.first_member, self.num_members)
+            draws = KeyedDraws(self.seeds, torch.arange(first, first + count, device=self.seeds.device), self.step)
         return stack.compute([x], {}, own=True, draws=draws)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """As `nn.Module.to`; a memory format is that of a member's weights."""
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None or dtype is not None:
+            super().to(device=device, dtype=dtype, non_blocking=non_blocking)
+        for stack in (self.trunk, self.members):
+            if stack is not None and memory_format is not None:
+                stack.to(memory_format=memory_format)
+        return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -105,8 +117,11 @@ class RunGroup(nn.Module):
         if self.trunk is None:
             return self.members.take(slice(first, first + self.num_members))
         trunk = self.trunk[run]
-        if not self.heads:
-            return Ensemble([self.members[first + k] for k in range(self.num_members)], trunk, self.link)
-        head: Any = self.members[run]
-        smoc = SMOC.from_parts(trunk, head, self.link)
-        return smoc.train(self.training)
+        ensemble: EnsembleModule
+        if self.heads:
+            head: Any = self.members[run]
+            ensemble = SMOC.from_parts(trunk, head, self.link)
+        else:
+            ensemble = Ensemble([self.members[first + k] for k in range(self.num_members)], trunk, self.link)
+        ensemble.training = self.training  # its layers have the modes they have here
+        return ensemble

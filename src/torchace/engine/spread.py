@@ -37,11 +37,14 @@ class Part(RunGroup):
         return self.ranks.gathered(logits, self.all_members, len(x))
 
     def set_seeds(self, seeds: Sequence[int]) -> None:
-        """The seeds of the runs; ranks with other samples draw other numbers."""
-        super().set_seeds([hashed_key(seed, "rank", self.ranks.data_index) for seed in seeds])
+        """The seeds of the runs; ranks with other samples draw other numbers than one process, the first ones the same."""
+        index = self.ranks.data_index
+        super().set_seeds([hashed_key(seed, "rank", index) for seed in seeds] if index else seeds)
 
     def taken(self, whole: Mapping[str, Tensor]) -> State:
         """This rank's part of the whole network's state; names may have anything before those of the network."""
+        if self.ranks.members == 1:
+            return dict(whole)
         mine = self.ranks.local_members(self.all_members)
         runs = (self.num_runs, self.all_members)
         return {

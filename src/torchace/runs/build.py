@@ -34,9 +34,7 @@ def build_network(arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.d
     ensembles = {seed: _ensemble(arm.model, data, seed) for seed in set(seeds)}
     network = RunGroup([ensembles[seed] for seed in seeds]).to(device=device, dtype=dtype)
     if torch.device(device).type == "cuda" and arm.model.network == "resnet":
-        for stack in (network.trunk, network.members):
-            if stack is not None:
-                stack.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        network.to(memory_format=torch.channels_last)
     if arm.train.compile:
         network.compile()
     return network

@@ -5,6 +5,7 @@ Whether it does is tried on two members: outputs and gradients are compared with
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -141,19 +142,20 @@ def decide(
 
     Random numbers are replaced by a constant on both sides. Errors that a member raises by itself are raised.
     """
-    chosen = sorted({0, num_members - 1})
+    chosen = _sound_members(stacked, num_members)
 
+    def part(members: Tensor) -> list[Any]:
+        return tree_map(
+            lambda x: x[members * len(x) // num_members] if own and isinstance(x, Tensor) else x, list(args)
+        )
 
-    def part(index: Any) -> list[Any]:
-        return tree_map(lambda x: x[index] if own and isinstance(x, Tensor) else x, list(args))
-
-    inputs = part([0, -1][: len(chosen)])
+    inputs = part(torch.tensor(chosen))
     with torch.random.fork_rng(devices=_cuda_devices(stacked)):
         expected = []
-        for place, k in enumerate(chosen):
+        for k in chosen:
             member = take_members(stacked, k)
             with _Deterministic():
-                output = member(*part(-place), **kwargs)
+                output = member(*part(torch.tensor(k)), **kwargs)
             expected.append((tree_leaves(output), _gradients(output, member)))
         record: list[Node] = []
         follower = Follower(len(chosen), token, Half(), record)
@@ -167,25 +169,35 @@ def decide(
             return Decision(False, str(error).split("\n")[0] or type(error).__name__, (), 0)
     for place, (leaves, own_gradients) in enumerate(expected):
         for ours, theirs in zip(outputs, leaves, strict=True):
-            if isinstance(theirs, Tensor) and (
-                ours.shape[1:] != theirs.shape or not _close(ours[place], theirs, 1)
-            ):
+            if not isinstance(theirs, Tensor) or theirs.isnan().any():
+                continue
+            if ours.shape[1:] != theirs.shape or not _close(ours[place], theirs, 1):
                 return Decision(False, "a member gives other outputs by itself", (), 0)
         # in proportion to all gradients too: that of a bias before BatchNorm is rounding alone
-        size = sum(float(gradient.double().norm()) ** 2 for gradient in own_gradients.values()) ** 0.5
+        size = math.hypot(*(float(gradient.double().norm()) for gradient in own_gradients.values()))
         for name, gradient in own_gradients.items():
-            if not _close(gradients[name][place], gradient, 10, size / 100):
+            if math.isfinite(size) and not _close(gradients[name][place], gradient, 10, size / 100):
                 return Decision(False, f"a member gives another gradient of {name!r} by itself", (), 0)
     return Decision(True, "", tuple(record), follower.largest)
 
 
+def _sound_members(stacked: nn.Module, num_members: int) -> list[int]:
+    """The first and the last member without NaN and Inf, which cannot be compared; of all, where there is none."""
+    sound = torch.ones(num_members, dtype=torch.bool)
+    for tensor in (*stacked.parameters(), *stacked.buffers()):
+        sound &= tensor.detach().isfinite().reshape(num_members, -1).all(1).cpu()
+    found = sound.nonzero().flatten().tolist() or [0, num_members - 1]
+    return sorted({found[0], found[-1]})
+
+
 def _gradients(output: Any, module: nn.Module) -> dict[str, Tensor]:
-    """Gradients of the output, weighted by the cosine of its values, in all trained parameters."""
+    """Gradients in all trained parameters of the output, weighted by a bounded and smooth function of its values."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     if not outputs or not trained:
         return {}
-    found = torch.autograd.grad(outputs, list(trained.values()), [x.detach().cos() for x in outputs], allow_unused=True)
+    weights = [x.detach().tanh() + 0.5 for x in outputs]
+    found = torch.autograd.grad(outputs, list(trained.values()), weights, allow_unused=True)
     return {
         name: torch.zeros_like(parameter) if gradient is None else gradient
         for (name, parameter), gradient in zip(trained.items(), found, strict=True)
