@@ -216,14 +216,21 @@ def main() -> None:
             models = dict.fromkeys(calls, cases(options.quick)[name][1])
         first: dict[str, float] = {}
         memory: dict[str, float | None] = {}
-        for key, call in calls.items():  # past compiling and capturing
+        failed: dict[str, str] = {}
+        for key, call in list(calls.items()):  # past compiling and capturing
             start = time.perf_counter()
-            for _ in range(EAGER_STEPS + 2):
-                call()
+            try:
+                for _ in range(EAGER_STEPS + 2):
+                    call()
+            except RuntimeError as error:
+                failed[key] = str(error).split("\n")[0]
+                print(f"{name}, {key}: {failed[key]}", flush=True)
+                continue
             if device == "cuda":
                 torch.cuda.synchronize()
             first[key] = time.perf_counter() - start
             memory[key] = peak(call, device)
+        calls = {key: call for key, call in calls.items() if key not in failed}
         seconds = timed(calls, device, rounds, 1 if options.quick else 5)
         rows = []
         found: dict[str, Any] = {}
@@ -242,7 +249,7 @@ def main() -> None:
             }
             gib = "?" if memory[key] is None else f"{memory[key]:.2f}"
             rows.append([key, measure.milliseconds(a_model), measure.factor(ratio), gib, f"{first[key]:.1f}"])
-        results["cases"][name] = found
+        results["cases"][name] = {**found, **{key: {"failed": reason} for key, reason in failed.items()}}
         print(f"\n{name} ({time.perf_counter() - started:.0f} s)\n", flush=True)
         print(measure.table(["", "ms a model-step", "times the loop's speed", "GiB a step", "s before"], rows), flush=True)
         del calls

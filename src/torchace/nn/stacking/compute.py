@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -140,45 +140,97 @@ def decide(
 ) -> Decision:
     """Follow two members and compare outputs and gradients with those of the members by themselves.
 
-    Random numbers are replaced by a constant on both sides. Errors that a member raises by itself are raised.
+    This is done in float64, where rounding cannot be mistaken for a difference, and in the precision at hand for members
+    that fail in float64. Random numbers are replaced by a constant on both sides. An error that a member raises by
+    itself is raised.
     """
-    chosen = _sound_members(stacked, num_members)
+    with torch.random.fork_rng(devices=_cuda_devices(stacked)):
+        try:
+            with _without_autocast(stacked):
+                return _Comparison(stacked, num_members, args, kwargs, own=own, precise=True).decide(token)
+        except _FailsAlone:
+            pass
+        try:
+            return _Comparison(stacked, num_members, args, kwargs, own=own, precise=False).decide(token)
+        except _FailsAlone as error:
+            assert error.__cause__ is not None
+            raise error.__cause__ from None
 
-    def part(members: Tensor) -> list[Any]:
+
+class _FailsAlone(Exception):
+    """A member raised an error by itself."""
+
+
+class _Comparison:
+    """Two members by themselves, and what is to be followed in comparison with them."""
+
+    def __init__(
+        self,
+        stacked: nn.Module,
+        num_members: int,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        own: bool,
+        precise: bool,
+    ) -> None:
+        self.stacked, self.num_members, self.own, self.precise = stacked, num_members, own, precise
+        self.args, self.kwargs = self._cast(list(args)), self._cast(kwargs)
+        self.chosen = _sound_members(stacked, num_members)
+        self.alone = []  # outputs and gradients of each
+        for k in self.chosen:
+            member = self._cast(take_members(stacked, k))
+            try:
+                with _Deterministic():
+                    output = member(*self._inputs_of(torch.tensor(k)), **self.kwargs)
+                self.alone.append((tree_leaves(output), _gradients(output, member)))
+            except Exception as error:
+                raise _FailsAlone from error
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return value.double() if self.precise else value
         return tree_map(
-            lambda x: x[members * len(x) // num_members] if own and isinstance(x, Tensor) else x, list(args)
+            lambda x: x.double() if self.precise and isinstance(x, Tensor) and x.is_floating_point() else x, value
         )
 
-    inputs = part(torch.tensor(chosen))
-    with torch.random.fork_rng(devices=_cuda_devices(stacked)):
-        expected = []
-        for k in chosen:
-            member = take_members(stacked, k)
-            with _Deterministic():
-                output = member(*part(torch.tensor(k)), **kwargs)
-            expected.append((tree_leaves(output), _gradients(output, member)))
+    def _inputs_of(self, members: Tensor) -> list[Any]:
+        return tree_map(
+            lambda x: x[members * len(x) // self.num_members] if self.own and isinstance(x, Tensor) else x, self.args
+        )
+
+    def decide(self, token: int) -> Decision:
         record: list[Node] = []
-        follower = Follower(len(chosen), token, Half(), record)
-        together = take_members(stacked, chosen)
+        follower = Follower(len(self.chosen), token, Half(), record)
+        together = self._cast(take_members(self.stacked, self.chosen))
         try:
             with _named_layers(together, follower):
-                outputs = follow(together, follower, inputs, kwargs, own=own)
+                inputs = self._inputs_of(torch.tensor(self.chosen))
+                outputs = follow(together, follower, inputs, self.kwargs, own=self.own)
             gradients = _gradients(outputs, together)
             outputs = tree_leaves(outputs)
         except Exception as error:
-            return Decision(False, str(error).split("\n")[0] or type(error).__name__, (), 0)
-    for place, (leaves, own_gradients) in enumerate(expected):
-        for ours, theirs in zip(outputs, leaves, strict=True):
-            if not isinstance(theirs, Tensor) or theirs.isnan().any():
-                continue
-            if ours.shape[1:] != theirs.shape or not _close(ours[place], theirs, 1):
-                return Decision(False, "a member gives other outputs by itself", (), 0)
-        # in proportion to all gradients too: that of a bias before BatchNorm is rounding alone
-        size = math.hypot(*(float(gradient.double().norm()) for gradient in own_gradients.values()))
-        for name, gradient in own_gradients.items():
-            if math.isfinite(size) and not _close(gradients[name][place], gradient, 10, size / 100):
-                return Decision(False, f"a member gives another gradient of {name!r} by itself", (), 0)
-    return Decision(True, "", tuple(record), follower.largest)
+            return Decision(False, str(error).split("\n")[0].rstrip(".") or type(error).__name__, (), 0)
+        for place, (leaves, own_gradients) in enumerate(self.alone):
+            for ours, theirs in zip(outputs, leaves, strict=True):
+                if not isinstance(theirs, Tensor) or theirs.isnan().any():
+                    continue
+                if ours.shape[1:] != theirs.shape or not _close(ours[place], theirs, 1):
+                    return Decision(False, "a member gives other outputs by itself", (), 0)
+            # in proportion to all gradients too: that of a bias before BatchNorm is rounding alone
+            size = math.hypot(*(float(gradient.double().norm()) for gradient in own_gradients.values()))
+            for name, gradient in own_gradients.items():
+                if math.isfinite(size) and not _close(gradients[name][place], gradient, 10, size / 100):
+                    return Decision(False, f"a member gives another gradient of {name!r} by itself", (), 0)
+        return Decision(True, "", tuple(record), follower.largest)
+
+
+@contextmanager
+def _without_autocast(module: nn.Module) -> Iterator[None]:
+    with ExitStack() as stack:
+        for device in {parameter.device.type for parameter in module.parameters()}:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def _sound_members(stacked: nn.Module, num_members: int) -> list[int]:
