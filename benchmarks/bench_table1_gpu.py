@@ -3,12 +3,12 @@
     TORCHACE_DATA=... python benchmarks/bench_table1_gpu.py --out docs/results/bench_table1_gpu.json
 
 6 λ x 10 seeds x 5 members, one hidden layer, MNIST, 10 epochs in batches of 128 that the members of a run share,
-torch's fused Adam. `cohort` is one network of 300 members (`engine.fit`), whose step becomes a CUDA graph; its training is timed whole, the
-test set is scored after it; once more with products in TF32. The others train one run, and a slice of its steps is
-timed: `run` by `engine.fit` too, `members` with 5 plain modules, each with a backward and a fused Adam of its own,
-coupled by their mean prediction, once with the library's loss and once with one written by hand. They are EXTRAPOLATED
-to 60 runs and all steps. All start warm, and no time holds the building of networks. Targets: at most 4 s, at least 50
-times faster than the members.
+torch's fused Adam. `cohort` is one network of 300 members (`engine.fit`), whose step becomes a CUDA graph; its training
+is timed whole, the test set is scored after it; once more with products in TF32. The others train one run, and a slice
+of its steps is timed: `run` by `engine.fit` too, `members` with 5 plain modules, each with a backward and a fused Adam
+of its own, coupled by their mean prediction, once with the library's loss and once with one written by hand. They are
+EXTRAPOLATED to 60 runs and all steps. All start warm, and no time holds the building of networks. Targets: at most 4 s,
+at least 50 times faster than the members.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from torchace.engine.fit import Failure
-from torchace.engine.network import Network
+from torchace.engine.network import RunGroup
 from torchace.runs import sweep
 from torchace.runs.build import build_network
 from torchace.runs.config import Experiment, parse_experiment
@@ -68,13 +68,13 @@ def leftovers(directory: Path) -> list[str]:
 def poison(monkeypatch: Any, diversity: float, seed: int, member: int) -> None:
     """From now on that member of that run starts with Inf."""
 
-    def spoilt(arm: Any, data: Any, seeds: list[int], device: str) -> Network:
+    def spoilt(arm: Any, data: Any, seeds: list[int], device: str) -> RunGroup:
         network = build_network(arm, data, seeds, device)
         job = getattr(sweep, "_job_of_the_test", None)
         for r, one in enumerate(job.runs if job is not None and len(job.runs) == len(seeds) else ()):
             if (one.diversity, one.seed) == (diversity, seed):
                 with torch.no_grad():
-                    network.stack.stacked.fc.weight[r * network.num_members + member] = torch.inf  # type: ignore[union-attr]
+                    network.members.stacked.fc.weight[r * network.num_members + member] = torch.inf  # type: ignore[union-attr]
         return network
 
     real = Sweep._do

@@ -9,12 +9,9 @@ import torch
 from tests.runs.cases import small
 from torchace.data import load
 from torchace.engine.checkpoint import weights_digest
-from torchace.engine.network import Cohort, SideBySide
 from torchace.engine.recipe import Recipe
-from torchace.kernels import available
-from torchace.nn import SMOC, Ensemble
-from torchace.runs import build
-from torchace.runs.build import build_network, can_share, can_stack, describe_network, recipe_of
+from torchace.nn import SMOC, Ensemble, StackedEnsemble
+from torchace.runs.build import build_network, default_group_size, describe_network, recipe_of
 from torchace.runs.config import Arm, TrainSection
 
 DIGITS = load("digits")
@@ -57,45 +54,20 @@ def test_members_start_apart(model: str) -> None:
 
 
 def test_kinds() -> None:
-    kinds = {name: type(build_network(arm(name), DIGITS, [7], "cpu")) for name in MODELS}
-    assert kinds.pop("separate") is Cohort
-    assert set(kinds.values()) == {SideBySide}
-    ensembles = {name: build_network(arm(name), DIGITS, [7], "cpu").ensembles[0] for name in kinds}  # type: ignore[union-attr]
-    assert {name for name, ensemble in ensembles.items() if isinstance(ensemble, SMOC)} == {
-        "smoc",
-        "low rank",
-        "resnet smoc",
+    ensembles = {name: build_network(arm(name), DIGITS, [7], "cpu").ensemble(0) for name in MODELS}
+    kinds = {name: type(ensemble) for name, ensemble in ensembles.items()}
+    assert kinds == {
+        **dict.fromkeys(("separate", "dropout", "resnet"), StackedEnsemble),
+        **dict.fromkeys(("smoc", "low rank", "resnet smoc"), SMOC),
+        **dict.fromkeys(("branch", "resnet branch"), Ensemble),
     }
-    assert isinstance(ensembles["branch"], Ensemble)
-    assert ensembles["branch"].trunk is not None
-    assert ensembles["dropout"].trunk is None
+    assert all(ensembles[name].trunk is not None for name, kind in kinds.items() if kind is Ensemble)
 
 
-def test_only_residual_smoc_on_a_gpu_with_triton_goes_abreast(monkeypatch: pytest.MonkeyPatch) -> None:
-    def goes(model: dict[str, Any], device: str = "cuda", **train: Any) -> bool:
-        one = small(model={"num_members": 2, "depth": 8, **model}, train=train).complete_arms()[0]
-        return build._can_go_abreast(one, [build._ensemble(one.model, DIGITS, seed) for seed in (7, 8)], device)
-
-    residual = {"kind": "smoc", "network": "resnet"}
-    monkeypatch.setattr(available, "TRITON", True)
-    monkeypatch.setattr(available, "_is_new", lambda device: True)
-    assert goes(residual)
-    assert goes({**residual, "rank": 2}, "cuda:1")
-    assert not goes(residual, "cpu")
-    assert not goes(residual, compile=True)
-    assert not goes({**residual, "width": 8})
-    assert not goes({**residual, "kind": "separate"})
-    assert not goes({**residual, "kind": "branch"})
-    assert not goes({"kind": "smoc"})
-    monkeypatch.setattr(available, "_is_new", lambda device: False)
-    assert not goes(residual)
-
-
-def test_runs_with_dropout_are_trained_alone() -> None:
-    assert can_stack(arm("separate").model)
-    assert not can_stack(arm("dropout").model)
-    assert not can_share(arm("dropout").model)
-    assert can_share(arm("resnet").model)
+def test_group_sizes_by_network_and_device() -> None:
+    assert {default_group_size(arm(name).model, "cpu") for name in ("separate", "dropout", "smoc", "branch")} == {64}
+    sizes = [default_group_size(arm("resnet smoc").model, device) for device in ("cpu", "cuda", "cuda:1")]
+    assert sizes == [1, 8, 8]
 
 
 def test_members_and_a_stack_have_the_same_weights() -> None:

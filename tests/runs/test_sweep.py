@@ -109,7 +109,13 @@ def test_jobs_have_the_size_asked_for(tmp_path: Path) -> None:
 
 
 def test_large_networks_are_trained_one_by_one_on_a_cpu(tmp_path: Path) -> None:
-    assert heard(tmp_path, model={"kind": "smoc"}, train={"steps": 2}).jobs == [f"main-{i}" for i in range(4)]
+    model = {"kind": "smoc", "network": "resnet", "depth": 8, "width": 2}
+    assert heard(tmp_path, model=model, train={"steps": 2}).jobs == [f"main-{i}" for i in range(4)]
+
+
+@pytest.mark.parametrize("model", [{"kind": "smoc"}, {"kind": "branch", "at": "fc"}, {"dropout": 0.2}], ids=str)
+def test_small_networks_of_any_kind_are_trained_together(tmp_path: Path, model: dict[str, Any]) -> None:
+    assert heard(tmp_path, model=model, train={"steps": 2}).jobs == ["main-0"]
 
 
 def test_arms_share_their_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

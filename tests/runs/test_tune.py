@@ -28,7 +28,7 @@ from torchace.engine.files import PARTIAL
 from torchace.engine.fit import Interrupted
 from torchace.runs import tune
 from torchace.runs.ledger import LedgerError
-from torchace.runs.members import MemberPlan, Trained, new_cohort, train_members
+from torchace.runs.members import MemberPlan, Trained, new_run_group, train_members
 from torchace.runs.trials import Trials
 from torchace.runs.tune import Gain, Stage, TunedDiversity, best_diversity, refined, split_evenly, tune_diversity
 
@@ -278,7 +278,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, fails: Callable[[float, int], bool]) 
     """From now on these runs start with Inf."""
 
     def spoilt(plan: MemberPlan, train: Split, num_outputs: int, **options: Any) -> Trained:
-        network = new_cohort(plan, train.x.shape[1], num_outputs, options["seeds"])
+        network = new_run_group(plan, train.x.shape[1], num_outputs, options["seeds"])
         with torch.no_grad():
             for run, pair in enumerate(zip(options["diversities"], options["seeds"], strict=True)):
                 if fails(*pair):

@@ -1,4 +1,4 @@
-"""Compiles the fused loss and Adam for an H200 without one: what the interpreter forgives, the compiler does not.
+"""Compiles the fused loss for an H200 without one: what the interpreter forgives, the compiler does not.
 
 Run as a script, in a process of its own where `TRITON_INTERPRET` is not set.
 """
@@ -10,7 +10,6 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchace.kernels import adam_gpu
 from torchace.kernels.ace_blocks import _in_blocks
 from torchace.kernels.ace_pieces import _counts, _multiplied
 from torchace.kernels.ace_whole import _whole
@@ -26,11 +25,6 @@ POINTERS = {
     "by": "*fp32",
     "statistics": "*fp32",
     "smoothing": "fp32",
-    "parameter": "*fp32",
-    "mean": "*fp32",
-    "square": "*fp32",
-    "step": "*fp32",
-    "learning_rate": "*fp32",
 }
 PLAIN = {
     "WRITE": True,
@@ -93,9 +87,6 @@ def main() -> None:
         compiled(_counts, "bf16", 4, WEIGHTED=weighted, BLOCK=1024)
         compiled(_counts, "bf16", 4, WEIGHTED=weighted, BLOCK=1024, parts=1)
     compiled(_multiplied, "bf16", 4, BLOCK=4096)
-    betas = {"BETA_1": 0.9, "BETA_2": 0.999, "LOG_1": -0.105, "LOG_2": -0.001, "EPSILON": 1e-8}
-    for decay, decoupled in ((0.0, False), (0.1, False), (0.1, True)):
-        compiled(adam_gpu._adam, "fp32", 4, **betas, DECAY=decay, DECOUPLED=decoupled, BLOCK=adam_gpu.BLOCK)
 
 
 if __name__ == "__main__":
