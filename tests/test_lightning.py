@@ -478,7 +478,7 @@ import pytorch_lightning, torch, torchace as ace
 from torch.utils.data import DataLoader, TensorDataset
 from torchace.lightning import ACEModule
 assert issubclass(ACEModule, pytorch_lightning.LightningModule)
-module = ACEModule(ace.Ensemble([ace.mlp(4, 8, 3)] * 2), ace.AmendedCrossEntropyLoss(0.5), torch.optim.Adam)
+module = ACEModule(ace.Ensemble([ace.mlp(4, 8, 3) for _ in range(2)]), ace.AmendedCrossEntropyLoss(0.5), torch.optim.Adam)
 data = DataLoader(TensorDataset(torch.randn(8, 4), torch.randint(3, (8,))), 8)
 trainer = pytorch_lightning.Trainer(
     max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
