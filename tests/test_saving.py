@@ -212,7 +212,7 @@ def replaced_layer() -> EnsembleModule:
 
 
 def shared_member() -> EnsembleModule:
-    network = mlp(4, 3, 2)
+    network = mlp(4, 3, 2).requires_grad_(False)
     return Ensemble([network, network])
 
 

@@ -352,3 +352,101 @@ def test_wrong_arguments_are_refused() -> None:
         stack_classifiers(nn.Linear(4, 5), K, rank=9)
     with pytest.raises(ValueError, match="Expected `link` to be one of"):
         stack_classifiers(nn.Linear(4, 5), K, link="tanh")
+
+
+# Hosts that act over their classes behind the head
+
+
+class Behind(nn.Module):
+    """A model that does something with its logits, in one mode or in both."""
+
+    def __init__(self, act: Any, modes: tuple[bool, ...] = (True, False)) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5))
+        self.fc = nn.Linear(6, NUM_CLASSES)
+        self.act, self.modes = act, modes
+        self.calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        logits = self.fc(self.body(input))
+        return self.act(logits) if self.training in self.modes else logits
+
+
+def divided_in_place(z: Tensor) -> Tensor:
+    return z.div_(z.detach().norm(dim=1, keepdim=True))
+
+
+MIXING = {
+    "normalize": lambda z: 16 * F.normalize(z, dim=1),
+    "softmax": lambda z: z.softmax(1),
+    "centred": lambda z: z - z.mean(1, keepdim=True),
+    "in place": divided_in_place,
+    "without gradient": lambda z: z - z.detach().amax(1, keepdim=True),
+    "the best two": lambda z: z.masked_fill(z < z.topk(2, dim=1).values[:, -1:], -torch.inf),
+    "first class": lambda z: z - z[:, :1],
+    "last class": lambda z: z + 0.01 * z[:, -1:],
+    "reversed": lambda z: z.flip(1),
+    "transposed": lambda z: z.unflatten(1, (NUM_CLASSES, -1)).mT.flatten(1),
+    "middle": lambda z: z + F.pad(z[:, NUM_CLASSES : 2 * NUM_CLASSES], (2 * NUM_CLASSES, z.shape[1] - 3 * NUM_CLASSES)),
+}
+APART = {
+    "temperature": lambda z: z / 3.0,
+    "tanh": lambda z: 30 * torch.tanh(z / 30),
+    "dropout": lambda z: F.dropout(z, 0.5),
+    "over the batch": lambda z: z - z.mean(0),
+    "masked": lambda z: z.masked_fill(torch.arange(z.shape[1]) % NUM_CLASSES == 1, -torch.inf),
+    "view": lambda z: z[:, None].squeeze(1),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("act", MIXING)
+def test_hosts_that_mix_members_are_refused(act: str, training: bool) -> None:
+    torch.manual_seed(0)
+    ensemble = stack_classifiers(Behind(MIXING[act], (training,)), K).train(not training)
+    x = torch.randn(7, 4)
+    ensemble(x)  # members stay apart in the other mode
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"behind its layer 'fc'.*moved.*K, N, C.*branch\(model, at='fc', num_memb"
+        ):
+            ensemble.train(training)(x)
+
+
+@pytest.mark.parametrize("act", APART)
+def test_the_check_leaves_no_trace(act: str) -> None:
+    """Logits, gradients, statistics and random numbers of the first forward as without the check."""
+    torch.manual_seed(0)
+    ensemble = stack_classifiers(Behind(APART[act]), K)
+    plain = copy.deepcopy(ensemble)
+    plain._checked_modes = {True}
+    x, drawn = torch.randn(7, 4), []
+    for one in (ensemble, plain):
+        torch.manual_seed(1)
+        own = x.clone()
+        logits = one(own)
+        assert torch.equal(own, x)
+        drawn.append(torch.rand(3))
+        torch.where(logits.isfinite(), logits, 0).square().sum().backward()
+        assert one.host.calls == 1
+    assert torch.equal(*drawn)
+    assert torch.equal(ensemble(x).isinf(), plain(x).isinf())
+    for (name, one), other in zip(ensemble.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad), name
+    for (name, one), other in zip(ensemble.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_the_check_runs_once_and_only_where_needed() -> None:
+    runs: list[int] = []
+    for act, count in ((lambda z: z, 1), (lambda z: 2 * z, 6)):  # K = 3: one more as is, and 2 for each of 2 bits
+        ensemble = stack_classifiers(Behind(act), K)
+        ensemble.host.fc.register_forward_hook(lambda *_: runs.append(1) and None)
+        runs.clear()
+        ensemble(torch.randn(7, 4))
+        assert len(runs) == count
+        ensemble(torch.randn(7, 4))
+        assert len(runs) == count + 1
+    compiled = torch.compile(stack_classifiers(Behind(lambda z: 2 * z).eval(), K), fullgraph=True, backend="eager")
+    assert compiled(torch.randn(7, 4)).shape == (K, 7, NUM_CLASSES)

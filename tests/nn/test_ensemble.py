@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from collections import namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from torchace.functional import amended_cross_entropy, ensemble_log_probs, ensemble_probs
-from torchace.nn import SMOC, Ensemble, StackedEnsemble
+from torchace.nn import SMOC, Ensemble, MemberParallelEnsemble, StackedEnsemble
 from torchace.nn.base import average_shared
 
 EXACT = {"rtol": 0, "atol": 1e-12}  # float64, a few hundred operations on numbers of order 1
@@ -178,6 +180,81 @@ def test_what_is_no_number_passes_a_trunk_unchanged():
     assert shared["mask"] is mask
     assert shared["name"] == "a"
     assert shared["none"] is None
+
+
+def test_a_trunk_whose_output_is_unknown_is_refused():
+    class Packed:
+        def __init__(self, features):
+            self.features = features
+
+    class Trunk(nn.Module):
+        def __init__(self, pack):
+            super().__init__()
+            self.linear, self.pack = nn.Linear(6, 6), pack
+
+        def forward(self, x):
+            return self.pack(self.linear(x))
+
+    class Unpack(nn.Module):
+        def forward(self, packed):
+            return packed.features
+
+    for pack in (Packed, lambda x: {"deep": [Packed(x)]}, lambda x: (x, {1: SimpleNamespace(x=x)}), lambda x: {x}):
+        ensemble = Ensemble([Unpack(), Unpack()], trunk=Trunk(pack))
+        with pytest.raises(TypeError, match=r"tuple, list, dict or dataclass .* got (Packed|SimpleNamespace|set)"):
+            ensemble(torch.zeros(4, 6))
+    constant = {"n": 3, "flag": True, "rate": 0.5, "none": None, "array": np.ones(2), "dtype": torch.float32}
+    assert list(average_shared(constant, 3).values())[:4] == [3, True, 0.5, None]
+
+
+# What members share
+
+
+def with_shared_layer(layer: nn.Module, count: int = 4) -> list[nn.Module]:
+    return [nn.Sequential(layer, nn.ReLU(), nn.Linear(8, 3)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("make", [Ensemble, StackedEnsemble, MemberParallelEnsemble])
+def test_shared_trained_parameters_are_refused(make):
+    layer = nn.Linear(8, 8)
+    other = nn.Linear(8, 8)
+    other.weight = nn.Parameter(layer.weight.data)  # another parameter in the same memory
+    one = nn.Linear(8, 3)
+    for members in (with_shared_layer(layer), [nn.Sequential(layer), nn.Sequential(other)], [one, one]):
+        with pytest.raises(ValueError, match=r"weight' of member 1, the same tensor in member 0.*trunk=.*branch"):
+            make(members)
+
+
+def test_a_trunk_that_shares_with_a_member_is_refused():
+    trunk, head = nn.Linear(8, 8), nn.Linear(8, 8)
+    head.weight = trunk.weight
+    with pytest.raises(ValueError, match="'weight' of member 1, the same tensor in the trunk"):
+        Ensemble([nn.Linear(8, 8), head], trunk=trunk)
+
+
+@pytest.mark.parametrize("make", [Ensemble, StackedEnsemble])
+def test_frozen_layers_may_be_shared(make):
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).requires_grad_(False).eval()
+    members = with_shared_layer(layer)
+    ensemble, x = make(members), torch.randn(5, 8)
+    expected = torch.stack([copy.deepcopy(member)(x) for member in members])
+    torch.testing.assert_close(ensemble(x), expected)
+    ensemble(x).square().sum().backward()
+    assert sum(p.grad is not None for p in ensemble.parameters()) == (8 if make is Ensemble else 2)
+
+
+def test_what_members_share_stays_constant():
+    """Unfrozen later, or statistics that every member would update."""
+    ensemble, x = Ensemble(with_shared_layer(nn.BatchNorm1d(8).requires_grad_(False))), torch.randn(5, 8)
+    with pytest.raises(ValueError, match=r"num_batches_tracked' of member 1.* changed in the forward.*layer.eval\(\)"):
+        ensemble(x)
+    ensemble.eval()
+    before = ensemble(x)
+    assert torch.equal(copy.deepcopy(ensemble)(x), before)
+    ensemble.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"'0.weight' of member 1, the same tensor in member 0"):
+        ensemble(x)
 
 
 def test_deepcopy_and_state_dict():

@@ -21,7 +21,8 @@ HOOKS: dict[str, tuple[str, ...]] = {
     "_load_state_dict_pre_hooks": (),
     "_load_state_dict_post_hooks": (),
 }
-REGISTERED = ("_parameters", "_buffers", "_modules")
+# compared by themselves, or (the last) not copied
+REGISTERED = ("_parameters", "_buffers", "_modules", "_compiled_call_impl")
 ADVICE = "Use Ensemble(members) for members that differ"
 
 
@@ -49,7 +50,7 @@ def check_layers(members: list[nn.Module]) -> None:
 
 def check_one_architecture(members: list[nn.Module]) -> None:
     """Refuse members that differ in anything but the values of parameters and buffers."""
-    first = dict(members[0].named_modules())
+    first = {name: (layer, _plain_state(layer)) for name, layer in members[0].named_modules()}
     for k, member in enumerate(members[1:] or members, min(1, len(members) - 1)):  # one member: with itself
         layers = dict(member.named_modules())
         if list(layers) != list(first):
@@ -58,7 +59,7 @@ def check_one_architecture(members: list[nn.Module]) -> None:
             )
         comparison = StateComparison(member, members[0])
         for name, layer in layers.items():
-            _check_layer(comparison, k, name, layer, first[name])
+            _check_layer(comparison, k, name, layer, *first[name])
         for kind in ("parameters", "buffers"):
             ours = [(n, _described(t)) for n, t in getattr(member, f"named_{kind}")()]
             theirs = [(n, _described(t)) for n, t in getattr(members[0], f"named_{kind}")()]
@@ -85,9 +86,11 @@ def not_vectorisable(root: nn.Module, name: str, why: str) -> ValueError:
     )
 
 
-def _check_layer(comparison: StateComparison, k: int, name: str, layer: nn.Module, first: nn.Module) -> None:
+def _check_layer(
+    comparison: StateComparison, k: int, name: str, layer: nn.Module, first: nn.Module, expected: dict[str, Any]
+) -> None:
     """Refuse a layer of member `k` that is not what it is in member 0: its class, settings and hooks."""
-    state, expected = _plain_state(layer), _plain_state(first)
+    state = _plain_state(layer)
     attribute = "__class__"
     try:
         same = comparison.same_type(type(layer), type(first))
@@ -123,14 +126,18 @@ def _plain_state(layer: nn.Module) -> dict[str, Any]:
     for name, known in HOOKS.items():
         hooks = state.get(name, {})
         flags = [vars(layer).get(extra, {}) for extra in known]
-        state[name] = [(hook, *(number in flag for flag in flags)) for number, hook in hooks.items()]
-        if name == "_forward_pre_hooks":  # these depend on parameters and buffers alone
-            state[name] = [hook for hook in state[name] if not recomputed_names(layer, [hook[0]])]
+        state[name] = [
+            (hook, *(number in flag for flag in flags))
+            for number, hook in hooks.items()
+            if not recomputed_names(layer, [hook])  # which depends on parameters and buffers alone
+        ]
     return state
 
 
 def _is_numbers(value: Any) -> bool:
     """Whether a value could be a buffer: numbers, alone in a tensor, array or list."""
+    if isinstance(value, dict):
+        return any(map(_is_numbers, value.values()))
     if isinstance(value, (list, tuple, range, set)):
         return all(isinstance(item, (int, float)) or _is_numbers(item) for item in value)
     return isinstance(value, (Tensor, np.ndarray))

@@ -149,10 +149,11 @@ class StateComparison:
         """The same code, default values, enclosed values and, for functions of two modules, global names."""
         if not self.equal(a.__code__, b.__code__):
             return False
-        held = [(f.__defaults__, f.__kwdefaults__, vars(f), _enclosed(f)) for f in (a, b)]
-        if a.__globals__ is not b.__globals__:
-            names = _global_names(a.__code__)
-            held = [(*own, [f.__globals__.get(n) for n in names]) for own, f in zip(held, (a, b), strict=True)]
+        names = [] if a.__globals__ is b.__globals__ else _global_names(a.__code__)
+        held = [
+            (f.__defaults__, f.__kwdefaults__, vars(f), _enclosed(f), [f.__globals__.get(name) for name in names])
+            for f in (a, b)
+        ]
         return self.equal(*held, copied=False)
 
     def _equal_objects(self, a: Any, b: Any, copied: bool) -> bool:
@@ -164,7 +165,7 @@ class StateComparison:
             comparable = True
         except NotComparable:
             comparable = False
-        if a is b or _equal_by_type(a, b):
+        if (a is b and (comparable or hasattr(a, "__deepcopy__"))) or _equal_by_type(a, b):
             return True
         if not comparable:
             raise NotComparable(f"a {type(a).__name__}, which cannot be compared")
@@ -180,8 +181,9 @@ def _names_by_id(member: nn.Module) -> dict[int, str]:
 def _equal_tensors(a: Tensor, b: Tensor) -> bool:
     for tensor in (a, b):
         if tensor.requires_grad:
-            kind = "trained tensor" if tensor.is_leaf else "tensor that an earlier forward computed"
-            raise NotStackable(f"a {kind} that is no registered parameter (register it, or remove it)")
+            if not tensor.is_leaf:
+                raise NotStackable("a tensor with gradients from an earlier forward (set it to None, or detach it)")
+            raise NotStackable("a trained tensor that is no registered parameter (register it)")
     if (a.shape, a.dtype, a.device, a.layout) != (b.shape, b.dtype, b.device, b.layout):
         return False
     try:
@@ -224,9 +226,7 @@ def _state(value: Any) -> list[Any]:
 
 def _equal_by_type(a: Any, b: Any) -> bool:
     """Whether an object's own `__eq__`, if it has one, says that they are equal."""
-    if type(a).__eq__ is object.__eq__:
-        return False
     try:
-        return (a == b) is True
+        return "__eq__" in {name for kind in type(a).__mro__[:-1] for name in vars(kind)} and (a == b) is True
     except Exception:  # of any kind: it compares arrays, or something that cannot be
         return False

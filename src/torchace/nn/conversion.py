@@ -225,7 +225,7 @@ class StackedClassifiers(EnsembleModule):
 def _can_try() -> bool:
     """Whether values can be compared: nothing is compiled, transformed, traced or captured."""
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return _checks.is_eager() and not torch.jit.is_tracing() and not captured
+    return _checks.is_eager() and not torch._C._get_tracing_state() and not captured
 
 
 def _separating_sets(num_members: int) -> list[list[int]]:

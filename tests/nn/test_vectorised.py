@@ -1,0 +1,138 @@
+"""Stacked members with layers that need something around the call: exact, or one sentence that says what to do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import update_bn
+from torch.utils.checkpoint import checkpoint
+
+from tests.nn.test_stacked import assert_same_gradients, assert_same_state
+from torchace.functional import amended_cross_entropy
+from torchace.nn import Ensemble, MemberParallelEnsemble, StackedEnsemble
+
+K, N, CLASSES = 3, 8, 4
+EXACT = {"rtol": 0, "atol": 1e-12}  # float64; batched products add in another order
+
+
+def convolutional() -> nn.Module:
+    norm = nn.BatchNorm2d(4)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), norm, nn.ReLU(), norm, nn.Flatten(), nn.Linear(64, CLASSES)).double()
+
+
+def with_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.LayerNorm(5), nn.Linear(5, CLASSES)).double()
+
+
+@pytest.mark.parametrize(("make", "shape"), [(convolutional, (N, 1, 6, 6)), (with_norm, (N, 6))])
+def test_update_bn(make, shape):
+    torch.manual_seed(0)
+    members = [make() for _ in range(K)]
+    one, stacked = Ensemble(copy.deepcopy(members)), StackedEnsemble(members).eval()
+    loader = [(torch.randn(shape).double(), 0) for _ in range(3)]
+    for ensemble in (one, stacked):
+        update_bn(loader, ensemble)
+    assert_same_state(one, stacked, **EXACT)
+    norm = stacked.stacked[1]
+    assert (norm.momentum, stacked.training, len(norm._forward_pre_hooks)) == (0.1, False, 0)
+    norm.num_batches_tracked[0] += 1
+    norm.momentum = None
+    with pytest.raises(ValueError, match=r"equally many batches .* reset_running_stats\(\)"):
+        stacked.train()(loader[0][0])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.body, self.fc, self.use_reentrant = nn.Linear(6, 8), nn.Linear(8, CLASSES), use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(checkpoint(self.body, x, use_reentrant=self.use_reentrant))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_inside_a_member_is_refused_in_the_forward(use_reentrant):
+    stacked = StackedEnsemble([nn.Sequential(Checkpointed(use_reentrant)) for _ in range(K)])
+    with pytest.raises(
+        ValueError, match=r"layer '0' \(Checkpointed\).*checkpoint\(ensemble, x.*Use Ensemble\(members\)"
+    ):
+        stacked(torch.zeros(N, 6))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # the member's own error
+        stacked(torch.zeros(N, 5))
+    with torch.autograd.graph.save_on_cpu():  # torch's switch is as before
+        StackedEnsemble([with_norm()])(torch.randn(N, 6).double()).sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("make", [with_norm, lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, CLASSES)).double()])
+def test_checkpointing_a_stacked_ensemble(make, use_reentrant):
+    torch.manual_seed(0)
+    stacked = StackedEnsemble([make() for _ in range(K)])
+    x, y = torch.randn(N, 6).double().requires_grad_(), torch.randint(CLASSES, (N,))
+    plain = torch.autograd.grad(amended_cross_entropy(stacked(x), y, 0.5), list(stacked.parameters()))
+    amended_cross_entropy(checkpoint(stacked, x, use_reentrant=use_reentrant), y, 0.5).backward()
+    for parameter, expected in zip(stacked.parameters(), plain, strict=True):
+        torch.testing.assert_close(parameter.grad, expected, **EXACT)
+
+
+def old_weight_norm() -> nn.Module:
+    return nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 8)), nn.ReLU(), nn.utils.weight_norm(nn.Linear(8, CLASSES)))
+
+
+def new_weight_norm() -> nn.Module:
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 8)), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
+def pruned() -> nn.Module:
+    member = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+    prune.random_unstructured(member[0], "weight", 0.5)
+    prune.l1_unstructured(member[0], "weight", 0.2)  # on top
+    prune.custom_from_mask(member[2], "bias", torch.rand(CLASSES) > 0.5)
+    return member
+
+
+def pruned_convolution() -> nn.Module:
+    member = nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.Flatten(), nn.Linear(16, CLASSES))
+    prune.random_structured(member[1], "weight", 0.5, dim=0)
+    return member
+
+
+RECOMPUTED: dict[str, Callable[[], nn.Module]] = {
+    "old weight norm": old_weight_norm,
+    "weight norm": new_weight_norm,
+    "pruned": pruned,
+    "pruned convolution": pruned_convolution,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_recomputed_weights(name):
+    torch.manual_seed(0)
+    members = [RECOMPUTED[name]().double() for _ in range(K)]
+    one, stacked = Ensemble(members), StackedEnsemble(members)
+    optimizers = [torch.optim.SGD(ensemble.parameters(), lr=0.1, momentum=0.9) for ensemble in (one, stacked)]
+    x, y = torch.randn(N, 6).double(), torch.randint(CLASSES, (N,))
+    for _ in range(3):
+        for ensemble, optimizer in zip((one, stacked), optimizers, strict=True):
+            optimizer.zero_grad()
+            logits = ensemble(x)
+            amended_cross_entropy(logits, y, 0.5).backward()
+            optimizer.step()
+        assert_same_gradients(one, stacked)
+    assert_same_state(one, stacked, **EXACT)
+    for k, member in enumerate(stacked.unstack()):
+        torch.testing.assert_close(member(x), one[k](x), **EXACT)
+        for layer in member:
+            if isinstance(layer, nn.Linear):
+                assert layer.weight.shape == (layer.out_features, layer.in_features)  # before a forward too
+    torch.testing.assert_close(copy.deepcopy(stacked)(x), stacked(x))
+    parallel = MemberParallelEnsemble(stacked)
+    torch.testing.assert_close(parallel.gather()(x), stacked(x), **EXACT)
