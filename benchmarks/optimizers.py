@@ -55,6 +55,7 @@ def make_optimizer(library: str, name: str, parameters: list[nn.Parameter]) -> O
 def train(network: nn.Module, optimizer: Optimizer, inputs: list[torch.Tensor], targets: torch.Tensor) -> None:
     for x in inputs:
 
+        @torch.enable_grad()  # not every optimizer does it for its closure
         def closure(x: torch.Tensor = x) -> torch.Tensor:
             optimizer.zero_grad()
             logits = network(x)
@@ -170,7 +171,7 @@ def report(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Optimizers for stacked members",
         "",
-        f"All {len(passed)} optimizers that pass leave the members as they are alone (difference at most {largest:.0e}); "
+        f"All {len(passed)} optimizers that pass leave members as they are alone (difference at most {largest:.0e}); "
         f"all {len(refused)} that are refused and could be run mix them (at least {least:.0e}).",
         "",
         "An optimizer that looks at the shape or the norm of a stacked parameter mixes the members. The optimizers on "
@@ -185,7 +186,7 @@ def report(rows: list[dict[str, Any]]) -> str:
         f"largest displacement. At most {AGREE:.0e} counts as none.",
         f"- {', '.join(SMALL_AXES)}: biases and norms alone.",
         f"- Refused and not measured: {', '.join(unable) or 'none'}.",
-        f"- Not available without a GPU and further libraries: {', '.join(absent) or 'none'}. They are tried when used.",
+        f"- Not available without a GPU and other libraries: {', '.join(absent) or 'none'}. Tried when used.",
         f"- torch {torch.__version__}, timm {timm.__version__}; made by "
         "`python benchmarks/optimizers.py --out docs/results/optimizers.json`.",
     ]

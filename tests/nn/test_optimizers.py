@@ -145,7 +145,9 @@ def test_others_are_refused_before_they_move_anything(name):
     refused((kinds.get(name) or getattr(torch.optim, name))(parameters), lambda: torch.zeros(()))
 
 
-MIXING = "muon adamuon nmuon lamb lambc lookahead_lamb cadamw clion larc lars csgdp cmars novograd kron adafactorbv sgdp adamp"
+MIXING = (
+    "muon adamuon nmuon lamb lambc lookahead_lamb cadamw clion larc lars csgdp cmars novograd kron adafactorbv sgdp"
+)
 SEPARATE = "adamwlegacy lion nadamw adan adopt laprop madgrad sgdw rmsproptf lookahead_adam"
 
 

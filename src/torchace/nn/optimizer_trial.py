@@ -48,7 +48,7 @@ Toys = list[list[Toy]]  # for each parameter group
 Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]  # an optimizer's groups and the toys in their place
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def find_mixing(optimizer: Optimizer, stacked: set[int] | None = None) -> str | None:
     """Why an optimizer may not train stacked parameters; None where members move as they do alone.
 

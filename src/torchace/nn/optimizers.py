@@ -81,8 +81,9 @@ def allow_optimizer(kind: type[Optimizer]) -> None:
         ...     "SGD with noise on every number: stacked members and members alone draw other noise."
         >>> allow_optimizer(Noisy)
     """
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        got = f"an object of class {type(kind).__name__}" if isinstance(kind, Optimizer) else repr(kind)
+    given: Any = kind
+    if not (isinstance(given, type) and issubclass(given, Optimizer)):
+        got = f"an object of class {type(given).__name__}" if isinstance(given, Optimizer) else repr(given)
         raise TypeError(f"Expected a class of optimizers, but got {got}. Write allow_optimizer(type(optimizer)).")
     _allowed.add(kind)
 
