@@ -761,7 +761,7 @@ def test_ensembles_are_not_kept_alive():
 
     stacked = StackedEnsemble([mlp(), mlp()])
     torch.optim.SGD(stacked.parameters(), lr=0.1).step()
-    watched = len(optimizers._ensembles)
+    watched = len(optimizers._watched)
     del stacked
     gc.collect()
-    assert len(optimizers._ensembles) < watched
+    assert len(optimizers._watched) < watched
