@@ -46,6 +46,7 @@ PUBLIC = {
         "MemberWeights",
         "MemberParallelEnsemble",
         "allow_optimizer",
+        "set_member_rates",
     ],
     "torchace.metrics": ["EnsembleMetrics"],
     "torchace.models": ["mlp", "cifar_resnet"],

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,7 +147,9 @@ def test_others_are_refused_before_they_move_anything(name):
     refused((kinds.get(name) or getattr(torch.optim, name))(parameters), lambda: torch.zeros(()))
 
 
-MIXING = "muon adamuon nmuon lamb lambc lookahead_lamb cadamw clion larc lars csgdp cmars novograd kron adafactorbv"
+MIXING = (
+    "muon adamuon nmuon lamb lambc lookahead_lamb cadamw clion larc lars csgdp cmars novograd kron adafactorbv sgdp"
+)
 SEPARATE = "adamwlegacy lion nadamw adan adopt laprop madgrad sgdw rmsproptf lookahead_adam"
 
 
@@ -206,6 +210,14 @@ class Planned(Optimizer):
                 p.sub_(p.grad / self.plan.horizon)
 
 
+class WithNetwork(torch.optim.AdamW):
+    """Holds the network that it trains."""
+
+    def __init__(self, params, network):
+        super().__init__(params)
+        self.network = network
+
+
 class Summed(torch.optim.Adagrad):
     """Adagrad under another name: its constructor makes the state."""
 
@@ -215,10 +227,14 @@ class Plan:
 
 
 def test_elementwise_optimizers_that_are_not_known_pass_the_trial():
-    for make in (lambda p: Planned(p, Plan()), Summed, lambda p: type("MyAdamW", (torch.optim.AdamW,), {})(p)):
+    for make in (
+        lambda e: Planned(e.parameters(), Plan()),
+        lambda e: Summed(e.parameters()),
+        lambda e: WithNetwork(e.parameters(), e),
+    ):
         ensemble = stacked()
         before = [p.detach().clone() for p in ensemble.parameters()]
-        make(ensemble.parameters()).step()
+        make(ensemble).step()
         assert all(not torch.equal(a, b) for a, b in zip(before, ensemble.parameters(), strict=True))
 
 
@@ -352,3 +368,25 @@ def test_the_trial_changes_neither_the_optimizer_nor_random_numbers():
     assert not optimizer.state
     assert not called
     assert all(torch.equal(a, b) for a, b in zip(before, ensemble.parameters(), strict=True))
+
+
+RESULTS = json.loads((Path(__file__).parents[2] / "docs/results/optimizers.json").read_text())
+
+
+@pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
+@pytest.mark.parametrize("library", ["torch", "timm"])
+def test_published_verdicts_are_those_of_the_code_and_agree_with_the_differences(library):
+    timm_optim = pytest.importorskip("timm.optim")
+    rows = [row for row in RESULTS["optimizers"] if row["library"] == library and row["verdict"] != "not available"]
+    for row in rows:
+        refuses, difference = row["verdict"] == "refused", row["difference"]
+        if difference is not None:
+            assert refuses == (difference > RESULTS["agree"]), row
+        parameters = [p for p in stacked().parameters() if p.ndim == 2 or row["name"] != "Muon"]
+        if library == "timm":
+            optimizer = timm_optim.create_optimizer_v2(parameters, row["name"], lr=0.01, weight_decay=0.05)
+        else:
+            optimizer = getattr(torch.optim, row["name"])(parameters, lr=0.01)
+        with pytest.raises(ValueError, match="mix the members") if refuses else contextlib.nullcontext():
+            check_elementwise(optimizer)
+    assert len(rows) >= {"torch": 14, "timm": 70}[library]

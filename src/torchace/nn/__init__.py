@@ -5,6 +5,7 @@ from torchace.nn.conversion import stack_classifiers
 from torchace.nn.ensemble import Ensemble
 from torchace.nn.heads import SMOC, LowRankStackedLinear, StackedLinear
 from torchace.nn.losses import AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, NegativeCorrelationLoss
+from torchace.nn.member_rates import set_member_rates
 from torchace.nn.optimizers import allow_optimizer
 from torchace.nn.parallel import MemberParallelEnsemble
 from torchace.nn.stacked import StackedEnsemble
@@ -23,5 +24,6 @@ __all__ = [
     "StackedLinear",
     "allow_optimizer",
     "branch",
+    "set_member_rates",
     "stack_classifiers",
 ]

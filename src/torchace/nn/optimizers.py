@@ -43,6 +43,7 @@ _watched: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...] | None] = weakref
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # with how many groups
 _allowed: set[type[Optimizer]] = set()
 _hooked = False
+_trying = False
 
 
 def watch_optimizers(module: nn.Module, names: tuple[str, ...] | None = None) -> None:
@@ -81,14 +82,15 @@ def allow_optimizer(kind: type[Optimizer]) -> None:
         ...     "SGD with noise on every number: stacked members and members alone draw other noise."
         >>> allow_optimizer(Noisy)
     """
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        got = f"an object of class {type(kind).__name__}" if isinstance(kind, Optimizer) else repr(kind)
+    given: Any = kind
+    if not (isinstance(given, type) and issubclass(given, Optimizer)):
+        got = f"an object of class {type(given).__name__}" if isinstance(given, Optimizer) else repr(given)
         raise TypeError(f"Expected a class of optimizers, but got {got}. Write allow_optimizer(type(optimizer)).")
     _allowed.add(kind)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if _checked.get(optimizer) == len(optimizer.param_groups):
+    if _trying or _checked.get(optimizer) == len(optimizer.param_groups):
         return
     stacked = {id(parameter) for parameter in stacked_parameters()}
     if any(id(parameter) in stacked for group in optimizer.param_groups for parameter in group["params"]):
@@ -110,7 +112,12 @@ def check_elementwise(optimizer: Optimizer, stacked: set[int] | None = None) -> 
         optimizer = getattr(optimizer, WRAPPERS[_name(optimizer)])
     if type(optimizer) in _allowed or is_known(optimizer):
         return
-    why = find_mixing(optimizer, stacked)
+    global _trying
+    _trying = True  # an optimizer may hold its network, whose copy is watched
+    try:
+        why = find_mixing(optimizer, stacked)
+    finally:
+        _trying = False
     if why is not None:
         kind = type(optimizer).__name__
         raise ValueError(
