@@ -19,6 +19,7 @@ from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchace as ace
 from torchace.runs.table_model import TableModel
@@ -408,6 +409,41 @@ def test_a_fit_that_fails_leaves_the_estimator_as_it_was(
     for estimator in (model, twin):  # network and optimizer are as they were, too
         estimator.partial_fit(X, y)
     np.testing.assert_array_equal(predictions(model, X), predictions(twin, X))
+
+
+@pytest.mark.parametrize(
+    "method", ["predict", "predict_proba", "predict_log_proba", "predict_uncertainty", "early stopping"]
+)
+def test_predictions_of_many_classes_are_made_in_chunks_of_bytes(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of 2,000 rows, 10 members and 200 classes in float64 (32 MB) is made: one of 2 MB at most."""
+    X, y = np.random.default_rng(0).normal(size=(2000, 2)), np.arange(2000) % 200
+    model = small(num_members=10, epochs=1, batch_size=100, early_stopping=True, validation_fraction=0.5)
+    monkeypatch.setattr("torchace.engine.chunks.BYTES", 1 << 21)
+    with Largest() as seen:
+        model.fit(X, y)
+    if method != "early stopping":
+        monkeypatch.undo()
+        whole = getattr(model, method)(X)
+        monkeypatch.setattr("torchace.engine.chunks.BYTES", 1 << 21)
+        with Largest() as seen:
+            parts = getattr(model, method)(X)
+        for ours, theirs in zip(*([v.values() if isinstance(v, dict) else [v] for v in (parts, whole)]), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-12)  # products of other sizes add up in another order
+    result = X.shape[0] * 200 * 8
+    assert 0 < seen.bytes <= max(1 << 21, result)
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that is computed."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for value in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(value, torch.Tensor):
+                self.bytes = max(self.bytes, value.nbytes)
+        return made
 
 
 def test_threads_are_given_back() -> None:
