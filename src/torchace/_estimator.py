@@ -311,11 +311,12 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
     def _predicted(self, X: ArrayLike, *functions: Callable[[Tensor], Tensor]) -> list[NDArray[Any]]:
         """What each function makes of the members' logits or predictions `(K, n, C)`, one chunk after another."""
         check_is_fitted(self)
-        X = validate_data(self, X, reset=False, dtype=[np.float64, np.float32], order="C")
+        samples: NDArray[Any] = validate_data(self, X, reset=False, dtype=[np.float64, np.float32], order="C")
         rows = chunk_rows(self.ensemble_, self.ensemble_.num_members)
-        parts = (torch.tensor(X[i : i + rows], dtype=torch.float64) for i in range(0, len(X), rows))
+        parts = (torch.tensor(samples[i : i + rows], dtype=torch.float64) for i in range(0, len(samples), rows))
         with self._threads(), torch.no_grad():
-            return [found.numpy() for found in collect_chunks(map(self.ensemble_, parts), len(X), *functions)]
+            found = collect_chunks(map(self.ensemble_, parts), len(samples), *functions)
+        return [values.numpy() for values in found]
 
     # -- files --------------------------------------------------------------------------------------------------------
 
