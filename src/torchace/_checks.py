@@ -193,6 +193,11 @@ def checked_member_weights(
     return member_weights.to(dtype=like.dtype, device=like.device)
 
 
+def check_ignore_index(ignore_index: object) -> None:
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"Expected `ignore_index` to be an int, but got {type(ignore_index).__name__}.")
+
+
 def check_target(target: object, logits: Tensor, *, ignore_index: int | None = -100) -> bool:
     """The target of logits `(K, N, C, ...)`; returns whether it holds class probabilities (not indices).
 

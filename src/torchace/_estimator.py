@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Self, cast
@@ -24,6 +24,7 @@ from torchace import _checks
 from torchace.data import Split, hashed_key, permutation, stratified_split
 from torchace.data.encoding import Encoding, NumberColumn
 from torchace.data.schema import Column, Schema, Target
+from torchace.engine.chunks import chunk_rows, collect_chunks
 from torchace.engine.recipe import make_optimizer
 from torchace.models.encoder import TableEncoder
 from torchace.models.mlp import checked_widths
@@ -34,7 +35,6 @@ from torchace.runs.scaling import Moments, Scaling, finished_ensemble
 from torchace.runs.tune import TunedDiversity, tune_diversity
 from torchace.saving import ModelFileError, load_model, save_model
 
-CHUNK = 8192  # samples that all members predict at once
 BATCHES = ("shared", "exchanged", "separate")
 SCHEDULES = ("constant", "cosine")
 
@@ -308,13 +308,15 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         check_is_fitted(self)
         return list(self.ensemble_)
 
-    def _predictions(self, X: ArrayLike) -> Iterator[Tensor]:
-        """The members' logits or predictions, `(K, n, C)`, of a part of the samples after another."""
+    def _predicted(self, X: ArrayLike, *functions: Callable[[Tensor], Tensor]) -> list[NDArray[Any]]:
+        """What each function makes of the members' logits or predictions `(K, n, C)`, one chunk after another."""
         check_is_fitted(self)
-        X = validate_data(self, X, reset=False, dtype=[np.float64, np.float32], order="C")
+        samples: NDArray[Any] = validate_data(self, X, reset=False, dtype=[np.float64, np.float32], order="C")
+        rows = chunk_rows(self.ensemble_, self.ensemble_.num_members)
+        parts = (torch.tensor(samples[i : i + rows], dtype=torch.float64) for i in range(0, len(samples), rows))
         with self._threads(), torch.no_grad():
-            for part in torch.tensor(X, dtype=torch.float64).split(CHUNK):
-                yield self.ensemble_(part)
+            found = collect_chunks(map(self.ensemble_, parts), len(samples), *functions)
+        return [values.numpy() for values in found]
 
     # -- files --------------------------------------------------------------------------------------------------------
 

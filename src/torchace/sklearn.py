@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Self, cast
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
@@ -134,17 +134,16 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """The ensemble's probabilities, `(N, C)`, in the order of `classes_`."""
-        return cast(NDArray[np.float64], np.exp(self.predict_log_proba(X)))
+        return self._predicted(X, lambda logits: _log_probs(logits).exp_())[0]
 
     def predict_log_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """The logarithm of the ensemble's probabilities, `(N, C)`."""
-        log_probs = torch.cat([ensemble_log_probs(z) for z in self._predictions(X)])
-        return cast(NDArray[np.float64], log_probs.clamp_(max=0).numpy())  # rounding may leave 1 + 4e-16
+        return self._predicted(X, _log_probs)[0]
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         """The most probable labels, `(N,)`."""
-        log_probs = self.predict_log_proba(X)
-        return cast(NDArray[Any], self.classes_[log_probs.argmax(1)])
+        (codes,) = self._predicted(X, lambda logits: _log_probs(logits).argmax(1))
+        return cast(NDArray[Any], self.classes_[codes])
 
     def predict_uncertainty(self, X: ArrayLike) -> dict[str, NDArray[np.float64]]:
         """How sure the ensemble is of each sample, `(N,)` each.
@@ -158,11 +157,8 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
             "mutual_information": mutual_information,
             "disagreement": disagreement,
         }
-        logits = list(self._predictions(X))
-        return {
-            name: torch.cat([measure(z, reduction="none") for z in logits]).numpy()
-            for name, measure in measures.items()
-        }
+        found = self._predicted(X, *(partial(measure, reduction="none") for measure in measures.values()))
+        return dict(zip(measures, found, strict=True))
 
     def _learn_targets(self, y: NDArray[Any]) -> None:
         self.classes_ = np.unique(y)
@@ -261,14 +257,14 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
 
     def predict(self, X: ArrayLike) -> NDArray[np.float64]:
         """The members' mean prediction, `(N,)`, or `(N, M)` for several targets."""
-        return self._shaped(torch.cat([f.mean(0) for f in self._predictions(X)]))
+        return self._shaped(self._predicted(X, lambda f: f.mean(0))[0])
 
     def predict_uncertainty(self, X: ArrayLike) -> dict[str, NDArray[np.float64]]:
         """How far the members are from each other, in the targets' units: `spread`, their standard deviation."""
-        return {"spread": self._shaped(torch.cat([f.std(0, correction=0) for f in self._predictions(X)]))}
+        return {"spread": self._shaped(self._predicted(X, lambda f: f.std(0, correction=0))[0])}
 
-    def _shaped(self, values: Tensor) -> NDArray[np.float64]:
-        return cast(NDArray[np.float64], (values if self._several else values.squeeze(1)).numpy())
+    def _shaped(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return values if self._several else values[:, 0]
 
     def _learn_targets(self, y: NDArray[Any]) -> None:
         self._several = y.ndim == 2
@@ -284,3 +280,7 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
 
     def _targets_from_json(self, content: Mapping[str, Any]) -> None:
         self._several, self._num_outputs = bool(content["several"]), int(content["num_outputs"])
+
+
+def _log_probs(logits: Tensor) -> Tensor:
+    return ensemble_log_probs(logits).clamp_(max=0)  # rounding may leave 1 + 4e-16

@@ -5,7 +5,7 @@ import torch
 
 from tests.engine.cases import CLASSES, MEMBERS, batches, group_of
 from torchace.data import chunks
-from torchace.engine.evaluate import DISPUTED, DRAWN, evaluate, evaluate_regression, logits_of
+from torchace.engine.evaluate import DISPUTED, DRAWN, Evaluator, evaluate, evaluate_regression, logits_of
 from torchace.functional import disagreement
 from torchace.metrics import EnsembleMetrics
 
@@ -35,6 +35,21 @@ def test_scores_are_the_metrics() -> None:
     metrics.update(logits, target)
     expected = {name: value.tolist() for name, value in metrics.compute().items()}
     assert evaluate(logits, target).metrics == expected
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_what_is_scored_in_chunks_is_scored_as_one(size: int) -> None:
+    logits, target = example()
+    logits[:, 50:60] = logits[:, 40:50]  # equal cases keep their order over chunks, too
+    whole, evaluator = evaluate(logits, target), Evaluator()
+    for part, labels in zip(logits.split(size, 1), target.split(size), strict=True):
+        evaluator.update(part, labels)
+    found = evaluator.compute()
+    for name, value in whole.metrics.items():
+        assert found.metrics[name] == pytest.approx(value, rel=1e-5), name  # float32, sums in another order
+    assert found.arrays.keys() == whole.arrays.keys()
+    for name, array in whole.arrays.items():
+        torch.testing.assert_close(found.arrays[name], array, rtol=1e-5, atol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_the_disputed_samples_are_those_members_differ_on_most() -> None:

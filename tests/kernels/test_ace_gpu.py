@@ -16,7 +16,7 @@ ON_GPU = torch.cuda.is_available()
 pytest.importorskip("triton", reason="no Triton")
 
 from tests.reference import losses as reference  # noqa: E402
-from tests.reference.cases import Case, ace_cases  # noqa: E402
+from tests.reference.cases import Case, ace_cases, refuses_options_changed_in_place  # noqa: E402
 from torchace.functional import ace as functional_ace  # noqa: E402
 from torchace.functional import amended_cross_entropy  # noqa: E402
 from torchace.kernels import ace_gpu  # noqa: E402
@@ -207,6 +207,11 @@ def test_a_diversity_that_changes_before_the_backward() -> None:
     with torch.inference_mode():
         fixed = torch.tensor(0.7, dtype=DTYPE, device=DEVICE)
     amended_cross_entropy(logits, case.target.to(DEVICE), fixed).backward()
+
+
+@pytest.mark.parametrize("name", ["target", "member_weights", "sample_weight", "each member's", "weight", "mixture"])
+def test_a_backward_after_an_option_was_changed_in_place_is_refused(name: str) -> None:
+    refuses_options_changed_in_place(name, "mean", torch.randn(3, 4, 5, dtype=DTYPE, device=DEVICE))
 
 
 def test_spans_leave_behind_what_a_program_can_read() -> None:

@@ -203,3 +203,46 @@ def test_classes_that_nobody_may_choose_do_not_count(soft):
         loss.backward()
         found.append((loss.detach(), weights.logits.grad))
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 2])
+@pytest.mark.parametrize("dense", [False, True])
+def test_samples_that_do_not_count(dense, ignore_index):
+    logits, target = case()
+    kept = torch.arange(60) % 3 > 0
+    kept &= target != ignore_index
+    target = target.masked_fill(~kept, ignore_index)
+    logits[:, ~kept] = float("nan")  # padding may hold anything
+    log_probs = logits.log_softmax(2)
+    weights = MemberWeights(4).double()
+    with torch.no_grad():
+        weights.logits.copy_(torch.randn(4, generator=torch.Generator().manual_seed(3)))
+    expected = mixture_cross_entropy(logits[:, kept], target[kept], weights())
+    (gradient,) = torch.autograd.grad(expected, weights.logits)
+    fitted = fit_member_weights(log_probs[:, kept], target[kept])
+    each = mixture_cross_entropy(logits, target, weights(), ignore_index=ignore_index, reduction="none")
+    assert each[~kept].eq(0).all()
+    if dense:
+        logits, target = (logits.reshape(4, 6, 10, 5).transpose(2, 3), target.reshape(6, 10))
+        log_probs = logits.log_softmax(2)
+    loss = weights.loss(logits, target, ignore_index=ignore_index)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(loss, weights.logits)[0], gradient, rtol=0, atol=1e-12)
+    found = fit_member_weights(log_probs, target, ignore_index=ignore_index)
+    torch.testing.assert_close(found, fitted, rtol=0, atol=1e-12)
+
+
+def test_where_no_sample_counts():
+    logits, target = case()
+    target = torch.full_like(target, -100)
+    weights = MemberWeights(4).double()
+    loss = weights.loss(logits, target)
+    loss.backward()
+    assert loss.item() == 0
+    assert weights.logits.grad.eq(0).all()
+    with pytest.raises(ValueError, match=r"at least one sample .* but got none: all have the ignore_index=-100\.$"):
+        fit_member_weights(logits.log_softmax(2), target)
+    with pytest.raises(ValueError, match=r"in \[0, 4\] or ignore_index=-100, but got -1"):
+        weights.loss(logits, target + 99)
+    with pytest.raises(TypeError, match="Expected `ignore_index` to be an int"):
+        fit_member_weights(logits.log_softmax(2), target, ignore_index=None)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+
+from torchace.functional import amended_cross_entropy
 
 # Unit roundoff: the largest relative error of one rounding in float32.
 U32 = 2.0**-24
@@ -178,3 +182,25 @@ def logits_cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor | None]:
     logits = 2 * torch.randn(num_members, num_samples, num_classes, *rest, generator=g, dtype=torch.float64)
     target = torch.randint(num_classes, (num_samples, *rest), generator=g)
     return logits, target, member_weights(draw(ALPHAS), num_members, g)
+
+
+def refuses_options_changed_in_place(name: str, reduction: str, outputs: Tensor) -> None:
+    """Asserts that no derivative of the amended cross entropy is computed after an option was changed in place."""
+    num_members, num_samples, num_classes = outputs.shape
+    for dtype, second in itertools.product((torch.float32, torch.float64), (False, True)):
+        options = {
+            "target": torch.zeros(num_samples, dtype=torch.long),
+            "member_weights": torch.full((num_members,), 1 / num_members, dtype=dtype),
+            "sample_weight": torch.ones(num_samples, dtype=dtype),
+            "each member's": torch.ones(num_members, num_samples, dtype=dtype),
+            "weight": torch.ones(num_classes, dtype=dtype),
+            "mixture": torch.full((num_samples, num_classes), 1 / num_classes, dtype=dtype),
+        }
+        option = options[name].to(outputs.device)
+        given = {"sample_weight" if name == "each member's" else name: option}
+        target = given.pop("target", torch.zeros(num_samples, dtype=torch.long, device=outputs.device))
+        logits = outputs.clone().requires_grad_()
+        loss = amended_cross_entropy(logits, target, 0.5, reduction=reduction, **given)
+        option.mul_(0).add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss, logits, create_graph=second)

@@ -18,8 +18,8 @@ import pytest
 from tests.cli_cases import everything_in, houses, pets, write_table
 from tests.runs.table_cases import fitted
 from torchace.data import DataError
+from torchace.engine import chunks
 from torchace.engine.fit import Interrupted
-from torchace.runs import predictions
 from torchace.runs.predictions import predict_file
 from torchace.runs.table_model import TableModel
 
@@ -228,9 +228,8 @@ def test_the_data_are_not_written_over(classifier: TableModel, link: Callable[..
 def test_many_members_and_classes_are_predicted_in_smaller_chunks(
     classifier: TableModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """2 members with 3 classes give 6 numbers a row."""
-    assert predictions._rows(classifier) == predictions.ROWS
-    monkeypatch.setattr(predictions, "NUMBERS", 60)
+    width = max(max(p.shape) for p in classifier.ensemble.parameters() if p.ndim == 2)
+    monkeypatch.setattr(chunks, "BYTES", 10 * 8 * width * classifier.ensemble.num_members)
     sizes: list[int] = []
     real = TableModel.predict
     monkeypatch.setattr(TableModel, "predict", lambda self, frame: sizes.append(len(frame)) or real(self, frame))

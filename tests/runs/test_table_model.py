@@ -17,6 +17,7 @@ from tests.runs.table_cases import fitted
 from torchace import _model_files as files
 from torchace.data import DataError
 from torchace.data.tables import read_table
+from torchace.engine.chunks import chunk_rows
 from torchace.functional import ensemble_probs
 from torchace.models import mlp
 from torchace.nn import Ensemble
@@ -126,9 +127,11 @@ def test_rows_do_not_depend_on_each_other(classifier: TableModel) -> None:
 
 def test_chunks_do_not_matter(classifier: TableModel, monkeypatch: pytest.MonkeyPatch) -> None:
     frame = pets(30)
-    whole = classifier.logits(frame)
-    monkeypatch.setattr("torchace.runs.table_model.CHUNK", 7)
+    whole, table = classifier.logits(frame), classifier.predict(frame)
+    monkeypatch.setattr("torchace.engine.chunks.BYTES", 2000)
+    assert chunk_rows(classifier.ensemble, classifier.ensemble.num_members) < 30
     torch.testing.assert_close(classifier.logits(frame), whole, rtol=0, atol=1e-13)
+    pd.testing.assert_frame_equal(classifier.predict(frame), table, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from torchace.data import Split
+from torchace.engine.chunks import chunk_rows
 from torchace.engine.network import RunGroup
 from torchace.engine.objective import mean_over_samples, scores_of
 from torchace.engine.recipe import Recipe
 
-CHUNK = 4096  # samples that all runs predict at once
+CHUNK = 4096  # samples that all runs predict at once, at most
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,12 @@ def held_out_scores(network: RunGroup, split: Split, recipe: Recipe) -> Tensor:
     """Each run's cross entropy or squared error on a split, `(R,)`; weighted where samples have weights."""
     training = network.training
     network.eval()
-    scores = torch.cat(
-        [
-            scores_of(network.predict(x).to(recipe.dtype), y, recipe)
-            for x, y in zip(split.x.split(CHUNK), split.y.split(CHUNK), strict=True)
-        ],
-        1,
-    )
+    members = network.num_runs * network.num_members
+    rows = chunk_rows(network, members, itemsize=recipe.dtype.itemsize, most=CHUNK)
+    scores = torch.empty(network.num_runs, len(split), dtype=recipe.dtype, device=split.x.device)
+    for start in range(0, len(split), rows):
+        part = slice(start, start + rows)
+        scores[:, part] = scores_of(network.predict(split.x[part]).to(recipe.dtype), split.y[part], recipe)
     network.train(training)
     return mean_over_samples(scores, split.weight)
 

@@ -83,10 +83,10 @@ def amended_cross_entropy(
     _checks.check_diversity(diversity)
     _checks.check_reduction(reduction)
     _checks.check_fraction(label_smoothing, "label_smoothing")
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"Expected `ignore_index` to be an int, but got {type(ignore_index).__name__}.")
+    _checks.check_ignore_index(ignore_index)
     _checks.check_target(target, logits, ignore_index=ignore_index)
     like = _like(logits)
+    given = _constants(target, member_weights, sample_weight, weight, mixture)
     alpha = None
     if member_weights is not None:
         alpha = _checks.checked_member_weights(member_weights, logits.shape[0], like=like, partial=mixture is not None)
@@ -107,7 +107,7 @@ def amended_cross_entropy(
         diversity, alpha, sample_weight, weight, ignore_index, float(label_smoothing), mixture, detach_others, reduction
     )
     if _fits_gpu(logits, target, options):
-        return _on_gpu(logits, target, options)
+        return _on_gpu(logits, target, options, given)
     if reduction == "none":
         return member_losses(_resolved(logits, target, options)[0], logits)
     if not _fits_cpu(logits, target, options):
@@ -115,8 +115,15 @@ def amended_cross_entropy(
     terms, empty = _resolved(logits, target, options)
     # a number from here on: whoever changes the tensor before the backward does not change this loss
     terms = replace(terms, diversity=float(terms.diversity))
-    loss = ace_cpu.loss(logits, terms, partial(_total, terms))
+    loss = ace_cpu.loss(logits, terms, partial(_total, terms), given)
     return loss if empty is None else loss + empty
+
+
+def _constants(*given: object) -> list[Tensor]:
+    """The tensors among the arguments, as they were given: autograd sees whether one was changed in place."""
+    if torch.compiler.is_compiling():  # the compiler sees to it itself
+        return []
+    return [value.detach() for value in given if isinstance(value, Tensor) and not value.is_inference()]
 
 
 class _Options(NamedTuple):
@@ -247,7 +254,7 @@ def _fits_gpu(logits: Tensor, target: Tensor, options: _Options) -> bool:
     )
 
 
-def _on_gpu(logits: Tensor, target: Tensor, options: _Options) -> Tensor:
+def _on_gpu(logits: Tensor, target: Tensor, options: _Options, given: list[Tensor]) -> Tensor:
     from torchace.kernels import ace_gpu, ace_gpu_op  # they need Triton
 
     if logits.ndim > 3:  # more axes of samples: one of all
@@ -267,7 +274,7 @@ def _on_gpu(logits: Tensor, target: Tensor, options: _Options) -> Tensor:
         options.ignore_index,
         options.reduction == "mean",
     )
-    return ace_gpu_op.loss(logits, choices, partial(_composite, target, options))
+    return ace_gpu_op.loss(logits, choices, partial(_composite, target, options), given)
 
 
 def _readable(diversity: float | Tensor, device: torch.device) -> float | Tensor:

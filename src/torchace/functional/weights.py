@@ -11,7 +11,12 @@ from torchace.functional._members import along_members, compute_dtype, log_mixtu
 
 
 def fit_member_weights(
-    log_probs: Tensor, target: Tensor, *, max_steps: int = 10_000, tolerance: float = 1e-9
+    log_probs: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    max_steps: int = 10_000,
+    tolerance: float = 1e-9,
 ) -> Tensor:
     r"""The member weights α that minimise the mixture's cross entropy on held-out data, by EM.
 
@@ -22,6 +27,7 @@ def fit_member_weights(
     Args:
         log_probs: Members' log-probabilities, `(K, N, C, ...)`: `logits.log_softmax(2)`.
         target: Class indices, `(N, ...)`.
+        ignore_index: Class index that does not count.
         max_steps: Steps at most.
         tolerance: Stops when no weight can lower the mean cross entropy by more than this.
 
@@ -34,17 +40,22 @@ def fit_member_weights(
         tensor([1., 0.])
     """
     _checks.check_logits(log_probs, "log_probs")
-    if _checks.check_target(target, log_probs, ignore_index=None):
+    _checks.check_ignore_index(ignore_index)
+    if _checks.check_target(target, log_probs, ignore_index=ignore_index):
         raise TypeError("Expected class indices in `target`, but got class probabilities. Use target.argmax(1).")
     _checks.check_count(max_steps, "max_steps")
-    if _checks.can_read(log_probs) and bool((log_probs.isnan() | (log_probs > 1e-4)).any()):
+    index = target.long().flatten()  # of the samples, all axes of them as one
+    counted = index != ignore_index
+    log_q = log_probs.detach().movedim(2, -1).flatten(1, -2)[:, counted]  # (K, N, C)
+    if _checks.can_read(log_q) and bool((log_q.isnan() | (log_q > 1e-4)).any()):
         raise ValueError(
             "Expected log-probabilities, at most 0, in `log_probs`. For logits, use logits.log_softmax(2)."
         )
-    if target.numel() == 0:
-        raise ValueError("Expected at least one sample to fit member weights on, but got none.")
-    index = target.long().unsqueeze(1).expand(log_probs.shape[0], *[-1] * (target.ndim + 1))
-    scores = log_probs.detach().double().gather(2, index).flatten(1)  # (K, N): log q^k of the true class
+    if log_q.shape[1] == 0:
+        ignored = "" if target.numel() == 0 else f": all have the ignore_index={ignore_index}"
+        raise ValueError(f"Expected at least one sample to fit member weights on, but got none{ignored}.")
+    index = index[counted].expand(len(log_q), -1).unsqueeze(2)
+    scores = log_q.double().gather(2, index).squeeze(2)  # (K, N): log q^k of the true class
     best = scores.amax(0)
     # A sample's scale cancels. One that all members hold impossible says nothing about their weights.
     likelihood = torch.where(best == -torch.inf, 1.0, (scores - best).exp())
@@ -61,7 +72,9 @@ def fit_member_weights(
     return alpha.to(torch.float64 if log_probs.dtype == torch.float64 else torch.float32)
 
 
-def mixture_cross_entropy(logits: Tensor, target: Tensor, member_weights: Tensor, *, reduction: str = "mean") -> Tensor:
+def mixture_cross_entropy(
+    logits: Tensor, target: Tensor, member_weights: Tensor, *, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
     r"""The cross entropy of the ensemble as a function of the member weights alone.
 
     $$H(p, \bar q) = -\sum_c p_c \log \sum_k \alpha^k q^k_c$$
@@ -72,6 +85,7 @@ def mixture_cross_entropy(logits: Tensor, target: Tensor, member_weights: Tensor
         logits: Members' logits, `(K, N, C, ...)`.
         target: Class indices `(N, ...)`, or class probabilities `(N, C, ...)`.
         member_weights: α, `(K,)`, for example `MemberWeights(K)()`.
+        ignore_index: Class index that does not count. Where none counts, the loss is 0 and so is its gradient.
         reduction: `"mean"` or `"sum"` over samples, `"none"` for one value a sample, `(N, ...)`.
 
     Returns:
@@ -86,15 +100,24 @@ def mixture_cross_entropy(logits: Tensor, target: Tensor, member_weights: Tensor
     """
     _checks.check_logits(logits)
     _checks.check_reduction(reduction)
-    probabilities = _checks.check_target(target, logits, ignore_index=None)
+    _checks.check_ignore_index(ignore_index)
+    probabilities = _checks.check_target(target, logits, ignore_index=ignore_index)
     log_q = F.log_softmax(logits.detach(), 2, dtype=compute_dtype(logits))
     _checks.checked_member_weights(member_weights, logits.shape[0], like=log_q)
     alpha = member_weights.to(log_q)
     # a weight that underflowed to 0 has a finite gradient, which log(0) would turn into NaN
     alpha = alpha + (alpha.clamp(min=torch.finfo(alpha.dtype).tiny) - alpha).detach()
     log_alpha = along_members(alpha.log(), log_q)
+    if not probabilities:
+        target = target.long()
+        ignored = target == ignore_index
+        target = target.masked_fill(ignored, 0)
+        log_q = log_q.masked_fill(ignored.unsqueeze(1), 0.0)  # whatever was predicted, NaN too
     mixed = log_mixture(log_alpha + log_q)  # (N, C, ...)
     if probabilities:
         # where, not a product alone: a class of probability 0 may have an infinite logarithm
         return reduced(-(target.to(log_q) * torch.where(target == 0, 0.0, mixed)).sum(1), reduction)
-    return reduced(-mixed.gather(1, target.long().unsqueeze(1)).squeeze(1), reduction)
+    losses = -mixed.gather(1, target.unsqueeze(1)).squeeze(1).masked_fill(ignored, 0.0)
+    if reduction == "mean" and target.numel():
+        return losses.sum() / (~ignored).sum().clamp_min(1)
+    return reduced(losses, reduction)

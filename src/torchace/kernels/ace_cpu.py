@@ -11,7 +11,7 @@ read once and the gradient is written once. It is kept for the backward, which i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,16 +25,25 @@ PIECE = 1 << 19
 FEW_CLASSES = 64
 
 
-def loss(logits: Tensor, terms: Terms, composite: Callable[[Tensor], Tensor]) -> Tensor:
-    """The summed loss, a scalar. `composite` is the same loss in plain PyTorch, for second derivatives."""
+def loss(logits: Tensor, terms: Terms, composite: Callable[[Tensor], Tensor], given: Sequence[Tensor] = ()) -> Tensor:
+    """The summed loss, a scalar.
+
+    Args:
+        logits: `(K, N, C, ...)`.
+        terms: Everything else.
+        composite: The same loss in plain PyTorch, for second derivatives.
+        given: What the terms were made of. A backward after one of them was changed in place is refused.
+    """
     if not torch.is_grad_enabled():  # a Function's forward does not know, and would compute a gradient for nobody
         logits = logits.detach()
-    return AceCpu.apply(logits, terms, composite)  # type: ignore[no-untyped-call]
+    return AceCpu.apply(logits, terms, composite, given)  # type: ignore[no-untyped-call]
 
 
 class AceCpu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, terms: Terms, composite: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, terms: Terms, composite: Callable[[Tensor], Tensor], given: Sequence[Tensor]
+    ) -> Tensor:
         ctx.composite = composite
         ctx.terms = terms
         value, gradient = _value_and_gradient(logits, terms, want_gradient=ctx.needs_input_grad[0])
@@ -42,25 +51,24 @@ class AceCpu(torch.autograd.Function):
             value = composite(logits).item()
         # logits: for a second derivative or a second backward; the very input, not a copy
         # The rest: so that autograd refuses a backward after somebody changed them in place, as it does for torch's.
-        options = (terms.target, terms.alpha, terms.weight, terms.mixture, terms.scale)
-        ctx.save_for_backward(logits, *(part for part in options if isinstance(part, Tensor)))
+        ctx.save_for_backward(logits, *given)
         ctx.gradient = gradient
         return torch.tensor(value, dtype=terms.alpha.dtype, device=logits.device)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         logits, *_ = ctx.saved_tensors
         grad = grads[0]
         if torch.is_grad_enabled():  # create_graph=True: differentiate what this gradient was derived from
             (gradient,) = torch.autograd.grad(ctx.composite(logits), logits, grad, create_graph=True)
-            return gradient, None, None
+            return gradient, None, None, None
         gradient, ctx.gradient = ctx.gradient, None  # given away: whoever receives it need not copy it
         if gradient is None:  # a second backward of a retained graph
             gradient = _value_and_gradient(logits, ctx.terms, want_gradient=True)[1]
         assert gradient is not None
         if not _is_one(grad):
             gradient = gradient * grad
-        return gradient.to(logits.dtype), None, None
+        return gradient.to(logits.dtype), None, None, None
 
 
 def _is_one(grad: Tensor) -> bool:

@@ -8,7 +8,7 @@ gradient are an operator each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,30 +18,40 @@ from torchace.kernels import ace_gpu
 from torchace.kernels.ace_gpu import Options
 
 
-def loss(logits: Tensor, options: Options, composite: Callable[[Tensor], Tensor]) -> Tensor:
-    """The summed loss, a scalar. `composite` is the same loss in plain PyTorch, for second derivatives."""
+def loss(
+    logits: Tensor, options: Options, composite: Callable[[Tensor], Tensor], given: Sequence[Tensor] = ()
+) -> Tensor:
+    """The summed loss, a scalar.
+
+    Args:
+        logits: `(K, N, C)`.
+        options: Everything else.
+        composite: The same loss in plain PyTorch, for second derivatives.
+        given: What the options were made of. A backward after one of them was changed in place is refused.
+    """
     if torch.compiler.is_compiling():
         return _value(logits, *options)
     if not torch.is_grad_enabled():  # a Function's forward does not know, and would compute a gradient for nobody
         logits = logits.detach()
-    return AceGpu.apply(logits, options, composite)  # type: ignore[no-untyped-call]
+    return AceGpu.apply(logits, options, composite, given)  # type: ignore[no-untyped-call]
 
 
 class AceGpu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, options: Options, composite: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, options: Options, composite: Callable[[Tensor], Tensor], given: Sequence[Tensor]
+    ) -> Tensor:
         ctx.composite, ctx.options = composite, options
         early = ctx.needs_input_grad[0] and logits.dtype != torch.float16
         value, ctx.gradient = ace_gpu.value_and_gradient(logits, options, want_gradient=early)
-        # The options: so that autograd refuses a backward after somebody changed them in place, as it does for torch's.
+        # The rest: so that autograd refuses a backward after somebody changed them in place, as it does for torch's.
         # λ may change: a schedule does that, and what it was is in the gradient already.
-        kept = options._replace(diversity=None) if early else options
-        ctx.save_for_backward(logits, *(part for part in kept if isinstance(part, Tensor)))
+        ctx.save_for_backward(logits, *given)
         ctx.version = _version(options.diversity)
         return value
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         logits, *_ = ctx.saved_tensors
         grad = grads[0]
         again = torch.is_grad_enabled() or ctx.gradient is None  # whatever was computed is not enough
@@ -49,16 +59,16 @@ class AceGpu(torch.autograd.Function):
             raise RuntimeError("Expected `diversity` as it was in the forward, but it was changed in place.")
         if torch.is_grad_enabled():  # create_graph=True: differentiate what this gradient was derived from
             (gradient,) = torch.autograd.grad(ctx.composite(logits), logits, grad, create_graph=True)
-            return gradient, None, None
+            return gradient, None, None, None
         if _is_batched(grad):  # several at once, for a Jacobian
             own = ctx.gradient
             if own is None:
                 own = ace_gpu.value_and_gradient(logits, ctx.options, want_gradient=True)[1]
-            return own * grad, None, None
+            return own * grad, None, None, None
         gradient, ctx.gradient = ctx.gradient, None  # given away: whoever receives it need not copy it
         if gradient is None:
-            return ace_gpu.value_and_gradient(logits, ctx.options, want_gradient=True, by=grad)[1], None, None
-        return ace_gpu.multiplied(gradient, grad), None, None
+            return ace_gpu.value_and_gradient(logits, ctx.options, want_gradient=True, by=grad)[1], None, None, None
+        return ace_gpu.multiplied(gradient, grad), None, None, None
 
 
 def _is_batched(grad: Tensor) -> bool:

@@ -37,9 +37,15 @@ class MemberWeights(nn.Module):
         """α, `(K,)`, with a gradient to the free numbers."""
         return self.logits.softmax(0)
 
-    def loss(self, logits: Tensor, target: Tensor) -> Tensor:
-        """The mixture's cross entropy, averaged over samples; its gradient goes to α alone."""
-        return mixture_cross_entropy(logits, target, self())
+    def loss(self, logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
+        """The mixture's cross entropy, averaged over samples; its gradient goes to α alone.
+
+        Args:
+            logits: Members' logits, `(K, N, C, ...)`.
+            target: Class indices `(N, ...)`, or class probabilities `(N, C, ...)`.
+            ignore_index: Class index that does not count. Where none counts, the loss is 0 and so is its gradient.
+        """
+        return mixture_cross_entropy(logits, target, self(), ignore_index=ignore_index)
 
     def extra_repr(self) -> str:
         return f"num_members={self.num_members}"

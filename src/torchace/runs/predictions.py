@@ -14,6 +14,7 @@ from torchace.data.columns import column_of
 from torchace.data.packages import arrow
 from torchace.data.sentences import reason, repeated, row_number
 from torchace.data.tables import iterate_table
+from torchace.engine.chunks import chunk_rows
 from torchace.engine.files import PARTIAL, flush_directory
 from torchace.engine.fit import Interrupted
 from torchace.runs.table_model import TableModel
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
 ROWS = 65_536  # in a chunk, at most
-NUMBERS = 2**23  # that all members give for a chunk, about: 64 MB, and a few times that while they are worked with
 
 
 def predict_file(
@@ -52,7 +52,8 @@ def predict_file(
         raise DataError(f"{out} is the file that is read; write the predictions to another one.")
     if (twice := repeated(keep)) is not None:
         raise DataError(f"The column {twice!r} is to be kept twice; name it once.")
-    chunks = _predicted(model, data, keep, rows or _rows(model))
+    rows = rows or chunk_rows(model.ensemble, model.ensemble.num_members, most=ROWS)
+    chunks = _predicted(model, data, keep, rows)
     first = next(chunks)  # what is wrong with the table comes up here, before anything is written
     done = 0
     with _whole(out) as temporary, writer(temporary) as write:
@@ -62,11 +63,6 @@ def predict_file(
             write(chunk)
             done += len(chunk)
     return done
-
-
-def _rows(model: TableModel) -> int:
-    outputs = max(1, len(model.encoding.schema.target.classes))
-    return max(1, min(ROWS, NUMBERS // (model.ensemble.num_members * outputs)))
 
 
 def _predicted(model: TableModel, data: Path, keep: Sequence[str], rows: int) -> Iterator[DataFrame]:

@@ -22,6 +22,7 @@ import torch
 
 from torchace.data import Split
 from torchace.engine.checkpoint import Checkpoints
+from torchace.engine.chunks import chunk_rows
 from torchace.engine.files import PARTIAL, flush_directory, write_whole
 from torchace.engine.fit import Failure, Progress, Saving
 from torchace.runs.environment import hardware, versions
@@ -286,12 +287,13 @@ class TableFit:
         for name, (part, rows) in parts.items():
             if not len(part):
                 continue
+            y, targets = part.y, table.targets
             with torch.no_grad():
-                logits = stacked(part.x)
-            y = part.y
-            if (targets := table.targets) is not None:
-                logits, y = logits * targets.std + targets.mean, (y * targets.std + targets.mean).squeeze(1)
-            found = score(logits, y)
+                logits = (stacked(x) for x in part.x.split(chunk_rows(stacked, stacked.num_members)))
+                if targets is not None:
+                    logits = (z * targets.std + targets.mean for z in logits)
+                    y = (y * targets.std + targets.mean).squeeze(1)
+                found = score(logits, y)
             scores[name], arrays = found.metrics, found.arrays
             if "disputed_index" in arrays:
                 arrays["disputed_row"] = rows[arrays["disputed_index"]] + 1  # as a person counts them in the file

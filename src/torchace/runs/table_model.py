@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,15 +13,14 @@ from torch import Tensor
 
 from torchace.data import DataError
 from torchace.data.encoding import Encoding
-from torchace.engine.evaluate import Evaluation, evaluate, evaluate_regression
+from torchace.engine.chunks import chunk_rows, collect_chunks
+from torchace.engine.evaluate import Evaluation, Evaluator, evaluate_regression
 from torchace.functional import disagreement, ensemble_log_probs, mutual_information, predictive_entropy
 from torchace.nn import Ensemble
 from torchace.saving import ModelFileError, load_model, save_model
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
-
-CHUNK = 8192  # rows that all members predict at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,10 +74,16 @@ class TableModel:
     def is_classifier(self) -> bool:
         return self.encoding.schema.target.task == "classification"
 
-    @torch.no_grad()
     def logits(self, frame: DataFrame) -> Tensor:
         """The members' logits `(K, N, C)`, or predictions `(K, N, 1)`."""
-        return torch.cat([self.ensemble(part) for part in self.encoding.matrix(frame).split(CHUNK)], 1)
+        return torch.cat(list(self._chunks(frame)), 1)
+
+    @torch.no_grad()
+    def _chunks(self, frame: DataFrame) -> Iterator[Tensor]:
+        """The logits of one chunk of rows after another."""
+        rows = chunk_rows(self.ensemble, self.ensemble.num_members)
+        for part in self.encoding.matrix(frame).split(rows):
+            yield self.ensemble(part)
 
     def predict(self, frame: DataFrame) -> DataFrame:
         """Predictions and their uncertainty, one row for each row of a table.
@@ -89,24 +95,33 @@ class TableModel:
 
         if not len(frame):
             raise DataError("The table has no rows; nothing can be predicted.")
-        logits = self.logits(frame)
         if not self.is_classifier:
-            mean, spread = logits.mean(0).squeeze(1), logits.std(0, correction=0).squeeze(1)
-            return DataFrame({"prediction": mean.numpy(), "spread": spread.numpy()}, index=frame.index)
+            measures = {"prediction": lambda f: f.mean((0, 2)), "spread": lambda f: f.std(0, correction=0).squeeze(1)}
+            return DataFrame(self._collected(frame, measures), index=frame.index)
         target = self.encoding.schema.target
-        log_probs = ensemble_log_probs(logits).clamp_(max=0)  # rounding may leave 1 + 4e-16
-        columns: dict[str, Any] = {"prediction": target.labels(log_probs.argmax(1))}
-        for code, name in enumerate(target.class_names):
-            columns[f"probability_{name}"] = log_probs[:, code].exp().numpy()
-        columns["entropy"] = predictive_entropy(logits, reduction="none").numpy()
-        columns["mutual_information"] = mutual_information(logits, reduction="none").numpy()
-        columns["disagreement"] = disagreement(logits, reduction="none").numpy()
-        return DataFrame(columns, index=frame.index)
+        found = self._collected(
+            frame,
+            {
+                # rounding may leave 1 + 4e-16
+                "probs": lambda z: ensemble_log_probs(z).clamp_(max=0).exp_(),
+                "entropy": partial(predictive_entropy, reduction="none"),
+                "mutual_information": partial(mutual_information, reduction="none"),
+                "disagreement": partial(disagreement, reduction="none"),
+            },
+        )
+        probs = found.pop("probs")
+        columns: dict[str, Any] = {"prediction": target.labels(torch.from_numpy(probs.argmax(1)))}
+        columns |= {f"probability_{name}": probs[:, code] for code, name in enumerate(target.class_names)}
+        return DataFrame(columns | found, index=frame.index)
+
+    def _collected(self, frame: DataFrame, measures: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
+        """What each measure makes of the members' logits, for all rows, as numpy arrays."""
+        found = collect_chunks(self._chunks(frame), len(frame), *measures.values())
+        return {name: values.numpy() for name, values in zip(measures, found, strict=True)}
 
     def evaluate(self, frame: DataFrame) -> Evaluation:
         """Scores on rows whose target is known."""
-        target = self.encoding.targets(frame)
-        return score(self.logits(frame), target)
+        return score(self._chunks(frame), self.encoding.targets(frame))
 
 
 def _check_fit(ensemble: Ensemble, encoding: Encoding, path: str | os.PathLike[str]) -> None:
@@ -121,6 +136,12 @@ def _check_fit(ensemble: Ensemble, encoding: Encoding, path: str | os.PathLike[s
         raise ModelFileError(f"{path} describes another table than its ensemble was trained on; train it anew.")
 
 
-def score(logits: Tensor, target: Tensor) -> Evaluation:
-    """Scores of logits `(K, N, C)` and class indices, or of predictions `(K, N, 1)` and numbers `(N,)`."""
-    return evaluate_regression(logits.squeeze(2), target) if target.is_floating_point() else evaluate(logits, target)
+def score(logits: Iterable[Tensor], target: Tensor) -> Evaluation:
+    """Scores of chunks of logits `(K, n, C)` and class indices `(N,)`, or of predictions `(K, n, 1)` and numbers."""
+    if target.is_floating_point():
+        return evaluate_regression(torch.cat(list(logits), 1).squeeze(2), target)
+    evaluator, done = Evaluator(), 0
+    for part in logits:
+        evaluator.update(part, target[done : done + part.shape[1]])
+        done += part.shape[1]
+    return evaluator.compute()
