@@ -76,12 +76,17 @@ class EarlyStopping:
             value.copy_(weights[name])
 
 
-@torch.no_grad()
 def held_out_scores(network: Network, split: Split, recipe: Recipe) -> Tensor:
     """Each run's cross entropy or squared error on a split, `(R,)`; weighted where samples have weights."""
+    return mean_over_samples(held_out_losses(network, split, recipe), split.weight)
+
+
+@torch.no_grad()
+def held_out_losses(network: Network, split: Split, recipe: Recipe) -> Tensor:
+    """Each run's cross entropy or squared error on every sample of a split, `(R, N)`."""
     training = network.training
     network.eval()
-    scores = torch.cat(
+    losses = torch.cat(
         [
             scores_of(network.predict(x).to(recipe.dtype), y, recipe)
             for x, y in zip(split.x.split(CHUNK), split.y.split(CHUNK), strict=True)
@@ -89,7 +94,7 @@ def held_out_scores(network: Network, split: Split, recipe: Recipe) -> Tensor:
         1,
     )
     network.train(training)
-    return mean_over_samples(scores, split.weight)
+    return losses
 
 
 def _of_runs(network: Network, name: str, value: Tensor, taken: Tensor) -> Tensor:
