@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchace._terminal import INTERRUPTED, Stopper, check_report, complain, console, device_of, say, wide
+from torchace._terminal import INTERRUPTED, Stopper, check_report, complain, console, device_of, printable, say, wide
 
 if TYPE_CHECKING:
     from torchace.runs.members import MemberPlan
@@ -393,7 +393,9 @@ def _table(*columns: str) -> Any:
 
     table = Table(box=None, pad_edge=False)
     for place, name in enumerate(columns):
-        table.add_column(Text(name), justify="left" if place == 0 else "right")  # Text: [brackets] are a user's own
+        table.add_column(
+            Text(printable(name)), justify="left" if place == 0 else "right"
+        )  # Text: [brackets] are a user's own
     return table
 
 
