@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from types import FrameType
 from typing import Any
 
+import typer
 from rich.console import Console
 
 ERROR, USAGE, INTERRUPTED, SOME_FAILED, KEYBOARD = 1, 2, 3, 4, 130
@@ -69,6 +72,24 @@ def device_of(name: str) -> str:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ValueError(f"Cannot use the device {name!r}: {reason}. Use cpu, cuda, cuda:N or auto.") from error
     return name
+
+
+@contextmanager
+def interruptible(message: str) -> Iterator[None]:
+    """For work that a signal may break off at any point: SIGINT or SIGTERM ends the command with a message."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except KeyboardInterrupt:
+        complain(message)
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Stopper:

@@ -83,7 +83,8 @@ def test_spaces_after_a_delimiter_are_layout_and_those_in_quotes_are_text(tmp_pa
 @pytest.mark.parametrize("mark", [",", ";", "\t"])
 def test_spaces_behind_a_closing_quotation_mark_are_layout(tmp_path, mark):
     space = " " if mark == "\t" else " \t"
-    text = f'"a" {mark}b {mark}"c"{space}\n"x" {mark} "y{mark} ""z"""  {mark}"one\n  ""two"" {mark}"{space}\r\n"" {mark}5" {mark}" "\n'
+    text = f'"a" {mark}b {mark}"c"{space}\n"x" {mark} "y{mark} ""z"""  {mark}"one\n  ""two"" {mark}"{space}\r\n'
+    text += f'"" {mark}5" {mark}" "\n'
     (tmp_path / "t.csv").write_text(text, newline="")
     frame = read_table(tmp_path / "t.csv")
     assert list(frame.columns) == ["a", "b", "c"]

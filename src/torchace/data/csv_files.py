@@ -1,8 +1,9 @@
 """CSV files, row by row: every cell a text, and every irregularity named by its row.
 
 Spaces after a delimiter and behind a closing quotation mark belong to the layout of the file, not to the cell: `a, b`
-holds `b`, and in `a, "b, c" ,d` the quotation marks count. Cells that are kept beside predictions come without them too. A space that is part of a text
-stands in quotation marks, `a," b"`, and comes through; as a category it is the same as without (see `cells`).
+holds `b`, and in `a, "b, c" ,d` the quotation marks count. Cells that are kept beside predictions come without them
+too. A space that is part of a text stands in quotation marks, `a," b"`, and comes through; as a category it is the same
+as without (see `cells`).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -202,13 +203,22 @@ class Results:
         """What an arm was trained and tested on."""
         return self.data if arm.data is None else arm.data
 
+    @cached_property
+    def _finished(self) -> dict[str, dict[float, tuple[Run, ...]]]:
+        """The finished runs by arm and, ascending, by λ."""
+        found: dict[str, dict[float, list[Run]]] = {arm.name: {} for arm in self.arms}
+        for run in self.runs:  # in the order of λ and seeds
+            if run.finished:
+                found[run.arm].setdefault(run.diversity, []).append(run)
+        return {arm: {diversity: tuple(runs) for diversity, runs in by.items()} for arm, by in found.items()}
+
     def finished(self, arm: Arm, diversity: float) -> tuple[Run, ...]:
         """The finished runs of an arm at one λ, by seed."""
-        return tuple(run for run in self.runs if run.finished and (run.arm, run.diversity) == (arm.name, diversity))
+        return self._finished[arm.name].get(diversity, ())
 
     def diversities(self, arm: Arm) -> tuple[float, ...]:
         """The values of λ at which an arm has finished runs, ascending."""
-        return tuple(sorted({run.diversity for run in self.runs if run.finished and run.arm == arm.name}))
+        return tuple(sorted(self._finished[arm.name]))
 
     def grid(self, arm: Arm) -> tuple[float, ...]:
         """The values of λ that an arm was to be trained at, finished or not, ascending."""
