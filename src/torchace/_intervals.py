@@ -100,17 +100,22 @@ def mean_over_seeds_and_samples(differences: ArrayLike, weight: ArrayLike | None
     if count < 2 or effective < 2:
         return None
     mean = float(d.mean())
+    d = d - mean
+    scale = float(np.abs(d).max())  # so that no power of theirs overflows or underflows
+    if scale == 0:
+        return MeanEstimate(mean, 0.0, ((1.0, count - 1),), samples=size)
+    d = d / scale
     by_seed, by_sample = d.mean(1), d.mean(0)  # (S,), (N,)
-    residual = d - by_seed[:, None] - by_sample + mean
+    residual = d - by_seed[:, None] - by_sample
     interaction = float(np.square(residual).sum()) / ((count - 1) * (size - 1)) / (count * size)
     samples = float(by_sample.var(ddof=1)) / size
     seeds = max(0.0, float(by_seed.var(ddof=1)) / count - interaction)
     variance = samples + seeds
-    if variance <= 0:
+    if variance == 0:  # residuals alone, that cancel in every mean
         return MeanEstimate(mean, 0.0, ((1.0, count - 1),), samples=size)
-    third = float(((by_sample - mean) ** 3).sum()) / max(1, (size - 1) * (size - 2)) / size  # of the samples' mean
+    third = float((by_sample**3).sum()) / max(1, (size - 1) * (size - 2)) / size  # of the samples' mean
     parts = ((seeds / variance, float(count - 1)), (samples / variance, effective - 1))
-    return MeanEstimate(mean, math.sqrt(variance), parts, third / variance**1.5, size)
+    return MeanEstimate(mean, scale * math.sqrt(variance), parts, third / variance**1.5, size)
 
 
 def _hall(skewness: float, t: float) -> float:

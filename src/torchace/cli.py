@@ -188,7 +188,7 @@ def _report(directory: Path) -> None:
     again = f"All results are in {directory}; draw the report with: torchace report {shlex.quote(str(directory))}"
     with interruptible(f"Interrupted while the report was drawn. {again}"):
         page = write_report(directory)
-    wide().print(rich_table(read_results(directory)))
+    wide().print(rich_table(read_results(directory, arrays=False)))
     say(f"Report: {page}")
 
 

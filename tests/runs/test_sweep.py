@@ -241,8 +241,8 @@ def test_many_runs_are_looked_up_in_linear_time(tmp_path: Path, monkeypatch: pyt
 
     class Skipping(Sweep):
         def _do(self, ledger: Ledger, job: Job, *args: Any) -> float:
-            for run in job.runs:
-                ledger.write_result(run, {"format": 1, "status": "finished"}, {})
+            for one in job.runs:
+                ledger.write_result(one, {"format": 1, "status": "finished"}, {})
             return 1.0
 
     monkeypatch.setattr(Ledger, "is_finished", counted)

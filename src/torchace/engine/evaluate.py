@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchace.engine.network import Network
-from torchace.functional import disagreement, ensemble_probs, mutual_information
+from torchace.functional import disagreement, ensemble_log_probs, ensemble_probs, mutual_information
 from torchace.functional.calibration import calibration_bins
 
 DISPUTED = 24  # samples on which the members differ most, kept for the report
@@ -69,6 +70,9 @@ def evaluate(logits: Tensor, target: Tensor, images: Tensor | None = None) -> Ev
         "reliability_confidence": bins.confidence,
         "reliability_correct": bins.correct,
         "disagreement_matrix": (votes[:, None] != votes[None]).double().mean(2),
+        # float32: what an interval over samples needs, in half the space
+        "sample_cross_entropy": F.nll_loss(ensemble_log_probs(logits), target, reduction="none").float(),
+        "sample_error": (probs.argmax(1) != target).to(torch.uint8),
         "disputed_index": disputed,
         "disputed_target": target[disputed],
         "disputed_votes": votes[:, disputed].T,

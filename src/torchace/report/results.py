@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +11,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchace.report._fields import Fields, ReportError, as_amount, as_count, as_number, as_text, is_number, printable
-from torchace.report.arrays import Array, read_arrays
+from torchace.report._fields import (
+    Fields,
+    ReportError,
+    as_amount,
+    as_count,
+    as_number,
+    as_text,
+    is_number,
+    may_be_unprintable,
+    printable,
+)
+from torchace.report.arrays import Array, read_arrays, sample_scores
 from torchace.report.formats import Metric, count, fitted
 from torchace.report.schema import Schema, read_schema
 from torchace.report.search import Search, read_search
@@ -160,7 +171,9 @@ class Results:
     started: str
     seconds: float | None
     listed: int | None = None
+    comparisons: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # what `compare` found
     _cache: dict[str, dict[str, Array]] = field(default_factory=dict, repr=False, compare=False)
+    _values: dict[Any, dict[int, float]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def failed(self) -> tuple[Run, ...]:
@@ -226,21 +239,41 @@ class Results:
 
     def values(self, arm: Arm, diversity: float, metric: str, split: str = "test") -> dict[int, float]:
         """A metric of each seed, for an arm at one λ; seeds that lack it are left out."""
-        runs = self.finished(arm, diversity)
-        return {run.seed: run.metrics[split][metric] for run in runs if metric in run.metrics.get(split, {})}
+        key = (arm.name, diversity, metric, split)
+        if key not in self._values:
+            runs = self.finished(arm, diversity)
+            found = {run.seed: run.metrics[split][metric] for run in runs if metric in run.metrics.get(split, {})}
+            self._values[key] = found
+        return self._values[key]
+
+    def sample_scores(self, arm: Arm, diversity: float, metric: str) -> dict[int, Array]:
+        """A metric on every test sample, `(N,)`, of each seed that recorded it, for an arm at one λ.
+
+        Only where they are all test samples and the metric is their mean.
+        """
+        means, count = self.values(arm, diversity, metric), self.data_of(arm).test
+        found = {}
+        for run in self.finished(arm, diversity):
+            scores = sample_scores(self.arrays(run), metric)
+            if scores is None or run.seed not in means or len(scores) != count or not count:
+                continue
+            if math.isclose(scores.mean(), means[run.seed], rel_tol=1e-4, abs_tol=1e-12):  # they are float32
+                found[run.seed] = scores
+        return found
 
     def arrays(self, run: Run) -> dict[str, Array]:
         """A run's arrays, empty where there are none or their file is damaged (then `read_results` lists it)."""
         return self._cache.get(run.name, {})
 
 
-def read_results(directory: str | Path) -> Results:
+def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
     """Reads a run directory.
 
     A damaged run or array file is listed under `damaged` and the rest is read.
 
     Args:
         directory: Holds `experiment.json` and `runs/`.
+        arrays: Whether to read the runs' arrays too; tables of scores need none.
 
     Returns:
         The experiment and its runs.
@@ -275,7 +308,7 @@ def read_results(directory: str | Path) -> Results:
             damaged.append(Damaged(f"runs/{path.name}", str(error)))
             continue
         try:
-            cache[run.name] = {} if run.arrays_path is None else read_arrays(run.arrays_path)
+            cache[run.name] = {} if run.arrays_path is None or not arrays else read_arrays(run.arrays_path)
         except ReportError as error:
             damaged.append(Damaged(f"runs/{path.stem}.safetensors", str(error)))
     return Results(
@@ -305,7 +338,10 @@ def read_results(directory: str | Path) -> Results:
 def _load(path: Path, directory: Path) -> Fields:
     where = path.relative_to(directory).as_posix()
     try:
-        value = printable(json.loads(path.read_bytes()))
+        text = path.read_bytes().decode()
+        value = json.loads(text)
+        if may_be_unprintable(text):
+            value = printable(value)
     except FileNotFoundError:
         wrote = "`torchace run` or `torchace fit` wrote"
         raise ReportError(f"Found no {where} in {directory}; give the directory that {wrote}.") from None
