@@ -93,7 +93,7 @@ def test_differences_against_own_zero_and_each_baseline(table2_results: Results)
     assert [row[0].text for row in own.sections[0].rows] == ["0.001", "0.01", "0.05", "0.1", "0.3", "0.5"]
     assert [row[0].text for row in control.sections[0].rows] == ["0", "0.001", "0.01", "0.05", "0.1", "0.3", "0.5"]
     assert "(Bonferroni, 6 λ)" in own.note
-    assert "Bonferroni width for its 7 λ" in single.note
+    assert "(Bonferroni, 7 λ)" in single.note
 
 
 def test_one_seed_says_that_there_is_no_interval(single_seed: Path) -> None:

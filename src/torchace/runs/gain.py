@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from torchace._intervals import mean_over_seeds, mean_over_seeds_and_samples
 
@@ -38,7 +38,7 @@ class Gain:
         baseline: Mapping[int, ArrayLike | None],
         chosen: Mapping[int, ArrayLike | None],
         *,
-        weight: ArrayLike | None = None,
+        weight: NDArray[np.float64] | None = None,
         choices: int = 1,
     ) -> Gain | None:
         """The paired comparison of two λ; None where no seed finished with both.

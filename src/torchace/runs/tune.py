@@ -33,6 +33,7 @@ SEEDS = 500  # of a search; as many fresh ones follow
 
 T = TypeVar("T")
 Array = NDArray[np.float64]
+V = TypeVar("V", float, Array)
 Watch = Callable[[Progress], None]
 Scores = Mapping[int, float | None]  # by seed; None for a training that failed
 
@@ -400,8 +401,8 @@ def _checked(plan: MemberPlan, candidates: Sequence[float], num_seeds: int, num_
     return sorted({0.0, *(float(diversity) + 0.0 for diversity in candidates)})
 
 
-def _scaled(scores: Mapping[int, T | None], scale: float) -> dict[int, T | None]:
-    return {seed: None if score is None else score * scale for seed, score in scores.items()}  # type: ignore[operator]
+def _scaled(scores: Mapping[int, V | None], scale: float) -> dict[int, V | None]:
+    return {seed: None if score is None else score * scale for seed, score in scores.items()}
 
 
 # -- saying it --------------------------------------------------------------------------------------------------------
