@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -555,6 +556,48 @@ def test_interrupted_it_goes_on_when_repeated(here: Path, invoke: Invoke, monkey
         patch.setattr("torchace.runs.tune.train_members", lambda *args, **options: pytest.fail("trained again"))
         assert invoke(*command).code == 0
     assert os.listdir("models") == ["pets"]
+
+
+def test_interrupted_while_the_report_is_drawn(here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawing(directory: Path) -> Path:
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("went on")
+
+    command = ("fit", "pets.csv", "--target", "pet", *TINY)
+    monkeypatch.setattr("torchace.report.write_report", drawing)
+    sentence = "Interrupted. Everything so far is in models/pets.work; repeat the command to go on.\n"
+    assert invoke(*command) == (3, "", sentence)
+    monkeypatch.setattr("torchace.report.write_report", fake_report)
+    monkeypatch.setattr(table_fit, "train_members", lambda *args, **options: pytest.fail("trained again"))
+    assert invoke(*command).code == 0
+    assert os.listdir("models") == ["pets"]
+
+
+ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202e\u2066"
+
+
+def test_files_cannot_command_the_terminal(here: Path, invoke: Invoke) -> None:
+    frame = pets(40)
+    frame[f"age{ESCAPES}"] = frame["age"]
+    frame["pet"] = np.array([f"cat{ESCAPES}", "dog"])[np.arange(40) % 2]
+    frame = frame.rename(columns={"pet": f"pet{ESCAPES}"})
+    write_table(frame, Path("odd.parquet"))
+    model = TableModel.load(fitted(Path("odd.parquet"), f"pet{ESCAPES}", Path("m")))
+    shutil.rmtree("m")
+    replace(model, record={**model.record, "search": {"sentence": f"λ is good.{ESCAPES}"}}).save(Path("m"))
+    shutil.copy("odd.parquet", f"b{ESCAPES}.parquet")
+    write_table(frame.drop(columns=[f"age{ESCAPES}"]), Path("less.parquet"))
+    outcomes = [
+        invoke("show", "m"),
+        invoke("evaluate", "m", f"b{ESCAPES}.parquet"),
+        invoke("predict", "m", "less.parquet", "--out", "p.csv"),
+        invoke("show", f"nothing{ESCAPES}"),
+        invoke("fit", "odd.parquet", "--target", f"nothing{ESCAPES}"),
+    ]
+    assert [outcome.code for outcome in outcomes] == [0, 0, 1, 1, 1]
+    for outcome in outcomes:
+        assert not {"\x1b", "\x07", "\x9b", "\r", "\u202e", "\u2066"} & set(outcome.out + outcome.err), outcome
+    assert "λ is good.\\x1b[2J" in outcomes[0].out
 
 
 @pytest.mark.usefixtures("no_report")

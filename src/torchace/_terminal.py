@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import re
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from types import FrameType
 from typing import Any
 
+import typer
 from rich.console import Console
 
 ERROR, USAGE, INTERRUPTED, SOME_FAILED, KEYBOARD = 1, 2, 3, 4, 130
 
 console = Console()
+
+# control characters but tab and newline, characters that turn the direction of writing, halves of surrogate pairs
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text as a terminal may show it: what would command the terminal is written out.
+
+    Example:
+        >>> printable("\\x1b[2Jλ = 3")
+        '\\\\x1b[2Jλ = 3'
+    """
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def say(text: str) -> None:
@@ -26,7 +43,7 @@ def complain(text: str) -> None:
 
 def _print(where: Console, text: str) -> None:
     # soft_wrap: a line stays a line, however narrow the terminal; [brackets] and :colons: are a user's own
-    where.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    where.print(printable(text), soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def wide() -> Console:
@@ -55,6 +72,24 @@ def device_of(name: str) -> str:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ValueError(f"Cannot use the device {name!r}: {reason}. Use cpu, cuda, cuda:N or auto.") from error
     return name
+
+
+@contextmanager
+def interruptible(message: str) -> Iterator[None]:
+    """For work that a signal may break off at any point: SIGINT or SIGTERM ends the command with a message."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except KeyboardInterrupt:
+        complain(message)
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Stopper:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import io
+import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +40,7 @@ try:
         complain,
         console,
         device_of,
+        interruptible,
         say,
         wide,
     )
@@ -182,8 +184,10 @@ for command in cli_data.COMMANDS:
 def _report(directory: Path) -> None:
     from torchace.report import read_results, rich_table, write_report
 
-    page = write_report(directory)
-    wide().print(rich_table(read_results(directory)))
+    again = f"All results are in {directory}; draw the report with: torchace report {shlex.quote(str(directory))}"
+    with interruptible(f"Interrupted while the report was drawn. {again}"):
+        page = write_report(directory)
+    wide().print(rich_table(read_results(directory, arrays=False)))
     say(f"Report: {page}")
 
 

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchace._terminal import INTERRUPTED, Stopper, check_report, complain, console, device_of, say, wide
+from torchace._terminal import (
+    INTERRUPTED,
+    Stopper,
+    check_report,
+    complain,
+    console,
+    device_of,
+    interruptible,
+    printable,
+    say,
+    wide,
+)
 
 if TYPE_CHECKING:
     from torchace.runs.members import MemberPlan
@@ -109,8 +120,9 @@ def fit(
                 job.train(progress, stopper)
             from torchace.report import write_report
 
-            write_report(job.work)
-            job.publish()
+            with interruptible(f"Interrupted. Everything so far is in {job.work}; repeat the command to go on."):
+                write_report(job.work)
+                job.publish()
     except Interrupted:
         complain(f"Interrupted. Everything so far is in {job.work}; repeat the command to go on.")
         raise typer.Exit(INTERRUPTED) from None
@@ -393,7 +405,9 @@ def _table(*columns: str) -> Any:
 
     table = Table(box=None, pad_edge=False)
     for place, name in enumerate(columns):
-        table.add_column(Text(name), justify="left" if place == 0 else "right")  # Text: [brackets] are a user's own
+        table.add_column(
+            Text(printable(name)), justify="left" if place == 0 else "right"
+        )  # Text: [brackets] are a user's own
     return table
 
 

@@ -80,6 +80,27 @@ def test_spaces_after_a_delimiter_are_layout_and_those_in_quotes_are_text(tmp_pa
     assert frame.to_dict("list") == {"a": ["1", "2"], "b": ["x, y", " z"], "c": ["z", " "]}
 
 
+@pytest.mark.parametrize("mark", [",", ";", "\t"])
+def test_spaces_behind_a_closing_quotation_mark_are_layout(tmp_path, mark):
+    space = " " if mark == "\t" else " \t"
+    text = f'"a" {mark}b {mark}"c"{space}\n"x" {mark} "y{mark} ""z"""  {mark}"one\n  ""two"" {mark}"{space}\r\n'
+    text += f'"" {mark}5" {mark}" "\n'
+    (tmp_path / "t.csv").write_text(text, newline="")
+    frame = read_table(tmp_path / "t.csv")
+    assert list(frame.columns) == ["a", "b", "c"]
+    assert frame["a"].to_list() == ["x", ""]
+    assert frame["b"].to_list() == [f'y{mark} "z"', '5" ']  # a mark inside a cell that does not begin with one
+    assert frame["c"].to_list() == [f'one\n  "two" {mark}', " "]
+
+
+@pytest.mark.parametrize("row", ['"x" y,2', '"x"y,2', '"x" "y",2', '"x\n" y,2'])
+def test_text_behind_a_closing_quotation_mark_is_refused(tmp_path, row):
+    (tmp_path / "t.csv").write_text(f"a,b\n1,2\n{row}\n")
+    with pytest.raises(DataError) as caught:
+        read_table(tmp_path / "t.csv")
+    one_sentence(caught.value, "behind a closing quotation mark")
+
+
 def test_one_column_keeps_its_missing_values(tmp_path):
     (tmp_path / "t.csv").write_text('a\n1\n""\n\n3\n')
     assert list(read_table(tmp_path / "t.csv")["a"]) == ["1", "", "3"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.report import synthetic
 from tests.report.fits import FitSpec, write_fit
 from torchace.report import ReportError, Results, read_results
 from torchace.report.arrays import disputed_images, read_arrays, reliability
+from torchace.report.tables import result_table
 
 
 @pytest.fixture
@@ -318,3 +320,30 @@ def test_arrays_of_every_precision_are_read(tmp_path: Path, dtype: type) -> None
     arrays = {key: np.arange(1, 4).astype(dtype) for key in ("predicted", "observed", "spread")}
     save_file({**arrays, "residual_correlation": np.ones((2, 2), dtype=dtype)}, tmp_path / "run.safetensors")
     assert read_arrays(tmp_path / "run.safetensors")["observed"].tolist() == [1, 2, 3]
+
+
+def test_runs_are_looked_up_not_searched_for(tmp_path: Path) -> None:
+    """A report asks thousands of times for an arm's runs: none of that may go through all runs."""
+    results = read_results(synthetic.small(tmp_path / "run", seeds=[0, 1, 2]))
+    walks = 0
+
+    class Counted(tuple):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            nonlocal walks
+            walks += 1
+            return super().__iter__()
+
+    results = replace(results, runs=Counted(results.runs))
+    [arm] = results.arms
+    for _ in range(10):
+        for diversity in results.diversities(arm):
+            assert [run.seed for run in results.finished(arm, diversity)] == [0, 1, 2]
+            assert len(results.values(arm, diversity, "cross_entropy")) == 3
+    assert results.finished(arm, 0.123) == ()
+    assert walks == 1
+
+
+def test_scores_can_be_read_without_arrays(tmp_path: Path) -> None:
+    results = read_results(synthetic.small(tmp_path / "run", seeds=[0, 1]), arrays=False)
+    assert all(results.arrays(run) == {} for run in results.runs)
+    assert result_table(results) == result_table(read_results(tmp_path / "run"))

@@ -29,7 +29,7 @@ def test_the_verdict_is_the_searchs_own(tmp_path: Path) -> None:
 def test_a_verdict_from_the_numbers(tmp_path: Path) -> None:
     assert search_verdict(_fit(tmp_path, gain=GAIN)) == (
         "On fresh seeds λ=0.3 changes the mean squared error on the test data by −120.0 against λ=0 "
-        "(95 % interval −200.0 to −40.0; 3 seeds). That is beyond the noise."
+        "(95 % interval −200.0 to −40.0; 3 seeds alone). That is beyond the noise."
     )
 
 

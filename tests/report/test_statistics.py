@@ -1,16 +1,18 @@
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from scipy import stats
 
 from tests.report import synthetic
 from torchace.report import Results, read_results
-from torchace.report.statistics import compare, family, holm, lowest, paired_difference, summary
+from torchace.report.sentences import evidence
+from torchace.report.statistics import Comparison, compare, family, lowest, paired_difference, summary
+from torchace.report.tables import difference_tables
 
 # Two implementations of the t distribution, each good to about 1e-12.
 CLOSE = 1e-9
@@ -66,28 +68,6 @@ def test_equal_differences_have_no_interval_and_say_so(offset: float) -> None:
     assert "the same in every seed" in found.note
 
 
-def _holm_by_closure(p_values: list[float]) -> list[float]:
-    """Holm is the closed test of Bonferroni: a hypothesis' p is the largest over all subsets that contain it."""
-    indices = range(len(p_values))
-    subsets = [s for size in indices for s in itertools.combinations(indices, size + 1)]
-    return [
-        max(min(1.0, len(subset) * min(p_values[i] for i in subset)) for subset in subsets if index in subset)
-        for index in indices
-    ]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_holm_is_the_closed_bonferroni_test(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    p_values = (rng.random(rng.integers(1, 7)) ** 3).tolist()
-    assert holm(p_values) == pytest.approx(_holm_by_closure(p_values))
-
-
-def test_holm_of_nothing_and_of_ties() -> None:
-    assert holm([]) == []
-    assert holm([0.02, 0.02]) == pytest.approx([0.04, 0.04])
-
-
 def test_family_is_corrected_for_its_tests() -> None:
     rng = np.random.default_rng(0)
     reference = dict(enumerate(rng.normal(0.1, 0.01, 6)))
@@ -96,13 +76,13 @@ def test_family_is_corrected_for_its_tests() -> None:
     found = family(series, reference)
     assert [difference.diversity for difference in found] == [0.1, 0.3, 0.5, 0.7]
     tested = [difference for difference in found if difference.p is not None]
-    assert [d.holm for d in tested] == pytest.approx(_holm_by_closure([d.p for d in tested if d.p is not None]))
+    assert [d.corrected for d in tested] == pytest.approx([min(1, 3 * d.p) for d in tested if d.p is not None])
     for difference in tested:
         values = series[difference.diversity]
         expected = stats.ttest_rel([values[s] for s in range(6)], [reference[s] for s in range(6)])
         wide = expected.confidence_interval(1 - 0.05 / 3)
         assert difference.together == pytest.approx((wide.low, wide.high), rel=1e-7)
-    assert (found[2].holm, found[2].together) == (None, None)
+    assert (found[2].corrected, found[2].together) == (None, None)
 
 
 def test_intervals_hold_together() -> None:
@@ -120,16 +100,70 @@ def test_intervals_hold_together() -> None:
     assert missed == rejected  # the smallest p decides both
 
 
-def test_an_interval_that_misses_zero_is_significant() -> None:
-    """Bonferroni's intervals are never narrower than Holm's decisions: they cannot contradict a p above 0.05."""
+def test_the_verdict_the_interval_and_the_p_value_agree() -> None:
     rng = np.random.default_rng(2)
-    for _ in range(200):
+    verdicts = []
+    for _ in range(100):
         reference = dict(enumerate(rng.normal(size=4)))
         series = {d: {s: v + rng.normal(0.8 * d, 0.5) for s, v in reference.items()} for d in (0.0, 1.0, 2.0)}
-        for difference in family(series, reference):
+        samples = {d: {s: rng.normal(v - reference[s], 1, 20) for s, v in by.items()} for d, by in series.items()}
+        for difference in family(series, reference) + family(series, reference, samples):
             assert difference.together is not None
-            if not difference.together[0] <= 0 <= difference.together[1]:
-                assert difference.significant
+            assert difference.corrected is not None
+            assert difference.significant == (not difference.together[0] <= 0 <= difference.together[1])
+            assert difference.significant == (difference.corrected < 0.05)
+            verdicts.append(difference.significant)
+    assert set(verdicts) == {True, False}
+
+
+def _with_samples(directory: Path, spread: float, count: int = 50) -> Path:
+    """Writes every run's losses on the test samples, whose mean is the run's score."""
+    experiment = json.loads((directory / "experiment.json").read_text())
+    experiment["data"]["test"] = count
+    (directory / "experiment.json").write_text(json.dumps(experiment))
+    for path in sorted((directory / "runs").glob("*.json")):
+        run = json.loads(path.read_text())
+        rng = np.random.default_rng([round(1e6 * run["diversity"]), 5])  # the same samples are hard for every seed
+        losses = rng.normal(size=count)
+        losses = run["metrics"]["test"]["cross_entropy"] + spread * (losses - losses.mean())
+        save_file({"sample_cross_entropy": losses.astype(np.float32)}, path.with_suffix(".safetensors"))
+    return directory
+
+
+def test_differences_are_for_new_samples_where_these_were_recorded(tmp_path: Path) -> None:
+    arm = synthetic.ArmSpec("a", "a", 2, [0, 0.5], lambda d: 0.2 - 0.02 * d, lambda d: 0.05)
+    directory = synthetic.write(tmp_path / "run", synthetic.Spec("x", "x", [arm]))
+
+    def read() -> tuple[Results, Comparison]:
+        results = read_results(directory)
+        found = compare(results, results.arms[0], "cross_entropy")
+        assert found is not None
+        return results, found
+
+    results, seeds = read()
+    assert seeds.differences[0].samples is None
+    assert seeds.differences[0].significant
+    assert "over 5 seeds alone)" in evidence(results.metrics["cross_entropy"], seeds.differences[0], seeds)
+    _with_samples(directory, spread=1e-5)
+    _, sure = read()
+    assert sure.differences[0].samples == 50
+    assert sure.differences[0].significant
+    _with_samples(directory, spread=0.1)
+    results, unsure = read()
+    # each seed gains as much as before, on samples that say little
+    assert unsure.differences[0].mean == pytest.approx(seeds.differences[0].mean, rel=1e-12)
+    assert not unsure.differences[0].significant
+    assert "over 5 seeds and 50 test samples)" in evidence(
+        results.metrics["cross_entropy"], unsure.differences[0], unsure
+    )
+    note = difference_tables(results)[0].note
+    assert "Intervals of cross entropy are for new seeds and new test samples" in note
+    assert "all others cover seeds alone" in note
+    # what is no part of the score, or not of all samples, is left alone
+    experiment = json.loads((directory / "experiment.json").read_text())
+    experiment["data"]["test"] = 60
+    (directory / "experiment.json").write_text(json.dumps(experiment))
+    assert read()[1].differences[0].samples is None
 
 
 def test_compare_with_own_zero_and_with_a_baseline(table1_results: Results) -> None:

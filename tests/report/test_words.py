@@ -41,7 +41,7 @@ def test_a_gain_beyond_the_noise(tmp_path: Path) -> None:
     assert texts["Disagreement"].endswith("the knob acted.")
     assert texts["Cross entropy"].startswith("Lowest at λ=0.7: 0.165")
     assert "That is beyond the noise between seeds. Also lower beyond the noise at λ=0.3." in texts["Cross entropy"]
-    assert "holding for all 2 λ together; Holm p < 0.001; 5 seeds" in texts["Cross entropy"]
+    assert "holding for all 2 λ together; corrected p < 0.001; over 5 seeds alone" in texts["Cross entropy"]
     assert headline(results, results.arms[0]) == (
         "The members' disagreement rose, and cross entropy is lower than at λ=0 beyond the noise, lowest at λ=0.7."
     )

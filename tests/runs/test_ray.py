@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -355,6 +356,12 @@ def test_stopped_with_a_checkpoint_and_a_damaged_one(
     spent = json.loads((state.parent / "manifest.json").read_text())["progress"]["seconds"]
     assert spent <= recorded(tmp_path) <= time.monotonic() - start
     monkeypatch.undo()
+    # once: neither a sweep on this machine nor another one on Ray counts it again
+    for other in (Sweep, RaySweep):
+        shutil.copytree(tmp_path, tmp_path.with_name(other.__name__))
+        before, resumed = recorded(tmp_path), time.monotonic()
+        other(saved_every(None, experiment), tmp_path.with_name(other.__name__)).run()
+        assert before < recorded(tmp_path.with_name(other.__name__)) <= before + time.monotonic() - resumed
 
     whole = state.read_bytes()
     state.write_bytes(whole[:-1] + b"?")

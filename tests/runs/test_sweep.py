@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from tests.runs.cases import ledger_of, leftovers, poison, run, small
 from torchace.engine import files
 from torchace.engine.checkpoint import CheckpointError
 from torchace.engine.fit import Interrupted, Progress
-from torchace.runs.config import ConfigError
-from torchace.runs.ledger import Job, Ledger, LedgerError
+from torchace.runs.config import ConfigError, load_experiment
+from torchace.runs.ledger import Job, Ledger, LedgerError, Run
 from torchace.runs.sweep import Sweep, Watcher
 
 
@@ -233,6 +234,48 @@ def test_interrupted_anywhere_and_resumed(tmp_path: Path) -> None:
     assert interruptions == 5  # two steps at a time, twelve in all
     assert ledger_of(tmp_path / "a") == ledger_of(tmp_path / "b")
     assert leftovers(tmp_path / "b") == []
+
+
+def test_many_runs_are_looked_up_in_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+    is_finished = Ledger.is_finished
+
+    def counted(self: Ledger, run: Run) -> bool:
+        nonlocal looks
+        looks += 1
+        return is_finished(self, run)
+
+    class Skipping(Sweep):
+        def _do(self, ledger: Ledger, job: Job, *args: Any) -> float:
+            for one in job.runs:
+                ledger.write_result(one, {"format": 1, "status": "finished"}, {})
+            return 1.0
+
+    monkeypatch.setattr(Ledger, "is_finished", counted)
+    monkeypatch.setattr("torchace.runs.sweep.WRITE_EVERY", 1e9)
+    runs = 200
+    experiment = load_experiment("digits", ["sweep.diversities=[0]", "sweep.cohort_size=1"], seeds=range(runs))
+    assert Skipping(experiment, tmp_path).run() == {}
+    assert looks <= 4 * runs
+    written = json.loads((tmp_path / "experiment.json").read_text())
+    assert (written["seconds"], written["counted"]) == (runs, {})
+
+
+def test_seconds_that_were_counted_are_not_counted_again(tmp_path: Path) -> None:
+    """As a sweep on Ray leaves them, whose time counts as it passes."""
+    with pytest.raises(Interrupted):
+        run(tmp_path, after(6))
+    (manifest,) = tmp_path.glob("checkpoints/*/manifest.json")
+    spent = json.loads(manifest.read_text())["progress"]["seconds"]
+    experiment = json.loads((tmp_path / "experiment.json").read_text())
+    experiment |= {"seconds": 1000.0, "counted": {manifest.parent.name: spent}}
+    (tmp_path / "experiment.json").write_text(json.dumps(experiment))
+    start = time.monotonic()
+    run(tmp_path)
+    passed = time.monotonic() - start
+    experiment = json.loads((tmp_path / "experiment.json").read_text())
+    assert 1000 < experiment["seconds"] <= 1000 + passed
+    assert experiment["counted"] == {}
 
 
 def test_seconds_include_earlier_attempts(tmp_path: Path) -> None:

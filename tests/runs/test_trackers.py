@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from torchace.cli import main
+from torchace.runs.trackers import EventLog
 
 SMALL = ["--set", "train.epochs=2", "--set", "model.hidden=[4]", "--set", "sweep.diversities=[0, 0.5]", "--seeds", "2"]
 
@@ -40,6 +41,22 @@ def test_every_sweep_has_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert run(tmp_path / "runs", monkeypatch) == 0  # nothing to do: said, and appended
     assert events(tmp_path / "runs")[: len(found)] == found
     assert events(tmp_path / "runs")[-1] == {**events(tmp_path / "runs")[-1], "event": "planned", "done": 4, "total": 4}
+
+
+@pytest.mark.parametrize("torn", ['{"time": "2026-0', '{"ti', "x" * 200_000, ""])
+def test_half_a_line_of_a_killed_process_is_removed(tmp_path: Path, torn: str) -> None:
+    log = tmp_path / "log.jsonl"
+    EventLog(tmp_path).planned(0, 4)
+    before = log.read_text("utf-8")
+    log.write_text(before + torn, "utf-8")
+    again = EventLog(tmp_path)
+    again.planned(1, 4)
+    again.planned(2, 4)
+    assert log.read_text("utf-8").startswith(before)
+    assert [event["done"] for event in events(tmp_path)] == [0, 1, 2]
+    log.write_text(torn, "utf-8")  # no whole line at all
+    EventLog(tmp_path).planned(3, 4)
+    assert [event["done"] for event in events(tmp_path)] == [3]
 
 
 def test_tensorboard_shows_training_and_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

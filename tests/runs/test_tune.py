@@ -22,6 +22,7 @@ import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save
 
 from torchace.data import Split
 from torchace.engine.files import PARTIAL
@@ -330,11 +331,28 @@ def test_when_everything_fails_lambda_0_is_kept() -> None:
 # -- saying it --------------------------------------------------------------------------------------------------------
 
 
+def inject(monkeypatch: pytest.MonkeyPatch, differences: list[Any]) -> None:
+    """Largest λ best; on fresh seeds the losses of λ=0 exceed its own by these differences, one or several a seed."""
+
+    def scores(self: Any, purpose: str, number: int, diversities: Any, seeds: Any, *where: Any) -> Any:
+        return {d: dict.fromkeys(seeds, -d) for d in diversities}
+
+    def losses(self: Any, purpose: str, number: int, diversities: Any, seeds: Any, *where: Any) -> Any:
+        # 0: the differences are then what was asked for, to the last digit
+        return {
+            0.0: dict(zip(seeds, map(np.asarray, differences), strict=True)),
+            0.9: dict.fromkeys(seeds, np.zeros(())),
+        }
+
+    monkeypatch.setattr(tune._Search, "scores", scores)
+    monkeypatch.setattr(tune._Search, "losses", losses)
+
+
 @pytest.mark.parametrize(
     ("differences", "sentence"),
     [
         ([0.01, 0.02], r"lowers the cross entropy on the test samples by 0.0150 \(95 % interval -0.0485 to 0.0785, "
-         r"2 fresh seeds\): within the noise, λ=0 would do as well\."),
+         r"over seeds alone, 2 fresh seeds\): within the noise, λ=0 would do as well\."),
         ([0.01, 0.012, 0.014], r"lowers .* by 0.0120 \(95 % interval 0.0070 to 0.0170, .*\): beyond the noise\."),
         ([-0.01, -0.012, -0.014], r"raises .* by 0.0120 \(95 % interval 0.0070 to 0.0170, .*\): beyond the noise, "
          r"λ=0 does better\."),
@@ -346,16 +364,55 @@ def test_when_everything_fails_lambda_0_is_kept() -> None:
 def test_the_sentence_says_what_it_is_worth(
     monkeypatch: pytest.MonkeyPatch, differences: list[float], sentence: str
 ) -> None:
-    def injected(self: Any, purpose: str, number: int, diversities: Any, seeds: Any, *where: Any) -> Any:
-        if purpose == "search":
-            return {d: dict.fromkeys(seeds, -d) for d in diversities}
-        # 0: the differences are then what was asked for, to the last digit
-        return {0.0: dict(zip(seeds, differences, strict=True)), diversities[1]: dict.fromkeys(seeds, 0.0)}
-
-    monkeypatch.setattr(tune._Search, "scores", injected)
+    inject(monkeypatch, differences)
     found = tuned(rounds=1, num_fresh=len(differences))
     assert found.diversity == 0.9
     assert re.fullmatch(f"λ=0.9 {sentence}", found.sentence), found.sentence
+
+
+def test_the_interval_of_the_gain_is_for_new_samples_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    # equal gains of all seeds, on samples that differ widely: nothing to be sure of
+    rng = np.random.default_rng(0)
+    losses = list(0.2 + rng.normal(size=40) + 1e-3 * rng.normal(size=(5, 40)))
+    inject(monkeypatch, losses)
+    found = tuned(rounds=1, num_fresh=5)
+    assert found.gain is not None
+    assert found.gain.samples == 40
+    assert not found.gain.beyond_noise
+    # the seeds' part is next to nothing: the t interval of the samples' means
+    means = np.mean(losses, 0)
+    interval = scipy.stats.ttest_1samp(means, 0).confidence_interval(0.95)
+    wider = (found.gain.high - found.gain.low) / (interval.high - interval.low)
+    assert 1 <= wider < 1.1  # one end moves with the skewness of the samples
+    assert "over 40 samples and 5 fresh seeds" in found.sentence
+    assert TunedDiversity.from_json(json.loads(json.dumps(found.to_json()))) == found
+    # chosen by these very samples: the interval holds for both λ above 0
+    alone = tuned(rounds=1, num_fresh=5, check=None)
+    assert alone.gain is not None
+    assert alone.gain.choices == 2
+    assert alone.gain.high - alone.gain.low > 1.1 * (found.gain.high - found.gain.low)
+    assert "for all 2 λ above 0 together" in alone.sentence
+
+
+def test_gains_of_earlier_versions_are_read() -> None:
+    content = tuned().to_json()
+    del content["gain"]["samples"], content["gain"]["choices"]
+    gain = TunedDiversity.from_json(content).gain
+    assert gain is not None
+    assert (gain.samples, gain.choices) == (None, 1)
+
+
+def test_samples_of_no_weight_do_not_count() -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 4, 20))
+    weight = np.repeat([1.0, 0.0], 10)
+    found = Gain.of("test", dict(enumerate(a)), dict(enumerate(b)), weight=weight)
+    few = Gain.of("test", dict(enumerate(a[:, :10])), dict(enumerate(b[:, :10])))
+    assert found is not None
+    assert few is not None
+    assert found.samples == few.samples == 10
+    # rounding of sums of ten numbers of size 1
+    assert (found.mean, found.low, found.high) == pytest.approx((few.mean, few.low, few.high), abs=1e-12)
 
 
 def test_no_diversity_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,6 +572,15 @@ def test_damaged_files_are_one_sentence(tmp_path: Path, text: str, which: str) -
         tuned(store=Trials(tmp_path))
     assert str(caught.value).startswith(str(file))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"no safetensors at all", save({"losses": torch.zeros(2, 3)}), save({})])
+def test_damaged_losses_are_one_sentence(tmp_path: Path, content: bytes) -> None:
+    tuned(store=Trials(tmp_path))
+    (file,) = (tmp_path / "cohorts").glob("*.safetensors")
+    file.write_bytes(content)
+    with pytest.raises(LedgerError, match=r"safetensors is damaged\. .* remove that file"):
+        tuned(store=Trials(tmp_path))
 
 
 def test_a_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """CSV files, row by row: every cell a text, and every irregularity named by its row.
 
-Spaces after a delimiter belong to the layout of the file, not to the cell: `a, b` holds `b`, and in `a, "b, c"` the
-quotation marks count. Cells that are kept beside predictions come without them too. A space that is part of a text
-stands in quotation marks, `a," b"`, and comes through; as a category it is the same as without (see `cells`).
+Spaces after a delimiter and behind a closing quotation mark belong to the layout of the file, not to the cell: `a, b`
+holds `b`, and in `a, "b, c" ,d` the quotation marks count. Cells that are kept beside predictions come without them
+too. A space that is part of a text stands in quotation marks, `a," b"`, and comes through; as a category it is the same
+as without (see `cells`).
 """
 
 from __future__ import annotations
@@ -82,7 +83,31 @@ def _opened(path: Path) -> TextIO:
 
 
 def _reader(stream: TextIO, delimiter: str) -> Any:
-    return csv.reader(_lines(stream), delimiter=delimiter, strict=True, skipinitialspace=True)
+    lines = _without_gaps(_lines(stream), delimiter)
+    return csv.reader(lines, delimiter=delimiter, strict=True, skipinitialspace=True)
+
+
+def _without_gaps(lines: Iterable[str], delimiter: str) -> Iterator[str]:
+    """Lines without the spaces between a closing quotation mark and what ends its cell, which `csv` refuses."""
+    space = " " if delimiter == "\t" else r"[ \t]"
+    rest = rf'(?:[^"]|"")*+)(?:"{space}*(?={delimiter}|[\r\n]*\Z)|(\Z))'  # of a cell in quotation marks
+    cell = re.compile(rf'((?:\A|{delimiter}) *"{rest}')
+    begun = re.compile(rf"\A({rest}")
+    is_open = False  # whether a cell goes on in the next line
+
+    def closed(match: re.Match[str]) -> str:
+        nonlocal is_open
+        is_open = match[2] is not None
+        return match[1] if is_open else f'{match[1]}"'
+
+    for line in lines:
+        if is_open and '"' in line:
+            end = match.end() if (match := begun.match(line)) is not None else 0
+            is_open = False
+            line = begun.sub(closed, line[:end]) + (cell.sub(closed, line[end:]) if end < len(line) else "")
+        elif not is_open and '"' in line:
+            line = cell.sub(closed, line)
+        yield line
 
 
 def _filled(rows: Iterable[list[str]], *, blank_is_missing: bool = False) -> Iterator[list[str]]:
@@ -153,8 +178,8 @@ def _ragged(path: Path, row: int, found: int, expected: int, delimiter: str) -> 
 def _malformed(path: Path, line: int, why: str) -> DataError:
     if "expected after" in why:
         return DataError(
-            f"{path} has something behind a closing quotation mark in line {line}; take it out if it is a space, and "
-            "write a quotation mark that belongs to a value twice."
+            f"{path} has something behind a closing quotation mark in line {line}; take it out, and write a "
+            "quotation mark that belongs to a value twice."
         )
     if "unexpected end" in why:
         return DataError(f"{path} has a quotation mark that is never closed; close it, or take it out.")

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchace.engine.chunks import BYTES
 from torchace.engine.network import RunGroup
-from torchace.functional import disagreement, ensemble_probs, mutual_information
+from torchace.functional import disagreement, ensemble_log_probs, ensemble_probs, mutual_information
 from torchace.functional.calibration import calibration_bins
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class Evaluator:
         self._metrics: EnsembleMetrics | None = None
         self._samples = 0
         self._bins: list[Tensor] = []  # what is added up over the chunks
+        self._losses: list[Tensor] = []  # cross entropy of each sample
+        self._errors: list[Tensor] = []  # whether each sample is classified wrongly
         self._differ = torch.zeros(())  # (K, K): samples on which two members differ
         # the most disputed samples so far: heat, place, target, votes (n, K), probabilities (n, C)
         self._disputed: list[Tensor] = []
@@ -69,6 +72,9 @@ class Evaluator:
         probs, votes = ensemble_probs(logits), logits.argmax(2)
         bins = list(calibration_bins(probs, target))
         self._bins = [a + b for a, b in zip(self._bins, bins, strict=True)] if self._bins else bins
+        # float32: what an interval over samples needs, in half the space
+        self._losses.append(F.nll_loss(ensemble_log_probs(logits), target, reduction="none").float())
+        self._errors.append((probs.argmax(1) != target).to(torch.uint8))
         self._differ = self._differ.to(votes.device) + (votes[:, None] != votes[None]).sum(2)
         # disagreement first, mutual information between equals; stable, so that equal cases keep their order
         heat = disagreement(logits, reduction="none") + 1e-3 * mutual_information(logits, reduction="none")
@@ -99,6 +105,8 @@ class Evaluator:
                 zip(("reliability_count", "reliability_confidence", "reliability_correct"), self._bins, strict=True)
             ),
             "disagreement_matrix": self._differ.double() / self._samples,
+            "sample_cross_entropy": torch.cat(self._losses),
+            "sample_error": torch.cat(self._errors),
             "disputed_index": index,
             "disputed_target": target,
             "disputed_votes": votes,

@@ -77,19 +77,24 @@ class EarlyStopping:
             value.copy_(weights[name])
 
 
-@torch.no_grad()
 def held_out_scores(network: RunGroup, split: Split, recipe: Recipe) -> Tensor:
     """Each run's cross entropy or squared error on a split, `(R,)`; weighted where samples have weights."""
+    return mean_over_samples(held_out_losses(network, split, recipe), split.weight)
+
+
+@torch.no_grad()
+def held_out_losses(network: RunGroup, split: Split, recipe: Recipe) -> Tensor:
+    """Each run's cross entropy or squared error on every sample of a split, `(R, N)`."""
     training = network.training
     network.eval()
     members = network.num_runs * network.num_members
     rows = chunk_rows(network, members, itemsize=recipe.dtype.itemsize, most=CHUNK)
-    scores = torch.empty(network.num_runs, len(split), dtype=recipe.dtype, device=split.x.device)
+    losses = torch.empty(network.num_runs, len(split), dtype=recipe.dtype, device=split.x.device)
     for start in range(0, len(split), rows):
         part = slice(start, start + rows)
-        scores[:, part] = scores_of(network.predict(split.x[part]).to(recipe.dtype), split.y[part], recipe)
+        losses[:, part] = scores_of(network.predict(split.x[part]).to(recipe.dtype), split.y[part], recipe)
     network.train(training)
-    return mean_over_samples(scores, split.weight)
+    return losses
 
 
 def _of_runs(network: RunGroup, name: str, value: Tensor, taken: Tensor) -> Tensor:

@@ -103,6 +103,7 @@ class Fields:
 
 
 # control characters, characters that turn the direction of writing, halves of surrogate pairs
+_HIDDEN = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")  # what JSON takes as it is
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -120,6 +121,11 @@ def printable(value: Any) -> Any:
     if isinstance(value, dict):
         return {printable(key): printable(item) for key, item in value.items()}
     return value
+
+
+def may_be_unprintable(text: str) -> bool:
+    """Whether a JSON text may hold a string that `printable` would change; without a backslash there is no escape."""
+    return "\\" in text or _HIDDEN.search(text) is not None
 
 
 def is_number(value: object) -> bool:

@@ -13,6 +13,9 @@ from torchace.report._fields import LARGEST, ReportError
 
 Array = NDArray[Any]
 
+SAMPLES = ("sample_cross_entropy", "sample_error")
+"""The arrays of a classification that have one entry a test sample."""
+
 ROWS = ("predicted", "observed", "spread")
 """The arrays of a regression that have one entry a test row."""
 
@@ -88,7 +91,12 @@ def _fit(arrays: Mapping[str, Array]) -> bool:
     bins = [value.shape for key, value in arrays.items() if key.startswith("reliability_")]
     disputed = {value.shape[:1] for key, value in arrays.items() if key.startswith("disputed_")}
     axes = {"disagreement_matrix": (2,), "disputed_votes": (2,), "disputed_target": (1,), "disputed_images": (3, 4)}
-    axes |= {"disputed_index": (1,), "disputed_row": (1,), "residual_correlation": (2,), **dict.fromkeys(ROWS, (1,))}
+    axes |= {
+        "disputed_index": (1,),
+        "disputed_row": (1,),
+        "residual_correlation": (2,),
+        **dict.fromkeys((*ROWS, *SAMPLES), (1,)),
+    }
     matrices = [arrays[key] for key in ("disagreement_matrix", "residual_correlation") if key in arrays]
     rows = [arrays[key].shape for key in ROWS if key in arrays]
     images = arrays.get("disputed_images")
@@ -109,6 +117,17 @@ def _plausible(key: str, values: Array) -> bool:
     if key == "residual_correlation":
         plausible |= np.isnan(values)
     return bool(plausible.all())
+
+
+def sample_scores(arrays: Mapping[str, Array], metric: str) -> Array | None:
+    """A metric on every test sample that a run recorded, `(N,)` in float64; None where it recorded none."""
+    key = {"cross_entropy": "sample_cross_entropy", "error": "sample_error"}.get(metric, "predicted")
+    if key not in arrays or (key == "predicted" and metric not in ("mse", "mae")):
+        return None
+    if key != "predicted":
+        return np.asarray(arrays[key], dtype=np.float64)
+    error = np.asarray(arrays["predicted"], dtype=np.float64) - np.asarray(arrays["observed"], dtype=np.float64)
+    return np.square(error) if metric == "mse" else np.abs(error)
 
 
 def reliability(runs: Iterable[Mapping[str, Array]]) -> Reliability | None:

@@ -72,10 +72,11 @@ def matrix_figure(results: Results, arm: Arm) -> Sketch | None:
     kind = _CORRELATION if results.task.name == "regression" else _DISAGREEMENT
     # of one seed: averaging over seeds would blur members that have nothing in common but a number
     matrices: dict[float, Array] = {}
-    seeds = sorted({run.seed for d in shown(results, arm) for run in results.finished(arm, d)})
-    for seed in seeds:
-        runs = [run for d in shown(results, arm) for run in results.finished(arm, d) if run.seed == seed]
-        found = {run.diversity: results.arrays(run)[kind.key] for run in runs if _has_matrix(results, run, kind)}
+    by_seed: dict[int, dict[float, Array]] = {}
+    for run in (run for d in shown(results, arm) for run in results.finished(arm, d)):
+        if _has_matrix(results, run, kind):
+            by_seed.setdefault(run.seed, {})[run.diversity] = results.arrays(run)[kind.key]
+    for seed, found in sorted(by_seed.items()):
         if len(found) > len(matrices):
             matrices, chosen = found, seed
     if not matrices:

@@ -12,7 +12,7 @@ from torchace.report import formats
 from torchace.report.drawing import MARKERS, Sketch, Theme, lambda_axis, legend, name, places
 from torchace.report.formats import Metric
 from torchace.report.results import Arm, Results
-from torchace.report.sentences import capital
+from torchace.report.sentences import capital, covered
 from torchace.report.statistics import Comparison, Summary, compare, lowest
 from torchace.report.tables import summarize
 from torchace.report.words import COLLAPSED
@@ -209,7 +209,7 @@ def _differences(results: Results, key: str) -> Sketch | None:
     ]
     caption = (
         "Each λ against λ=0 of the same arm, seed by seed; below the line is better. Bars: 95 % intervals that hold "
-        "for all λ of an arm together. Filled: beyond the noise (Holm)."
+        f"for all λ of an arm together, over {covered(found)}. Filled: beyond the noise."
     )
     title = f"{capital(metric.noun)}: paired difference to λ=0"
     alt = f"{title}. {'; '.join(told)}."

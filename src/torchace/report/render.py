@@ -61,7 +61,7 @@ def markdown(results: Results) -> str:
             parts.append("\n".join(f"- {_escaped(note)}" for note in notes))
     parts += ["## Setup", table_markdown(arm_table(results))]
     parts.append(_listed(facts(results)))
-    if config := configuration(results):
+    if config := configuration(results).replace("<", "\\u003c"):  # the same to JSON, and no tag to any reader
         fence = "`" * (3 + max((len(ticks) for ticks in re.findall("`{3,}", config)), default=0))
         parts.append(f"{fence}json\n{config}\n{fence}")
     if failures := failure_table(results):

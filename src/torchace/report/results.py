@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchace.report._fields import Fields, ReportError, as_amount, as_count, as_number, as_text, is_number, printable
-from torchace.report.arrays import Array, read_arrays
+from torchace.report._fields import (
+    Fields,
+    ReportError,
+    as_amount,
+    as_count,
+    as_number,
+    as_text,
+    is_number,
+    may_be_unprintable,
+    printable,
+)
+from torchace.report.arrays import Array, read_arrays, sample_scores
 from torchace.report.formats import Metric, count, fitted
 from torchace.report.schema import Schema, read_schema
 from torchace.report.search import Search, read_search
@@ -159,7 +171,9 @@ class Results:
     started: str
     seconds: float | None
     listed: int | None = None
+    comparisons: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # what `compare` found
     _cache: dict[str, dict[str, Array]] = field(default_factory=dict, repr=False, compare=False)
+    _values: dict[Any, dict[int, float]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def failed(self) -> tuple[Run, ...]:
@@ -202,13 +216,22 @@ class Results:
         """What an arm was trained and tested on."""
         return self.data if arm.data is None else arm.data
 
+    @cached_property
+    def _finished(self) -> dict[str, dict[float, tuple[Run, ...]]]:
+        """The finished runs by arm and, ascending, by λ."""
+        found: dict[str, dict[float, list[Run]]] = {arm.name: {} for arm in self.arms}
+        for run in self.runs:  # in the order of λ and seeds
+            if run.finished:
+                found[run.arm].setdefault(run.diversity, []).append(run)
+        return {arm: {diversity: tuple(runs) for diversity, runs in by.items()} for arm, by in found.items()}
+
     def finished(self, arm: Arm, diversity: float) -> tuple[Run, ...]:
         """The finished runs of an arm at one λ, by seed."""
-        return tuple(run for run in self.runs if run.finished and (run.arm, run.diversity) == (arm.name, diversity))
+        return self._finished[arm.name].get(diversity, ())
 
     def diversities(self, arm: Arm) -> tuple[float, ...]:
         """The values of λ at which an arm has finished runs, ascending."""
-        return tuple(sorted({run.diversity for run in self.runs if run.finished and run.arm == arm.name}))
+        return tuple(sorted(self._finished[arm.name]))
 
     def grid(self, arm: Arm) -> tuple[float, ...]:
         """The values of λ that an arm was to be trained at, finished or not, ascending."""
@@ -216,21 +239,41 @@ class Results:
 
     def values(self, arm: Arm, diversity: float, metric: str, split: str = "test") -> dict[int, float]:
         """A metric of each seed, for an arm at one λ; seeds that lack it are left out."""
-        runs = self.finished(arm, diversity)
-        return {run.seed: run.metrics[split][metric] for run in runs if metric in run.metrics.get(split, {})}
+        key = (arm.name, diversity, metric, split)
+        if key not in self._values:
+            runs = self.finished(arm, diversity)
+            found = {run.seed: run.metrics[split][metric] for run in runs if metric in run.metrics.get(split, {})}
+            self._values[key] = found
+        return self._values[key]
+
+    def sample_scores(self, arm: Arm, diversity: float, metric: str) -> dict[int, Array]:
+        """A metric on every test sample, `(N,)`, of each seed that recorded it, for an arm at one λ.
+
+        Only where they are all test samples and the metric is their mean.
+        """
+        means, count = self.values(arm, diversity, metric), self.data_of(arm).test
+        found = {}
+        for run in self.finished(arm, diversity):
+            scores = sample_scores(self.arrays(run), metric)
+            if scores is None or run.seed not in means or len(scores) != count or not count:
+                continue
+            if math.isclose(scores.mean(), means[run.seed], rel_tol=1e-4, abs_tol=1e-12):  # they are float32
+                found[run.seed] = scores
+        return found
 
     def arrays(self, run: Run) -> dict[str, Array]:
         """A run's arrays, empty where there are none or their file is damaged (then `read_results` lists it)."""
         return self._cache.get(run.name, {})
 
 
-def read_results(directory: str | Path) -> Results:
+def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
     """Reads a run directory.
 
     A damaged run or array file is listed under `damaged` and the rest is read.
 
     Args:
         directory: Holds `experiment.json` and `runs/`.
+        arrays: Whether to read the runs' arrays too; tables of scores need none.
 
     Returns:
         The experiment and its runs.
@@ -265,7 +308,7 @@ def read_results(directory: str | Path) -> Results:
             damaged.append(Damaged(f"runs/{path.name}", str(error)))
             continue
         try:
-            cache[run.name] = {} if run.arrays_path is None else read_arrays(run.arrays_path)
+            cache[run.name] = {} if run.arrays_path is None or not arrays else read_arrays(run.arrays_path)
         except ReportError as error:
             damaged.append(Damaged(f"runs/{path.stem}.safetensors", str(error)))
     return Results(
@@ -295,7 +338,10 @@ def read_results(directory: str | Path) -> Results:
 def _load(path: Path, directory: Path) -> Fields:
     where = path.relative_to(directory).as_posix()
     try:
-        value = printable(json.loads(path.read_bytes()))
+        text = path.read_bytes().decode()
+        value = json.loads(text)
+        if may_be_unprintable(text):
+            value = printable(value)
     except FileNotFoundError:
         wrote = "`torchace run` or `torchace fit` wrote"
         raise ReportError(f"Found no {where} in {directory}; give the directory that {wrote}.") from None

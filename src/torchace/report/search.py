@@ -23,7 +23,8 @@ class Candidate:
 class Gain:
     """By how much the chosen λ lowers the score of λ=0, seed by seed on fresh seeds: above zero is better.
 
-    `low` and `high` are a 95 % interval, None where there are too few seeds for one.
+    `low` and `high` are a 95 % interval, None where there are too few seeds for one. It covers the noise of seeds
+    and of `samples` samples; where that is None, as in files of earlier versions, of seeds alone.
     """
 
     split: str
@@ -32,6 +33,7 @@ class Gain:
     high: float | None
     seeds: tuple[int, ...]
     beyond_noise: bool
+    samples: int | None = None
 
 
 @dataclass(frozen=True)
@@ -111,4 +113,5 @@ def _gain(fields: Fields) -> Gain:
         high=fields.optional_number("high"),
         seeds=fields.items("seeds", as_count, "a list of integers", []),
         beyond_noise=fields.flag("beyond_noise"),
+        samples=fields.optional_integer("samples"),
     )

@@ -39,6 +39,7 @@ def search_verdict(results: Results) -> str:
     about = [formats.count(len(gain.seeds), "seed")]
     if gain.low is not None and gain.high is not None:
         about.insert(0, f"95 % interval {metric.interval((-gain.high, -gain.low))}")
+        about[-1] += " alone" if gain.samples is None else f" and {formats.count(gain.samples, 'sample')}"
     verdict = "That is beyond the noise." if gain.beyond_noise else "That is within the noise."
     return (
         f"On fresh seeds {at(search.chosen)} changes the {metric.noun} on the {gain.split} data by "
@@ -73,11 +74,11 @@ def search_table(results: Results) -> Table | None:
             )
         )
     columns = [Column("λ"), Column("Round"), Column("Seeds"), Column(metric.label)]
-    columns += [Column(label, "Against λ=0") for label in ("difference", "95 % interval", "Holm p")]
+    columns += [Column(label, "Against λ=0") for label in ("difference", "95 % interval", "p, corrected")]
     note = (
         f"Scores on the {search.split} data, mean ± standard deviation over seeds. Differences are paired by seed; "
-        "their intervals hold together with 95 %. The lowest of several is flattered by having been chosen: what it is "
-        "worth is measured with other seeds, on the test data."
+        "their intervals hold together with 95 %, over the noise between seeds alone. The lowest of several is "
+        "flattered by having been chosen: what it is worth is measured with other seeds, on the test data."
     )
     return Table("The values of λ that were tried", tuple(columns), (Section("", tuple(rows)),), note)
 
@@ -117,7 +118,7 @@ def search_figures(results: Results) -> list[Sketch]:
                 "search",
                 "The same, seed by seed, against λ=0",
                 "Each λ less λ=0 of the same seed: what differs between seeds is taken out. Bars: 95 % t intervals of "
-                "the mean, each for itself. Below the line is better.",
+                "the mean over seeds alone, each for itself. Below the line is better.",
                 f"Paired difference of the {search.split} {metric.noun} to λ=0, mean over seeds: {told}.",
                 partial(_draw_differences, search, metric, differences),
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchace.report import formats
@@ -42,18 +43,30 @@ def evidence(metric: Metric, difference: Difference, comparison: Comparison) -> 
     """A difference with its interval, p value and number of seeds."""
     seeds = formats.count(difference.n, "seed")
     text = metric.difference(difference.mean)
-    if difference.together is None or difference.holm is None:
+    if difference.together is None or difference.corrected is None:
         return f"{text} ({difference.note})" if difference.n == 1 else f"{text} ({seeds}; {difference.note})"
     holds = "" if comparison.tests == 1 else f", holding for all {comparison.tests} λ together"
     interval = f"95 % interval {metric.interval(difference.together)}{holds}"
-    return f"{text} ({interval}; Holm {formats.p_phrase(difference.holm)}; {seeds})"
+    p = f"{'' if comparison.tests == 1 else 'corrected '}{formats.p_phrase(difference.corrected)}"
+    over = f"{seeds} alone" if difference.samples is None else f"{seeds} and {difference.samples:,} test samples"
+    return f"{text} ({interval}; {p}; over {over})"
 
 
 def verdict(difference: Difference) -> str:
     """Whether a difference is beyond the noise."""
-    if difference.holm is None:
+    if difference.together is None:
         return "That cannot be told from the noise between seeds."
-    return "That is beyond the noise between seeds." if difference.significant else "That is within the noise."
+    if not difference.significant:
+        return "That is within the noise."
+    return f"That is beyond the noise between seeds{'' if difference.samples is None else ' and test samples'}."
+
+
+def covered(comparisons: Sequence[Comparison]) -> str:
+    """What the intervals of these comparisons cover, to follow "over"."""
+    counts = {d.samples for comparison in comparisons for d in comparison.differences if d.together}
+    if None not in counts:
+        return "seeds and test samples"
+    return "seeds alone" if counts == {None} else "seeds, and test samples where they were recorded"
 
 
 def why_not(comparison: Comparison) -> str:

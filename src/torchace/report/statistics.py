@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import cast
 
-from torchace.report._fields import extra
+import numpy as np
+
+from torchace._intervals import MeanEstimate, mean_over_seeds, mean_over_seeds_and_samples
+from torchace.report.arrays import Array
 from torchace.report.results import Arm, Results
 
 LEVEL = 0.95
@@ -26,9 +30,10 @@ class Summary:
 class Difference:
     """A paired difference over common seeds.
 
-    `interval` is the two-sided 95 % t interval of this difference alone, `together` that of its whole family
-    (Bonferroni width: all hold at once with 95 %), `p` the paired t test's, `holm` the same corrected for the family by
-    Holm's step-down. All four are None where there is nothing to test; `note` says why.
+    `interval` is the two-sided 95 % interval of this difference alone, `together` that of its whole family (Bonferroni:
+    all hold at once with 95 %), `p` the same test's, `corrected` the same times the number of tests. `samples` is how
+    many test samples they cover beside the seeds; None: seeds alone. All four are None where there is nothing to test;
+    `note` says why.
     """
 
     diversity: float
@@ -38,13 +43,15 @@ class Difference:
     interval: tuple[float, float] | None
     together: tuple[float, float] | None
     p: float | None
-    holm: float | None
+    corrected: float | None
     note: str
+    samples: int | None = None
+    estimate: MeanEstimate | None = field(default=None, repr=False, compare=False)
 
     @property
     def significant(self) -> bool:
-        """Whether Holm's correction leaves p below 0.05."""
-        return self.holm is not None and self.holm < 1 - LEVEL
+        """Whether the family's interval leaves out zero: the corrected p is then below 0.05."""
+        return self.together is not None and not self.together[0] <= 0 <= self.together[1]
 
 
 @dataclass(frozen=True)
@@ -83,35 +90,15 @@ def summary(values: Sequence[float]) -> Summary:
     n, mean, sd = _moments(values)
     if sd is None:
         return Summary(n, mean, None, None)
-    half = _quantile(1 - LEVEL, n - 1) * sd / math.sqrt(n)
-    return Summary(n, mean, sd, (mean - half, mean + half))
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction.
-
-    The i-th smallest of m becomes the largest of (m - j + 1) p_j over j ≤ i, at most 1.
-
-    Args:
-        p_values: The p values of one family.
-
-    Returns:
-        The corrected ones, in the order given.
-
-    Example:
-        >>> holm([0.01, 0.04, 0.03])
-        [0.03, 0.06, 0.06]
-    """
-    corrected = [0.0] * len(p_values)
-    largest = 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        corrected[index] = largest
-    return corrected
+    estimate = mean_over_seeds(values)
+    return Summary(n, mean, sd, None if estimate is None else estimate.interval(1 - LEVEL))
 
 
 def paired_difference(
-    values: Mapping[int, float], reference: Mapping[int, float], diversity: float = 0.0
+    values: Mapping[int, float],
+    reference: Mapping[int, float],
+    diversity: float = 0.0,
+    samples: Mapping[int, Array] | None = None,
 ) -> Difference | None:
     """The mean of `values - reference` over the seeds both have.
 
@@ -119,46 +106,51 @@ def paired_difference(
         values: A number by seed.
         reference: What to subtract, by seed.
         diversity: The λ to note in the result.
+        samples: The same differences sample by sample, `(N,)` by seed. Where every common seed has them, the interval
+            is for new samples too.
 
     Returns:
-        The difference on its own (`together` and `holm` are None), or None without a common seed.
+        The difference on its own (`together` and `corrected` are None), or None without a common seed.
     """
-    deltas = [values[seed] - reference[seed] for seed in sorted(values.keys() & reference.keys())]
-    if not deltas:
+    seeds = sorted(values.keys() & reference.keys())
+    if not seeds:
         return None
-    n, mean, sd = _moments(deltas)
-    if sd is None:
+    n, mean, sd = _moments([values[seed] - reference[seed] for seed in seeds])
+    estimate = mean_over_seeds([values[seed] - reference[seed] for seed in seeds])
+    if estimate is None:
         return Difference(diversity, n, mean, None, None, None, None, None, "one seed: no interval")
+    if samples is not None and samples.keys() >= set(seeds):
+        estimate = mean_over_seeds_and_samples(np.stack([samples[seed] for seed in seeds])) or estimate
     # differences that are equal but for rounding leave no noise to measure the mean against
-    if sd <= 1e-12 * max(abs(v) for v in [*values.values(), *reference.values()]):
+    if estimate.error <= 1e-12 * max(abs(v) for v in [*values.values(), *reference.values()]):
         return Difference(diversity, n, mean, 0.0, None, None, None, None, "the same in every seed: no interval")
-    error = sd / math.sqrt(n)
-    half = _quantile(1 - LEVEL, n - 1) * error
+    estimate = replace(estimate, mean=mean)  # of the scores as they were written
+    interval = estimate.interval(1 - LEVEL)
     return Difference(
-        diversity, n, mean, sd, (mean - half, mean + half), None, _two_sided(mean / error, n - 1), None, ""
+        diversity, n, mean, sd, interval, None, estimate.p, None, "", samples=estimate.samples, estimate=estimate
     )
 
 
-def family(series: Mapping[float, Mapping[int, float]], reference: Mapping[int, float]) -> tuple[Difference, ...]:
+def family(
+    series: Mapping[float, Mapping[int, float]],
+    reference: Mapping[int, float],
+    samples: Mapping[float, Mapping[int, Array]] | None = None,
+) -> tuple[Difference, ...]:
     """Every λ's paired difference to one reference, corrected for their number.
 
     Args:
         series: For each λ a number by seed.
         reference: What they are compared with, by seed.
+        samples: For each λ the differences sample by sample, see `paired_difference`.
 
     Returns:
         The differences in ascending λ; a λ without a common seed is left out.
     """
-    found = [paired_difference(series[diversity], reference, diversity) for diversity in sorted(series)]
+    samples = samples or {}
+    found = [paired_difference(series[d], reference, d, samples.get(d)) for d in sorted(series)]
     differences = [difference for difference in found if difference is not None]
-    tested = [difference for difference in differences if difference.p is not None]
-    corrected = dict(zip(map(id, tested), holm([d.p for d in tested if d.p is not None]), strict=True))
-    return tuple(
-        replace(difference, holm=corrected[id(difference)], together=_together(difference, len(tested)))
-        if id(difference) in corrected
-        else difference
-        for difference in differences
-    )
+    tests = sum(difference.p is not None for difference in differences)
+    return tuple(_corrected(difference, tests) for difference in differences)
 
 
 def compare(
@@ -176,6 +168,13 @@ def compare(
     Returns:
         One family of differences, or None where there is nothing to compare: what was tested on other samples, for one.
     """
+    key = (arm.name, metric, None if reference is None else reference.name, split)
+    if key not in results.comparisons:
+        results.comparisons[key] = _compare(results, arm, metric, reference, split)
+    return cast("Comparison | None", results.comparisons[key])
+
+
+def _compare(results: Results, arm: Arm, metric: str, reference: Arm | None, split: str) -> Comparison | None:
     anchor = arm if reference is None else reference
     if not results.data_of(arm).is_tested_as(results.data_of(anchor)):
         return None
@@ -184,7 +183,12 @@ def compare(
         return None
     diversities = [diversity for diversity in results.diversities(arm) if reference is not None or diversity != at[0]]
     series = {diversity: results.values(arm, diversity, metric, split) for diversity in diversities}
-    differences = family(series, results.values(anchor, at[0], metric, split))
+    samples: dict[float, dict[int, Array]] = {}
+    if split == "test" and (level := results.sample_scores(anchor, at[0], metric)):
+        for diversity in diversities:
+            here = results.sample_scores(arm, diversity, metric)
+            samples[diversity] = {seed: here[seed] - level[seed] for seed in here.keys() & level.keys()}
+    differences = family(series, results.values(anchor, at[0], metric, split), samples)
     return Comparison(arm, anchor, at[0], metric, differences) if differences else None
 
 
@@ -226,19 +230,9 @@ def _moments(values: Sequence[float]) -> tuple[int, float, float | None]:
     return n, mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
 
 
-def _together(difference: Difference, tests: int) -> tuple[float, float]:
-    half = _quantile((1 - LEVEL) / tests, difference.n - 1) * (difference.sd or 0.0) / math.sqrt(difference.n)
-    return difference.mean - half, difference.mean + half
-
-
-def _quantile(alpha: float, degrees: int) -> float:
-    """The t value that a share `alpha` of the distribution lies beyond, on both sides together."""
-    with extra("scipy"):
-        from scipy.special import stdtrit  # type: ignore[import-untyped]
-    return -float(stdtrit(degrees, alpha / 2))
-
-
-def _two_sided(t: float, degrees: int) -> float:
-    with extra("scipy"):
-        from scipy.special import stdtr
-    return min(1.0, 2 * float(stdtr(degrees, -abs(t))))
+def _corrected(difference: Difference, tests: int) -> Difference:
+    """A difference with the interval and the p value that hold for a family of so many."""
+    if difference.estimate is None or difference.p is None:
+        return difference
+    together = difference.estimate.interval((1 - LEVEL) / tests)
+    return replace(difference, together=together, corrected=min(1.0, tests * difference.p))

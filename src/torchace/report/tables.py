@@ -226,7 +226,7 @@ def _difference_table(results: Results, caption: str, arms: Sequence[Arm], refer
     columns = [Column("λ"), Column("Pairs")]
     for metric in metrics:
         label = results.metrics[metric].label.replace(", %", ", points")
-        columns += [Column("difference", label), Column("95 % interval", label), Column("Holm p", label)]
+        columns += [Column("difference", label), Column("95 % interval", label), Column("p, corrected", label)]
     sections = tuple(
         Section(arm_title(arm), _difference_rows(results, kept, metrics)) for arm, kept in compared.items()
     )
@@ -254,7 +254,7 @@ def difference_cells(metric: Metric, difference: Difference | None) -> list[Cell
     return [
         Cell(metric.change(difference.mean), strong=difference.significant),
         Cell(interval, kind="number" if difference.together else "text"),
-        Cell(formats.p_value(difference.holm), strong=difference.significant),
+        Cell(formats.p_value(difference.corrected), strong=difference.significant),
     ]
 
 
@@ -266,10 +266,25 @@ def _difference_note(compared: dict[Arm, dict[str, Comparison]], reference: Arm 
     if not tests or tests[-1] == 0:
         return note + "There are too few seeds, or no differences between them, for an interval."
     if tests[-1] == 1:
-        return note + "Intervals and p values are those of the paired t test. Bold: p below 0.05."
+        return note + f"{_covered(compared)} Bold: p below 0.05."
     number = " or ".join(str(m) for m in tests if m)
     return note + (
-        f"The intervals of one arm and column hold together with 95 % (paired t, Bonferroni width for its {number} λ); "
-        "p values are Holm's for the same λ. Bold: p below 0.05. Holm's is the sharper of the two corrections, "
-        "so that an interval can touch zero where its p is below 0.05."
+        f"The intervals of one arm and column hold together with 95 %, and its p values are corrected alike "
+        f"(Bonferroni, {number} λ). {_covered(compared)} Bold: p below 0.05, where the interval leaves out 0."
+    )
+
+
+def _covered(compared: dict[Arm, dict[str, Comparison]]) -> str:
+    """What the intervals of each metric cover."""
+    by_metric: dict[str, set[bool]] = {}
+    for kept in compared.values():
+        for metric, comparison in kept.items():
+            tested = {difference.samples is not None for difference in comparison.differences if difference.together}
+            by_metric.setdefault(metric, set()).update(tested)
+    whole = [metric.replace("_", " ") for metric, found in by_metric.items() if found == {True}]
+    if not whole:
+        return "They cover the noise between seeds alone, not that of the test samples."
+    rest = "" if len(whole) == len(by_metric) else "; all others cover seeds alone"
+    return (
+        f"Intervals of {formats.listed(whole)} are for new seeds and new test samples (crossed random effects){rest}."
     )

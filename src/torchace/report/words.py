@@ -114,7 +114,7 @@ def _against(results: Results, arm: Arm, other: Arm) -> str:
         return ""
     best, comparison = lowest(results, arm), compare(results, arm, results.task.loss, other)
     difference = comparison.at(best) if comparison and best is not None else None
-    if difference is None or difference.holm is None:
+    if difference is None or difference.together is None:
         return ""
     if not difference.significant:
         return "does as well"
@@ -261,7 +261,7 @@ def _members(results: Results, arm: Arm) -> Finding | None:
     metric, loss = results.metrics[results.task.alone], results.metrics[results.task.loss].noun
     change = metric.difference(difference.mean)
     if not difference.significant:
-        sure = "not beyond the noise" if difference.holm is not None else untold(difference.note)
+        sure = "not beyond the noise" if difference.together is not None else untold(difference.note)
         text = f"On its own a member's {loss} changes by {change} at {at(best)} ({sure})."
     elif difference.mean > 0:
         text = f"On its own a member gets worse at {at(best)}: its {loss} changes by {change}."

@@ -6,6 +6,7 @@ import copy
 import difflib
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -26,6 +27,7 @@ class _Section(BaseModel):
 
 
 Section = TypeVar("Section", bound=_Section)
+T = TypeVar("T")
 
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -37,10 +39,14 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9_]+$", max_length=40)]
 
 
 def _distinct(values: list[Any]) -> list[Any]:
-    for value in values:
-        if values.count(value) > 1:
-            raise ValueError(f"expected every value once, but got {value:g} twice.")
+    if (twice := _repeated(values)) is not None:
+        raise ValueError(f"expected every value once, but got {twice:g} twice.")
     return values
+
+
+def _repeated(values: Sequence[T]) -> T | None:
+    """The first value that is there more than once."""
+    return next((value for value, times in Counter(values).items() if times > 1), None)
 
 
 Diversities = Annotated[list[Fraction], Field(min_length=1), AfterValidator(_distinct)]
@@ -217,10 +223,8 @@ class Experiment(_Section):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        names = [arm.name for arm in self.arms]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"expected every arm to have a name of its own, but got {name!r} twice.")
+        if (twice := _repeated([arm.name for arm in self.arms])) is not None:
+            raise ValueError(f"expected every arm to have a name of its own, but got {twice!r} twice.")
         self.complete_arms()
         return self
 

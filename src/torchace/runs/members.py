@@ -12,10 +12,10 @@ import torch
 from torchace.data import Batches, Split
 from torchace.engine.fit import Failure, Fitted, Progress, Saving, fit
 from torchace.engine.network import RunGroup
-from torchace.engine.objective import LINKS
+from torchace.engine.objective import LINKS, mean_over_samples
 from torchace.engine.recipe import Recipe
 from torchace.engine.seeds import seeded
-from torchace.engine.stopping import HeldOut, held_out_scores
+from torchace.engine.stopping import HeldOut, held_out_losses
 from torchace.models import mlp
 from torchace.nn import Ensemble, StackedEnsemble
 
@@ -76,7 +76,15 @@ class Trained:
 
     def scores(self, split: Split) -> list[float]:
         """The ensembles' cross entropies or squared errors on a split; Inf for runs that failed."""
-        values = held_out_scores(self.network, split, self.recipe).tolist()
+        return self.scores_of(self.losses(split), split)
+
+    def losses(self, split: Split) -> torch.Tensor:
+        """The ensembles' cross entropies or squared errors on every sample of a split, `(R, N)`."""
+        return held_out_losses(self.network, split, self.recipe)
+
+    def scores_of(self, losses: torch.Tensor, split: Split) -> list[float]:
+        """`scores` from `losses`."""
+        values = mean_over_samples(losses, split.weight).tolist()
         return [v if r not in self.fitted.failures and math.isfinite(v) else math.inf for r, v in enumerate(values)]
 
     def ensemble(self, run: int) -> StackedEnsemble:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from torchace._terminal import printable
 from torchace.engine.fit import Progress
 from torchace.runs.ledger import Job, Run
 from torchace.runs.sweep import Watcher
@@ -66,7 +67,7 @@ class SweepProgress(Watcher):
         self._say(f"{_named(job.runs)}: its worker died ({how}); it goes on from its newest checkpoint.")
 
     def _say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def _named(runs: Sequence[Run]) -> str:

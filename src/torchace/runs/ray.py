@@ -7,6 +7,7 @@ on. So the cluster needs no shared file system and no data sets, and the directo
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -17,14 +18,14 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchace.engine.checkpoint import CheckpointError
+from torchace.engine.checkpoint import MANIFEST, CheckpointError
 from torchace.engine.fit import Failure, Interrupted, Progress
 from torchace.runs.config import Arm, Experiment
 from torchace.runs.environment import versions
@@ -110,6 +111,17 @@ class RaySweep(Sweep):
     def _hardware(self) -> dict[str, Any]:
         return self.workers.hardware
 
+    def _resume_count(self, experiment: dict[str, Any], ledger: Ledger, jobs: Sequence[Job]) -> None:
+        spent = _spent(ledger, jobs)
+        experiment["seconds"] += sum(max(0.0, s - experiment["counted"].get(job, 0.0)) for job, s in spent.items())
+        experiment["counted"] = spent
+
+    def _count(
+        self, experiment: dict[str, Any], ledger: Ledger, jobs: Sequence[Job], job: Job | None, seconds: float
+    ) -> None:
+        experiment["seconds"] += seconds  # in which all jobs at hand went on
+        experiment["counted"] = _spent(ledger, jobs)
+
     def _work(
         self,
         ledger: Ledger,
@@ -132,6 +144,16 @@ class RaySweep(Sweep):
             return named.remote(alone, job, arm, stored[id(data[arm.name])], files, line, self.workers.threads)
 
         return _Dispatch(ledger, deque(jobs), send, mailbox, watcher, stop).done()
+
+
+def _spent(ledger: Ledger, jobs: Sequence[Job]) -> dict[str, float]:
+    """The seconds that unfinished jobs have taken so far, as their checkpoints say, by job."""
+    found = {}
+    for job in jobs:
+        with suppress(OSError, ValueError, LookupError, TypeError):  # no checkpoint, or one that its job will refuse
+            manifest = json.loads((ledger.checkpoints(job).directory / MANIFEST).read_bytes())
+            found[job.id] = float(manifest["progress"]["seconds"])
+    return found
 
 
 # -- the driver -------------------------------------------------------------------------------------------------------

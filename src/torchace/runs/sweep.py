@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,6 +22,8 @@ from torchace.runs.config import Arm, Experiment
 from torchace.runs.environment import hardware, versions
 from torchace.runs.ledger import FORMAT, Job, Ledger, LedgerError, Run
 from torchace.runs.prepared import Prepared
+
+WRITE_EVERY = 1.0  # seconds, in which jobs that are done share one writing of experiment.json
 
 Scored = tuple[list[Tensor], Tensor]  # each run's logits `(K, N, C)`, and the labels
 Predicted = tuple[Scored, Scored | None]  # on test samples, and on those held out
@@ -83,12 +86,21 @@ class Sweep:
             wanted = {run for arm in arms.values() for run in self._runs_of(arm)}
             todo = [job for job in jobs if any(run in wanted and not ledger.is_finished(run) for run in job.runs)]
             told = wanted.union(*(job.runs for job in todo))
-            watcher.planned(sum(map(ledger.is_finished, told)), len(told))
-            for job, seconds in self._work(ledger, todo, arms, data, watcher, stop):
-                experiment["seconds"] += seconds
+            done = {run for run in told if ledger.is_finished(run)}
+            watcher.planned(len(done), len(told))
+            self._resume_count(experiment, ledger, todo)
+            written = time.monotonic()
+            try:
+                for job, seconds in self._work(ledger, todo, arms, data, watcher, stop):
+                    self._count(experiment, ledger, todo, job, seconds)
+                    if time.monotonic() - written >= WRITE_EVERY:
+                        ledger.write_experiment(experiment)
+                        written = time.monotonic()
+                    if job is not None:
+                        done.update(job.runs)
+                        watcher.finished(job, len(done))
+            finally:
                 ledger.write_experiment(experiment)
-                if job is not None:
-                    watcher.finished(job, sum(map(ledger.is_finished, told)))
             failures = {run: ledger.failure(run) for run in sorted(wanted, key=lambda run: run.id)}
             return {run: failure for run, failure in failures.items() if failure is not None}
 
@@ -122,6 +134,7 @@ class Sweep:
         """Writes down what the experiment is, or checks that the directory holds this very experiment."""
         config = self.experiment.model_dump(mode="json")
         seeds, started, seconds = set(self.experiment.sweep.seeds), datetime.now(UTC).isoformat(timespec="seconds"), 0.0
+        counted: dict[str, float] = {}  # of the seconds, those of unfinished jobs, which their checkpoints hold too
         if (before := ledger.experiment()) is not None:
             try:
                 _check_same(before["config"], config, self.directory)
@@ -130,6 +143,7 @@ class Sweep:
                 earlier = {arm["name"]: arm["diversities"] for arm in before["arms"]}
                 arms = [{**a, "diversities": sorted({*a["diversities"], *earlier[a["name"]]})} for a in arms]
                 started, seconds = before["started"], float(before["seconds"])
+                counted = {job: spent + 0.0 for job, spent in before.get("counted", {}).items()}
             except (KeyError, TypeError, AttributeError) as error:
                 raise LedgerError(
                     f"experiment.json in {self.directory} is damaged. Choose another --out, or remove the directory."
@@ -149,6 +163,7 @@ class Sweep:
             "config": config,
             "started": started,
             "seconds": seconds,
+            "counted": counted,
         }
         ledger.write_experiment(content)
         return content
@@ -165,15 +180,27 @@ class Sweep:
         before = ledger.jobs()
         jobs = list(before)
         known = {run for job in jobs for run in job.runs}
+        taken = Counter(job.runs[0].arm for job in jobs)
         for arm in arms.values():
             new = [run for run in self._runs_of(arm) if run not in known]
             size = self.experiment.sweep.cohort_size or default_group_size(arm.model, self.device)
             for start in range(0, len(new), size):
-                taken = sum(job.runs[0].arm == arm.name for job in jobs)
-                jobs.append(Job(f"{arm.name}-{taken}", tuple(new[start : start + size])))
+                jobs.append(Job(f"{arm.name}-{taken[arm.name]}", tuple(new[start : start + size])))
+                taken[arm.name] += 1
         if jobs != before:
             ledger.write_jobs(jobs)
         return jobs
+
+    # -- counting seconds ---------------------------------------------------------------------------------------------
+
+    def _resume_count(self, experiment: dict[str, Any], ledger: Ledger, jobs: Sequence[Job]) -> None:
+        """Counts what earlier attempts at these jobs took, where the jobs themselves will not say so."""
+
+    def _count(
+        self, experiment: dict[str, Any], ledger: Ledger, jobs: Sequence[Job], job: Job | None, seconds: float
+    ) -> None:
+        """Adds the seconds of a job, earlier attempts too, but for those that were counted when they were made."""
+        experiment["seconds"] += seconds - (0.0 if job is None else experiment["counted"].pop(job.id, 0.0))
 
     # -- doing --------------------------------------------------------------------------------------------------------
 

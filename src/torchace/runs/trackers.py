@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ from torchace.runs.sweep import Watcher
 
 LOG = "log.jsonl"
 EVERY = 5.0  # seconds between two lines about the progress of a job
+BLOCK = 65_536  # bytes that are searched for a newline at a time
 
 
 class Watchers(Watcher):
@@ -47,12 +49,15 @@ class Watchers(Watcher):
 class EventLog(Watcher):
     """`log.jsonl` in the run directory: a line an event, with its time; a sweep that goes on appends.
 
+    Half a line, which a process left that was killed as it wrote, is removed first: every line is one event.
+
     Events: `planned`, `started`, `stepped` (every few seconds), `run` (a run's scores), `finished`, `died`.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._last: dict[str, float] = {}
+        self._has_begun = False
 
     def planned(self, done: int, total: int) -> None:
         self._write("planned", done=done, total=total)
@@ -89,8 +94,26 @@ class EventLog(Watcher):
     def _write(self, event: str, **content: Any) -> None:
         when = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json.dumps({"time": when, "event": event, **content}, ensure_ascii=False)
-        with open(self.directory / LOG, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with open(self.directory / LOG, "ab") as file:
+            if not self._has_begun:
+                _remove_torn_line(self.directory / LOG)
+                self._has_begun = True
+            file.write(f"{line}\n".encode())
+
+
+def _remove_torn_line(path: Path) -> None:
+    """Cuts a file off behind its last newline."""
+    with open(path, "r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - BLOCK)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        file.truncate(end)
 
 
 class TensorBoard(Watcher):

@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+from torch import Tensor
 
 from torchace.data import Split
 from torchace.engine.checkpoint import Checkpoints
@@ -60,6 +64,25 @@ class Trials:
             raise LedgerError(
                 f"{self.directory} holds a search {other}. Choose another --out, or remove the directory."
             )
+
+    def finish_losses(self, cohort: str, losses: Tensor) -> None:
+        """Writes down a cohort's losses on every sample, `(R, N)`; before `finish`, which says that it is done."""
+        write_whole(self._file(cohort).with_suffix(".safetensors"), save_safetensors({"losses": losses.cpu()}))
+
+    def losses(self, cohort: str, shape: tuple[int, int]) -> Tensor | None:
+        """What `finish_losses` wrote; None where there is no such file, as in a search of an earlier version."""
+        file = self._file(cohort).with_suffix(".safetensors")
+        if not file.exists():
+            return None
+        try:
+            losses = load_safetensors(file.read_bytes())["losses"]
+        except OSError as error:
+            raise LedgerError(f"Cannot read {file}: {error.strerror}.") from error
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise _damaged(file) from error
+        if losses.shape != shape or not losses.is_floating_point():
+            raise _damaged(file)
+        return losses
 
     def finished(self, cohort: str, count: int) -> list[float | None] | None:
         """The scores of a cohort's runs, None for those that failed; None where it is not finished yet."""

@@ -8,16 +8,18 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, stdev
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeVar
 
-from scipy.special import stdtrit  # type: ignore[import-untyped]
+import numpy as np
+from numpy.typing import NDArray
 
 from torchace._checks import check_count, check_fraction
 from torchace.data import Split
 from torchace.engine.fit import Progress
 from torchace.engine.stopping import CHUNK
-from torchace.runs.members import MemberPlan, train_members
+from torchace.runs.gain import Gain
+from torchace.runs.members import MemberPlan, Trained, train_members
 from torchace.runs.trials import Trials, cohort_id, fingerprint
 
 METRICS = {"classification": "cross_entropy", "regression": "mse"}
@@ -29,6 +31,10 @@ COHORT = 64  # runs that are trained together, at most
 MEMORY = 2**30  # bytes they may take, about
 SEEDS = 500  # of a search; as many fresh ones follow
 
+T = TypeVar("T")
+Array = NDArray[np.float64]
+V = TypeVar("V", float, Array)
+Watch = Callable[[Progress], None]
 Scores = Mapping[int, float | None]  # by seed; None for a training that failed
 
 
@@ -85,41 +91,6 @@ class Candidate:
     def failed(self) -> tuple[int, ...]:
         """The seeds whose training failed."""
         return tuple(seed for seed, score in self.scores.items() if score is None)
-
-
-@dataclass(frozen=True)
-class Gain:
-    """By how much the chosen λ lowers the score of λ=0, seed by seed on fresh seeds: above zero is better.
-
-    `low` and `high` are a 95 % t interval of the mean, None for a single seed; the noise is that between seeds.
-    """
-
-    split: str
-    mean: float
-    low: float | None
-    high: float | None
-    seeds: tuple[int, ...]  # those for which both trainings finished
-    beyond_noise: bool
-
-    @classmethod
-    def of(cls, split: str, baseline: Scores, chosen: Scores) -> Gain | None:
-        """The paired comparison of two λ; None where no seed finished with both.
-
-        Example:
-            >>> gain = Gain.of("test", {5: 0.5, 6: 0.6, 7: 0.7}, {5: 0.4, 6: 0.4, 7: None})
-            >>> round(gain.mean, 6), round(gain.low, 4), round(gain.high, 4), gain.seeds, gain.beyond_noise
-            (0.15, -0.4853, 0.7853, (5, 6), False)
-        """
-        pairs = {seed: (baseline[seed], chosen[seed]) for seed in baseline}
-        differences = {seed: a - b for seed, (a, b) in pairs.items() if a is not None and b is not None}
-        if not differences:
-            return None
-        n, mean = len(differences), fmean(differences.values())
-        if n == 1:
-            return cls(split, mean, None, None, tuple(differences), False)
-        half = float(stdtrit(n - 1, 0.975)) * stdev(differences.values()) / math.sqrt(n)
-        low, high = mean - half, mean + half
-        return cls(split, mean, low, high, tuple(differences), low > 0 or high < 0)
 
 
 @dataclass(frozen=True)
@@ -263,8 +234,11 @@ def tune_diversity(
         gain, compared = None, best > 0 and num_fresh > 0
         if compared:
             where, split = ("validation", validation) if check is None else (check_name, check)
-            pair = search.scores("gain", len(done) + 1, [0.0, best], fresh_seeds, split)
-            gain = Gain.of(where, *(_scaled(pair[diversity], score_scale) for diversity in (0.0, best)))
+            pair = search.losses("gain", len(done) + 1, [0.0, best], fresh_seeds, split)
+            weight = None if split.weight is None else split.weight.cpu().numpy()
+            choices = len(scores) - 1 if check is None else 1  # λ=0 is what the others are compared with
+            losses = (_scaled(pair[diversity], score_scale) for diversity in (0.0, best))
+            gain = Gain.of(where, *losses, weight=weight, choices=choices)
     found = [Candidate(diversity, _scaled(scores[diversity], score_scale)) for diversity in sorted(scores)]
     fresh = fresh_seeds if compared else ()
     said = _sentence(plan, best, found, gain, len(fresh))
@@ -288,28 +262,62 @@ class _Search:
         self, purpose: str, number: int, diversities: Sequence[float], seeds: Sequence[int], split: Split
     ) -> dict[float, Scores]:
         """The scores of every λ by seed, on a split."""
+        return self._by_run(self._score, purpose, number, diversities, seeds, split)
+
+    def losses(
+        self, purpose: str, number: int, diversities: Sequence[float], seeds: Sequence[int], split: Split
+    ) -> dict[float, Mapping[int, Array | None]]:
+        """The losses on every sample of a split, `(N,)`, of every λ by seed."""
+        return self._by_run(self._losses, purpose, number, diversities, seeds, split)
+
+    def _by_run(
+        self,
+        cohort_values: Callable[[str, Sequence[tuple[float, int]], Split, Watch | None], Sequence[T]],
+        purpose: str,
+        number: int,
+        diversities: Sequence[float],
+        seeds: Sequence[int],
+        split: Split,
+    ) -> dict[float, Mapping[int, T]]:
         stage = Stage(number, self.stages, purpose, tuple(diversities), tuple(seeds))
         runs = [(diversity, seed) for seed in seeds for diversity in diversities]  # the λ of one seed share batches
-        found: list[float | None] = []
+        found: list[T] = []
         for cohort in split_evenly(runs, self._limit()):
             share = len(cohort) / len(runs)
-            found += self._cohort(purpose, cohort, split, self._watcher(stage, len(found) / len(runs), share))
+            watch = self._watcher(stage, len(found) / len(runs), share)
+            found += cohort_values(cohort_id(purpose, cohort), cohort, split, watch)
         if self.watch is not None:
             self.watch(stage, 1.0)
         by_run = dict(zip(runs, found, strict=True))
         return {diversity: {seed: by_run[diversity, seed] for seed in seeds} for diversity in diversities}
 
-    def _cohort(
-        self,
-        purpose: str,
-        runs: Sequence[tuple[float, int]],
-        split: Split,
-        watch: Callable[[Progress], None] | None,
+    def _score(
+        self, key: str, runs: Sequence[tuple[float, int]], split: Split, watch: Watch | None
     ) -> list[float | None]:
-        key = cohort_id(purpose, runs)
         if self.store is not None and (before := self.store.finished(key, len(runs))) is not None:
             return before
-        trained = train_members(
+        trained = self._train(key, runs, watch)
+        scores = [score if math.isfinite(score) else None for score in trained.scores(split)]
+        if self.store is not None:
+            self.store.finish(key, scores)
+        return scores
+
+    def _losses(
+        self, key: str, runs: Sequence[tuple[float, int]], split: Split, watch: Watch | None
+    ) -> list[Array | None]:
+        losses = None if self.store is None else self.store.losses(key, (len(runs), len(split)))
+        scores = None if self.store is None or losses is None else self.store.finished(key, len(runs))
+        if losses is None or scores is None:
+            trained = self._train(key, runs, watch)
+            losses = trained.losses(split).double().cpu()
+            scores = [score if math.isfinite(score) else None for score in trained.scores_of(losses, split)]
+            if self.store is not None:
+                self.store.finish_losses(key, losses)
+                self.store.finish(key, scores)
+        return [None if score is None else row for score, row in zip(scores, losses.numpy(), strict=True)]
+
+    def _train(self, key: str, runs: Sequence[tuple[float, int]], watch: Watch | None) -> Trained:
+        return train_members(
             self.plan,
             self.train,
             self.num_outputs,
@@ -320,12 +328,8 @@ class _Search:
             watch=watch,
             stop=self.stop,
         )
-        scores = [score if math.isfinite(score) else None for score in trained.scores(split)]
-        if self.store is not None:
-            self.store.finish(key, scores)
-        return scores
 
-    def _watcher(self, stage: Stage, before: float, share: float) -> Callable[[Progress], None] | None:
+    def _watcher(self, stage: Stage, before: float, share: float) -> Watch | None:
         if (watch := self.watch) is None:
             return None
         return lambda progress: watch(stage, before + share * progress.step / progress.steps)
@@ -397,7 +401,7 @@ def _checked(plan: MemberPlan, candidates: Sequence[float], num_seeds: int, num_
     return sorted({0.0, *(float(diversity) + 0.0 for diversity in candidates)})
 
 
-def _scaled(scores: Scores, scale: float) -> Scores:
+def _scaled(scores: Mapping[int, V | None], scale: float) -> dict[int, V | None]:
     return {seed: None if score is None else score * scale for seed, score in scores.items()}
 
 
@@ -421,6 +425,7 @@ def _sentence(plan: MemberPlan, best: float, found: Sequence[Candidate], gain: G
         return f"λ={best:g} has the lowest {noun} on the validation samples; {why}."
     verb, sign = ("lowers", 1) if gain.mean >= 0 else ("raises", -1)
     amount, seeds = abs(gain.mean), _count(len(gain.seeds), "fresh seed")
+    over = "seeds alone," if gain.samples is None else f"{_count(gain.samples, 'sample')} and"
     failed = f"; {num_fresh - len(gain.seeds)} more failed" if len(gain.seeds) < num_fresh else ""
     where = "validation samples that chose it" if gain.split == "validation" else f"{gain.split} samples"
     if gain.low is None or gain.high is None:
@@ -428,6 +433,7 @@ def _sentence(plan: MemberPlan, best: float, found: Sequence[Candidate], gain: G
         return (
             f"λ={best:g} {verb} the {noun} on the {where} by {amount_} ({seeds}{failed}): too few to tell from noise."
         )
+    among = "" if gain.choices == 1 else f" for all {gain.choices} λ above 0 together"
     low, high = sorted((sign * gain.low, sign * gain.high))
     amount_, low_, high_ = _written(amount, low, high)
     verdict = "within the noise, λ=0 would do as well"
@@ -435,7 +441,7 @@ def _sentence(plan: MemberPlan, best: float, found: Sequence[Candidate], gain: G
         verdict = "beyond the noise" if gain.mean > 0 else "beyond the noise, λ=0 does better"
     return (
         f"λ={best:g} {verb} the {noun} on the {where} by {amount_} "
-        f"(95 % interval {low_} to {high_}, {seeds}{failed}): {verdict}."
+        f"(95 % interval {low_} to {high_}{among}, over {over} {seeds}{failed}): {verdict}."
     )
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from torchace._terminal import printable
 from torchace.engine.fit import Progress
 from torchace.runs.table_fit import FitWatcher
 from torchace.runs.tune import Stage
@@ -38,7 +39,7 @@ class _Display:
         self.bars.stop()
 
     def _say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 class FitProgress(_Display, FitWatcher):

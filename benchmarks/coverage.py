@@ -1,0 +1,127 @@
+"""How often 95 % intervals of a gain cover the true gain: seeds alone, and crossed seeds and samples.
+
+A gain is simulated as seed effect + sample effect + residual. Seed effects are normal; sample effects and residuals are
+normal, heavy-tailed (t with 3 degrees of freedom) or skewed (lognormal, and the difference of two lognormal losses).
+
+    python benchmarks/coverage.py --out docs/results/coverage.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchace._intervals import mean_over_seeds, mean_over_seeds_and_samples
+
+Draw = Callable[[np.random.Generator, tuple[int, int]], NDArray[np.float64]]
+
+SEEDS = (3, 5, 10)
+SAMPLES = (30, 400)
+# what share of the mean's variance comes from seeds, from samples and from their interaction
+SHARES = ((0.0, 0.9, 0.1), (0.1, 0.7, 0.2), (0.3, 0.5, 0.2), (0.5, 0.3, 0.2), (0.9, 0.05, 0.05))
+
+
+def _lognormal(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float64]:
+    return (np.exp(rng.standard_normal(shape)) - math.exp(0.5)) / math.sqrt(math.e * (math.e - 1))
+
+
+def _losses(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.float64]:
+    """The difference of two lognormal losses whose logarithms have a correlation of 0.8."""
+    a = rng.standard_normal(shape)
+    b = 0.8 * a + 0.6 * rng.standard_normal(shape)
+    return (np.exp(a) - np.exp(b)) / math.sqrt(2 * (math.e**2 - math.exp(1.8)))
+
+
+DISTRIBUTIONS: dict[str, Draw] = {
+    "normal": lambda rng, shape: rng.standard_normal(shape),
+    "t, 3 degrees of freedom": lambda rng, shape: rng.standard_t(3, shape) / math.sqrt(3),
+    "lognormal": _lognormal,
+    "difference of lognormal losses": _losses,
+}
+
+
+def coverage(
+    kind: str, samples: int, seeds: int, shares: tuple[float, float, float], *, runs: int, seed: int = 0
+) -> dict[str, float]:
+    """The share of simulated gains whose interval covers the truth, by kind of interval.
+
+    Args:
+        kind: One of `DISTRIBUTIONS`.
+        samples: N.
+        seeds: S.
+        shares: Of the mean's variance, from seeds, samples and their interaction.
+        runs: How many gains are simulated.
+        seed: Of the simulation.
+    """
+    rng, draw = np.random.default_rng(seed), DISTRIBUTIONS[kind]
+    scale = np.sqrt(np.array(shares) * [seeds, samples, seeds * samples])
+    covered = {"seeds alone": 0, "seeds and samples": 0}
+    for _ in range(runs):
+        differences = scale[0] * rng.standard_normal((seeds, 1)) + scale[1] * draw(rng, (1, samples))
+        differences = differences + scale[2] * draw(rng, (seeds, samples))
+        estimates = (mean_over_seeds(differences.mean(1)), mean_over_seeds_and_samples(differences))
+        for name, estimate in zip(covered, estimates, strict=True):
+            assert estimate is not None
+            low, high = estimate.interval(0.05)
+            covered[name] += low <= 0 <= high
+    return {name: count / runs for name, count in covered.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=4000)
+    parser.add_argument("--out", type=Path, default=Path("docs/results/coverage.json"))
+    options = parser.parse_args()
+    rows = []
+    for kind, samples, seeds, shares in itertools.product(DISTRIBUTIONS, SAMPLES, SEEDS, SHARES):
+        found = coverage(kind, samples, seeds, shares, runs=options.runs)
+        rows.append({"distribution": kind, "samples": samples, "seeds": seeds, "shares": shares, **found})
+        print(rows[-1], flush=True)
+    options.out.write_text(json.dumps({"runs": options.runs, "level": 0.95, "rows": rows}, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(page(rows, options.runs))
+
+
+def page(rows: list[dict], runs: int) -> str:  # type: ignore[type-arg]
+    """The results as Markdown."""
+    error = 100 * math.sqrt(0.95 * 0.05 / runs)
+    lines = [
+        "# Coverage of the intervals",
+        "",
+        f"How often a 95 % interval of a gain covers the true gain, in {runs:,} simulated gains a row (standard error "
+        f"{error:.1f} points). «Shares» are those of seeds, samples and their interaction in the variance of the mean "
+        "gain. «Crossed» is what torchace reports where it has every sample's loss; «seeds alone» is the t interval of "
+        "the seeds' mean gains, reported, and named so, where it has not.",
+        "",
+        "Written by `benchmarks/coverage.py`.",
+        "",
+    ]
+    for samples in SAMPLES:
+        found = [row for row in rows if row["samples"] == samples]
+        crossed = [100 * row["seeds and samples"] for row in found]
+        usual = [100 * row["seeds and samples"] for row in found if row["seeds"] >= 5]
+        lines += [
+            f"## {samples} samples",
+            "",
+            f"Crossed: {min(crossed):.1f} % to {max(crossed):.1f} %, with five seeds or more {min(usual):.1f} % to "
+            f"{max(usual):.1f} %.",
+            "",
+            "| Differences | Seeds | Shares | Crossed, % | Seeds alone, % |",
+            "| :-- | --: | :-- | --: | --: |",
+        ]
+        for row in found:
+            shares = " / ".join(f"{share:g}" for share in row["shares"])
+            both = f"{100 * row['seeds and samples']:.1f} | {100 * row['seeds alone']:.1f}"
+            lines.append(f"| {row['distribution']} | {row['seeds']} | {shares} | {both} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
