@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors.numpy import save_file
 
 from tests.report import synthetic
 from tests.report.fits import FitSpec, write_fit
+from torchace.engine.files import with_checksum
 from torchace.report import ReportError, Results, read_results
 from torchace.report.arrays import disputed_images, read_arrays, reliability
 
@@ -318,3 +320,43 @@ def test_arrays_of_every_precision_are_read(tmp_path: Path, dtype: type) -> None
     arrays = {key: np.arange(1, 4).astype(dtype) for key in ("predicted", "observed", "spread")}
     save_file({**arrays, "residual_correlation": np.ones((2, 2), dtype=dtype)}, tmp_path / "run.safetensors")
     assert read_arrays(tmp_path / "run.safetensors")["observed"].tolist() == [1, 2, 3]
+
+
+# -- checksums --------------------------------------------------------------------------------------------------------
+
+
+def _seal(directory: Path, name: str) -> Path:
+    """Gives a run the checksums that a sweep writes."""
+    file = directory / "runs" / f"{name}.json"
+    arrays = file.with_suffix(".safetensors")
+    digest = hashlib.sha256(arrays.read_bytes()).hexdigest() if arrays.exists() else None
+    file.write_text(json.dumps(with_checksum({**json.loads(file.read_text()), "arrays_sha256": digest})))
+    return file
+
+
+def test_a_run_that_was_changed_is_listed(directory: Path) -> None:
+    file = _seal(directory, "shared-l0.3-s1")
+    assert read_results(directory).damaged == ()
+    metrics = json.loads(file.read_text())["metrics"]
+    metrics["test"]["accuracy"] = 0.999
+    _edit(file, metrics=metrics)
+    [damaged] = read_results(directory).damaged
+    assert damaged.file == "runs/shared-l0.3-s1.json"
+    assert damaged.reason == f"{damaged.file} was changed after it was written: its SHA-256 is another one."
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_arrays_that_were_changed_are_listed(directory: Path, missing: bool) -> None:
+    name = next(file.stem for file in sorted((directory / "runs").glob("*.safetensors")))
+    arrays = _seal(directory, name).with_suffix(".safetensors")
+    assert read_results(directory).damaged == ()
+    data = bytearray(arrays.read_bytes())
+    data[-1] ^= 1
+    arrays.write_bytes(data)
+    if missing:
+        arrays.unlink()
+    results = read_results(directory)
+    [damaged] = results.damaged
+    assert damaged.file == f"runs/{name}.safetensors"
+    assert ("No such file" if missing else "was changed after it was written") in damaged.reason
+    assert results.arrays(next(run for run in results.runs if run.name == name)) == {}
