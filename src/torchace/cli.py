@@ -184,8 +184,11 @@ def _report(directory: Path) -> None:
     from torchace.report import read_results, rich_table, write_report
 
     page = write_report(directory)
-    wide().print(rich_table(read_results(directory)))
+    results = read_results(directory)
+    wide().print(rich_table(results))
     say(f"Report: {page}")
+    for damaged in results.damaged:
+        complain(f"Left out: {damaged.reason}")
 
 
 def _version(wanted: bool) -> None:

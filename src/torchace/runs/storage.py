@@ -44,7 +44,7 @@ class _Storage(RDBStorage):
 
     def record_heartbeat(self, trial_id: int) -> None:
         try:
-            super().record_heartbeat(trial_id)  # type: ignore[no-untyped-call]
+            super().record_heartbeat(trial_id)
         except Exception as error:
             self.failure = error
 
