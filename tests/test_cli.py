@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import re
 import resource
@@ -585,6 +586,41 @@ def test_another_configuration_in_the_same_place_is_refused(setting: str, invoke
 
 
 @pytest.mark.usefixtures("no_report")
+@pytest.mark.usefixtures("no_report")
+def test_a_result_that_was_changed_is_one_sentence(invoke: Invoke, small: Path) -> None:
+    invoke("run", small, "--out", "a")
+    file = Path("a/runs/main-l0.5-s1.json")
+    content = json.loads(file.read_text())
+    content["metrics"]["test"]["accuracy"] = 0.999
+    file.write_text(json.dumps(content))
+    outcome = invoke("run", small, "--out", "a")
+    assert (outcome.code, outcome.err.count("\n")) == (1, 1)
+    assert "main-l0.5-s1.json was changed after it was written" in outcome.err
+    outcome = invoke("report", "a")
+    assert outcome.err.splitlines() == [
+        "Left out: runs/main-l0.5-s1.json was changed after it was written: its SHA-256 is another one."
+    ]
+    file.unlink()  # as it says
+    outcome = invoke("run", small, "--out", "a")
+    assert (outcome.code, outcome.err) == (0, "")
+
+
+@pytest.mark.parametrize("place", ["runs", "checkpoints/main-0", "lock", "log.jsonl", "report"])
+def test_a_link_in_a_run_directory_is_one_sentence(place: str, invoke: Invoke, small: Path) -> None:
+    invoke("run", small, "--out", "a", "--set", "train.steps=1")
+    Path("mine").mkdir()
+    Path("mine/file").write_text("mine")
+    link = Path("a") / place
+    if link.exists():
+        link.rename("moved")
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(Path("mine/file" if place in ("lock", "log.jsonl") else "mine").absolute())
+    outcome = invoke("run", small, "--out", "a", "--set", "train.steps=1", "--seeds", "3")
+    assert (outcome.code, outcome.out) == (1, "")
+    assert outcome.err.startswith(f"Error: a/{place} is a symbolic link")
+    assert [(file.name, file.read_text()) for file in Path("mine").iterdir()] == [("file", "mine")]
+
+
 def test_no_resume_refuses_a_directory_with_runs(invoke: Invoke, small: Path) -> None:
     assert invoke("run", small, "--out", "out", "--no-resume").code == 0
     outcome = invoke("run", small, "--out", "out", "--no-resume")

@@ -187,8 +187,11 @@ def _report(directory: Path) -> None:
     again = f"All results are in {directory}; draw the report with: torchace report {shlex.quote(str(directory))}"
     with interruptible(f"Interrupted while the report was drawn. {again}"):
         page = write_report(directory)
-    wide().print(rich_table(read_results(directory, arrays=False)))
+    results = read_results(directory, arrays=False)
+    wide().print(rich_table(results))
     say(f"Report: {page}")
+    for damaged in results.damaged:
+        complain(f"Left out: {damaged.reason}")
 
 
 def _version(wanted: bool) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from tests.engine.cases import batches, group_of, recipe
 from torchace.engine import files
 from torchace.engine.checkpoint import CheckpointError, Checkpoints, weights_digest
-from torchace.engine.files import write_whole
+from torchace.engine.files import with_checksum, write_whole
 from torchace.engine.fit import Saving, fit
 from torchace.engine.network import RunGroup
 from torchace.engine.recipe import make_optimizer
@@ -159,6 +159,46 @@ def test_another_networks_checkpoint_is_refused_in_one_line(tmp_path: Path) -> N
     with pytest.raises(CheckpointError) as caught:
         Checkpoints(tmp_path).load(network, make_optimizer(recipe(), list(network.parameters())))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["../state-3.safetensors", "/dev/zero", "manifest.json", "{there}/state-3.safetensors"]
+)
+def test_a_manifest_names_no_file_elsewhere(name: str, tmp_path: Path) -> None:
+    save_one(tmp_path / "here")
+    (tmp_path / "state-3.safetensors").write_bytes((tmp_path / "here" / "state-3.safetensors").read_bytes())
+    manifest = tmp_path / "here" / "manifest.json"
+    content = {key: value for key, value in json.loads(manifest.read_text()).items() if key != "sha256"}
+    content["state"]["file"] = name.format(there=tmp_path)
+    manifest.write_text(json.dumps(with_checksum(content)))
+    with pytest.raises(CheckpointError, match=r"manifest.json is not what was written"):
+        load_one(tmp_path / "here")
+
+
+OWNER = {"runs": [["main", 0.5, 5]], "config_sha256": "00"}
+
+
+@pytest.mark.parametrize("other", [None, {**OWNER, "runs": [["main", 0.0, 5]]}, {**OWNER, "config_sha256": "01"}])
+def test_a_checkpoint_of_others_is_refused_or_removed(other: dict[str, Any] | None, tmp_path: Path) -> None:
+    network = cohort([5])
+    optimizer = make_optimizer(recipe(), list(network.parameters()))
+    Checkpoints(tmp_path / "a", owner=OWNER).save(network, optimizer, {"step": 1})
+    theirs = Checkpoints(tmp_path / "a", owner=other)
+    with pytest.raises(CheckpointError, match=r"belongs to other runs or to another configuration\. Remove") as caught:
+        theirs.load(network, optimizer)
+    assert "\n" not in str(caught.value)
+    assert not Checkpoints(tmp_path / "a", owner=OWNER).remove_foreign()
+    assert Checkpoints(tmp_path / "a", owner=OWNER).load(network, optimizer) == {"step": 1}
+    assert theirs.remove_foreign()
+    assert theirs.load(network, optimizer) is None
+
+
+def test_a_damaged_checkpoint_is_not_removed_as_that_of_others(tmp_path: Path) -> None:
+    save_one(tmp_path)
+    (tmp_path / "manifest.json").write_text("{")
+    assert not Checkpoints(tmp_path, owner=OWNER).remove_foreign()
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_one(tmp_path)
 
 
 def test_manifests_are_json_without_nan(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -12,6 +13,7 @@ from safetensors.numpy import save_file
 
 from tests.report import synthetic
 from tests.report.fits import FitSpec, write_fit
+from torchace.engine.files import with_checksum
 from torchace.report import ReportError, Results, read_results
 from torchace.report.arrays import disputed_images, read_arrays, reliability
 from torchace.report.tables import result_table
@@ -347,3 +349,43 @@ def test_scores_can_be_read_without_arrays(tmp_path: Path) -> None:
     results = read_results(synthetic.small(tmp_path / "run", seeds=[0, 1]), arrays=False)
     assert all(results.arrays(run) == {} for run in results.runs)
     assert result_table(results) == result_table(read_results(tmp_path / "run"))
+
+
+# -- checksums --------------------------------------------------------------------------------------------------------
+
+
+def _seal(directory: Path, name: str) -> Path:
+    """Gives a run the checksums that a sweep writes."""
+    file = directory / "runs" / f"{name}.json"
+    arrays = file.with_suffix(".safetensors")
+    digest = hashlib.sha256(arrays.read_bytes()).hexdigest() if arrays.exists() else None
+    file.write_text(json.dumps(with_checksum({**json.loads(file.read_text()), "arrays_sha256": digest})))
+    return file
+
+
+def test_a_run_that_was_changed_is_listed(directory: Path) -> None:
+    file = _seal(directory, "shared-l0.3-s1")
+    assert read_results(directory).damaged == ()
+    metrics = json.loads(file.read_text())["metrics"]
+    metrics["test"]["accuracy"] = 0.999
+    _edit(file, metrics=metrics)
+    [damaged] = read_results(directory).damaged
+    assert damaged.file == "runs/shared-l0.3-s1.json"
+    assert damaged.reason == f"{damaged.file} was changed after it was written: its SHA-256 is another one."
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_arrays_that_were_changed_are_listed(directory: Path, missing: bool) -> None:
+    name = next(file.stem for file in sorted((directory / "runs").glob("*.safetensors")))
+    arrays = _seal(directory, name).with_suffix(".safetensors")
+    assert read_results(directory).damaged == ()
+    data = bytearray(arrays.read_bytes())
+    data[-1] ^= 1
+    arrays.write_bytes(data)
+    if missing:
+        arrays.unlink()
+    results = read_results(directory)
+    [damaged] = results.damaged
+    assert damaged.file == f"runs/{name}.safetensors"
+    assert ("No such file" if missing else "was changed after it was written") in damaged.reason
+    assert results.arrays(next(run for run in results.runs if run.name == name)) == {}

@@ -21,7 +21,7 @@ from torchace.runs.config import Experiment, parse_experiment
 from torchace.runs.ledger import Run
 from torchace.runs.sweep import Sweep
 
-TIMES = {"seconds", "started"}
+TIMES = {"seconds", "started", "sha256"}  # and what depends on them
 
 
 def small(**sections: Any) -> Experiment:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchace.engine.files import PathError
 from torchace.engine.fit import Failure
 from torchace.runs.ledger import Job, Ledger, LedgerError, Run
 
@@ -128,3 +129,118 @@ def test_cleaning_up_keeps_what_counts(tmp_path: Path) -> None:
         "jobs.json",
         "runs/main-l0.5-s3.json",
     ]
+
+
+# -- tampering --------------------------------------------------------------------------------------------------------
+
+
+def files_in(folder: Path) -> dict[str, str]:
+    return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """A folder of the user's, with names such as ours."""
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    for name in ("manifest.json", "state-3.safetensors", "thesis.tex", "main-l0.5-s3.json", "lock"):
+        (folder / name).write_text("mine")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["{outside}", "../../outside", "..", ".", "", "a/b", "/", "a\0b", 3, None, ["a"], "é"])
+@pytest.mark.parametrize("key", ["id", "arm"])
+def test_names_from_a_file_are_no_paths(key: str, name: object, tmp_path: Path, outside: Path) -> None:
+    name = name.format(outside=outside) if isinstance(name, str) else name
+    run: dict[str, object] = {"arm": "main", "diversity": 0.5, "seed": 3}
+    job = {"id": "main-0", "runs": [run]}
+    (job if key == "id" else run)[key] = name
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "jobs.json").write_text(json.dumps({"format": 1, "jobs": [job]}))
+    with pytest.raises(LedgerError, match=r"jobs.json is damaged"):
+        Ledger(tmp_path / "out").jobs()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 1e999}, {"seed": -1}, {"seed": 2**31}, {"seed": 0.5}, {"seed": True}, {"seed": "../0"}]
+    + [{"diversity": value} for value in (math.inf, math.nan, -0.1, 1.1, "0.5", None)],
+)
+def test_runs_that_cannot_be(change: dict[str, object], tmp_path: Path) -> None:
+    job = {"id": "main-0", "runs": [{"arm": "main", "diversity": 0.5, "seed": 3, **change}]}
+    (tmp_path / "jobs.json").write_text(json.dumps({"format": 1, "jobs": [job]}))
+    with pytest.raises(LedgerError, match=r"jobs.json is damaged"):
+        Ledger(tmp_path).jobs()
+
+
+@pytest.mark.parametrize("second", [("main-0", "main"), ("other-0", "main")])
+def test_jobs_that_share_a_name_or_mix_arms(second: tuple[str, str], tmp_path: Path) -> None:
+    runs = [{"arm": arm, "diversity": 0.5, "seed": 3} for arm in ("main", second[0].split("-")[0])]
+    jobs = [{"id": "main-0", "runs": runs}, {"id": second[0], "runs": runs[:1]}]
+    (tmp_path / "jobs.json").write_text(json.dumps({"format": 1, "jobs": jobs}))
+    with pytest.raises(LedgerError, match=r"jobs.json is damaged"):
+        Ledger(tmp_path).jobs()
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["lock", "jobs.json", "experiment.json", "log.jsonl", "runs", "checkpoints", "checkpoints/main-0", "report"]
+    + ["tensorboard", "runs/main-l0.5-s3.json", "checkpoints/main-0/manifest.json", "cohorts", "search"],
+)
+def test_links_in_a_run_directory_are_refused(place: str, tmp_path: Path, outside: Path) -> None:
+    link = tmp_path / "out" / place
+    link.parent.mkdir(parents=True)
+    link.symlink_to(outside / "lock" if "." in place or place == "lock" else outside)
+    before = files_in(outside)
+    with pytest.raises(PathError, match=f"{place} is a symbolic link") as caught, Ledger(tmp_path / "out").locked():
+        raise AssertionError
+    assert "\n" not in str(caught.value)
+    assert files_in(outside) == before
+
+
+def test_the_run_directory_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    with Ledger(tmp_path / "out").locked():
+        assert (tmp_path / "disk" / "lock").read_text() == str(os.getpid())
+
+
+def test_a_lock_that_is_something_else_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_bytes(b"the combination is \xff")
+    with pytest.raises(LedgerError, match="holds something else already"), Ledger(tmp_path).locked():
+        raise AssertionError
+    assert (tmp_path / "lock").read_bytes() == b"the combination is \xff"
+
+
+def test_only_our_files_are_removed(tmp_path: Path) -> None:
+    ledger, job = Ledger(tmp_path), Job("main-0", (RUN,))
+    ledger.write_result(RUN, CONTENT, {})
+    folder = tmp_path / "checkpoints" / "main-0"
+    folder.mkdir(parents=True)
+    for name in ("manifest.json", "state-12.safetensors", "notes.txt", "state-of-the-art.pdf", ".state-1.x.7.partial"):
+        (folder / name).write_text("")
+    ledger.clean([job])
+    assert sorted(os.listdir(folder)) == ["notes.txt", "state-of-the-art.pdf"]
+
+
+# -- checksums --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change", [{"status": "failed", "failure": {"message": "", "member": 0, "step": 1}}, {"accuracy": 0.99}]
+)
+def test_a_result_that_was_changed_is_one_sentence(change: dict[str, object], tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.write_result(RUN, {**CONTENT, "accuracy": 0.9}, {})
+    assert ledger.failure(RUN) is None
+    file = tmp_path / "runs" / f"{RUN.id}.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(LedgerError, match=f"{RUN.id}.json was changed after it was written") as caught:
+        ledger.failure(RUN)
+    assert "\n" not in str(caught.value)
+
+
+def test_results_without_a_checksum_stay_readable(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / f"{RUN.id}.json").write_text(json.dumps(CONTENT))
+    assert Ledger(tmp_path).failure(RUN) is None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,8 +20,9 @@ import sqlalchemy
 import torch
 from optuna.trial import FrozenTrial, TrialState
 
-from tests.runs.test_search import PLAN, found, states, value_alone
+from tests.runs.test_search import PLAN, SPACE, ended, found, states, value_alone
 from tests.support import postgres
+from torchace.runs import postgres as postgres_module
 from torchace.runs import search as search_module
 from torchace.runs.search import SearchResult
 from torchace.runs.storage import StorageError
@@ -180,6 +183,111 @@ def test_a_server_that_goes_away_loses_no_finished_trial(server: postgres.Server
     result: SearchResult = found(4, server.url(), study_name="lost", pruning=False)
     assert states(result) == ["complete"] * 4
     assert [trial.value for trial in result.trials[:2]] == seen
+
+
+def at(trial: int, step: int, act: Callable[[], None]) -> dict[str, Any]:
+    """Options that do something before a step of a trial, once."""
+    finished = asked = 0
+
+    def watch(*_: Any) -> None:
+        nonlocal finished, asked
+        finished, asked = finished + 1, 0
+
+    def stop() -> bool:
+        nonlocal asked
+        asked += 1
+        if (finished, asked) == (trial, step):
+            act()
+        return False
+
+    return {"watch": watch, "stop": stop, "pruning": False, "num_seeds": 1}
+
+
+UNDISTURBED: dict[str, Any] = {"pruning": False, "num_seeds": 1}
+
+
+def assert_as_undisturbed(result: SearchResult, count: int) -> None:
+    assert ended(result) == ended(found(count, **UNDISTURBED))
+    assert "running" not in states(result)
+    assert "waiting" not in states(result)
+
+
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_a_server_that_goes_away_in_a_trial(
+    server: postgres.Server, step: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Optuna fails itself where it cannot write down that a trial failed; signs of life fail in another thread."""
+    name = f"away {step}"
+    with pytest.raises(StorageError, match=r"Cannot use the storage postgresql.*repeat the command") as caught:
+        found(4, server.url(), study_name=name, heartbeat=1, **at(2, step, server.stop))
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""
+    server.start()
+    # at once: long before its trial would be held for dead
+    assert_as_undisturbed(found(4, server.url(), study_name=name, **UNDISTURBED), 4)
+
+
+def test_a_server_that_was_away_between_two_signs_of_life(server: postgres.Server) -> None:
+    def restart() -> None:
+        server.stop()
+        server.start()
+
+    assert_as_undisturbed(found(3, server.url(), study_name="restarted", **at(1, 1, restart)), 3)
+
+
+@pytest.mark.parametrize("epochs", [6, 10**6])
+def test_a_frozen_server_is_reported(
+    server: postgres.Server, epochs: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At the end of a trial, or in the middle of one that writes nothing but signs of life."""
+    assert 30 + postgres_module.SILENCE < 60  # between two signs of life, and until the second is given up
+    monkeypatch.setattr(postgres_module, "SILENCE", 0.5)
+    with ExitStack() as stack:
+        options = at(0, 5, lambda: stack.enter_context(server.frozen()))
+        options |= {"plan": replace(PLAN, epochs=epochs), "space": replace(SPACE, width=2, num_layers=1, num_members=1)}
+        with pytest.raises(StorageError, match=r"\(the server did not answer within 0.5 seconds\)") as caught:
+            found(1, server.url(), study_name=f"frozen {epochs}", heartbeat=1, **options)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
+def dies(url: str, folder: str, name: str) -> None:
+    """Waits in its second trial, until it is killed."""
+    torch.set_num_threads(1)
+
+    def wait() -> None:
+        (Path(folder) / f"{name}.waits").touch()
+        signal.pause()
+
+    found(4, url, study_name=name, **at(1, 3, wait))
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_killed_processs_trial_is_tried_again_at_once(server: postgres.Server, tmp_path: Path, beside: bool) -> None:
+    """By the next process, or by one that was at work beside it and would have ended before it is held for dead."""
+    name = f"killed {beside}"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=dies, args=(server.url(), str(tmp_path), name), daemon=True)
+    process.start()
+
+    def kill() -> None:
+        process.kill()
+        process.join()
+
+    try:
+        wait_for(tmp_path / f"{name}.waits", process)
+        if beside:
+            result = found(4, server.url(), study_name=name, **at(1, 2, kill))
+            counted = [(state, value) for state, _, value in ended(result)]
+            assert [state for state, _ in counted] == ["complete"] * 4
+            assert states(result).count("failed") == 1
+            assert {"running", "waiting"}.isdisjoint(states(result))
+        else:
+            kill()
+            assert_as_undisturbed(found(4, server.url(), study_name=name, **UNDISTURBED), 4)
+    finally:
+        kill()
 
 
 def test_a_study_of_other_data_is_refused(server: postgres.Server) -> None:

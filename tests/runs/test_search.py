@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import re
 import signal
-from collections.abc import Callable
+import sqlite3
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -460,6 +462,101 @@ def test_killed_it_loses_no_finished_trial(tmp_path: Path) -> None:
     again = [trial for trial in result.trials if trial.params == result.trials[2].params]
     assert [trial.state for trial in again] == ["failed", "complete"]
     assert again[1].params == found(3, pruning=False).trials[2].params
+
+
+# -- a storage that fails ---------------------------------------------------------------------------------------------
+
+
+def ended(result: SearchResult) -> list[tuple[str, Any, float | None]]:
+    """The trials that count."""
+    return [(t.state, t.params, t.value) for t in result.trials if t.state in ("complete", "pruned")]
+
+
+class FullDisk:
+    """From the statement with this number on, SQLite refuses what writes, as a full disk makes it do."""
+
+    def __init__(self, statement: int, lasts: int = 10**9) -> None:
+        self.left, self.lasts, self.refused = statement, lasts, 0
+
+    def __call__(self, connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        self.left -= 1
+        if self.left < 0 and self.refused < self.lasts and not statement.startswith(("SELECT", "PRAGMA")):
+            self.refused += 1
+            raise sqlalchemy.exc.OperationalError(statement, {}, sqlite3.OperationalError("database or disk is full"))
+
+
+@pytest.fixture
+def disks() -> Iterator[Callable[[FullDisk], None]]:
+    """Has every database in this process on such a disk, until the test ends or there is another one."""
+    current: list[FullDisk] = []
+
+    def change(disk: FullDisk) -> None:
+        for before in current:
+            sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", before)
+        current[:] = [disk]
+        sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", disk)
+
+    yield change
+    for disk in current:
+        sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", disk)
+
+
+@pytest.mark.parametrize(
+    ("statement", "lasts"), [(70, 10**9), (100, 10**9), (140, 10**9), (90, 1), (120, 1), (150, 1), (200, 1)]
+)
+def test_a_full_disk_loses_no_trial(
+    statement: int, lasts: int, tmp_path: Path, disks: Callable[[FullDisk], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is being written, for a moment or for good, also by the thread that gives signs of life."""
+    file = tmp_path / "study.db"
+    disks(full := FullDisk(statement, lasts))
+    try:
+        found(4, file, num_seeds=1, pruning=False)
+        assert lasts == 1  # there are statements that Optuna repeats
+    except StorageError as error:
+        assert re.search(r"study.db \(database or disk is full\)\. Finished trials are kept", str(error))  # noqa: PT017
+    assert full.refused >= 1
+    disks(FullDisk(10**9))
+    assert ended(found(4, file, num_seeds=1, pruning=False)) == ended(found(4, num_seeds=1, pruning=False))
+    assert capfd.readouterr().err == ""
+
+
+def test_no_room_in_the_file_itself(tmp_path: Path) -> None:
+    """SQLite's own limit, with its own error."""
+    file, plan = tmp_path / "study.db", replace(PLAN, epochs=1)
+    found(1, file, num_seeds=1, plan=plan)
+    pages = file.stat().st_size // 4096
+
+    def limit(connection: Any, record: Any) -> None:
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+
+    sqlalchemy.event.listen(sqlalchemy.Engine, "connect", limit)
+    try:
+        with pytest.raises(StorageError, match=r"\(database or disk is full\).*repeat the command to go on") as caught:
+            found(100, file, num_seeds=1, plan=plan)
+    finally:
+        sqlalchemy.event.remove(sqlalchemy.Engine, "connect", limit)
+    assert "\n" not in str(caught.value)
+    assert ended(found(4, file, num_seeds=1, plan=plan))[:4] == ended(found(4, num_seeds=1, plan=plan))
+
+
+def test_no_sign_of_life_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial that writes nothing on its way notices it too."""
+    asked = 0
+
+    def fails(self: Any, trial_id: int) -> None:
+        raise sqlalchemy.exc.OperationalError("UPDATE", {}, sqlite3.OperationalError("disk I/O error"))
+
+    def stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.storages.RDBStorage, "record_heartbeat", fails)
+        with pytest.raises(StorageError, match=r"\(disk I/O error\)"):
+            found(2, tmp_path / "study.db", plan=replace(PLAN, epochs=100_000), stop=stop, pruning=False)
+    assert asked < 10_000
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

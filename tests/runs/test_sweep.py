@@ -313,6 +313,57 @@ def test_a_damaged_checkpoint_is_one_sentence_and_the_results_stay(tmp_path: Pat
     assert ledger_of(tmp_path / "a") == ledger_of(tmp_path / "b")
 
 
+class Restarts(Watcher):
+    def __init__(self) -> None:
+        self.jobs: list[str] = []
+
+    def restarted(self, job: Job) -> None:
+        self.jobs.append(job.id)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"sweep": {"diversities": [0.9], "cohort_size": 1}}, {"sweep": {"diversities": [0.0, 0.9], "cohort_size": 1}}),
+        ({"sweep": {"seeds": [1]}}, {"sweep": {"seeds": [0]}}),
+        ({"sweep": {"diversities": [0.5, 0.9]}}, {"sweep": {"diversities": [0.5]}}),
+        ({"train": {"learning_rate": 0.02}}, {}),
+        ({"data": {"normalize": "standard"}}, {}),
+        ({"model": {"head_scale": 2.0}}, {}),
+    ],
+)
+def test_nothing_goes_on_from_the_weights_of_others(
+    before: dict[str, Any], now: dict[str, Any], tmp_path: Path
+) -> None:
+    """As after the advice to remove a damaged `jobs.json`, or with a folder from another sweep."""
+    with pytest.raises(Interrupted):
+        run(tmp_path / "theirs", after(8), **before)
+    run(tmp_path / "expected", **now)
+    (tmp_path / "theirs" / "jobs.json").unlink()
+    (tmp_path / "theirs" / "experiment.json").write_bytes((tmp_path / "expected" / "experiment.json").read_bytes())
+    watcher = Restarts()
+    Sweep(small(**now), tmp_path / "theirs").run(watcher)
+    assert watcher.jobs == ["main-0"]
+    assert ledger_of(tmp_path / "theirs") == ledger_of(tmp_path / "expected")
+    assert leftovers(tmp_path / "theirs") == []
+
+
+def test_the_same_runs_go_on_though_their_jobs_were_forgotten(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        run(tmp_path, after(8))
+    (tmp_path / "jobs.json").unlink()
+    watcher = Restarts()
+    asked = 0
+
+    def stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return False
+
+    Sweep(small(), tmp_path).run(watcher, stop)
+    assert (watcher.jobs, asked) == ([], 5)  # of 12 steps, 7 were made
+
+
 @pytest.mark.parametrize("call", [1, 2, 5, 9, 14, 20, 26, 33])
 def test_a_full_disk_at_any_moment(call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sections: dict[str, Any] = {"sweep": {"cohort_size": 2}, "train": {"steps": 3}, "checkpoint": {"steps": 1}}

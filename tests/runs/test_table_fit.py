@@ -22,6 +22,7 @@ from tests.cli_cases import everything_in, houses, pets, write_table
 from tests.runs.table_cases import done, fitted, is_complete, job, weights_of, written
 from torchace.data import DataError
 from torchace.data.tables import read_table
+from torchace.engine.files import PathError
 from torchace.engine.fit import Interrupted, Progress
 from torchace.runs import table_fit
 from torchace.runs.ledger import Ledger, LedgerError
@@ -435,6 +436,35 @@ def test_a_link_is_refused_at_once(data: Path, tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to("empty")
     with pytest.raises(LedgerError, match="out holds something else already"):
         job(data, "pet", tmp_path / "out").is_finished()
+
+
+@pytest.mark.parametrize("place", ["", "lock", "search", "search/checkpoints/x", "model", "checkpoints/model"])
+def test_links_where_a_fit_works_are_refused(place: str, data: Path, tmp_path: Path) -> None:
+    fit = job(data, "pet", tmp_path / "out")
+    with fit.locked():
+        pass
+    if place in ("", "lock"):
+        (fit.work / "lock").unlink()
+    outside = fit.work.rename(tmp_path / "outside") if not place else tmp_path / "outside"
+    outside.mkdir(exist_ok=True)
+    (outside / "state-1.safetensors").write_text("mine")
+    link = fit.work / place
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(outside)
+    before = everything_in(outside)
+    with pytest.raises(PathError, match="is a symbolic link"):
+        done(fit)
+    fit.clear()
+    assert everything_in(outside) == before
+
+
+def test_what_is_not_a_fits_own_is_left_in_its_place(data: Path, tmp_path: Path) -> None:
+    fit = job(data, "pet", tmp_path / "out")
+    with fit.locked():
+        (fit.work / "notes.txt").write_text("mine")
+    done(fit)
+    assert is_complete(tmp_path / "out")
+    assert os.listdir(fit.work) == ["notes.txt"]
 
 
 def test_a_mount_point_is_refused_at_once(data: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 from tests.runs.cases import leftovers, small
 from tests.support.processes import team
 from torchace import cli
+from torchace.engine.fit import Interrupted
 from torchace.runs.config import ConfigError, load_experiment
 from torchace.runs.sweep import Sweep
 from torchace.runs.torchrun import RankSweep, _check, rank_sweep
@@ -363,3 +364,17 @@ def test_sweeps_equal_one_process(tmp_path: Path, name: str, size: int, layout: 
     before = sorted((tmp_path / "ranks" / "runs").iterdir())
     Sweep(small(**sections), tmp_path / "ranks").run()
     assert sorted((tmp_path / "ranks" / "runs").iterdir()) == before
+
+
+@pytest.mark.parametrize("layout", ["data", "members"])
+def test_ranks_do_not_go_on_from_the_weights_of_others(tmp_path: Path, layout: str) -> None:
+    now: dict[str, Any] = {"train": {"precision": "float64", "steps": 6}, "sweep": {"diversities": [0.0]}}
+    before = {**now, "sweep": {"diversities": [0.9]}}
+    stop = iter([False] * 4 + [True])
+    with pytest.raises(Interrupted):
+        Sweep(small(**before), tmp_path / "ranks").run(stop=lambda: next(stop))
+    (tmp_path / "ranks" / "jobs.json").unlink()
+    assert team().run(2, swept, str(tmp_path / "ranks"), now, layout) == [True] * 2
+    Sweep(small(**now), tmp_path / "one").run()
+    assert_same_results(results(tmp_path / "ranks"), results(tmp_path / "one"))
+    assert leftovers(tmp_path / "ranks") == []

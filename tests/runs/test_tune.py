@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from torchace.data import Split
-from torchace.engine.files import PARTIAL
+from torchace.engine.files import PARTIAL, PathError
 from torchace.engine.fit import Interrupted
 from torchace.runs import tune
 from torchace.runs.ledger import LedgerError
@@ -581,6 +581,47 @@ def test_damaged_losses_are_one_sentence(tmp_path: Path, content: bytes) -> None
     file.write_bytes(content)
     with pytest.raises(LedgerError, match=r"safetensors is damaged\. .* remove that file"):
         tuned(store=Trials(tmp_path))
+
+
+def test_a_checkpoint_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for name in ("manifest.json", "state-1.safetensors"):
+        (outside / name).write_text("mine")
+    (tmp_path / "store" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "store" / "checkpoints" / "x").symlink_to(outside)
+    with pytest.raises(PathError, match="checkpoints/x is a symbolic link"):
+        tuned(store=Trials(tmp_path / "store"))
+    assert sorted(os.listdir(outside)) == ["manifest.json", "state-1.safetensors"]
+
+
+def test_scores_that_were_changed_are_refused(tmp_path: Path) -> None:
+    tuned(store=Trials(tmp_path), rounds=1, num_fresh=0)
+    (file,) = (tmp_path / "cohorts").glob("*.json")
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "scores": [score / 2 for score in content["scores"]]}))
+    with pytest.raises(LedgerError, match=f"{file.name} is damaged"):
+        tuned(store=Trials(tmp_path), rounds=1, num_fresh=0)
+    # an earlier version wrote no checksum
+    file.write_text(json.dumps({"format": 1, "scores": content["scores"]}))
+    tuned(store=Trials(tmp_path), rounds=1, num_fresh=0)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_nothing_of_another_search_is_taken(tmp_path: Path, finished: bool) -> None:
+    """Though its fingerprint was lost: λ and seeds are the same."""
+    options: dict[str, Any] = {"rounds": 1, "num_fresh": 0, "store": Trials(tmp_path, every_steps=1)}
+    if finished:
+        tuned(**options)
+    else:
+        with pytest.raises(Interrupted):
+            tuned(**options, stop=iter([False] * 5 + [True]).__next__)
+    (tmp_path / "fingerprint.json").unlink()
+    with pytest.raises(
+        ValueError, match=r"belongs to (another search|other runs or to another configuration)\."
+    ) as caught:
+        tuned(replace(PLAN, epochs=7), **options)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

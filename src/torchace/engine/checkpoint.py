@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from torchace.engine.files import remove_partial, write_whole
+from torchace.engine.files import is_unchanged, remove_partial, with_checksum, write_whole
 from torchace.engine.network import RunGroup
 from torchace.engine.stopping import EarlyStopping
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+
+_STATE = re.compile(r"state-[0-9]{1,19}\.safetensors")
 
 
 class CheckpointError(ValueError):
@@ -32,9 +36,14 @@ class Checkpoints:
     """The newest checkpoint of one training in a directory: a safetensors file and the manifest that names it.
 
     The manifest is written last. A process killed at any moment leaves the previous checkpoint or the new one.
+
+    Attributes:
+        directory: Where it is.
+        owner: The runs and the configuration that it belongs to, as JSON holds them; that of others is refused.
     """
 
     directory: Path
+    owner: Mapping[str, Any] | None = field(default=None, kw_only=True)
 
     def save(
         self,
@@ -55,11 +64,12 @@ class Checkpoints:
         content = {
             "format": FORMAT,
             "state": {"file": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
+            "owner": self.owner,
             "progress": progress,
         }
         write_whole(self.directory / name, data)
-        write_whole(self.directory / MANIFEST, json.dumps({**content, "sha256": _digest(content)}).encode())
-        for old in self.directory.glob("state-*.safetensors"):
+        write_whole(self.directory / MANIFEST, json.dumps(with_checksum(content)).encode())
+        for old in self._states():
             if old.name != name:
                 old.unlink(missing_ok=True)
 
@@ -70,6 +80,11 @@ class Checkpoints:
         remove_partial(self.directory)
         if not (self.directory / MANIFEST).exists():
             return None
+        if self._is_foreign():
+            raise CheckpointError(
+                f"The checkpoint in {self.directory} belongs to other runs or to another configuration. "
+                "Remove that folder to start these runs anew."
+            )
         try:
             progress, tensors = self._read()
             network.load_state_dict(_under("network.", tensors))
@@ -89,23 +104,48 @@ class Checkpoints:
         return progress
 
     def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        content = json.loads((self.directory / MANIFEST).read_bytes())
-        if not isinstance(content, dict) or content.pop("sha256") != _digest(content) or content["format"] != FORMAT:
-            raise ValueError(f"{MANIFEST} is not what was written")
+        content = self._manifest()
         state = content["state"]
+        if not _STATE.fullmatch(state["file"]):
+            raise ValueError(f"{MANIFEST} is not what was written")
         data = (self.directory / state["file"]).read_bytes()
         if hashlib.sha256(data).hexdigest() != state["sha256"]:
             raise ValueError(f"{state['file']} is not what was written")
         return content["progress"], load_safetensors(data)
 
+    def _manifest(self) -> dict[str, Any]:
+        content = json.loads((self.directory / MANIFEST).read_bytes())
+        if not isinstance(content, dict) or not is_unchanged(content) or content["format"] != FORMAT:
+            raise ValueError(f"{MANIFEST} is not what was written")
+        return content
+
+    def _is_foreign(self) -> bool:
+        """Whether the checkpoint is sound and belongs to others."""
+        try:
+            return self._manifest().get("owner") != self.owner
+        except (OSError, ValueError, LookupError):  # there is none, or it is damaged: `load` says so
+            return False
+
     def remove(self) -> None:
         """Removes the checkpoint of a training that is finished, and the folder around it once it is empty."""
         (self.directory / MANIFEST).unlink(missing_ok=True)  # first: without it the rest is nothing
-        for file in self.directory.glob("*"):
-            file.unlink(missing_ok=True)
+        for state in self._states():
+            state.unlink(missing_ok=True)
+        remove_partial(self.directory)
         for folder in (self.directory, self.directory.parent):  # each by itself: a killed process may have left either
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+    def remove_foreign(self) -> bool:
+        """Removes a checkpoint that belongs to other runs or to another configuration; whether there was one."""
+        foreign = self._is_foreign()
+        if foreign:
+            self.remove()
+        return foreign
+
+    def _states(self) -> Iterator[Path]:
+        """The files of states, also those that no manifest names."""
+        return (file for file in self.directory.glob("state-*") if _STATE.fullmatch(file.name) and not file.is_dir())
 
 
 def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
@@ -117,10 +157,6 @@ def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def _reason(error: Exception) -> str:

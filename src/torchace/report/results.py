@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
@@ -11,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torchace.engine.files import CHECKSUM, is_unchanged
 from torchace.report._fields import (
     Fields,
     ReportError,
@@ -308,6 +310,8 @@ def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
             damaged.append(Damaged(f"runs/{path.name}", str(error)))
             continue
         try:
+            if arrays:
+                _check_arrays(content, path.with_suffix(".safetensors"))
             cache[run.name] = {} if run.arrays_path is None or not arrays else read_arrays(run.arrays_path)
         except ReportError as error:
             damaged.append(Damaged(f"runs/{path.stem}.safetensors", str(error)))
@@ -339,9 +343,8 @@ def _load(path: Path, directory: Path) -> Fields:
     where = path.relative_to(directory).as_posix()
     try:
         text = path.read_bytes().decode()
-        value = json.loads(text)
-        if may_be_unprintable(text):
-            value = printable(value)
+        parsed = json.loads(text)
+        value = printable(parsed) if may_be_unprintable(text) else parsed
     except FileNotFoundError:
         wrote = "`torchace run` or `torchace fit` wrote"
         raise ReportError(f"Found no {where} in {directory}; give the directory that {wrote}.") from None
@@ -350,9 +353,23 @@ def _load(path: Path, directory: Path) -> Fields:
     except (ValueError, RecursionError):
         raise ReportError(f"Expected JSON in {where}, but the file is damaged or something else.") from None
     fields = Fields(value, where)
+    if CHECKSUM in fields.value and not is_unchanged(parsed):  # earlier versions wrote none
+        raise ReportError(f"{where} was changed after it was written: its SHA-256 is another one.")
     if (version := fields.integer("format")) != FORMAT:
         raise ReportError(f"Expected format {FORMAT} in {where}, but got {version}; another torchace wrote it.")
     return fields
+
+
+def _check_arrays(run: Fields, path: Path) -> None:
+    """Refuse arrays that are not those that were written with the run."""
+    if (stated := run.value.get("arrays_sha256")) is None:
+        return
+    try:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ReportError(f"Could not read runs/{path.name}: {error.strerror}.") from None
+    if found != stated:
+        raise ReportError(f"runs/{path.name} was changed after it was written: its SHA-256 is another one.")
 
 
 def _mixed(stated: Mapping[str, Any], told: Sequence[object]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -16,12 +17,22 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from torchace.engine.checkpoint import Checkpoints
-from torchace.engine.files import remove_partial, write_whole
+from torchace.engine.files import (
+    CHECKSUM,
+    is_name,
+    is_unchanged,
+    refuse_links,
+    remove_partial,
+    with_checksum,
+    write_whole,
+)
 from torchace.engine.fit import Failure
 
 FORMAT = 1
 # What a sweep writes beside experiment.json, which is the first of it.
 WRITTEN = ("checkpoints", "jobs.json", "log.jsonl", "report", "runs", "tensorboard")
+# What sweeps, searches and fits write to: none of it may be a link.
+OURS = (*WRITTEN, "cohorts", "experiment.json", "fingerprint.json", "fit.json", "lock", "model", "search")
 
 
 class LedgerError(ValueError):
@@ -49,6 +60,10 @@ class Job:
     id: str
     runs: tuple[Run, ...]
 
+    def __post_init__(self) -> None:
+        if not is_name(self.id) or len({run.arm for run in self.runs}) != 1:
+            raise ValueError(f"Expected a job with a name and runs of one arm, but got {self.id!r}.")
+
 
 class Ledger:
     """The files of one experiment."""
@@ -59,9 +74,10 @@ class Ledger:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keeps other processes out for as long as this one works; the system lifts the lock when it dies."""
+        refuse_links(self.directory, OURS)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            file = open(self.directory / "lock", "a+")  # noqa: SIM115
+            file = open(self.directory / "lock", "a+", errors="replace")  # noqa: SIM115
         except OSError as error:
             raise LedgerError(f"Cannot write to {self.directory}: {error.strerror}. Choose another --out.") from error
         with file:
@@ -75,6 +91,9 @@ class Ledger:
                 ) from error
             except OSError as error:
                 raise LedgerError(f"Cannot lock {self.directory}: {error.strerror}. Choose another --out.") from error
+            file.seek(0)
+            if not file.read(20).strip().isdigit() and os.fstat(file.fileno()).st_size:
+                raise LedgerError(f"{self.directory} holds something else already ('lock'). Choose another --out.")
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
@@ -96,7 +115,7 @@ class Ledger:
         return _read(file)
 
     def write_experiment(self, content: Mapping[str, Any]) -> None:
-        write_whole(self.directory / "experiment.json", _dumped(content))
+        write_whole(self.directory / "experiment.json", _dumped(with_checksum(finite(content))))
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -106,12 +125,9 @@ class Ledger:
             return []
         content = _read(file)
         try:
-            jobs = [
-                Job(job["id"], tuple(Run(run["arm"], float(run["diversity"]), int(run["seed"])) for run in job["runs"]))
-                for job in content["jobs"]
-            ]
-            if not all(job.runs for job in jobs):
-                raise ValueError("a job without runs")
+            jobs = [Job(job["id"], tuple(map(_run_of, job["runs"]))) for job in content["jobs"]]
+            if len({job.id for job in jobs}) < len(jobs):
+                raise ValueError("two jobs of one name")
         except (KeyError, TypeError, ValueError) as error:
             raise LedgerError(f"{file} is damaged. Choose another --out, or remove the directory.") from error
         return jobs
@@ -123,8 +139,11 @@ class Ledger:
         ]
         write_whole(self.directory / "jobs.json", _dumped({"format": FORMAT, "jobs": listed}))
 
-    def checkpoints(self, job: Job) -> Checkpoints:
-        return Checkpoints(self.directory / "checkpoints" / job.id)
+    def checkpoints(self, job: Job, config_sha256: str | None = None) -> Checkpoints:
+        """Where a job's state is saved, for its runs under this configuration alone."""
+        runs = [[run.arm, run.diversity, run.seed] for run in job.runs]
+        owner = {"runs": runs, "config_sha256": config_sha256}
+        return Checkpoints(self.directory / "checkpoints" / job.id, owner=owner)
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
@@ -140,10 +159,12 @@ class Ledger:
             raise LedgerError(f"{self._file(run)} is damaged. Remove that file to run it again.") from error
 
     def write_result(self, run: Run, content: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> None:
-        """Writes a run down as done: the arrays first, then the file that says so."""
-        if arrays:
-            write_whole(self._file(run).with_suffix(".safetensors"), save_safetensors(dict(arrays)))
-        write_whole(self._file(run), _dumped(content))
+        """Writes a run down as done: the arrays first, then the file that says so, with checksums of both."""
+        data = save_safetensors(dict(arrays)) if arrays else None
+        if data is not None:
+            write_whole(self._file(run).with_suffix(".safetensors"), data)
+        digest = None if data is None else hashlib.sha256(data).hexdigest()
+        write_whole(self._file(run), _dumped(with_checksum(finite({**content, "arrays_sha256": digest}))))
 
     def clean(self, jobs: list[Job]) -> None:
         """Removes what a killed process left: half-written files, and checkpoints of jobs that are finished."""
@@ -155,6 +176,14 @@ class Ledger:
 
     def _file(self, run: Run) -> Path:
         return self.directory / "runs" / f"{run.id}.json"
+
+
+def _run_of(content: Mapping[str, Any]) -> Run:
+    """A run as it was written, refused where it would be no part of a path."""
+    arm, diversity, seed = content["arm"], content["diversity"], content["seed"]
+    if not is_name(arm) or type(seed) is not int or not 0 <= seed < 2**31 or not 0 <= diversity <= 1:
+        raise ValueError("no such run")
+    return Run(arm, float(diversity), seed)
 
 
 def _dumped(content: Mapping[str, Any]) -> bytes:
@@ -181,4 +210,8 @@ def _read(file: Path) -> dict[str, Any]:
         raise LedgerError(f"{file} is damaged. Choose another --out, or remove that file to run it again.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise LedgerError(f"{file} was not written by this version of torchace. Choose another --out.")
+    if CHECKSUM in content and not is_unchanged(content):  # earlier versions wrote none
+        raise LedgerError(
+            f"{file} was changed after it was written. Choose another --out, or remove that file to run it again."
+        )
     return content

@@ -66,6 +66,9 @@ class SweepProgress(Watcher):
     def died(self, job: Job, how: str) -> None:
         self._say(f"{_named(job.runs)}: its worker died ({how}); it goes on from its newest checkpoint.")
 
+    def restarted(self, job: Job) -> None:
+        self._say(f"{_named(job.runs)}: the checkpoint in its place was of other runs and is removed; it starts anew.")
+
     def _say(self, text: str) -> None:
         self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 

@@ -32,7 +32,7 @@ from torchace.runs.environment import versions
 from torchace.runs.ledger import Job, Ledger, Run
 from torchace.runs.prepared import Prepared
 from torchace.runs.ray_worker import Line, Results, files_of, introduced, train, write_files
-from torchace.runs.sweep import Sweep, Unfinished, Watcher
+from torchace.runs.sweep import Sweep, Unfinished, Watcher, config_digest
 
 # Read when Ray is imported. Its own words about dead workers would stand in the middle of ours; nothing is reported to
 # its makers by a cluster that we start.
@@ -138,7 +138,10 @@ class RaySweep(Sweep):
 
         def send(job: Job, attempt: int) -> Any:
             arm = arms[job.runs[0].arm]
-            files = files_of(ledger.checkpoints(job).directory)
+            checkpoints = ledger.checkpoints(job, config_digest(arm))
+            if checkpoints.remove_foreign():
+                watcher.restarted(job)
+            files = files_of(checkpoints.directory)
             line = Line(mailbox, job.id, attempt)
             named = task.options(name=f"torchace {job.id}", **options)
             return named.remote(alone, job, arm, stored[id(data[arm.name])], files, line, self.workers.threads)

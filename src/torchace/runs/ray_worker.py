@@ -94,8 +94,9 @@ class _Collected(Ledger):
         self.line = line
         self.results: Results = []
 
-    def checkpoints(self, job: Job) -> Checkpoints:
-        return _Sent(super().checkpoints(job).directory, self.line.keep)
+    def checkpoints(self, job: Job, config_sha256: str | None = None) -> Checkpoints:
+        plain = super().checkpoints(job, config_sha256)
+        return _Sent(plain.directory, self.line.keep, owner=plain.owner)
 
     def write_result(self, run: Run, content: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> None:
         self.results.append((run, content, {name: value.cpu() for name, value in arrays.items()}))

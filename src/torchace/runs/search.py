@@ -253,7 +253,6 @@ def search(
             "Use 'shared' or 'exchanged', or SearchSpace(diversity=0)."
         )
     seeds = list(seeds_of(seed, num_seeds))
-    objective = _Objective(space, plan, train, validation, num_outputs, seeds, stop)
     known = fingerprint(plan, num_outputs, train=train, validation=validation)
     known = {key: value for key, value in known.items() if key not in {*DIMENSIONS, "hidden"}} | {"seeds": seeds}
     began = time.monotonic()
@@ -264,8 +263,18 @@ def search(
         sampler=_Sampler(seed, space.nearest(plan)),
         pruner=MedianPruner(STARTUP, n_warmup_steps=plan.epochs // 5, n_min_trials=STARTUP) if pruning else NopPruner(),
         heartbeat=heartbeat,
-    ) as study:
-        while sum(map(_is_finished, study.get_trials(deepcopy=False))) < trials:
+    ) as opened:
+        study = opened.study
+
+        def told_to_stop() -> bool:
+            opened.check()
+            return stop()
+
+        objective = _Objective(space, plan, train, validation, num_outputs, seeds, told_to_stop)
+        while True:
+            opened.recover()
+            if not _is_needed(study, trials):
+                break
             if stop():
                 raise Interrupted
             if timeout is not None and time.monotonic() - began >= timeout:
@@ -276,6 +285,13 @@ def search(
                 best = _best(done)
                 watch(number, _value(done[number]), None if best is None else _value(best))
         return _result(study, plan)
+
+
+def _is_needed(study: Study, count: int) -> bool:
+    """Whether there is a trial to do: too few are finished, or one that was begun is to be tried again."""
+    trials = study.get_trials(deepcopy=False)
+    again = any(trial.state == TrialState.WAITING and retried(trial) is not None for trial in trials)
+    return again or sum(map(_is_finished, trials)) < count
 
 
 def _next(study: Study, objective: _Objective) -> int | None:

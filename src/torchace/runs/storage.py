@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import optuna
 from optuna.exceptions import ExperimentalWarning, StorageInternalError, UpdateFinishedTrialError
@@ -21,16 +21,57 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError, IntegrityError, NoSuchModuleError, ProgrammingError, SQLAlchemyError
 
+from torchace.engine.files import refuse_links
+from torchace.runs.postgres import CONNECT, connector
+from torchace.runs.study_locks import FileLock, ServerLock, StudyLock
 from torchace.runs.trials import difference
 
 FINGERPRINT = "torchace"  # the study's attribute
 FAILURE = "failure"  # a trial's: why it failed for good
 RETRIES = 3  # of a trial whose process died: it may be what kills it
 ATTEMPTS = 20  # to make the tables, which other processes may be making too
+FAREWELL = 1.0  # seconds until a server has noticed that a process died
 
 
 class StorageError(ValueError):
     """A storage that cannot be used: one sentence that says why and what to do."""
+
+
+class _Storage(RDBStorage):
+    """Optuna's storage, whose signs of life do not fail in a thread of their own where no one notices."""
+
+    failure: Exception | None = None
+
+    def record_heartbeat(self, trial_id: int) -> None:
+        try:
+            super().record_heartbeat(trial_id)
+        except Exception as error:
+            self.failure = error
+
+
+@dataclass(frozen=True)
+class OpenStudy:
+    """A study that this process works on."""
+
+    study: Study
+    lock: StudyLock
+    storage: _Storage | None
+
+    def check(self) -> None:
+        """Raise what went wrong with the storage since a trial began."""
+        if self.storage is not None and self.storage.failure is not None:
+            raise self.storage.failure
+
+    def recover(self) -> bool:
+        """Have trials of dead processes tried again, if no other process is at work; whether that is so.
+
+        A process may have died between marking a trial as failed and asking for another attempt. None of this process's
+        own trials may be running.
+        """
+        with self.lock.alone() as alone:
+            if alone:
+                _recover(self.study)
+            return alone
 
 
 @contextmanager
@@ -42,11 +83,12 @@ def opened_study(
     sampler: BaseSampler,
     pruner: BasePruner,
     heartbeat: int,
-) -> Iterator[Study]:
+) -> Iterator[OpenStudy]:
     """A study of this search, made where there is none yet. Its values are minimised.
 
-    A process at work gives a sign of life now and then. Trials of one that gave none for long are marked failed and
-    tried again; those of an SQLite file that nobody else has open at once.
+    Processes at work hold a lock beside an SQLite file or in PostgreSQL, so that one that is alone knows at once whose
+    trials are dead. Beside others it waits for signs of life: trials of a process that gave none for long are marked
+    failed and tried again.
 
     Args:
         where: The path of an SQLite file, a URL as Optuna takes it, or None for this process's memory.
@@ -55,25 +97,39 @@ def opened_study(
         sampler: Proposes parameters.
         pruner: Stops trials early.
         heartbeat: Seconds between two signs of life; after three times as long a process is held for dead.
+
+    Raises:
+        StorageError: The storage cannot be used, or failed on the way.
     """
     url = _url(where)
-    with _quiet(), _locked(_file(url)) as lock:
-        storage = InMemoryStorage() if url is None else _connected(url, heartbeat)
+    with _quiet(), ExitStack() as stack:
+        lock = _locked(_file(url))
+        stack.callback(lock.close)
+        storage = None if url is None else _connected(url, heartbeat)
         try:
             study = optuna.create_study(
-                storage=storage, study_name=name, sampler=sampler, pruner=pruner, load_if_exists=True
+                storage=InMemoryStorage() if storage is None else storage,
+                study_name=name,
+                sampler=sampler,
+                pruner=pruner,
+                load_if_exists=True,
             )
             _claim(study, fingerprint, _shown(url))
-            if lock is not None:
-                _recover(study, lock)
-            yield study
-        except (SQLAlchemyError, StorageInternalError, UnicodeError) as error:
+            if storage is not None and storage.engine.dialect.name == "postgresql":
+                lock = ServerLock(storage.engine, name)
+                stack.callback(lock.close)
+            opened = OpenStudy(study, lock, storage)
+            _await_farewell(opened)
+            yield opened
+        except Exception as error:
+            if (lost := _storage_error(error)) is None:
+                raise
             raise StorageError(
-                f"Cannot use the storage {_shown(url)} ({_reason(error, url)}). "
+                f"Cannot use the storage {_shown(url)} ({_reason(lost, url)}). "
                 "Finished trials are kept: repeat the command to go on."
             ) from error
         finally:
-            if isinstance(storage, RDBStorage):
+            if storage is not None:
                 storage.engine.dispose()
 
 
@@ -131,19 +187,30 @@ def _reason(error: BaseException, url: URL | None) -> str:
     return said
 
 
+def _storage_error(error: BaseException | None) -> BaseException | None:
+    """The storage's error behind one of Optuna's, which fails itself where the storage fails."""
+    while error is not None:
+        if isinstance(error, SQLAlchemyError | StorageInternalError | UnicodeError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
 # -- opening ----------------------------------------------------------------------------------------------------------
 
 
-def _connected(url: URL, heartbeat: int) -> RDBStorage:
+def _connected(url: URL, heartbeat: int) -> _Storage:
     options: dict[str, Any] = {"pool_pre_ping": True}
-    if url.get_backend_name() == "sqlite":
-        options["connect_args"] = {"timeout": 60}
-    elif url.get_backend_name() == "postgresql":
-        options["connect_args"] = {"connect_timeout": 10}
     text = url.render_as_string(hide_password=False)
     for attempt in range(ATTEMPTS):
         try:
-            return RDBStorage(
+            if url.get_backend_name() == "sqlite":
+                options["connect_args"] = {"timeout": 60}
+            elif url.drivername == "postgresql+psycopg":
+                options["creator"] = connector(url)
+            elif url.get_backend_name() == "postgresql":
+                options["connect_args"] = {"connect_timeout": CONNECT}
+            return _Storage(
                 text.replace("{", "{{").replace("}", "}}"),  # Optuna formats it
                 options,
                 heartbeat_interval=heartbeat,
@@ -183,34 +250,35 @@ def _claim(study: Study, fingerprint: Mapping[str, Any], where: str) -> None:
         )
 
 
-@contextmanager
-def _locked(file: Path | None) -> Iterator[IO[str] | None]:
-    """Shares a lock beside an SQLite file for as long as this process works; given out where nobody else holds it."""
+def _locked(file: Path | None) -> StudyLock:
+    """The lock beside an SQLite file, if it is one."""
     if file is None:
-        yield None
-        return
+        return StudyLock()
+    name = f"{file.name}.lock"
+    refuse_links(file.parent, [name])
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(f"{file}.lock", "a")  # noqa: SIM115
+        lock = open(file.with_name(name), "a")  # noqa: SIM115
     except OSError as error:
         raise StorageError(f"Cannot write to {file}: {error.strerror}. Choose another file.") from error
-    with lock:
-        alone = True
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            alone = False
-        except OSError as error:
-            raise StorageError(f"Cannot lock {file}: {error.strerror}. Choose another file.") from error
-        yield lock if alone else None
+    try:
+        return FileLock(lock)
+    except OSError as error:
+        lock.close()
+        raise StorageError(f"Cannot lock {file}: {error.strerror}. Choose another file.") from error
 
 
-def _recover(study: Study, lock: IO[str]) -> None:
-    """Marks running trials as failed, which nobody runs, has them tried again, and lets others in.
+def _await_farewell(opened: OpenStudy) -> None:
+    """Give a server time to notice that the process died which left a trial running."""
+    give_up = time.monotonic() + FAREWELL
+    while not opened.recover() and isinstance(opened.lock, ServerLock) and time.monotonic() < give_up:
+        if not opened.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            break
+        time.sleep(0.1)
 
-    A process may have died between the one and the other.
-    """
+
+def _recover(study: Study) -> None:
+    """Mark running trials as failed, which no process runs, and have all of these tried again."""
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         with suppress(UpdateFinishedTrialError):
             study.tell(trial.number, state=TrialState.FAIL)
@@ -219,7 +287,6 @@ def _recover(study: Study, lock: IO[str]) -> None:
     for trial in trials:
         if trial.state == TrialState.FAIL and trial.number not in again and FAILURE not in trial.user_attrs:
             retry(study, trial.number)
-    fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 @contextmanager

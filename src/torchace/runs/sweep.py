@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchace.engine.checkpoint import weights_digest
 from torchace.engine.evaluate import evaluate, logits_of
+from torchace.engine.files import json_digest
 from torchace.engine.fit import FAULT, Failure, Fitted, Progress, Saving, fit
 from torchace.engine.network import RunGroup
 from torchace.runs.build import build_network, default_group_size, describe_network, recipe_of
@@ -46,6 +47,9 @@ class Watcher:
 
     def died(self, job: Job, how: str) -> None:
         """The process that did a job died; the job goes on in another one."""
+
+    def restarted(self, job: Job) -> None:
+        """A checkpoint of other runs was in a job's place and was removed; the job starts anew."""
 
 
 class Unfinished(Exception):
@@ -232,20 +236,23 @@ class Sweep:
         recipe = recipe_of(arm.train, batches.steps_per_epoch)
         network = build_network(arm, data.dataset, seeds, self.device)
         every = self.experiment.checkpoint
+        checkpoints = ledger.checkpoints(job, config_digest(arm))
+        if checkpoints.remove_foreign():
+            watcher.restarted(job)
         fitted = fit(
             network,
             batches,
             recipe,
             diversities=[run.diversity for run in job.runs],
             seeds=seeds,
-            saving=Saving(ledger.checkpoints(job), every.steps, every.seconds),
+            saving=Saving(checkpoints, every.steps, every.seconds),
             watch=lambda progress: watcher.stepped(job, progress),
             stop=stop,
         )
         start = time.monotonic()
         predicted = self._predicted(arm, data, network)
         self._write_results(ledger, job, arm, data, network, fitted, recipe.steps, predicted)
-        ledger.checkpoints(job).remove()
+        checkpoints.remove()
         return fitted.seconds + time.monotonic() - start
 
     def _predicted(self, arm: Arm, data: Prepared, network: RunGroup) -> Predicted:
@@ -302,6 +309,11 @@ class Sweep:
                 },
                 arrays,
             )
+
+
+def config_digest(arm: Arm) -> str:
+    """A SHA-256 of everything about an arm that its runs depend on."""
+    return json_digest(arm.model_dump(mode="json", include={"data", "model", "train"}))
 
 
 def _parameters_of(network: RunGroup) -> int:

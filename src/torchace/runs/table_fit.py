@@ -23,10 +23,10 @@ import torch
 from torchace.data import Split
 from torchace.engine.checkpoint import Checkpoints
 from torchace.engine.chunks import chunk_rows
-from torchace.engine.files import PARTIAL, flush_directory, write_whole
+from torchace.engine.files import PARTIAL, flush_directory, json_digest, refuse_links, write_whole
 from torchace.engine.fit import Failure, Progress, Saving
 from torchace.runs.environment import hardware, versions
-from torchace.runs.ledger import FORMAT, Ledger, LedgerError, Run, finite
+from torchace.runs.ledger import FORMAT, OURS, Ledger, LedgerError, Run, finite
 from torchace.runs.members import MemberPlan, Trained, train_members
 from torchace.runs.scaling import finished_ensemble
 from torchace.runs.table import Table, on_device, squared_scale
@@ -127,6 +127,7 @@ class TableFit:
 
     def _check_work(self) -> None:
         """Refuses a working directory that this fit has not begun: it is removed in the end."""
+        refuse_links(self.work.parent, [self.work.name])
         if self._begun.exists():
             try:
                 before = json.loads(self._begun.read_bytes())["request"]
@@ -171,12 +172,12 @@ class TableFit:
                 diversities=[diversity],
                 seeds=[self.seed],
                 validation=validation,
-                saving=Saving(self._checkpoints(), None, SAVE_EVERY),
+                saving=Saving(self._checkpoints(run), None, SAVE_EVERY),
                 watch=watcher.trained,
                 stop=stop,
             )
             self._keep(ledger, run, trained, tuned)
-        self._checkpoints().remove()
+        self._checkpoints(run).remove()
         self._write_experiment(ledger, run, tuned, time.monotonic() - began)
 
     def publish(self) -> None:
@@ -201,21 +202,23 @@ class TableFit:
         """Removes the working directory, if it is this fit's."""
         try:
             self._check_work()
-        except LedgerError:
+        except ValueError:
             return
         with contextlib.suppress(OSError):
-            for path in self.work.iterdir():
-                if path not in (self._begun, self.work / "lock"):  # without the former the rest would be anybody's
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-            shutil.rmtree(self.work)
+            last = (self._begun, self.work / "lock")  # without the former the rest would be anybody's
+            ours = [*self.work.glob(f".*{PARTIAL}"), *(self.work / name for name in OURS)]
+            for path in (*(path for path in ours if path not in last), *last):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            self.work.rmdir()
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _parts(self) -> tuple[Split, Split, Split]:
         return self.table.train, self.table.validation, self.table.test
 
-    def _checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.work / "checkpoints" / "model")
+    def _checkpoints(self, run: Run) -> Checkpoints:
+        owner = {"runs": [[run.arm, run.diversity, run.seed]], "config_sha256": json_digest(self.request())}
+        return Checkpoints(self.work / "checkpoints" / "model", owner=owner)
 
     def _tuned(
         self, train: Split, validation: Split, test: Split, watcher: FitWatcher, stop: Callable[[], bool]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchace.data import Split
-from torchace.engine.files import write_whole
+from torchace.engine.files import refuse_links, write_whole
 from torchace.runs.ledger import LedgerError, finite
 from torchace.runs.members import MemberPlan
 from torchace.runs.search import SearchResult, SearchSpace, search
@@ -89,9 +89,10 @@ class TableSearch:
         return found
 
     def _check(self) -> None:
-        """Refuses a directory that holds something else than searches."""
+        """Refuses a directory that holds something else than searches, or links in their place."""
         if self.directory.is_dir() and (names := os.listdir(self.directory)) and not KEPT & set(names):
             raise LedgerError(f"{self.directory} holds something else already. Choose another --out.")
+        refuse_links(self.directory, (*KEPT, "study.db-journal"))
 
     def _part(self, split: Split) -> Split:
         return on_device(split, self.plan, self.device)

@@ -28,7 +28,7 @@ from torchace.runs.config import Arm, ConfigError, Experiment
 from torchace.runs.environment import hardware, versions
 from torchace.runs.ledger import Job, Ledger, Run
 from torchace.runs.prepared import Prepared
-from torchace.runs.sweep import Sweep, Watcher
+from torchace.runs.sweep import Sweep, Watcher, config_digest
 
 
 @contextmanager
@@ -166,7 +166,10 @@ class RankSweep(Sweep):
         kept = whole if self.ranks.is_first and self.ranks.members > 1 else None
         del whole  # a rank needs its own members; the first one all of them, for what it writes
         every = self.experiment.checkpoint
-        checkpoints = SharedCheckpoints(ledger.checkpoints(job).directory, kept)
+        whose = ledger.checkpoints(job, config_digest(arm))
+        if self.ranks.is_first and whose.remove_foreign():
+            watcher.restarted(job)
+        checkpoints = SharedCheckpoints(whose.directory, kept, owner=whose.owner)
         fitted = fit(
             network,
             batches,
@@ -182,7 +185,7 @@ class RankSweep(Sweep):
         trained = gathered_network(network, kept)
         if trained is not None:
             self._write_results(ledger, job, arm, data, trained, fitted, recipe.steps, predicted)
-            ledger.checkpoints(job).remove()
+            checkpoints.remove()
         return fitted.seconds + time.monotonic() - start
 
 

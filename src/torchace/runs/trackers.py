@@ -45,13 +45,18 @@ class Watchers(Watcher):
         for watcher in self.watchers:
             watcher.died(job, how)
 
+    def restarted(self, job: Job) -> None:
+        for watcher in self.watchers:
+            watcher.restarted(job)
+
 
 class EventLog(Watcher):
     """`log.jsonl` in the run directory: a line an event, with its time; a sweep that goes on appends.
 
     Half a line, which a process left that was killed as it wrote, is removed first: every line is one event.
 
-    Events: `planned`, `started`, `stepped` (every few seconds), `run` (a run's scores), `finished`, `died`.
+    Events: `planned`, `started`, `stepped` (every few seconds), `run` (a run's scores), `finished`, `died`,
+    `restarted`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -90,6 +95,9 @@ class EventLog(Watcher):
 
     def died(self, job: Job, how: str) -> None:
         self._write("died", job=job.id, how=how)
+
+    def restarted(self, job: Job) -> None:
+        self._write("restarted", job=job.id)
 
     def _write(self, event: str, **content: Any) -> None:
         when = datetime.now(UTC).isoformat(timespec="milliseconds")

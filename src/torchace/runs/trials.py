@@ -19,7 +19,15 @@ from torch import Tensor
 
 from torchace.data import Split
 from torchace.engine.checkpoint import Checkpoints
-from torchace.engine.files import remove_partial, write_whole
+from torchace.engine.files import (
+    CHECKSUM,
+    is_name,
+    is_unchanged,
+    json_digest,
+    remove_partial,
+    with_checksum,
+    write_whole,
+)
 from torchace.engine.fit import Saving
 from torchace.runs.ledger import Ledger, LedgerError
 from torchace.runs.members import MemberPlan
@@ -50,6 +58,10 @@ class Trials:
             for folder in (self.directory, self.directory / "cohorts"):
                 remove_partial(folder)
             yield
+
+    def _search(self) -> str:
+        """A SHA-256 of what makes the search this one."""
+        return json_digest(_read(self.directory / FINGERPRINT, "the directory")["search"])
 
     def _claim(self, fingerprint: Mapping[str, Any]) -> None:
         file = self.directory / FINGERPRINT
@@ -89,21 +101,25 @@ class Trials:
         file = self._file(cohort)
         if not file.exists():
             return None
-        scores = _read(file).get("scores")
+        content = _read(file)
+        scores = content.get("scores")
         if not isinstance(scores, list) or len(scores) != count or not all(map(_is_score, scores)):
             raise _damaged(file)
+        search = self._search()
+        if content.get("search_sha256", search) != search:  # earlier versions wrote none
+            raise LedgerError(f"{file} belongs to another search. Choose another --out, or remove the directory.")
         self._forget(cohort)  # what a process left that was killed before it could
         return scores
 
     def finish(self, cohort: str, scores: Sequence[float | None]) -> None:
         """Writes a cohort down as done."""
-        write_whole(self._file(cohort), _dumped({"scores": list(scores)}))
+        write_whole(self._file(cohort), _dumped({"scores": list(scores), "search_sha256": self._search()}))
         self._forget(cohort)
 
     def saving(self, cohort: str) -> Saving:
         """Where the state of a cohort is saved; that of any other, from a search that was changed, is removed."""
         for folder in (self.directory / "checkpoints").glob("*"):
-            if folder.name != cohort:
+            if folder.name != cohort and is_name(folder.name) and folder.is_dir():
                 Checkpoints(folder).remove()
         return Saving(self._checkpoints(cohort), self.every_steps, self.every_seconds)
 
@@ -113,7 +129,9 @@ class Trials:
             (self.directory / "checkpoints").rmdir()
 
     def _checkpoints(self, cohort: str) -> Checkpoints:
-        return Checkpoints(self.directory / "checkpoints" / cohort)
+        # the name of a cohort depends on its runs
+        owner = {"cohort": cohort, "search_sha256": self._search()}
+        return Checkpoints(self.directory / "checkpoints" / cohort, owner=owner)
 
     def _file(self, cohort: str) -> Path:
         return self.directory / "cohorts" / f"{cohort}.json"
@@ -175,7 +193,8 @@ def _is_score(value: object) -> bool:
 
 
 def _dumped(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps({"format": FORMAT, **content}, indent=1, allow_nan=False) + "\n").encode()
+    whole = with_checksum({"format": FORMAT, **content})
+    return (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode()
 
 
 def _read(file: Path, remedy: str = "that file") -> dict[str, Any]:
@@ -187,6 +206,8 @@ def _read(file: Path, remedy: str = "that file") -> dict[str, Any]:
         raise _damaged(file, remedy) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise LedgerError(f"{file} was not written by this version of torchace. Choose another --out.")
+    if CHECKSUM in content and not is_unchanged(content):  # earlier versions wrote none
+        raise _damaged(file, remedy)
     return content
 
 
