@@ -199,7 +199,7 @@ def evaluate(
 ) -> None:
     """Score a model on rows whose target is known."""
     from torchace.data.tables import read_table
-    from torchace.engine.files import write_whole
+    from torchace.engine.files import remove_abandoned, write_whole
     from torchace.runs.ledger import finite
     from torchace.runs.table_model import TableModel
 
@@ -211,6 +211,7 @@ def evaluate(
     wide().print(_scores({data.name: metrics}))
     if out is not None:
         content = {"model": str(model), "data": str(data), "rows": len(frame), "scores": metrics}
+        remove_abandoned(out)
         write_whole(out, (json.dumps(finite(content), indent=1) + "\n").encode())
         say(f"Written to {out}.")
 

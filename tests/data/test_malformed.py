@@ -148,10 +148,12 @@ def test_permission_denied(tmp_path, name, monkeypatch):
     writers.write_mnist(tmp_path)
     writers.write_cifar(tmp_path, "binary")
 
-    def closed(path: Path, mode: str) -> None:  # the tests may run as root, to whom nothing is denied
+    def closed(
+        path: Path, mode: str, **options: object
+    ) -> None:  # the tests may run as root, to whom nothing is denied
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("torchace.data.files.open", closed, raising=False)
+    monkeypatch.setattr("torchace._files.open", closed, raising=False)
     assert "Permission denied" in refused(name, tmp_path, "images" if name == "mnist" else "data_batch_1.bin")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchace._files import read_json
 from torchace.report._fields import Fields, ReportError, as_amount, as_count, as_number, as_text, is_number, printable
 from torchace.report.arrays import Array, read_arrays
 from torchace.report.formats import Metric, count, fitted
@@ -295,13 +295,13 @@ def read_results(directory: str | Path) -> Results:
 def _load(path: Path, directory: Path) -> Fields:
     where = path.relative_to(directory).as_posix()
     try:
-        value = printable(json.loads(path.read_bytes()))
+        value = printable(read_json(path))
     except FileNotFoundError:
         wrote = "`torchace run` or `torchace fit` wrote"
         raise ReportError(f"Found no {where} in {directory}; give the directory that {wrote}.") from None
     except OSError as error:
         raise ReportError(f"Could not read {where} in {directory}: {error.strerror}.") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise ReportError(f"Expected JSON in {where}, but the file is damaged or something else.") from None
     fields = Fields(value, where)
     if (version := fields.integer("format")) != FORMAT:
@@ -322,9 +322,9 @@ def _mixed(stated: Mapping[str, Any], told: Sequence[object]) -> dict[str, Any]:
 def _listed(directory: Path) -> int | None:
     """How many runs were planned, by whoever was asked for some of them; None where no list of them can be read."""
     try:
-        jobs = json.loads((directory / "jobs.json").read_bytes())["jobs"]
+        jobs = read_json(directory / "jobs.json")["jobs"]
         return len({(run["arm"], float(run["diversity"]), run["seed"]) for job in jobs for run in job["runs"]})
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return None
 
 

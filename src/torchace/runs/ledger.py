@@ -15,6 +15,7 @@ from typing import Any
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
+from torchace._files import read_json
 from torchace.engine.checkpoint import Checkpoints
 from torchace.engine.files import remove_partial, write_whole
 from torchace.engine.fit import Failure
@@ -112,7 +113,7 @@ class Ledger:
             ]
             if not all(job.runs for job in jobs):
                 raise ValueError("a job without runs")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:  # a seed that is infinite
             raise LedgerError(f"{file} is damaged. Choose another --out, or remove the directory.") from error
         return jobs
 
@@ -174,7 +175,7 @@ def finite(value: Any) -> Any:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_bytes())
+        content = read_json(file)
     except OSError as error:
         raise LedgerError(f"Cannot read {file}: {error.strerror}.") from error
     except ValueError as error:

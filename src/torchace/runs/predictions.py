@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from torchace.data.columns import column_of
 from torchace.data.packages import arrow
 from torchace.data.sentences import reason, repeated, row_number
 from torchace.data.tables import iterate_table
-from torchace.engine.files import PARTIAL, flush_directory
+from torchace.engine.files import remove_abandoned, whole_file
 from torchace.engine.fit import Interrupted
 from torchace.runs.table_model import TableModel
 
@@ -55,7 +54,8 @@ def predict_file(
     chunks = _predicted(model, data, keep, rows or _rows(model))
     first = next(chunks)  # what is wrong with the table comes up here, before anything is written
     done = 0
-    with _whole(out) as temporary, writer(temporary) as write:
+    remove_abandoned(out)
+    with whole_file(out) as temporary, writer(temporary) as write:
         for chunk in itertools.chain([first], chunks):
             if stop():
                 raise Interrupted
@@ -126,26 +126,3 @@ def _parquet(path: Path) -> Iterator[Callable[[DataFrame], None]]:
     finally:
         if writer is not None:
             writer.close()
-
-
-@contextlib.contextmanager
-def _whole(out: Path) -> Iterator[Path]:
-    """A temporary name that becomes `out` when everything is written."""
-    temporary = out.with_name(f".{out.name}.{os.getpid()}{PARTIAL}")
-    new = [folder for folder in (out.parent, *out.parent.parents) if not folder.exists()]
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            yield temporary
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, out)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-                for folder in new:
-                    folder.rmdir()
-            raise
-        flush_directory(out.parent)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), str(out)) from error

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from torchace._files import read_json
 from torchace.data import Split
 from torchace.engine.checkpoint import Checkpoints
 from torchace.engine.files import PARTIAL, flush_directory, write_whole
@@ -128,7 +129,7 @@ class TableFit:
         """Refuses a working directory that this fit has not begun: it is removed in the end."""
         if self._begun.exists():
             try:
-                before = json.loads(self._begun.read_bytes())["request"]
+                before = read_json(self._begun)["request"]
             except (OSError, ValueError, KeyError, TypeError):
                 before = None
             if before != self.request():
@@ -300,7 +301,7 @@ class TableFit:
     def _write_experiment(self, ledger: Ledger, run: Run, tuned: TunedDiversity | None, seconds: float) -> None:
         schema, plan = self.table.schema, self.plan
         widths = [self.table.train.x.shape[1], *plan.hidden, self.table.num_outputs]
-        fit = json.loads(self._begun.read_bytes())
+        fit = read_json(self._begun)
         content = {
             "format": FORMAT,
             "name": self.out.name,

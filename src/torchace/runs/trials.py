@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from torchace._files import read_json
 from torchace.data import Split
 from torchace.engine.checkpoint import Checkpoints
 from torchace.engine.files import remove_partial, write_whole
@@ -157,7 +158,7 @@ def _dumped(content: Mapping[str, Any]) -> bytes:
 
 def _read(file: Path, remedy: str = "that file") -> dict[str, Any]:
     try:
-        content = json.loads(file.read_bytes())
+        content = read_json(file)
     except OSError as error:
         raise LedgerError(f"Cannot read {file}: {error.strerror}.") from error
     except ValueError as error:
