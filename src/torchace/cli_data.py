@@ -221,6 +221,9 @@ def predict(
     data: Data,
     out: Annotated[Path, typer.Option(help="The file to write, .csv or .parquet.")],
     keep: Annotated[list[str] | None, typer.Option(help="A column to copy from the data; repeatable.")] = None,
+    escape_formulas: Annotated[
+        bool, typer.Option("--escape-formulas", help="Put ' before texts that a spreadsheet would calculate (.csv).")
+    ] = False,
 ) -> None:
     """Predict every row of a file of any size: the answer, its probabilities and how sure the ensemble is."""
     from torchace.engine.fit import Interrupted
@@ -231,7 +234,7 @@ def predict(
     _check_written(out, "--out", model, data)
     try:
         with Stopper() as stopper:
-            rows = predict_file(loaded, data, out, keep=keep or (), stop=stopper)
+            rows = predict_file(loaded, data, out, keep=keep or (), escape_formulas=escape_formulas, stop=stopper)
     except Interrupted:
         complain("Interrupted. Nothing was written.")
         raise typer.Exit(INTERRUPTED) from None

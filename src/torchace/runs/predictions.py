@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
 ROWS = 65_536  # in a chunk, at most
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # how texts begin that a spreadsheet calculates
 NUMBERS = 2**23  # that all members give for a chunk, about: 64 MB, and a few times that while they are worked with
 
 
@@ -30,6 +31,7 @@ def predict_file(
     out: Path,
     *,
     keep: Sequence[str] = (),
+    escape_formulas: bool = False,
     rows: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
@@ -40,6 +42,8 @@ def predict_file(
         data: CSV, Parquet or NPZ.
         out: The file to write, `.csv` or `.parquet`; one that is there is replaced once all is done.
         keep: Columns of the data that are written beside the predictions.
+        escape_formulas: Put a `'` before texts and names in a `.csv` file that a spreadsheet would take for formulas,
+            those that begin with `=`, `+`, `-`, `@`, a tab or a line break.
         rows: How many are in memory at once; as many as members and classes allow unless given.
         stop: Is asked before every chunk; when it says yes, nothing is written and `Interrupted` raised.
 
@@ -59,9 +63,22 @@ def predict_file(
         for chunk in itertools.chain([first], chunks):
             if stop():
                 raise Interrupted
-            write(chunk)
+            write(_without_formulas(chunk) if escape_formulas and out.suffix.lower() == ".csv" else chunk)
             done += len(chunk)
     return done
+
+
+def _without_formulas(frame: DataFrame) -> DataFrame:
+    """The same table with a `'` before every text, names of columns too, that a spreadsheet would calculate."""
+    changed = frame.copy()
+    for name in changed.columns:
+        if changed[name].dtype.kind not in "biuf":
+            changed[name] = changed[name].map(_escaped)
+    return changed.rename(columns=_escaped)
+
+
+def _escaped(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
 def _rows(model: TableModel) -> int:
