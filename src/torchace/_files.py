@@ -117,7 +117,7 @@ def parse_json(data: bytes, **options: Any) -> Any:
 def check_depth(value: Any) -> None:
     """Refuse lists and dictionaries within each other that recursive functions could not follow."""
     level = [value]
-    for _ in range(JSON_DEPTH + 1):
+    for _ in range(JSON_DEPTH):
         inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))
         level = [item for items in inner for item in items if isinstance(item, (dict, list))]
         if not level:
@@ -138,15 +138,20 @@ def check_unpacked(path: StrPath, packed: int, unpacked: int) -> None:
 
 def check_gzip(path: StrPath) -> None:
     """Refuse a gzip file that would become far more than it is; what else is wrong with it shows when it is read."""
-    packed = unpacked = 0
+    data, unpacked, padding = b"", 0, 0
     with open_regular(path) as file, contextlib.suppress(zlib.error):
         stream = zlib.decompressobj(31)
-        while data := stream.unconsumed_tail or stream.unused_data or file.read(1 << 14):
-            if stream.eof:  # another member follows
+        while data or (data := file.read(1 << 14)):
+            if stream.eof:  # zeros may follow, which Python's gzip reads one by one, and then another member
+                padding += len(data) - len(data := data.lstrip(b"\0"))
+                if padding > 1 << 20:
+                    raise refusal(path, "it ends in more than a million zeros")
+                if not data:
+                    continue
                 stream = zlib.decompressobj(31)
             unpacked += len(stream.decompress(data, 1 << 20))
-            packed = file.tell() - len(stream.unconsumed_tail) - len(stream.unused_data)
-            check_unpacked(path, packed, unpacked)
+            data = stream.unconsumed_tail or stream.unused_data
+            check_unpacked(path, file.tell() - len(data), unpacked)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -90,11 +90,14 @@ class Checkpoints:
                 stopping.load(progress["stopping"], _under("best.", tensors))
             optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
         except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(
-                f"The checkpoint in {self.directory} is damaged ({_reason(error)}). "
-                "Remove that folder to start its runs anew."
-            ) from error
+            raise self.damaged(_reason(error)) from error
         return progress
+
+    def damaged(self, why: str) -> CheckpointError:
+        """The error of a checkpoint that cannot be used."""
+        return CheckpointError(
+            f"The checkpoint in {self.directory} is damaged ({why}). Remove that folder to start its runs anew."
+        )
 
     def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         content = read_json(self.directory / MANIFEST)

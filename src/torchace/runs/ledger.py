@@ -113,6 +113,8 @@ class Ledger:
             ]
             if not all(job.runs for job in jobs):
                 raise ValueError("a job without runs")
+            if not all(0 <= run.seed < 2**63 for job in jobs for run in job.runs):
+                raise ValueError("a seed that no experiment may have")
         except (KeyError, TypeError, ValueError, OverflowError) as error:  # a seed that is infinite
             raise LedgerError(f"{file} is damaged. Choose another --out, or remove the directory.") from error
         return jobs
