@@ -21,7 +21,7 @@ from torchace.data import DataError, load, read_table
 
 
 def packed_csv(path: Path) -> Path:
-    with gzip.open(path / "t.csv.gz", "wb", compresslevel=1) as file:
+    with gzip.open(path / "t.csv.gz", "wb") as file:
         file.write(b"a,b\n")
         for _ in range(30):
             file.write(b"1,2\n" * 10**6)
