@@ -1,7 +1,8 @@
-"""Files that anybody may have written: regular files alone, and bounds on what reading one may cost.
+"""Files: those that anybody may have written are read within bounds; ours are written whole or not at all.
 
-Every bound stands here. They are checked before anything is built from a file, so that a small file cannot take much
-memory or time. What is refused is an `OSError` whose `strerror` says why, in words that fit into any sentence.
+Regular files alone are read. Every bound stands here, and is checked before anything is built from a file, so that a
+small one cannot take much memory or time. What is refused is an `OSError` whose `strerror` says why, in words that fit
+into any sentence.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-try:
-    import fcntl
-except ImportError:  # Windows, where a file that is open cannot be removed
-    fcntl = None  # type: ignore[assignment]
+fcntl: Any = import_module("fcntl") if find_spec("fcntl") else None  # None: Windows, which removes no open file
 
 JSON_BYTES = 1 << 25
 JSON_VALUES = 4_000_000  # a value takes some 100 bytes in memory, whatever it takes in the file
@@ -195,12 +195,52 @@ def _limit_memory() -> int | None:
     return None
 
 
-# -- files of processes that were killed ------------------------------------------------------------------------------
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def temporary_beside(path: Path) -> Path:
-    """A name beside `path` for what is being written; see `held` and `remove_abandoned`."""
-    return path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes to a temporary name beside `path`, flushes it to the disk, renames it.
+
+    Whatever stops the process, `path` holds either what it held before or all of `data`. An `OSError` (a full disk)
+    names `path`, leaves it as it was and leaves no temporary file.
+    """
+    with whole_file(path) as temporary:
+        temporary.write_bytes(data)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A temporary name that becomes `path` when everything is written; see `write_whole`."""
+    # a name of this process: files opened by name, unlike those of `tempfile`, get the user's permissions
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    new = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_bytes(b"")
+            with held(temporary):
+                yield temporary
+                with open(temporary, "rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+                for folder in new:
+                    folder.rmdir()
+            raise
+        flush_directory(path.parent)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def flush_directory(directory: Path) -> None:
+    """Makes a rename in a directory outlast a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -217,7 +257,7 @@ def held(temporary: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def remove_abandoned(path: Path, remove: Callable[[Path], None]) -> None:
+def remove_abandoned(path: Path, remove: Callable[[Path], None] = os.unlink) -> None:
     """Remove what killed processes left beside `path` under temporary names; those in use stay."""
     try:
         names = [name for name in os.listdir(path.parent) if name.startswith(f".{path.name}.")]
@@ -238,3 +278,9 @@ def remove_abandoned(path: Path, remove: Callable[[Path], None]) -> None:
                 remove(temporary)
             finally:
                 os.close(descriptor)
+
+
+def remove_partial(directory: Path) -> None:
+    """Removes temporary files that a killed process left behind, in a directory that nobody else writes to."""
+    for leftover in directory.glob(f".*{PARTIAL}"):
+        leftover.unlink(missing_ok=True)

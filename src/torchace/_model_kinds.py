@@ -144,7 +144,7 @@ def rebuilt(kind: Kind, spec: Json, num_members: int, link: str, shapes: Shapes)
     _checks.check_choice(link, "link", _checks.LINKS)
     with torch.device("meta"):
         if kind.copies:  # one of them first: K copies take as many tensors as there must be
-            one = len(kind.rebuild(spec, 1)[0].state_dict())
+            one = len(kind.rebuild(spec, 1).get_submodule("members.0").state_dict())
             if one * num_members > len(shapes):
                 raise ValueError("More members than there are weights.")
         ensemble = kind.rebuild(spec, num_members)

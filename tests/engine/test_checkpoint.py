@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from tests.engine.cases import batches, cohort, recipe
-from torchace.engine import checkpoint, files
+from torchace import _files as files
+from torchace.engine import checkpoint
 from torchace.engine.checkpoint import CheckpointError, Checkpoints, weights_digest
 from torchace.engine.files import write_whole
 from torchace.engine.fit import Saving, fit

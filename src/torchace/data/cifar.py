@@ -75,15 +75,16 @@ def read_archive(path: Path, source: CifarSource) -> list[Arrays]:
             stream = gzip.GzipFile(fileobj=file)
             while len(found) < len(source.binary) and stream.tell() < _LONGEST:
                 # One header at a time: tarfile itself would read names and records of any length into memory.
-                member = tarfile.TarInfo.frombuf(stream.read(tarfile.BLOCKSIZE), "utf-8", "surrogateescape")
+                header = stream.read(tarfile.BLOCKSIZE)
+                if header == bytes(tarfile.BLOCKSIZE):  # the end
+                    break
+                member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
                 end = stream.tell() + -(-max(member.size, 0) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
                 name = member.name.rpartition("/")[2]
-                if name in wanted and member.isreg() and member.size <= _most_bytes(source):
+                if name in wanted and member.isreg() and 0 <= member.size <= _most_bytes(source):
                     found[name] = stream.read(member.size)
                 while stream.tell() < min(end, _LONGEST) and stream.read(min(end - stream.tell(), 1 << 20)):
                     pass
-        except tarfile.EOFHeaderError:  # two blocks of zeros
-            pass
         except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
             reason = str(error) or "its gzip stream has no end"
             raise damaged(path, f"is not a whole .tar.gz archive ({reason})") from None

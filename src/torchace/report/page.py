@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from torchace.engine.files import remove_abandoned, write_whole
+from torchace._files import remove_abandoned, write_whole
 from torchace.report._fields import ReportError, extra
 from torchace.report.columns import all_classes, folded, schema_tables, target_facts
 from torchace.report.disputes import disputed_table
