@@ -113,7 +113,10 @@ class Ledger:
             ]
             if not all(job.runs for job in jobs):
                 raise ValueError("a job without runs")
-            if not all(0 <= run.seed < 2**63 for job in jobs for run in job.runs):
+            runs = [run for job in jobs for run in job.runs]
+            if not all(isinstance(name, str) for name in [job.id for job in jobs] + [run.arm for run in runs]):
+                raise TypeError("a name that is no text")
+            if not all(0 <= run.seed < 2**63 for run in runs):
                 raise ValueError("a seed that no experiment may have")
         except (KeyError, TypeError, ValueError, OverflowError) as error:  # a seed that is infinite
             raise LedgerError(f"{file} is damaged. Choose another --out, or remove the directory.") from error
