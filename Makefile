@@ -1,6 +1,7 @@
 # make demo   sets up .venv and runs the main job
 # make test   sets up .venv and runs every check and test
 # make docs   the documentation, into site/
+# make mutations  4,400 changed files of every format: refused in one sentence, or harmless
 # make bench  the CPU benchmarks, on quiet cores
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PROJECT := pyproject.toml constraints.txt
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test lint mutations docs bench clean
 
 demo: $(VENV)/.tool
 	$(BIN)/torchace run digits
@@ -22,6 +23,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+mutations: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations --count 200
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

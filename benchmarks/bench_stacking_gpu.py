@@ -251,7 +251,9 @@ def main() -> None:
             rows.append([key, measure.milliseconds(a_model), measure.factor(ratio), gib, f"{first[key]:.1f}"])
         results["cases"][name] = {**found, **{key: {"failed": reason} for key, reason in failed.items()}}
         print(f"\n{name} ({time.perf_counter() - started:.0f} s)\n", flush=True)
-        print(measure.table(["", "ms a model-step", "times the loop's speed", "GiB a step", "s before"], rows), flush=True)
+        print(
+            measure.table(["", "ms a model-step", "times the loop's speed", "GiB a step", "s before"], rows), flush=True
+        )
         del calls
         if device == "cuda":
             torch.cuda.empty_cache()

@@ -20,9 +20,9 @@ from rich.console import Console
 import torchace
 from tests.cli_cases import Invoke, Outcome
 from tests.runs.cases import command, ledger_of, leftovers, poison
+from torchace import _files as files
 from torchace import cli
 from torchace.data import DataError, load
-from torchace.engine import files
 from torchace.engine.fit import Interrupted, Progress
 from torchace.runs.config import load_experiment
 from torchace.runs.ledger import Job, Ledger, Run

@@ -223,3 +223,12 @@ def test_a_limit_on_file_sizes(tmp_path: Path) -> None:
     one_sentence(caught.value)
     assert state(load_model(tmp_path / "model")) == state(old)
     assert os.listdir(tmp_path) == ["model"]
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / ".model.0123456789abcdef.partial"
+    left.mkdir()
+    (left / "weights.safetensors").write_bytes(b"half")
+    (tmp_path / ".other.0123456789abcdef.partial").mkdir()
+    save_model(tmp_path / "model", Ensemble([mlp(4, 3, 2)]))
+    assert sorted(os.listdir(tmp_path)) == [".other.0123456789abcdef.partial", "model"]

@@ -1,102 +1,20 @@
 """Random mutations of model directories: what loads is what was saved, and nothing else is raised."""
 
-import copy
 import json
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.mutations.changes import mutate_bytes, mutate_json
 from tests.support.saved_models import KINDS, bits, one_sentence, state
 from torchace import _model_files as files
 from torchace._model_kinds import plain_form
 from torchace.models import mlp
 from torchace.nn import Ensemble
 from torchace.saving import ModelFileError, load_model, save_model
-
-
-def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
-    changed = bytearray(data)
-    i, j = rng.randrange(len(data)), rng.randrange(len(data))
-    n = rng.randint(1, 9)
-    match rng.randrange(8):
-        case 0:
-            changed[i] ^= 1 << rng.randrange(8)
-        case 1:
-            changed[i] = rng.randrange(256)
-        case 2:
-            del changed[i:]
-        case 3:
-            del changed[i : i + n]
-        case 4:
-            changed[i:i] = rng.randbytes(n)
-        case 5:
-            changed[i], changed[j] = changed[j], changed[i]
-        case 6:
-            changed[i : i + n], changed[j : j + n] = changed[j : j + n], changed[i : i + n]
-        case _:
-            changed[i:i] = changed[j : j + n]
-    return bytes(changed)
-
-
-VALUES = [
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    2,
-    10**9,
-    10**30,
-    0.5,
-    -0.0,
-    1e308,
-    "",
-    "mlp",
-    "fc",
-    "float64",
-    [],
-    [1],
-    {},
-    {"name": 1},
-]
-
-
-def mutate_json(content: Any, rng: random.Random) -> Any:
-    """One change somewhere: another value, a key less or more, an element less or twice, two elements exchanged."""
-    content = copy.deepcopy(content)
-    places = [content]
-    while True:
-        inner = [
-            v
-            for v in (places[-1].values() if isinstance(places[-1], dict) else places[-1])
-            if isinstance(v, dict | list)
-        ]
-        inner = [v for v in inner if v]
-        if not inner or rng.random() < 0.3:
-            break
-        places.append(rng.choice(inner))
-    place = places[-1]
-    keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-    key, other = rng.choice(keys), rng.choice(keys)
-    match rng.randrange(5):
-        case 0 | 1:
-            place[key] = rng.choice(VALUES)
-        case 2:
-            del place[key]
-        case 3:
-            place[key], place[other] = place[other], place[key]
-        case _:
-            if isinstance(place, dict):
-                place[f"{key}x"] = place[key]
-            else:
-                place.append(place[key])
-    return content
-
 
 SUBJECTS = ["different members", "low-rank smoc", "stacked", "branched", "converted"]
 

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import math
 import os
 import pickle
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from safetensors.torch import save as save_safetensors
 
 from tests.support.saved_models import KINDS, one_sentence, reseal, save_example, set_in, state
 from torchace.models import mlp
-from torchace.nn import Ensemble
+from torchace.nn import Ensemble, branching
 from torchace.nn.base import EnsembleModule
 from torchace.saving import ModelFileError, load_model, load_weights, save_model
 
@@ -83,8 +84,8 @@ MANIFESTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "flipped": (lambda file: flip(file, 200), "altered|not the JSON"),
     "truncated": (truncate, "not the JSON"),
     "empty": (lambda file: file.write_bytes(b""), "not the JSON"),
-    "a directory": (to_directory, "is not a file"),
-    "a pipe": (to_pipe, "is not a file"),
+    "a directory": (to_directory, "Is a directory"),
+    "a pipe": (to_pipe, "not a regular file"),
     "not UTF-8": (lambda file: file.write_bytes(b"\xff\xfe{}"), "not the JSON"),
     "a list": (lambda file: file.write_text("[]"), "is not a manifest of torchace"),
     "of another tool": (lambda file: file.write_text("{}"), "is not a manifest of torchace"),
@@ -105,8 +106,8 @@ WEIGHTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (truncate, "SHA-256"),
     "empty": (lambda file: file.write_bytes(b""), "SHA-256"),
     "longer": (lambda file: file.write_bytes(file.read_bytes() + b"\0"), "more than"),
-    "a directory": (to_directory, "is not a file"),
-    "a pipe": (to_pipe, "is not a file"),
+    "a directory": (to_directory, "Is a directory"),
+    "a pipe": (to_pipe, "not a regular file"),
     "a pickle": (to_pickle, "SHA-256"),
     "a pickle of torch": (to_pickle_of_torch, "more than|SHA-256"),
     "of another model": (lambda file: file.write_bytes(save_safetensors({"x": torch.zeros(3)})), "SHA-256"),
@@ -269,3 +270,33 @@ def test_refuses_other_sizes_of_every_kind(name: str, change: Callable[[Any], No
     else:
         # an entry that this kind does not have, or K as it was; nothing else may pass
         assert state(again) == expected
+
+
+@pytest.mark.parametrize("name", ["branched", "branched resnet", "smoc", "low-rank smoc", "converted"])
+def test_no_more_members_are_built_than_there_are_weights_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K as large as there are numbers in the weights: refused after one member was built, not K."""
+    save_model(tmp_path / "model", KINDS[name][1]())
+    shapes = json.loads((tmp_path / "model" / "manifest.json").read_text())["tensors"].values()
+    reseal(tmp_path / "model", set_in("num_members", to=sum(math.prod(tensor["shape"]) for tensor in shapes)))
+    built: list[int] = []
+    real = branching._Part.__init__
+    monkeypatch.setattr(branching._Part, "__init__", lambda *args: built.append(1) or real(*args))
+    with pytest.raises(ModelFileError, match="no ensemble that fits its weights"):
+        load_model(tmp_path / "model")
+    assert len(built) <= 4  # trunk and member of one, and their copies
+
+
+def test_weights_that_say_to_be_larger_than_their_tensors_are_not_read(saved: tuple[Path, EnsembleModule]) -> None:
+    os.truncate(saved[0] / "weights.safetensors", 1 << 40)
+    reseal(saved[0], set_in("weights", "bytes", to=1 << 40))
+    refused(saved[0], "other bytes than its tensors take")
+
+
+def test_a_description_nested_too_deeply_is_refused(saved: tuple[Path, EnsembleModule]) -> None:
+    deep: Any = 1
+    for _ in range(200):
+        deep = [deep]
+    reseal(saved[0], set_in("extra", to={"deep": deep}))
+    refused(saved[0], "not the JSON that was written")

@@ -10,21 +10,23 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import secrets
-import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
+
+from torchace._files import JSON_BYTES, PARTIAL, held, parse_json, read_bounded, remove_abandoned
 
 Json = dict[str, Any]
 
 FORMAT = "torchace model"
 FORMAT_VERSION = 1
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
-MANIFEST_LIMIT = 1 << 26  # bytes; some 500,000 tensors
 REPAIR = "copy the model again or save it anew"
 NONE = type(None)
 FIELDS: dict[str, tuple[type, ...]] = {
@@ -73,16 +75,23 @@ def write_model(path: Path, manifest: Json, weights: bytes) -> None:
     manifest = {**manifest, "weights": {"bytes": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}}
     manifest["sha256"] = seal(manifest)
     text = "{\n" + ",\n".join(f"{dumped(key)}: {dumped(value)}" for key, value in manifest.items()) + "\n}\n"
+    if len(text) > JSON_BYTES:
+        raise ModelFileError(
+            f"The model's description has {len(text):,} bytes, more than the {JSON_BYTES:,} that can be loaded; keep "
+            "less in `extra`, or save its parts as models of their own."
+        )
     _refuse_to_replace(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    remove_abandoned(path, _discard)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.mkdir(temporary)
-            _write(temporary / WEIGHTS, weights)
-            _write(temporary / MANIFEST, text.encode())
-            _flush_directory(temporary)
-            _put_in_place(temporary, path)
+            with held(temporary):
+                _write(temporary / WEIGHTS, weights)
+                _write(temporary / MANIFEST, text.encode())
+                _flush_directory(temporary)
+                _put_in_place(temporary, path)
         finally:
             with contextlib.suppress(OSError):
                 if temporary.exists():
@@ -105,6 +114,12 @@ def _refuse_to_replace(path: Path) -> None:
             return
     except (OSError, ModelFileError) as error:
         cause = error
+        system = error.__cause__ if isinstance(error, ModelFileError) else error
+        if isinstance(system, OSError) and not isinstance(system, FileNotFoundError):
+            raise ModelFileError(
+                f"{path} exists and cannot be read ({system.strerror}), so it is not replaced; see to that, or choose "
+                "another path."
+            ) from system
     raise ModelFileError(
         f"{path} exists and is not an intact model, which could be replaced; remove it or choose another path."
     ) from cause
@@ -188,10 +203,10 @@ def directory_of(path: Path) -> Path:
 def read_manifest(directory: Path) -> Json:
     """The manifest as it was written: complete, unaltered, of a format known here."""
     file = directory / MANIFEST
-    data = _read(file, MANIFEST_LIMIT)
+    data = _read(file, JSON_BYTES)
     try:
-        manifest = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        manifest = parse_json(data, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except ValueError as error:
         raise ModelFileError(f"{file} is not the JSON that was written; {REPAIR}.") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ModelFileError(f"{file} is not a manifest of torchace; give the directory of a model that it saved.")
@@ -200,7 +215,7 @@ def read_manifest(directory: Path) -> Json:
         raise ModelFileError(f"{file} has format {version}, newer than {FORMAT_VERSION}; update torchace to load it.")
     try:
         intact = manifest.get("sha256") == seal(manifest)
-    except (ValueError, RecursionError):  # 1e999 is read as infinity
+    except ValueError:  # 1e999 is read as infinity
         intact = False
     if not intact:
         raise ModelFileError(f"{file} was altered after it was written; {REPAIR}.")
@@ -213,6 +228,7 @@ def read_weights(directory: Path, manifest: Json) -> dict[str, Tensor]:
     """The tensors that the manifest lists, bit for bit."""
     file = directory / WEIGHTS
     expected = manifest["weights"]
+    _check_size(file, manifest)
     data = _read(file, expected["bytes"])
     if len(data) != expected["bytes"] or hashlib.sha256(data).hexdigest() != expected["sha256"]:
         raise ModelFileError(f"{file} does not have the size and SHA-256 that the manifest says; {REPAIR}.")
@@ -225,6 +241,17 @@ def read_weights(directory: Path, manifest: Json) -> dict[str, Tensor]:
     return tensors
 
 
+def _check_size(file: Path, manifest: Json) -> None:
+    """Refuses a file that says it has more bytes than its tensors take, before any of them is read."""
+    try:
+        sizes = [math.prod(t["shape"]) * getattr(torch, t["dtype"]).itemsize for t in manifest["tensors"].values()]
+        fits = manifest["weights"]["bytes"] <= sum(sizes) + JSON_BYTES  # the names and shapes stand in the file too
+    except (KeyError, TypeError, AttributeError):
+        fits = False
+    if not fits:
+        raise ModelFileError(f"{file} is listed with other bytes than its tensors take; {REPAIR}.")
+
+
 def listing(tensor: Tensor) -> Json:
     """How the manifest lists a tensor."""
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
@@ -232,16 +259,10 @@ def listing(tensor: Tensor) -> Json:
 
 def _read(file: Path, limit: int) -> bytes:
     try:
-        status = os.stat(file)
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
-            raise ModelFileError(f"{file} is not a file; {REPAIR}.")
-        if status.st_size > limit:
-            raise ModelFileError(f"{file} has {status.st_size} bytes, more than the {limit} it may have; {REPAIR}.")
-        with open(file, "rb") as stream:
-            return stream.read(limit + 1)
+        return read_bounded(file, limit)
     except FileNotFoundError as error:
         raise ModelFileError(f"There is no {file}, so the model is not complete; {REPAIR}.") from error
-    except (OSError, MemoryError, OverflowError) as error:
+    except (OSError, MemoryError) as error:
         why = getattr(error, "strerror", None) or "too large"
         raise ModelFileError(f"{file} cannot be read ({why}); check its permissions, or {REPAIR}.") from error
 

@@ -36,12 +36,14 @@ class Kind:
         describe: Its architecture as JSON can hold it; None if it was not made from `torchace.models`.
         rebuild: A fresh ensemble from that architecture and K, whose weights have the names they are saved by.
         finish: What that ensemble becomes once it has its weights.
+        copies: Whether one description stands for all members, each of which is built from it.
     """
 
     type: type[EnsembleModule]
     describe: Callable[[Any], Json | None]
     rebuild: Callable[[Json, int], EnsembleModule]
     finish: Callable[[Any], EnsembleModule] = lambda ensemble: ensemble
+    copies: bool = False
 
 
 def _describe_members(ensemble: Ensemble) -> Json | None:
@@ -73,6 +75,7 @@ KINDS: dict[str, Kind] = {
         Ensemble,
         lambda ensemble: getattr(ensemble, "branched", None),
         lambda spec, num_members: branch(build(spec["architecture"]), spec["at"], num_members),
+        copies=True,
     ),
     "ensemble": Kind(Ensemble, _describe_members, _rebuild_members),
     "stacked": Kind(
@@ -140,6 +143,10 @@ def rebuilt(kind: Kind, spec: Json, num_members: int, link: str, shapes: Shapes)
         raise ValueError("More layers or members than there are weights.")
     _checks.check_choice(link, "link", _checks.LINKS)
     with torch.device("meta"):
+        if kind.copies:  # one of them first: K copies take as many tensors as there must be
+            one = len(kind.rebuild(spec, 1).get_submodule("members.0").state_dict())
+            if one * num_members > len(shapes):
+                raise ValueError("More members than there are weights.")
         ensemble = kind.rebuild(spec, num_members)
     ensemble.link = link
     if ensemble.num_members != num_members or shapes_of(ensemble) != shapes:

@@ -231,6 +231,8 @@ def _explained(error: Exception) -> tuple[str | None, int]:
     usage: Any = typer.BadParameter.__mro__[1]  # click's UsageError, which typer may carry under a name of its own
     if isinstance(error, usage):
         return error.format_message(), USAGE
+    if isinstance(error, ModuleNotFoundError) and error.name == "fcntl":
+        return "Runs are locked with means that this system does not have. Use Linux or macOS.", ERROR
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         return TOOL.format(error.name), ERROR
     if isinstance(error, OSError) and error.strerror:

@@ -211,7 +211,7 @@ def evaluate(
 ) -> None:
     """Score a model on rows whose target is known."""
     from torchace.data.tables import read_table
-    from torchace.engine.files import write_whole
+    from torchace.engine.files import remove_abandoned, write_whole
     from torchace.runs.ledger import finite
     from torchace.runs.table_model import TableModel
 
@@ -223,6 +223,7 @@ def evaluate(
     wide().print(_scores({data.name: metrics}))
     if out is not None:
         content = {"model": str(model), "data": str(data), "rows": len(frame), "scores": metrics}
+        remove_abandoned(out)
         write_whole(out, (json.dumps(finite(content), indent=1) + "\n").encode())
         say(f"Written to {out}.")
 
@@ -232,6 +233,9 @@ def predict(
     data: Data,
     out: Annotated[Path, typer.Option(help="The file to write, .csv or .parquet.")],
     keep: Annotated[list[str] | None, typer.Option(help="A column to copy from the data; repeatable.")] = None,
+    escape_formulas: Annotated[
+        bool, typer.Option("--escape-formulas", help="Put ' before texts that a spreadsheet would calculate (.csv).")
+    ] = False,
 ) -> None:
     """Predict every row of a file of any size: the answer, its probabilities and how sure the ensemble is."""
     from torchace.engine.fit import Interrupted
@@ -242,7 +246,7 @@ def predict(
     _check_written(out, "--out", model, data)
     try:
         with Stopper() as stopper:
-            rows = predict_file(loaded, data, out, keep=keep or (), stop=stopper)
+            rows = predict_file(loaded, data, out, keep=keep or (), escape_formulas=escape_formulas, stop=stopper)
     except Interrupted:
         complain("Interrupted. Nothing was written.")
         raise typer.Exit(INTERRUPTED) from None

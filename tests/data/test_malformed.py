@@ -17,7 +17,7 @@ from tests.data import writers
 from tests.data.damage import HTML, POINTER, flipped, mutations, refused, tarred, zipped
 from tests.data.writers import idx, images, labels, packed, python_batch
 from torchace.data import DataError, load
-from torchace.data.sources import MNIST, SOURCES
+from torchace.data.sources import FASHION_MNIST, MNIST, SOURCES
 
 pytestmark = pytest.mark.usefixtures("small_sources")
 
@@ -148,10 +148,12 @@ def test_permission_denied(tmp_path, name, monkeypatch):
     writers.write_mnist(tmp_path)
     writers.write_cifar(tmp_path, "binary")
 
-    def closed(path: Path, mode: str) -> None:  # the tests may run as root, to whom nothing is denied
+    def closed(
+        path: Path, mode: str, **options: object
+    ) -> None:  # the tests may run as root, to whom nothing is denied
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("torchace.data.files.open", closed, raising=False)
+    monkeypatch.setattr("torchace._files.open", closed, raising=False)
     assert "Permission denied" in refused(name, tmp_path, "images" if name == "mnist" else "data_batch_1.bin")
 
 
@@ -182,9 +184,10 @@ def test_a_line_break_in_a_name(tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_content_that_is_not_the_official_one(tmp_path, monkeypatch):
-    """Well-formed files of the right size with other pixels are not MNIST."""
-    monkeypatch.setitem(SOURCES, "mnist", MNIST)
+@pytest.mark.parametrize("source", [MNIST, FASHION_MNIST], ids=lambda source: source.name)
+def test_content_that_is_not_the_official_one(tmp_path, monkeypatch, source):
+    """Well-formed files of the right size with other pixels are not MNIST, nor Fashion-MNIST."""
+    monkeypatch.setitem(SOURCES, source.name, source)
     files = {
         "train-images-idx3-ubyte": np.zeros((60_000, 28, 28), np.uint8),
         "train-labels-idx1-ubyte": np.zeros(60_000, np.uint8),
@@ -193,7 +196,13 @@ def test_content_that_is_not_the_official_one(tmp_path, monkeypatch):
     }
     for name, array in files.items():
         (tmp_path / name).write_bytes(idx(array))
-    assert "not the official file of MNIST" in refused("mnist", tmp_path, "train-images-idx3-ubyte")
+    assert f"not the official file of {source.title}" in refused(source.name, tmp_path, "train-images-idx3-ubyte")
+
+
+@pytest.mark.parametrize("source", [MNIST, FASHION_MNIST], ids=lambda source: source.name)
+def test_every_official_file_has_a_known_content_and_comes_by_https_first(source):
+    assert all(file.content is not None for file in (*source.train, *source.test))
+    assert source.urls[0].startswith("https://")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 import sys
+import zipfile
 from itertools import combinations
 
 import numpy as np
@@ -218,6 +219,16 @@ def test_bad_files_are_one_sentence(tmp_path):
     for end in (0, 10, len(data) // 2):
         (tmp_path / "a.npz").write_bytes(data[:end])
         refused("not a .npz file of plain arrays")
+    encrypted = bytearray(data)
+    for mark in (b"PK\x03\x04", b"PK\x01\x02"):  # a bit in the local and in the central header of the first array
+        encrypted[data.index(mark) + (6 if mark.endswith(b"\x04") else 8)] |= 1
+    (tmp_path / "a.npz").write_bytes(encrypted)
+    refused("not a .npz file of plain arrays.*encrypted")
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:  # a header that Python's tokenizer never ends
+        archive.writestr("logits.npy", b"\x93NUMPY\x01\x00\x10\x00" + b"{'shape': (((((\n")
+    refused("header of an array cannot be read")
+    np.savez_compressed(tmp_path / "a.npz", logits=np.zeros((10, 10**6, 10), np.float16), target=content["target"])
+    refused("far more memory than it seems")
     np.save(tmp_path / "a.npy", content["logits"])
     (tmp_path / "a.npz").write_bytes((tmp_path / "a.npy").read_bytes())  # an array, not an archive of them
     refused("not a .npz file of plain arrays")

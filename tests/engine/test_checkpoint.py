@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from tests.engine.cases import batches, group_of, recipe
-from torchace.engine import files
+from torchace import _files as files
+from torchace.engine import checkpoint
 from torchace.engine.checkpoint import CheckpointError, Checkpoints, weights_digest
 from torchace.engine.files import with_checksum, write_whole
 from torchace.engine.fit import Saving, fit
@@ -180,7 +181,7 @@ OWNER = {"runs": [["main", 0.5, 5]], "config_sha256": "00"}
 
 @pytest.mark.parametrize("other", [None, {**OWNER, "runs": [["main", 0.0, 5]]}, {**OWNER, "config_sha256": "01"}])
 def test_a_checkpoint_of_others_is_refused_or_removed(other: dict[str, Any] | None, tmp_path: Path) -> None:
-    network = cohort([5])
+    network = group_of([5])
     optimizer = make_optimizer(recipe(), list(network.parameters()))
     Checkpoints(tmp_path / "a", owner=OWNER).save(network, optimizer, {"step": 1})
     theirs = Checkpoints(tmp_path / "a", owner=other)
@@ -291,3 +292,37 @@ def test_moments_keep_the_memory_format_of_their_parameters(tmp_path: Path) -> N
         moment = fresh.state[parameter]["momentum_buffer"]
         assert moment.stride() == parameter.stride()
     assert any(not parameter.is_contiguous() for parameter in again.parameters())
+
+
+FORGED: dict[str, tuple[tuple[str, ...], Any]] = {
+    "a device": (("state", "file"), "/dev/zero"),
+    "a file elsewhere": (("state", "file"), "../outside"),
+    "more bytes than there are": (("state", "bytes"), None),
+    "a step that is text": (("progress", "step"), "3"),
+    "a step before the first": (("progress", "step"), -1),
+    "runs that are none": (("progress", "stopped"), [False, False]),
+    "seconds that are a list": (("progress", "seconds"), []),
+    "failures that are a list": (("progress", "failures"), [1]),
+    "a failure of no run": (("progress", "failures"), {"7": {"message": "x", "member": 0, "step": 1}}),
+    "a history of numbers": (("progress", "history"), [1]),
+    "sums that are no numbers": (("progress", "tally"), {"sums": ["x"], "steps": 1}),
+    "no progress": (("progress",), None),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_manifests_with_a_checksum_that_fits_but_that_no_training_wrote(case: str, tmp_path: Path) -> None:
+    save_one(tmp_path / "main-0")
+    (tmp_path / "outside").write_bytes(b"somebody's")
+    file = tmp_path / "main-0" / "manifest.json"
+    content = json.loads(file.read_text())
+    del content["sha256"]
+    (*path, last), value = FORGED[case]
+    place = content
+    for key in path:
+        place = place[key]
+    place[last] = value
+    file.write_text(json.dumps({**content, "sha256": checkpoint._digest(content)}))
+    with pytest.raises(CheckpointError, match="is damaged") as caught:
+        fit(group_of([5]), batches(), recipe(steps=4), **ARGUMENTS, saving=Saving(Checkpoints(tmp_path / "main-0")))
+    assert "\n" not in str(caught.value)

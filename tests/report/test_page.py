@@ -192,7 +192,7 @@ def test_no_module_of_the_report_imports_torch() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
                 assert name.split(".")[0] != "torch"
-                ours = ("torchace.report", f"torchace.{shared.stem}")
+                ours = ("torchace.report", "torchace._files", f"torchace.{shared.stem}")  # none of them imports torch
                 assert not name.startswith("torchace") or name.startswith(ours), f"{path.name}: {name}"
 
 

@@ -156,3 +156,19 @@ def test_epochs_are_steps() -> None:
 )
 def test_networks_in_words(model: str, words: str) -> None:
     assert describe_network(arm(model).model, DIGITS) == words
+
+
+@pytest.mark.parametrize("kind", ["separate", "smoc", "branch"])
+def test_networks_that_do_not_fit_into_memory_are_not_built(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchace.engine.memory.available_memory", lambda: 1 << 34)
+    model = {"kind": kind, "num_members": 10_000, "hidden": [100_000], "at": "linear1"}
+    (arm,) = small(model=model).complete_arms()
+    with pytest.raises(ValueError, match=r"16 GiB of memory that are available, but \d+,\d+,\d+,\d+ parameters take"):
+        build_network(arm, load("digits"), [0], "cpu")
+
+
+def test_parameters_are_counted_as_they_are_built() -> None:
+    for model in ({"hidden": [7, 5]}, {"kind": "smoc"}, {"kind": "branch", "at": "fc"}):
+        (arm,) = small(model=model).complete_arms()
+        built = sum(p.numel() for p in build_network(arm, load("digits"), [0], "cpu").parameters())
+        assert build._parameters(arm.model, load("digits")) == built

@@ -275,3 +275,22 @@ def test_a_long_file_takes_no_more_memory_than_a_short_one(classifier: TableMode
     # the notes alone, 297 letters each, are 60 MB, and more in a table; what is left to grow is the allocators' slack
     assert peaks[1] - peaks[0] < 0.5 * 297 * LONG, peaks
     assert peaks[3] - peaks[2] < 0.5 * 297 * LONG, peaks
+
+
+def test_formulas_are_escaped_where_asked_for(classifier: TableModel, tmp_path: Path) -> None:
+    frame = pets(4)
+    frame["=note"] = ["=1+1", "+2", "plain", "@x"]
+    data = write_table(frame, tmp_path / "data.csv")
+    for escape, expected in ((True, ["'=1+1", "'+2", "plain", "'@x"]), (False, ["=1+1", "+2", "plain", "@x"])):
+        predict_file(classifier, data, tmp_path / "out.csv", keep=["=note"], escape_formulas=escape)
+        found = read_back(tmp_path / "out.csv")
+        assert found.iloc[:, 0].astype(str).tolist() == expected
+        assert found.columns[0] == ("'=note" if escape else "=note")
+        assert (found["entropy"] >= 0).all()
+
+
+def test_what_a_killed_prediction_left_is_removed(classifier: TableModel, tmp_path: Path) -> None:
+    data = write_table(pets(4), tmp_path / "data.csv")
+    (tmp_path / ".out.csv.123.partial").write_text("half")
+    predict_file(classifier, data, tmp_path / "out.csv")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.csv", "out.csv"]

@@ -660,6 +660,7 @@ def test_a_cluster_of_this_machine_goes_with_its_driver(
     with short_folder() as folder:
         driver = drive("local", held=True, RAY_TMPDIR=folder)
         driver.wait_until(driver.checkpoints)
+        assert _listening(folder) == {"127.0.0.1"}  # and not to the network
         os.killpg(driver.process.pid, signal.SIGINT)  # as a terminal does: to all processes
         code, _, err = driver.end()
         assert (code, err.partition(".")[0]) == (cli.INTERRUPTED, "Interrupted")
@@ -674,3 +675,9 @@ def test_a_cluster_of_this_machine_goes_with_its_driver(
 def _mentioning(folder: str) -> list[int]:
     """Processes that have a folder's name among their arguments."""
     return [p.pid for p in psutil.process_iter(["cmdline"]) if folder in " ".join(p.info["cmdline"] or ())]
+
+
+def _listening(folder: str) -> set[str]:
+    """The addresses at which these processes can be reached."""
+    sockets = [c for pid in _mentioning(folder) for c in psutil.Process(pid).net_connections("tcp")]
+    return {c.laddr.ip.removeprefix("::ffff:") for c in sockets if c.status == psutil.CONN_LISTEN}

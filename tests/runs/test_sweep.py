@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.runs.cases import ledger_of, leftovers, poison, run, small
-from torchace.engine import files
+from torchace import _files as files
 from torchace.engine.checkpoint import CheckpointError
 from torchace.engine.fit import Interrupted, Progress
 from torchace.runs.config import ConfigError, load_experiment

@@ -8,8 +8,10 @@ as without (see `cells`).
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
+import io
 import itertools
 import re
 import zlib
@@ -17,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from torchace._files import CHUNK_BYTES, TABLE_COLUMNS, check_gzip, open_regular
 from torchace.data.errors import DataError
 from torchace.data.packages import arrow
 from torchace.data.sentences import reason, repeated, shown
@@ -28,6 +31,7 @@ _SAMPLE_ROWS = 20
 def csv_chunks(path: Path, rows: int) -> Iterator[dict[str, Any]]:
     """The columns of a CSV file as texts, some rows at a time."""
     pa = arrow()
+    _check_packed(path)
     delimiter = "\t" if ".tsv" in path.name.lower() else _delimiter(path)
     count = 0  # rows of data so far
     try:
@@ -35,6 +39,7 @@ def csv_chunks(path: Path, rows: int) -> Iterator[dict[str, Any]]:
             reader = _reader(stream, delimiter)
             names = _checked_names(next(_filled(reader), []), path)
             filled = _filled(reader, blank_is_missing=len(names) == 1)
+            rows = max(1, min(rows, CHUNK_BYTES // (8 * len(names))))
             while chunk := list(itertools.islice(filled, rows)):
                 for row in chunk:
                     count += 1
@@ -76,10 +81,24 @@ def _delimiter(path: Path) -> str:
     return max(",;\t", key=re.sub(r'"[^"]*"', "", header).count)
 
 
-def _opened(path: Path) -> TextIO:
+def _is_packed(path: Path) -> bool:
+    return path.name.lower().endswith(".gz")
+
+
+def _check_packed(path: Path) -> None:
+    try:
+        if _is_packed(path):
+            check_gzip(path)
+    except OSError as error:
+        raise DataError(f"{path} is refused ({reason(error)}); unpack it if it is what you expect.") from None
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
     """UTF-8 with or without a byte order mark; bytes that are no UTF-8 come through as lone surrogates."""
-    opener: Any = gzip.open if path.name.lower().endswith(".gz") else open
-    return opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="")
+    with open_regular(path) as file:
+        content: Any = gzip.GzipFile(fileobj=file) if _is_packed(path) else file
+        yield io.TextIOWrapper(content, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
 def _reader(stream: TextIO, delimiter: str) -> Any:
@@ -140,6 +159,8 @@ def _lines(stream: TextIO) -> Iterator[str]:
 def _checked_names(header: list[str], path: Path) -> list[str]:
     """The column names in the first row."""
     names = [name.strip() for name in header]
+    if len(names) > TABLE_COLUMNS:
+        raise DataError(f"{path} has {len(names):,} columns, but a table may have {TABLE_COLUMNS:,}; leave some out.")
     if not any(names):
         raise DataError(f"{path} is empty; give a file with column names in its first row and data below.")
     for place, name in enumerate(names, start=1):

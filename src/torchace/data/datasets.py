@@ -170,12 +170,12 @@ def _idx_array(source: IdxSource, file: IdxFile, path: Path) -> NDArray[np.uint8
     if array.ndim == 1:
         check_labels(array, path, len(source.class_names))
     digest = hashlib.sha256(array.data).hexdigest()
-    if file.content is not None and digest != file.content:
-        raise damaged(path, f"is not the official file of {source.title}: its content has the wrong SHA-256")
     # MNIST's and Fashion-MNIST's files have the same names.
     for other in (MNIST, FASHION_MNIST):
         if other.name != source.name and digest in {known.content for known in (*other.train, *other.test)}:
             raise damaged(path, f"belongs to {other.title}, not to {source.title}")
+    if file.content is not None and digest != file.content:
+        raise damaged(path, f"is not the official file of {source.title}: its content has the wrong SHA-256")
     return array
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
+from torchace._files import open_regular
 from torchace.data.errors import DataError, damaged, require_extra
 
 ENVIRONMENT = "TORCHACE_DATA"
@@ -71,9 +71,7 @@ def missing(title: str, name: str, path: Sequence[Path]) -> DataError:
 def opened(path: Path) -> Iterator[BinaryIO]:
     """A regular file, open for reading; whatever the system has against it is one sentence."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a folder, or a pipe that would wait for ever
-            raise damaged(path, "is not a regular file")
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             yield file
     except OSError as error:
         raise damaged(path, f"cannot be read ({error.strerror or error})") from None

@@ -13,6 +13,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from torchace._files import check_gzip
 from torchace.data.errors import damaged
 from torchace.data.files import opened
 
@@ -35,6 +36,7 @@ def read_idx(path: Path, *, shape: Sequence[int | None]) -> NDArray[np.uint8]:
         file.seek(0)
         if not packed:
             return _parsed(file, path, shape)
+        check_gzip(path)
         try:
             # GzipFile is a file as far as reading goes, but typeshed does not call it one.
             return _parsed(gzip.GzipFile(fileobj=file), path, shape)  # type: ignore[arg-type]

@@ -1,14 +1,15 @@
-"""NPZ files, some rows at a time: arrays of numbers and text, never Python objects."""
+"""NPZ files, whole or some rows at a time: arrays of numbers and text, never Python objects."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,12 +17,11 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from torchace._files import CHUNK_BYTES, TABLE_COLUMNS, Refused, check_unpacked, open_regular
 from torchace.data.errors import DataError
 from torchace.data.sentences import reason, repeated, shown
 
-_MAX_COLUMNS = 1_000_000  # names are made for that many before any number is read
-
-_ERRORS = (
+NPZ_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
     struct.error,
@@ -34,6 +34,37 @@ _ERRORS = (
 )
 
 
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    """An archive as numpy writes it, which does not hold far more than the file seems to."""
+    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        check_unpacked(path, os.fstat(file.fileno()).st_size, sum(info.file_size for info in archive.infolist()))
+        for info in archive.infolist():
+            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise ValueError("its arrays are packed in a way that numpy never uses")
+        yield archive
+
+
+def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """Those of the named arrays that an NPZ file has.
+
+    Raises:
+        NPZ_ERRORS: The file is damaged, or one of these arrays holds Python objects.
+    """
+    found = {}
+    with _opened(path) as archive:
+        for info in archive.infolist():
+            if (name := info.filename.removesuffix(".npy")) in names and name != info.filename:
+                with archive.open(info) as stream:
+                    shape, fortran, dtype = _header(stream)
+                    if dtype.hasobject:
+                        raise ValueError(f"array {shown(name)} holds Python objects")
+                    _check_size(info, stream, math.prod(shape) * dtype.itemsize, name)
+                    values = np.frombuffer(stream.read(), dtype)
+                    found[name] = values.reshape(shape, order="F" if fortran else "C")
+    return found
+
+
 def npz_chunks(path: Path, rows: int) -> Iterator[dict[str, Any]]:
     """The columns of an NPZ file, some rows at a time.
 
@@ -41,17 +72,22 @@ def npz_chunks(path: Path, rows: int) -> Iterator[dict[str, Any]]:
     """
     try:
         with contextlib.ExitStack() as stack:
-            archive = stack.enter_context(zipfile.ZipFile(path))
+            archive = stack.enter_context(_opened(path))
             arrays = [_Array(stack.enter_context(archive.open(i)), i, path) for i in archive.infolist()]
             names = [name for array in arrays for name in array.columns]
             _check_arrays(arrays, names, path)
+            rows = max(1, min(rows, CHUNK_BYTES // sum(array.row_bytes for array in arrays)))
             for start in range(0, arrays[0].length, rows):
                 count = min(rows, arrays[0].length - start)
                 columns = [column for array in arrays for column in array.read(count)]
                 yield dict(zip(names, columns, strict=True))
     except DataError:
         raise
-    except _ERRORS as error:
+    except Refused as error:
+        raise DataError(
+            f"{path} is refused ({reason(error)}); save it with numpy.savez, which packs nothing."
+        ) from None
+    except NPZ_ERRORS as error:
         raise DataError(f"{path} is a damaged NPZ file ({reason(error)}); copy it again or write it anew.") from None
 
 
@@ -75,14 +111,14 @@ class _Array:
             raise DataError(
                 f"{path} holds {self._dtype} values in the array {shown(name)}; save it as numbers or text."
             )
-        if len(shape) not in (1, 2) or min(shape) < 0 or max(shape[1:], default=0) > _MAX_COLUMNS:
+        if len(shape) not in (1, 2) or min(shape) < 0 or max(shape[1:], default=0) > TABLE_COLUMNS:
             raise DataError(
                 f"{path} has an array {shown(name)} of shape {shape}, but a table is made of arrays of one or two "
-                f"axes and at most {_MAX_COLUMNS:,} columns; save it as (N,) or (N, D), or leave it out."
+                f"axes and at most {TABLE_COLUMNS:,} columns; save it as (N,) or (N, D), or leave it out."
             )
         self.name, self.length, self._width = name, shape[0], math.prod(shape[1:])
-        if info.file_size != stream.tell() + self.length * self._width * self._dtype.itemsize:
-            raise ValueError(f"array {shown(name)} has not the size that it says")
+        self.row_bytes = max(1, self._width * self._dtype.itemsize)
+        _check_size(info, stream, self.length * self._width * self._dtype.itemsize, name)
         stem = "x" if name == "X" else name
         self.columns = [name] if len(shape) == 1 else [f"{stem}{i}" for i in range(self._width)]
         self._start = 0
@@ -107,6 +143,11 @@ class _Array:
         return np.frombuffer(data, self._dtype).reshape(shape)
 
 
+def _check_size(info: zipfile.ZipInfo, stream: IO[bytes], size: int, name: str) -> None:
+    if size < 0 or info.file_size != stream.tell() + size:
+        raise ValueError(f"array {shown(name)} has not the size that it says")
+
+
 def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Shape, order and type of an array, from the safe literals that its header is."""
     readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}  # later ones are of records
@@ -114,7 +155,7 @@ def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
         warnings.simplefilter("ignore")  # headers of Python 2
         try:
             return readers[npy.read_magic(stream)](stream)
-        except (KeyError, ValueError, TypeError, SyntaxError):
+        except Exception:  # numpy's reading of headers raises whatever Python's parser and tokenizer do
             raise ValueError("the header of an array cannot be read") from None
 
 
@@ -131,6 +172,8 @@ def _column(values: NDArray[Any]) -> Any:
 
 
 def _check_arrays(arrays: list[_Array], names: list[str], path: Path) -> None:
+    if len(names) > TABLE_COLUMNS:
+        raise DataError(f"{path} has {len(names):,} columns, but a table may have {TABLE_COLUMNS:,}; leave some out.")
     if not names:
         raise DataError(f"{path} holds no columns; write it with numpy.savez(file, x=x, y=y).")
     for array in arrays:

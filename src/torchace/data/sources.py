@@ -10,7 +10,7 @@ class IdxFile:
     """One idx file.
 
     `sha256` is that of the .gz as it is downloaded. `content` is the SHA-256 of the array's bytes, by which a file
-    packed differently, or not at all, is still known to be the official one; None where nobody published it.
+    packed differently, or not at all, is still known to be the official one; None: not compared.
     """
 
     name: str
@@ -104,19 +104,21 @@ FASHION_MNIST = IdxSource(
     ),
     folders=("fashion_mnist", "fashion-mnist", "FashionMNIST/raw", "FashionMNIST", "."),
     urls=(
-        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
         "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
     ),
     train=(
         IdxFile(
             "train-images-idx3-ubyte",
             (60_000, 28, 28),
             "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+            "2e487a6c89124f78f2d7521542223cafe96f7123c3ca13d447772ac6ecbb3012",
         ),
         IdxFile(
             "train-labels-idx1-ubyte",
             (60_000,),
             "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+            "657fbd221bfc9f4198cc14b5619cc33ec57c58dd0e47af4d99d6650759e869a7",
         ),
     ),
     test=(
@@ -124,11 +126,13 @@ FASHION_MNIST = IdxSource(
             "t10k-images-idx3-ubyte",
             (10_000, 28, 28),
             "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+            "c867c93ff95360594e8ec3287995350b824dd110b11595c0e13d5423f621867a",
         ),
         IdxFile(
             "t10k-labels-idx1-ubyte",
             (10_000,),
             "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+            "3d0e6c6ea990b53b6f8f500a41cac93881d981b315f84578b7d915342ade01e9",
         ),
     ),
 )

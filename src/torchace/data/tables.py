@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchace._checks import check_count
+from torchace._files import CHUNK_BYTES, TABLE_COLUMNS, UNPACKED_BYTES, Refused, check_unpacked
 from torchace.data.csv_files import csv_chunks
 from torchace.data.errors import DataError
 from torchace.data.npz_files import npz_chunks
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
 Chunks = Iterator[dict[str, Any]]
+_CELL_BYTES = 8  # of a number in a table, and of where a text begins
 
 # What files begin with that are often named .csv, .parquet or .npz and are not, and what to do about it.
 _CONTENTS: tuple[tuple[bytes, str, str], ...] = (
@@ -183,19 +185,65 @@ def parquet_chunks(path: Path, rows: int) -> Chunks:
         whole[getattr(pa, f"{sign}int{bits}".lower())()] = getattr(pd, f"{sign}Int{bits}Dtype")()
     try:
         with parquet.ParquetFile(path) as file:
+            repeated_texts = _repeated_texts(file, pa)
+        with parquet.ParquetFile(path, read_dictionary=repeated_texts) as file:
             names = [name for name in file.schema_arrow.names if not _is_index(name)]
             _check_parquet_names(names, path)
-            for batch in file.iter_batches(batch_size=rows):
+            size, unpacked = os.stat(path).st_size, _stated_bytes(file.metadata)
+            check_unpacked(path, size, unpacked)
+            for batch in file.iter_batches(batch_size=max(1, min(rows, CHUNK_BYTES // (_CELL_BYTES * len(names))))):
                 batch.validate(full=True)  # text that is not UTF-8, for one
+                unpacked += sum(_text_bytes(array, pa) for array in batch.columns)
+                check_unpacked(path, size, unpacked)
                 columns = zip(batch.schema.names, batch.columns, strict=True)
                 plain = ((name, _plain(array, pa)) for name, array in columns if not _is_index(name))
                 yield {name: array.to_pandas(types_mapper=whole.get) for name, array in plain}
     except DataError:
         raise
+    except Refused as error:
+        raise DataError(
+            f"{path} is refused ({reason(error)}); write it with compression='none' and use_dictionary=False."
+        ) from None
     except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
         raise DataError(
             f"{path} is a damaged Parquet file ({reason(error)}); copy it again or write it anew."
         ) from None
+
+
+def _stated_bytes(metadata: Any) -> int:
+    """How many bytes the columns take at least, by what the file says of them."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+    return sum(max(_CELL_BYTES * column.num_values, column.total_uncompressed_size) for column in columns)
+
+
+def _repeated_texts(file: Any, pa: Any) -> list[str]:
+    """Columns of text that take little in the file and may take much in memory.
+
+    They are read as codes of a dictionary, so that the bytes they take are known before they are written out.
+    """
+    metadata, found = file.metadata, set()
+    texts = {column.name for column in file.schema_arrow if _is_text(column.type, pa)}
+    for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):
+        for column in (group.column(i) for i in range(group.num_columns)):
+            size = column.total_uncompressed_size
+            if size < UNPACKED_BYTES // 4 or size > 50 * column.total_compressed_size:
+                found.add(column.path_in_schema)
+    return sorted(texts & found)
+
+
+def _is_text(kind: Any, pa: Any) -> bool:
+    types = pa.types
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)
+
+
+def _text_bytes(array: Any, pa: Any) -> int:
+    """How many bytes the texts of a dictionary take once they are written out."""
+    if not pa.types.is_dictionary(array.type) or not _is_text(array.type.value_type, pa):
+        return 0
+    compute = arrow("pyarrow.compute")
+    lengths = compute.binary_length(array.dictionary)
+    return compute.sum(lengths.take(array.indices)).as_py() or 0
 
 
 def _is_index(name: str) -> bool:
@@ -215,6 +263,8 @@ def _plain(array: Any, pa: Any) -> Any:
 
 
 def _check_parquet_names(names: list[str], path: Path) -> None:
+    if len(names) > TABLE_COLUMNS:
+        raise DataError(f"{path} has {len(names):,} columns, but a table may have {TABLE_COLUMNS:,}; leave some out.")
     if not names:
         raise DataError(f"{path} has no columns; give a file that holds a table.")
     if (twice := repeated(names)) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from torchace._files import check_regular
+from torchace.data.npz_files import NPZ_ERRORS, read_npz
+from torchace.data.sentences import reason
 from torchace.diagnosis.measures import Measures, measure
 from torchace.diagnosis.rules import findings
 from torchace.diagnosis.verdict import Diagnosis
@@ -95,8 +97,12 @@ def diagnose_file(path: str | os.PathLike[str]) -> Diagnosis:
         1.0
     """
     file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"There is no file {file}; check the path.")
+    try:
+        check_regular(file)
+    except FileNotFoundError as error:
+        raise ValueError(f"There is no file {file}; check the path.") from error
+    except (OSError, ValueError) as error:  # a null character in the name is a ValueError
+        raise ValueError(f"{file} cannot be read ({reason(error)}); check the path.") from error
     arrays, class_names = _read_npz(file) if file.suffix == ".npz" else _read_safetensors(file)
     missing = [name for name in ARRAYS[:2] if name not in arrays]
     if missing:
@@ -115,12 +121,11 @@ def diagnose_file(path: str | os.PathLike[str]) -> Diagnosis:
 
 def _read_npz(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
     try:
-        with zipfile.ZipFile(file):  # np.load takes other things as well
-            content = np.load(file, allow_pickle=False)
-        with content:
-            arrays = {name: content[name] for name in (*ARRAYS, "class_names") if name in content}
-    except (OSError, ValueError, KeyError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{file} is not a .npz file of plain arrays that can be read; write it again.") from error
+        arrays = read_npz(file, (*ARRAYS, "class_names"))
+    except NPZ_ERRORS as error:
+        raise ValueError(
+            f"{file} is not a .npz file of plain arrays that can be read ({reason(error)}); write it again."
+        ) from error
     names = arrays.pop("class_names", None)
     if names is not None and names.dtype.kind not in "US":
         raise ValueError(f"Expected an array of strings under `class_names` in {file}, but got {names.dtype}.")
@@ -130,8 +135,11 @@ def _read_npz(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
             raise ValueError(f"Expected numbers under `{name}` in {file}, but got {array.dtype}.")
         # numbers as this machine writes them, in types that torch has
         kind = np.float64 if array.dtype.kind == "f" else np.int64
-        tensors[name] = torch.from_numpy(np.ascontiguousarray(array, dtype=kind))
-    return tensors, None if names is None else [str(name) for name in names.astype(str).reshape(-1)]
+        tensors[name] = torch.from_numpy(np.array(array, dtype=kind, order="C"))
+    try:
+        return tensors, None if names is None else [str(name) for name in names.astype(str).reshape(-1)]
+    except ValueError as error:  # bytes that are no text
+        raise ValueError(f"Expected an array of strings under `class_names` in {file}, but got other bytes.") from error
 
 
 def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], None]:
@@ -139,7 +147,7 @@ def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], None]:
         raise ValueError(f"Expected a .npz or .safetensors file, but got {file}.")
     try:
         return dict(load_file(file)), None
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"{file} is not a safetensors file that can be read; write it again.") from error
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
+from torchace._files import read_bounded, read_json
 from torchace.engine.files import is_unchanged, remove_partial, with_checksum, write_whole
 from torchace.engine.network import RunGroup
 from torchace.engine.stopping import EarlyStopping
@@ -87,34 +89,40 @@ class Checkpoints:
             )
         try:
             progress, tensors = self._read()
+            _check_progress(progress, network.num_runs)
             network.load_state_dict(_under("network.", tensors))
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             states: dict[int, dict[str, Tensor]] = {}
             for name, value in _under("optimizer.", tensors).items():
                 index, _, key = name.partition(".")
                 states.setdefault(int(index), {})[key] = _laid_out_as(parameters[int(index)], value)
+            if len({frozenset(state) for state in states.values()}) > 1:
+                raise ValueError("it holds other optimizer states for some parameters than for others")
             if stopping is not None:
                 stopping.load(progress["stopping"], _under("best.", tensors))
             optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
         except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(
-                f"The checkpoint in {self.directory} is damaged ({_reason(error)}). "
-                "Remove that folder to start its runs anew."
-            ) from error
+            raise self.damaged(_reason(error)) from error
         return progress
+
+    def damaged(self, why: str) -> CheckpointError:
+        """The error of a checkpoint that cannot be used."""
+        return CheckpointError(
+            f"The checkpoint in {self.directory} is damaged ({why}). Remove that folder to start its runs anew."
+        )
 
     def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         content = self._manifest()
         state = content["state"]
-        if not _STATE.fullmatch(state["file"]):
+        if not _STATE.fullmatch(state["file"]) or type(state["bytes"]) is not int:  # never a path elsewhere
             raise ValueError(f"{MANIFEST} is not what was written")
-        data = (self.directory / state["file"]).read_bytes()
+        data = read_bounded(self.directory / state["file"], state["bytes"])
         if hashlib.sha256(data).hexdigest() != state["sha256"]:
             raise ValueError(f"{state['file']} is not what was written")
         return content["progress"], load_safetensors(data)
 
     def _manifest(self) -> dict[str, Any]:
-        content = json.loads((self.directory / MANIFEST).read_bytes())
+        content = read_json(self.directory / MANIFEST)
         if not isinstance(content, dict) or not is_unchanged(content) or content["format"] != FORMAT:
             raise ValueError(f"{MANIFEST} is not what was written")
         return content
@@ -150,9 +158,68 @@ class Checkpoints:
 
 def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
     """A saved moment in its parameter's memory format: fused optimizers refuse channels-last beside plain."""
-    if value.shape != parameter.shape:
+    if value.numel() == 1 and value.shape != parameter.shape:  # a count of steps
         return value
+    if value.shape != parameter.shape:
+        raise ValueError(f"it holds an optimizer state of shape {tuple(value.shape)} for {tuple(parameter.shape)}")
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _check_progress(progress: Any, num_runs: int) -> None:
+    """Refuses what no training writes, whatever its checksum."""
+
+    def is_count(value: Any) -> bool:
+        return type(value) is int and 0 <= value < 2**53
+
+    def is_time(value: Any) -> bool:
+        return type(value) in (int, float) and 0 <= value < 2**53
+
+    def of_runs(value: Any, valid: Callable[[Any], bool]) -> bool:
+        return isinstance(value, list) and len(value) == num_runs and all(map(valid, value))
+
+    def is_score(value: Any) -> bool:
+        return value is None or type(value) in (int, float)
+
+    def is_epoch(value: Any) -> bool:
+        return (
+            set(value) == {"epoch", "step", "score", "held_out"}
+            and is_count(value["epoch"])
+            and is_count(value["step"])
+            and of_runs(value["score"], is_score)
+            and (value["held_out"] is None or of_runs(value["held_out"], is_score))
+        )
+
+    def is_failure(run: str, value: Any) -> bool:
+        return (
+            run.isdecimal()
+            and int(run) < num_runs
+            and set(value) == {"message", "member", "step"}
+            and type(value["message"]) is str
+            and (value["member"] is None or is_count(value["member"]))
+            and is_count(value["step"])
+        )
+
+    valid: dict[str, Callable[[Any], bool]] = {
+        "step": is_count,
+        "seconds": is_time,
+        "stopped": lambda value: of_runs(value, lambda one: type(one) is bool),
+        "history": lambda value: type(value) is list and all(map(is_epoch, value)),
+        "failures": lambda value: all(is_failure(run, failure) for run, failure in value.items()),
+        "tally": lambda value: is_count(value["steps"]) and of_runs(value["sums"], _is_number_text),
+        "stopping": lambda value: of_runs(value["best"], _is_number_text) and of_runs(value["best_epoch"], is_count),
+    }
+    try:
+        wrong = [name for name, holds in valid.items() if name in progress and not holds(progress[name])]
+        if "step" not in progress:
+            wrong.append("step")
+    except (LookupError, TypeError, AttributeError, ValueError):
+        wrong = ["progress"]
+    if wrong:
+        raise ValueError(f"{MANIFEST} has no valid {wrong[0]}")
+
+
+def _is_number_text(value: Any) -> bool:
+    return type(value) is str and math.isfinite(float(value) if value not in ("inf", "-inf", "nan") else 0.0)
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

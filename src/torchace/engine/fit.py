@@ -23,6 +23,7 @@ from torchace.engine.step import StepResult
 from torchace.engine.stopping import EarlyStopping, HeldOut
 
 FAULT = "NaN or Inf in loss or gradient"
+PROGRESS = {"step", "history", "failures", "seconds", "stopped", "tally"}  # what a checkpoint says beside the weights
 
 
 class Interrupted(Exception):
@@ -118,6 +119,8 @@ def fit(
     fitted, start, stopped = Fitted(), 0, [False] * network.num_runs
     tally = _Tally(network.num_runs, num_members, device, ranks)
     if saving is not None and (saved := saving.checkpoints.load(network, optimizer, stopping)) is not None:
+        if missing := PROGRESS - set(saved):
+            raise saving.checkpoints.damaged(f"it has no {min(missing)}")
         start, stopped = saved["step"], saved["stopped"]
         failures = {int(r): Failure(**f) for r, f in saved["failures"].items()}
         fitted = Fitted(saved["history"], failures, seconds=saved["seconds"])

@@ -68,6 +68,8 @@ class StackedLinear(nn.Module):
         watch_optimizers(self)
 
     def reset_parameters(self) -> None:
+        if self.weight.is_meta:  # a description of any number of members: there is nothing to draw
+            return
         bound = 1 / math.sqrt(self.in_features)  # what nn.Linear's kaiming_uniform_(a=√5) comes to
         for k in range(self.num_members):
             nn.init.kaiming_uniform_(self.weight[k], a=math.sqrt(5))

@@ -143,7 +143,9 @@ class StackedEnsemble(EnsembleModule):
             )
         return output
 
-    def compute(self, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool, draws: KeyedDraws | None = None) -> Any:
+    def compute(
+        self, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool, draws: KeyedDraws | None = None
+    ) -> Any:
         """What the members return, every tensor in it `(K, ...)`.
 
         Args:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from torchace._files import check_regular
 from torchace.report._fields import LARGEST, ReportError
 
 Array = NDArray[Any]
@@ -79,6 +80,7 @@ def read_arrays(path: Path) -> dict[str, Array]:
 
     where = f"runs/{path.name}"
     try:
+        check_regular(path)
         arrays: dict[str, Array] = load_file(path)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError):
         raise ReportError(f"Expected arrays in {where}, but the file is damaged or something else.") from None

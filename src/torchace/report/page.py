@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import base64
-import os
-import tempfile
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from torchace.engine.files import PathError, refuse_links
+from torchace._files import PathError, refuse_links, remove_abandoned, write_whole
 from torchace.report._fields import ReportError, extra
 from torchace.report.columns import all_classes, folded, schema_tables, target_facts
 from torchace.report.disputes import disputed_table
@@ -143,14 +141,5 @@ def _uri(png: bytes) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes files for their owner alone
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    remove_abandoned(path)
+    write_whole(path, content)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchace.engine.files import CHECKSUM, is_unchanged
+from torchace._files import CHECKSUM, JSON_BYTES, is_unchanged, parse_json, read_bounded
 from torchace.report._fields import (
     Fields,
     ReportError,
@@ -342,15 +341,15 @@ def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
 def _load(path: Path, directory: Path) -> Fields:
     where = path.relative_to(directory).as_posix()
     try:
-        text = path.read_bytes().decode()
-        parsed = json.loads(text)
-        value = printable(parsed) if may_be_unprintable(text) else parsed
+        data = read_bounded(path, JSON_BYTES)
+        parsed = parse_json(data)
+        value = printable(parsed) if may_be_unprintable(data.decode()) else parsed
     except FileNotFoundError:
         wrote = "`torchace run` or `torchace fit` wrote"
         raise ReportError(f"Found no {where} in {directory}; give the directory that {wrote}.") from None
     except OSError as error:
         raise ReportError(f"Could not read {where} in {directory}: {error.strerror}.") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise ReportError(f"Expected JSON in {where}, but the file is damaged or something else.") from None
     fields = Fields(value, where)
     if CHECKSUM in fields.value and not is_unchanged(parsed):  # earlier versions wrote none
@@ -385,9 +384,9 @@ def _mixed(stated: Mapping[str, Any], told: Sequence[object]) -> dict[str, Any]:
 def _listed(directory: Path) -> int | None:
     """How many runs were planned, by whoever was asked for some of them; None where no list of them can be read."""
     try:
-        jobs = json.loads((directory / "jobs.json").read_bytes())["jobs"]
+        jobs = read_json(directory / "jobs.json")["jobs"]
         return len({(run["arm"], float(run["diversity"]), run["seed"]) for job in jobs for run in job["runs"]})
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return None
 
 

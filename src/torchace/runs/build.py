@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchace.data import Dataset, hashed_key
+from torchace.engine.memory import check_fits, count_parameters
 from torchace.engine.network import RunGroup
 from torchace.engine.recipe import Recipe
 from torchace.models import cifar_resnet, mlp
@@ -31,6 +32,7 @@ def default_group_size(model: ModelSection, device: torch.device | str) -> int:
 def build_network(arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.device | str) -> RunGroup:
     """The runs of these seeds, with initial weights that depend on seed and member alone."""
     dtype = torch.float64 if arm.train.precision == "float64" else torch.float32
+    check_fits(_parameters(arm.model, data) * len(seeds), dtype, device)
     ensembles = {seed: _ensemble(arm.model, data, seed) for seed in set(seeds)}
     network = RunGroup([ensembles[seed] for seed in seeds]).to(device=device, dtype=dtype)
     if torch.device(device).type == "cuda" and arm.model.network == "resnet":
@@ -110,6 +112,20 @@ def _ensemble(model: ModelSection, data: Dataset, seed: int) -> EnsembleModule:
             return _network(model, data, data.num_classes)
 
         return branch(fresh(), model.at, model.num_members, reinitialize=fresh)
+
+
+def _parameters(model: ModelSection, data: Dataset) -> int:
+    """How many parameters one run has at least, from networks that take no memory."""
+    with torch.device("meta"):
+        if model.kind == "smoc":
+            trunk = _network(model, data, None)
+            features = int(trunk.num_features)  # type: ignore[arg-type]
+            return count_parameters(SMOC(trunk, features, data.num_classes, model.num_members, model.rank))
+        network = _network(model, data, data.num_classes)
+    if model.kind == "separate":
+        return model.num_members * count_parameters(network)
+    after = dict(network.named_modules()).get(model.at)  # branched there: this layer, if no other, is each member's own
+    return count_parameters(network) + (0 if after is None else (model.num_members - 1) * count_parameters(after))
 
 
 def _scaled(module: nn.Module, scale: float) -> nn.Module:

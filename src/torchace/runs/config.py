@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from torchace._files import TOML_BYTES, check_depth, read_bounded
 from torchace.data import NAMES
 from torchace.runs.complaints import sentence
 
@@ -282,8 +283,8 @@ def load_experiment(
     """
     name, text = _text_of(source)
     try:
-        content = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+        content = _parse_toml(text)
+    except ValueError as error:  # a number of thousands of digits, lists in lists in lists
         raise ConfigError(f"{source} is not valid TOML: {str(error).rstrip('.')}.") from error
     content.setdefault("name", name)
     for override in overrides:
@@ -297,6 +298,10 @@ def load_experiment(
 
 def parse_experiment(content: Mapping[str, Any], where: str = "The configuration") -> Experiment:
     """An experiment from plain data."""
+    try:
+        check_depth(content)
+    except ValueError as error:
+        raise ConfigError(f"{where}: sections are {error}.") from error
     try:
         return Experiment.model_validate(copy.deepcopy(dict(content)))
     except ValidationError as error:
@@ -316,11 +321,21 @@ def _text_of(source: str) -> tuple[str, str]:
             f"but got {source!r}.{hint}"
         )
     try:
-        text = path.read_text("utf-8-sig")
+        text = read_bounded(path, TOML_BYTES).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise ConfigError(f"Cannot read the experiment {path}: {reason}.") from error
     return re.sub(r"[^a-z0-9_]+", "_", path.stem.lower())[:40] or "experiment", text
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    # tomllib's time grows with the square of the points in a key, and keys stand on one line
+    if sum(line.count(".") ** 2 for line in text.splitlines()) > 10**7:
+        raise ValueError("keys of too many parts")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("lists within lists that are too deep") from None
 
 
 def _override(content: dict[str, Any], override: str) -> None:
@@ -329,8 +344,8 @@ def _override(content: dict[str, Any], override: str) -> None:
     if not equals or not all(parts):
         raise ConfigError(f"Expected --set section.key=value, but got {override!r}.")
     try:
-        parsed = tomllib.loads(f"value = {value}")
-    except (ValueError, RecursionError):
+        parsed = _parse_toml(f"value = {value}")
+    except ValueError:
         parsed = {"value": value.strip()}  # a bare word: --set model.kind=smoc
     if len(parsed) != 1:
         raise ConfigError(f"Expected one value in --set section.key=value, but got {override!r}.")

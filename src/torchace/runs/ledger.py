@@ -16,6 +16,7 @@ from typing import Any
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
+from torchace._files import read_json
 from torchace.engine.checkpoint import Checkpoints
 from torchace.engine.files import (
     CHECKSUM,
@@ -128,7 +129,9 @@ class Ledger:
             jobs = [Job(job["id"], tuple(map(_run_of, job["runs"]))) for job in content["jobs"]]
             if len({job.id for job in jobs}) < len(jobs):
                 raise ValueError("two jobs of one name")
-        except (KeyError, TypeError, ValueError) as error:
+            if not all(job.runs for job in jobs):
+                raise ValueError("a job without runs")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:  # a seed that is infinite
             raise LedgerError(f"{file} is damaged. Choose another --out, or remove the directory.") from error
         return jobs
 
@@ -203,7 +206,7 @@ def finite(value: Any) -> Any:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_bytes())
+        content = read_json(file)
     except OSError as error:
         raise LedgerError(f"Cannot read {file}: {error.strerror}.") from error
     except ValueError as error:

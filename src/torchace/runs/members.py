@@ -11,6 +11,7 @@ import torch
 
 from torchace.data import Batches, Split
 from torchace.engine.fit import Failure, Fitted, Progress, Saving, fit
+from torchace.engine.memory import check_fits, count_parameters
 from torchace.engine.network import RunGroup
 from torchace.engine.objective import LINKS, mean_over_samples
 from torchace.engine.recipe import Recipe
@@ -161,6 +162,9 @@ def train_members(
 def new_run_group(plan: MemberPlan, num_features: int, num_outputs: int, seeds: Sequence[int]) -> RunGroup:
     """The runs of these seeds; initial weights depend on the seed and the member alone."""
     dtype = torch.float64 if plan.precision == "float64" else torch.float32
+    with torch.device("meta"):
+        member = count_parameters(mlp(num_features, plan.hidden, num_outputs))
+    check_fits(len(seeds) * plan.num_members * member, dtype)
     runs = []
     for seed in seeds:
         members = []

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchace.engine.files import write_whole
+from torchace.engine.files import remove_abandoned, write_whole
 from torchace.functional import disagreement, ensemble_log_probs, mutual_information, predictive_entropy
 from torchace.runs.table_model import TableModel
 
@@ -96,6 +96,7 @@ def export_onnx(model: TableModel, path: Path, *, seed: int = 0) -> float:
     data = proto.SerializeToString()
     onnx.checker.check_model(data)
     worst = _compare(runtime, data, graph, rows)
+    remove_abandoned(path)
     write_whole(path, data)
     return worst
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from torchace.data.packages import arrow
 from torchace.data.sentences import reason, repeated, row_number
 from torchace.data.tables import iterate_table
 from torchace.engine.chunks import chunk_rows
-from torchace.engine.files import PARTIAL, flush_directory
+from torchace.engine.files import remove_abandoned, whole_file
 from torchace.engine.fit import Interrupted
 from torchace.runs.table_model import TableModel
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
 ROWS = 65_536  # in a chunk, at most
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # how texts begin that a spreadsheet calculates
 
 
 def predict_file(
@@ -31,6 +31,7 @@ def predict_file(
     out: Path,
     *,
     keep: Sequence[str] = (),
+    escape_formulas: bool = False,
     rows: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
@@ -41,6 +42,8 @@ def predict_file(
         data: CSV, Parquet or NPZ.
         out: The file to write, `.csv` or `.parquet`; one that is there is replaced once all is done.
         keep: Columns of the data that are written beside the predictions.
+        escape_formulas: Put a `'` before texts and names in a `.csv` file that a spreadsheet would take for formulas,
+            those that begin with `=`, `+`, `-`, `@`, a tab or a line break.
         rows: How many are in memory at once; as many as members and classes allow unless given.
         stop: Is asked before every chunk; when it says yes, nothing is written and `Interrupted` raised.
 
@@ -56,13 +59,27 @@ def predict_file(
     chunks = _predicted(model, data, keep, rows)
     first = next(chunks)  # what is wrong with the table comes up here, before anything is written
     done = 0
-    with _whole(out) as temporary, writer(temporary) as write:
+    remove_abandoned(out)
+    with whole_file(out) as temporary, writer(temporary) as write:
         for chunk in itertools.chain([first], chunks):
             if stop():
                 raise Interrupted
-            write(chunk)
+            write(_without_formulas(chunk) if escape_formulas and out.suffix.lower() == ".csv" else chunk)
             done += len(chunk)
     return done
+
+
+def _without_formulas(frame: DataFrame) -> DataFrame:
+    """The same table with a `'` before every text, names of columns too, that a spreadsheet would calculate."""
+    changed = frame.copy()
+    for name in changed.columns:
+        if changed[name].dtype.kind not in "biuf":
+            changed[name] = changed[name].map(_escaped)
+    return changed.rename(columns=_escaped)
+
+
+def _escaped(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
 def _predicted(model: TableModel, data: Path, keep: Sequence[str], rows: int) -> Iterator[DataFrame]:
@@ -122,26 +139,3 @@ def _parquet(path: Path) -> Iterator[Callable[[DataFrame], None]]:
     finally:
         if writer is not None:
             writer.close()
-
-
-@contextlib.contextmanager
-def _whole(out: Path) -> Iterator[Path]:
-    """A temporary name that becomes `out` when everything is written."""
-    temporary = out.with_name(f".{out.name}.{os.getpid()}{PARTIAL}")
-    new = [folder for folder in (out.parent, *out.parent.parents) if not folder.exists()]
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            yield temporary
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, out)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-                for folder in new:
-                    folder.rmdir()
-            raise
-        flush_directory(out.parent)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror or str(error), str(out)) from error

@@ -18,7 +18,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -338,7 +338,8 @@ def _join(address: str) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Ray Client connection timed out")  # said below
             try:
-                ray.init(address, **options)
+                with _on_loopback() if address == "local" else nullcontext():
+                    ray.init(address, **options)
             except ConnectionAbortedError:
                 # The cluster forks a process for each client that comes by ray://, with gRPC's threads running: on a
                 # busy machine one in twenty dies there. The next one is another process.
@@ -347,6 +348,19 @@ def _join(address: str) -> None:
         raise _not_joined(address, _last_line(error)) from error
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Have Ray listen at 127.0.0.1 alone, as it does on macOS; on Linux it would listen to the whole network."""
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _reach(address: str) -> None:

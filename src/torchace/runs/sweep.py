@@ -144,11 +144,13 @@ class Sweep:
                 _check_same(before["config"], config, self.directory)
                 # earlier seeds and λ are still part of it
                 seeds |= set(before["seeds"])
+                if not all(type(seed) is int for seed in seeds) or type(before["seconds"]) not in (int, float):
+                    raise TypeError("a seed or a time that is no number")
                 earlier = {arm["name"]: arm["diversities"] for arm in before["arms"]}
                 arms = [{**a, "diversities": sorted({*a["diversities"], *earlier[a["name"]]})} for a in arms]
                 started, seconds = before["started"], float(before["seconds"])
                 counted = {job: spent + 0.0 for job, spent in before.get("counted", {}).items()}
-            except (KeyError, TypeError, AttributeError) as error:
+            except (KeyError, TypeError, AttributeError, OverflowError) as error:
                 raise LedgerError(
                     f"experiment.json in {self.directory} is damaged. Choose another --out, or remove the directory."
                 ) from error

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from torchace._files import read_json
 from torchace.data import Split
 from torchace.engine.checkpoint import Checkpoints
 from torchace.engine.chunks import chunk_rows
@@ -130,7 +131,7 @@ class TableFit:
         refuse_links(self.work.parent, [self.work.name])
         if self._begun.exists():
             try:
-                before = json.loads(self._begun.read_bytes())["request"]
+                before = read_json(self._begun)["request"]
             except (OSError, ValueError, KeyError, TypeError):
                 before = None
             if before != self.request():
@@ -305,7 +306,7 @@ class TableFit:
     def _write_experiment(self, ledger: Ledger, run: Run, tuned: TunedDiversity | None, seconds: float) -> None:
         schema, plan = self.table.schema, self.plan
         widths = [self.table.train.x.shape[1], *plan.hidden, self.table.num_outputs]
-        fit = json.loads(self._begun.read_bytes())
+        fit = read_json(self._begun)
         content = {
             "format": FORMAT,
             "name": self.out.name,

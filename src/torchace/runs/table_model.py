@@ -57,6 +57,7 @@ class TableModel:
             raise ModelFileError(f"{path} holds a table's description that cannot be read: {error}") from error
         _check_fit(ensemble, encoding, path)
         record = {key: value for key, value in extra.items() if key != "encoding"}
+        _check_record(record, path)
         return cls(ensemble, encoding, manifest["diversity"], record)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -122,6 +123,21 @@ class TableModel:
     def evaluate(self, frame: DataFrame) -> Evaluation:
         """Scores on rows whose target is known."""
         return score(self._chunks(frame), self.encoding.targets(frame))
+
+
+def _check_record(record: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Notes on the training in the form that they are written and shown in."""
+    search, scores = record.get("search"), record.get("scores")
+    valid = search is None or (isinstance(search, Mapping) and isinstance(search.get("sentence"), str))
+    if valid and scores is not None:
+        parts = scores.values() if isinstance(scores, Mapping) else [None]
+        valid = all(isinstance(part, Mapping) and all(map(_is_score, part.values())) for part in parts)
+    if not valid:
+        raise ModelFileError(f"{path} holds notes on its training that cannot be read; train it anew.")
+
+
+def _is_score(value: Any) -> bool:
+    return value is None or isinstance(value, list) or (type(value) in (int, float) and abs(value) < 1e300)
 
 
 def _check_fit(ensemble: Ensemble, encoding: Encoding, path: str | os.PathLike[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchace.data import Split
-from torchace.engine.files import refuse_links, write_whole
+from torchace.engine.files import refuse_links, remove_abandoned, write_whole
 from torchace.runs.ledger import LedgerError, finite
 from torchace.runs.members import MemberPlan
 from torchace.runs.search import SearchResult, SearchSpace, search
@@ -98,4 +98,6 @@ class TableSearch:
         return on_device(split, self.plan, self.device)
 
     def _write(self, content: dict[str, Any]) -> None:
-        write_whole(self.directory / "tune.json", (json.dumps(finite(content), indent=1) + "\n").encode())
+        file = self.directory / "tune.json"
+        remove_abandoned(file)
+        write_whole(file, (json.dumps(finite(content), indent=1) + "\n").encode())

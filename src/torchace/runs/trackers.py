@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from torchace._files import check_regular, read_json
 from torchace.engine.fit import Progress
 from torchace.runs.ledger import Job, Run
 from torchace.runs.sweep import Watcher
@@ -102,9 +103,12 @@ class EventLog(Watcher):
     def _write(self, event: str, **content: Any) -> None:
         when = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json.dumps({"time": when, "event": event, **content}, ensure_ascii=False)
-        with open(self.directory / LOG, "ab") as file:
+        log = self.directory / LOG
+        if log.exists():
+            check_regular(log)  # a pipe would wait for ever
+        with open(log, "ab") as file:
             if not self._has_begun:
-                _remove_torn_line(self.directory / LOG)
+                _remove_torn_line(log)
                 self._has_begun = True
             file.write(f"{line}\n".encode())
 
@@ -167,6 +171,6 @@ class TensorBoard(Watcher):
 def read_result(directory: Path, run: Run) -> dict[str, Any] | None:
     """What was written down about a run; None where it is not finished."""
     try:
-        return json.loads((directory / "runs" / f"{run.id}.json").read_bytes())
+        return read_json(directory / "runs" / f"{run.id}.json")
     except FileNotFoundError:
         return None

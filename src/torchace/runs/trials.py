@@ -17,6 +17,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
+from torchace._files import read_json
 from torchace.data import Split
 from torchace.engine.checkpoint import Checkpoints
 from torchace.engine.files import (
@@ -199,7 +200,7 @@ def _dumped(content: Mapping[str, Any]) -> bytes:
 
 def _read(file: Path, remedy: str = "that file") -> dict[str, Any]:
     try:
-        content = json.loads(file.read_bytes())
+        content = read_json(file)
     except OSError as error:
         raise LedgerError(f"Cannot read {file}: {error.strerror}.") from error
     except ValueError as error:

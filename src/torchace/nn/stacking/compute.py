@@ -316,4 +316,3 @@ def _named_layers(module: nn.Module, follower: Follower) -> Iterator[None]:
 
 def _cuda_devices(module: nn.Module) -> list[torch.device]:
     return list({p.device for p in module.parameters() if p.device.type == "cuda"})
-

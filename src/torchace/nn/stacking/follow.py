@@ -144,9 +144,7 @@ def name_of(func: Callable[..., Any]) -> str:
     return name.removeprefix("_").rstrip("_") if not name.startswith("__") else name.strip("_")
 
 
-def without_rule(
-    follower: Follower, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def without_rule(follower: Follower, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute one function for all members by `vmap`, or member by member where `vmap` cannot."""
     leaves, spec = tree_flatten((args, kwargs), is_leaf=lambda value: isinstance(value, Stacked))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Stacked)]

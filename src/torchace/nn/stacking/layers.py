@@ -134,7 +134,15 @@ def einsum(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
 @rule(F.conv1d, F.conv2d, F.conv3d)
 @signature("input", "weight", bias=None, stride=1, padding=0, dilation=1, groups=1)
 def convolution(
-    follower: Follower, func: Func, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
+    follower: Follower,
+    func: Func,
+    input: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
 ) -> Any:
     count = follower.num_members
     if not _are_stacked(follower, weight, bias) or input.ndim != weight.ndim:
@@ -268,9 +276,7 @@ def prelu(follower: Follower, func: Func, input: Any, weight: Any) -> Any:
 
 
 @rule(F.embedding)
-@signature(
-    "input", "weight", padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False
-)
+@signature("input", "weight", padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False)
 def embedding(follower: Follower, func: Func, input: Any, weight: Any, padding_idx: Any, **options: Any) -> Any:
     count = follower.num_members
     if not _are_stacked(follower, weight) or options["max_norm"] is not None or options["scale_grad_by_freq"]:
@@ -419,7 +425,9 @@ def made(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if func is torch.empty or follower.draws is None:
         return Stacked(func(shape, **kwargs))
     data = torch.empty(shape, **kwargs)
-    return Stacked(_filled(follower, data, lambda u: u if func is torch.rand else math.sqrt(2) * torch.erfinv(2 * u - 1)))
+    return Stacked(
+        _filled(follower, data, lambda u: u if func is torch.rand else math.sqrt(2) * torch.erfinv(2 * u - 1))
+    )
 
 
 def _filled(follower: Follower, data: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:

@@ -214,7 +214,9 @@ def _each(result: Any, layout: str) -> Any:
 
 
 rule(*named("softmax", "log_softmax", "softmin", "logsumexp", "cumsum", "cumprod", "amax", "amin"))(reduction(1))
-rule(*named("max", "min", "argmax", "argmin", "sort", "argsort", "any", "all", "prod", "median", "squeeze"))(reduction(1))
+rule(*named("max", "min", "argmax", "argmin", "sort", "argsort", "any", "all", "prod", "median", "squeeze"))(
+    reduction(1)
+)
 rule(*named("glu", "flip", "logcumsumexp"))(reduction(1))
 rule(*named("norm", "normalize", "vector_norm", "topk"))(reduction(2))
 
@@ -231,7 +233,10 @@ def moments(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 @rule(*named("chunk", "split", "tensor_split"), torch.functional.split)
 def pieces(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, sections = args[0], argument(args, kwargs, 1, "chunks", kwargs.get("split_size_or_sections", kwargs.get("split_size")))
+    x, sections = (
+        args[0],
+        argument(args, kwargs, 1, "chunks", kwargs.get("split_size_or_sections", kwargs.get("split_size"))),
+    )
     if not isinstance(x, Stacked) or sections is None:
         return without_rule(follower, func, args, kwargs)
     dim = shifted(argument(args, kwargs, 2, "dim", 0))
@@ -317,7 +322,9 @@ def shaped_as(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any
 
 @rule(*named("type_as"))
 def type_as(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    return converted(follower, Tensor.to, (args[0], args[1].data.dtype if isinstance(args[1], Stacked) else args[1].dtype), {})
+    return converted(
+        follower, Tensor.to, (args[0], args[1].data.dtype if isinstance(args[1], Stacked) else args[1].dtype), {}
+    )
 
 
 @rule(*named("flatten"))
@@ -373,7 +380,13 @@ def getitem(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
     x, index = args
     index = index if isinstance(index, tuple) else (index,)
     arrays = [i for i, part in enumerate(index) if isinstance(part, (Tensor, list, Stacked))]
-    if len(index) == 1 and isinstance(index[0], Stacked) and isinstance(x, Stacked) and not index[0].data.dtype.is_floating_point and index[0].data.dtype != torch.bool:
+    if (
+        len(index) == 1
+        and isinstance(index[0], Stacked)
+        and isinstance(x, Stacked)
+        and not index[0].data.dtype.is_floating_point
+        and index[0].data.dtype != torch.bool
+    ):
         data, where = (to_members(v, follower.num_members) for v in (x, index[0]))
         each = torch.arange(follower.num_members, device=data.device).view(-1, *[1] * (where.ndim - 1))
         return Stacked(data[each, where])

@@ -25,9 +25,7 @@ CHECKPOINT = (
 )
 
 
-def vectorise(
-    stacked: nn.Module, num_members: int, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
-) -> Any:
+def vectorise(stacked: nn.Module, num_members: int, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool) -> Any:
     """Compute the members of a stacked module, whose tensors are `(K, ...)`.
 
     Args:

@@ -1,0 +1,1 @@
+"""Files of every format, changed in every way: refused in one sentence, quickly and in little memory, or harmless."""
