@@ -11,6 +11,7 @@ from torchace.data import load
 from torchace.engine.checkpoint import weights_digest
 from torchace.engine.recipe import Recipe
 from torchace.nn import SMOC, Ensemble, StackedEnsemble
+from torchace.runs import build
 from torchace.runs.build import build_network, default_group_size, describe_network, recipe_of
 from torchace.runs.config import Arm, TrainSection
 

@@ -51,8 +51,8 @@ class StackedEnsemble(EnsembleModule):
 
     A member's `forward` runs once for all members: every call of PyTorch in it is computed with a member axis, linear
     layers as batched products, convolutions as grouped ones, and so on. A function without such a form runs under
-    `torch.func.vmap`, or member by member. `explain` says which is computed how. The first call in each mode compares two
-    members with themselves alone; where they differ, the whole network runs under `torch.func.vmap`.
+    `torch.func.vmap`, or member by member. `explain` says which is computed how. The first call in each mode compares
+    two members with themselves alone; where they differ, the whole network runs under `torch.func.vmap`.
 
     Args:
         members: Modules of one architecture, in one mode (training or evaluation). They are copied.
@@ -104,7 +104,8 @@ class StackedEnsemble(EnsembleModule):
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """As `nn.Module.to`; a memory format is that of a member's weights."""
-        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        parsed: tuple[Any, Any, bool, Any] = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, non_blocking, memory_format = parsed
         if device is not None or dtype is not None:
             super().to(device=device, dtype=dtype, non_blocking=non_blocking)
         if memory_format is not None:

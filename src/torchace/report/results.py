@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchace._files import CHECKSUM, JSON_BYTES, is_unchanged, parse_json, read_bounded
+from torchace._files import CHECKSUM, JSON_BYTES, is_unchanged, parse_json, read_bounded, read_json
 from torchace.report._fields import (
     Fields,
     ReportError,

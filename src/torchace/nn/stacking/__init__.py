@@ -1,6 +1,6 @@
 """Computes members of one architecture at once, by following the forward of one."""
 
-from torchace.nn.stacking import layers as _layers  # registers its rules, and those of `rules`
+from torchace.nn.stacking import layers as layers  # registers its rules, and those of `rules`
 from torchace.nn.stacking.compute import Decision, decide, follow, keep_apart, swapped, take_members
 from torchace.nn.stacking.explain import Explanation
 from torchace.nn.stacking.follow import Follower

@@ -68,12 +68,12 @@ def swapped(stacked: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
             for name, tensor in slots.items():
                 if tensor is not None:
                     held.append((slots, name, tensor))
-                    slots[name] = state[f"{prefix}.{name}".lstrip(".")]  # type: ignore[assignment]
+                    slots[name] = state[f"{prefix}.{name}".lstrip(".")]
     try:
         yield
     finally:
         for slots, name, tensor in held:
-            slots[name] = tensor  # type: ignore[assignment]
+            slots[name] = tensor
 
 
 def follow(
@@ -140,7 +140,7 @@ def decide(
 ) -> Decision:
     """Follow two members and compare outputs and gradients with those of the members by themselves.
 
-    This is done in float64, where rounding cannot be mistaken for a difference, and in the precision at hand for members
+    This is done in float64, where rounding cannot be mistaken for a difference, or in the precision at hand for members
     that fail in float64. Random numbers are replaced by a constant on both sides. An error that a member raises by
     itself is raised.
     """
@@ -152,13 +152,16 @@ def decide(
             pass
         try:
             return _Comparison(stacked, num_members, args, kwargs, own=own, precise=False).decide(token)
-        except _FailsAlone as error:
-            assert error.__cause__ is not None
-            raise error.__cause__ from None
+        except _FailsAlone as failure:
+            raise failure.error from None
 
 
 class _FailsAlone(Exception):
     """A member raised an error by itself."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
 
 
 class _Comparison:
@@ -185,7 +188,7 @@ class _Comparison:
                     output = member(*self._inputs_of(torch.tensor(k)), **self.kwargs)
                 self.alone.append((tree_leaves(output), _gradients(output, member)))
             except Exception as error:
-                raise _FailsAlone from error
+                raise _FailsAlone(error) from error
 
     def _cast(self, value: Any) -> Any:
         if isinstance(value, nn.Module):

@@ -1,7 +1,7 @@
 """Follows the forward of one member and computes every call for all members at once.
 
-A `Follower` is a torch function mode: it sees every call of PyTorch that the forward makes, on tensors that carry a mark
-where they hold all members (`values`). A call on plain tensors alone is made once for all members. Otherwise the call's
+A `Follower` is a torch function mode: it sees every call of PyTorch that the forward makes, on tensors that carry a
+mark where they hold all members (`values`). A call on plain tensors alone is made once for all members. Otherwise the call's
 rule computes it; a function without a rule runs under `vmap`, and one that `vmap` cannot do runs member by member.
 Python itself runs as always, so modes, branches on shapes and counters are the module's own.
 """
@@ -115,7 +115,7 @@ class Follower(TorchFunctionMode):
         if isinstance(value, Stacked):
             return self.mark(value.data, value.layout)
         if isinstance(value, (list, tuple)) and any(isinstance(item, Stacked) for item in value):
-            return type(value)([self.lower(item) for item in value])  # type: ignore[call-arg]
+            return type(value)([self.lower(item) for item in value])
         return value
 
     def lower_all(self, values: Any) -> Any:
@@ -179,4 +179,4 @@ def without_rule(follower: Follower, func: Callable[..., Any], args: tuple[Any, 
     return tree_unflatten(together, each[0][1])
 
 
-UNMAPPABLE: set[Any] = {torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu}  # type: ignore[attr-defined]
+UNMAPPABLE: set[Any] = {torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchace.nn.stacking.follow import RANDOM, CannotFollow, Follower, rule, without_rule
-from torchace.nn.stacking.rules import Args, Func, Kwargs, argument, named, shifted
+from torchace.nn.stacking.rules import Args, Func, Kwargs, argument, named
 from torchace.nn.stacking.values import CHANNELS, FIRST, LAST, Stacked, for_each, to_channels, to_first, to_members
 
 
@@ -51,7 +51,7 @@ def _are_stacked(follower: Follower, *values: Any) -> bool:
 
 @rule(F.linear)
 def linear(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Vectors are kept with the batch last in memory, `(K, features, N)`: every weight keeps the layout of a member's."""
+    """One product for all members, on vectors with the batch last: every weight keeps the layout of a member's."""
     count = follower.num_members
     input, weight, bias = (argument(args, kwargs, i, name) for i, name in enumerate(("input", "weight", "bias")))
     if not _are_stacked(follower, weight, bias):
@@ -249,9 +249,9 @@ def layer_norm(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> An
         return Stacked(out) if isinstance(x, Stacked) else out
     out = to_members(Stacked(out), follower.num_members) if isinstance(x, Stacked) else out
     w, b = (_affine(follower, value, x.ndim) for value in (weight, bias))
-    if w is None or b is None:
-        return Stacked(out * w if b is None else out + b)
-    return Stacked(torch.addcmul(b, out, w))
+    if w is not None and b is not None:
+        return Stacked(torch.addcmul(b, out, w))
+    return Stacked(out * w if w is not None else out + b)
 
 
 def _affine(follower: Follower, value: Any, ndim: int) -> Tensor | None:
@@ -347,8 +347,7 @@ def composite(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any
     """A function that PyTorch writes in Python: its body is followed like a member's forward."""
     args, kwargs = follower.lower_all(args), follower.lower_all(kwargs)
     with follower:
-        result = _bodies[func](*args, **kwargs)
-    return result
+        return _bodies[func](*args, **kwargs)
 
 
 def _body(func: Any) -> Any:
@@ -412,8 +411,8 @@ def made_like(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any
     data = x.data if isinstance(x, Stacked) else x
     options = {"dtype": data.dtype, "device": data.device, **{k: v for k, v in kwargs.items() if k != "size"}}
     options.pop("memory_format", None)
-    make = {"empty_like": torch.empty, "new_empty": torch.empty, "rand_like": torch.rand, "randn_like": torch.randn}
-    return made(follower, make[func.__name__], (tuple(sizes),), options)
+    make: dict[str, Func] = {"rand_like": torch.rand, "randn_like": torch.randn}
+    return made(follower, make.get(func.__name__, torch.empty), (tuple(sizes),), options)
 
 
 @rule(torch.empty, torch.rand, torch.randn)

@@ -171,7 +171,7 @@ def _scalar_like(data: Tensor, value: Any, tensors: list[Any]) -> Tensor:
 
 def _changes_first(func: Func) -> bool:
     name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") and name != "__invert__"
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
 
 
 # Functions that take an axis: a member's axis d is axis d + 1.
@@ -196,7 +196,7 @@ def reduction(position: int) -> Callable[..., Any]:
         if dim is None:
             return without_rule(follower, func, args, kwargs)
         dims = dim if isinstance(dim, (list, tuple)) else [dim]
-        if x.layout == CHANNELS and dims and all(1 < d % x.ndim for d in dims):
+        if x.layout == CHANNELS and dims and all(d % x.ndim > 1 for d in dims):
             result = func(x.data, *args[1:], **kwargs)  # axes of space: each channel by itself
             return _each(result, CHANNELS)
         data = to_first(x, follower.num_members)
