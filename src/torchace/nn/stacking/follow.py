@@ -1,9 +1,9 @@
 """Follows the forward of one member and computes every call for all members at once.
 
 A `Follower` is a torch function mode: it sees every call of PyTorch that the forward makes, on tensors that carry a
-mark where they hold all members (`values`). A call on plain tensors alone is made once for all members. Otherwise the call's
-rule computes it; a function without a rule runs under `vmap`, and one that `vmap` cannot do runs member by member.
-Python itself runs as always, so modes, branches on shapes and counters are the module's own.
+mark where they hold all members (`values`). A call on plain tensors alone is made once for all members. Otherwise the
+call's rule computes it; a function without a rule runs under `vmap`, and one that `vmap` cannot do runs member by
+member. Python itself runs as always, so modes, branches on shapes and counters are the module's own.
 """
 
 from __future__ import annotations
