@@ -249,9 +249,9 @@ def layer_norm(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> An
         return Stacked(out) if isinstance(x, Stacked) else out
     out = to_members(Stacked(out), follower.num_members) if isinstance(x, Stacked) else out
     w, b = (_affine(follower, value, x.ndim) for value in (weight, bias))
-    if w is None:
-        return Stacked(out + b)
-    return Stacked(out * w if b is None else torch.addcmul(b, out, w))
+    if w is not None:
+        return Stacked(out * w if b is None else torch.addcmul(b, out, w))
+    return Stacked(out if b is None else out + b)
 
 
 def _affine(follower: Follower, value: Any, ndim: int) -> Tensor | None:
