@@ -12,7 +12,7 @@ from torchace.engine.checkpoint import weights_digest
 from torchace.engine.recipe import Recipe
 from torchace.nn import SMOC, Ensemble, StackedEnsemble
 from torchace.runs import build
-from torchace.runs.build import build_network, default_group_size, describe_network, recipe_of
+from torchace.runs.build import build_network, default_group_size, describe_network, is_compiled, recipe_of
 from torchace.runs.config import Arm, TrainSection
 
 DIGITS = load("digits")
@@ -97,7 +97,7 @@ def test_float64_where_asked_for() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
 def test_compiled_networks_compute_the_same() -> None:
-    network = build_network(arm("separate", compile=True), DIGITS, [7, 8], "cpu")
+    network = build_network(arm("separate"), DIGITS, [7, 8], "cpu", compile=True)
     plain = build_network(arm("separate"), DIGITS, [7, 8], "cpu")
     assert network._compiled_call_impl is not None
     x = torch.randn(2, 5, 1, 8, 8)
@@ -126,7 +126,6 @@ def test_a_recipe_takes_everything_from_its_section() -> None:
         "warmup_learning_rate": 0.05,
         "label_smoothing": 0.1,
         "precision": "bf16",
-        "compile": True,
     }
     recipe = recipe_of(TrainSection(**values, diversity_warmup_epochs=0.5), 10)
     taken = {field.name: getattr(recipe, field.name) for field in fields(Recipe)}
@@ -138,6 +137,13 @@ def test_a_recipe_takes_everything_from_its_section() -> None:
         "loss": "ace",
     }
     assert not recipe_of(TrainSection(steps=1, detach_others=False), 10).detach_others
+
+
+def test_long_trainings_are_compiled_on_a_gpu() -> None:
+    cases = [("auto", 64_000, "cuda"), ("auto", 4_680, "cuda"), ("auto", 64_000, "cpu"), (True, 1, "cpu")]
+    found = [is_compiled(TrainSection(steps=steps, compile=asked), steps, device) for asked, steps, device in cases]
+    assert found == [True, False, False, True]
+    assert not is_compiled(TrainSection(steps=64_000, compile=False), 64_000, "cuda")
 
 
 def test_epochs_are_steps() -> None:

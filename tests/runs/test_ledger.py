@@ -51,7 +51,7 @@ def test_nan_is_null(tmp_path: Path) -> None:
 def test_jobs_are_read_back(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     assert ledger.jobs() == []
-    jobs = [Job("main-0", (RUN, Run("main", 0.1 + 1e-12, 2**31 - 1))), Job("other-0", (Run("other", 0.0, 0),))]
+    jobs = [Job("main-0", (RUN, Run("main", 0.1 + 1e-12, 2**31 - 1))), Job("other-0", (Run("other", 0.0, 0),), True)]
     ledger.write_jobs(jobs)
     assert ledger.jobs() == jobs
 

@@ -29,7 +29,6 @@ class Recipe:
     label_smoothing: float = 0.0
     detach_others: bool = True
     precision: str = "float32"  # "float32", "float64" or "bf16" (autocast; weights stay float32)
-    compile: bool = False
 
     @property
     def dtype(self) -> torch.dtype:

@@ -19,6 +19,9 @@ from torchace.nn.branching import branch
 from torchace.runs.config import Arm, ModelSection, TrainSection
 
 
+STEPS_THAT_REPAY_COMPILING = 20_000
+
+
 def default_group_size(model: ModelSection, device: torch.device | str) -> int:
     """How many runs to train as one network where the experiment does not say.
 
@@ -29,7 +32,19 @@ def default_group_size(model: ModelSection, device: torch.device | str) -> int:
     return 8 if torch.device(device).type == "cuda" else 1
 
 
-def build_network(arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.device | str) -> RunGroup:
+def is_compiled(train: TrainSection, steps: int, device: torch.device | str) -> bool:
+    """Whether a training of so many steps is compiled: as asked for, or on a GPU where it takes less time in all.
+
+    Compiling takes about 0.4 s a layer and saves about 30 µs a layer and step (eight ResNet-110 on an H200).
+    """
+    if train.compile != "auto":
+        return train.compile
+    return torch.device(device).type == "cuda" and steps >= STEPS_THAT_REPAY_COMPILING
+
+
+def build_network(
+    arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.device | str, *, compile: bool = False
+) -> RunGroup:
     """The runs of these seeds, with initial weights that depend on seed and member alone."""
     dtype = torch.float64 if arm.train.precision == "float64" else torch.float32
     check_fits(_parameters(arm.model, data) * len(seeds), dtype, device)
@@ -37,7 +52,7 @@ def build_network(arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.d
     network = RunGroup([ensembles[seed] for seed in seeds]).to(device=device, dtype=dtype)
     if torch.device(device).type == "cuda" and arm.model.network == "resnet":
         network.to(memory_format=torch.channels_last)
-    if arm.train.compile:
+    if compile:
         network.compile()
     return network
 
@@ -62,7 +77,6 @@ def recipe_of(train: TrainSection, steps_per_epoch: int) -> Recipe:
         label_smoothing=train.label_smoothing,
         detach_others=train.detach_others,
         precision=train.precision,
-        compile=train.compile,
     )
 
 

@@ -113,7 +113,7 @@ class TrainSection(_Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.0
     detach_others: bool = True
     precision: Literal["float32", "float64", "bf16"] = "float32"
-    compile: bool = False
+    compile: Literal[True, False, "auto"] = "auto"  # "auto": on a GPU, where the steps repay it
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -60,6 +60,7 @@ class Job:
 
     id: str
     runs: tuple[Run, ...]
+    compile: bool = False  # decided with it, so that a run that resumes is computed as it began
 
     def __post_init__(self) -> None:
         if not is_name(self.id) or len({run.arm for run in self.runs}) != 1:
@@ -126,7 +127,10 @@ class Ledger:
             return []
         content = _read(file)
         try:
-            jobs = [Job(job["id"], tuple(map(_run_of, job["runs"]))) for job in content["jobs"]]
+            jobs = [
+                Job(job["id"], tuple(map(_run_of, job["runs"])), job.get("compile", False) is True)
+                for job in content["jobs"]
+            ]
             if len({job.id for job in jobs}) < len(jobs):
                 raise ValueError("two jobs of one name")
             if not all(job.runs for job in jobs):
@@ -137,7 +141,11 @@ class Ledger:
 
     def write_jobs(self, jobs: list[Job]) -> None:
         listed = [
-            {"id": job.id, "runs": [{"arm": r.arm, "diversity": r.diversity, "seed": r.seed} for r in job.runs]}
+            {
+                "id": job.id,
+                "runs": [{"arm": r.arm, "diversity": r.diversity, "seed": r.seed} for r in job.runs],
+                "compile": job.compile,
+            }
             for job in jobs
         ]
         write_whole(self.directory / "jobs.json", _dumped({"format": FORMAT, "jobs": listed}))

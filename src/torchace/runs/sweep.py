@@ -18,7 +18,7 @@ from torchace.engine.evaluate import evaluate, logits_of
 from torchace.engine.files import json_digest
 from torchace.engine.fit import FAULT, Failure, Fitted, Progress, Saving, fit
 from torchace.engine.network import RunGroup
-from torchace.runs.build import build_network, default_group_size, describe_network, recipe_of
+from torchace.runs.build import build_network, default_group_size, describe_network, is_compiled, recipe_of
 from torchace.runs.config import Arm, Experiment
 from torchace.runs.environment import hardware, versions
 from torchace.runs.ledger import FORMAT, Job, Ledger, LedgerError, Run
@@ -85,7 +85,7 @@ class Sweep:
         ledger.refuse_foreign()
         with ledger.locked():
             experiment = self._begin(ledger, described, data[next(iter(arms))])
-            jobs = self._planned(ledger, arms)
+            jobs = self._planned(ledger, arms, data)
             ledger.clean(jobs)
             wanted = {run for arm in arms.values() for run in self._runs_of(arm)}
             todo = [job for job in jobs if any(run in wanted and not ledger.is_finished(run) for run in job.runs)]
@@ -181,7 +181,7 @@ class Sweep:
     def _runs_of(self, arm: Arm) -> list[Run]:
         return [Run(arm.name, d, seed) for d in arm.diversities for seed in self.experiment.sweep.seeds]
 
-    def _planned(self, ledger: Ledger, arms: dict[str, Arm]) -> list[Job]:
+    def _planned(self, ledger: Ledger, arms: Mapping[str, Arm], data: Mapping[str, Prepared]) -> list[Job]:
         """The jobs of the ledger, and new ones for runs that are in none of them."""
         before = ledger.jobs()
         jobs = list(before)
@@ -190,8 +190,10 @@ class Sweep:
         for arm in arms.values():
             new = [run for run in self._runs_of(arm) if run not in known]
             size = self.experiment.sweep.cohort_size or default_group_size(arm.model, self.device)
+            steps = recipe_of(arm.train, data[arm.name].batches(arm).steps_per_epoch).steps
+            compiled = is_compiled(arm.train, steps, self.device)
             for start in range(0, len(new), size):
-                jobs.append(Job(f"{arm.name}-{taken[arm.name]}", tuple(new[start : start + size])))
+                jobs.append(Job(f"{arm.name}-{taken[arm.name]}", tuple(new[start : start + size]), compiled))
                 taken[arm.name] += 1
         if jobs != before:
             ledger.write_jobs(jobs)
@@ -236,7 +238,7 @@ class Sweep:
         seeds = [run.seed for run in job.runs]
         batches = data.batches(arm)
         recipe = recipe_of(arm.train, batches.steps_per_epoch)
-        network = build_network(arm, data.dataset, seeds, self.device)
+        network = build_network(arm, data.dataset, seeds, self.device, compile=job.compile)
         every = self.experiment.checkpoint
         checkpoints = ledger.checkpoints(job, config_digest(arm))
         if checkpoints.remove_foreign():

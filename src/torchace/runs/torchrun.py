@@ -119,7 +119,7 @@ class RankSweep(Sweep):
         data = self._prepared(arms)
         ledger = Ledger(self.directory)  # of which this rank reads nothing and writes nothing
         while (told := self.ranks.from_first()) is not None:
-            job = Job(told["id"], tuple(Run(**run) for run in told["runs"]))
+            job = Job(told["id"], tuple(Run(**run) for run in told["runs"]), told["compile"])
             arm = arms[job.runs[0].arm]
             self._do(ledger, job, arm, data[arm.name], Watcher(), stop)
         return {}
@@ -161,7 +161,7 @@ class RankSweep(Sweep):
         recipe = recipe_of(arm.train, batches.steps_per_epoch)
         whole = build_network(arm, data.dataset, seeds, self.device)
         network = part_of(whole, self.ranks)
-        if arm.train.compile:
+        if job.compile:
             network.compile()
         kept = whole if self.ranks.is_first and self.ranks.members > 1 else None
         del whole  # a rank needs its own members; the first one all of them, for what it writes
