@@ -95,7 +95,7 @@ FILES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "a value too many by tab": ("t.tsv", b"a\tb\n1\t2\n1\t2\t3\n", ("3 values in row 2", "tab")),
     "quotation mark never closed": ("t.csv", GOOD + b'3,long,"cat\n4,long,dog\n', ("never closed",)),
     "quotation mark within a quoted value": ("t.csv", GOOD + b'3,"lo"ng",cat\n', ("line 4", "twice")),
-    "space behind a quoted value": ("t.csv", GOOD + b'3,"long" ,cat\n', ("line 4", "behind", "space")),
+    "text behind a quoted value": ("t.csv", GOOD + b'3,"long" x,cat\n', ("line 4", "behind", "closing")),
     "a value without end": ("t.csv", b'a,b\n1,"' + b"x\n" * 100_000 + b'"\n', ("131,072", "quotation mark")),
     "Latin-1": ("t.csv", GOOD + b"3,long,k\xe4tzchen\n", ("UTF-8", "line 4")),
     "Latin-1 header": ("t.csv", b"alter,gr\xf6\xdfe\n1,2\n", ("UTF-8", "line 1")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -103,8 +104,11 @@ class Sweep:
                     if job is not None:
                         done.update(job.runs)
                         watcher.finished(job, len(done))
-            finally:
-                ledger.write_experiment(experiment)
+            except BaseException:
+                with suppress(OSError):  # the error at hand is the one to hear of
+                    ledger.write_experiment(experiment)
+                raise
+            ledger.write_experiment(experiment)
             failures = {run: ledger.failure(run) for run in sorted(wanted, key=lambda run: run.id)}
             return {run: failure for run, failure in failures.items() if failure is not None}
 
