@@ -18,8 +18,8 @@ class RunGroup(nn.Module):
     """R runs of K members each. Runs share nothing: whatever happens to one leaves the others as they are.
 
     Separate members, and those that part behind a trunk, are one stack of R·K; R trunks are a stack, and R heads of
-    SMOC are another, each of K members. Random numbers in training are a function of (seed, step, layer, member), so that
-    a run draws the same whatever is trained beside it.
+    SMOC are another, each of K members. Random numbers in training are a function of (seed, step, layer, member), so
+    that a run draws the same whatever is trained beside it.
 
     Args:
         ensembles: One for each run, of one kind: `Ensemble` of members of one architecture, or `SMOC`.
@@ -90,8 +90,7 @@ class RunGroup(nn.Module):
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """As `nn.Module.to`; a memory format is that of a member's weights."""
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-        if device is not None or dtype is not None:
-            super().to(device=device, dtype=dtype, non_blocking=non_blocking)
+        super().to(device=device, dtype=dtype, non_blocking=non_blocking)
         for stack in (self.trunk, self.members):
             if stack is not None and memory_format is not None:
                 stack.to(memory_format=memory_format)

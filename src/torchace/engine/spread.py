@@ -37,7 +37,7 @@ class Part(RunGroup):
         return self.ranks.gathered(logits, self.all_members, len(x))
 
     def set_seeds(self, seeds: Sequence[int]) -> None:
-        """The seeds of the runs; ranks with other samples draw other numbers than one process, the first ones the same."""
+        """The seeds of the runs. Ranks with the first samples draw as one process does, others draw others."""
         index = self.ranks.data_index
         super().set_seeds([hashed_key(seed, "rank", index) for seed in seeds] if index else seeds)
 
