@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from torchace.engine.files import PathError, refuse_links
 from torchace.report._fields import ReportError, extra
 from torchace.report.columns import all_classes, folded, schema_tables, target_facts
 from torchace.report.disputes import disputed_table
@@ -67,14 +66,11 @@ def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
         ReportError: The directory holds no readable experiment, or the folder cannot be written.
     """
     results = read_results(directory)
-    if out is None:
-        try:
-            refuse_links(Path(directory), ["report"])
-        except PathError as error:
-            raise ReportError(str(error)) from None
     images = [Image(sketch, render(sketch, LIGHT), render(sketch, DARK)) for sketch in figures(results)]
     page = page_html(results, images)
     folder = Path(directory) / "report" if out is None else Path(out)
+    if out is None and folder.is_symlink():  # files are renamed into place: links in it are replaced, not followed
+        raise ReportError(f"{folder} is a symbolic link, which torchace never makes. Remove it.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for image in images:

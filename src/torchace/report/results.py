@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchace.engine.files import CHECKSUM, is_unchanged
 from torchace.report._fields import Fields, ReportError, as_amount, as_count, as_number, as_text, is_number, printable
 from torchace.report.arrays import Array, read_arrays
 from torchace.report.formats import Metric, count, fitted
@@ -308,11 +307,17 @@ def _load(path: Path, directory: Path) -> Fields:
     except (ValueError, RecursionError):
         raise ReportError(f"Expected JSON in {where}, but the file is damaged or something else.") from None
     fields = Fields(value, where)
-    if CHECKSUM in fields.value and not is_unchanged(parsed):  # earlier versions wrote none
+    if "sha256" in fields.value and not _is_unchanged(parsed):  # earlier versions wrote none
         raise ReportError(f"{where} was changed after it was written: its SHA-256 is another one.")
     if (version := fields.integer("format")) != FORMAT:
         raise ReportError(f"Expected format {FORMAT} in {where}, but got {version}; another torchace wrote it.")
     return fields
+
+
+def _is_unchanged(content: Mapping[str, Any]) -> bool:
+    """Whether the SHA-256 in a file is that of everything else in it, written with sorted keys."""
+    rest = {key: value for key, value in content.items() if key != "sha256"}
+    return content["sha256"] == hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _check_arrays(run: Fields, path: Path) -> None:
