@@ -27,10 +27,11 @@ JSON_BYTES = 1 << 25
 JSON_VALUES = 4_000_000  # a value takes some 100 bytes in memory, whatever it takes in the file
 JSON_DEPTH = 100
 TOML_BYTES = 1 << 20
-UNPACKED_BYTES = 1 << 26  # what any packed file may hold
+UNPACKED_BYTES = 1 << 26  # what any packed table may hold
+UNPACKED_PREDICTIONS = 1 << 22  # the same of predictions, with which far more is done
 UNPACKED_RATIO = 100  # beyond that, bytes for each byte of the file; real tables have 2 to 30
 CHUNK_BYTES = 1 << 26  # of a table that are worked with at once
-TABLE_COLUMNS = 100_000
+TABLE_COLUMNS = 50_000
 PARTIAL = ".partial"  # how the name of a file or folder ends that is being written
 CHECKSUM = "sha256"  # the key of a JSON file's own checksum
 
@@ -194,9 +195,9 @@ def check_depth(value: Any) -> None:
 # -- packed files -----------------------------------------------------------------------------------------------------
 
 
-def check_unpacked(path: StrPath, packed: int, unpacked: int) -> None:
-    """Refuse a file that would become far more than it is."""
-    if unpacked > UNPACKED_BYTES + UNPACKED_RATIO * packed:
+def check_unpacked(path: StrPath, packed: int, unpacked: int, *, allowed: int = UNPACKED_BYTES) -> None:
+    """Refuse a file that would become far more than it is, and more than what any file may become."""
+    if unpacked > allowed + UNPACKED_RATIO * packed:
         raise refusal(
             path, f"{packed:,} bytes that hold {unpacked:,} or more, so it would take far more memory than it seems"
         )

@@ -29,7 +29,7 @@ def packed_csv(path: Path) -> Path:
 
 
 def packed_arrays(path: Path) -> Path:
-    np.savez_compressed(path / "t.npz", x=np.zeros((100, 10**5)), y=np.zeros(100))
+    np.savez_compressed(path / "t.npz", x=np.zeros((400, 40_000)), y=np.zeros(100))
     return path / "t.npz"
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from torchace._files import CHUNK_BYTES, TABLE_COLUMNS, Refused, check_unpacked, open_regular
+from torchace._files import CHUNK_BYTES, TABLE_COLUMNS, UNPACKED_BYTES, Refused, check_unpacked, open_regular
 from torchace.data.errors import DataError
 from torchace.data.sentences import reason, repeated, shown
 
@@ -35,24 +35,30 @@ NPZ_ERRORS = (
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+def _opened(path: Path, allowed: int = UNPACKED_BYTES) -> Iterator[zipfile.ZipFile]:
     """An archive as numpy writes it, which does not hold far more than the file seems to."""
     with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-        check_unpacked(path, os.fstat(file.fileno()).st_size, sum(info.file_size for info in archive.infolist()))
+        unpacked = sum(info.file_size for info in archive.infolist())
+        check_unpacked(path, os.fstat(file.fileno()).st_size, unpacked, allowed=allowed)
         for info in archive.infolist():
             if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise ValueError("its arrays are packed in a way that numpy never uses")
         yield archive
 
 
-def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+def read_npz(path: Path, names: Sequence[str], *, allowed: int = UNPACKED_BYTES) -> dict[str, NDArray[Any]]:
     """Those of the named arrays that an NPZ file has.
+
+    Args:
+        path: The file.
+        names: Of the arrays.
+        allowed: How many bytes it may hold however small it is.
 
     Raises:
         NPZ_ERRORS: The file is damaged, or one of these arrays holds Python objects.
     """
     found = {}
-    with _opened(path) as archive:
+    with _opened(path, allowed) as archive:
         for info in archive.infolist():
             if (name := info.filename.removesuffix(".npy")) in names and name != info.filename:
                 with archive.open(info) as stream:

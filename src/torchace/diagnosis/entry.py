@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from torchace._files import check_regular
+from torchace._files import UNPACKED_PREDICTIONS, check_regular
 from torchace.data.npz_files import NPZ_ERRORS, read_npz
 from torchace.data.sentences import reason
 from torchace.diagnosis.measures import Measures, measure
@@ -121,7 +121,7 @@ def diagnose_file(path: str | os.PathLike[str]) -> Diagnosis:
 
 def _read_npz(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
     try:
-        arrays = read_npz(file, (*ARRAYS, "class_names"))
+        arrays = read_npz(file, (*ARRAYS, "class_names"), allowed=UNPACKED_PREDICTIONS)
     except NPZ_ERRORS as error:
         raise ValueError(
             f"{file} is not a .npz file of plain arrays that can be read ({reason(error)}); write it again."
