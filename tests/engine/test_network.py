@@ -331,6 +331,22 @@ def test_masks_do_not_depend_on_how_many_members_are_computed_together(monkeypat
     assert_same(trained().state_dict(), whole.state_dict(), within=WITHIN)
 
 
+@pytest.mark.parametrize("layer", [nn.Dropout, nn.Dropout2d, nn.AlphaDropout, nn.FeatureAlphaDropout])
+def test_every_kind_of_dropout_gives_the_values_that_torch_gives(layer: type[nn.Module]) -> None:
+    member = nn.Sequential(nn.Conv2d(1, 2000, 1), layer(RATE)).double()  # type: ignore[call-arg]
+    nn.init.zeros_(member[0].weight)
+    nn.init.constant_(member[0].bias, 0.5)
+    network = run_group([[member, copy.deepcopy(member)]])
+    x = torch.zeros(2, 1, 3, 3, dtype=torch.float64)
+    found, counts = network(x[None])[0].detach().unique(return_counts=True)
+    torch.testing.assert_close(found, member(x).detach().unique(), rtol=1e-12, atol=0)
+    by_channel = layer in (nn.Dropout2d, nn.FeatureAlphaDropout)
+    drawn = 2 * 2 * 2000 * (1 if by_channel else 9)
+    share = float(counts[1] / counts.sum())  # the larger value is kept
+    assert abs(share - (1 - RATE)) < 4 * (RATE * (1 - RATE) / drawn) ** 0.5
+    assert StackedEnsemble([member, copy.deepcopy(member)])(x).unique().numel() == 2
+
+
 def with_dropout(kind: str, seed: int) -> EnsembleModule:
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -389,10 +389,14 @@ def channel_dropout(follower: Follower, func: Func, args: Args, kwargs: Kwargs) 
         return x
     if follower.draws is None:
         return Stacked(func(to_channels(x, follower.num_members), p, True), CHANNELS)
-    if func in (F.alpha_dropout, F.feature_alpha_dropout):
-        raise CannotFollow(f"{func.__name__} is drawn by PyTorch alone")
     data = to_members(x, follower.num_members)
-    return Stacked(data * _keep(follower, data, (*data.shape[:3], *[1] * (data.ndim - 3)), p))
+    shape = data.shape if func is F.alpha_dropout else (*data.shape[:3], *[1] * (data.ndim - 3))
+    keep = _keep(follower, data, shape, p)
+    if func not in (F.alpha_dropout, F.feature_alpha_dropout):
+        return Stacked(data * keep)
+    low = -1.7580993408473766  # what SELU tends to; mean and variance stay
+    scale = 0.0 if p >= 1 else (1 - p + low**2 * p * (1 - p)) ** -0.5
+    return Stacked(scale * (torch.where(keep > 0, data, low) - low * p))
 
 
 def _keep(follower: Follower, like: Tensor, shape: Any, p: float) -> Tensor:
