@@ -8,6 +8,7 @@ from torch import nn
 
 from torchace.nn import Ensemble, StackedEnsemble
 from torchace.nn import stacked as stacked_module
+from torchace.nn.stacking import KeyedDraws
 
 ARCHITECTURES = {
     "convolutions": lambda: nn.Sequential(
@@ -110,3 +111,26 @@ def test_a_shared_input_may_not_be_changed_in_place() -> None:
 def test_an_empty_batch() -> None:
     members = [nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(64, 4)) for _ in range(2)]
     assert StackedEnsemble(members)(torch.rand(0, 1, 6, 6)).shape == (2, 0, 4)
+
+
+class _Noisy(nn.Module):
+    """Draws numbers in a way that has no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x[:, torch.randperm(4)])
+
+
+def test_runs_that_cannot_draw_for_themselves_are_trained_one_at_a_time() -> None:
+    stacked = StackedEnsemble([_Noisy(), _Noisy()])
+    x, members, step = torch.randn(2, 5, 4), torch.tensor([0, 1]), torch.tensor(3)
+    one, again = (
+        stacked.compute([x[:1]], {}, own=True, draws=KeyedDraws(torch.tensor([7]), members, step)) for _ in "ab"
+    )
+    assert torch.equal(one, again)  # a function of seed and step
+    stacked = StackedEnsemble([_Noisy(), _Noisy()])
+    with pytest.raises(ValueError, match=r"drawn for each run by itself.*sweep\.cohort_size = 1"):
+        stacked.compute([x], {}, own=True, draws=KeyedDraws(torch.tensor([7, 8]), members[:1], step))

@@ -49,7 +49,7 @@ Toys = list[list[Toy]]  # for each parameter group
 Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]  # an optimizer's groups and the toys in their place
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch._disable_dynamo  # type: ignore[attr-defined]  # imports the compiler at the first call, not now
 def find_mixing(optimizer: Optimizer, stacked: set[int] | None = None) -> str | None:
     """Why an optimizer may not train stacked parameters; None where members move as they do alone.
 

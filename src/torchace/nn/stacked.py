@@ -168,13 +168,11 @@ class StackedEnsemble(EnsembleModule):
         if decision is None or decision.followed:
             size = self._members_at_once(decision, args, own=own)
             output = self._follow(layers, args, kwargs, size, own=own, draws=draws)
-        elif draws is not None:
-            raise ValueError(
-                f"Expected a network whose random numbers can be drawn for each run by itself, but {decision.reason}. "
-                "Train one run at a time: set the group size to 1."
-            )
-        else:
+        elif draws is None or not decision.random:
             output = vectorise(self.stacked, self.num_members, args, kwargs, own=own)
+        else:
+            with draws.seeded(decision.reason):
+                output = vectorise(self.stacked, self.num_members, args, kwargs, own=own)
         if versions_of(shared) != before:
             raise ValueError(
                 "The members changed their input in place, which all of them share. Use layers that do not "
@@ -230,7 +228,7 @@ class StackedEnsemble(EnsembleModule):
         key = (own, torch.is_grad_enabled(), modes)
         if key not in self._decisions:
             if _is_traced(args):
-                return None if self._followed else Decision(False, "", (), 0)
+                return None if self._followed else Decision(False, "", (), 0, True)
             self._decisions[key] = decide(self.stacked, self.num_members, self._token, args, kwargs, own=own)
             self._followed = self._decisions[key].followed
         return self._decisions[key]

@@ -18,7 +18,6 @@ from torchace.nn.base import EnsembleModule
 from torchace.nn.branching import branch
 from torchace.runs.config import Arm, ModelSection, TrainSection
 
-
 STEPS_THAT_REPAY_COMPILING = 20_000
 
 

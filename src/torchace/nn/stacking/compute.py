@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace.nn.recomputed import copy_module, recompute
-from torchace.nn.stacking.follow import RANDOM, RULES, CannotFollow, Follower, Node
+from torchace.nn.stacking.follow import DRAWING, RANDOM, RULES, CannotFollow, Follower, Node, name_of
 from torchace.nn.stacking.random import Half
 from torchace.nn.stacking.values import Stacked, to_members
 
@@ -31,6 +31,7 @@ class Decision(NamedTuple):
     reason: str  # why they are not, where they are not
     nodes: tuple[Node, ...]
     largest: int  # elements of the largest convolution's output, of one member
+    random: bool = False  # whether they draw random numbers
 
 
 def take_members(stacked: nn.Module, index: int | slice | Sequence[int]) -> nn.Module:
@@ -181,11 +182,13 @@ class _Comparison:
         self.args, self.kwargs = self._cast(list(args)), self._cast(kwargs)
         self.chosen = _sound_members(stacked, num_members)
         self.alone = []  # outputs and gradients of each
+        self.random = False
         for k in self.chosen:
             member = self._cast(take_members(stacked, k))
             try:
-                with _Deterministic():
+                with _Deterministic() as mode:
                     output = member(*self._inputs_of(torch.tensor(k)), **self.kwargs)
+                self.random |= mode.random
                 self.alone.append((tree_leaves(output), _gradients(output, member)))
             except Exception as error:
                 raise _FailsAlone(error) from error
@@ -213,19 +216,22 @@ class _Comparison:
             gradients = _gradients(outputs, together)
             outputs = tree_leaves(outputs)
         except Exception as error:
-            return Decision(False, str(error).split("\n")[0].rstrip(".") or type(error).__name__, (), 0)
+            return self._not_followed(str(error).split("\n")[0].rstrip(".") or type(error).__name__)
         for place, (leaves, own_gradients) in enumerate(self.alone):
             for ours, theirs in zip(outputs, leaves, strict=True):
                 if not isinstance(theirs, Tensor) or theirs.isnan().any():
                     continue
                 if ours.shape[1:] != theirs.shape or not _close(ours[place], theirs, 1):
-                    return Decision(False, "a member gives other outputs by itself", (), 0)
+                    return self._not_followed("a member gives other outputs by itself")
             # in proportion to all gradients too: that of a bias before BatchNorm is rounding alone
             size = math.hypot(*(float(gradient.double().norm()) for gradient in own_gradients.values()))
             for name, gradient in own_gradients.items():
                 if math.isfinite(size) and not _close(gradients[name][place], gradient, 10, size / 100):
-                    return Decision(False, f"a member gives another gradient of {name!r} by itself", (), 0)
-        return Decision(True, "", tuple(record), follower.largest)
+                    return self._not_followed(f"a member gives another gradient of {name!r} by itself")
+        return Decision(True, "", tuple(record), follower.largest, self.random)
+
+    def _not_followed(self, reason: str) -> Decision:
+        return Decision(False, reason, (), 0, self.random)
 
 
 @contextmanager
@@ -276,16 +282,21 @@ def _close(ours: Tensor, theirs: Tensor, factor: float, size: float = 0.0) -> bo
     return bool((a - b).norm() <= factor * eps**0.5 * (b.norm() + size) + eps)
 
 
+EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)  # where random numbers may be written later
+
+
 class _Deterministic(TorchFunctionMode):
     """A member by itself, with the same constant for every random number."""
 
     def __init__(self) -> None:
         super().__init__()
         self.alone = Follower(1, -1, Half())
+        self.random = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         random = func in RANDOM or (func is F.scaled_dot_product_attention and kwargs.get("dropout_p", 0) > 0)
+        self.random |= (random and func not in EMPTY) or name_of(func) in DRAWING
         if not random and func not in (Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_):
             return func(*args, **kwargs)
         if random:

@@ -102,6 +102,8 @@ class Follower(TorchFunctionMode):
         lifted = tuple([lift(value) for value in args])
         options = {name: lift(value) for name, value in kwargs.items()} if kwargs else {}
         compute = RULES.get(func)
+        if compute is None and name_of(func) in DRAWING:
+            raise CannotFollow(f"{name_of(func)!r} draws random numbers that cannot be drawn for each member")
         if not found and func not in RANDOM:
             self.note(func, "once")
             return func(*args, **(kwargs or {}))
@@ -133,6 +135,10 @@ class Follower(TorchFunctionMode):
 
 
 RANDOM: set[Any] = set()  # functions that draw random numbers: each member its own, on plain tensors too
+DRAWING = {  # names of all functions that draw random numbers
+    *("bernoulli", "cauchy", "exponential", "geometric", "gumbel_softmax", "log_normal", "multinomial", "normal"),
+    *("poisson", "randint", "randint_like", "randperm", "random", "rrelu", "uniform"),
+}
 QUERIES: set[Any] = set()  # functions that compute nothing
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -47,6 +49,23 @@ class KeyedDraws:
     def __getitem__(self, part: slice) -> KeyedDraws:
         """The draws of some of the members."""
         return KeyedDraws(*self.tensors, part)
+
+    @contextmanager
+    def seeded(self, reason: str) -> Iterator[None]:
+        """PyTorch's own generator, seeded by run and step, for a network whose calls have no draws of their own.
+
+        Args:
+            reason: Why that is so, for the error where there are several runs, of which each should draw for itself.
+        """
+        seeds, _, step = self.tensors
+        if len(seeds) > 1:
+            raise ValueError(
+                f"Expected a network whose random numbers can be drawn for each run by itself, but {reason}. Train one "
+                "run at a time: sweep.cohort_size = 1."
+            )
+        with torch.random.fork_rng(devices=[seeds.device] if seeds.device.type == "cuda" else []):
+            torch.manual_seed(int(_mix(_mix(seeds[0]) + step)))
+            yield
 
     def _of_members(self) -> tuple[Tensor, Tensor]:
         """A key and a number for each member, `(K,)`; made when first needed."""

@@ -41,7 +41,7 @@ def argument(args: Args, kwargs: Kwargs, position: int, name: str, default: Any 
 
 @rule(
     *named(
-        *("relu", "relu6", "leaky_relu", "rrelu", "elu", "selu", "celu", "gelu", "silu", "mish", "tanh", "sigmoid"),
+        *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "tanh", "sigmoid"),
         *("logsigmoid", "softplus", "softsign", "hardswish", "hardtanh", "hardsigmoid", "tanhshrink", "hardshrink"),
         *("softshrink", "threshold", "exp", "expm1", "log", "log1p", "log2", "log10", "sqrt", "rsqrt", "square"),
         *("reciprocal", "neg", "negative", "abs", "absolute", "sign", "sin", "cos", "tan", "asin", "acos", "atan"),
