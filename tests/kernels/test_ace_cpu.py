@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.reference import losses as reference
-from tests.reference.cases import Case, ace_cases, refuses_options_changed_in_place, value_and_gradient
+from tests.reference.cases import Case, ace_cases, check_changed_options, value_and_gradient
 from torchace.functional import ace as functional_ace
 from torchace.functional import amended_cross_entropy
 from torchace.kernels import ace_cpu
@@ -207,7 +207,5 @@ def test_what_is_changed_in_place_before_the_backward() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("name", ["target", "member_weights", "sample_weight", "each member's", "weight", "mixture"])
-def test_a_backward_after_an_option_was_changed_in_place_is_refused(name: str, reduction: str) -> None:
-    """First or second derivative, whatever type the option was given in: what it was is not known any more."""
-    refuses_options_changed_in_place(name, reduction, torch.randn(3, 4, 5, dtype=torch.float64))
+def test_a_backward_after_an_option_was_changed_in_place_is_refused(reduction: str) -> None:
+    check_changed_options(torch.randn(3, 4, 5, dtype=torch.float64), reduction)

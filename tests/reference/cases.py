@@ -184,23 +184,25 @@ def logits_cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor | None]:
     return logits, target, member_weights(draw(ALPHAS), num_members, g)
 
 
-def refuses_options_changed_in_place(name: str, reduction: str, outputs: Tensor) -> None:
-    """Asserts that no derivative of the amended cross entropy is computed after an option was changed in place."""
+def check_changed_options(outputs: Tensor, reduction: str) -> None:
+    """Asserts that a first or second derivative is refused after an option, of any type, was changed in place."""
     num_members, num_samples, num_classes = outputs.shape
-    for dtype, second in itertools.product((torch.float32, torch.float64), (False, True)):
-        options = {
-            "target": torch.zeros(num_samples, dtype=torch.long),
-            "member_weights": torch.full((num_members,), 1 / num_members, dtype=dtype),
-            "sample_weight": torch.ones(num_samples, dtype=dtype),
-            "each member's": torch.ones(num_members, num_samples, dtype=dtype),
-            "weight": torch.ones(num_classes, dtype=dtype),
-            "mixture": torch.full((num_samples, num_classes), 1 / num_classes, dtype=dtype),
-        }
-        option = options[name].to(outputs.device)
-        given = {"sample_weight" if name == "each member's" else name: option}
+    shapes = {
+        "target": (num_samples,),
+        "member_weights": (num_members,),
+        "sample_weight": (num_samples,),
+        "sample_weight of each member": (num_members, num_samples),
+        "weight": (num_classes,),
+        "mixture": (num_samples, num_classes),
+    }
+    for name, dtype, second in itertools.product(shapes, (torch.float32, torch.float64), (False, True)):
+        values = {"target": 0, "member_weights": 1 / num_members, "mixture": 1 / num_classes}
+        option = torch.full(shapes[name], values.get(name, 1), device=outputs.device)
+        option = option.long() if name == "target" else option.to(dtype)
+        given = {name.split()[0]: option}
         target = given.pop("target", torch.zeros(num_samples, dtype=torch.long, device=outputs.device))
         logits = outputs.clone().requires_grad_()
         loss = amended_cross_entropy(logits, target, 0.5, reduction=reduction, **given)
-        option.mul_(0).add_(1)
+        option.fill_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(loss, logits, create_graph=second)
