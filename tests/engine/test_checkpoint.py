@@ -14,9 +14,8 @@ from torch import nn
 
 from tests.engine.cases import batches, group_of, recipe
 from torchace import _files as files
-from torchace.engine import checkpoint
 from torchace.engine.checkpoint import CheckpointError, Checkpoints, weights_digest
-from torchace.engine.files import with_checksum, write_whole
+from torchace.engine.files import json_digest, with_checksum, write_whole
 from torchace.engine.fit import Saving, fit
 from torchace.engine.network import RunGroup
 from torchace.engine.recipe import make_optimizer
@@ -322,7 +321,7 @@ def test_manifests_with_a_checksum_that_fits_but_that_no_training_wrote(case: st
     for key in path:
         place = place[key]
     place[last] = value
-    file.write_text(json.dumps({**content, "sha256": checkpoint._digest(content)}))
+    file.write_text(json.dumps({**content, "sha256": json_digest(content)}))
     with pytest.raises(CheckpointError, match="is damaged") as caught:
         fit(group_of([5]), batches(), recipe(steps=4), **ARGUMENTS, saving=Saving(Checkpoints(tmp_path / "main-0")))
     assert "\n" not in str(caught.value)

@@ -77,13 +77,17 @@ def conv1d() -> nn.Module:
     )  # fmt: skip
 
 
-def torchvision(name: str, **options: Any) -> Callable[[], nn.Module]:
+def torchvision(name: str, depth: bool = False, **options: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from torchvision import models
 
-            return getattr(models, name)(weights=None, num_classes=10, **options)
+            model = getattr(models, name)(weights=None, num_classes=10, **options)
+        for module in model.modules():
+            if not depth and type(module).__name__ == "StochasticDepth":
+                module.p = 0.0
+        return model
 
     return make
 
@@ -155,8 +159,8 @@ LARGE: dict[str, Case] = {
     "resnet18": (torchvision("resnet18"), images()),
     "resnext50": (torchvision("resnext50_32x4d"), images()),
     "densenet121": (torchvision("densenet121"), images()),
-    "efficientnet_b0": (torchvision("efficientnet_b0", dropout=0.0, stochastic_depth_prob=0.0), images()),
-    "convnext_tiny": (torchvision("convnext_tiny", stochastic_depth_prob=0.0), images()),
-    "vgg11_bn": (torchvision("vgg11_bn", dropout=0.0), images()),
-    "swin_t": (torchvision("swin_t", stochastic_depth_prob=0.0), images(2, 64)),
+    "efficientnet_b0": (torchvision("efficientnet_b0", dropout=0.0), images()),
+    "convnext_tiny": (torchvision("convnext_tiny"), images()),
+    "vgg11_bn": (torchvision("vgg11_bn", dropout=0.0), images(8)),
+    "swin_t": (torchvision("swin_t"), images(2, 64)),
 }

@@ -133,7 +133,7 @@ def test_each_layers_own_mode_counts() -> None:
 @pytest.mark.parametrize(
     ("make", "x"),
     [
-        (torchvision("convnext_tiny", stochastic_depth_prob=0.5), torch.randn(64, 3, 32, 32)),
+        (torchvision("convnext_tiny", depth=True, stochastic_depth_prob=0.5), torch.randn(64, 3, 32, 32)),
         (
             timm("vit_tiny_patch16_224", img_size=32, depth=2, drop_path_rate=0.5, drop_rate=0.2),
             torch.randn(8, 3, 32, 32),

@@ -18,7 +18,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchace.nn.recomputed import copy_module, recompute
+from torchace.nn.recomputed import copy_module, recompute, recomputed_names
+from torchace.nn.stacking.checkpointing import refuse_checkpointing
 from torchace.nn.stacking.follow import DRAWING, RANDOM, RULES, CannotFollow, Follower, Node, name_of
 from torchace.nn.stacking.random import Half
 from torchace.nn.stacking.values import Stacked, to_members
@@ -100,7 +101,10 @@ def follow(
         What the forward returned, every tensor in it `(K, ...)`.
     """
     buffers = []
+    recomputed = []
     for module in stacked.modules() if layers is None else layers:
+        if module._forward_pre_hooks:
+            recomputed += [(module, name) for name in recomputed_names(module)]
         for parameter in module._parameters.values():
             if parameter is not None:
                 follower.mark(parameter)
@@ -112,6 +116,8 @@ def follow(
         args = [_marked(follower, x) for x in args]
     with follower:
         output = stacked(*args, **kwargs)
+    for module, name in recomputed:  # a tensor of this call means nothing after it
+        vars(module)[name] = None
     for module, name, buffer in buffers:
         now = module._buffers[name]
         if now is not buffer and now is not None:  # replaced instead of changed in place
@@ -210,7 +216,7 @@ class _Comparison:
         follower = Follower(len(self.chosen), token, Half(), record)
         together = self._cast(take_members(self.stacked, self.chosen))
         try:
-            with _named_layers(together, follower):
+            with _named_layers(together, follower), refuse_checkpointing():
                 inputs = self._inputs_of(torch.tensor(self.chosen))
                 outputs = follow(together, follower, inputs, self.kwargs, own=self.own)
             gradients = _gradients(outputs, together)

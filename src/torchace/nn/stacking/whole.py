@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -16,13 +14,9 @@ from torch.utils._pytree import tree_map
 
 from torchace.nn.architecture import not_vectorisable
 from torchace.nn.recomputed import recomputed_names
+from torchace.nn.stacking.checkpointing import is_control_flow, refuse_checkpointing
 from torchace.nn.stacking.compute import take_members
 from torchace.nn.stacking.values import for_each
-
-CHECKPOINT = (
-    "activation checkpointing inside a member cannot be computed for all at once; take it out of the member and "
-    "checkpoint the ensemble: torch.utils.checkpoint.checkpoint(ensemble, x, use_reentrant=False)"
-)
 
 
 def vectorise(stacked: nn.Module, num_members: int, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool) -> Any:
@@ -121,26 +115,13 @@ def _prepared(stacked: nn.Module) -> Iterator[None]:
         for layer in layers:
             if isinstance(layer, _BatchNorm) and layer.training and layer.momentum is None:
                 stack.enter_context(_cumulative_average(layer))
-        # inside, checkpoint would otherwise fail in the backward
-        disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-        if disabled is None and torch.is_grad_enabled():
-            torch._C._autograd._saved_tensors_hooks_disable(CHECKPOINT, False)
-            stack.callback(torch._C._autograd._saved_tensors_hooks_enable)
+        stack.enter_context(refuse_checkpointing())
         try:
             yield
-        except Exception as error:
-            files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
-            inside = torch.utils.checkpoint.__file__ in files and not is_control_flow(error)
-            raise (RuntimeError(CHECKPOINT) if inside else error) from error
         finally:
             for layer in layers:  # a tensor of a call under vmap means nothing after it
                 for name in recomputed_names(layer):
                     vars(layer)[name] = None
-
-
-def is_control_flow(error: Exception) -> bool:
-    """Whether `checkpoint` around the call stops it here: it has recomputed enough."""
-    return type(error).__name__ == "_StopRecomputationError"
 
 
 @contextmanager
