@@ -134,3 +134,25 @@ def test_runs_that_cannot_draw_for_themselves_are_trained_one_at_a_time() -> Non
     stacked = StackedEnsemble([_Noisy(), _Noisy()])
     with pytest.raises(ValueError, match=r"drawn for each run by itself.*sweep\.cohort_size = 1"):
         stacked.compute([x], {}, own=True, draws=KeyedDraws(torch.tensor([7, 8]), members[:1], step))
+
+
+class _InPlace(nn.Module):
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        self.named, self.bias, self.linear = named, nn.Parameter(torch.randn(4)), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x * 2
+        if self.named:
+            h.add_(self.bias)  # h itself is all members' until here
+        else:
+            h += self.bias
+        return self.linear(h)
+
+
+def test_what_members_share_may_become_each_ones_own_in_place() -> None:
+    members = [_InPlace(named=False) for _ in range(3)]
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(StackedEnsemble(members)(x), Ensemble(members)(x))
+    with pytest.raises(ValueError, match=r"Use Ensemble\(members\)"):  # the result of add_ is dropped
+        StackedEnsemble([_InPlace(named=True) for _ in range(3)])(x)

@@ -137,7 +137,7 @@ def broadcast_first(
     if len({len(data) for data in firsts.values()}) > 1:
         firsts = {key: for_each(data, count) for key, data in firsts.items()}
     if in_place and (not isinstance(args[0], Stacked) or len(args[0].data) < max(map(len, firsts.values()))):
-        raise CannotFollow("a member's numbers would be written into a tensor that all members share")
+        func, in_place = _out_of_place(func), False  # what members share becomes each one's own
     aligned = {id(v): v for v in tensors}
     aligned |= {key: _padded(data, ndim) for key, data in firsts.items()}
     aligned = {id(v): _scalar_like(aligned[id(v)], v, tensors) for v in tensors}
@@ -172,6 +172,17 @@ def _scalar_like(data: Tensor, value: Any, tensors: list[Any]) -> Tensor:
 def _changes_first(func: Func) -> bool:
     name = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
+
+
+def _out_of_place(func: Func) -> Func:
+    """The function that returns what this one writes into its first argument, as `h + y` for `h += y`."""
+    name = func.__name__.strip("_").removeprefix("i") if func.__name__.startswith("__i") else func.__name__[:-1]
+    name = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}.get(name, name)
+    name = f"bitwise_{name}" if name in ("and", "or", "xor") else name
+    found = getattr(Tensor, name, None)
+    if found is None:
+        raise CannotFollow("a member's numbers would be written into a tensor that all members share")
+    return found
 
 
 # Functions that take an axis: a member's axis d is axis d + 1.
