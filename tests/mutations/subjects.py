@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from tests.cli_cases import pets, write_table
 from tests.data.writers import cifar_files, mnist_files, packed, small_cifar, small_mnist
-from tests.engine.cases import batches, cohort, recipe
+from tests.engine.cases import batches, group_of, recipe
 from tests.mutations.changes import mutate_json
 from tests.runs.cases import small
 from tests.runs.table_cases import fitted
@@ -113,13 +113,13 @@ def _read_table_model(folder: Path) -> object:
 
 def _write_checkpoint(folder: Path) -> None:
     saving = Saving(Checkpoints(folder / "checkpoint"), 7, None)
-    fit(cohort([5, 6]), batches(), recipe(steps=8), diversities=[0.0, 0.5], seeds=[5, 6], saving=saving)
+    fit(group_of([5, 6]), batches(), recipe(steps=8), diversities=[0.0, 0.5], seeds=[5, 6], saving=saving)
 
 
 def _read_checkpoint(folder: Path) -> object:
     if not (folder / "checkpoint" / "manifest.json").exists():
         raise CheckpointError("There is no checkpoint, so nothing of it can be wrong.")
-    network = cohort([5, 6])
+    network = group_of([5, 6])
     saving = Saving(Checkpoints(folder / "checkpoint"), None, None)
     done = fit(network, batches(), recipe(steps=9), diversities=[0.0, 0.5], seeds=[5, 6], saving=saving)
     return weights_digest(network, 0), weights_digest(network, 1), str(done.history)

@@ -92,6 +92,16 @@ def torchvision(name: str, depth: bool = False, **options: Any) -> Callable[[], 
     return make
 
 
+def vgg() -> nn.Module:
+    """Its convolutions, before a smaller classifier: the original has 100 million weights there."""
+    model = torchvision("vgg11_bn", dropout=0.0)()
+    model.avgpool = nn.AdaptiveAvgPool2d(1)
+    model.classifier[0] = nn.Linear(512, 64)
+    model.classifier[3] = nn.Linear(64, 64)
+    model.classifier[6] = nn.Linear(64, 10)
+    return model
+
+
 def timm(name: str, **options: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         with warnings.catch_warnings():
@@ -159,8 +169,8 @@ LARGE: dict[str, Case] = {
     "resnet18": (torchvision("resnet18"), images()),
     "resnext50": (torchvision("resnext50_32x4d"), images()),
     "densenet121": (torchvision("densenet121"), images()),
-    "efficientnet_b0": (torchvision("efficientnet_b0", dropout=0.0), images()),
+    "efficientnet_b0": (torchvision("efficientnet_b0", dropout=0.0), images(8)),
     "convnext_tiny": (torchvision("convnext_tiny"), images()),
-    "vgg11_bn": (torchvision("vgg11_bn", dropout=0.0), images(8)),
+    "vgg11_bn": (vgg, images(8)),
     "swin_t": (torchvision("swin_t"), images(2, 64)),
 }

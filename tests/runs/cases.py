@@ -68,8 +68,8 @@ def leftovers(directory: Path) -> list[str]:
 def poison(monkeypatch: Any, diversity: float, seed: int, member: int) -> None:
     """From now on that member of that run starts with Inf."""
 
-    def spoilt(arm: Any, data: Any, seeds: list[int], device: str) -> RunGroup:
-        network = build_network(arm, data, seeds, device)
+    def spoilt(arm: Any, data: Any, seeds: list[int], device: str, **options: Any) -> RunGroup:
+        network = build_network(arm, data, seeds, device, **options)
         job = getattr(sweep, "_job_of_the_test", None)
         for r, one in enumerate(job.runs if job is not None and len(job.runs) == len(seeds) else ()):
             if (one.diversity, one.seed) == (diversity, seed):
