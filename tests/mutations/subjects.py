@@ -32,8 +32,8 @@ from torchace._model_kinds import plain_form
 from torchace.data import DataError, infer_schema, load, read_table
 from torchace.data.sources import SOURCES
 from torchace.diagnosis import diagnose_file
-from torchace.engine import checkpoint
 from torchace.engine.checkpoint import CheckpointError, Checkpoints, weights_digest
+from torchace.engine.files import json_digest
 from torchace.engine.fit import Saving, fit
 from torchace.report import ReportError, read_results, rich_table
 from torchace.report.render import markdown
@@ -137,7 +137,7 @@ def _forge_checkpoint(folder: Path, rng: random.Random) -> None:
             content["state"]["bytes"] = rng.choice([0, 1 << 40, -1, None])
         else:
             content = mutate_json(content, rng)
-        file.write_text(json.dumps({**content, "sha256": checkpoint._digest(content)}))
+        file.write_text(json.dumps({**content, "sha256": json_digest(content)}))
 
 
 def _experiment() -> Any:
