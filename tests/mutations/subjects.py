@@ -33,7 +33,7 @@ from torchace.data import DataError, infer_schema, load, read_table
 from torchace.data.sources import SOURCES
 from torchace.diagnosis import diagnose_file
 from torchace.engine.checkpoint import CheckpointError, Checkpoints, weights_digest
-from torchace.engine.files import json_digest
+from torchace.engine.files import PathError, json_digest
 from torchace.engine.fit import Saving, fit
 from torchace.report import ReportError, read_results, rich_table
 from torchace.report.render import markdown
@@ -295,7 +295,9 @@ SUBJECTS: dict[str, Subject] = {
         is_text=True,
         forge=_forge_checkpoint,
     ),
-    "run directory": Subject(_write_runs, _read_runs, (ReportError, LedgerError), files="run/**/*.*", is_text=True),
+    "run directory": Subject(
+        _write_runs, _read_runs, (ReportError, LedgerError, PathError), files="run/**/*.*", is_text=True
+    ),
     "TOML": Subject(
         lambda folder: (folder / "e.toml").write_text(TOML) and None,
         lambda folder: load_experiment(str(folder / "e.toml")),
