@@ -27,6 +27,7 @@ JSON_BYTES = 1 << 25
 JSON_VALUES = 4_000_000  # a value takes some 100 bytes in memory, whatever it takes in the file
 JSON_DEPTH = 100
 TOML_BYTES = 1 << 20
+ARRAYS_BYTES = 1 << 28  # of arrays beside a result
 UNPACKED_BYTES = 1 << 26  # what any packed table may hold
 UNPACKED_PREDICTIONS = 1 << 22  # the same of predictions, with which far more is done
 UNPACKED_RATIO = 100  # beyond that, bytes for each byte of the file; real tables have 2 to 30

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchace._files import CHECKSUM, JSON_BYTES, is_unchanged, parse_json, read_bounded, read_json
+from torchace._files import ARRAYS_BYTES, CHECKSUM, JSON_BYTES, is_unchanged, parse_json, read_bounded, read_json
 from torchace.report._fields import (
     Fields,
     ReportError,
@@ -364,7 +364,7 @@ def _check_arrays(run: Fields, path: Path) -> None:
     if (stated := run.value.get("arrays_sha256")) is None:
         return
     try:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        found = hashlib.sha256(read_bounded(path, ARRAYS_BYTES)).hexdigest()
     except OSError as error:
         raise ReportError(f"Could not read runs/{path.name}: {error.strerror}.") from None
     if found != stated:

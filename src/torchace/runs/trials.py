@@ -17,7 +17,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from torchace._files import read_json
+from torchace._files import ARRAYS_BYTES, read_bounded, read_json
 from torchace.data import Split
 from torchace.engine.checkpoint import Checkpoints
 from torchace.engine.files import (
@@ -88,7 +88,7 @@ class Trials:
         if not file.exists():
             return None
         try:
-            losses = load_safetensors(file.read_bytes())["losses"]
+            losses = load_safetensors(read_bounded(file, 4 * ARRAYS_BYTES))["losses"]
         except OSError as error:
             raise LedgerError(f"Cannot read {file}: {error.strerror}.") from error
         except (SafetensorError, KeyError, ValueError) as error:
