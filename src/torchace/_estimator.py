@@ -309,7 +309,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         return list(self.ensemble_)
 
     def _predicted(self, X: ArrayLike, *functions: Callable[[Tensor], Tensor]) -> list[NDArray[Any]]:
-        """What each function makes of the members' logits or predictions `(K, n, C)`, one chunk after another."""
+        """Apply functions to the members' logits or predictions, in chunks `(K, n, C)`."""
         check_is_fitted(self)
         samples: NDArray[Any] = validate_data(self, X, reset=False, dtype=[np.float64, np.float32], order="C")
         rows = chunk_rows(self.ensemble_, self.ensemble_.num_members)
@@ -417,7 +417,7 @@ def _encoder(moments: Moments) -> TableEncoder:
 
 
 def _new_progress(seed: int, plan: MemberPlan, scaling: Scaling) -> dict[str, Any]:
-    """What `partial_fit` goes on from."""
+    """The state that `partial_fit` continues from."""
     start = {"calls": 0, "optimizer": None, "weight": 0.0, "samples": 0}
     return {"seed": seed, "plan": plan, "scaling": scaling, **start}
 

@@ -351,7 +351,7 @@ def remove_abandoned(path: Path, remove: Callable[[Path], None] = os.unlink) -> 
 
 
 def remove_partial(directory: Path) -> None:
-    """Removes temporary files that a killed process left behind, in a directory that nobody else writes to."""
+    """Remove temporary files of a killed process from a directory that no other process writes to."""
     for leftover in directory.glob(f".*{PARTIAL}"):
         if _TEMPORARY.fullmatch(leftover.name) and not leftover.is_dir():
             leftover.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ def chunk_rows(network: nn.Module, num_members: int, *, itemsize: int = 8, most:
 
 
 def collect_chunks(chunks: Iterable[Tensor], count: int, *functions: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """What each function makes of chunks of logits `(K, n, C)`, as one tensor for all `count` samples.
+    """Apply functions to chunks of logits `(K, n, C)` and join each one's results for all `count` samples.
 
     The result is written in place: collected in a list it would be in memory twice, and keep the chunks' memory apart.
 

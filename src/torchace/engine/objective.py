@@ -132,7 +132,7 @@ def mixture_of(logits: Tensor, recipe: Recipe) -> Tensor:
 
 
 def member_predictions(logits: Tensor, recipe: Recipe) -> Tensor:
-    """What every member predicts by itself, of the shape of its logits: probabilities, or numbers."""
+    """Each member's own prediction, in the shape of its logits: probabilities, or numbers."""
     logits = logits.to(recipe.dtype)
     return logits.softmax(-1) if recipe.loss == "ace" else logits
 

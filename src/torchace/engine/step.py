@@ -50,7 +50,7 @@ def train_step(
 
 @torch.no_grad()
 def others_share(network: RunGroup, x: Tensor, recipe: Recipe, *, first: int = 0) -> Tensor:
-    """What the other members add to the ensemble's prediction on each member's batch, `(R, K, B, C)`: Σ_{j≠k} q^j / K.
+    """The other members' share of the ensemble's prediction on each member's batch, `(R, K, B, C)`: Σ_{j≠k} q^j / K.
 
     Args:
         network: The members, some of them where the rest is on other ranks; every one predicts all batches.
@@ -69,7 +69,7 @@ def others_share(network: RunGroup, x: Tensor, recipe: Recipe, *, first: int = 0
 
 
 def own_mixture(others: Tensor, logits: Tensor, num_members: int, recipe: Recipe) -> Tensor:
-    """What the ensemble predicts on its members' own batches, `(R, K·B, C)`, as line 2 of the design has it.
+    """The ensemble's prediction on its members' own batches, `(R, K·B, C)` (mathematics, line 2).
 
     A member's own share is the prediction that its gradient is of, in training mode: dropout and batch statistics make
     it another than the one that its evaluation mode gives.

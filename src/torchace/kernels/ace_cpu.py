@@ -50,7 +50,7 @@ class AceCpu(torch.autograd.Function):
         if not math.isfinite(value):  # 0·(-inf): rare, and the composite knows how
             value = composite(logits).item()
         # logits: for a second derivative or a second backward; the very input, not a copy
-        # The rest: so that autograd refuses a backward after somebody changed them in place, as it does for torch's.
+        # The rest: autograd then refuses a backward after an in-place change of them, as it does for torch's losses.
         ctx.save_for_backward(logits, *given)
         ctx.gradient = gradient
         return torch.tensor(value, dtype=terms.alpha.dtype, device=logits.device)

@@ -44,7 +44,7 @@ class AceGpu(torch.autograd.Function):
         ctx.composite, ctx.options = composite, options
         early = ctx.needs_input_grad[0] and logits.dtype != torch.float16
         value, ctx.gradient = ace_gpu.value_and_gradient(logits, options, want_gradient=early)
-        # The rest: so that autograd refuses a backward after somebody changed them in place, as it does for torch's.
+        # The rest: autograd then refuses a backward after an in-place change of them, as it does for torch's losses.
         # λ may change: a schedule does that, and what it was is in the gradient already.
         ctx.save_for_backward(logits, *given)
         ctx.version = _version(options.diversity)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchace._files import check_regular
-from torchace.report._fields import LARGEST, ReportError
+from torchace._files import ARRAYS_BYTES, check_regular, read_bounded
+from torchace.report._fields import LARGEST, Fields, ReportError
 
 Array = NDArray[Any]
 
@@ -61,6 +62,18 @@ class Honesty(NamedTuple):
 
     spread: Array
     error: Array
+
+
+def check_arrays(run: Fields, path: Path) -> None:
+    """Refuse arrays that are not those that were written with the run."""
+    if (stated := run.value.get("arrays_sha256")) is None:
+        return
+    try:
+        found = hashlib.sha256(read_bounded(path, ARRAYS_BYTES)).hexdigest()
+    except OSError as error:
+        raise ReportError(f"Could not read runs/{path.name}: {error.strerror}.") from None
+    if found != stated:
+        raise ReportError(f"runs/{path.name} was changed after it was written: its SHA-256 is another one.")
 
 
 def read_arrays(path: Path) -> dict[str, Array]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -11,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchace._files import ARRAYS_BYTES, CHECKSUM, JSON_BYTES, is_unchanged, parse_json, read_bounded, read_json
+from torchace._files import CHECKSUM, JSON_BYTES, is_unchanged, parse_json, read_bounded, read_json
 from torchace.report._fields import (
     Fields,
     ReportError,
@@ -23,7 +22,7 @@ from torchace.report._fields import (
     may_be_unprintable,
     printable,
 )
-from torchace.report.arrays import Array, read_arrays, sample_scores
+from torchace.report.arrays import Array, check_arrays, read_arrays, sample_scores
 from torchace.report.formats import Metric, count, fitted
 from torchace.report.schema import Schema, read_schema
 from torchace.report.search import Search, read_search
@@ -310,7 +309,7 @@ def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
             continue
         try:
             if arrays:
-                _check_arrays(content, path.with_suffix(".safetensors"))
+                check_arrays(content, path.with_suffix(".safetensors"))
             cache[run.name] = {} if run.arrays_path is None or not arrays else read_arrays(run.arrays_path)
         except ReportError as error:
             damaged.append(Damaged(f"runs/{path.stem}.safetensors", str(error)))
@@ -357,18 +356,6 @@ def _load(path: Path, directory: Path) -> Fields:
     if (version := fields.integer("format")) != FORMAT:
         raise ReportError(f"Expected format {FORMAT} in {where}, but got {version}; another torchace wrote it.")
     return fields
-
-
-def _check_arrays(run: Fields, path: Path) -> None:
-    """Refuse arrays that are not those that were written with the run."""
-    if (stated := run.value.get("arrays_sha256")) is None:
-        return
-    try:
-        found = hashlib.sha256(read_bounded(path, ARRAYS_BYTES)).hexdigest()
-    except OSError as error:
-        raise ReportError(f"Could not read runs/{path.name}: {error.strerror}.") from None
-    if found != stated:
-        raise ReportError(f"runs/{path.name} was changed after it was written: its SHA-256 is another one.")
 
 
 def _mixed(stated: Mapping[str, Any], told: Sequence[object]) -> dict[str, Any]:
