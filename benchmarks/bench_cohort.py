@@ -19,11 +19,11 @@ import measure
 import torch
 from torch import Tensor, nn
 
-from torchace.data import Batches, load
-from torchace.engine.fit import fit
-from torchace.engine.network import RunGroup
-from torchace.engine.recipe import Recipe
 from torchace.functional import amended_cross_entropy
+from torchace.lab.data import Batches, load
+from torchace.lab.training.config import Recipe
+from torchace.lab.training.loop import fit
+from torchace.lab.training.run_group import RunGroup
 from torchace.models import mlp
 from torchace.nn import Ensemble
 

@@ -26,11 +26,11 @@ import measure_gpu
 import torch
 from torch import Tensor, nn
 
-from torchace.data import Batches, CropFlip, Split
-from torchace.engine.graph import EAGER_STEPS, Stepper
-from torchace.engine.network import RunGroup
-from torchace.engine.recipe import Recipe, make_optimizer
 from torchace.functional import amended_cross_entropy
+from torchace.lab.data import Batches, CropFlip, Split
+from torchace.lab.training.config import Recipe, make_optimizer
+from torchace.lab.training.cuda_graph import EAGER_STEPS, Stepper
+from torchace.lab.training.run_group import RunGroup
 from torchace.models import cifar_resnet, mlp
 from torchace.nn import SMOC, Ensemble, StackedEnsemble
 from torchace.nn.stacking import Decision

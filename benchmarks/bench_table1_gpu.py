@@ -32,12 +32,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from torchace.data import Batches, Dataset, chunks, load
-from torchace.engine.evaluate import logits_of
-from torchace.engine.fit import fit
-from torchace.engine.network import RunGroup
-from torchace.engine.recipe import Recipe
 from torchace.functional import amended_cross_entropy, ensemble_log_probs
+from torchace.lab.data import Batches, Dataset, chunks, load
+from torchace.lab.training.config import Recipe
+from torchace.lab.training.evaluate import logits_of
+from torchace.lab.training.loop import fit
+from torchace.lab.training.run_group import RunGroup
 from torchace.models import mlp
 from torchace.nn import Ensemble
 

@@ -33,8 +33,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchensemble import VotingClassifier
 from torchensemble.utils.logging import set_logger
 
-from torchace.data import DataError, load
 from torchace.functional import ensemble_log_probs
+from torchace.lab.data import DataError, load
 from torchace.models import mlp
 from torchace.sklearn import ACEClassifier
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from torchace._intervals import mean_over_seeds, mean_over_seeds_and_samples
+from torchace._statistics import mean_over_seeds, mean_over_seeds_and_samples
 
 Draw = Callable[[np.random.Generator, tuple[int, int]], NDArray[np.float64]]
 

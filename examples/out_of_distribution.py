@@ -12,9 +12,9 @@ from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import train_test_split
 
 import torchace as ace
-from torchace.data import Split
-from torchace.runs.members import MemberPlan, train_members
-from torchace.runs.tune import tune_diversity
+from torchace.lab.data import Split
+from torchace.lab.training.members import MemberPlan, train_members
+from torchace.lab.tuning.tuning import tune_diversity
 
 SEEDS = range(5)
 PLAN = MemberPlan("classification", num_members=10, hidden=(16,), epochs=30, learning_rate=0.01, precision="float32")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import torchace as ace
-from torchace.cli import main
+from torchace.lab.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

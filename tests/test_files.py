@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchace import _files as files
-from torchace.engine.files import remove_abandoned, whole_file, write_whole
+from torchace.lab.training.files import remove_abandoned, whole_file, write_whole
 
 
 @pytest.mark.parametrize("read", [files.open_regular, files.check_regular, lambda path: files.read_bounded(path, 9)])
@@ -76,7 +76,7 @@ def test_the_memory_limit_of_a_process_counts() -> None:
 HELD = """
 import sys
 from pathlib import Path
-from torchace.engine.files import whole_file
+from torchace.lab.training.files import whole_file
 with whole_file(Path(sys.argv[1])) as temporary:
     temporary.write_text("half")
     print(temporary, flush=True)

@@ -21,7 +21,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import torchace as ace
-from torchace.runs.table_model import TableModel
+from torchace.lab.tables.model import TableModel
 from torchace.saving import ModelFileError
 from torchace.sklearn import ACEClassifier, NCLRegressor
 

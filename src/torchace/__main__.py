@@ -1,5 +1,5 @@
 """`python -m torchace`."""
 
-from torchace.cli import main
+from torchace.lab.cli.main import main
 
 main()

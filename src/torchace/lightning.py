@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchace import _checks
-from torchace.metrics.by_link import LinkMetrics
+from torchace.metrics.task_metrics import LinkMetrics
 from torchace.nn.base import EnsembleModule
-from torchace.nn.links import MemberLoss, check_pair, set_diversity, share_member_weights
+from torchace.nn.loss_registry import MemberLoss, check_pair, set_diversity, share_member_weights
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -17,7 +17,7 @@ try:
     from sklearn.base import ClassifierMixin, RegressorMixin
     from sklearn.utils.class_weight import compute_class_weight
 
-    from torchace._estimator import Estimator
+    from torchace.lab.estimator import Estimator
 except ModuleNotFoundError as error:
     raise ImportError("The estimators need scikit-learn: pip install 'torchace[tool]'.") from error
 

@@ -16,7 +16,7 @@ from torchace.functional import ensemble_log_probs, ensemble_probs
 from torchace.functional._members import compute_dtype
 from torchace.nn.base import EnsembleModule
 from torchace.nn.conversion import StackedClassifiers
-from torchace.nn.links import LOSSES, MemberLoss, check_pair, share_member_weights
+from torchace.nn.loss_registry import LOSSES, MemberLoss, check_pair, share_member_weights
 from torchace.nn.losses import AmendedCrossEntropyLoss
 
 __all__ = ["ACETrainer", "ACETrainerMixin"]
@@ -126,7 +126,7 @@ class ACETrainerMixin:
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's, with the scores of the ensemble and its members added to the metrics."""
-        from torchace.metrics.by_link import LinkMetrics  # here: torchmetrics takes seconds to import
+        from torchace.metrics.task_metrics import LinkMetrics  # here: torchmetrics takes seconds to import
 
         ensemble = self._ensemble()
         ignore_index = getattr(self.ace_loss, "ignore_index", -100)

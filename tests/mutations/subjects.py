@@ -20,27 +20,27 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from tests.cli_cases import pets, write_table
-from tests.data.writers import cifar_files, mnist_files, packed, small_cifar, small_mnist
-from tests.engine.cases import batches, group_of, recipe
+from tests.lab.cli.cases import pets, write_table
+from tests.lab.data.writers import cifar_files, mnist_files, packed, small_cifar, small_mnist
+from tests.lab.sweeps.cases import small
+from tests.lab.tables.table_cases import fitted
+from tests.lab.training.cases import batches, group_of, recipe
 from tests.mutations.changes import mutate_json
-from tests.runs.cases import small
-from tests.runs.table_cases import fitted
 from tests.support.saved_models import KINDS, bits
 from torchace import _model_files
-from torchace._model_kinds import plain_form
-from torchace.data import DataError, infer_schema, load, read_table
-from torchace.data.sources import SOURCES
 from torchace.diagnosis import diagnose_file
-from torchace.engine.checkpoint import CheckpointError, Checkpoints, weights_digest
-from torchace.engine.files import PathError, json_digest
-from torchace.engine.fit import Saving, fit
-from torchace.report import ReportError, read_results, rich_table
-from torchace.report.render import markdown
-from torchace.runs.config import ConfigError, load_experiment
-from torchace.runs.ledger import LedgerError
-from torchace.runs.sweep import Sweep
+from torchace.lab.data import DataError, infer_schema, load, read_table
+from torchace.lab.data.sources import SOURCES
+from torchace.lab.report import ReportError, read_results, rich_table
+from torchace.lab.report.render import markdown
+from torchace.lab.sweeps.config import ConfigError, load_experiment
+from torchace.lab.sweeps.run_store import LedgerError
+from torchace.lab.sweeps.sweep import Sweep
+from torchace.lab.training.checkpoint import CheckpointError, Checkpoints, weights_digest
+from torchace.lab.training.files import PathError, json_digest
+from torchace.lab.training.loop import Saving, fit
 from torchace.saving import ModelFileError, load_model, save_model
+from torchace.saving.kinds import plain_form
 
 Forge = Callable[[Path, random.Random], None]
 
@@ -100,8 +100,8 @@ def _table_model() -> Any:
 
 
 def _read_table_model(folder: Path) -> object:
-    from torchace import cli_data
-    from torchace.runs.table_model import TableModel
+    from torchace.lab.cli import tables as cli_data
+    from torchace.lab.tables.model import TableModel
 
     with contextlib.redirect_stdout(io.StringIO()):
         cli_data.show(folder / "model")

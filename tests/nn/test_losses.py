@@ -16,7 +16,7 @@ from torchace.nn import (
     MemberWeights,
     NegativeCorrelationLoss,
 )
-from torchace.nn.links import set_diversity
+from torchace.nn.loss_registry import set_diversity
 
 K, N, C = 3, 6, 4
 ALPHA = [0.2, 0.3, 0.5]  # not representable: float32 weights would show in float64

@@ -104,11 +104,7 @@ def _serve() -> None:
     import pandas  # noqa: F401
     import pyarrow.parquet  # noqa: F401
 
-    import torchace.metrics
-    import torchace.report
-    import torchace.runs.table_fit
-    import torchace.runs.table_search  # noqa: F401
-    from torchace import cli  # noqa: F401
+    from torchace.lab.cli import main as cli  # noqa: F401
 
     print("ready", flush=True)
     for line in sys.stdin:
@@ -151,12 +147,14 @@ def _child(
         sys.stdout, sys.stderr = (os.fdopen(d, "w", buffering=1) for d in (1, 2))
         os.close(0)
 
-        from tests.cli_cases import fake_report
+        from tests.lab.cli.cases import fake_report
         from tests.support.held import hold
         from torchace import cli, report
-        from torchace._terminal import console
-        from torchace.runs import storage, table_fit, table_search
-        from torchace.runs.trials import Trials
+        from torchace.lab.cli.terminal import console
+        from torchace.lab.tables import fit as table_fit
+        from torchace.lab.tables import search as table_search
+        from torchace.lab.tuning import storage
+        from torchace.lab.tuning.search_cache import Trials
 
         console.file = sys.stdout
         storage.RETRIES = 1000  # as often as a test kills one and the same trial

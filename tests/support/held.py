@@ -10,7 +10,7 @@ import signal
 from importlib import import_module
 from typing import Any
 
-CHECKPOINT = "torchace.engine.checkpoint:Checkpoints.save"
+CHECKPOINT = "torchace.lab.training.checkpoint:Checkpoints.save"
 
 
 def hold(after: str = CHECKPOINT, calls: int = 1) -> None:
@@ -43,7 +43,7 @@ def hold(after: str = CHECKPOINT, calls: int = 1) -> None:
 
 
 if __name__ == "__main__":
-    from torchace.cli import main
+    from torchace.lab.cli.main import main
 
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # started again by torchrun, it goes through
         hold()

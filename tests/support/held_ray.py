@@ -21,7 +21,7 @@ def held_sweep(must_wait: Callable[[str, int], bool]) -> type:
     Args:
         must_wait: Of a job's name and its attempt, asked again and again by the worker.
     """
-    from torchace.runs.sweep import Sweep
+    from torchace.lab.sweeps.sweep import Sweep
 
     # Defined in here, a class travels by value: workers need not find the tests.
     class Held(Sweep):
@@ -45,8 +45,8 @@ def held_sweep(must_wait: Callable[[str, int], bool]) -> type:
 
 
 def main() -> None:
-    from torchace import cli
-    from torchace.runs import ray as on_ray
+    from torchace.lab.cli import main as cli
+    from torchace.lab.sweeps import ray as on_ray
 
     go = Path(sys.argv.pop(1))
     on_ray.Sweep = held_sweep(lambda job, attempt: job.startswith("calm") and not go.exists())  # type: ignore[misc]

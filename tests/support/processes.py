@@ -20,7 +20,12 @@ import torch.distributed as dist
 
 SIZE = 4
 PATIENCE = 120.0  # seconds until ranks that do not come to an end are given up
-PRELOAD = [__name__, "torchace.engine.fit", "torchace.metrics", "torchace.runs.torchrun"]  # imported once for all ranks
+PRELOAD = [
+    __name__,
+    "torchace.lab.training.loop",
+    "torchace.metrics",
+    "torchace.lab.sweeps.torchrun",
+]  # imported once for all ranks
 
 
 class Team:

@@ -9,13 +9,13 @@ import numpy as np
 
 from torchace.diagnosis import intervals
 from torchace.diagnosis.measures import Measures
-from torchace.report.drawing import DARK, HEIGHT, LIGHT, Sketch, Theme, legend, render
+from torchace.lab.report.drawing import DARK, HEIGHT, LIGHT, Sketch, Theme, legend, render
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from torchace.diagnosis.verdict import Diagnosis
+    from torchace.diagnosis.diagnosis import Diagnosis
 
 
 def drawn(diagnosis: Diagnosis, *, dark: bool = False) -> dict[str, bytes]:

@@ -14,9 +14,9 @@ from dataclasses import replace
 import numpy as np
 
 from torchace.diagnosis import intervals
+from torchace.diagnosis.diagnosis import SEVERITIES, Finding
 from torchace.diagnosis.intervals import Interval, Values
 from torchace.diagnosis.measures import Measures
-from torchace.diagnosis.verdict import SEVERITIES, Finding
 
 # Fewer samples than this give notes at most: intervals of so few lean on normality that nobody checked.
 LEAST = 30

@@ -1,0 +1,199 @@
+"""Diagnoses of tensors and of files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from torchace._files import UNPACKED_PREDICTIONS, check_regular
+from torchace.diagnosis.diagnosis import Diagnosis
+from torchace.diagnosis.measures import Measures, measure
+from torchace.diagnosis.rules import findings
+from torchace.lab.data.messages import reason
+from torchace.lab.data.npz_files import NPZ_ERRORS, read_npz
+
+ARRAYS = ("logits", "target", "train_logits", "train_target", "member_weights")
+
+
+def diagnose(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    train_logits: Tensor | None = None,
+    train_target: Tensor | None = None,
+    member_weights: Tensor | Sequence[float] | None = None,
+    class_names: Sequence[str] | None = None,
+) -> Diagnosis:
+    """Tells in words, numbers and figures whether an ensemble's diversity is real.
+
+    It looks for members that collapsed onto each other, copies, members near chance, collusion (members that are good
+    only together), members that decide alone, an ensemble no better than its best member, diversity that stays on the
+    training data, probabilities that are too sure or too modest, and classes that were not learnt; and says what
+    follows. A warning holds beyond what the luck of the samples explains.
+
+    Args:
+        logits: Members' logits on samples that were not trained on, `(K, N, C)`.
+        target: Class indices, `(N,)`.
+        train_logits: Members' logits on training samples, `(K, M, C)`, in evaluation mode.
+        train_target: Their class indices, `(M,)`.
+        member_weights: The paper's α, `(K,)`; uniform unless given.
+        class_names: A name for each class.
+
+    Returns:
+        A `Diagnosis`: `print` it, look at its `findings` and `numbers`, or `save` it with its figures.
+
+    Example:
+        >>> g = torch.Generator().manual_seed(0)
+        >>> target = torch.randint(3, (500,), generator=g)
+        >>> member = 2 * F.one_hot(target, 3) + torch.randn(500, 3, generator=g)
+        >>> diagnosis = diagnose(torch.stack([member, member]), target)
+        >>> diagnosis["copies"].severity, diagnosis["copies"].numbers["pairs"]
+        ('warning', [[0, 1]])
+        >>> [finding.name for finding in diagnosis.warnings]
+        ['collapse', 'copies', 'calibration']
+    """
+    if (train_logits is None) != (train_target is None):
+        raise ValueError("Expected both `train_logits` and `train_target`, or neither, but got one of them.")
+    names = _names(class_names, logits)
+    measured = measure(logits, target, member_weights)
+    train = None
+    if train_logits is not None and train_target is not None:
+        train = measure(train_logits, train_target, member_weights, name="train_logits")
+        if (train.num_members, train.num_classes) != (measured.num_members, measured.num_classes):
+            raise ValueError(
+                f"Expected `train_logits` of {measured.num_members} members and {measured.num_classes} classes, "
+                f"but got shape {tuple(train_logits.shape)}."
+            )
+    found = findings(measured, train, names)
+    return Diagnosis(found, _numbers(measured, train), measured, train, names)
+
+
+def diagnose_file(path: str | os.PathLike[str]) -> Diagnosis:
+    """Diagnoses a `.npz` or `.safetensors` file of predictions.
+
+    It holds `logits` `(K, N, C)` and `target` `(N,)`, and if you like `train_logits` and `train_target`,
+    `member_weights` `(K,)` and, in a `.npz` file, `class_names`, an array of strings. Nothing is unpickled.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: The file is damaged or does not hold that; one sentence that names it.
+
+    Example:
+        >>> import numpy as np, tempfile
+        >>> target = np.arange(60) % 3
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     np.savez(f"{folder}/predictions.npz", logits=4.0 * np.eye(3)[None, target], target=target)
+        ...     diagnose_file(f"{folder}/predictions.npz").numbers["accuracy"]
+        1.0
+    """
+    file = Path(path)
+    try:
+        check_regular(file)
+    except FileNotFoundError as error:
+        raise ValueError(f"There is no file {file}; check the path.") from error
+    except (OSError, ValueError) as error:  # a null character in the name is a ValueError
+        raise ValueError(f"{file} cannot be read ({reason(error)}); check the path.") from error
+    arrays, class_names = _read_npz(file) if file.suffix == ".npz" else _read_safetensors(file)
+    missing = [name for name in ARRAYS[:2] if name not in arrays]
+    if missing:
+        raise ValueError(
+            f"Expected arrays `logits` (K, N, C) and `target` (N,) in {file}, but it has no `{missing[0]}`."
+        )
+    tensors: dict[str, Any] = {name: arrays[name] for name in ARRAYS if name in arrays}
+    for name in ("target", "train_target"):
+        if name in tensors and tensors[name].dtype.is_floating_point and tensors[name].ndim == 1:
+            raise ValueError(f"Expected class indices of an integer type under `{name}` in {file}.")
+    try:
+        return diagnose(tensors.pop("logits"), tensors.pop("target"), class_names=class_names, **tensors)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _read_npz(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
+    try:
+        arrays = read_npz(file, (*ARRAYS, "class_names"), allowed=UNPACKED_PREDICTIONS)
+    except NPZ_ERRORS as error:
+        raise ValueError(
+            f"{file} is not a .npz file of plain arrays that can be read ({reason(error)}); write it again."
+        ) from error
+    names = arrays.pop("class_names", None)
+    if names is not None and names.dtype.kind not in "US":
+        raise ValueError(f"Expected an array of strings under `class_names` in {file}, but got {names.dtype}.")
+    tensors = {}
+    for name, array in arrays.items():
+        if array.dtype.kind not in "fiu":
+            raise ValueError(f"Expected numbers under `{name}` in {file}, but got {array.dtype}.")
+        # numbers as this machine writes them, in types that torch has
+        kind = np.float64 if array.dtype.kind == "f" else np.int64
+        tensors[name] = torch.from_numpy(np.array(array, dtype=kind, order="C"))
+    try:
+        return tensors, None if names is None else [str(name) for name in names.astype(str).reshape(-1)]
+    except ValueError as error:  # bytes that are no text
+        raise ValueError(f"Expected an array of strings under `class_names` in {file}, but got other bytes.") from error
+
+
+def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], None]:
+    if file.suffix != ".safetensors":
+        raise ValueError(f"Expected a .npz or .safetensors file, but got {file}.")
+    try:
+        return dict(load_file(file)), None
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{file} is not a safetensors file that can be read; write it again.") from error
+
+
+def _names(class_names: Sequence[str] | None, logits: Any) -> tuple[str, ...]:
+    if class_names is None:
+        return ()
+    if isinstance(class_names, str) or not all(isinstance(name, str) for name in class_names):
+        raise TypeError(
+            "Expected `class_names` to be a sequence of strings. Convert them: [str(name) for name in ...]."
+        )
+    if isinstance(logits, Tensor) and logits.ndim == 3 and len(class_names) != logits.shape[2]:
+        raise ValueError(f"Expected {logits.shape[2]} `class_names`, one for each class, but got {len(class_names)}.")
+    return tuple(class_names)
+
+
+def _numbers(m: Measures, train: Measures | None) -> dict[str, Any]:
+    """All that was measured, as JSON can hold it."""
+    numbers: dict[str, Any] = {
+        "samples": m.samples,
+        "num_members": m.num_members,
+        "num_classes": m.num_classes,
+        "chance": m.chance,
+        **_scores(m),
+        "member_weights": m.member_weights.tolist(),
+        "member_accuracy": m.member_correct.mean(1).tolist(),
+        "member_cross_entropy": m.member_cross_entropy.mean(1).tolist(),
+        "accuracy_without": m.without.mean(1).tolist() if m.num_members > 1 else [],
+        "accuracy_of_half": float(m.half.mean()) if m.num_members > 1 else None,
+        "divergence": m.divergence.tolist(),
+    }
+    if train is not None:
+        numbers |= {"train_samples": train.samples}
+        numbers |= {f"train_{name}": value for name, value in _scores(train).items()}
+    return numbers
+
+
+def _scores(m: Measures) -> dict[str, float]:
+    return {
+        "accuracy": float(m.correct.mean()),
+        "cross_entropy": float(m.cross_entropy.mean()),
+        "brier": float(m.brier.mean()),
+        "calibration_error": float(np.abs(m.bins[2] - m.bins[1]).sum() / m.samples),
+        "member_accuracy_mean": float(m.member_correct.mean()),
+        "member_cross_entropy_mean": float(m.member_cross_entropy.mean()),
+        "disagreement": float(m.disagreement.mean()),
+        "mutual_information": float(m.mutual_information.mean()),
+        "ambiguity": float(m.ambiguity.mean()),
+        "entropy": float(m.entropy.mean()),
+    }

@@ -1,0 +1,252 @@
+"""Shuffled, augmented, normalised batches from samples that lie on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchace._checks import check_count, shape_of
+from torchace.lab.data.augment import CropFlip
+from torchace.lab.data.rng import hashed_key, order_key, permutations, random_integers
+from torchace.lab.data.splits import Split
+
+Statistics = tuple[Sequence[float], Sequence[float]]
+GATHERED = 1 << 26  # bytes of samples that are put in an epoch's order at once
+
+
+class _Epoch(NamedTuple):
+    """What one epoch draws for S streams, each tensor `(S, N)`."""
+
+    order: Tensor
+    augment: tuple[Tensor, ...]  # rows and columns to crop at, and flips; none without augmentation
+    gathered: tuple[Tensor, Tensor] | None  # samples and labels in this order, prepared; None where they are too large
+
+
+class Batches:
+    """Batches of a split, each a function of (seed, epoch, step, stream) alone.
+
+    There is no state to store: any batch can be asked for at any time, in any order, in any process, and has the same
+    bits. Shuffling, cropping, mirroring and normalising happen on the device, for the whole batch at once; a step reads
+    nothing back from it.
+
+    The last, smaller batch of an epoch is left out unless `drop_last=False`: batches of one size can be stacked and
+    captured in a CUDA graph, and since every epoch has its own order, no sample is left out for good.
+
+    Args:
+        split: The samples. They are moved to the device once and stay there as they are (uint8 for images).
+        batch_size: Samples in a batch.
+        seed: The seed of `batch`; `batch_many` is given its own.
+        device: Where the batches are made; where the split lies unless said.
+        normalize: Mean and standard deviation, each one number or one for each channel (axis 1 of `x`), in the units of
+            `x`: see `Dataset.normalization`. None converts to `dtype` alone.
+        augment: Crop and mirror images at random.
+        dtype: Floating-point type of the batches. They are computed in float32, or in float64 if that is asked for.
+        flatten: Return samples as vectors, `(B, D)`.
+        drop_last: Leave out the last batch of an epoch if it is smaller.
+
+    Example:
+        >>> split = Split(torch.arange(10).view(10, 1), torch.arange(10))
+        >>> batches = Batches(split, 4, seed=7)
+        >>> batches.steps_per_epoch
+        2
+        >>> x, y = batches.batch(epoch=0, step=1)
+        >>> x.shape, x.dtype, bool((x[:, 0] == y).all())
+        (torch.Size([4, 1]), torch.float32, True)
+        >>> batches.batch_many([7, 8], epoch=0, step=1)[0].shape
+        torch.Size([2, 4, 1])
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        normalize: Statistics | None = None,
+        augment: CropFlip | None = None,
+        dtype: torch.dtype = torch.float32,
+        flatten: bool = False,
+        drop_last: bool = True,
+    ) -> None:
+        check_count(batch_size, "batch_size")
+        if len(split) < (batch_size if drop_last else 1):
+            raise ValueError(
+                f"Expected `batch_size` of at most {len(split)}, the number of samples, but got {batch_size}. "
+                "Use drop_last=False for a smaller batch."
+            )
+        if augment is not None and split.x.ndim != 4:
+            raise ValueError(
+                f"Expected images (N, C, H, W) for `augment`, but the samples have shape {shape_of(split.x)}."
+            )
+        self.split = split if device is None else split.to(device)
+        self.batch_size = batch_size
+        self.seed = seed
+        self.augment = augment
+        self.drop_last = drop_last
+        self._prepare = Preparation(self.split, normalize=normalize, dtype=dtype, flatten=flatten)
+        self._epoch = -1
+        self._drawn: dict[tuple[tuple[int, int], ...], _Epoch] = {}  # of the epoch last asked for
+
+    @property
+    def device(self) -> torch.device:
+        return self.split.x.device
+
+    @property
+    def steps_per_epoch(self) -> int:
+        full, left = divmod(len(self.split), self.batch_size)
+        return full + (left > 0 and not self.drop_last)
+
+    def locate(self, global_step: int) -> tuple[int, int]:
+        """The epoch and the step within it of a step counted from the start of training."""
+        check_count(global_step, "global_step", least=0)
+        return divmod(global_step, self.steps_per_epoch)
+
+    def batch(self, epoch: int, step: int, *, stream: int = 0) -> tuple[Tensor, Tensor]:
+        """One batch: samples `(B, ...)` of a floating-point type and their labels `(B,)`.
+
+        Args:
+            epoch: Counted from 0.
+            step: Within the epoch, in [0, steps_per_epoch).
+            stream: Several streams of one seed go through the samples in orders of their own.
+        """
+        x, y = self.batch_many([self.seed], epoch, step, streams=stream)
+        return x[0], y[0]
+
+    def batch_many(
+        self, seeds: Sequence[int], epoch: int, step: int, *, streams: int | Sequence[int] = 0
+    ) -> tuple[Tensor, Tensor]:
+        """The batches of several seeds at once: `(S, B, ...)` and `(S, B)`, bit for bit what `batch` gives for each.
+
+        Args:
+            seeds: One seed for each batch; a seed may come several times.
+            epoch: Counted from 0.
+            step: Within the epoch, in [0, steps_per_epoch).
+            streams: One stream for all, or one for each seed: `seeds=[3, 3], streams=[0, 1]` gives two independent
+                batches of seed 3.
+        """
+        drawn, part = self._draws(seeds, epoch, step, streams)
+        if drawn.gathered is not None:
+            x, y = drawn.gathered
+            return x[:, part].clone(), y[:, part].clone()  # copies: a network may change its input
+        return self._gather(drawn.order[:, part], tuple(draw[:, part].reshape(-1) for draw in drawn.augment))
+
+    def weights_many(
+        self, seeds: Sequence[int], epoch: int, step: int, *, streams: int | Sequence[int] = 0
+    ) -> Tensor | None:
+        """The weights `(S, B)` of the samples that `batch_many` gives; None where samples have none."""
+        if self.split.weight is None:
+            return None
+        drawn, part = self._draws(seeds, epoch, step, streams)
+        return self.split.weight[drawn.order[:, part]]
+
+    def indices(self, epoch: int, step: int, *, stream: int = 0) -> Tensor:
+        """Which samples of the split are in a batch, `(B,)`."""
+        drawn, part = self._draws([self.seed], epoch, step, stream)
+        return drawn.order[0, part]
+
+    def _draws(self, seeds: Sequence[int], epoch: int, step: int, streams: int | Sequence[int]) -> tuple[_Epoch, slice]:
+        """What the epoch draws for these seeds and streams, and which part of it is the step's."""
+        check_count(epoch, "epoch", least=0)
+        check_count(step, "step", least=0)
+        if step >= self.steps_per_epoch:
+            raise ValueError(
+                f"Expected `step` in [0, {self.steps_per_epoch - 1}], but got {step}. For a step counted from the "
+                "start of training, use batches.locate(step)."
+            )
+        if len(seeds) == 0:
+            raise ValueError("Expected at least one seed, but got none.")
+        if isinstance(streams, int):
+            streams = [streams] * len(seeds)
+        if len(streams) != len(seeds):
+            raise ValueError(f"Expected one stream for each of {len(seeds)} seeds, but got {len(streams)} streams.")
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._drawn.clear()
+        pairs = tuple(zip(seeds, streams, strict=True))
+        if pairs not in self._drawn:
+            self._drawn[pairs] = self._draw(pairs, epoch)
+        return self._drawn[pairs], slice(step * self.batch_size, (step + 1) * self.batch_size)
+
+    def _gather(self, indices: Tensor, augment: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:
+        """Samples and labels at some places `(S, B)`, as a network takes them."""
+        flat = indices.reshape(-1)
+        x = self.split.x.index_select(0, flat)  # (S·B, ...)
+        if self.augment is not None:
+            x = self.augment(x, *augment)
+        x = self._prepare(x)
+        y = self.split.y.index_select(0, flat)
+        return x.view(*indices.shape, *x.shape[1:]), y.view(*indices.shape, *y.shape[1:])
+
+    def _draw(self, pairs: Sequence[tuple[int, int]], epoch: int) -> _Epoch:
+        count = len(self.split)
+        order = permutations([order_key(seed, epoch, stream) for seed, stream in pairs], count, device=self.device)
+        if self.augment is None:
+            size = order.numel() * self.split.x[0].numel() * self._prepare.dtype.itemsize
+            return _Epoch(order, (), self._gather(order) if size <= GATHERED else None)
+
+        def integers(purpose: str, high: int) -> Tensor:
+            keys = [hashed_key(seed, purpose, epoch, stream) for seed, stream in pairs]
+            return random_integers(keys, count, high, device=self.device)
+
+        places = 2 * self.augment.padding + 1
+        crops_and_flips = integers("crop row", places), integers("crop column", places), integers("flip", 2) == 1
+        return _Epoch(order, crops_and_flips, None)
+
+
+class Preparation:
+    """Samples as a network takes them: of a floating-point type, normalised, flat if asked for."""
+
+    def __init__(self, split: Split, *, normalize: Statistics | None, dtype: torch.dtype, flatten: bool) -> None:
+        if not dtype.is_floating_point:
+            raise TypeError(f"Expected `dtype` to be a floating-point type, but got {dtype}.")
+        self.dtype = dtype
+        self.compute_dtype = dtype if dtype == torch.float64 else torch.float32
+        self.flatten = flatten
+        self.statistics = None if normalize is None else [self._column(values, split.x) for values in normalize]
+        if normalize is not None and not all(value > 0 for value in normalize[1]):
+            raise ValueError(f"Expected positive standard deviations in `normalize`, but got {list(normalize[1])}.")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.statistics is not None:
+            mean, std = self.statistics
+            x = x.to(self.compute_dtype, copy=True).sub_(mean).div_(std)  # a copy: `x` may be the split itself
+        x = x.to(self.dtype)
+        return x.flatten(1) if self.flatten else x
+
+    def _column(self, values: Sequence[float], x: Tensor) -> Tensor:
+        """One number for each channel, shaped to meet axis 1 of `x`."""
+        if len(values) != 1 and (x.ndim < 2 or len(values) != x.shape[1]):
+            raise ValueError(
+                f"Expected `normalize` with 1 number or one for each channel of samples {shape_of(x)}, "
+                f"but got {len(values)}."
+            )
+        column = torch.tensor(values, dtype=self.compute_dtype, device=x.device)
+        return column.view(-1, *[1] * (x.ndim - 2)) if x.ndim >= 2 else column
+
+
+def chunks(
+    split: Split,
+    size: int,
+    *,
+    device: torch.device | str | None = None,
+    normalize: Statistics | None = None,
+    dtype: torch.dtype = torch.float32,
+    flatten: bool = False,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """A split in order, for evaluation: all samples, the last chunk smaller, nothing random.
+
+    The options are those of `Batches`.
+
+    Example:
+        >>> split = Split(torch.arange(5).view(5, 1), torch.arange(5))
+        >>> [y.tolist() for x, y in chunks(split, 2)]
+        [[0, 1], [2, 3], [4]]
+    """
+    check_count(size, "size")
+    split = split if device is None else split.to(device)
+    prepare = Preparation(split, normalize=normalize, dtype=dtype, flatten=flatten)
+    return ((prepare(x), y) for x, y in zip(split.x.split(size), split.y.split(size), strict=True))

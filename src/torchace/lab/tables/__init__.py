@@ -1,0 +1,1 @@
+"""Fits, evaluates, applies and exports models of tables."""

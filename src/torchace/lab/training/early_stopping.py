@@ -1,0 +1,102 @@
+"""Early stopping: every run keeps the weights of the epoch at which it was best on held-out samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchace.lab.data import Split
+from torchace.lab.training.chunks import chunk_rows
+from torchace.lab.training.config import Recipe
+from torchace.lab.training.objective import mean_over_samples, scores_of
+from torchace.lab.training.run_group import RunGroup
+
+CHUNK = 4096  # samples that all runs predict at once, at most
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Samples that are not trained on, as the network takes them, and how long a run may go without improving."""
+
+    split: Split
+    patience: int  # epochs
+
+
+class EarlyStopping:
+    """The best epoch of each run so far, by the ensemble's score on held-out samples.
+
+    A run that has not improved for `patience` epochs stops; the others go on without it. What a stopped run's weights
+    do from then on does not matter: `restore` gives every run those of its best epoch.
+    """
+
+    def __init__(self, network: RunGroup, held_out: HeldOut, recipe: Recipe) -> None:
+        self.held_out, self.recipe = held_out, recipe
+        self.best: list[float] = [math.inf] * network.num_runs
+        self.best_epoch = [0] * network.num_runs  # 0: before the first
+        self.weights = {name: value.detach().clone() for name, value in network.state_dict().items()}
+
+    def update(self, network: RunGroup, epoch: int, stopped: Sequence[bool]) -> tuple[list[float | None], list[bool]]:
+        """Scores the runs after an epoch (counted from 1).
+
+        Returns:
+            Each run's score, None for NaN, Inf and runs that stopped before; and which runs are stopped now.
+        """
+        scores = held_out_scores(network, self.held_out.split, self.recipe).tolist()
+        # a run that stopped may not profit from others that go on
+        scores = [math.nan if done else score for score, done in zip(scores, stopped, strict=True)]
+        improved = [score < best for score, best in zip(scores, self.best, strict=True)]
+        for run, better in enumerate(improved):
+            if better:
+                self.best[run], self.best_epoch[run] = scores[run], epoch
+        if any(improved):
+            taken = torch.tensor(improved, device=self.held_out.split.x.device)
+            for name, value in network.state_dict().items():
+                mask = _of_runs(network, name, value, taken)
+                self.weights[name] = torch.where(mask, value.detach(), self.weights[name])
+        now = [
+            done or epoch - best >= self.held_out.patience for done, best in zip(stopped, self.best_epoch, strict=True)
+        ]
+        return [score if math.isfinite(score) else None for score in scores], now
+
+    def restore(self, network: RunGroup) -> None:
+        """Gives every run the weights of its best epoch."""
+        network.load_state_dict(self.weights)
+
+    def state(self) -> dict[str, Any]:
+        # as text: JSON has no word for Inf
+        return {"best": [repr(value) for value in self.best], "best_epoch": self.best_epoch}
+
+    def load(self, state: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        self.best, self.best_epoch = [float(value) for value in state["best"]], list(state["best_epoch"])
+        for name, value in self.weights.items():
+            value.copy_(weights[name])
+
+
+def held_out_scores(network: RunGroup, split: Split, recipe: Recipe) -> Tensor:
+    """Each run's cross entropy or squared error on a split, `(R,)`; weighted where samples have weights."""
+    return mean_over_samples(held_out_losses(network, split, recipe), split.weight)
+
+
+@torch.no_grad()
+def held_out_losses(network: RunGroup, split: Split, recipe: Recipe) -> Tensor:
+    """Each run's cross entropy or squared error on every sample of a split, `(R, N)`."""
+    training = network.training
+    network.eval()
+    members = network.num_runs * network.num_members
+    rows = chunk_rows(network, members, itemsize=recipe.dtype.itemsize, most=CHUNK)
+    losses = torch.empty(network.num_runs, len(split), dtype=recipe.dtype, device=split.x.device)
+    for start in range(0, len(split), rows):
+        part = slice(start, start + rows)
+        losses[:, part] = scores_of(network.predict(split.x[part]).to(recipe.dtype), split.y[part], recipe)
+    network.train(training)
+    return losses
+
+
+def _of_runs(network: RunGroup, name: str, value: Tensor, taken: Tensor) -> Tensor:
+    """Which entries of a tensor of the network belong to the runs that are taken, to be broadcast against it."""
+    return taken.repeat_interleave(network.members_a_run(name)).view(-1, *[1] * (value.ndim - 1))

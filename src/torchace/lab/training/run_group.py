@@ -1,0 +1,128 @@
+"""The runs that are trained together, as one network: inputs `(R, B, ...)`, logits `(R, K, B, C)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from torchace.lab.data import hashed_key
+from torchace.nn import SMOC, Ensemble, StackedEnsemble
+from torchace.nn.base import EnsembleModule, average_shared
+from torchace.nn.stacking import KeyedDraws
+
+
+class RunGroup(nn.Module):
+    """R runs of K members each. Runs share nothing: whatever happens to one leaves the others as they are.
+
+    Separate members, and those that part behind a trunk, are one stack of R·K; R trunks are a stack, and R heads of
+    SMOC are another, each of K members. Random numbers in training are a function of (seed, step, layer, member): a run
+    draws the same, whatever is trained beside it.
+
+    Args:
+        ensembles: One for each run, of one kind: `Ensemble` of members of one architecture, or `SMOC`.
+    """
+
+    def __init__(self, ensembles: Sequence[EnsembleModule]) -> None:
+        super().__init__()
+        first = ensembles[0]
+        self.num_runs, self.num_members, self.link = len(ensembles), first.num_members, first.link
+        trunks: list[Any] = [getattr(ensemble, "trunk", None) for ensemble in ensembles]
+        self.trunk = None if trunks[0] is None else StackedEnsemble.trusted(trunks)
+        self.heads = isinstance(first, SMOC)
+        self.members = StackedEnsemble.trusted(
+            [ensemble.head for ensemble in ensembles if isinstance(ensemble, SMOC)]
+            if self.heads
+            else [member for ensemble in ensembles for member in ensemble],  # type: ignore[attr-defined]
+            self.link,
+        )
+        self.first_member = 0  # the number of the first of these members in the whole ensemble
+        self.seeds = torch.zeros(self.num_runs, dtype=torch.int64)
+        self.step = torch.zeros((), dtype=torch.int64)
+
+    def forward(self, x: Tensor, *, own: bool = False) -> Tensor:
+        """Logits `(R, K, B, C)`.
+
+        Args:
+            x: A batch a run, `(R, B, ...)`; with `own`, a batch a member, `(R, K, B, ...)`.
+            own: Whether every member has a batch of its own.
+        """
+        if self.trunk is None:
+            logits = self._compute(self.members, x.flatten(0, 1) if own else x)
+            return logits.unflatten(0, (self.num_runs, self.num_members))
+        features = self._compute(self.trunk, x.flatten(1, 2) if own else x)
+        features = average_shared(features, self.num_members)
+        if not own:
+            return self._from_features(features)
+        if not isinstance(features, Tensor):
+            raise TypeError(
+                f"Expected the trunk to return one tensor where members have batches of their own, but got "
+                f"{type(features).__name__}."
+            )
+        features = features.unflatten(1, x.shape[1:3])  # (R, K, B, ...)
+        if self.heads:
+            return self.members.compute([features], {"batches": "separate"}, own=True)
+        return self._from_features(features.flatten(0, 1))
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Logits `(R, K, B, C)` of one input `(B, ...)` for all runs."""
+        if self.trunk is None:
+            return self.members(x).unflatten(0, (self.num_runs, self.num_members))
+        return self._from_features(self.trunk.compute([x], {}, own=False))
+
+    def _from_features(self, features: Any) -> Tensor:
+        """Logits of all members, of what their runs' trunks return."""
+        if self.heads:
+            return self.members.compute([features], {}, own=True)
+        logits = self._compute(self.members, features)
+        return logits.unflatten(0, (self.num_runs, self.num_members))
+
+    def _compute(self, stack: StackedEnsemble, x: Any) -> Any:
+        draws = None
+        if self.training:
+            # the trunk is no member: it draws as number -1
+            first, count = (-1, 1) if stack is self.trunk else (self.first_member, self.num_members)
+            draws = KeyedDraws(self.seeds, torch.arange(first, first + count, device=self.seeds.device), self.step)
+        return stack.compute([x], {}, own=True, draws=draws)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """As `nn.Module.to`; a memory format is that of a member's weights."""
+        parsed: tuple[Any, Any, bool, Any] = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, non_blocking, memory_format = parsed
+        if device is not None or dtype is not None:
+            super().to(device=device, dtype=dtype, non_blocking=non_blocking)
+        for stack in (self.trunk, self.members):
+            if stack is not None and memory_format is not None:
+                stack.to(memory_format=memory_format)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = next(self.parameters()).device
+        self.seeds, self.step = self.seeds.to(device), self.step.to(device)
+        return self
+
+    def set_seeds(self, seeds: Sequence[int]) -> None:
+        """The seeds from which the runs draw random numbers in training."""
+        self.seeds.copy_(torch.tensor([hashed_key(seed, "network", 0) for seed in seeds]))
+
+    def members_a_run(self, name: str) -> int:
+        """How many entries of a tensor in `state_dict()` belong to one run."""
+        return 1 if self.heads or name.startswith("trunk.") else self.num_members
+
+    def ensemble(self, run: int) -> EnsembleModule:
+        """One run's ensemble, by itself; a copy."""
+        first = run * self.num_members
+        if self.trunk is None:
+            return self.members.take(slice(first, first + self.num_members))
+        trunk = self.trunk[run]
+        ensemble: EnsembleModule
+        if self.heads:
+            head: Any = self.members[run]
+            ensemble = SMOC.from_parts(trunk, head, self.link)
+        else:
+            ensemble = Ensemble([self.members[first + k] for k in range(self.num_members)], trunk, self.link)
+        ensemble.training = self.training  # its layers have the modes they have here
+        return ensemble

@@ -1,0 +1,1 @@
+"""Finds λ and hyperparameters on validation data."""

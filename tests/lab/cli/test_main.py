@@ -1,0 +1,747 @@
+"""The command line: what it prints, what it exits with, and one sentence for everything that is wrong."""
+
+import errno
+import io
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import torchace
+from tests.lab.cli.cases import Invoke, Outcome
+from tests.lab.sweeps.cases import command, ledger_of, leftovers, poison
+from torchace import _files as files
+from torchace.lab.cli import main as cli
+from torchace.lab.cli.sweep_progress import SweepProgress
+from torchace.lab.data import DataError, load
+from torchace.lab.sweeps.config import load_experiment
+from torchace.lab.sweeps.run_store import Job, Ledger, Run
+from torchace.lab.sweeps.sweep import Sweep
+from torchace.lab.training.loop import Interrupted, Progress
+
+REAL_DATA = os.environ.get("TORCHACE_DATA", "")
+SMALL = """
+[data]
+limit = 200
+[model]
+hidden = [4]
+num_members = 2
+[train]
+steps = 12
+batch_size = 50
+learning_rate = 0.01
+[sweep]
+diversities = [0.0, 0.5]
+seeds = [0, 1]
+"""
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
+    return Invoke(monkeypatch, capsys)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an empty folder, without the user's data, cache and network."""
+    monkeypatch.delenv("TORCHACE_DATA", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("a test that should not have tried to download")
+
+    monkeypatch.setattr("pooch.retrieve", refuse)
+
+
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes seconds; where the test is about something else, a page is enough."""
+
+    def page(directory: Path) -> Path:
+        return Path(directory) / "report" / "index.html"
+
+    monkeypatch.setattr("torchace.lab.report.write_report", page)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return path
+
+
+# -- what works -------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_is_run_and_reported(invoke: Invoke, small: Path) -> None:
+    outcome = invoke("run", small)
+    assert outcome.code == 0
+    assert outcome.err == ""
+    directory = Path("runs") / "small"
+    assert (directory / "report" / "index.html").read_text().startswith("<!doctype html>")
+    assert "main λ=0, 0.5, 2 seeds: 4 of 4 runs are finished." in outcome.out
+    assert outcome.out.count("±") > 4
+    assert "…" not in outcome.out  # nothing was cut to fit a screen that is not there
+    assert outcome.out.splitlines()[-1] == f"Report: {directory / 'report' / 'index.html'}"
+    assert "\x1b" not in outcome.out
+    assert leftovers(directory) == []
+
+    page = directory / "report" / "index.html"
+    page.unlink()
+    again = invoke("report", directory)
+    assert again.code == 0
+    assert page.exists()
+    assert again.out.splitlines() == outcome.out.splitlines()[1:]
+
+
+@pytest.mark.usefixtures("no_report")
+def test_more_seeds_go_on_where_the_last_command_ended(invoke: Invoke, small: Path) -> None:
+    assert invoke("run", small, "--out", "out").code == 0
+    outcome = invoke("run", small, "--out", "out", "--seeds", 3)
+    assert outcome.out.splitlines()[:2] == [
+        "4 of 6 runs are finished already.",
+        "main λ=0, 0.5, seed 2: 6 of 6 runs are finished.",
+    ]
+    assert invoke("run", small, "--out", "out", "--seeds", 3).out.startswith("6 of 6 runs are finished already.")
+
+
+@pytest.mark.usefixtures("no_report")
+def test_overrides_and_device(invoke: Invoke, small: Path) -> None:
+    options = ("--set", "train.steps=3", "--set", "sweep.diversities=[0.25]", "--seeds", 1, "--device", "cpu")
+    assert invoke("run", small, "--out", "out", *options).code == 0
+    ledger = ledger_of(Path("out"))
+    assert list(ledger)[2:] == ["runs/main-l0.25-s0.json", "main-l0.25-s0.safetensors"]
+    assert ledger["runs/main-l0.25-s0.json"]["steps"] == 3
+
+
+def test_brackets_in_names_are_printed(invoke: Invoke, small: Path) -> None:
+    name = "out [bold] dir"
+    assert invoke("run", small, "--out", name).out.splitlines()[-1] == f"Report: {name}/report/index.html"
+    refused = invoke("run", small, "--out", name, "--set", "train.steps=[/red]")
+    assert "'[/red]'" in refused.err
+
+
+def test_a_terminal_sees_how_far_it_is() -> None:
+    screen = io.StringIO()
+    job = Job("main-0", (Run("main", 0.0, 0), Run("main", 0.5, 0)))
+    with SweepProgress(Console(file=screen, force_terminal=True, width=100)) as progress:
+        progress.planned(1, 3)
+        progress.started(job)
+        progress.stepped(job, Progress(5, 12, [2.5, None, 1.5]))  # one of three has failed
+        progress.bars.refresh()
+        progress.finished(job, 3)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert "1 of 3 runs are finished already." in shown
+    assert re.search(r"runs +[━╺╸]+ 1/3", shown)
+    assert re.search(r"main λ=0, 0.5, seed 0 [━╺╸]+ +5/12 cross entropy 2.0000", shown)
+    assert "3 of 3 runs are finished." not in shown  # that is for files
+
+
+@pytest.mark.usefixtures("no_report")
+def test_signals_are_given_back(invoke: Invoke, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert invoke("run", small).code == 0
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.usefixtures("no_report")
+def test_interrupted_in_this_process(invoke: Invoke, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fit(*args: Any, stop: Any, **options: Any) -> None:
+        assert not stop()
+        signal.raise_signal(signal.SIGTERM)
+        assert stop()
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torchace.lab.sweeps.sweep.fit", fit)
+        outcome = invoke("run", small, "--out", "a [long] name")
+    assert outcome == (3, "", "Interrupted. Everything so far is in a [long] name; repeat the command to go on.\n")
+    assert invoke("run", small, "--out", "a [long] name").code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_while_the_report_is_drawn(
+    invoke: Invoke, small: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def drawing(directory: Path) -> Path:
+        signal.raise_signal(number)
+        raise AssertionError("went on")
+
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setattr("torchace.lab.report.write_report", drawing)
+    outcome = invoke("run", small, "--out", "my runs")
+    assert outcome.code == 3
+    assert outcome.err == (
+        "Interrupted while the report was drawn. All results are in my runs; "
+        "draw the report with: torchace report 'my runs'\n"
+    )
+    assert len(list(Path("my runs/runs").glob("*.json"))) == 4
+    assert invoke("report", "my runs").code == 3
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_version_and_help(invoke: Invoke) -> None:
+    assert invoke("--version") == (0, f"torchace {torchace.__version__}\n", "")
+    assert "run" in invoke().out
+    assert "--set" in invoke("run", "--help").out
+
+
+def test_info(invoke: Invoke) -> None:
+    outcome = invoke("info")
+    assert outcome.code == 0
+    assert [line.split()[0] for line in outcome.out.splitlines()] == [
+        *("torchace", "python", "torch", "numpy", "safetensors", "torchmetrics", "scikit-learn"),
+        *("processor", "experiments"),
+    ]
+
+
+def test_as_a_module() -> None:
+    process = command("--version")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out, err) == (0, f"torchace {torchace.__version__}\n", "")
+
+
+def test_a_terminal_without_greek_letters(small: Path) -> None:
+    process = command("run", str(small), "--seeds", "1", env={"PYTHONIOENCODING": "ascii"})
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert "main ?=0, 0.5, seed 0" in out
+
+
+# -- experiments on real data -----------------------------------------------------------------------------------------
+
+
+def use_real(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real data set with a hundred test images, where it is at hand."""
+    if not REAL_DATA:
+        pytest.skip("TORCHACE_DATA is not set")
+    monkeypatch.setenv("TORCHACE_DATA", REAL_DATA)
+    try:
+        dataset = load(name, download=False)
+    except DataError as error:
+        pytest.skip(str(error))
+    few = replace(dataset, test=dataset.test.take(torch.arange(100)))
+    monkeypatch.setattr("torchace.lab.sweeps.loaded_data.load", lambda wanted: {name: few}[wanted])
+
+
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.parametrize(("name", "runs"), [("table1", 13), ("small_members", 7)])
+def test_mnist_experiments(name: str, runs: int, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_real("mnist", monkeypatch)
+    outcome = invoke("run", name, "--set", "data.limit=1000", "--set", "train.steps=2", "--seeds", 1)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert f"{runs} of {runs} runs are finished." in outcome.out
+
+
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.parametrize(("name", "runs"), [("table2", 9), ("branched", 12)])
+def test_cifar_experiments(name: str, runs: int, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_real("cifar10", monkeypatch)
+    settings = ("data.limit=64", "train.steps=2", "train.batch_size=16", "model.depth=8", "model.width=2")
+    outcome = invoke("run", name, *(part for setting in settings for part in ("--set", setting)), "--seeds", 1)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert f"{runs} of {runs} runs are finished." in outcome.out
+
+
+# -- failed runs ------------------------------------------------------------------------------------------------------
+
+
+def test_failed_runs_are_named_and_reported(invoke: Invoke, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, 0.5, 1, member=1)
+    outcome = invoke("run", small)
+    assert outcome.code == 4
+    assert outcome.err == "Run λ=0.5, seed 1 (main) failed at step 0, member 1: NaN or Inf in loss or gradient.\n"
+    assert "Report: " in outcome.out
+    page = (Path("runs") / "small" / "report" / "index.html").read_text()
+    assert "NaN or Inf in loss or gradient" in page
+    assert invoke("run", small).code == 4  # it stays so
+
+
+def test_a_sweep_of_failures_has_a_report_too(invoke: Invoke, small: Path) -> None:
+    settings = ("train.optimizer=sgd", "train.learning_rate=1e30")
+    outcome = invoke("run", small, *(part for setting in settings for part in ("--set", setting)))
+    assert outcome.code == 4
+    assert len(outcome.err.splitlines()) == 4
+    assert (Path("runs") / "small" / "report" / "index.html").exists()
+
+
+# -- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+def assert_refused(outcome: Outcome, *words: str, code: int = 1) -> None:
+    """One line on standard error, no traceback, nothing on standard output, nothing written."""
+    assert outcome.code == code, outcome
+    assert outcome.out == ""
+    assert outcome.err.startswith("Error: ")
+    assert outcome.err.count("\n") == 1
+    assert len(outcome.err) < 600
+    for noise in ("Traceback", "pydantic", "Section", "Input should", "validation error", "For further information"):
+        assert noise not in outcome.err
+    for word in words:
+        assert word in outcome.err, outcome.err
+    assert list(Path().iterdir()) == []
+
+
+SETTINGS = {
+    # unknown keys, at every level
+    "dta.name='digits'": "there is no key 'dta'. Did you mean 'data'?",
+    "tittle='x'": "there is no key 'tittle'. Did you mean 'title'?",
+    "data.nam='digits'": "there is no key 'data.nam'. Did you mean 'name'?",
+    "model.num_member=3": "there is no key 'model.num_member'. Did you mean 'num_members'?",
+    "train.epoch=3": "there is no key 'train.epoch'. Did you mean 'epochs'?",
+    "train.lr=3": "there is no key 'train.lr'. Known keys: epochs,",
+    "sweep.diversity=[0]": "there is no key 'sweep.diversity'. Did you mean 'diversities'?",
+    "checkpoint.step=3": "there is no key 'checkpoint.step'. Did you mean 'steps'?",
+    "paper.tabel='x'": "there is no key 'paper.tabel'. Did you mean 'table'?",
+    "paper={table='1', rows=[{num_members=1, acuracy=1}]}": "'paper.rows.0.acuracy'. Did you mean 'accuracy'?",
+    "arms=[{name='a', lable='x'}]": "there is no key 'arms.0.lable'. Did you mean 'label'?",
+    "arms=[{name='a'}, {name='b', train={epoch=1}}]": "there is no key 'arms.1.train.epoch'. Did you mean 'epochs'?",
+    "arms=[{name='a', model={depht=20}}]": "there is no key 'arms.0.model.depht'. Did you mean 'depth'?",
+    "arms=[{name='a', data={limits=20}}]": "there is no key 'arms.0.data.limits'. Did you mean 'limit'?",
+    "train.deeper.key=1": "there is no key 'train.deeper'",
+    # wrong types
+    "data=3": "expected data to be a section, but got 3",
+    "model=[1]": "expected model to be a section, but got [1]",
+    "train='x'": "expected train to be a section, but got 'x'",
+    "sweep=true": "expected sweep to be a section, but got True",
+    "checkpoint=1.5": "expected checkpoint to be a section",
+    "arms={name='a'}": "expected arms to be a list, but got a section",
+    "arms=[3]": "expected arms.0 to be a section, but got 3",
+    "arms=[{name='a', train=3}]": "expected arms.0.train to be a section",
+    "arms=[{label='a'}]": "expected a value for arms.0.name",
+    "name=3": "expected name to be text",
+    "title=3": "expected title to be text",
+    "data.name=3": "expected data.name to be 'digits', 'mnist', 'fashion_mnist' or 'cifar10', but got 3",
+    "data.limit='all'": "expected data.limit to be a whole number, but got 'all'",
+    "data.limit=10.0": "expected data.limit to be a whole number, but got 10.0",
+    "data.augment=1": "expected data.augment to be true or false, but got 1",
+    "data.augment='yes'": "expected data.augment to be true or false",
+    "model.hidden=4": "expected model.hidden to be a list, but got 4",
+    "model.hidden=['4']": "expected model.hidden.0 to be a whole number, but got '4'",
+    "model.num_members=true": "expected model.num_members to be a whole number, but got True",
+    "model.num_members=2.5": "expected model.num_members to be a whole number",
+    "model.at=3": "expected model.at to be text",
+    "train.epochs=[1]": "expected train.epochs to be a whole number, but got [1]",
+    "train.epochs=1979-05-27": "expected train.epochs to be a whole number",
+    "train.epochs=": "expected train.epochs to be a whole number, but got ''",
+    "train.learning_rate='fast'": "expected train.learning_rate to be a number, but got 'fast'",
+    "train.learning_rate=true": "expected train.learning_rate to be a number, but got True",
+    "train.milestones=5": "expected train.milestones to be a list",
+    "train.compile='yes'": "expected train.compile to be True, False or 'auto'",
+    "sweep.diversities=0.5": "expected sweep.diversities to be a list, but got 0.5",
+    "sweep.diversities=['0.5']": "expected sweep.diversities.0 to be a number, but got '0.5'",
+    "sweep.diversities=[[0.5]]": "expected sweep.diversities.0 to be a number",
+    "sweep.seeds=3": "expected sweep.seeds to be a list, but got 3",
+    "sweep.seeds=[0.5]": "expected sweep.seeds.0 to be a whole number, but got 0.5",
+    "paper=3": "expected paper to be a section",
+    "paper.note='x'": "expected a value for paper.table",
+    # out of range
+    "data.limit=0": "expected data.limit to be at least 1, but got 0",
+    "data.limit=-5": "expected data.limit to be at least 1, but got -5",
+    "data.limit=1298": "data.limit: digits has 1297 training samples, but got 1298",
+    "data.validation=1.0": "expected data.validation to be less than 1, but got 1.0",
+    "data.validation=-0.1": "expected data.validation to be at least 0, but got -0.1",
+    "data.validation=0.001": "data.validation: 0.001 of 200 training samples leaves nothing",
+    "data.validation=0.999": "data.validation: 0.999 of 200 training samples leaves nothing",
+    "data.validation=0.9": "train.batch_size: there are 20 training samples, but got 50",
+    "model.hidden=[0]": "expected model.hidden.0 to be at least 1, but got 0",
+    "model.hidden=[1000000000]": "expected model.hidden.0 to be at most 100000",
+    "model.num_members=0": "expected model.num_members to be at least 1, but got 0",
+    "model.num_members=100000000": "expected model.num_members to be at most 10000",
+    "model.dropout=1.0": "expected model.dropout to be less than 1",
+    "model.head_scale=0": "expected model.head_scale to be more than 0",
+    "model.rank=0": "expected model.rank to be at least 1",
+    "train.epochs=0": "expected train.epochs to be at least 1, but got 0",
+    "train.steps=-1": "expected train.steps to be at least 1, but got -1",
+    f"train.steps=1{'0' * 30}": "expected train.steps to be less than 2.14748e+09",
+    "train.batch_size=201": "train.batch_size: there are 200 training samples, but got 201",
+    "train.batch_size=0": "expected train.batch_size to be at least 1",
+    "train.learning_rate=0": "expected train.learning_rate to be more than 0, but got 0",
+    "train.learning_rate=-1": "expected train.learning_rate to be more than 0",
+    f"train.learning_rate=1{'0' * 400}": "expected train.learning_rate to be a number",
+    "train.momentum=1": "expected train.momentum to be less than 1",
+    "train.weight_decay=-0.1": "expected train.weight_decay to be at least 0",
+    "train.decay=0": "expected train.decay to be more than 0",
+    "train.warmup_steps=-1": "expected train.warmup_steps to be at least 0",
+    "train.label_smoothing=1": "expected train.label_smoothing to be less than 1",
+    "sweep.diversities=[1.1]": "expected sweep.diversities.0 to be at most 1, but got 1.1",
+    "sweep.diversities=[0, -0.1]": "expected sweep.diversities.1 to be at least 0, but got -0.1",
+    "sweep.seeds=[-1]": "expected sweep.seeds.0 to be at least 0, but got -1",
+    "sweep.seeds=[4294967296]": "expected sweep.seeds.0 to be less than",
+    "sweep.cohort_size=0": "expected sweep.cohort_size to be at least 1",
+    "checkpoint.seconds=0": "expected checkpoint.seconds to be more than 0",
+    "checkpoint.steps=0": "expected checkpoint.steps to be at least 1",
+    # NaN and Inf
+    "data.validation=nan": "expected data.validation to be a finite number, but got nan",
+    "model.dropout=nan": "expected model.dropout to be a finite number",
+    "model.head_scale=inf": "expected model.head_scale to be a finite number, but got inf",
+    "train.learning_rate=nan": "expected train.learning_rate to be a finite number, but got nan",
+    "train.learning_rate=inf": "expected train.learning_rate to be a finite number, but got inf",
+    "train.momentum=nan": "expected train.momentum to be a finite number",
+    "train.diversity_warmup_epochs=inf": "expected train.diversity_warmup_epochs to be a finite number",
+    "train.label_smoothing=nan": "expected train.label_smoothing to be a finite number",
+    "sweep.diversities=[nan]": "expected sweep.diversities.0 to be a finite number, but got nan",
+    "checkpoint.seconds=inf": "expected checkpoint.seconds to be a finite number",
+    # nothing, and everything twice
+    "sweep.diversities=[]": "expected sweep.diversities to be a list with at least one value, but got []",
+    "sweep.seeds=[]": "expected sweep.seeds to be a list with at least one value",
+    "sweep.diversities=[0, 0.5, 0]": "sweep.diversities: expected every value once, but got 0 twice",
+    "sweep.diversities=[0.0, -0.0]": "sweep.diversities: expected every value once",
+    "sweep.seeds=[3, 3]": "sweep.seeds: expected every value once, but got 3 twice",
+    "arms=[{name='a'}, {name='a'}]": "expected every arm to have a name of its own, but got 'a' twice",
+    "arms=[{name='a', diversities=[]}]": "expected arms.0.diversities to be a list with at least one value",
+    "arms=[{name='a', diversities=[0, 0]}]": "arms.0.diversities: expected every value once",
+    "arms=[{name='a', diversities=[2]}]": "expected arms.0.diversities.0 to be at most 1",
+    # words that are none
+    "data.name=mnits": "expected data.name to be 'digits', 'mnist', 'fashion_mnist' or 'cifar10', but got 'mnits'",
+    "data.normalize=none": "expected data.normalize to be 'unit' or 'standard', but got 'none'",
+    "model.kind=Smoc": "expected model.kind to be 'separate', 'smoc' or 'branch', but got 'Smoc'",
+    "model.network=cnn": "expected model.network to be 'mlp' or 'resnet', but got 'cnn'",
+    "train.batches=own": "expected train.batches to be 'shared', 'separate' or 'exchanged', but got 'own'",
+    "train.optimizer=lamb": "expected train.optimizer to be 'sgd', 'adam' or 'adamw', but got 'lamb'",
+    "train.schedule=steps": "expected train.schedule to be 'constant', 'step' or 'cosine', but got 'steps'",
+    "train.precision=fp16": "expected train.precision to be 'float32', 'float64' or 'bf16', but got 'fp16'",
+    "name='My run'": "expected name to be small letters, digits and underscores, but got 'My run'",
+    "name=''": "expected name to be small letters, digits and underscores, but got ''",
+    f"name='{'a' * 41}'": "expected name to be at most 40 characters",
+    "arms=[{name='../x'}]": "expected arms.0.name to be small letters, digits and underscores",
+    # what does not go together
+    "train={epochs=1, steps=1}": "train: give `epochs` or `steps`, not both",
+    "train={batch_size=50}": "give `epochs` or `steps` under [train]",
+    "arms=[{name='a', train={epochs=1, steps=1}}]": "arms.0.train: give `epochs` or `steps`, not both",
+    "train.batches=separate": "λ > 0 needs members that see each other's predictions",
+    "arms=[{name='a', train={batches='separate'}}]": "arms.0: λ > 0 needs members",
+    "train.schedule=step": "train: schedule = 'step' needs `milestones`",
+    "train.milestones=[5]": "train: `milestones` are for schedule = 'step'",
+    "train={steps=9, schedule='step', milestones=[5, 3]}": "train: `milestones` must rise, but got [5, 3]",
+    "train={steps=9, schedule='step', milestones=[5, 5]}": "train: `milestones` must rise",
+    "train.warmup_learning_rate=0.1": "train: `warmup_learning_rate` needs `warmup_steps`",
+    "train.nesterov=true": "train: nesterov = true needs optimizer = 'sgd'",
+    "train={steps=9, optimizer='sgd', momentum=0, nesterov=true}": "a momentum above 0",
+    "train={steps=9, batches='exchanged', detach_others=false}": "train: with batches = 'exchanged'",
+    "model={network='resnet', depth=21}": "model: a CIFAR ResNet's depth is 6n + 2 (20, 32, 44, 56, 110), but got 21",
+    "model={network='resnet', depth=2}": "expected model.depth to be at least 8",
+    "model={network='resnet', dropout=0.1}": "model: a CIFAR ResNet has no dropout",
+    "model={kind='branch'}": "model: a branched MLP needs `at`",
+    "model={kind='branch', at='linear9'}": "'linear9'",
+    "model={kind='branch', at=''}": "at",
+    "model={kind='branch', network='resnet', depth=8, at='stage4'}": "'stage4'",
+    "model={kind='branch', at='fc', head_scale=0.5}": "model: `head_scale` is for kind",
+    "model={rank=2}": "model: `rank` is for kind = 'smoc', but got kind = 'separate'",
+    "model={kind='smoc', rank=11}": "rank",
+    # what is no setting
+    "": "Expected --set section.key=value, but got ''",
+    "train.epochs": "Expected --set section.key=value, but got 'train.epochs'",
+    "=5": "Expected --set section.key=value, but got '=5'",
+    "train..epochs=5": "Expected --set section.key=value",
+    ".epochs=5": "Expected --set section.key=value",
+    "train.=5": "Expected --set section.key=value",
+    "train.steps.more=5": "'steps' in 'train.steps.more=5' is not a section",
+    "arms.0.name=x": "expected arms to be a list, but got a section",
+    "train.steps=5\nx=3": "Expected one value in --set section.key=value",
+    "sweep.diversities=[0, 0.5": "expected sweep.diversities to be a list, but got '[0, 0.5'",
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_wrong_setting_is_one_sentence(setting: str, invoke: Invoke, small: Path) -> None:
+    assert_refused(invoke("run", small, "--out", "out", "--set", setting), SETTINGS[setting])
+
+
+FILES: dict[str, tuple[bytes, str]] = {
+    "no TOML": (b"what is this", "is not valid TOML: Expected '=' after a key"),
+    "half a table": (b"[train", "is not valid TOML"),
+    "key twice": (b"[train]\nepochs = 1\nepochs = 2", "is not valid TOML: Cannot overwrite a value"),
+    "table twice": (b"[train]\nepochs = 1\n[train]\nsteps = 2", "is not valid TOML"),
+    "open string": (b'title = "open', "is not valid TOML"),
+    "JSON": (b'{"train": {"epochs": 1}}', "is not valid TOML"),
+    "YAML": (b"train:\n  epochs: 1\n", "is not valid TOML"),
+    "binary": (bytes(range(256)), "it is not UTF-8 text"),
+    "UTF-16": ("[train]\nepochs = 1".encode("utf-16"), "it is not UTF-8 text"),
+    "zeros": (b"\0" * 100, "is not valid TOML"),
+    "empty": (b"", "give `epochs` or `steps` under [train]"),
+    "comment": (b"# nothing yet", "give `epochs` or `steps` under [train]"),
+    "deep": (b"a = " + b"[" * 100_000, "is not valid TOML"),
+    "long number": (b"a = " + b"1" * 5000, "is not valid TOML"),
+    "markup": (b"[train]\nepochs = '[bold]x[/bold]'", "but got '[bold]x[/bold]'"),
+    "long value": (b"[train]\nepochs = '" + b"x" * 10_000 + b"'", "xxx..."),
+    "line break": (b'[train]\nepochs = "a\\nb"', r"but got 'a\nb'"),
+    "line break in a key": (b'"a\\nb" = 1', r"there is no key 'a\nb'"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_wrong_file_is_one_sentence(name: str, invoke: Invoke, tmp_path: Path) -> None:
+    content, words = FILES[name]
+    file = tmp_path / "wrong.toml"
+    file.write_bytes(content)
+    assert_refused(invoke("run", file, "--out", "out"), words, str(file))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "digit"], "but got 'digit'. Did you mean 'digits'?"),
+        (["run", "table3"], "but got 'table3'. Did you mean 'table"),
+        (["run", "imagenet"], "Expected an experiment out of branched, digits,"),
+        (["run", ""], "Cannot read the experiment"),
+        (["run", "missing.toml"], "Cannot read the experiment missing.toml: No such file or directory"),
+        (["run", "/dev/null/x.toml"], "Cannot read the experiment /dev/null/x.toml: Not a directory"),
+        (["run", "x" * 300], "File name too long"),
+        (["run", "--device", "tpu"], "Cannot use the device 'tpu'"),
+        (["run", "--device", "meta"], "Cannot use the device 'meta': torchace trains on cpu and cuda"),
+        (["run", "--device", "cuda:99"], "Cannot use the device 'cuda:99'"),
+        (["run", "--device", ""], "Cannot use the device ''"),
+        (["run", "--device", "cpu:x"], "Cannot use the device 'cpu:x'"),
+        (["run", "--out", "/dev/null"], "Cannot write to /dev/null"),
+        (["run", "--out", "/dev/null/out"], "Cannot write to /dev/null/out: Not a directory. Choose another --out."),
+        (["run", "--out", "/proc/out"], "Cannot write to /proc/out"),
+        (["run", "--out", "x" * 300], "File name too long"),
+        (["report", "nowhere"], "Found no experiment.json in nowhere"),
+        (["report", "."], "Found no experiment.json in ."),
+        (["report", "/dev/null"], "experiment.json"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(arguments: list[str], words: str, invoke: Invoke) -> None:
+    assert_refused(invoke(*arguments), words)
+
+
+def test_a_folder_is_no_experiment(invoke: Invoke, tmp_path: Path) -> None:
+    assert_refused(invoke("run", tmp_path), f"Cannot read the experiment {tmp_path}: Is a directory")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "--seeds", "0"], "'--seeds'"),
+        (["run", "--seeds", "-3"], "'--seeds'"),
+        (["run", "--seeds", "many"], "'--seeds'"),
+        (["run", "--seeds", "1.5"], "'--seeds'"),
+        (["run", "--epochs", "3"], "--epochs"),
+        (["run", "digits", "table1"], "table1"),
+        (["run", "--set"], "--set"),
+        (["train"], "'train'"),
+        (["report"], "directory"),
+        (["--frobnicate"], "--frobnicate"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: list[str], words: str, invoke: Invoke) -> None:
+    outcome = invoke(*arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("Error: ")
+    assert outcome.err.count("\n") == 1
+    assert words in outcome.err
+    assert list(Path().iterdir()) == []
+
+
+def test_missing_data_is_one_sentence(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHACE_DATA", "nowhere")
+    assert_refused(invoke("run", "table1"), "nowhere, named by the environment variable TORCHACE_DATA, is not a folder")
+
+
+@pytest.mark.usefixtures("no_report")
+def test_not_enough_memory_is_one_sentence(invoke: Invoke, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fit(*args: Any, **options: Any) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory\n: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr("torchace.lab.sweeps.sweep.fit", fit)
+    outcome = invoke("run", small, "--out", "out")
+    assert (outcome.code, outcome.err.count("\n")) == (1, 1)
+    assert "Not enough memory. What was saved is kept" in outcome.err
+
+
+def test_a_bug_is_a_traceback(invoke: Invoke, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fit(*args: Any, **options: Any) -> None:
+        raise RuntimeError("something nobody thought of")
+
+    monkeypatch.setattr("torchace.lab.sweeps.sweep.fit", fit)
+    monkeypatch.setattr(sys, "argv", ["torchace", "run", str(small)])
+    with pytest.raises(RuntimeError, match="nobody thought of"):
+        cli.main()
+
+
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.parametrize("setting", ["train.steps=13", "model.hidden=[5]", "data.limit=150", "name=other"])
+def test_another_configuration_in_the_same_place_is_refused(setting: str, invoke: Invoke, small: Path) -> None:
+    invoke("run", small, "--out", "out")
+    before = ledger_of(Path("out"))
+    outcome = invoke("run", small, "--out", "out", "--set", setting)
+    assert outcome.code == 1
+    assert outcome.err.startswith(f"Error: out holds runs with {setting.split('=')[0]} = ")
+    assert "Choose another --out" in outcome.err
+    assert ledger_of(Path("out")) == before
+
+
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.usefixtures("no_report")
+def test_a_result_that_was_changed_is_one_sentence(invoke: Invoke, small: Path) -> None:
+    invoke("run", small, "--out", "a")
+    file = Path("a/runs/main-l0.5-s1.json")
+    content = json.loads(file.read_text())
+    content["metrics"]["test"]["accuracy"] = 0.999
+    file.write_text(json.dumps(content))
+    outcome = invoke("run", small, "--out", "a")
+    assert (outcome.code, outcome.err.count("\n")) == (1, 1)
+    assert "main-l0.5-s1.json was changed after it was written" in outcome.err
+    outcome = invoke("report", "a")
+    assert outcome.err.splitlines() == [
+        "Left out: runs/main-l0.5-s1.json was changed after it was written: its SHA-256 is another one."
+    ]
+    file.unlink()  # as it says
+    outcome = invoke("run", small, "--out", "a")
+    assert (outcome.code, outcome.err) == (0, "")
+
+
+@pytest.mark.parametrize("place", ["runs", "checkpoints/main-0", "lock", "log.jsonl", "report"])
+def test_a_link_in_a_run_directory_is_one_sentence(place: str, invoke: Invoke, small: Path) -> None:
+    invoke("run", small, "--out", "a", "--set", "train.steps=1")
+    Path("mine").mkdir()
+    Path("mine/file").write_text("mine")
+    link = Path("a") / place
+    if link.exists():
+        link.rename("moved")
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(Path("mine/file" if place in ("lock", "log.jsonl") else "mine").absolute())
+    outcome = invoke("run", small, "--out", "a", "--set", "train.steps=1", "--seeds", "3")
+    assert (outcome.code, outcome.out) == (1, "")
+    assert outcome.err.startswith(f"Error: a/{place} is a symbolic link")
+    assert [(file.name, file.read_text()) for file in Path("mine").iterdir()] == [("file", "mine")]
+
+
+def test_no_resume_refuses_a_directory_with_runs(invoke: Invoke, small: Path) -> None:
+    assert invoke("run", small, "--out", "out", "--no-resume").code == 0
+    outcome = invoke("run", small, "--out", "out", "--no-resume")
+    assert outcome.code == 1
+    assert outcome.err == ("Error: out holds runs already. Leave out --no-resume to go on, or choose another --out.\n")
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_directory_in_use_is_refused(invoke: Invoke, small: Path) -> None:
+    with Ledger(Path("out")).locked():
+        outcome = invoke("run", small, "--out", "out")
+    assert outcome.code == 1
+    assert outcome.err == (f"Error: Process {os.getpid()} is at work in out. Wait for it, or choose another --out.\n")
+    assert [path.name for path in Path("out").iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("name", ["report/index.html", "log.jsonl", "runs/mine.json"])
+def test_what_is_no_sweeps_is_not_written_over(invoke: Invoke, small: Path, name: str) -> None:
+    file = Path("mine") / name
+    file.parent.mkdir(parents=True)
+    file.write_text("my thesis")
+    outcome = invoke("run", small, "--out", "mine")
+    first = name.split("/")[0]
+    assert (outcome.code, outcome.out) == (1, "")
+    assert outcome.err == f"Error: mine holds something else already ('{first}'). Choose another --out.\n"
+    assert [path.name for path in Path("mine").iterdir()] == [first]
+    assert file.read_text() == "my thesis"
+
+
+@pytest.mark.usefixtures("no_report")
+def test_other_files_may_lie_beside_a_sweep(invoke: Invoke, small: Path) -> None:
+    Path("mine").mkdir()
+    Path("mine/notes.txt").write_text("mine")
+    assert invoke("run", small, "--out", "mine").code == 0
+    assert Path("mine/notes.txt").read_text() == "mine"
+
+
+# -- missing extras ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["typer", "rich", "pydantic", "sklearn", "matplotlib", "jinja2"])
+def test_a_missing_extra_is_one_sentence(module: str, small: Path) -> None:
+    code = (
+        f"import sys; sys.modules[{module!r}] = None; sys.argv = ['torchace', 'run', {str(small)!r}]; "
+        "import torchace.lab.cli.main; torchace.lab.cli.main.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "pip install" in done.stderr
+    assert "torchace[tool]" in done.stderr
+    assert {"sklearn": "scikit-learn"}.get(module, module) in done.stderr
+    assert not Path("runs").exists()
+
+
+# -- full disks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_full_disk_is_one_sentence(invoke: Invoke, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    invoke("run", small, "--out", "a")
+    calls, real_fsync = 0, os.fsync
+
+    def full(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 12:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real_fsync(descriptor)
+
+    command_line = ("run", small, "--set", "checkpoint.steps=1", "--out", "b")
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "fsync", full)
+        outcome = invoke(*command_line)
+    assert outcome.code == 1
+    assert outcome.err.count("\n") == 1
+    assert outcome.err.startswith("Error: Cannot use b/checkpoints/main-0/")
+    assert "No space left on device. What was saved is kept; make room and repeat the command." in outcome.err
+    assert invoke(*command_line).code == 0
+    ours, theirs = ledger_of(Path("a")), ledger_of(Path("b"))
+    ours["experiment.json"]["config"]["checkpoint"] = theirs["experiment.json"]["config"]["checkpoint"]
+    assert ours == theirs
+
+
+def test_a_limit_on_files_in_another_process(small: Path) -> None:
+    """The system refuses files above 20 kB, as a full disk would, while checkpoints need more."""
+    settings = ("--set", "model.hidden=[64]", "--set", "checkpoint.steps=1", "--out", "out")
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+    process = command("run", str(small), *settings, preexec_fn=limit)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert err.count("\n") == 1
+    assert "File too large. What was saved is kept; make room and repeat the command." in err
+    assert not list(Path("out").rglob("*.partial"))
+
+
+def test_a_disk_that_is_really_full(small: Path, tmp_path: Path) -> None:
+    """A file system of 2 MB, where the tests may mount one: room for one checkpoint, and then for more."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        (disk / "ballast").write_bytes(b"\0" * 1_300_000)
+        settings = ("model.hidden=[64]", "checkpoint.steps=1")
+        options = [part for setting in settings for part in ("--set", setting)]
+        process = command("run", str(small), *options, "--out", str(disk / "out"))
+        _, err = process.communicate(timeout=120)
+        assert (process.returncode, err.count("\n")) == (1, 1)
+        assert "No space left on device" in err
+        assert not list(disk.rglob("*.partial"))
+        assert list(disk.glob("out/checkpoints/main-0/manifest.json"))
+        (disk / "ballast").unlink()
+        for directory in (disk / "out", tmp_path / "out"):  # what was saved is good
+            Sweep(load_experiment(str(small), settings), directory).run()
+        assert ledger_of(disk / "out") == ledger_of(tmp_path / "out")
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -1,0 +1,894 @@
+"""The commands for a user's own data: what they print and write, and one sentence for everything that is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import html
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from tests.any_table import AnyTable, any_table
+from tests.lab.cli.cases import TINY, Invoke, assert_one_sentence, everything_in, fake_report, houses, pets, write_table
+from torchace.lab.sweeps.run_store import Ledger
+from torchace.lab.tables import fit as table_fit
+from torchace.lab.tables.fit import TableFit
+from torchace.lab.tables.model import TableModel
+from torchace.lab.tables.table import TableSettings, open_table
+from torchace.lab.training.loop import Interrupted
+from torchace.lab.training.members import MemberPlan
+from torchace.models import mlp
+from torchace.nn import Ensemble
+from torchace.saving import save_model
+from torchace.sklearn import ACEClassifier, NCLRegressor
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
+    return Invoke(monkeypatch, capsys)
+
+
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes seconds; where the test is about something else, a page is enough."""
+    monkeypatch.setattr("torchace.lab.report.write_report", fake_report)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, with two tables."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    write_table(pets(), folder / "pets.csv")
+    write_table(houses(), folder / "houses.csv")
+    return folder
+
+
+def fitted(data: Path, target: str, out: Path, **settings: Any) -> Path:
+    """A model, as the command makes it, but for the report."""
+    wanted = TableSettings(target, **settings)
+    table = open_table(data, wanted)
+    plan = MemberPlan(table.task, num_members=2, hidden=(4,), epochs=1)
+    job = TableFit(table, plan, 0.5, out, wanted.to_json())
+    with job.locked():
+        job.train()
+        fake_report(job.work)
+        job.publish()
+    return out
+
+
+# -- one sentence, and nothing written --------------------------------------------------------------------------------
+
+
+def text(frame: pd.DataFrame) -> str:
+    return frame.to_csv(index=False)
+
+
+def changed(frame: pd.DataFrame, column: str, row: int, value: object) -> pd.DataFrame:
+    """A table with another value in one row, counted from 1."""
+    frame = frame.astype({column: object})
+    frame.loc[row - 1, column] = value
+    return frame
+
+
+def archive(**arrays: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def workbook() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr("[Content_Types].xml", "<Types/>")
+    return buffer.getvalue()
+
+
+def parquet(frame: pd.DataFrame) -> bytes:
+    buffer = io.BytesIO()
+    frame.to_parquet(buffer, index=False)
+    return buffer.getvalue()
+
+
+ROWS = pets(24)
+TABLES: dict[str, str | bytes] = {
+    "good.csv": text(ROWS),
+    "one_class.csv": text(ROWS.assign(pet="cat")),
+    "nan_target.csv": text(changed(ROWS, "pet", 7, None)),
+    "nan_price.csv": text(changed(houses(24), "price", 5, "NaN")),
+    "infinite_price.csv": text(changed(houses(24), "price", 5, "inf")),
+    "same_price.csv": text(houses(24).assign(price=3)),
+    "names.csv": text(ROWS.assign(pet=[f"name {i}" for i in range(24)])),
+    "lonely.csv": text(changed(ROWS, "pet", 9, "yak")),
+    "text_in_age.csv": text(changed(ROWS, "age", 11, "young")),
+    "infinite_age.csv": text(changed(ROWS, "age", 11, "1e999")),
+    "unseen.csv": text(changed(ROWS, "pet", 13, "axolotl")),
+    "no_fur.csv": text(ROWS.drop(columns="fur")),
+    "no_pet.csv": text(ROWS.drop(columns="pet")),
+    "only_pet.csv": text(ROWS[["pet"]]),
+    "constant.csv": text(ROWS[["pet"]].assign(a=1, b="x")),
+    "empty.csv": "",
+    "blank.csv": "\n\n\n",
+    "header.csv": "age,pet\n",
+    "few.csv": text(ROWS[:9]),
+    "ragged.csv": "age,pet\n1,cat\n2,dog,3\n",
+    "quote.csv": 'age,pet\n1,"cat\n' + "2,dog\n" * 20,
+    "twice.csv": "age,age,pet\n" + "1,2,cat\n" * 20,
+    "nameless.csv": ",age,pet\n" + "0,1,cat\n" * 20,
+    "no_header.csv": "1,2,3\n" * 20,
+    "latin1.csv": text(houses(24)).encode("latin1"),
+    "utf16.csv": text(ROWS).encode("utf-16"),
+    "parquet.csv": parquet(ROWS),
+    "csv.parquet": text(ROWS),
+    "csv.npz": text(ROWS),
+    "xlsx.csv": workbook(),
+    "xlsx.npz": workbook(),
+    "page.csv": "<!doctype html><html>Sign in</html>",
+    "cut.parquet": parquet(ROWS)[:-100],
+    "cut.npz": archive(a=np.arange(40.0), y=np.arange(40) % 2)[:-40],
+    "cut.csv.gz": gzip.compress(text(pets(4000)).encode())[:5000],
+    "objects.npz": archive(a=np.array([{}, []] * 10, dtype=object), y=np.arange(20) % 2),
+    "lengths.npz": archive(a=np.arange(20.0), y=np.arange(19) % 2),
+    "image.npz": archive(a=np.zeros((20, 3, 3)), y=np.arange(20) % 2),
+    "table.xlsx": workbook(),
+    "notes": "what a day",
+    "split.csv": text(ROWS.assign(part=["train", "validation", "test"] * 8, wrong=["train", "tset"] * 12)),
+    "no_test.csv": text(ROWS.assign(part=["train", "validation"] * 12)),
+    "no_train.csv": text(ROWS.assign(part=["validation", "test"] * 12)),
+    "part_of_class.csv": text(ROWS.assign(part=np.where(ROWS["pet"] == "cow", "test", "train"))),
+    "a_file": "in the way",
+}
+
+
+@pytest.fixture(scope="module")
+def bad_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything that is wrong, in one folder; no test may change it."""
+    folder = tmp_path_factory.mktemp("bad")
+    for name, content in TABLES.items():
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    (folder / "folder.csv").mkdir()
+    os.mkfifo(folder / "pipe.csv")
+    fitted(folder / "good.csv", "pet", folder / "model")
+    fitted(write_table(houses(24), folder / "houses.csv"), "price", folder / "regressor")
+    save_model(folder / "plain", Ensemble([mlp(3, 4, 2)]))
+    save_model(folder / "claims", Ensemble([mlp(3, 4, 2)]), extra={"encoding": {"version": 1}})
+    save_model(folder / "claims_more", Ensemble([mlp(3, 4, 2)]), extra={"encoding": 3})
+    for name in ("flipped", "half", "no_manifest", "edited", "torn"):
+        shutil.copytree(folder / "model", folder / name)
+    weights = bytearray((folder / "flipped" / "weights.safetensors").read_bytes())
+    weights[-3] ^= 1
+    (folder / "flipped" / "weights.safetensors").write_bytes(weights)
+    (folder / "half" / "weights.safetensors").unlink()
+    (folder / "no_manifest" / "manifest.json").unlink()
+    manifest = (folder / "edited" / "manifest.json").read_text()
+    assert manifest.count('"age"') > 1
+    (folder / "edited" / "manifest.json").write_text(manifest.replace('"age"', '"agE"'))
+    (folder / "torn" / "manifest.json").write_text(manifest[:500])
+    (folder / "runs").mkdir()
+    (folder / "runs" / "experiment.json").write_text("{}")
+    (folder / "occupied").mkdir()
+    (folder / "occupied" / "thesis.tex").write_text("years of work")
+    (folder / "mine.work").mkdir()
+    (folder / "mine.work" / "thesis.tex").write_text("years of work")
+    (folder / "dangling").symlink_to("nowhere")
+    return folder
+
+
+FIT = ("fit", "good.csv", "--target", "pet")
+TUNE = ("tune", "good.csv", "--target", "pet")
+
+
+def fit_of(data: str, *more: str, target: str = "pet") -> tuple[str, ...]:
+    return ("fit", data, "--target", target, *more)
+
+
+REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    # the table
+    "unknown target": (fit_of("good.csv", target="pat"), ("'pat'", "did you mean 'pet'?", "'age'")),
+    "target in capitals": (fit_of("good.csv", target="PET"), ("'PET'", "did you mean 'pet'?")),
+    "no target": (("fit", "good.csv"), ("--target",)),
+    "empty target": (fit_of("good.csv", target=""), ("''",)),
+    "one class": (fit_of("one_class.csv"), ("'pet'", "'cat'")),
+    "a class of one row": (fit_of("lonely.csv"), ("'yak'", "row 9")),
+    "NaN in the target": (fit_of("nan_target.csv"), ("'pet'", "row 7")),
+    "NaN among numbers in the target": (fit_of("nan_price.csv", target="price"), ("'price'", "row 5")),
+    "an infinite target": (fit_of("infinite_price.csv", target="price"), ("'price'", "row 5")),
+    "a constant target": (fit_of("same_price.csv", "--task", "regression", target="price"), ("'price'", "'3'")),
+    "more classes than rows": (fit_of("names.csv"), ("'pet'", "24 classes in 24 rows")),
+    "texts for a regression": (fit_of("good.csv", "--task", "regression"), ("'pet'", "row 1")),
+    "quantities for classes": (
+        fit_of("houses.csv", "--task", "classification", target="price"),
+        ("'price'", "24 classes in 24 rows"),
+    ),
+    "text among numbers": (fit_of("text_in_age.csv", "--number", "age"), ("'age'", "row 11", "'young'")),
+    "an infinite number": (fit_of("infinite_age.csv"), ("'age'", "row 11", "'1e999'")),
+    "texts called numbers": (fit_of("good.csv", "--number", "fur"), ("'fur'", "row 1")),
+    "nothing but the target": (fit_of("only_pet.csv"), ("'pet'",)),
+    "nothing that varies": (fit_of("constant.csv"), ("'pet'", "'b'")),
+    "everything dropped": (
+        fit_of("good.csv", *(part for name in ("age", "born", "fur", "chipped") for part in ("--drop", name))),
+        ("'pet'",),
+    ),
+    "too few rows": (fit_of("few.csv"), ("9 rows",)),
+    "dropped column unknown": (fit_of("good.csv", "--drop", "colour"), ("'colour'",)),
+    "number unknown": (fit_of("good.csv", "--number", "colour"), ("'colour'",)),
+    "category unknown": (fit_of("good.csv", "--category", "colour"), ("'colour'",)),
+    "target dropped": (fit_of("good.csv", "--drop", "pet"), ("'pet'",)),
+    "target called a category": (fit_of("good.csv", "--category", "pet"), ("'pet'",)),
+    "number and category": (fit_of("good.csv", "--number", "age", "--category", "age"), ("'age'",)),
+    "dropped and a number": (fit_of("good.csv", "--drop", "age", "--number", "age"), ("'age'",)),
+    # the parts
+    "split column unknown": (fit_of("split.csv", "--split-column", "prat"), ("'prat'", "'part'")),
+    "split column is the target": (fit_of("split.csv", "--split-column", "pet"), ("'pet'",)),
+    "split column names no part": (fit_of("split.csv", "--split-column", "wrong"), ("'wrong'", "row 2", "'tset'")),
+    "split column without test": (fit_of("no_test.csv", "--split-column", "part"), ("'part'", "test")),
+    "split column without train": (fit_of("no_train.csv", "--split-column", "part"), ("'part'", "train")),
+    "class in the test part alone": (fit_of("part_of_class.csv", "--split-column", "part"), ("'cow'", "test part")),
+    "shares of everything": ((*FIT, "--validation", "0.9", "--test", "0.2"), ("--validation", "0.9", "0.2")),
+    "no validation": ((*FIT, "--validation", "0"), ("--validation", "0")),
+    "negative test": ((*FIT, "--test", "-0.1"), ("--test", "-0.1")),
+    "validation is no number": ((*FIT, "--validation", "nan"), ("--validation", "nan")),
+    "validation is a word": ((*FIT, "--validation", "some"), ("--validation",)),
+    "a share of no row": ((*FIT, "--validation", "0.001"), ("19 rows", "validation part")),
+    # the file
+    "empty file": (fit_of("empty.csv"), ("empty.csv", "is empty")),
+    "blank file": (fit_of("blank.csv"), ("blank.csv", "is empty")),
+    "names without rows": (fit_of("header.csv"), ("header.csv", "no rows")),
+    "ragged": (fit_of("ragged.csv"), ("ragged.csv", "row 2")),
+    "open quote": (fit_of("quote.csv"), ("quote.csv", "quotation mark")),
+    "a name twice": (fit_of("twice.csv"), ("twice.csv", "'age'")),
+    "a column without a name": (fit_of("nameless.csv"), ("nameless.csv", "column 1")),
+    "no names": (fit_of("no_header.csv"), ("'1', '2', '3'", "names")),
+    "not UTF-8": (fit_of("latin1.csv", target="price"), ("latin1.csv", "UTF-8")),
+    "UTF-16": (fit_of("utf16.csv"), ("utf16.csv", "UTF-16")),
+    "Parquet named CSV": (fit_of("parquet.csv"), ("parquet.csv", "Parquet")),
+    "CSV named Parquet": (fit_of("csv.parquet"), ("csv.parquet", "Parquet")),
+    "CSV named NPZ": (fit_of("csv.npz"), ("csv.npz", "ZIP")),
+    "workbook named CSV": (fit_of("xlsx.csv"), ("xlsx.csv", "Excel")),
+    "workbook named NPZ": (fit_of("xlsx.npz"), ("xlsx.npz", "Excel")),
+    "web page named CSV": (fit_of("page.csv"), ("page.csv", "web page")),
+    "cut Parquet": (fit_of("cut.parquet"), ("cut.parquet",)),
+    "cut NPZ": (fit_of("cut.npz", target="y"), ("cut.npz", "damaged")),
+    "cut gzip": (fit_of("cut.csv.gz"), ("cut.csv.gz",)),
+    "Python objects": (fit_of("objects.npz", target="y"), ("objects.npz", "'a'")),
+    "arrays of two lengths": (fit_of("lengths.npz", target="y"), ("lengths.npz", "19")),
+    "arrays of three axes": (fit_of("image.npz", target="y"), ("image.npz", "(20, 3, 3)")),
+    "a workbook": (fit_of("table.xlsx"), ("table.xlsx", ".csv")),
+    "no suffix": (fit_of("notes"), ("notes", ".csv")),
+    "missing file": (fit_of("god.csv"), ("god.csv", "did you mean 'good.csv'?")),
+    "missing folder": (fit_of("nowhere/good.csv"), ("nowhere/good.csv",)),
+    "folder": (fit_of("folder.csv"), ("folder.csv", "folder")),
+    "this folder": (fit_of("."), ("folder",)),
+    "pipe": (fit_of("pipe.csv"), ("pipe.csv", "regular file")),
+    "device": (fit_of("/dev/null"), ("/dev/null",)),
+    "file name too long": (fit_of("x" * 300 + ".csv"), ("File name too long",)),
+    # options
+    "λ above 1": ((*FIT, "--diversity", "1.4"), ("--diversity", "'1.4'", "[0, 1]")),
+    "λ below 0": ((*FIT, "--diversity", "-0.1"), ("--diversity", "'-0.1'")),
+    "λ a word": ((*FIT, "--diversity", "much"), ("--diversity", "'much'", "auto")),
+    "λ NaN": ((*FIT, "--diversity", "nan"), ("--diversity", "'nan'")),
+    "λ nothing": ((*FIT, "--diversity", ""), ("--diversity", "''")),
+    "unknown task": ((*FIT, "--task", "clustering"), ("--task", "'clustering'", "classification")),
+    "no members": ((*FIT, "--members", "0"), ("--members",)),
+    "half a member": ((*FIT, "--members", "2.5"), ("--members",)),
+    "hidden 0": ((*FIT, "--hidden", "0"), ("--hidden", "'0'")),
+    "hidden words": ((*FIT, "--hidden", "a,b"), ("--hidden", "'a,b'")),
+    "hidden negative": ((*FIT, "--hidden", "-4"), ("--hidden",)),
+    "hidden with a gap": ((*FIT, "--hidden", "64,,32"), ("--hidden", "'64,,32'")),
+    "hidden in other digits": ((*FIT, "--hidden", "٤"), ("--hidden", "'٤'")),
+    "hidden beyond bounds": ((*FIT, "--hidden", "64000000"), ("--hidden", "'64000000'")),
+    "no epochs": ((*FIT, "--epochs", "0"), ("--epochs",)),
+    "no batch": ((*FIT, "--batch-size", "0"), ("--batch-size",)),
+    "learning backwards": ((*FIT, "--learning-rate", "-1"), ("--learning-rate", "-1")),
+    "learning nothing": ((*FIT, "--learning-rate", "0"), ("--learning-rate", "0")),
+    "learning rate NaN": ((*FIT, "--learning-rate", "nan"), ("--learning-rate", "nan")),
+    "learning rate infinite": ((*FIT, "--learning-rate", "inf"), ("--learning-rate", "inf")),
+    "weight decay negative": ((*FIT, "--weight-decay", "-0.1"), ("--weight-decay", "-0.1")),
+    "weight decay NaN": ((*FIT, "--weight-decay", "nan"), ("--weight-decay", "nan")),
+    "patience negative": ((*FIT, "--patience", "-1"), ("--patience",)),
+    "separate batches": ((*FIT, "--batches", "separate"), ("--batches", "'separate'", "exchanged")),
+    "half precision": ((*FIT, "--precision", "half"), ("--precision", "'half'", "float32")),
+    "seed negative": ((*FIT, "--seed", "-1"), ("--seed",)),
+    "seed beyond bounds": ((*FIT, "--seed", "9" * 20), ("--seed",)),
+    "unknown device": ((*FIT, "--device", "tpu"), ("'tpu'",)),
+    "a GPU that is not there": ((*FIT, "--device", "cuda:99"), ("'cuda:99'",)),
+    "unknown option": ((*FIT, "--lambda", "0.5"), ("--lambda",)),
+    "two files": (("fit", "good.csv", "houses.csv", "--target", "pet"), ("houses.csv",)),
+    "no file": (("fit", "--target", "pet"), ("DATA",)),
+    # where the model goes
+    "out is a file": ((*FIT, "--out", "a_file"), ("a_file",)),
+    "out in a file": ((*FIT, *TINY, "--out", "a_file/model"), ("a_file/model",)),
+    "out where nobody can write": ((*FIT, *TINY, "--out", "/proc/model"), ("/proc/model",)),
+    "out in a device": ((*FIT, *TINY, "--out", "/dev/null/model"), ("/dev/null/model",)),
+    "out too long": ((*FIT, *TINY, "--out", "x" * 300), ("File name too long",)),
+    "out holds something else": ((*FIT, *TINY, "--out", "occupied"), ("occupied", "something else")),
+    "out holds another model": ((*FIT, *TINY, "--out", "regressor"), ("regressor", "something else")),
+    "out holds a damaged model": ((*FIT, *TINY, "--out", "flipped"), ("flipped", "something else")),
+    "out is a dangling link": ((*FIT, *TINY, "--out", "dangling"), ("dangling",)),
+    "out is here": ((*FIT, *TINY, "--out", "."), ("'.'",)),
+    "out is above": ((*FIT, *TINY, "--out", "occupied/.."), ("occupied/..",)),
+    "out is nothing": ((*FIT, *TINY, "--out", ""), ("--out",)),
+    "out is everything": ((*FIT, *TINY, "--out", "/"), ("/",)),
+    "somebody else's working directory": ((*FIT, *TINY, "--out", "mine"), ("mine.work", "something else")),
+    # tune
+    "tune: storage without trials": ((*TUNE, "--storage", "sqlite:///s.db"), ("--storage", "--trials")),
+    "tune: unknown target": (("tune", "good.csv", "--target", "pat"), ("'pat'", "did you mean 'pet'?")),
+    "tune: malformed storage": ((*TUNE, "--trials", "1", "--storage", "mysql://["), ("storage",)),
+    "tune: storage of no driver": ((*TUNE, "--trials", "1", "--storage", "foo://bar"), ("foo://bar",)),
+    "tune: storage nowhere": ((*TUNE, "--trials", "1", "--storage", "sqlite:////proc/x/s.db"), ("/proc/x/s.db",)),
+    "tune: no trials": ((*TUNE, "--trials", "0"), ("--trials",)),
+    "tune: no seeds": ((*TUNE, "--seeds", "0"), ("--seeds",)),
+    "tune: too many seeds": ((*TUNE, "--seeds", "501"), ("500", "501")),
+    "tune: no rounds": ((*TUNE, "--rounds", "0"), ("--rounds",)),
+    "tune: out is a file": ((*TUNE, "--out", "a_file"), ("a_file",)),
+    "tune: out is a file, trials": ((*TUNE, "--trials", "1", "--out", "a_file"), ("a_file",)),
+    "tune: out nowhere": ((*TUNE, "--out", "/proc/tune"), ("/proc/tune",)),
+    "tune: out nowhere, trials": ((*TUNE, "--trials", "1", "--out", "/proc/tune"), ("/proc/tune",)),
+    "tune: out holds something else": ((*TUNE, "--out", "occupied"), ("occupied", "something else")),
+    "tune: hidden 0": ((*TUNE, "--hidden", "0"), ("--hidden", "'0'")),
+    # evaluate
+    "evaluate: no model": (("evaluate", "nowhere", "good.csv"), ("nowhere",)),
+    "evaluate: a class never seen": (("evaluate", "model", "unseen.csv"), ("'axolotl'", "Row 13", "'cat'")),
+    "evaluate: no target": (("evaluate", "model", "no_pet.csv"), ("'pet'",)),
+    "evaluate: no column": (("evaluate", "model", "no_fur.csv"), ("'fur'",)),
+    "evaluate: NaN in the target": (("evaluate", "model", "nan_target.csv"), ("'pet'", "row 7")),
+    "evaluate: NaN in a price": (("evaluate", "regressor", "nan_price.csv"), ("'price'", "row 5")),
+    "evaluate: out is the data": (("evaluate", "model", "good.csv", "--out", "good.csv"), ("good.csv",)),
+    "evaluate: out is a folder": (("evaluate", "model", "good.csv", "--out", "folder.csv"), ("folder.csv",)),
+    "evaluate: out nowhere": (("evaluate", "model", "good.csv", "--out", "/proc/s.json"), ("/proc/s.json",)),
+    "evaluate: out in the model": (
+        ("evaluate", "model", "good.csv", "--out", "model/manifest.json"),
+        ("model/manifest.json",),
+    ),
+    # predict
+    "predict: no model": (("predict", "nowhere", "good.csv", "--out", "p.csv"), ("nowhere",)),
+    "predict: no data": (("predict", "model", "nowhere.csv", "--out", "p.csv"), ("nowhere.csv",)),
+    "predict: no out": (("predict", "model", "good.csv"), ("--out",)),
+    "predict: no column": (("predict", "model", "no_fur.csv", "--out", "p.csv"), ("'fur'",)),
+    "predict: text among numbers": (
+        ("predict", "model", "text_in_age.csv", "--out", "p.csv"),
+        ("'age'", "row 11", "'young'"),
+    ),
+    "predict: into a new folder": (("predict", "model", "no_fur.csv", "--out", "new/p.csv"), ("'fur'",)),
+    "predict: no rows": (("predict", "model", "header.csv", "--out", "p.csv"), ("header.csv",)),
+    "predict: empty": (("predict", "model", "empty.csv", "--out", "p.csv"), ("empty.csv",)),
+    "predict: not what it is named": (("predict", "model", "csv.npz", "--out", "p.csv"), ("csv.npz",)),
+    "predict: unknown suffix": (("predict", "model", "good.csv", "--out", "p.xlsx"), ("p.xlsx", ".parquet")),
+    "predict: no suffix": (("predict", "model", "good.csv", "--out", "p"), (".csv", " p")),
+    "predict: out is the data": (("predict", "model", "good.csv", "--out", "good.csv"), ("good.csv",)),
+    "predict: out is the data, by a detour": (
+        ("predict", "model", "good.csv", "--out", "folder.csv/../good.csv"),
+        ("good.csv",),
+    ),
+    "predict: out is a folder": (("predict", "model", "good.csv", "--out", "folder.csv"), ("folder.csv",)),
+    "predict: out in a file": (("predict", "model", "good.csv", "--out", "a_file/p.csv"), ("a_file/p.csv",)),
+    "predict: out nowhere": (("predict", "model", "good.csv", "--out", "/proc/p.csv"), ("/proc/p.csv",)),
+    "predict: Parquet nowhere": (("predict", "model", "good.csv", "--out", "/proc/p.parquet"), ("/proc/p.parquet",)),
+    "predict: keep unknown": (
+        ("predict", "model", "good.csv", "--out", "p.csv", "--keep", "aeg"),
+        ("'aeg'", "did you mean 'age'?"),
+    ),
+    "predict: keep twice": (
+        ("predict", "model", "good.csv", "--out", "p.csv", "--keep", "age", "--keep", "age"),
+        ("'age'",),
+    ),
+    # models
+    "show: no model": (("show", "nowhere"), ("nowhere",)),
+    "show: a file": (("show", "good.csv"), ("good.csv",)),
+    "show: an empty folder": (("show", "folder.csv"), ("folder.csv",)),
+    "show: a run directory": (("show", "runs"), ("runs",)),
+    "show: a model of no table": (("show", "plain"), ("plain", "no model of a table")),
+    "show: a model that claims a table": (("show", "claims"), ("claims",)),
+    "show: a model that claims a number": (("show", "claims_more"), ("claims_more",)),
+    "show: a flipped bit": (("show", "flipped"), ("flipped", "SHA-256")),
+    "show: no weights": (("show", "half"), ("half", "weights.safetensors")),
+    "show: no manifest": (("show", "no_manifest"), ("no_manifest", "manifest.json")),
+    "show: edited": (("show", "edited"), ("edited", "altered")),
+    "show: torn": (("show", "torn"), ("torn", "manifest.json")),
+    "predict: a model of no table": (("predict", "plain", "good.csv", "--out", "p.csv"), ("plain",)),
+    "evaluate: a flipped bit": (("evaluate", "flipped", "good.csv"), ("flipped", "SHA-256")),
+    "export: no model": (("export", "nowhere", "--onnx", "m.onnx"), ("nowhere",)),
+    "export: no file": (("export", "model"), ("--onnx",)),
+    "export: a model of no table": (("export", "plain", "--onnx", "m.onnx"), ("plain",)),
+    "export: onto a folder": (("export", "model", "--onnx", "folder.csv"), ("folder.csv",)),
+    "export: nowhere": (("export", "model", "--onnx", "/proc/m.onnx"), ("/proc/m.onnx",)),
+    "export: over the weights": (("export", "model", "--onnx", "model/weights.safetensors"), ("weights.safetensors",)),
+}
+
+
+def test_there_are_many_cases() -> None:
+    assert len(REFUSED) >= 60
+
+
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_wrong_is_one_sentence_and_nothing_is_written(
+    name: str, bad_place: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, words = REFUSED[name]
+    monkeypatch.chdir(bad_place)
+    before = everything_in(bad_place)
+    outcome = invoke(*arguments)
+    assert_one_sentence(outcome, *words)
+    assert outcome.out == "" or "--out" in arguments[3:]  # scores that cannot be written are printed all the same
+    assert everything_in(bad_place) == before
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2", "pandas", "pyarrow", "optuna"])
+def test_a_missing_package_is_said_before_anything_is_trained(
+    package: str, bad_place: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(bad_place)
+    before = everything_in(bad_place)
+    command = TUNE if package == "optuna" else FIT
+    for module in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    for module in ("tuning.search", "tuning.storage", "tables.search") if package == "optuna" else ():
+        monkeypatch.delitem(sys.modules, f"torchace.lab.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert_one_sentence(invoke(*command, *TINY[2:]), package, "pip install")
+    assert everything_in(bad_place) == before
+
+
+def test_an_export_without_its_packages(bad_place: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(bad_place)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    outcome = invoke("export", "model", "--onnx", "m.onnx")
+    assert_one_sentence(outcome, "onnxruntime", "torchace[onnx]")
+    assert not Path("m.onnx").exists()
+
+
+# -- fit --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fit_with_a_search_and_a_report(here: Path, invoke: Invoke) -> None:
+    outcome = invoke("fit", "pets.csv", "--target", "pet", "--members", 3, "--hidden", 4, "--epochs", 4)
+    assert (outcome.code, outcome.err) == (0, "")
+    model = json.loads(Path("models/pets/manifest.json").read_text())
+    search = model["extra"]["search"]
+    lines = outcome.out.splitlines()
+    assert lines[0] == "models/pets: classification of 'pet' from 4 columns."
+    assert "Classes: cat, cow, dog." in lines
+    assert "Numbers: age, born." in lines
+    assert "Categories: fur, chipped." in lines
+    assert f"λ={search['chosen']:g}." in lines[4]
+    assert search["sentence"] in lines
+    assert lines[-1] == "Report: models/pets/report/index.html"
+    assert re.search(r"cross entropy +\d\.\d{4} +\d\.\d{4}", outcome.out)
+    page = Path("models/pets/report/index.html").read_text()
+    assert page.startswith("<!doctype html>")
+    for words in ("pet, from pets.csv", search["sentence"], "none at all", "Predicted from", "Row of the file"):
+        assert words in html.unescape(page).replace("\u00a0", " "), words
+    assert "could not be read" not in page
+    assert "Not tested" not in page
+    assert sorted(path.name for path in here.iterdir()) == ["houses.csv", "models", "pets.csv"]
+    assert os.listdir("models") == ["pets"]
+
+
+@pytest.mark.parametrize("test", ["0.2", "0"])
+def test_a_regression_with_a_given_diversity_and_a_report(test: str, here: Path, invoke: Invoke) -> None:
+    outcome = invoke(
+        "fit", "houses.csv", "--target", "price", *TINY, "--diversity", "0.3", "--out", "m", "--test", test
+    )
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "regression of 'price' from 2 columns" in outcome.out
+    assert "λ=0.3." in outcome.out
+    assert "R²" in outcome.out
+    assert json.loads(Path("m/manifest.json").read_text())["extra"]["search"] is None
+    page = Path("m/report/index.html").read_text()
+    assert ("Not tested" in page) == (test == "0")
+    assert "could not be read" not in page
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_repeated_command_says_that_the_model_is_there(here: Path, invoke: Invoke) -> None:
+    command = ("fit", "pets.csv", "--target", "pet", *TINY)
+    first = invoke(*command)
+    before = everything_in(here)
+    Path("models/pets.work").mkdir()  # of a process that was killed right after it put the model in place
+    again = invoke(*command)
+    assert (again.code, again.err) == (0, "")
+    assert again.out.splitlines() == ["models/pets holds this very model already.", *first.out.splitlines()[:-1]]
+    assert everything_in(here) == before
+    Path("models/pets.work").mkdir()
+    Path("models/pets.work/thesis.tex").write_text("years of work")  # the user's own
+    assert invoke(*command).code == 0
+    assert Path("models/pets.work/thesis.tex").exists()
+
+
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.parametrize(
+    "other", [("--seed", 1), ("--diversity", 0.4), ("--drop", "age"), ("--epochs", 2), ("--test", 0.3)]
+)
+def test_other_settings_in_the_same_place_are_refused(other: tuple[Any, ...], here: Path, invoke: Invoke) -> None:
+    assert invoke("fit", "pets.csv", "--target", "pet", *TINY).code == 0
+    before = everything_in(here)
+    refused = invoke("fit", "pets.csv", "--target", "pet", *TINY, *other)
+    assert_one_sentence(refused, "models/pets holds something else already", "--out")
+    assert everything_in(here) == before
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_second_fit_at_the_same_time_is_refused(here: Path, invoke: Invoke) -> None:
+    with Ledger(Path("m.work")).locked():
+        refused = invoke("fit", "pets.csv", "--target", "pet", *TINY, "--out", "m")
+    assert_one_sentence(refused, f"Process {os.getpid()} is at work in m.work")
+    assert os.listdir("m.work") == ["lock"]
+
+
+@pytest.mark.usefixtures("no_report")
+def test_interrupted_it_goes_on_when_repeated(here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("fit", "pets.csv", "--target", "pet", *TINY, "--diversity", "auto")
+    real = table_fit.train_members
+
+    def told_to_stop(*args: Any, **options: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return real(*args, **options)
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with monkeypatch.context() as patch:
+        patch.setattr(table_fit, "train_members", told_to_stop)
+        outcome = invoke(*command)
+    sentence = "Interrupted. Everything so far is in models/pets.work; repeat the command to go on.\n"
+    assert outcome == (3, "", sentence)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert not Path("models/pets").exists()
+    cohorts = {file: file.stat().st_mtime_ns for file in Path("models/pets.work/search/cohorts").iterdir()}
+    assert len(cohorts) >= 2
+    with monkeypatch.context() as patch:
+        patch.setattr("torchace.lab.tuning.tuning.train_members", lambda *args, **options: pytest.fail("trained again"))
+        assert invoke(*command).code == 0
+    assert os.listdir("models") == ["pets"]
+
+
+def test_interrupted_while_the_report_is_drawn(here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawing(directory: Path) -> Path:
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("went on")
+
+    command = ("fit", "pets.csv", "--target", "pet", *TINY)
+    monkeypatch.setattr("torchace.lab.report.write_report", drawing)
+    sentence = "Interrupted. Everything so far is in models/pets.work; repeat the command to go on.\n"
+    assert invoke(*command) == (3, "", sentence)
+    monkeypatch.setattr("torchace.lab.report.write_report", fake_report)
+    monkeypatch.setattr(table_fit, "train_members", lambda *args, **options: pytest.fail("trained again"))
+    assert invoke(*command).code == 0
+    assert os.listdir("models") == ["pets"]
+
+
+ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202e\u2066"
+
+
+def test_files_cannot_command_the_terminal(here: Path, invoke: Invoke) -> None:
+    frame = pets(40)
+    frame[f"age{ESCAPES}"] = frame["age"]
+    frame["pet"] = np.array([f"cat{ESCAPES}", "dog"])[np.arange(40) % 2]
+    frame = frame.rename(columns={"pet": f"pet{ESCAPES}"})
+    write_table(frame, Path("odd.parquet"))
+    model = TableModel.load(fitted(Path("odd.parquet"), f"pet{ESCAPES}", Path("m")))
+    shutil.rmtree("m")
+    replace(model, record={**model.record, "search": {"sentence": f"λ is good.{ESCAPES}"}}).save(Path("m"))
+    shutil.copy("odd.parquet", f"b{ESCAPES}.parquet")
+    write_table(frame.drop(columns=[f"age{ESCAPES}"]), Path("less.parquet"))
+    outcomes = [
+        invoke("show", "m"),
+        invoke("evaluate", "m", f"b{ESCAPES}.parquet"),
+        invoke("predict", "m", "less.parquet", "--out", "p.csv"),
+        invoke("show", f"nothing{ESCAPES}"),
+        invoke("fit", "odd.parquet", "--target", f"nothing{ESCAPES}"),
+    ]
+    assert [outcome.code for outcome in outcomes] == [0, 0, 1, 1, 1]
+    for outcome in outcomes:
+        assert not {"\x1b", "\x07", "\x9b", "\r", "\u202e", "\u2066"} & set(outcome.out + outcome.err), outcome
+    assert "λ is good.\\x1b[2J" in outcomes[0].out
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_training_that_fails_is_one_sentence(here: Path, invoke: Invoke) -> None:
+    refused = invoke("fit", "pets.csv", "--target", "pet", *TINY, "--learning-rate", "1e300", "--epochs", 3)
+    assert_one_sentence(refused, "λ=0.5, seed 0", "smaller --learning-rate")
+    assert not Path("models/pets").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "advice"),
+    [
+        ("fit", "tables.fit", "What was saved is kept; try fewer or smaller members (--members, --hidden), or smaller"),
+        (
+            "tune",
+            "tuning.tuning",
+            "What was saved is kept; try fewer or smaller members (--members, --hidden), smaller batches",
+        ),
+        ("predict", "tables.predict", ""),
+    ],
+)
+@pytest.mark.usefixtures("no_report")
+def test_not_enough_memory_names_options_of_the_command(
+    here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, command: str, module: str, advice: str
+) -> None:
+    def greedy(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    arguments: tuple[object, ...] = (command, "pets.csv", "--target", "pet", *TINY)
+    if command == "tune":
+        arguments = (command, "pets.csv", "--target", "pet", "--seeds", 1)
+    if command == "predict":
+        assert invoke("fit", "pets.csv", "--target", "pet", *TINY, "--out", "m").code == 0
+        arguments = (command, "m", "pets.csv", "--out", "p.csv")
+    name = "_predicted" if command == "predict" else "train_members"
+    monkeypatch.setattr(f"torchace.lab.{module}.{name}", greedy)
+    refused = invoke(*arguments)
+    assert_one_sentence(refused, f"Not enough memory. {advice}".rstrip())
+    assert "sweep." not in refused.err
+
+
+@pytest.mark.usefixtures("no_report")
+def test_notes_are_said(here: Path, invoke: Invoke) -> None:
+    frame = pets(name=[f"name {i}" for i in range(60)], pet=np.arange(60) % 2)
+    write_table(frame, Path("noted.csv"))
+    lines = invoke("fit", "noted.csv", "--target", "pet", *TINY).out.splitlines()
+    assert lines[0].startswith("The target 'pet' has 2 different whole numbers, which are taken for classes")
+    assert lines[1].startswith("Column 'name' is left out, since 60 of its 60 values are different")
+
+
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.parametrize("name", [".csv", "..pets.csv", "my.pets.v2.csv", "[bold].csv", ":cat:.csv", "a b.csv"])
+def test_files_of_any_name(name: str, here: Path, invoke: Invoke) -> None:
+    write_table(pets(), Path(name))
+    assert invoke("fit", name, "--target", "pet", *TINY).code == 0
+    (made,) = Path("models").iterdir()
+    assert made.name == {".csv": "csv", "..pets.csv": "pets", "my.pets.v2.csv": "my"}.get(name, name[:-4])
+    shown = invoke("evaluate", made, name)
+    assert (shown.code, shown.err) == (0, "")
+    assert shown.out.splitlines()[0].strip() == name
+    predicted = invoke("predict", made, name, "--out", f"out{name}" if name[0] != "." else "out.csv")
+    assert predicted.out.endswith(f"out{name if name[0] != '.' else '.csv'}.\n")
+
+
+# -- evaluate, predict, show ------------------------------------------------------------------------------------------
+
+
+ODD = ["[bold]", "[/red]", ":cat:", "a\nb", "\x1b[31mred", "λ", "-x", "=1+1", '"', "a,b"]
+
+
+@pytest.mark.usefixtures("no_report")
+def test_odd_names_are_printed_as_they_are(here: Path, invoke: Invoke) -> None:
+    frame = pets(40)
+    for place, name in enumerate(ODD):
+        frame[name] = frame["born"] + place if place % 2 else frame["fur"]
+    frame["pet"] = np.array(["[red]", ":dog:"])[np.arange(40) % 2]
+    frame = frame.rename(columns={"pet": "[target]"})
+    write_table(frame, Path("odd.csv"))
+    for outcome in (
+        invoke("fit", "odd.csv", "--target", "[target]", *TINY, "--out", "m"),
+        invoke("evaluate", "m", "odd.csv"),
+        invoke("predict", "m", "odd.csv", "--out", "p.csv", "--keep", "[/red]", "--keep", "-x"),
+        shown := invoke("show", "m"),
+    ):
+        assert (outcome.code, outcome.err) == (0, "")
+        assert "\x1b" not in outcome.out
+    assert "of '[target]' from" in shown.out
+    assert "Classes: :dog:, [red]." in shown.out
+    for name in ODD:
+        assert (name if name.isprintable() else repr(name)) in shown.out
+    assert pd.read_csv("p.csv").columns[:3].tolist() == ["[/red]", "-x", "prediction"]
+    assert_one_sentence(invoke("predict", "m", "pets.csv", "--out", "q.csv"), "'[bold]'")
+
+
+def test_many_names_are_not_all_shown(here: Path, invoke: Invoke) -> None:
+    frame = houses(60)
+    for place in range(30):
+        frame[f"column {place}"] = frame["area"] * place + place
+    fitted(write_table(frame, Path("wide.csv")), "price", Path("m"))
+    assert re.search(r"^Numbers: area, column 1, .* column 19 and 10 more\.$", invoke("show", "m").out, re.MULTILINE)
+
+
+def test_scores_are_printed_and_written(here: Path, invoke: Invoke) -> None:
+    fitted(Path("pets.csv"), "pet", Path("m"))
+    outcome = invoke("evaluate", "m", "pets.csv", "--out", "new/scores.json")
+    scores = TableModel.load("m").evaluate(pets()).metrics
+    for words, key in (("accuracy", "accuracy"), ("cross entropy", "cross_entropy"), ("Brier score", "brier")):
+        assert re.search(rf"^{words} +{scores[key]:.4f}$", outcome.out, re.MULTILINE)
+    content = json.loads(Path("new/scores.json").read_text())
+    assert content == {"model": "m", "data": "pets.csv", "rows": 60, "scores": scores}
+
+
+def test_scores_that_are_no_numbers_are_null(here: Path, invoke: Invoke) -> None:
+    """One row has no R², and JSON no NaN."""
+    fitted(Path("houses.csv"), "price", Path("m"))
+    write_table(houses(1), Path("one.csv"))
+    assert invoke("evaluate", "m", "one.csv", "--out", "s.json").code == 0
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    assert json.loads(Path("s.json").read_text(), parse_constant=refuse)["scores"]["r2"] is None
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_predictions_are_those_of_python(suffix: str, here: Path, invoke: Invoke) -> None:
+    model = fitted(Path("pets.csv"), "pet", Path("m"))
+    data = write_table(pets(30, seed=4), Path("new.parquet"))
+    outcome = invoke("predict", "m", data, "--out", f"p{suffix}")
+    assert outcome == (0, f"30 predictions written to p{suffix}.\n", "")
+    found = (pd.read_csv if suffix == ".csv" else pd.read_parquet)(f"p{suffix}")
+    expected = TableModel.load(model).predict(pets(30, seed=4))
+    assert found["prediction"].tolist() == expected["prediction"].tolist()
+    np.testing.assert_allclose(found.iloc[:, 1:], expected.iloc[:, 1:], rtol=0, atol=1e-13)
+
+
+def test_interrupted_predictions_leave_nothing(here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted(Path("pets.csv"), "pet", Path("m"))
+    real = TableModel.predict
+
+    def told_to_stop(self: TableModel, frame: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return real(self, frame)
+
+    before = everything_in(here)
+    monkeypatch.setattr(TableModel, "predict", told_to_stop)
+    outcome = invoke("predict", "m", "pets.csv", "--out", "new/p.csv")
+    assert outcome == (3, "", "Interrupted. Nothing was written.\n")
+    assert everything_in(here) == before
+
+
+@pytest.mark.parametrize("kind", ["classifier", "regressor"])
+def test_an_estimators_model_is_taken_too(kind: str, here: Path, invoke: Invoke) -> None:
+    """What scikit-learn habits saved, the command line reads."""
+    X = pets(60)[["born", "chipped"]].astype(float)
+    if kind == "classifier":
+        estimator: Any = ACEClassifier(num_members=2, hidden=(4,), epochs=2).fit(X, pets()["pet"])
+    else:
+        estimator = NCLRegressor(num_members=2, hidden=(4,), epochs=2).fit(X, X["born"])
+    estimator.save("m")
+    write_table(X, Path("x.csv"))
+    assert invoke("predict", "m", "x.csv", "--out", "p.csv").code == 0
+    found = pd.read_csv("p.csv")["prediction"]
+    if kind == "classifier":
+        assert found.tolist() == estimator.predict(X).tolist()
+    else:
+        np.testing.assert_allclose(found, estimator.predict(X), rtol=1e-12)
+    shown = invoke("show", "m")
+    assert (shown.code, shown.err) == (0, "")
+    assert "Numbers: born, chipped." in shown.out
+
+
+# -- tune -------------------------------------------------------------------------------------------------------------
+
+FAST = ("--members", "2", "--hidden", "4", "--epochs", "2")
+
+
+def test_a_search_for_lambda(here: Path, invoke: Invoke) -> None:
+    command = ("tune", "pets.csv", "--target", "pet", *FAST, "--seeds", 2)
+    outcome = invoke(*command)
+    assert (outcome.code, outcome.err) == (0, "")
+    found = json.loads(Path("runs/tune-pets/tune.json").read_text())
+    lines = outcome.out.splitlines()
+    assert lines[0].split() == ["λ", "held-out", "cross", "entropy", "seeds", "failed"]
+    (chosen,) = [line for line in lines if "← chosen" in line]
+    assert float(chosen.split()[0]) == found["chosen"]
+    assert lines[-2:] == [found["sentence"], "Written to runs/tune-pets/tune.json."]
+    again = invoke(*command)
+    assert again == outcome
+    assert_one_sentence(invoke(*command, "--epochs", 3), "runs/tune-pets/search", "epochs = 2", "--out")
+
+
+def test_a_search_of_everything(here: Path, invoke: Invoke) -> None:
+    """What is printed as the command to train with can be typed, whatever the names are."""
+    frame = pets().rename(columns={"pet": "the pet's kind", "fur": "--fur"})
+    write_table(frame, Path("my pets.csv"))
+    options = (
+        "--drop",
+        "--fur",
+        "--category",
+        "chipped",
+        "--test",
+        "0.25",
+        "--epochs",
+        "2",
+        "--seed",
+        "3",
+        "--patience",
+        0,
+    )
+    outcome = invoke("tune", "my pets.csv", "--target", "the pet's kind", "--trials", 2, *options)
+    assert (outcome.code, outcome.err) == (0, "")
+    found = json.loads(Path("runs/tune-my pets/tune.json").read_text())
+    assert [trial["state"] for trial in found["trials"]] == ["complete", "complete"]
+    lines = outcome.out.splitlines()
+    assert lines[:2] == [f"Trial {i}: {_best(found, i)}." for i in range(2)]
+    assert "…" not in outcome.out
+    assert "2 complete" in outcome.out
+    words = shlex.split(next(line for line in lines if line.startswith("To train with the best: "))[24:])
+    assert words[:3] == ["torchace", "fit", "my pets.csv"]
+    given = dict(zip(words[3::2], words[4::2], strict=True))
+    assert given["--target"] == "the pet's kind"
+    assert given["--drop"] == "--fur"
+    assert given["--category"] == "chipped"
+    assert (given["--test"], given["--epochs"], given["--seed"], given["--patience"]) == ("0.25", "2", "3", "0")
+    assert float(given["--diversity"]) == pytest.approx(found["best"]["diversity"], rel=1e-3)
+    assert "--validation" not in given
+    assert "--device" not in given
+
+
+def _best(found: dict[str, Any], number: int) -> str:
+    values = [trial["value"] for trial in found["trials"]]
+    return f"{values[number]:.4g}, best {min(values[: number + 1]):.4g}"
+
+
+@pytest.mark.usefixtures("no_report")
+def test_the_command_to_train_with_works(here: Path, invoke: Invoke) -> None:
+    outcome = invoke("tune", "pets.csv", "--target", "pet", "--trials", 1, "--epochs", 1, "--out", "t")
+    words = shlex.split(re.search(r"^To train with the best: torchace (.*)$", outcome.out, re.MULTILINE)[1])
+    assert invoke(*words).code == 0
+
+
+def test_an_interrupted_search_does_not_print_the_password(
+    here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*args: Any, **options: Any) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr("torchace.lab.tables.search.search", stopped)
+    storage = "postgresql+psycopg://me:secret@host/db"
+    outcome = invoke("tune", "pets.csv", "--target", "pet", "--trials", 2, "--storage", storage)
+    assert outcome == (3, "", "Interrupted. Everything so far is kept in the storage; repeat the command to go on.\n")
+
+
+def test_trials_that_all_fail_are_one_sentence(here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **options: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("torchace.lab.tuning.search.train_members", fails)
+    outcome = invoke("tune", "pets.csv", "--target", "pet", "--trials", 2, *FAST)
+    assert_one_sentence(outcome, "No trial was completed")
+    assert "2 failed" in outcome.out
+
+
+# -- any table --------------------------------------------------------------------------------------------------------
+
+
+@given(any_table())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@pytest.mark.usefixtures("no_report")
+def test_any_table_is_fitted_or_refused_in_one_sentence(here: Path, invoke: Invoke, table: AnyTable) -> None:
+    with tempfile.TemporaryDirectory(dir=here) as name:
+        folder = Path(name)
+        path = table.write(folder)
+        before, model = everything_in(folder), folder / "model"
+        task = () if table.task is None else ("--task", table.task)
+        outcome = invoke("fit", path, "--target", table.target, *TINY, *task, "--out", model)
+        if outcome.code:
+            assert_one_sentence(outcome)
+            assert everything_in(folder) == before
+            return
+        assert outcome.err == ""
+        assert invoke("evaluate", model, path) == (0, ANYTHING, "")
+        assert invoke("predict", model, path, "--out", folder / "p.csv") == (0, ANYTHING, "")
+        assert invoke("show", model) == (0, ANYTHING, "")
+        assert len(pd.read_csv(folder / "p.csv")) == len(table.columns[0])
+
+
+class _Anything:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+ANYTHING = _Anything()

@@ -1,0 +1,76 @@
+"""What tests do to files, and what they expect of the sentence that follows."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchace.lab.data import DataError, load
+
+HTML = b"<!DOCTYPE html>\n<html><body>404\nNot Found</body></html>\n"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:440fcabf\nsize 9912422\n"
+
+
+def refused(name: str, folder: Path, file: str) -> str:
+    """The sentence with which a data set is refused, after checking that it is one."""
+    with pytest.raises(DataError) as error:
+        load(name, directory=folder, download=False)
+    sentence = str(error.value)
+    assert "\n" not in sentence
+    assert "\r" not in sentence
+    assert file in sentence
+    assert str(folder) in sentence
+    assert sentence.endswith(".")
+    assert len(sentence) < 500
+    assert error.value.__suppress_context__ or error.value.__context__ is None  # no chain of causes behind it
+    return sentence
+
+
+def flipped(data: bytes, place: int) -> bytes:
+    altered = bytearray(data)
+    altered[place] ^= 0xFF
+    return bytes(altered)
+
+
+def zipped(data: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("train-images-idx3-ubyte", data)
+    return buffer.getvalue()
+
+
+def tarred(**files: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name.replace("__", "."))
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def mutations(data: bytes, count: int, seed: int) -> list[bytes]:
+    """Cut, overwrite, insert or remove a few bytes at random."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for _ in range(count):
+        altered = bytearray(data)
+        # near the front as often as anywhere: that is where the structure is
+        for _ in range(rng.integers(1, 4)):
+            place = int(rng.integers(0, min(len(altered), 64) if rng.random() < 0.5 else len(altered)))
+            match rng.integers(4):
+                case 0:
+                    altered[place] = rng.integers(256)
+                case 1:
+                    altered[place:place] = rng.bytes(rng.integers(1, 5))
+                case 2:
+                    del altered[place : place + int(rng.integers(1, 5))]
+                case _:
+                    del altered[place + 1 :]
+        out.append(bytes(altered))
+    return out

@@ -1,0 +1,92 @@
+"""Tables for tests, and what a sentence about a bad one must be like."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from torchace.lab.data import DataError, Encoding, infer_schema, iterate_table, learn_encoding
+
+
+def one_sentence(error: BaseException, *words: str) -> str:
+    """The sentence of an error, after checking that it is one, that it has these words, and says what to do."""
+    assert isinstance(error, DataError), repr(error)
+    sentence = str(error)
+    assert "\n" not in sentence, sentence
+    assert "\r" not in sentence, sentence
+    assert sentence.endswith("."), sentence
+    assert len(sentence) < 600, sentence
+    assert not re.search(r"[.!?] [A-Z]", sentence), sentence  # not two of them
+    assert "; " in sentence, sentence  # what is wrong; what to do
+    assert error.__suppress_context__ or error.__context__ is None  # no chain of causes behind it
+    for word in words:
+        assert word in sentence, (word, sentence)
+    return sentence
+
+
+def write_csv(path: Path, columns: Mapping[str, Sequence[object]], delimiter: str = ",") -> Path:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+    return path
+
+
+def pets(rows: int = 30, **replaced: Any) -> pd.DataFrame:
+    """A small table with a number, a category and a target of two classes; columns may be replaced or added."""
+    places = np.arange(rows)
+    columns: dict[str, Any] = {
+        "age": places * 1.5 % 7,
+        "fur": np.array(["long", "short", "none at all"])[places % 3],
+        "pet": np.array(["cat", "dog"])[places // 2 % 2],
+    }
+    return pd.DataFrame({**columns, **replaced})
+
+
+def learnt(frame: pd.DataFrame, target: str = "pet", **options: Any) -> Encoding:
+    return learn_encoding(infer_schema(frame, target, **options), frame)
+
+
+def matrix_of_chunks(encoding: Encoding, path: Path, rows: int) -> torch.Tensor:
+    return torch.cat([encoding.matrix(chunk) for chunk in iterate_table(path, rows=rows)])
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal bit for bit, NaN too."""
+    return left.dtype == right.dtype and torch.equal(left.view(torch.int64), right.view(torch.int64))
+
+
+def mutated(content: Any) -> list[Any]:
+    """Every value of a JSON document replaced by others, one at a time, and every key left out."""
+    found = []
+
+    def visit(part: Any, path: list[Any]) -> None:
+        for other in (None, True, -1, 0.5, "x", [], {}, [None], {"x": 1}):
+            found.append((path, other))
+        if path and isinstance(path[-1], str):
+            found.append((path, KeyError))
+        for key, value in part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ():
+            visit(value, [*path, key])
+
+    visit(content, [])
+    documents = []
+    for path, other in found:
+        whole = {"whole": copy.deepcopy(content)}
+        place: Any = whole
+        *before, last = ["whole", *path]
+        for key in before:
+            place = place[key]
+        if other is KeyError:
+            del place[last]
+        else:
+            place[last] = other
+        documents.append(whole.get("whole"))
+    return documents

@@ -1,0 +1,516 @@
+"""Tables that cannot be used: each is refused in one sentence that names what is wrong and says what to do."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import io
+import os
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.lab.data.tables_support import learnt, one_sentence, pets
+from torchace.lab.data import (
+    Encoding,
+    Schema,
+    infer_schema,
+    iterate_table,
+    learn_encoding,
+    partition,
+    read_table,
+)
+
+GOOD = b"age,fur,pet\n1,long,cat\n2,short,dog\n"
+
+
+def npz(**arrays: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def parquet(table: pa.Table) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer)
+    return buffer.getvalue()
+
+
+def zipped(**files: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name.replace("__", "."), data)
+    return buffer.getvalue()
+
+
+def replaced(data: bytes, old: bytes, new: bytes) -> bytes:
+    assert old in data
+    assert len(old) == len(new)
+    return data.replace(old, new)
+
+
+def flipped(data: bytes, place: int) -> bytes:
+    altered = bytearray(data)
+    altered[place] ^= 0xFF
+    return bytes(altered)
+
+
+NPZ = npz(x=np.arange(40.0).reshape(20, 2), y=np.arange(20))
+PARQUET = parquet(pa.table({"age": list(range(100)), "pet": ["cat", "dog"] * 50}))
+XLSX = zipped(**{"[Content_Types]__xml": b"<Types/>"})
+with zipfile.ZipFile(io.BytesIO(npz(x=np.arange(40)))) as _archive:
+    NPY = _archive.read("x.npy")
+ENCRYPTED = bytearray(NPZ)
+ENCRYPTED[6] |= 1  # the flag of the first file's own header
+ENCRYPTED[NPZ.index(b"PK\x01\x02") + 8] |= 1
+
+# file name, what it holds, words of the sentence beside the file's name
+FILES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
+    "empty": ("t.csv", b"", ("is empty",)),
+    "blank lines": ("t.csv", b"\n\r\n  \n", ("is empty",)),
+    "byte order mark alone": ("t.csv", b"\xef\xbb\xbf", ("is empty",)),
+    "header alone": ("t.csv", b"age,fur\n", ("no rows",)),
+    "header without line break": ("t.csv", b"age,fur", ("no rows",)),
+    "two columns of one name": ("t.csv", b"age,fur,age\n1,2,3\n", ("'age'", "rename")),
+    "two names but for a space": ("t.csv", b"age, age\n1,2\n", ("'age'", "rename")),
+    "unnamed column": ("t.csv", b",age\n0,1\n", ("column 1", "index=False")),
+    "unnamed last column": ("t.csv", b"age,fur,\n0,1,2\n", ("column 3",)),
+    "no names at all": ("t.csv", b",,\n0,1,2\n", ("is empty",)),
+    "no header": ("t.csv", b"5.1,3.5,1\n4.9,3.0,0\n", ("5.1, 3.5, 1", "row of names")),
+    "no header, whole numbers": ("t.csv", b"1,0,1\n0,1,0\n", ("1, 0, 1", "row of names")),
+    "a value too many": ("t.csv", GOOD + b"3,long,cat,4\n", ("4 values in row 3", "3 column names", "comma")),
+    "a value too few": ("t.csv", GOOD + b"3,long\n", ("2 values in row 3", "3 column names")),
+    "a value too many after blank lines": ("t.csv", GOOD + b"\n\n\n3\n", ("1 value in row 3",)),
+    "a value too many by semicolon": ("t.csv", b"a;b\n1;2\n1;2;3\n", ("3 values in row 2", "semicolon")),
+    "a value too many by tab": ("t.tsv", b"a\tb\n1\t2\n1\t2\t3\n", ("3 values in row 2", "tab")),
+    "quotation mark never closed": ("t.csv", GOOD + b'3,long,"cat\n4,long,dog\n', ("never closed",)),
+    "quotation mark within a quoted value": ("t.csv", GOOD + b'3,"lo"ng",cat\n', ("line 4", "twice")),
+    "text behind a quoted value": ("t.csv", GOOD + b'3,"long" x,cat\n', ("line 4", "behind", "closing")),
+    "a value without end": ("t.csv", b'a,b\n1,"' + b"x\n" * 100_000 + b'"\n', ("131,072", "quotation mark")),
+    "Latin-1": ("t.csv", GOOD + b"3,long,k\xe4tzchen\n", ("UTF-8", "line 4")),
+    "Latin-1 header": ("t.csv", b"alter,gr\xf6\xdfe\n1,2\n", ("UTF-8", "line 1")),
+    "UTF-16": ("t.csv", GOOD.decode().encode("utf-16"), ("UTF-16", "save it as UTF-8")),
+    "binary": ("t.csv", bytes(range(256)), ("binary",)),
+    "Parquet as CSV": ("t.csv", PARQUET, ("Parquet", ".parquet")),
+    "gzip as CSV": ("t.csv", gzip.compress(GOOD), ("gzip", ".csv.gz")),
+    "NPZ as CSV": ("t.csv", NPZ, ("ZIP", ".npz")),
+    "Excel as CSV": ("t.csv", XLSX, ("Excel", "save it as CSV")),
+    "old Excel as CSV": ("t.csv", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(100), ("Excel",)),
+    "PDF as CSV": ("t.csv", b"%PDF-1.7\n", ("PDF",)),
+    "SQLite as CSV": ("t.csv", b"SQLite format 3\0" + bytes(100), ("SQLite",)),
+    "web page": ("t.csv", b"<!DOCTYPE html>\n<html>404\n</html>\n", ("web page", "download")),
+    "Git LFS pointer": ("t.csv", b"version https://git-lfs.github.com/spec/v1\noid sha256:4\n", ("git lfs pull",)),
+    "CSV as gzip": ("t.csv.gz", GOOD, ("gzip", ".csv")),
+    "gzip cut short": ("t.csv.gz", gzip.compress(GOOD * 100)[:-20], ("to its end",)),
+    "gzip altered": ("t.csv.gz", flipped(gzip.compress(GOOD * 100), -8), ("to its end",)),
+    "gzip of nothing": ("t.csv.gz", gzip.compress(b""), ("is empty",)),
+    "CSV as Parquet": ("t.parquet", GOOD, ("Parquet", ".csv")),
+    "Parquet cut short": ("t.parquet", PARQUET[:-50], ("damaged Parquet",)),
+    "Parquet magic alone": ("t.parquet", b"PAR1", ("damaged Parquet",)),
+    "Parquet with another footer": ("t.parquet", PARQUET[:-60] + bytes(52) + PARQUET[-8:], ("damaged Parquet",)),
+    "Parquet without rows": ("t.parquet", parquet(pa.table({"a": pa.array([], pa.int64())})), ("no rows",)),
+    "Parquet without columns": ("t.parquet", parquet(pa.table({})), ("no columns",)),
+    "Parquet with two of one name": ("t.parquet", parquet(pa.table([[1], [2]], ["a", "a"])), ("'a'", "rename")),
+    "CSV as NPZ": ("t.npz", GOOD, ("ZIP", ".csv")),
+    "NPY as NPZ": ("t.npz", NPY, ("NPY", "numpy.savez")),
+    "NPZ cut short": ("t.npz", NPZ[:-30], ("damaged NPZ",)),
+    "NPZ of a wrong checksum": ("t.npz", replaced(NPZ, struct.pack("<d", 39), struct.pack("<d", 38)), ("damaged NPZ",)),
+    "NPZ of an altered header": ("t.npz", replaced(NPZ, b"(20, 2)", b"(21, 2)"), ("damaged NPZ",)),
+    "NPZ of another shape": ("t.npz", zipped(x__npy=replaced(NPY, b"(40,)", b"(41,)")), ("damaged NPZ", "'x'", "size")),
+    "NPZ of a negative shape": ("t.npz", zipped(x__npy=replaced(NPY, b"(40,)", b"(-4,)")), ("'x'", "(-4,)")),
+    "NPZ of too many columns": ("t.npz", npz(x=np.zeros((0, 10**12))), ("'x'", "50,000 columns")),
+    "NPZ of texts without characters": ("t.npz", zipped(x__npy=replaced(NPY, b"'<i8'", b"'<U0'")), ("'x'", "text")),
+    "NPZ of a later format": ("t.npz", zipped(x__npy=replaced(NPY, b"NUMPY\1", b"NUMPY\7")), ("damaged NPZ",)),
+    "NPZ of a header that is code": ("t.npz", zipped(x__npy=replaced(NPY, b"False", b"int()")), ("damaged NPZ",)),
+    "NPZ of a huge shape": ("t.npz", replaced(NPZ, b"(20, 2), }  ", b"(9999999, 2)"), ("damaged NPZ",)),
+    "NPZ with a password": ("t.npz", bytes(ENCRYPTED), ("damaged NPZ",)),
+    "NPZ of objects": ("t.npz", npz(y=np.array([1, "a", None], dtype=object)), ("'y'", "Python objects", "astype")),
+    "NPZ of records": ("t.npz", npz(y=np.zeros(3, dtype=[("a", int)])), ("'y'",)),
+    "NPZ of complex numbers": ("t.npz", npz(y=np.zeros(3, dtype=complex)), ("'y'", "complex128")),
+    "NPZ of a single number": ("t.npz", npz(x=np.zeros(3), k=np.array(5)), ("'k'", "()")),
+    "NPZ of images": ("t.npz", npz(x=np.zeros((3, 8, 8))), ("'x'", "(3, 8, 8)")),
+    "NPZ of other lengths": ("t.npz", npz(x=np.zeros((3, 2)), y=np.zeros(4)), ("3 rows", "'x'", "4", "'y'")),
+    "NPZ of clashing names": ("t.npz", npz(x=np.zeros((3, 2)), x1=np.zeros(3)), ("'x1'", "rename")),
+    "NPZ of x and X": ("t.npz", npz(x=np.zeros((3, 2)), X=np.zeros((3, 2))), ("'x0'", "rename")),
+    "NPZ of no arrays": ("t.npz", npz(), ("no columns",)),
+    "NPZ of no rows": ("t.npz", npz(x=np.zeros((0, 2))), ("no rows",)),
+    "NPZ of no columns": ("t.npz", npz(x=np.zeros((3, 0))), ("no columns",)),
+    "NPZ of no Unicode": ("t.npz", npz(x=np.array([b"\xff\xfe", b"a"])), ("damaged NPZ",)),
+    "ZIP as NPZ": ("t.npz", zipped(readme__txt=b"hello"), ("'readme.txt'", "numpy.savez")),
+    "Excel as NPZ": ("t.npz", XLSX, ("Excel",)),
+    "unknown kind": ("t.xlsx", XLSX, (".csv", ".parquet", ".npz")),
+    "no kind": ("table", GOOD, (".csv", ".parquet", ".npz")),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_files(case: str, tmp_path: Path) -> None:
+    name, content, words = FILES[case]
+    path = tmp_path / name
+    path.write_bytes(content)
+    sentences = set()
+    for read in (read_table, lambda path: list(iterate_table(path, rows=1))):
+        with pytest.raises(ValueError) as caught:
+            read(path)
+        sentences.add(one_sentence(caught.value, str(path), *words))
+    assert len(sentences) == 1
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+PLACES: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
+    "nothing": ("t.csv", lambda path: None, ("There is no file", "check the path")),
+    "a similar name": ("tabel.csv", lambda path: (path.parent / "table.csv").write_bytes(GOOD), ("'table.csv'",)),
+    "no folder": ("nowhere/t.csv", lambda path: None, ("There is no file",)),
+    "a folder": ("data", folder, ("is a folder",)),
+    "a folder of Parquet files": ("t.parquet", folder, ("is a folder",)),
+    "a pipe": ("t.csv", os.mkfifo, ("not a regular file",)),
+    "a device": ("t.csv", lambda path: path.symlink_to("/dev/zero"), ("not a regular file",)),
+    "a link to nowhere": ("t.csv", lambda path: path.symlink_to(path.parent / "x"), ("There is no file",)),
+    "a link to itself": ("t.csv", lambda path: path.symlink_to(path), ("cannot be read",)),
+    "a null character": ("tab\0.csv", lambda path: None, ("cannot be read",)),
+    "a name without end": ("t" * 5000 + ".csv", lambda path: None, ("cannot be read",)),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_places(case: str, tmp_path: Path) -> None:
+    name, make, words = PLACES[case]
+    make(tmp_path / name)
+    with pytest.raises(ValueError) as caught:
+        iterate_table(tmp_path / name)  # at once, not when the first rows are asked for
+    one_sentence(caught.value, name[:3], *words)
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(GOOD)
+
+    def closed(*args: object, **options: object) -> None:  # the tests may run as root, to whom nothing is denied
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("builtins.open", closed)
+    with pytest.raises(ValueError) as caught:
+        read_table(path)
+    one_sentence(caught.value, str(path), "Permission denied", "permissions")
+
+
+def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(GOOD)
+
+    def fails(stream: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("torchace.lab.data.csv_files._lines", fails)
+    with pytest.raises(ValueError) as caught:
+        read_table(path)
+    one_sentence(caught.value, str(path), "Input/output error")
+
+
+def test_a_line_break_in_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "my\ntable.csv"
+    path.write_bytes(b"")
+    with pytest.raises(ValueError) as caught:
+        read_table(path)
+    one_sentence(caught.value, "is empty")
+
+
+LISTS = pd.Series([[1]] * 30)
+TWICE = pd.DataFrame([[1, 2]] * 30, columns=["age", "age"])
+
+# what is asked of which table, and words of the sentence
+SCHEMAS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "unknown target": (lambda: infer_schema(pets(), "animal"), ("'animal'", "'age', 'fur', 'pet'")),
+    "unknown target, nearly": (lambda: infer_schema(pets(), "Pets"), ("'Pets'", "did you mean 'pet'?")),
+    "unknown target, no header": (
+        lambda: infer_schema(pets().set_axis(["5.1", "3.5", "setosa"], axis=1), "kind"),
+        ("'kind'", "first row"),
+    ),
+    "unknown target among many": (
+        lambda: infer_schema(pd.DataFrame(np.zeros((30, 500))), "kind"),
+        ("'kind'", "490 more"),
+    ),
+    "unknown task": (lambda: infer_schema(pets(), "pet", "ranking"), ("'ranking'", "classification or regression")),
+    "unknown column to drop": (lambda: infer_schema(pets(), "pet", drop=["fir"]), ("'fir'", "did you mean 'fur'?")),
+    "unknown column of a kind": (lambda: infer_schema(pets(), "pet", kinds={"ages": "number"}), ("'ages'", "'age'")),
+    "unknown kind": (lambda: infer_schema(pets(), "pet", kinds={"age": "date"}), ("'date'", "'age'", "number")),
+    "target dropped": (lambda: infer_schema(pets(), "pet", drop=["pet"]), ("'pet'", "is the target")),
+    "target with a kind": (lambda: infer_schema(pets(), "pet", kinds={"pet": "number"}), ("'pet'", "is the target")),
+    "few rows": (lambda: infer_schema(pets(9), "pet"), ("9 rows", "at least 10")),
+    "no rows": (lambda: infer_schema(pets(0), "pet"), ("0 rows",)),
+    "two columns of one name": (lambda: infer_schema(TWICE, "age"), ("'age'", "rename")),
+    "two columns of one text": (lambda: infer_schema(pets().set_axis([1, "1", "pet"], axis=1), "pet"), ("'1'",)),
+    "names of two levels": (lambda: infer_schema(pd.concat({"a": pets()}, axis=1), "pet"), ("2 levels",)),
+    "one class": (lambda: infer_schema(pets(pet="cat"), "pet"), ("'pet'", "one class", "'cat'")),
+    "one class of truth": (lambda: infer_schema(pets(pet=True), "pet"), ("'pet'", "one class", "'True'")),
+    "one class of numbers": (lambda: infer_schema(pets(pet=[7] * 30), "pet"), ("'pet'", "one class", "'7'")),
+    "one class in two spellings": (lambda: infer_schema(pets(pet=["1", "1.0"] * 15), "pet"), ("one class", "'1'")),
+    "NaN in the target": (
+        lambda: infer_schema(pets(pet=[1.0, 2.0, np.nan] * 10), "pet"),
+        ("'pet'", "row 3", "9 more rows", "'nan'"),
+    ),
+    "NA in the target": (
+        lambda: infer_schema(pets(pet=["cat"] * 15 + ["dog"] * 14 + ["NA"]), "pet"),
+        ("'pet'", "row 30", "'NA'"),
+    ),
+    "None in the target": (lambda: infer_schema(pets(pet=["cat", None, "dog"] * 10), "pet"), ("'pet'", "row 2")),
+    "NaN in a target for regression": (
+        lambda: infer_schema(pets(pet=[0.5] * 29 + [None]), "pet", "regression"),
+        ("'pet'", "row 30"),
+    ),
+    "a target of NaN alone": (lambda: infer_schema(pets(pet=np.nan), "pet"), ("'pet'", "row 1", "29 more rows")),
+    "more classes than half the rows": (
+        lambda: infer_schema(pets(pet=[f"pet {i}" for i in range(30)]), "pet"),
+        ("'pet'", "30 classes in 30 rows"),
+    ),
+    "more classes of numbers than half the rows": (
+        lambda: infer_schema(pets(pet=np.arange(30) + 0.5), "pet", "classification"),
+        ("30 classes in 30 rows", "regression"),
+    ),
+    "a class of one row": (
+        lambda: infer_schema(pets(pet=["cat", "dog"] * 7 + ["cow"] + ["cat"] * 15), "pet"),
+        ("'cow'", "row 15", "one row"),
+    ),
+    "a number of one row": (
+        lambda: infer_schema(pets(pet=[1, 2] * 14 + [1, 3]), "pet", "classification"),
+        ("'3'", "row 30"),
+    ),
+    "regression of texts": (
+        lambda: infer_schema(pets(), "pet", "regression"),
+        ("'pet'", "row 1", "'cat'", "29 more rows", "classification"),
+    ),
+    "regression of truth": (lambda: infer_schema(pets(pet=[True, False] * 15), "pet", "regression"), ("'True'",)),
+    "regression of one number": (lambda: infer_schema(pets(pet=0.5), "pet"), ("'pet'", "'0.5' in every row")),
+    "regression of an infinite number": (
+        lambda: infer_schema(pets(pet=[0.5, np.inf] * 15), "pet"),
+        ("'pet'", "row 2", "'inf'"),
+    ),
+    "classes of infinite numbers": (
+        lambda: infer_schema(pets(pet=[1.0, -np.inf] * 15), "pet", "classification"),
+        ("'pet'", "row 2", "'-inf'"),
+    ),
+    "a target of lists": (lambda: infer_schema(pets(pet=LISTS), "pet"), ("'pet'", "list", "row 1")),
+    "a target of bytes": (lambda: infer_schema(pets(pet=pd.Series([b"a"] * 30)), "pet"), ("'pet'", "bytes")),
+    "the target alone": (lambda: infer_schema(pets()[["pet"]], "pet"), ("'pet'", "No column")),
+    "everything dropped": (lambda: infer_schema(pets(), "pet", drop=["age", "fur"]), ("'pet'", "No column")),
+    "nothing that varies": (lambda: infer_schema(pets(age=1, fur="x"), "pet"), ("No column", "'fur'")),
+    "an infinite number": (
+        lambda: infer_schema(pets(age=[1.0] * 29 + [np.inf]), "pet"),
+        ("'age'", "row 30", "'inf'"),
+    ),
+    "an infinite number in words": (
+        lambda: infer_schema(pets(age=["1.0", "-Infinity"] * 15), "pet"),
+        ("'age'", "row 2", "'-Infinity'", "14 more rows"),
+    ),
+    "a number too large": (lambda: infer_schema(pets(age=["1", "1e999"] * 15), "pet"), ("'age'", "row 2", "'1e999'")),
+    "a whole number too large": (
+        lambda: infer_schema(pets(age=pd.Series([1, 10**400] * 15, dtype=object)), "pet"),
+        ("'age'", "row 2", "too large"),
+    ),
+    "texts called numbers": (
+        lambda: infer_schema(pets(), "pet", kinds={"fur": "number"}),
+        ("'fur'", "row 1", "'long'"),
+    ),
+    "truth called numbers": (
+        lambda: infer_schema(pets(fur=[True, False] * 15), "pet", kinds={"fur": "number"}),
+        ("'fur'", "'True'"),
+    ),
+    "lists called categories": (
+        lambda: infer_schema(pets(fur=LISTS), "pet", kinds={"fur": "category"}),
+        ("'fur'", "list", "row 1"),
+    ),
+    "complex numbers called numbers": (
+        lambda: infer_schema(pets(age=1j), "pet", kinds={"age": "number"}),
+        ("'age'", "complex"),
+    ),
+}
+
+CLASSES, QUANTITIES = learnt(pets()), learnt(pets(pet=np.arange(30) / 7))
+
+
+def later(**replaced: Any) -> pd.DataFrame:
+    """A later chunk of a file, whose first row is row 101."""
+    frame = pets(30, **replaced)
+    return frame.set_axis(pd.RangeIndex(100, 130))
+
+
+def damaged_json(kind: str, *path: Any, to: Any) -> Callable[[], object]:
+    """An encoding or schema of which one entry is something else."""
+
+    def read() -> object:
+        content = copy.deepcopy((QUANTITIES if kind == "regression" else CLASSES).to_json())
+        *keys, last = path
+        place = content
+        for key in keys:
+            place = place[key]
+        if to is KeyError:
+            del place[last]
+        else:
+            place[last] = to
+        return Encoding.from_json(content)
+
+    return read
+
+
+ENCODINGS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "a column is missing": (lambda: CLASSES.matrix(pets()[["age", "pet"]]), ("'fur'", "add it")),
+    "a column has another name": (
+        lambda: CLASSES.matrix(pets().rename(columns={"age": "Age "})),
+        ("'age'", "did you mean 'Age '?"),
+    ),
+    "names are missing": (
+        lambda: CLASSES.matrix(pets().set_axis(["5.1", "1", "x"], axis=1)),
+        ("'age'", "first row"),
+    ),
+    "text among numbers": (
+        lambda: CLASSES.matrix(pets(age=["1"] * 16 + ["old"] + ["2"] * 13)),
+        ("'age'", "row 17", "'old'"),
+    ),
+    "text among numbers of a later chunk": (
+        lambda: CLASSES.matrix(later(age=["1"] * 16 + ["old"] * 14)),
+        ("'age'", "row 117", "'old'", "13 more rows"),
+    ),
+    "text of many lines among numbers": (
+        lambda: CLASSES.matrix(pets(age=["a\nb\u2028c" * 100] * 30)),
+        ("'age'", "row 1", "a\\nb\\u2028c"),
+    ),
+    "truth among numbers": (lambda: CLASSES.matrix(pets(age=True)), ("'age'", "'True'")),
+    "an infinite number": (lambda: CLASSES.matrix(later(age=[1.0] * 29 + [-np.inf])), ("'age'", "row 130", "'-inf'")),
+    "lists among numbers": (lambda: CLASSES.matrix(pets(age=LISTS)), ("'age'", "list")),
+    "lists among categories": (lambda: CLASSES.matrix(pets(fur=LISTS)), ("'fur'", "list")),
+    "two columns of one name": (lambda: CLASSES.matrix(TWICE), ("'age'", "rename")),
+    "a class never seen": (
+        lambda: CLASSES.targets(later(pet=["cat"] * 4 + ["cow"] + ["dog"] * 25)),
+        ("'pet'", "Row 105", "'cow'", "'cat', 'dog'"),
+    ),
+    "a class in other letters": (lambda: CLASSES.targets(pets(pet="Cat")), ("Row 1", "'Cat'")),
+    "no class": (lambda: CLASSES.targets(later(pet=["cat"] * 4 + [None] * 26)), ("'pet'", "row 105", "25 more rows")),
+    "no target": (lambda: CLASSES.targets(pets()[["age"]]), ("'pet'", "target")),
+    "no number to compare with": (
+        lambda: QUANTITIES.targets(later(pet=["0.5"] * 4 + [""] * 26)),
+        ("'pet'", "row 105"),
+    ),
+    "text to compare with": (lambda: QUANTITIES.targets(pets()), ("'pet'", "row 1", "'cat'")),
+    "nothing to learn from": (lambda: learn_encoding(CLASSES.schema, pets().iloc[:0]), ("training part", "no rows")),
+    "nothing that varies": (
+        lambda: learn_encoding(CLASSES.schema, pets().iloc[[0, 0, 0]]),
+        ("training part", "No column"),
+    ),
+    "a target that does not vary": (
+        lambda: learn_encoding(QUANTITIES.schema, pets(pet=0.5)),
+        ("training part", "'pet'"),
+    ),
+    "JSON: a list": (lambda: Encoding.from_json([]), ("encoding", "damaged")),
+    "JSON: nothing": (lambda: Encoding.from_json(None), ("encoding", "damaged")),
+    "JSON: a text": (lambda: Schema.from_json("{}"), ("schema", "damaged")),
+    "JSON: a newer version": (damaged_json("classification", "version", to=2), ("encoding", "version")),
+    "JSON: a newer schema": (damaged_json("classification", "schema", "version", to=7), ("schema", "version")),
+    "JSON: a field less": (damaged_json("classification", "columns", to=KeyError), ("columns",)),
+    "JSON: a field more": (damaged_json("classification", "code", to="import os"), ("fields",)),
+    "JSON: another name": (damaged_json("classification", "columns", 0, "name", to="old"), ("columns",)),
+    "JSON: another kind": (damaged_json("classification", "schema", "columns", 0, "kind", to="date"), ("kinds",)),
+    "JSON: a category for a number": (
+        damaged_json("classification", "schema", "columns", 0, "kind", to="category"),
+        ("columns",),
+    ),
+    "JSON: no columns": (damaged_json("classification", "schema", "columns", to=[]), ("columns",)),
+    "JSON: another task": (damaged_json("classification", "schema", "target", "task", to="x"), ("task",)),
+    "JSON: classes for a number": (damaged_json("classification", "schema", "target", "task", to="regression"), ()),
+    "JSON: one class": (damaged_json("classification", "schema", "target", "classes", to=["cat"]), ("classes",)),
+    "JSON: one class twice": (
+        damaged_json("classification", "schema", "target", "classes", to=["1", 1]),
+        ("classes",),
+    ),
+    "JSON: a list for a class": (
+        damaged_json("classification", "schema", "target", "classes", to=["cat", ["dog"]]),
+        ("classes",),
+    ),
+    "JSON: a target among the columns": (damaged_json("classification", "schema", "target", "name", to="age"), ()),
+    "JSON: a number for a note": (damaged_json("classification", "schema", "notes", to=[1]), ("notes",)),
+    "JSON: a text for a mean": (damaged_json("classification", "columns", 0, "mean", to="1"), ("'mean'",)),
+    "JSON: a whole number for a mean": (damaged_json("classification", "columns", 0, "mean", to=1), ("'mean'",)),
+    "JSON: an infinite mean": (damaged_json("classification", "columns", 0, "mean", to=float("inf")), ("'age'",)),
+    "JSON: a negative deviation": (damaged_json("classification", "columns", 0, "std", to=-1.0), ("'age'",)),
+    "JSON: a deviation of NaN": (damaged_json("classification", "columns", 0, "std", to=float("nan")), ("'age'",)),
+    "JSON: a number for missing": (damaged_json("classification", "columns", 0, "missing", to=1), ("'missing'",)),
+    "JSON: a category twice": (damaged_json("classification", "columns", 1, "categories", to=["a", "a"]), ("'fur'",)),
+    "JSON: a number for a category": (damaged_json("classification", "columns", 1, "categories", to=[1]), ("'fur'",)),
+    "JSON: a mean of classes": (damaged_json("classification", "target", to={"mean": 0.0, "std": 1.0}), ("classes",)),
+    "JSON: no mean of a quantity": (damaged_json("regression", "target", to=None), ("target",)),
+    "JSON: no deviation of a quantity": (damaged_json("regression", "target", "std", to=0.0), ("target",)),
+}
+
+LABELS = torch.tensor([0, 1] * 15)
+
+
+def parts(*words: Any) -> pd.Series:
+    return pd.Series([*words, *["train", "test", "val"] * 10], name="part").iloc[:30]
+
+
+PARTITIONS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "too much": (lambda: partition(LABELS, fractions=(0.6, 0.6, 0.2)), ("0.6, 0.6, 0.2", "add up to 1")),
+    "two fractions": (lambda: partition(LABELS, fractions=(0.8, 0.2)), ("0.8, 0.2", "three")),
+    "a negative fraction": (lambda: partition(LABELS, fractions=(1.2, 0.2, -0.4)), ("-0.4",)),
+    "a fraction of NaN": (lambda: partition(LABELS, fractions=(0.6, 0.4, float("nan"))), ("nan",)),
+    "no training": (lambda: partition(LABELS, fractions=(0.0, 0.5, 0.5)), ("above 0",)),
+    "no validation": (lambda: partition(LABELS, fractions=(0.5, 0.0, 0.5)), ("above 0",)),
+    "too few rows": (lambda: partition(torch.zeros(2)), ("2 rows", "test part")),
+    "too few rows for validation": (
+        lambda: partition(torch.zeros(10), fractions=(0.89, 0.01, 0.1)),
+        ("9 rows", "validation part"),
+    ),
+    "a share of nearly nothing": (
+        lambda: partition(torch.zeros(10), fractions=(0.999, 0.001, 0.0)),
+        ("10 rows", "validation part of 0.1% from them"),
+    ),
+    "another word": (lambda: partition(LABELS, column=parts("train", "tst")), ("'part'", "row 2", "'tst'")),
+    "no word": (lambda: partition(LABELS, column=parts("train", "test", None)), ("'part'", "row 3", "nothing")),
+    "no word of a later chunk": (
+        lambda: partition(LABELS, column=parts("NA").set_axis(pd.RangeIndex(100, 130))),
+        ("'part'", "row 101"),
+    ),
+    "a number": (lambda: partition(LABELS, column=pd.Series([0] * 30, name="fold")), ("'fold'", "'0'")),
+    "no row for training": (
+        lambda: partition(LABELS, column=pd.Series(["test", "val"] * 15, name="part")),
+        ("'part'", "no row for train"),
+    ),
+    "no row for testing": (
+        lambda: partition(LABELS, column=pd.Series(["train", "val"] * 15, name="part")),
+        ("'part'", "no row for test"),
+    ),
+    "a class for testing alone": (
+        lambda: partition(torch.tensor([0, 1, 0] * 10), column=parts(), classes=("cat", "dog")),
+        ("'dog'", "row 2", "test part", "training part"),
+    ),
+    "a class for validation alone": (
+        lambda: partition(torch.tensor([0, 0, 1] * 10), column=parts()),
+        ("'1'", "row 3", "validation part", "training part"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        pytest.param(*case, id=f"{kind}: {name}")
+        for kind, cases in (("schema", SCHEMAS), ("encoding", ENCODINGS), ("partition", PARTITIONS))
+        for name, case in cases.items()
+    ],
+)
+def test_tables(call: Callable[[], Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as caught:
+        call()
+    one_sentence(caught.value, *words)

@@ -1,0 +1,229 @@
+"""Files that are not what they should be: each is one sentence that names the file. Here: idx files, and no files."""
+
+from __future__ import annotations
+
+import bz2
+import io
+import lzma
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.lab.data import writers
+from tests.lab.data.damage import HTML, POINTER, flipped, mutations, refused, tarred, zipped
+from tests.lab.data.writers import idx, images, labels, packed, python_batch
+from torchace.lab.data import DataError, load
+from torchace.lab.data.sources import FASHION_MNIST, MNIST, SOURCES
+
+pytestmark = pytest.mark.usefixtures("small_sources")
+
+IMAGES, LABELS = idx(images(writers.TRAIN)), idx(labels(writers.TRAIN))
+
+
+def header(*dims: int, magic: bytes = b"\0\0\x08\x03") -> bytes:
+    return magic + struct.pack(f">{len(dims)}I", *dims)
+
+
+def saved(array: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+PIXELS = IMAGES[16:]
+# what stands in the place of the training images' .gz, and what the sentence says
+IMAGE_FILES: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "is empty"),
+    "one byte": (packed(IMAGES)[:1], "idx file"),
+    "half a gzip header": (packed(IMAGES)[:5], "cut short"),
+    "gzip header alone": (packed(IMAGES)[:10], "cut short"),
+    "half": (packed(IMAGES)[: len(packed(IMAGES)) // 2], "cut short"),
+    "last byte gone": (packed(IMAGES)[:-1], "cut short"),
+    "checksum gone": (packed(IMAGES)[:-8], "cut short"),
+    "checksum wrong": (flipped(packed(IMAGES), -8), "CRC"),
+    "length wrong": (flipped(packed(IMAGES), -1), "ncorrect length"),
+    "byte wrong": (flipped(packed(IMAGES), 5000), "gzip"),
+    "gzip method unknown": (flipped(packed(IMAGES), 2), "gzip"),
+    "text behind": (packed(IMAGES) + b"more", "gzip"),
+    "twice": (packed(IMAGES) * 2, "more"),
+    "byte behind in a second member": (packed(IMAGES) + packed(b"\0"), "more"),
+    "web page": (HTML, "web page"),
+    "packed web page": (packed(HTML), "web page"),
+    "git-lfs pointer": (POINTER, "idx file"),
+    "text": (b"images\n", "idx file"),
+    "json": (b'{"message": "Not Found"}', "idx file"),
+    "png": (b"\x89PNG\r\n\x1a\n" + bytes(100), "idx file"),
+    "zip": (zipped(IMAGES), "idx file"),
+    "bzip2": (bz2.compress(IMAGES), "idx file"),
+    "xz": (lzma.compress(IMAGES), "idx file"),
+    "tar.gz": (tarred(images=IMAGES), "idx file"),
+    "numpy file": (saved(images(3)), "idx file"),
+    "packed twice": (packed(packed(IMAGES)), "idx file"),
+    "packed nothing": (packed(b""), "is empty"),
+    "three bytes": (packed(b"\0\0\x08"), "idx file"),
+    "magic alone": (packed(b"\0\0\x08\x03"), "cut short within its header"),
+    "header cut": (packed(IMAGES[:13]), "cut short within its header"),
+    "header alone": (packed(IMAGES[:16]), "only 0 bytes"),
+    "byte short": (packed(IMAGES[:-1]), "only 15679 bytes"),
+    "byte more": (packed(IMAGES + b"\0"), "more bytes"),
+    "image short": (packed(header(20, 28, 28) + PIXELS[:-784]), "only 14896 bytes"),
+    "floats": (packed(b"\0\0\x0d\x03" + IMAGES[4:]), "type 0x0d"),
+    "signed bytes": (packed(b"\0\0\x09\x03" + IMAGES[4:]), "type 0x09"),
+    "magic reversed": (packed(b"\x03\x08\0\0" + IMAGES[4:]), "idx file"),
+    "magic wrong": (packed(b"\0\x01\x08\x03" + IMAGES[4:]), "idx file"),
+    "two dimensions": (packed(header(20, 784, magic=b"\0\0\x08\x02") + PIXELS), "2 dimensions"),
+    "255 dimensions": (packed(b"\0\0\x08\xff" + IMAGES[4:]), "255 dimensions"),
+    "no dimensions": (packed(b"\0\0\x08\0" + IMAGES[4:]), "0 dimensions"),
+    "labels": (packed(LABELS), "labels in the place of images"),
+    "more images than there are": (packed(header(21, 28, 28) + PIXELS), "21 x 28 x 28"),
+    "fewer images": (packed(idx(images(19))), "19 x 28 x 28"),
+    "no images": (packed(header(0, 28, 28)), "0 x 28 x 28"),
+    "little-endian counts": (packed(b"\0\0\x08\x03" + struct.pack("<3I", 20, 28, 28) + PIXELS), "335544320"),
+    "rows": (packed(header(20, 27, 28) + PIXELS), "20 x 27 x 28"),
+    "columns": (packed(header(20, 28, 32) + PIXELS), "20 x 28 x 32"),
+    "four billion of each": (packed(header(*[0xFFFFFFFF] * 3)), "4294967295"),
+    "the test images": (packed(idx(images(writers.TEST))), "10 x 28 x 28"),
+}
+LABEL_FILES: dict[str, tuple[bytes, str]] = {
+    "label 10": (packed(LABELS[:-1] + b"\x0a"), "label 10 at image 19"),
+    "label 255": (packed(LABELS[:8] + b"\xff" + LABELS[9:]), "label 255 at image 0"),
+    "images": (packed(IMAGES), "labels in the place of images, or the other way round"),
+    "one more": (packed(idx(labels(21))), "array of 21, not 20"),
+    "one fewer": (packed(idx(labels(19))), "array of 19, not 20"),
+    "byte behind": (packed(LABELS + b"\0"), "more bytes"),
+    "byte short": (packed(LABELS[:-1]), "only 19 bytes"),
+    "plain, byte short": (LABELS[:-1], "only 19 bytes"),
+    "plain, byte behind": (LABELS + b"\n", "more bytes"),
+    "text": (b"5,0,4,1,9", "idx file"),
+    "space and a web page": (b"\n\n " + HTML, "web page"),
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        pytest.param(file, *case, id=f"{file}: {name}")
+        for file, cases in (("train-images-idx3-ubyte.gz", IMAGE_FILES), ("train-labels-idx1-ubyte.gz", LABEL_FILES))
+        for name, case in cases.items()
+    ],
+)
+def test_idx_files(tmp_path, file, content, says):
+    writers.write_mnist(tmp_path / "mnist")
+    (tmp_path / "mnist" / file).write_bytes(content)
+    assert says in refused("mnist", tmp_path, file)
+
+
+def make_loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+NOT_FILES: dict[str, Callable[[Path], object]] = {
+    "folder": Path.mkdir,
+    "pipe": os.mkfifo,
+    "link to nowhere": lambda path: path.symlink_to(path.parent / "nowhere"),
+    "link to itself": make_loop,
+    "link to a folder": lambda path: path.symlink_to(path.parent),
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("make", NOT_FILES.values(), ids=NOT_FILES)
+@pytest.mark.parametrize(
+    ("name", "file"), [("mnist", "t10k-labels-idx1-ubyte.gz"), ("cifar10", "test_batch.bin"), ("cifar10", "test_batch")]
+)
+def test_what_is_no_file(tmp_path, name, file, make):
+    writers.write_mnist(tmp_path)
+    writers.write_cifar(tmp_path, "binary" if file.endswith(".bin") else "python")
+    (tmp_path / file).unlink()
+    make(tmp_path / file)
+    refused(name, tmp_path, file)
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_permission_denied(tmp_path, name, monkeypatch):
+    writers.write_mnist(tmp_path)
+    writers.write_cifar(tmp_path, "binary")
+
+    def closed(
+        path: Path, mode: str, **options: object
+    ) -> None:  # the tests may run as root, to whom nothing is denied
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("torchace._files.open", closed, raising=False)
+    assert "Permission denied" in refused(name, tmp_path, "images" if name == "mnist" else "data_batch_1.bin")
+
+
+def test_a_folder_that_may_not_be_entered(tmp_path, monkeypatch):
+    def closed(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("torchace.lab.data.files.os.lstat", closed)
+    assert "permissions" in refused("mnist", tmp_path, "train-images-idx3-ubyte.gz")
+
+
+def test_a_disk_that_fails(tmp_path, monkeypatch):
+    writers.write_mnist(tmp_path)
+
+    def fails(*args: object, **options: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("torchace.lab.data.idx._parsed", fails)
+    assert "Input/output error" in refused("mnist", tmp_path, "train-images-idx3-ubyte.gz")
+
+
+def test_a_line_break_in_a_name(tmp_path):
+    folder = tmp_path / "my\ndata"
+    writers.write_mnist(folder)
+    (folder / "train-images-idx3-ubyte.gz").write_bytes(b"")
+    with pytest.raises(DataError, match="is empty") as error:
+        load("mnist", directory=folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("source", [MNIST, FASHION_MNIST], ids=lambda source: source.name)
+def test_content_that_is_not_the_official_one(tmp_path, monkeypatch, source):
+    """Well-formed files of the right size with other pixels are not MNIST, nor Fashion-MNIST."""
+    monkeypatch.setitem(SOURCES, source.name, source)
+    files = {
+        "train-images-idx3-ubyte": np.zeros((60_000, 28, 28), np.uint8),
+        "train-labels-idx1-ubyte": np.zeros(60_000, np.uint8),
+        "t10k-images-idx3-ubyte": np.zeros((10_000, 28, 28), np.uint8),
+        "t10k-labels-idx1-ubyte": np.zeros(10_000, np.uint8),
+    }
+    for name, array in files.items():
+        (tmp_path / name).write_bytes(idx(array))
+    assert f"not the official file of {source.title}" in refused(source.name, tmp_path, "train-images-idx3-ubyte")
+
+
+@pytest.mark.parametrize("source", [MNIST, FASHION_MNIST], ids=lambda source: source.name)
+def test_every_official_file_has_a_known_content_and_comes_by_https_first(source):
+    assert all(file.content is not None for file in (*source.train, *source.test))
+    assert source.urls[0].startswith("https://")
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "original"),
+    [
+        ("mnist", "train-labels-idx1-ubyte.gz", packed(LABELS)),
+        ("mnist", "train-images-idx3-ubyte.gz", IMAGES),
+        ("cifar10", "data_batch_2", python_batch(2)),
+    ],
+    ids=["packed labels", "plain images", "python batch"],
+)
+def test_random_damage(tmp_path, name, file, original):
+    """Whatever is done to a file, it is read or refused in one sentence; no other error comes out."""
+    writers.write_mnist(tmp_path)
+    writers.write_cifar(tmp_path, "python")
+    sentences = []
+    for altered in mutations(original, 300, seed=0):
+        (tmp_path / file).write_bytes(altered)
+        try:
+            load(name, directory=tmp_path, download=False)
+        except DataError as error:
+            sentences.append(str(error))
+    assert all("\n" not in sentence and file in sentence for sentence in sentences)
+    assert 300 - len(sentences) < 150  # a changed pixel cannot be seen without a known hash; most damage can

@@ -1,0 +1,117 @@
+"""Small files that hold much: refused before they are unpacked; those that hold what they seem to are read."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.lab.data.damage import refused
+from tests.lab.data.tables_support import one_sentence
+from torchace.lab.data import DataError, load, read_table
+
+
+def packed_csv(path: Path) -> Path:
+    with gzip.open(path / "t.csv.gz", "wb") as file:
+        file.write(b"a,b\n")
+        for _ in range(30):
+            file.write(b"1,2\n" * 10**6)
+    return path / "t.csv.gz"
+
+
+def packed_arrays(path: Path) -> Path:
+    np.savez_compressed(path / "t.npz", x=np.zeros((400, 40_000)), y=np.zeros(100))
+    return path / "t.npz"
+
+
+def long_header(path: Path) -> Path:
+    """A header of 100 MB in an array of nothing."""
+    with zipfile.ZipFile(path / "t.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", b"\x93NUMPY\x02\x00" + (10**8).to_bytes(4, "little") + b" " * 10**8)
+    return path / "t.npz"
+
+
+def written(table: pa.Table, path: Path) -> Path:
+    pq.write_table(table, path / "t.parquet", compression="zstd")
+    return path / "t.parquet"
+
+
+def many_rows(path: Path) -> Path:
+    return written(pa.table({"x": np.zeros(20_000_000)}), path)
+
+
+def one_long_text(path: Path) -> Path:
+    """3,000 rows that all hold one text of 100,000 letters, which stands in the file once."""
+    codes = pa.array(np.zeros(3000, np.int32))
+    return written(pa.table({"x": pa.DictionaryArray.from_arrays(codes, pa.array(["a" * 100_000]))}), path)
+
+
+def plain_long_text(path: Path) -> Path:
+    return written(pa.table({"x": pa.array(["a" * 100_000] * 1000, pa.large_string())}), path)
+
+
+def lists(path: Path) -> Path:
+    return written(pa.table({"x": pa.array([[1.0] * 100_000] * 100)}), path)
+
+
+BOMBS = [packed_csv, packed_arrays, long_header, many_rows, one_long_text, plain_long_text, lists]
+
+
+@pytest.mark.parametrize("make", BOMBS)
+def test_small_files_that_hold_much(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    file = make(tmp_path)
+    assert file.stat().st_size < 1_000_000
+    with pytest.raises(DataError) as caught:
+        read_table(file)
+    one_sentence(caught.value, str(file), "far more memory than it seems")
+
+
+@pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
+def test_wide_arrays_come_in_chunks_of_few_bytes(write: Callable[..., None], tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(50, 300))
+    write(tmp_path / "t.npz", x=values)
+    assert np.array_equal(read_table(tmp_path / "t.npz").to_numpy(), values)
+
+
+def test_texts_of_a_dictionary_are_read_as_they_are(tmp_path: Path) -> None:
+    texts = ["long", "short", None, "λ", ""] * 100
+    table = pa.table({"x": texts, "y": pa.array(texts, pa.large_string()), "n": range(500)})
+    frame = read_table(written(table, tmp_path))
+    for name in ("x", "y"):
+        assert [None if pd.isna(value) else value for value in frame[name]] == texts
+
+
+@pytest.mark.usefixtures("small_sources")
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.REGTYPE])
+def test_headers_of_an_archive_that_promise_much(kind: bytes, tmp_path: Path) -> None:
+    """A name, a record or a file of 8 GiB in a few bytes, of which nothing is read into memory."""
+    member = tarfile.TarInfo("data_batch_1.bin")
+    member.type, member.size = kind, 1 << 33
+    with gzip.open(tmp_path / "cifar-10-binary.tar.gz", "wb", compresslevel=1) as file:
+        file.write(member.tobuf(tarfile.GNU_FORMAT))
+        for _ in range(300):
+            file.write(bytes(1 << 20))
+    refused("cifar10", tmp_path, "cifar-10-binary.tar.gz")
+
+
+@pytest.mark.usefixtures("small_sources")
+def test_an_archive_with_records_and_long_names_is_read(tmp_path: Path) -> None:
+    from tests.lab.data.writers import cifar_files
+
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", format=tarfile.PAX_FORMAT) as archive:
+        for name, data in {"x" * 300: b"something", **cifar_files("binary")}.items():
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+            member.size, member.pax_headers = len(data), {"comment": "λ"}
+            archive.addfile(member, io.BytesIO(data))
+    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(buffer.getvalue())
+    assert len(load("cifar10", directory=tmp_path, download=False).train) == 15

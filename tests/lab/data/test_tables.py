@@ -1,0 +1,348 @@
+"""Tables from files: what is read, that chunks are the whole, and that damage is refused and nothing is run."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.lab.data.damage import mutations
+from tests.lab.data.tables_support import one_sentence, write_csv
+from torchace.lab.data import DataError, iterate_table, read_table
+from torchace.lab.data.parsing import numbers, texts
+
+CELLS: dict[str, list[object]] = {
+    "a": ["1", "", "x, y"],
+    "b b": ['say "no"', "two\nlines", "ü; ∂"],
+    "c": ["", "NA", "3"],
+}
+
+
+def test_every_cell_of_a_csv_file_is_its_text(tmp_path):
+    frame = read_table(write_csv(tmp_path / "t.csv", CELLS))
+    assert frame.to_dict("list") == CELLS
+    assert isinstance(frame.index, pd.RangeIndex)
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@pytest.mark.parametrize("name", ["t.csv", "T.CSV", "t.csv.gz"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "byte order mark"])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["Unix", "Windows", "old Mac"])
+def test_csv_dialects(tmp_path, delimiter, name, mark, end):
+    lines = ["größe{0}kind{0}n", '1.5{0}"a{0}b"{0}1', "", '"2"{0}c ""d{0}2', "  ", "3{0}{0} 3"]
+    text = mark + end.join(lines).format(delimiter) + end
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    expected = {"größe": ["1.5", "2", "3"], "kind": [f"a{delimiter}b", 'c ""d', ""], "n": ["1", "2", "3"]}
+    frame = read_table(tmp_path / name)
+    assert {column: [cell.strip() for cell in frame[column]] for column in frame} == expected
+
+
+def test_tab_separated_values_are_never_split_at_commas(tmp_path):
+    (tmp_path / "t.tsv").write_text("a,b\tc,d\n1,5\t2,5\n")
+    assert read_table(tmp_path / "t.tsv").to_dict("list") == {"a,b": ["1,5"], "c,d": ["2,5"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        ("price;amount\n1,5;2\n2,5;3\n", ["price", "amount"]),  # decimal commas
+        ('"a;b",c\n1,2\n', ["a;b", "c"]),
+        ("a b,c\n1;2,3\n4;5,6\n", ["a b", "c"]),
+        ("one\n1\n2\n", ["one"]),
+        ("one\n1;5\n2\n", ["one"]),
+        ("0,1,2\n5,6,7\n", ["0", "1", "2"]),  # as pandas names the columns of an array
+        ("2001,2002,2003\n5,6,7\n", ["2001", "2002", "2003"]),
+        (" a , b \n1,2\n", ["a", "b"]),
+        ("a,b\n1,2", ["a", "b"]),
+    ],
+)
+def test_the_delimiter_is_the_one_that_fits(tmp_path, text, columns):
+    (tmp_path / "t.csv").write_text(text)
+    assert list(read_table(tmp_path / "t.csv").columns) == columns
+
+
+def test_spaces_after_a_delimiter_are_layout_and_those_in_quotes_are_text(tmp_path):
+    (tmp_path / "t.csv").write_text('a, b, c\n 1, "x, y", z\n2," z",  " "\n')
+    frame = read_table(tmp_path / "t.csv")
+    assert frame.to_dict("list") == {"a": ["1", "2"], "b": ["x, y", " z"], "c": ["z", " "]}
+
+
+@pytest.mark.parametrize("mark", [",", ";", "\t"])
+def test_spaces_behind_a_closing_quotation_mark_are_layout(tmp_path, mark):
+    space = " " if mark == "\t" else " \t"
+    text = f'"a" {mark}b {mark}"c"{space}\n"x" {mark} "y{mark} ""z"""  {mark}"one\n  ""two"" {mark}"{space}\r\n'
+    text += f'"" {mark}5" {mark}" "\n'
+    (tmp_path / "t.csv").write_text(text, newline="")
+    frame = read_table(tmp_path / "t.csv")
+    assert list(frame.columns) == ["a", "b", "c"]
+    assert frame["a"].to_list() == ["x", ""]
+    assert frame["b"].to_list() == [f'y{mark} "z"', '5" ']  # a mark inside a cell that does not begin with one
+    assert frame["c"].to_list() == [f'one\n  "two" {mark}', " "]
+
+
+@pytest.mark.parametrize("row", ['"x" y,2', '"x"y,2', '"x" "y",2', '"x\n" y,2'])
+def test_text_behind_a_closing_quotation_mark_is_refused(tmp_path, row):
+    (tmp_path / "t.csv").write_text(f"a,b\n1,2\n{row}\n")
+    with pytest.raises(DataError) as caught:
+        read_table(tmp_path / "t.csv")
+    one_sentence(caught.value, "behind a closing quotation mark")
+
+
+def test_one_column_keeps_its_missing_values(tmp_path):
+    (tmp_path / "t.csv").write_text('a\n1\n""\n\n3\n')
+    assert list(read_table(tmp_path / "t.csv")["a"]) == ["1", "", "3"]
+
+
+def test_a_header_that_only_the_first_rows_fit(tmp_path):
+    """The delimiter is judged by the first rows; a later one that does not fit is named."""
+    (tmp_path / "t.csv").write_text("a;b\n" + "1;2\n" * 50 + "1,2\n")
+    with pytest.raises(DataError) as caught:
+        read_table(tmp_path / "t.csv")
+    one_sentence(caught.value, "1 value in row 51", "semicolon")
+
+
+def test_chunks_before_a_bad_row_come(tmp_path):
+    (tmp_path / "t.csv").write_text("a,b\n1,2\n3,4\n5,6\n7\n")
+    chunks = iterate_table(tmp_path / "t.csv", rows=2)
+    assert list(next(chunks)["a"]) == ["1", "3"]
+    with pytest.raises(DataError, match="row 4"):
+        next(chunks)
+
+
+def test_a_file_is_opened_when_asked_and_closed_at_the_end(tmp_path):
+    path = write_csv(tmp_path / "t.csv", CELLS)
+    chunks = iterate_table(path, rows=1)
+    next(chunks)
+    chunks.close()
+    assert not [name for name in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{name}") == str(path)]
+
+
+@pytest.mark.parametrize("rows", [0, -1, 2.0, True])
+def test_rows_are_counted(tmp_path, rows):
+    with pytest.raises((TypeError, ValueError), match="rows"):
+        iterate_table(write_csv(tmp_path / "t.csv", CELLS), rows=rows)
+
+
+def test_a_csv_file_larger_than_a_chunk_is_never_held_whole(tmp_path):
+    """400,000 cells in chunks: what is alive at any time is a chunk, not the file."""
+    import tracemalloc
+
+    with open(tmp_path / "t.csv", "w") as file:
+        file.write("a,b\n")
+        for start in range(0, 200_000, 1000):
+            file.writelines(f"{row},{row / 7}\n" for row in range(start, start + 1000))
+    count = 0
+    tracemalloc.start()
+    for chunk in iterate_table(tmp_path / "t.csv", rows=1000):
+        count += len(chunk)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 200_000
+    # a chunk of 1,000 rows is some 0.3 MB of Python strings, the whole 30 MB
+    assert peak < 5_000_000
+
+
+# -- Parquet and NPZ ---------------------------------------------------------------------------------------------------
+
+
+def parquet_table() -> pa.Table:
+    return pa.table(
+        {
+            "int": pa.array([1, None, 2**60 + 1], pa.int64()),
+            "byte": pa.array([1, 2, None], pa.uint8()),
+            "float": pa.array([0.5, None, float("nan")], pa.float64()),
+            "bool": pa.array([True, None, False]),
+            "text": pa.array(["a", None, "ü"]),
+            "dictionary": pa.array(["x", "y", "x"]).dictionary_encode(),
+            "decimal": pa.array([Decimal("1.50"), None, Decimal("-2")], pa.decimal128(10, 2)),
+            "date": pa.array([0, 1, None], pa.date32()),
+            "time": pa.array([0, None, 86_400_000_000], pa.timestamp("us")),
+            "nothing": pa.nulls(3),
+        }
+    )
+
+
+def test_parquet(tmp_path):
+    pq.write_table(parquet_table(), tmp_path / "t.parquet")
+    frame = read_table(tmp_path / "t.parquet")
+    said = {name: texts(frame[name]).to_pylist() for name in frame}
+    assert said == {
+        "int": ["1", None, str(2**60 + 1)],  # exact beside a missing value
+        "byte": ["1", "2", None],
+        "float": ["0.5", None, None],
+        "bool": ["True", None, "False"],
+        "text": ["a", None, "ü"],
+        "dictionary": ["x", "y", "x"],
+        "decimal": ["1.5", None, "-2"],
+        "date": ["1970-01-01", "1970-01-02", None],
+        "time": ["1970-01-01 00:00:00.000000", None, "1970-01-02 00:00:00.000000"],
+        "nothing": [None, None, None],
+    }
+
+
+def test_the_index_of_pandas_is_no_column(tmp_path):
+    frame = pd.DataFrame({"a": [1, 2, 3]}, index=[7, 3, 5])
+    frame.to_parquet(tmp_path / "t.parquet")
+    assert "__index_level_0__" in pq.read_schema(tmp_path / "t.parquet").names
+    again = read_table(tmp_path / "t.parquet")
+    assert list(again.columns) == ["a"]
+    assert list(again.index) == [0, 1, 2]
+
+
+def test_npz(tmp_path):
+    arrays = {
+        "X": np.arange(6.0).reshape(3, 2),
+        "table": np.asfortranarray(np.arange(6).reshape(3, 2)),
+        "big": np.arange(3, dtype=">i4"),
+        "half": np.array([0.5, 1, 2], dtype=np.float16),
+        "long": np.array([0.5, 1, 2], dtype=np.longdouble),
+        "flag": np.array([True, False, True]),
+        "text": np.array(["a", "ü", ""]),
+        "bytes": np.array([b"a", b"b", b"\xc3\xbc"]),
+        "date": np.array(["2020-01-01", "NaT", "2020-01-03"], dtype="datetime64[D]"),
+        "nothing": np.array(["", "", ""]),
+    }
+    np.savez(tmp_path / "t.npz", **arrays)
+    frame = read_table(tmp_path / "t.npz")
+    assert list(frame.columns) == ["x0", "x1", "table0", "table1", *list(arrays)[2:]]
+    assert frame["x1"].tolist() == [1.0, 3.0, 5.0]
+    assert frame["table0"].tolist() == [0, 2, 4]
+    assert frame["big"].tolist() == [0, 1, 2]
+    assert frame["flag"].dtype == bool
+    assert frame["text"].tolist() == ["a", "ü", ""]
+    assert frame["bytes"].tolist() == ["a", "b", "ü"]
+    assert texts(frame["date"]).to_pylist() == ["2020-01-01T00:00:00", None, "2020-01-03T00:00:00"]
+    for name in ("half", "long"):
+        assert numbers(frame[name])[0].tolist() == [0.5, 1, 2]
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_npz_is_read_from_front_to_back(tmp_path, save, monkeypatch):
+    """Stored or compressed, no more than a chunk is asked of the file at a time."""
+    x = np.random.default_rng(0).normal(size=(10_000, 5))
+    save(tmp_path / "t.npz", x=x, y=np.arange(10_000))
+    asked = []
+    read = zipfile.ZipExtFile.read
+
+    def watched(stream: zipfile.ZipExtFile, size: int = -1) -> bytes:
+        asked.append(size)
+        return read(stream, size)
+
+    monkeypatch.setattr(zipfile.ZipExtFile, "read", watched)
+    chunks = list(iterate_table(tmp_path / "t.npz", rows=999))
+    assert np.array_equal(pd.concat(chunks)[[f"x{i}" for i in range(5)]].to_numpy(), x)
+    assert min(asked) > 0
+    assert max(asked) <= 999 * 5 * 8
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "t.csv": lambda path: write_csv(path, {name: values * 5 for name, values in CELLS.items()}),
+    "t.parquet": lambda path: pq.write_table(pa.concat_tables([parquet_table()] * 5), path, row_group_size=4),
+    "t.npz": lambda path: np.savez(
+        path, x=np.asfortranarray(np.eye(15)), z=np.eye(15), y=np.array(["a", "b", "c"] * 5)
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 14, 15, 100])
+@pytest.mark.parametrize("name", WRITERS)
+def test_chunks_are_the_whole(tmp_path, name, rows):
+    path = tmp_path / name
+    WRITERS[name](path)
+    whole = read_table(path)
+    chunks = list(iterate_table(path, rows=rows))
+    assert all(0 < len(chunk) <= rows for chunk in chunks)
+    assert [row for chunk in chunks for row in chunk.index] == list(range(15))
+    assert all((chunk.dtypes == whole.dtypes).all() for chunk in chunks)
+    for column in whole:
+        assert [cell for chunk in chunks for cell in texts(chunk[column]).to_pylist()] == texts(
+            whole[column]
+        ).to_pylist()
+
+
+def test_nothing_is_unpickled(tmp_path):
+    """An array of objects would run code when loaded; it is refused by its header."""
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    np.savez(tmp_path / "t.npz", x=np.array([Bomb(), Bomb()], dtype=object))
+    with pytest.raises(DataError, match="Python objects"):
+        read_table(tmp_path / "t.npz")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", [*WRITERS, "t.csv.gz"])
+def test_random_damage(tmp_path, name):
+    """Whatever is done to a file, it is read or refused in one sentence; no other error comes out."""
+    path = tmp_path / name
+    if name == "t.csv.gz":
+        path.write_bytes(gzip.compress(WRITERS["t.csv"](tmp_path / "t.csv").read_bytes()))
+    else:
+        WRITERS[name](path)
+    sentences = []
+    for altered in mutations(path.read_bytes(), 150, seed=0):
+        path.write_bytes(altered)
+        try:
+            for chunk in iterate_table(path, rows=4):
+                for column in chunk:
+                    texts(chunk[column])
+        except DataError as error:
+            sentences.append(str(error))
+    assert len(sentences) > 20
+    for sentence in sentences:
+        assert "\n" not in sentence
+        assert sentence.endswith(".")
+        assert "; " in sentence
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("rows", [10, 100, 1000])
+def test_the_checksum_of_an_npz_file_is_compared(tmp_path, save, rows):
+    """Whether the array is stored or compressed, and wherever the chunks end."""
+    save(tmp_path / "t.npz", x=np.random.default_rng(0).normal(size=1000))
+    data = bytearray((tmp_path / "t.npz").read_bytes())
+    data[data.index(b"PK\x01\x02") + 16] ^= 1  # the CRC-32 in the list of contents
+    (tmp_path / "t.npz").write_bytes(data)
+    with pytest.raises(DataError, match=r"damaged NPZ.*CRC-32"):
+        list(iterate_table(tmp_path / "t.npz", rows=rows))
+
+
+def test_text_of_arrow_that_is_not_unicode(tmp_path):
+    array = pa.Array.from_buffers(
+        pa.string(), 1, [None, pa.py_buffer(np.array([0, 2], np.int32)), pa.py_buffer(b"\xff\xfe")]
+    )
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"a": array}), buffer)
+    (tmp_path / "t.parquet").write_bytes(buffer.getvalue())
+    with pytest.raises(DataError) as caught:
+        read_table(tmp_path / "t.parquet")
+    one_sentence(caught.value, "t.parquet")
+
+
+def test_pandas_is_imported_when_a_table_is_read():
+    code = "import sys, torchace.lab.data, torchace.models; print('pandas' in sys.modules, 'pyarrow' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("package", ["pandas", "pyarrow"])
+def test_a_missing_package_is_named(tmp_path, monkeypatch, package):
+    path = write_csv(tmp_path / "t.csv", CELLS)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf"needs {package}.*pip install torchace\[tool\]"):
+        read_table(path)

@@ -1,0 +1,389 @@
+from __future__ import annotations
+
+import ast
+import base64
+import io
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+import torchace.lab.report
+from tests.lab.report import synthetic
+from tests.lab.report.fits import FitSpec, write_fit
+from torchace.lab.report import ReportError, markdown, read_results, write_report
+from torchace.lab.report.array_plots import pictures
+from torchace.lab.report.drawing import DARK, LIGHT, Sketch, Theme, render
+from torchace.lab.report.page import Image as PageImage
+from torchace.lab.report.page import figures, page_html
+from torchace.lab.report.plots import plots
+
+PACKAGE = Path(torchace.lab.report.__file__).parent
+
+
+class _Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture(scope="session")
+def written(pages: Callable[[str], Path]) -> Path:
+    return pages("table1")
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws nothing, for tests of everything else."""
+    monkeypatch.setattr("torchace.lab.report.page.render", lambda sketch, theme: sketch.name.encode())
+
+
+def test_writes_page_figures_and_markdown(written: Path) -> None:
+    assert written.name == "index.html"
+    names = {path.name for path in written.parent.iterdir()}
+    figures = {"error", "cross_entropy", "difference_error", "difference_cross_entropy", "disagreement", "ambiguity"}
+    figures |= {"mutual_information", "members_0", "members_1", "reliability_0", "reliability_1"}
+    figures |= {"matrix_0", "matrix_1", "disputed"}
+    expected = {f"{name}{end}.png" for name in figures for end in ("", "-dark")}
+    assert names == {"index.html", "results.md"} | expected
+
+
+def test_the_page_needs_nothing_else(written: Path) -> None:
+    page = _Page(written.read_text(encoding="utf-8"))
+    assert not page.all("script")
+    assert [link["href"] for link in page.all("link")] == ["data:,"]
+    assert len(page.all("img")) == len(page.all("source")) == 14
+    for image, source in zip(page.all("img"), page.all("source"), strict=True):
+        for uri in (image["src"], source["srcset"]):
+            assert uri is not None
+            assert uri.startswith("data:image/png;base64,")
+            picture = Image.open(io.BytesIO(base64.b64decode(uri.split(",")[1])))
+            assert (str(picture.width), str(picture.height)) == (image["width"], image["height"])
+        assert image["alt"]
+    assert "url(" not in written.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["table1", "regression_fit", "classification_fit", "hostile_fit"])
+def test_the_page_is_accessible(pages: Callable[[str], Path], name: str) -> None:
+    page = _Page(pages(name).read_text(encoding="utf-8"))
+    assert page.all("html") == [{"lang": "en"}]
+    assert len(page.all("h1")) == len(page.all("main")) == 1
+    assert len(page.all("caption")) == len(page.all("table")) >= 5
+    assert all(attributes.get("scope") in {"col", "colgroup", "row", "rowgroup"} for attributes in page.all("th"))
+    ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
+    labels = {attributes["aria-labelledby"] for _, attributes in page.tags if "aria-labelledby" in attributes}
+    assert labels <= ids
+
+
+def test_the_page_states_what_a_reader_needs(pages: Callable[[str], Path]) -> None:
+    text = _Page(pages("failing").read_text(encoding="utf-8")).text.replace("\u00a0", " ")
+    for part in ("mnist: 60,000 to train", "MLP 784-128-10", "5 (0, 1, 2, 3, 4)", "NVIDIA H200", "torch 2.13.0"):
+        assert part in text
+    for part in (
+        "The loss of member 3 is NaN.",
+        "runs/foreign.json",
+        "58 of 65 runs finished",
+        "Bonferroni",
+        "seeds alone",
+    ):
+        assert part in text
+
+
+def test_the_same_files_give_the_same_page(pages: Callable[[str], Path], single_seed: Path, tmp_path: Path) -> None:
+    assert write_report(single_seed, tmp_path).read_bytes() == pages("single_seed").read_bytes()
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_writes_into_the_run_directory_by_default(tmp_path: Path) -> None:
+    directory = synthetic.small(tmp_path / "run", seeds=[0])
+    assert write_report(str(directory)) == directory / "report" / "index.html"
+
+
+@pytest.mark.parametrize("name", ["hostile", "hostile_fit"])
+def test_hostile_names_stay_text(pages: Callable[[str], Path], name: str) -> None:
+    path = pages(name)
+    page = _Page(path.read_text(encoding="utf-8"))
+    assert not page.all("script")
+    assert len(page.all("img")) == len(page.all("figure"))
+    assert all(image["src"] and image["src"].startswith("data:") for image in page.all("img"))
+    assert not any(key.startswith("on") for _, attributes in page.tags for key in attributes)
+    assert "{{ 7 * 7 }}" in page.text
+    assert {path.suffix for path in path.parent.iterdir()} == {".html", ".md", ".png"}
+    assert "<script" not in path.with_name("results.md").read_text(encoding="utf-8").lower()
+
+
+def test_an_experiment_without_any_run_has_a_page(tmp_path: Path) -> None:
+    directory = synthetic.small(tmp_path / "run")
+    shutil.rmtree(directory / "runs")
+    text = _Page(write_report(directory).read_text(encoding="utf-8")).text
+    assert "0 of 15 runs finished" in text
+
+
+def test_a_single_lambda_has_a_page(tmp_path: Path) -> None:
+    arm = synthetic.ArmSpec("a", "one", 3, [0], lambda d: 0.2, lambda d: 0.1)
+    directory = synthetic.write(tmp_path / "run", synthetic.Spec("x", "x", [arm], image_shape=None))
+    page = _Page(write_report(directory).read_text(encoding="utf-8"))
+    assert len(page.all("img")) >= 6
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_failed_write_leaves_the_old_page_and_no_litter(
+    single_seed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = write_report(single_seed, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ReportError, match=r"Could not write the report to .*: No space left on device"):
+        write_report(single_seed, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert page.exists()
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_an_unwritable_place_is_one_sentence(single_seed: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ReportError, match="Could not write the report to"):
+        write_report(single_seed, tmp_path / "file" / "report")
+
+
+def test_figures_differ_by_theme_and_leave_matplotlib_alone(single_seed: Path) -> None:
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    results = read_results(single_seed)
+    sketches = plots(results) + pictures(results)
+    assert "disputed" not in [sketch.name for sketch in sketches]  # no images
+    light, dark = render(sketches[0], LIGHT), render(sketches[0], DARK)
+    corners = [Image.open(io.BytesIO(png)).convert("RGB").getpixel((0, 0)) for png in (light, dark)]
+    assert corners == [(255, 255, 255), (0x16, 0x19, 0x1D)]
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_a_report_is_not_written_elsewhere(single_seed: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    shutil.copytree(single_seed, directory, ignore=shutil.ignore_patterns("report"))
+    (tmp_path / "mine").mkdir()
+    (directory / "report").symlink_to(tmp_path / "mine")
+    with pytest.raises(ReportError, match="report is a symbolic link"):
+        write_report(directory)
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_no_module_of_the_report_imports_torch() -> None:
+    shared = PACKAGE.parent.with_name("_statistics.py")
+    for path in (*PACKAGE.rglob("*.py"), shared):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.split(".")[0] != "torch"
+                ours = (
+                    "torchace.lab.report",
+                    "torchace._files",
+                    f"torchace.{shared.stem}",
+                )  # none of them imports torch
+                assert not name.startswith("torchace") or name.startswith(ours), f"{path.name}: {name}"
+
+
+def test_the_report_works_where_torch_does_not(single_seed: Path, tmp_path: Path) -> None:
+    """The parent package imports torch; a stand-in with its path alone lets the report load without."""
+    script = """
+import sys, types
+sys.modules["torch"] = None  # importing it fails from here on
+package = types.ModuleType("torchace")
+package.__path__ = [sys.argv[1]]
+sys.modules["torchace"] = package
+from torchace.lab.report import markdown, read_results, rich_table, write_report
+results = read_results(sys.argv[2])
+assert "Digits" in markdown(results)
+rich_table(results)
+print(write_report(sys.argv[2], sys.argv[3]))
+"""
+    command = [sys.executable, "-c", script, str(PACKAGE.parent), str(single_seed), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == tmp_path / "index.html"
+
+
+def test_a_missing_package_is_one_sentence(single_seed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=re.escape("The report needs matplotlib: pip install 'torchace[tool]'.")):
+        write_report(single_seed)
+
+
+LAMBDA_FIGURES = {"rmse", "mae", "spread", "ambiguity", "averaged", "members_1", "search", "search_difference"}
+
+
+def _figures(page: Path) -> set[str]:
+    return {path.stem for path in page.parent.glob("*.png") if not path.stem.endswith("-dark")}
+
+
+def test_the_figures_of_a_regression(pages: Callable[[str], Path]) -> None:
+    page = pages("regression_fit")
+    assert _figures(page) == LAMBDA_FIGURES | {"predicted_2", "uncertainty_1", "alone", "matrix_1"}
+    assert {path.suffix for path in page.parent.iterdir()} == {".html", ".md", ".png"}
+
+
+def test_the_figures_of_a_classification(pages: Callable[[str], Path]) -> None:
+    expected = {"error", "cross_entropy", "disagreement", "mutual_information", "ambiguity", "members_1"}
+    expected |= {"search", "search_difference", "reliability_1", "alone", "matrix_1"}
+    assert _figures(pages("classification_fit")) == expected
+
+
+@pytest.mark.parametrize("name", ["regression_fit", "classification_fit"])
+def test_the_page_of_a_fit_needs_nothing_else(pages: Callable[[str], Path], name: str) -> None:
+    page = _Page(pages(name).read_text(encoding="utf-8"))
+    assert not page.all("script")
+    assert [link["href"] for link in page.all("link")] == ["data:,"]
+    images = page.all("img")
+    assert len(images) == len(_figures(pages(name)))
+    assert all(image["src"] and image["src"].startswith("data:image/png;base64,") and image["alt"] for image in images)
+    assert not page.all("a")
+
+
+def test_the_page_of_a_fit_states_what_a_reader_needs(pages: Callable[[str], Path]) -> None:
+    text = _Page(pages("regression_fit").read_text(encoding="utf-8")).text.replace("\u00a0", " ")
+    for heading in ("In short", "The search for λ", "Results on the test set", "The data", "Diversity and uncertainty"):
+        assert heading in text
+    for part in ("Explains", "That is beyond the noise.", "0.3 (chosen)", "living_area", "sensor_13", "and 204 more"):
+        assert part in text
+    for part in ("price, a number", "Every row has another value.", "Categories seen fewer than five times", "R²"):
+        assert part in text
+    for absent in ("Reliability", "cross entropy", "Accuracy", "Cases in dispute"):
+        assert absent not in text
+    text = _Page(pages("classification_fit").read_text(encoding="utf-8")).text
+    for part in ("Cases in dispute", "Row of the file", "Diversity and calibration", "one of 3 classes"):
+        assert part in text
+    for absent in ("R²", "RMSE", "squared"):
+        assert absent not in text
+
+
+def test_long_lists_are_folded(pages: Callable[[str], Path]) -> None:
+    text = pages("regression_fit").read_text(encoding="utf-8")
+    folds = re.findall(r"<details><summary>(.+?)</summary>(.*?)</details>", text, flags=re.DOTALL)
+    assert [summary for summary, _ in folds] == ["7 more", "Configuration"]
+    assert "sensor_13" in folds[0][1]
+    assert "sensor_0<" not in folds[0][1]
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_table_with_thousands_of_columns_has_a_page(tmp_path: Path) -> None:
+    columns = [{"name": f"pixel{i}", "kind": "number", "mean": i, "std": 1} for i in range(20_000)]
+    schema = {"target": {"name": "y", "classes": [f"c{i}" for i in range(5000)]}, "columns": columns}
+    directory = write_fit(tmp_path / "fit", FitSpec(arms=["model"], arrays=False, schema=schema))
+    page = write_report(directory)
+    assert page.stat().st_size < 1_000_000
+    assert "19,000 more are not listed." in page.read_text(encoding="utf-8")
+    assert "Numbers (20,000)" in (page.parent / "results.md").read_text(encoding="utf-8")
+
+
+EDGES = {
+    "the model alone": FitSpec(arms=["model"]),
+    "a classifier alone": FitSpec(task="classification", arms=["model"]),
+    "λ given, checked": FitSpec(arms=["check", "model"], chosen=0.5),
+    "λ=0 chosen": FitSpec(chosen=0.0),
+    "one member": FitSpec(arms=["model"], num_members=1),
+    "one member of a classifier": FitSpec(task="classification", arms=["model"], num_members=1, chosen=0.0),
+    "large numbers": FitSpec(scale=1e40, search_seeds=[0]),
+    "small numbers": FitSpec(scale=1e-60, search_seeds=[0]),
+    "one test row": FitSpec(arms=["check", "model"], test=1),
+    "no arrays": FitSpec(arrays=False, search_seeds=[0]),
+    "a failed model": FitSpec(failed=[("model", 0.3, 7)], search_seeds=[0]),
+    "a failed check": FitSpec(failed=[("check", 0.3, seed) for seed in range(100, 105)], search_seeds=[0]),
+    "no schema": FitSpec(arms=["model"], overrides={"data": {"name": "x.npz", "train": 9, "test": 240}}),
+    "no test": FitSpec(arms=["model"], overrides={"data": {"name": "x.npz", "train": 9, "test": 0}}),
+    "an empty schema": FitSpec(arms=["model"], schema={"target": {"name": ""}, "columns": []}),
+    "a search alone": FitSpec(arms=["search"], search_seeds=[0]),
+    "a regression's sweep": FitSpec(arms=["sweep"], check_seeds=[1, 2]),
+    "a check called baseline": FitSpec(arms=["check", "model"], check_seeds=[1, 2]),
+}
+
+
+def _light_alone(sketch: Sketch, theme: Theme) -> bytes:
+    """Half of the drawing, for tests with many pages."""
+    return render(sketch, theme) if theme is LIGHT else b""
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_fits_of_all_kinds_have_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchace.lab.report.page.render", _light_alone)
+    directory = write_fit(tmp_path / "fit", EDGES[name])
+    if "baseline" in name:
+        content = json.loads((directory / "experiment.json").read_text())
+        content["arms"][0]["baseline"] = True
+        (directory / "experiment.json").write_text(json.dumps(content))
+    results = read_results(directory)
+    assert results.damaged == ()
+    written = write_report(directory)
+    page = _Page(written.read_text(encoding="utf-8"))
+    assert len(page.all("img")) == len(page.all("figure"))
+    if "baseline" in name:  # it is still what the figures are drawn from
+        assert {"members_0", "uncertainty_0", "matrix_0"} <= _figures(written)
+    assert not re.search(r"\b(nan|inf|None)\b", page.text)
+    assert ("The data" in page.text) == (results.data.schema is not None)
+    assert ("The search for λ" in page.text) == (results.search is not None)
+
+
+ODD = [None, "x", "", -1, 0, float("nan"), [], {}, 1e300, -1e99, 1e-300, True, 10**400, [None], [[]], 3.7]
+
+
+def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where there is anything inside parsed JSON."""
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        yield (*place, key)
+        yield from _places(value[key], (*place, key))
+
+
+@pytest.mark.parametrize("task", ["regression", "classification"])
+def test_damage_anywhere_is_a_sentence_or_a_page(task: str, tmp_path: Path) -> None:
+    spec = FitSpec(task=task, arrays=False, search_seeds=[0], check_seeds=[5, 6], test=40)
+    directory = write_fit(tmp_path / "fit", spec)
+    rng = random.Random(task)
+    refused = []
+    for _ in range(60):
+        file = directory / rng.choice(["experiment.json", "experiment.json", "runs/model-l0.3-s7.json"])
+        whole = file.read_text()
+        content = json.loads(whole)
+        *outer, last = rng.choice(list(_places(content)))
+        inner = content
+        for key in outer:
+            inner = inner[key]
+        inner[last] = rng.choice(ODD)
+        file.write_text(json.dumps(content))
+        try:
+            results = read_results(directory)
+            assert all("\n" not in damaged.reason for damaged in results.damaged)
+            images = [PageImage(sketch, b"", b"") for sketch in figures(results)]
+            assert page_html(results, images)
+            assert markdown(results)
+        except ReportError as error:
+            refused.append(str(error))
+        file.write_text(whole)
+    assert 0 < len(refused) < 60
+    assert all("experiment.json" in sentence and "\n" not in sentence for sentence in refused)

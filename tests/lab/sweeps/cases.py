@@ -1,0 +1,101 @@
+"""A small sweep on digits, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from torchace.lab.sweeps import sweep
+from torchace.lab.sweeps.config import Experiment, parse_experiment
+from torchace.lab.sweeps.networks import build_network
+from torchace.lab.sweeps.run_store import Run
+from torchace.lab.sweeps.sweep import Sweep
+from torchace.lab.training.loop import Failure
+from torchace.lab.training.run_group import RunGroup
+
+TIMES = {"seconds", "started", "sha256"}  # and what depends on them
+
+
+def small(**sections: Any) -> Experiment:
+    """2 λ x 2 seeds x 2 members, 12 steps; `train={"steps": 3}` changes a section."""
+    content: dict[str, Any] = {
+        "name": "small",
+        "data": {"limit": 200},
+        "model": {"hidden": [4], "num_members": 2},
+        "train": {"steps": 12, "batch_size": 50, "learning_rate": 0.01},
+        "sweep": {"diversities": [0.0, 0.5], "seeds": [0, 1]},
+    }
+    for name, value in sections.items():
+        content[name] = {**content[name], **value} if isinstance(content.get(name), dict) else value
+    return parse_experiment(content)
+
+
+def run(directory: Path, stop: Callable[[], bool] = lambda: False, **sections: Any) -> dict[Run, Failure]:
+    return Sweep(small(**sections), directory).run(stop=stop)
+
+
+def ledger_of(directory: Path) -> dict[str, Any]:
+    """Everything a sweep wrote but its times."""
+    found: dict[str, Any] = {}
+    for file in sorted(directory.glob("*.json")) + sorted(directory.glob("runs/*.json")):
+        content = json.loads(file.read_text(), parse_constant=_no_nan)
+        found[str(file.relative_to(directory))] = {key: v for key, v in content.items() if key not in TIMES}
+    for file in sorted(directory.glob("runs/*.safetensors")):
+        load_file(file)
+        found[file.name] = file.read_bytes()
+    return found
+
+
+def _no_nan(word: str) -> None:
+    raise AssertionError(f"{word} is not JSON")
+
+
+def leftovers(directory: Path) -> list[str]:
+    """What a finished sweep must not leave."""
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if "partial" in path.name) + sorted(
+        str(path.relative_to(directory)) for path in directory.glob("checkpoints*")
+    )
+
+
+def poison(monkeypatch: Any, diversity: float, seed: int, member: int) -> None:
+    """From now on that member of that run starts with Inf."""
+
+    def spoilt(arm: Any, data: Any, seeds: list[int], device: str, **options: Any) -> RunGroup:
+        network = build_network(arm, data, seeds, device, **options)
+        job = getattr(sweep, "_job_of_the_test", None)
+        for r, one in enumerate(job.runs if job is not None and len(job.runs) == len(seeds) else ()):
+            if (one.diversity, one.seed) == (diversity, seed):
+                with torch.no_grad():
+                    network.members.stacked.fc.weight[r * network.num_members + member] = torch.inf  # type: ignore[union-attr]
+        return network
+
+    real = Sweep._do
+
+    def noted(self: Sweep, ledger: Any, job: Any, *args: Any) -> float:
+        monkeypatch.setattr(sweep, "_job_of_the_test", job, raising=False)
+        return real(self, ledger, job, *args)
+
+    monkeypatch.setattr(sweep, "build_network", spoilt)
+    monkeypatch.setattr(Sweep, "_do", noted)
+
+
+def command(*arguments: str, module: str = "torchace", **options: Any) -> subprocess.Popen[str]:
+    """`python -m torchace ...` as a process of its own, with one thread; or another module in torchace's place."""
+    root = str(Path(__file__).parents[3])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, **options.pop("env", {})}
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **options,
+    )

@@ -1,0 +1,208 @@
+"""Experiments: what is understood."""
+
+import copy
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchace.lab.sweeps.config import ConfigError, _distinct, builtin_names, load_experiment, parse_experiment
+
+LEAST: dict[str, Any] = {"name": "a", "train": {"epochs": 1}}
+
+
+def test_the_built_in_experiments() -> None:
+    assert builtin_names() == ["branched", "digits", "small_members", "table1", "table2", "table2_short"]
+
+
+@pytest.mark.parametrize("name", builtin_names())
+def test_every_built_in_experiment_loads(name: str) -> None:
+    experiment = load_experiment(name)
+    assert experiment.name == name
+    assert experiment.title
+    arms = experiment.complete_arms()
+    assert all(arm.train.steps or arm.train.epochs for arm in arms)
+    assert sum(arm.baseline for arm in arms) <= 1
+    assert parse_experiment(experiment.model_dump(mode="json")) == experiment  # what a run directory holds
+
+
+def test_table1_is_the_papers() -> None:
+    experiment = load_experiment("table1")
+    separate, shared, exchanged = experiment.complete_arms()
+    assert [arm.train.batches for arm in (separate, shared, exchanged)] == ["separate", "shared", "exchanged"]
+    assert separate.baseline
+    assert separate.diversities == [0.0]
+    assert shared.diversities == exchanged.diversities == [0.0, 0.05, 0.1, 0.3, 0.5, 0.7]
+    assert shared.model.num_members == 5
+    assert len(experiment.sweep.seeds) >= 10
+    assert experiment.paper is not None
+    assert [row.diversity for row in experiment.paper.rows] == shared.diversities
+
+
+def test_table2_is_the_papers() -> None:
+    single, control, smoc = load_experiment("table2").complete_arms()
+    assert (single.model.num_members, control.model.num_members, smoc.model.num_members) == (1, 1, 10)
+    assert control.model.head_scale == pytest.approx(1 / math.sqrt(10))
+    assert smoc.diversities == [0.0, 0.001, 0.01, 0.05, 0.1, 0.3, 0.5]
+    train = smoc.train
+    assert (train.steps, train.milestones, train.warmup_steps, train.warmup_learning_rate) == (
+        64000,
+        [32000, 48000],
+        400,
+        0.01,
+    )
+    short = load_experiment("table2_short")
+    assert [arm.train.steps for arm in short.complete_arms()] == [16000] * 4
+    attached = short.complete_arms()[-1]
+    assert (attached.train.detach_others, attached.diversities) == (False, [0.3])
+
+
+def test_whole_numbers_stand_for_numbers() -> None:
+    content = {
+        **LEAST,
+        "train": {"epochs": 1, "learning_rate": 1, "weight_decay": 0},
+        "sweep": {"diversities": [0, 1, 0.5]},
+        "arms": [{"name": "b", "train": {"learning_rate": 2}, "diversities": [0, 1]}],
+    }
+    arm = parse_experiment(content).complete_arms()[0]
+    assert arm.train.learning_rate == 2.0
+    assert [type(value) for value in arm.diversities] == [float, float]
+
+
+def test_what_is_given_stays_as_it_was() -> None:
+    content = {**copy.deepcopy(LEAST), "arms": [{"name": "b", "train": {"steps": 3}}]}
+    before = copy.deepcopy(content)
+    parse_experiment(content)
+    assert content == before
+
+
+def test_an_experiment_without_arms_has_one() -> None:
+    (arm,) = parse_experiment({**LEAST, "title": "T"}).complete_arms()
+    assert (arm.name, arm.label, arm.baseline) == ("main", "shared batches", False)
+
+
+def test_an_arm_overrides_what_is_common() -> None:
+    content = {
+        **LEAST,
+        "model": {"hidden": [3], "num_members": 4},
+        "sweep": {"diversities": [0.0, 0.5]},
+        "arms": [
+            {"name": "one_two", "model": {"hidden": [9]}, "train": {"steps": 7}, "data": {"limit": 50}},
+            {"name": "three", "diversities": [0.25], "train": {"epochs": 2}},
+        ],
+    }
+    first, second = parse_experiment(content).complete_arms()
+    assert (first.label, first.model.hidden, first.model.num_members) == ("one two", [9], 4)
+    assert (first.train.steps, first.train.epochs, first.data.limit) == (7, None, 50)  # its own length alone
+    assert (second.train.steps, second.train.epochs, second.diversities) == (None, 2, [0.25])
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("train.epochs=5", "train", "epochs", 5),
+        ("train.steps = 50", "train", "steps", 50),
+        (" train . learning_rate =1e-2", "train", "learning_rate", 0.01),
+        ("train.learning_rate=1", "train", "learning_rate", 1.0),
+        ("model.kind=smoc", "model", "kind", "smoc"),
+        ("model.kind='smoc'", "model", "kind", "smoc"),
+        ('model.kind="smoc"', "model", "kind", "smoc"),
+        ("model.hidden=[8, 4]", "model", "hidden", [8, 4]),
+        ("data.augment=true", "data", "augment", True),
+        ("sweep.diversities=[0, 0.5]", "sweep", "diversities", [0.0, 0.5]),
+        ("checkpoint.steps=1", "checkpoint", "steps", 1),
+    ],
+)
+def test_overrides(override: str, section: str, key: str, value: Any) -> None:
+    assert getattr(getattr(load_experiment("digits", [override]), section), key) == value
+
+
+def test_later_overrides_win_and_words_may_be_whole_sentences() -> None:
+    experiment = load_experiment("digits", ["train.epochs=5", "train.epochs=6", "title=What the knob = does"])
+    assert experiment.train.epochs == 6
+    assert experiment.title == "What the knob = does"
+
+
+def test_a_length_overrides_the_other() -> None:
+    train = load_experiment("digits", ["train.steps=5"]).train
+    assert (train.epochs, train.steps) == (None, 5)
+    train = load_experiment("table2", ["train.epochs=5"]).train
+    assert (train.epochs, train.steps) == (5, None)
+
+
+def test_seeds() -> None:
+    assert load_experiment("digits", seeds=range(3)).sweep.seeds == [0, 1, 2]
+    assert load_experiment("digits", ["sweep.seeds=[7]"], seeds=range(2)).sweep.seeds == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("mine.toml", "mine"), ("My run-2.toml", "my_run_2"), ("λ.toml", "_"), ("a" * 60 + ".toml", "a" * 40)],
+)
+def test_a_file_gives_its_name(file: str, name: str, tmp_path: Path) -> None:
+    path = tmp_path / file
+    path.write_text("\ufeff[train]\nepochs = 1\n", "utf-8")  # with the mark that some editors write first
+    assert load_experiment(str(path)).name == name
+    path.write_text('name = "own"\n[train]\nepochs = 1\n', "utf-8")
+    assert load_experiment(str(path)).name == "own"
+
+
+def test_a_file_needs_no_ending(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("[train]\nepochs = 1\n")
+    assert load_experiment(str(tmp_path / "mine")).train.epochs == 1
+
+
+def test_a_built_in_name_is_not_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits").mkdir()
+    assert load_experiment("digits").name == "digits"
+
+
+def test_an_error_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"^digits: there is no key 'train.epoch'. Did you mean 'epochs'\?$"):
+        load_experiment("digits", ["train.epoch=3"])
+
+
+def test_many_seeds_are_checked_in_linear_time() -> None:
+    """Hidden in a quadratic check: 20,000 seeds took minutes."""
+    compared = 0
+
+    class Counting(int):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    values = [Counting(i) for i in range(2000)]
+    assert _distinct(values) == values
+    assert compared <= 2 * len(values) + len(values)  # the last: of the line above
+    with pytest.raises(ValueError, match="got 7 twice"):
+        _distinct([*range(5000), 7])
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("x = " + "[" * 5000 + "]" * 5000, "too deep"),
+        ("x = " + "[" * 150 + "]" * 150, "100 levels deep"),
+        ("model" + ".a" * 200 + " = 1", "100 levels deep"),
+        ("model" + ".a" * 100_000 + " = 1", "keys of too many parts"),
+        ("x = 1\n" * 200_000, "more than the 1,048,576"),
+    ],
+    ids=["deep lists", "lists", "a key of parts", "a key of many parts", "a long file"],
+)
+def test_a_file_that_would_cost_much_is_refused(text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(ConfigError, match=why) as caught:
+        load_experiment(str(tmp_path / "a.toml"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.toml")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        load_experiment(str(tmp_path / "a.toml"))

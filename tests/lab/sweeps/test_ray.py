@@ -1,0 +1,683 @@
+"""Sweeps on a real Ray cluster of two nodes: what a local sweep gives, whoever is killed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.lab.sweeps.cases import command, ledger_of, leftovers
+from tests.support.held_ray import FREE, held_sweep
+from torchace.lab.cli import main as cli
+from torchace.lab.cli.sweep_progress import SweepProgress
+from torchace.lab.sweeps.config import Experiment, load_experiment
+from torchace.lab.sweeps.run_store import Job, Ledger, Run
+from torchace.lab.sweeps.sweep import Sweep, Unfinished, Watcher
+from torchace.lab.training.loop import Interrupted, Progress
+
+pytest.importorskip("ray", reason="needs the extra `ray`")
+
+import psutil  # it comes with Ray
+import ray
+from ray.cluster_utils import Cluster
+
+from torchace.lab.sweeps import ray as on_ray
+from torchace.lab.sweeps.ray import RayAddressError, RaySweep, ray_sweep
+from torchace.lab.sweeps.ray_worker import _folder
+
+KILLS = 10
+PATIENCE = 300.0  # seconds until a process that does not do what it should is given up
+
+# Two jobs whose runs fail at once, then four that last, or wait to be killed: see `held_sweep`.
+SWEEP = """
+[model]
+hidden = [256]
+num_members = 4
+[train]
+steps = 60
+batch_size = 64
+[sweep]
+diversities = [0.0, 0.5]
+seeds = [0, 1, 2, 3]
+cohort_size = 2
+[checkpoint]
+steps = 3
+[[arms]]
+name = "wild"
+diversities = [0.0]
+train = { optimizer = "sgd", learning_rate = 1e38, steps = 5 }
+[[arms]]
+name = "calm"
+"""
+RUNS, FAILED = 12, 4
+
+
+# -- a cluster, and who works in it -----------------------------------------------------------------------------------
+
+
+class Nodes:
+    """Two nodes of one core each."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.address: str = cluster.address
+        self.add()
+
+    def add(self, **resources: int) -> Any:
+        return self.cluster.add_node(num_cpus=1, object_store_memory=100_000_000, **resources)
+
+    def workers(self, node: Any = None) -> dict[str, psutil.Process]:
+        """The processes that do a job now, by the job's name; of all nodes unless one is given."""
+        found = {}
+        for each in self.cluster.list_all_nodes() if node is None else [node]:
+            for process, title in _children(each):
+                if match := re.match(r"ray::torchace (\w+-\d+)", title):
+                    found[match[1]] = process
+        return found
+
+    def mailboxes(self) -> list[psutil.Process]:
+        return [process for process, title in _children(self.cluster.head_node) if title.startswith("ray::Mailbox")]
+
+
+def _children(node: Any) -> Iterator[tuple[psutil.Process, str]]:
+    """The processes of a node and their titles."""
+    try:
+        children = psutil.Process(node.all_processes["raylet"][0].process.pid).children()
+    except psutil.NoSuchProcess:
+        return
+    for process in children:
+        try:
+            yield process, " ".join(process.cmdline())
+        except psutil.Error:  # it has just ended
+            continue
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    head = {"num_cpus": 1, "object_store_memory": 100_000_000, "include_dashboard": False}
+    with short_folder() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("RAY_worker_niceness", "0")  # or workers wait for whoever else is busy here
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # or Ray writes a token to the user's home
+        patch.setenv("GRPC_ENABLE_FORK_SUPPORT", "0")  # or some processes that it starts for ray:// die at their start
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "unclosed file .*ray_client_server", ResourceWarning)  # Ray's own
+            cluster = Cluster(initialize_head=True, head_node_args={**head, "ray_client_server_port": _free_port()})
+        try:
+            yield Nodes(cluster)
+        finally:
+            cluster.shutdown()
+
+
+def short_folder() -> tempfile.TemporaryDirectory[str]:
+    """Not pytest's: Ray's sockets are in it, and a socket's name has 107 characters at most."""
+    return tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True)
+
+
+@pytest.fixture(scope="module")
+def joined(nodes: Nodes) -> Iterator[Nodes]:
+    """This process is a driver: several sweeps have the same workers, which import torch once."""
+    on_ray._join(nodes.address)
+    try:
+        yield nodes
+    finally:
+        ray.shutdown()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+# -- a sweep, and what a local one leaves -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sweep_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("ray") / "sweep.toml"
+    file.write_text(SWEEP)
+    return file
+
+
+@pytest.fixture(scope="module")
+def experiment(sweep_file: Path) -> Experiment:
+    return load_experiment(str(sweep_file))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(experiment: Experiment, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("undisturbed") / "out"
+    failures = Sweep(experiment, directory).run()
+    assert [run.arm for run in failures] == ["wild"] * FAILED
+    return ledger_of(directory)
+
+
+class Counting(Watcher):
+    """Counts what is finished, and who died."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.deaths: list[str] = []
+
+    def finished(self, job: Job, done: int) -> None:
+        self.counts.append(done)
+
+    def died(self, job: Job, how: str) -> None:
+        self.deaths.append(how)
+
+
+def finished_whole(sweep: Sweep, watcher: Counting, undisturbed: dict[str, Any]) -> None:
+    """Runs a sweep and compares."""
+    failures = sweep.run(watcher)
+    assert [run.arm for run in failures] == ["wild"] * FAILED
+    assert watcher.counts == list(range(2, RUNS + 1, 2))  # every job once
+    assert same(sweep.directory, undisturbed)
+
+
+def same(directory: Path, undisturbed: dict[str, Any]) -> bool:
+    ours, theirs = ledger_of(directory), {**undisturbed}
+    for ledger in (ours, theirs):  # how often the state was saved is no part of a result
+        ledger["experiment.json"] = {**ledger["experiment.json"], "config": None}
+    assert leftovers(directory) == []
+    return ours == theirs
+
+
+def saved_every(steps: int | None, experiment: Experiment) -> Experiment:
+    return experiment.model_copy(update={"checkpoint": experiment.checkpoint.model_copy(update={"steps": steps})})
+
+
+def recorded(directory: Path) -> float:
+    """The seconds that a sweep says it took."""
+    return float(json.loads((directory / "experiment.json").read_text())["seconds"])
+
+
+Hold = Callable[[Callable[[str, int], bool]], None]
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
+    """From now on the workers of this test wait while they must, see `held_sweep`."""
+    return lambda must_wait: monkeypatch.setattr(on_ray, "Sweep", held_sweep(must_wait))
+
+
+# -- the same numbers, whoever dies -----------------------------------------------------------------------------------
+
+
+def test_two_nodes_give_what_one_machine_gives(
+    joined: Nodes, experiment: Experiment, undisturbed: dict[str, Any], tmp_path: Path, hold: Hold
+) -> None:
+    at_work: set[Any] = set()
+    directory, go = tmp_path / "out", tmp_path / "go"
+
+    class Looking(Counting):
+        def stepped(self, job: Job, progress: Progress) -> None:
+            at_work.update(node for node in joined.cluster.list_all_nodes() if joined.workers(node))
+            if len(at_work) == 2:
+                go.touch()
+
+    hold(lambda job, attempt: job.startswith("calm") and not go.exists())  # or one node may do it all
+    watcher, start = Looking(), time.monotonic()
+    finished_whole(RaySweep(experiment, directory), watcher, undisturbed)
+    assert len(at_work) == 2
+    assert watcher.deaths == []
+    # how long it took, not what all jobs took together
+    longest = max(2 * json.loads(file.read_text())["seconds"] for file in directory.glob("runs/*.json"))
+    assert longest <= recorded(directory) <= time.monotonic() - start
+
+
+def test_ten_workers_killed(
+    joined: Nodes, experiment: Experiment, undisturbed: dict[str, Any], tmp_path: Path, hold: Hold
+) -> None:
+    quota = {"calm-0": 3, "calm-1": 3, "calm-2": 2, "calm-3": 2}
+    assert sum(quota.values()) == KILLS
+    hold(lambda job, attempt: attempt <= quota.get(job, 0))  # none is done before its workers were killed so often
+
+    class Killing(Counting):
+        """Kills workers that got further than those before them."""
+
+        seen: set[str]
+        killed: list[str]
+
+        def stepped(self, job: Job, progress: Progress) -> None:
+            new = {str(path) for path in tmp_path.glob(f"checkpoints/{job.id}/state-*.safetensors")} - self.seen
+            worker = joined.workers().get(job.id)
+            if new and worker is not None and self.killed.count(job.id) < quota.get(job.id, 0):
+                self.seen |= new
+                self.killed.append(job.id)
+                worker.kill()
+                if len(self.killed) == KILLS // 2:
+                    for process in joined.mailboxes():
+                        process.kill()
+
+    watcher = Killing()
+    watcher.seen, watcher.killed = set(), []
+    finished_whole(RaySweep(saved_every(1, experiment), tmp_path), watcher, undisturbed)
+    assert watcher.deaths == ["WorkerCrashedError"] * KILLS
+
+
+def test_a_node_dies(
+    joined: Nodes, experiment: Experiment, undisturbed: dict[str, Any], tmp_path: Path, hold: Hold
+) -> None:
+    nodes = [joined.add()]
+    go = tmp_path / "go"
+    hold(lambda job, attempt: job.startswith("calm") and not go.exists())
+
+    class Pulling(Counting):
+        def stepped(self, job: Job, progress: Progress) -> None:
+            if nodes and job.id in joined.workers(nodes[0]):
+                joined.cluster.remove_node(nodes.pop(), allow_graceful=False)
+                go.touch()
+
+    watcher = Pulling()
+    try:
+        finished_whole(RaySweep(experiment, tmp_path / "out"), watcher, undisturbed)
+    finally:
+        for node in nodes:
+            joined.cluster.remove_node(node)
+    assert nodes == []
+    assert len(watcher.deaths) == 1
+
+
+def test_a_job_that_dies_again_and_again_is_given_up_and_the_others_go_on(
+    joined: Nodes,
+    experiment: Experiment,
+    undisturbed: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hold: Hold,
+) -> None:
+    class Killing(Counting):
+        def stepped(self, job: Job, progress: Progress) -> None:
+            if job.id == "calm-3" and (worker := joined.workers().get(job.id)):
+                worker.kill()
+
+    hold(lambda job, attempt: job == "calm-3" and attempt <= 2)
+    monkeypatch.setattr(on_ray, "DEATHS", 2)
+    sweep, watcher = RaySweep(saved_every(None, experiment), tmp_path), Killing()
+    with pytest.raises(Unfinished) as caught:
+        sweep.run(watcher)
+    lost = [Run("calm", 0.5, 2), Run("calm", 0.5, 3)]
+    why = "its worker died 2 times in a row without a new checkpoint (WorkerCrashedError)"
+    assert caught.value.reasons == dict.fromkeys(lost, why)
+    assert [run for run in _runs(tmp_path) if not Ledger(tmp_path).is_finished(run)] == lost
+
+    monkeypatch.undo()
+    watcher = Counting()
+    sweep.run(watcher)
+    assert watcher.counts == [RUNS]
+    assert same(tmp_path, undisturbed)
+
+
+def _runs(directory: Path) -> list[Run]:
+    return [run for job in Ledger(directory).jobs() for run in job.runs]
+
+
+def test_stopped_with_a_checkpoint_and_a_damaged_one(
+    joined: Nodes,
+    experiment: Experiment,
+    undisturbed: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hold: Hold,
+) -> None:
+    class Stopping(Counting):
+        step = 0
+
+        def stepped(self, job: Job, progress: Progress) -> None:
+            self.step = self.step or progress.step * (job.id == "calm-0")
+
+    hold(lambda job, attempt: job == "calm-0")  # which is not done before the sweep is told to stop
+    sweep, watcher, start = RaySweep(saved_every(None, experiment), tmp_path), Stopping(), time.monotonic()
+    with pytest.raises(Interrupted):
+        sweep.run(watcher, stop=lambda: watcher.step > 0)
+    (state,) = tmp_path.glob("checkpoints/calm-0/state-*.safetensors")
+    stopped = int(re.findall(r"\d+", state.name)[0])
+    assert watcher.step <= stopped <= FREE
+    # the time of what was stopped counts too
+    spent = json.loads((state.parent / "manifest.json").read_text())["progress"]["seconds"]
+    assert spent <= recorded(tmp_path) <= time.monotonic() - start
+    monkeypatch.undo()
+    # once: neither a sweep on this machine nor another one on Ray counts it again
+    for other in (Sweep, RaySweep):
+        shutil.copytree(tmp_path, tmp_path.with_name(other.__name__))
+        before, resumed = recorded(tmp_path), time.monotonic()
+        other(saved_every(None, experiment), tmp_path.with_name(other.__name__)).run()
+        assert before < recorded(tmp_path.with_name(other.__name__)) <= before + time.monotonic() - resumed
+
+    whole = state.read_bytes()
+    state.write_bytes(whole[:-1] + b"?")
+    with pytest.raises(Unfinished) as caught:
+        sweep.run()
+    assert [run for run in _runs(tmp_path) if not Ledger(tmp_path).is_finished(run)] == list(caught.value.reasons)
+    assert set(caught.value.reasons.values()) == {
+        f"The checkpoint in {state.parent} is damaged ({state.name} is not what was written). "
+        "Remove that folder to start its runs anew"
+    }
+    state.write_bytes(whole)
+    sweep.run()
+    assert same(tmp_path, undisturbed)
+
+
+def test_a_checkpoint_of_an_earlier_worker_is_not_taken(joined: Nodes, tmp_path: Path) -> None:
+    """Ray may give up a worker that lives, cut off from the others, and it goes on saving."""
+    job = Job("main-0", (Run("main", 0.0, 0),))
+    never = lambda *_: False  # noqa: E731
+    dispatch = on_ray._Dispatch(Ledger(tmp_path), deque(), never, on_ray._mailbox(), Watcher(), never)
+    dispatch.flights = {"task": (job, 2)}
+    for attempt, name in ((2, "state-9.safetensors"), (1, "state-6.safetensors"), (3, "state-12.safetensors")):
+        files = {name: b"", "manifest.json": name.encode()}
+        ray.get(dispatch.mailbox.keep.remote(job.id, attempt, files))
+        dispatch._hear()
+    kept = sorted((tmp_path / "checkpoints" / job.id).iterdir())
+    assert [path.name for path in kept] == ["manifest.json", "state-9.safetensors"]
+    assert kept[0].read_bytes() == b"state-9.safetensors"
+
+
+# -- wrong use --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Calls `torchace.lab.cli.main.main` as if it had been typed."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["torchace", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("cuda", "Expected a Ray cluster with GPUs for --device cuda, but it has none. Use --device cpu."),
+        ("cuda:1", "Expected --device auto, cpu or cuda with --ray, but got 'cuda:1'. Ray chooses the GPU."),
+    ],
+)
+def test_a_device_the_cluster_does_not_have(joined: Nodes, device: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        on_ray._device(device)
+    assert on_ray._device("auto") == on_ray._device("cpu") == "cpu"
+
+
+def test_more_threads_than_a_node_has_cores(joined: Nodes, experiment: Experiment, tmp_path: Path) -> None:
+    sweep = RaySweep(experiment, tmp_path / "out", workers=on_ray._Workers(threads=3))
+    with pytest.raises(ValueError, match=r"takes 3 CPUs.* the largest node has 1\. Set OMP_NUM_THREADS=1 or less"):
+        sweep.run()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a torch without CUDA")
+def test_a_gpu_that_torch_does_not_see(joined: Nodes, experiment: Experiment, tmp_path: Path) -> None:
+    node = joined.add(num_gpus=1)
+    try:
+        assert (on_ray._device("auto"), on_ray._device("cpu")) == ("cuda", "cpu")
+        with pytest.raises(ValueError, match=r"cannot train on cuda \(AssertionError: Torch not compiled with CUDA"):
+            RaySweep(experiment, tmp_path / "out", on_ray._device("auto")).run()
+    finally:
+        joined.cluster.remove_node(node)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("nonsense", "Expected --ray auto, local, HOST:PORT or ray://HOST:PORT, but got 'nonsense'."),
+        ("ray://somewhere", "Expected --ray auto, local, HOST:PORT or ray://HOST:PORT, but got 'ray://somewhere'."),
+        ("127.0.0.1:{port}", "Cannot reach a Ray cluster at 127.0.0.1:{port}: Connection refused."),
+        ("ray://127.0.0.1:{port}", "Cannot reach a Ray cluster at ray://127.0.0.1:{port}: Connection refused."),
+        ("ray://no.such.host.invalid:10001", "Cannot reach a Ray cluster at ray://no.such.host.invalid:10001: "),
+    ],
+)
+def test_an_address_that_nobody_answers_at(
+    address: str, words: str, sweep_file: Path, tmp_path: Path, typed: Callable[..., tuple[int, str, str]]
+) -> None:
+    port = _free_port()
+    code, out, err = typed("run", sweep_file, "--out", tmp_path / "out", "--ray", address.format(port=port))
+    assert (code, out) == (1, "")
+    assert err.startswith(f"Error: {words.format(port=port)}")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_somebody_else_answers_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_ray, "JOIN", 3.0)  # long enough for Ray to be imported and to ask
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(RayAddressError, match=rf"Cannot join .* {address} \(it did not answer within 3 seconds\)"):
+            on_ray._join(address)
+
+
+def test_a_cluster_that_fails_once_to_start_a_process_for_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = ConnectionAbortedError("Initialization failure from server:\nRuntimeError: Starting Ray client failed.")
+    outcomes: list[ConnectionAbortedError | None] = [failure, None]
+
+    def init(address: str, **options: object) -> None:
+        if outcome := outcomes.pop(0):
+            raise outcome
+
+    monkeypatch.setattr(on_ray, "_reach", lambda address: None)
+    monkeypatch.setattr(ray, "init", init)
+    on_ray._join("ray://there:10001")
+    assert outcomes == []
+
+    outcomes[:] = [failure, failure, None]  # one that always fails is not asked for ever
+    with pytest.raises(RayAddressError, match=r"Cannot join .* \(RuntimeError: Starting Ray client failed\)\. From"):
+        on_ray._join("ray://there:10001")
+    assert outcomes == [None]
+
+
+def test_runs_that_were_given_up_are_named(
+    sweep_file: Path, tmp_path: Path, typed: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def unlucky(*arguments: Any) -> Iterator[None]:
+        raise Unfinished({Run("main", 0.5, 1): "its worker died"})
+        yield
+
+    monkeypatch.setattr(on_ray, "ray_sweep", unlucky)
+    assert typed("run", sweep_file, "--out", tmp_path, "--ray", "local") == (
+        1,
+        "",
+        "Run λ=0.5, seed 1 (main) is not finished: its worker died.\n"
+        f"All other runs are in {tmp_path}; repeat the command to try these again.\n",
+    )
+
+
+def test_a_cluster_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experiment: Experiment) -> None:
+    for name in ("_join", "_device"):
+        monkeypatch.setattr(on_ray, name, lambda given: given)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    lost = rf"Lost the Ray cluster at ray://there:10001\. Everything so far is in {tmp_path}; repeat the command"
+    with pytest.raises(RayAddressError, match=lost), ray_sweep(experiment, tmp_path, "cpu", "ray://there:10001"):
+        raise ConnectionError("Failed to reconnect within the reconnection grace period (30s)")
+
+
+def test_a_worker_clears_up_after_killed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for name in (f"{dead.pid}-a", f"{os.getpid()}-b", "x-c"):
+        (tmp_path / f"torchace-worker-{name}").mkdir()
+    with _folder() as folder:
+        assert folder.is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"torchace-worker-{os.getpid()}-b",
+        "torchace-worker-x-c",
+    ]
+
+
+def test_without_ray(sweep_file: Path, tmp_path: Path) -> None:
+    code = "import sys; sys.modules['ray'] = None; from torchace.lab.cli.main import main; main()"
+    arguments = [sys.executable, "-c", code, "run", str(sweep_file), "--out", str(tmp_path / "out"), "--ray", "local"]
+    result = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "Error: Sweeps on Ray need an extra package: pip install 'torchace[ray]'.\n"
+
+
+def test_a_local_sweep_does_not_know_of_ray() -> None:
+    code = "import sys, torchace.lab.cli, torchace.lab.cli.sweep_progress; print('ray' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "False\n"
+
+
+def test_several_jobs_at_once_have_a_bar_each() -> None:
+    screen = io.StringIO()
+    jobs = [Job(f"main-{seed}", (Run("main", 0.5, seed),)) for seed in range(2)]
+    with SweepProgress(Console(file=screen, force_terminal=True, width=120)) as progress:
+        progress.planned(0, 2)
+        for step, job in enumerate(jobs, 3):
+            progress.started(job)
+            progress.stepped(job, Progress(step, 12, [2.5]))
+        progress.bars.refresh()
+        progress.died(jobs[1], "NodeDiedError")
+        for done, job in enumerate(jobs, 1):
+            progress.finished(job, done)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert re.search(r"main λ=0.5, seed 0 [━╺╸]+ +3/12", shown)
+    assert re.search(r"main λ=0.5, seed 1 [━╺╸]+ +4/12", shown)
+    words = "main λ=0.5, seed 1: its worker died (NodeDiedError); it goes on from its newest checkpoint."
+    assert words in shown
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+class Driving:
+    """`torchace run --ray ADDRESS` as a process of its own, in a process group of its own."""
+
+    def __init__(self, file: Path, directory: Path, address: str, held: bool, env: dict[str, str]) -> None:
+        self.directory = directory
+        arguments = ("run", str(file), "--out", str(directory), "--ray", address)
+        options: dict[str, Any] = {"start_new_session": True, "env": env}
+        if held:
+            self.process = command(str(directory / "never"), *arguments, module="tests.support.held_ray", **options)
+        else:
+            self.process = command(*arguments, **options)
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Looks again and again until the condition is true, while the process lives."""
+        give_up = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < give_up, "the process does not get there"
+            try:
+                self.process.wait(0.02)
+            except subprocess.TimeoutExpired:
+                continue
+            raise AssertionError(f"the process ended with {self.end()}")
+
+    def checkpoints(self) -> set[Path]:
+        return set(self.directory.glob("checkpoints/*/state-*.safetensors"))
+
+    def results(self) -> set[Path]:
+        return set(self.directory.glob("runs/*.json"))
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, out, err
+
+    def close(self) -> None:
+        with self.process:  # its pipes are closed, whether it is killed now or has ended long ago
+            self.process.kill()
+
+
+@pytest.fixture
+def drive(sweep_file: Path, tmp_path: Path) -> Iterator[Callable[..., Driving]]:
+    """Starts drivers, all on one directory, and leaves none behind."""
+    drivers: list[Driving] = []
+
+    def start(address: str, held: bool = False, **env: str) -> Driving:
+        drivers.append(Driving(sweep_file, tmp_path / "out", address, held, env))
+        return drivers[-1]
+
+    yield start
+    for driver in drivers:
+        driver.close()
+
+
+def ended_whole(driver: Driving, undisturbed: dict[str, Any], already: int = 0) -> None:
+    code, out, err = driver.end()
+    assert code == cli.SOME_FAILED, err
+    assert re.fullmatch(rf"(Run λ=0, seed \d \(wild\) failed at step .*\n){{{FAILED}}}", err)
+    if already:
+        assert out.startswith(f"{already} of {RUNS} runs are finished already.\n")
+    counts = [int(count) for count in re.findall(rf": (\d+) of {RUNS} runs are finished\.", out)]
+    assert counts == list(range(already + 2, RUNS + 1, 2))  # every job once
+    assert "Report: " in out
+    assert same(driver.directory, undisturbed)
+
+
+def test_a_driver_is_killed_and_stopped_and_repeated_from_outside(
+    nodes: Nodes, drive: Callable[..., Driving], undisturbed: dict[str, Any]
+) -> None:
+    driver = drive(nodes.address, held=True)
+    driver.wait_until(lambda: driver.results() and driver.checkpoints())
+    driver.process.kill()
+    assert driver.end()[0] == -signal.SIGKILL
+    kept = {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in driver.results()}
+    before = driver.checkpoints()
+
+    driver = drive("auto", held=True, RAY_ADDRESS=nodes.address)
+    driver.wait_until(lambda: driver.checkpoints() - before)
+    driver.process.terminate()
+    code, _, err = driver.end()
+    assert code == cli.INTERRUPTED
+    assert err == f"Interrupted. Everything so far is in {driver.directory}; repeat the command to go on.\n"
+
+    done = len(driver.results())
+    port = nodes.cluster.head_node._ray_params.ray_client_server_port
+    ended_whole(drive(f"ray://{nodes.address.split(':')[0]}:{port}"), undisturbed, done)
+    assert {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in kept} == kept
+
+
+def test_a_cluster_of_this_machine_goes_with_its_driver(
+    nodes: Nodes, drive: Callable[..., Driving], experiment: Experiment, undisturbed: dict[str, Any]
+) -> None:
+    with short_folder() as folder:
+        driver = drive("local", held=True, RAY_TMPDIR=folder)
+        driver.wait_until(driver.checkpoints)
+        assert _listening(folder) == {"127.0.0.1"}  # and not to the network
+        os.killpg(driver.process.pid, signal.SIGINT)  # as a terminal does: to all processes
+        code, _, err = driver.end()
+        assert (code, err.partition(".")[0]) == (cli.INTERRUPTED, "Interrupted")
+        give_up = time.monotonic() + PATIENCE
+        while _mentioning(folder):
+            assert time.monotonic() < give_up, "Ray's processes outlive their driver"
+    # what was begun on Ray goes on without it
+    assert len(Sweep(experiment, driver.directory).run()) == FAILED
+    assert same(driver.directory, undisturbed)
+
+
+def _mentioning(folder: str) -> list[int]:
+    """Processes that have a folder's name among their arguments."""
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if folder in " ".join(p.info["cmdline"] or ())]
+
+
+def _listening(folder: str) -> set[str]:
+    """The addresses at which these processes can be reached."""
+    sockets = [c for pid in _mentioning(folder) for c in psutil.Process(pid).net_connections("tcp")]
+    return {c.laddr.ip.removeprefix("::ffff:") for c in sockets if c.status == psutil.CONN_LISTEN}

@@ -1,0 +1,451 @@
+"""Sweeps in this process: what is trained, what is kept, what is refused."""
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab.sweeps.cases import ledger_of, leftovers, poison, run, small
+from torchace import _files as files
+from torchace.lab.sweeps.config import ConfigError, load_experiment
+from torchace.lab.sweeps.run_store import Job, Ledger, LedgerError, Run
+from torchace.lab.sweeps.sweep import Sweep, Watcher
+from torchace.lab.training.checkpoint import CheckpointError
+from torchace.lab.training.files import with_checksum
+from torchace.lab.training.loop import Interrupted, Progress
+
+
+class Heard(Watcher):
+    def __init__(self) -> None:
+        self.jobs: list[str] = []
+        self.counts: list[int] = []
+
+    def planned(self, done: int, total: int) -> None:
+        self.counts += [done, total]
+
+    def started(self, job: Job) -> None:
+        self.jobs.append(job.id)
+
+    def stepped(self, job: Job, progress: Progress) -> None:
+        assert progress.step <= progress.steps
+
+    def finished(self, job: Job, done: int) -> None:
+        self.counts.append(done)
+
+
+def heard(directory: Path, **sections: Any) -> Heard:
+    watcher = Heard()
+    Sweep(small(**sections), directory).run(watcher)
+    return watcher
+
+
+def after(count: int) -> Callable[[], bool]:
+    """Says yes when asked for the last of so many times."""
+    asked = iter([False] * (count - 1) + [True])
+    return lambda: next(asked)
+
+
+def test_every_run_is_written_down_once(tmp_path: Path) -> None:
+    watcher = heard(tmp_path)
+    assert watcher.jobs == ["main-0"]
+    assert watcher.counts == [0, 4, 4]
+    ledger = ledger_of(tmp_path)
+    names = [f"main-l{diversity}-s{seed}" for diversity in ("0", "0.5") for seed in (0, 1)]
+    assert {name for name in ledger if "main" in name} == {
+        *(f"runs/{name}.json" for name in names),
+        *(f"{name}.safetensors" for name in names),
+    }
+    assert leftovers(tmp_path) == []
+    one = ledger["runs/main-l0.5-s1.json"]
+    assert (one["status"], one["steps"], one["job"], one["seed"], one["diversity"]) == (
+        "finished",
+        12,
+        "main-0",
+        1,
+        0.5,
+    )
+    assert len(one["weights_sha256"]) == 64
+    assert one["metrics"]["validation"] is None
+    assert [e["step"] for e in one["history"]] == [4, 8, 12]
+    files_before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*")}
+    assert heard(tmp_path).counts == [4, 4]  # nothing to do
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*")} == files_before
+
+
+def test_a_validation_part_is_scored(tmp_path: Path) -> None:
+    run(tmp_path, data={"validation": 0.25})
+    ledger = ledger_of(tmp_path)
+    assert ledger["experiment.json"]["data"]["train"] == 150
+    assert ledger["experiment.json"]["data"]["validation"] == 50
+    scores = ledger["runs/main-l0-s0.json"]["metrics"]
+    assert scores["validation"].keys() == scores["test"].keys()
+    assert scores["validation"]["accuracy"] * 50 == pytest.approx(
+        round(scores["validation"]["accuracy"] * 50), abs=1e-4
+    )
+
+
+def test_one_member_has_no_disagreement(tmp_path: Path) -> None:
+    assert run(tmp_path, model={"num_members": 1}, sweep={"diversities": [0.0], "seeds": [0]}) == {}
+    assert ledger_of(tmp_path)["runs/main-l0-s0.json"]["status"] == "finished"
+
+
+@pytest.mark.parametrize("kind", ["shared", "exchanged", "separate"])
+@pytest.mark.parametrize(
+    "model", [{}, {"kind": "smoc"}, {"kind": "branch", "at": "fc"}], ids=["members", "smoc", "branch"]
+)
+def test_all_kinds_of_batches_and_models(kind: str, model: dict[str, Any], tmp_path: Path) -> None:
+    diversities = [0.0] if kind == "separate" else [0.0, 0.5]
+    failures = run(tmp_path, model=model, train={"batches": kind, "steps": 3}, sweep={"diversities": diversities})
+    assert failures == {}
+    assert ledger_of(tmp_path)["runs/main-l0-s0.json"]["batches"] == kind
+
+
+def test_jobs_have_the_size_asked_for(tmp_path: Path) -> None:
+    assert heard(tmp_path, sweep={"cohort_size": 3}).jobs == ["main-0", "main-1"]
+    assert [len(job.runs) for job in Ledger(tmp_path).jobs()] == [3, 1]
+
+
+def test_large_networks_are_trained_one_by_one_on_a_cpu(tmp_path: Path) -> None:
+    model = {"kind": "smoc", "network": "resnet", "depth": 8, "width": 2}
+    assert heard(tmp_path, model=model, train={"steps": 2}).jobs == [f"main-{i}" for i in range(4)]
+
+
+@pytest.mark.parametrize("model", [{"kind": "smoc"}, {"kind": "branch", "at": "fc"}, {"dropout": 0.2}], ids=str)
+def test_small_networks_of_any_kind_are_trained_together(tmp_path: Path, model: dict[str, Any]) -> None:
+    assert heard(tmp_path, model=model, train={"steps": 2}).jobs == ["main-0"]
+
+
+def test_arms_share_their_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchace.lab.sweeps import loaded_data as prepared
+
+    loaded = []
+    real = prepared.load
+    monkeypatch.setattr(prepared, "load", lambda name: loaded.append(name) or real(name))
+    arms = [{"name": "a"}, {"name": "b", "train": {"batches": "exchanged"}}, {"name": "c", "data": {"limit": 100}}]
+    assert heard(tmp_path, arms=arms, train={"steps": 2}).jobs == ["a-0", "b-0", "c-0"]
+    assert loaded == ["digits", "digits"]
+
+
+# -- adding to a directory --------------------------------------------------------------------------------------------
+
+
+def test_more_seeds_train_only_the_new_ones(tmp_path: Path) -> None:
+    run(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.glob("runs/*")}
+    watcher = heard(tmp_path, sweep={"seeds": [0, 1, 2]})
+    assert (watcher.jobs, watcher.counts) == (["main-1"], [4, 6, 6])
+    assert {path: path.read_bytes() for path in before} == before
+    experiment = ledger_of(tmp_path)["experiment.json"]
+    assert experiment["seeds"] == [0, 1, 2]
+
+
+def test_another_diversity_trains_only_the_new_one_and_the_old_ones_stay(tmp_path: Path) -> None:
+    run(tmp_path)
+    watcher = heard(tmp_path, sweep={"diversities": [0.9]})
+    assert (watcher.jobs, watcher.counts) == (["main-1"], [0, 2, 2])
+    assert ledger_of(tmp_path)["experiment.json"]["arms"][0]["diversities"] == [0.0, 0.5, 0.9]
+    assert len(list(tmp_path.glob("runs/*.json"))) == 6
+
+
+def test_a_new_seed_is_what_it_would_be_in_a_sweep_of_its_own(tmp_path: Path) -> None:
+    run(tmp_path / "a")
+    run(tmp_path / "a", sweep={"seeds": [2]})
+    run(tmp_path / "b", sweep={"seeds": [2]})
+    for name in ("runs/main-l0-s2.json", "runs/main-l0.5-s2.json"):
+        ours, theirs = ledger_of(tmp_path / "a")[name], ledger_of(tmp_path / "b")[name]
+        assert {**ours, "job": None} == {**theirs, "job": None}
+
+
+def test_an_unfinished_job_is_trained_whole_though_less_is_asked_for(tmp_path: Path) -> None:
+    run(tmp_path / "a")
+    with pytest.raises(Interrupted):
+        run(tmp_path / "b", after(6))
+    watcher = heard(tmp_path / "b", sweep={"seeds": [0]})
+    assert (watcher.jobs, watcher.counts) == (["main-0"], [0, 4, 4])
+    ours, theirs = ledger_of(tmp_path / "a"), ledger_of(tmp_path / "b")
+    assert {name: value for name, value in ours.items() if "runs" in name} == {
+        name: value for name, value in theirs.items() if "runs" in name
+    }
+
+
+def test_an_unfinished_job_that_nobody_asks_for_is_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        run(tmp_path, after(18), sweep={"cohort_size": 2})  # six steps into the second of two jobs, λ = 0.5
+    assert heard(tmp_path, sweep={"cohort_size": 2, "diversities": [0.0]}).jobs == []
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["main-1"]
+    assert heard(tmp_path, sweep={"cohort_size": 2}).jobs == ["main-1"]
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"train": {"steps": 13}}, "train.steps = 12, but now it is 13"),
+        ({"train": {"learning_rate": 0.02}}, "train.learning_rate"),
+        ({"model": {"hidden": [4, 4]}}, "model.hidden"),
+        ({"data": {"limit": 201}}, "data.limit"),
+        ({"data": {"normalize": "standard"}}, "data.normalize"),
+        ({"name": "other"}, "name = 'small'"),
+        ({"arms": [{"name": "main"}]}, "arms.main.baseline"),
+    ],
+)
+def test_another_configuration_is_refused(sections: dict[str, Any], key: str, tmp_path: Path) -> None:
+    run(tmp_path)
+    before = ledger_of(tmp_path)
+    with pytest.raises(LedgerError, match=key):
+        run(tmp_path, **sections)
+    assert ledger_of(tmp_path) == before
+
+
+def test_words_and_saving_may_change(tmp_path: Path) -> None:
+    arms = [{"name": "a", "label": "one"}]
+    run(tmp_path, arms=arms)
+    arms[0]["label"] = "two"
+    watcher = heard(tmp_path, arms=arms, title="T", description="D", checkpoint={"steps": 3}, paper={"table": "1"})
+    assert watcher.jobs == []
+    assert ledger_of(tmp_path)["experiment.json"]["title"] == "T"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "config": 3}', '{"format": 9}'])
+def test_a_damaged_experiment_is_one_sentence(text: str, tmp_path: Path) -> None:
+    run(tmp_path)
+    (tmp_path / "experiment.json").write_text(text)
+    with pytest.raises(LedgerError, match=r"experiment.json") as caught:
+        run(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+# -- interruptions ----------------------------------------------------------------------------------------------------
+
+
+def test_interrupted_anywhere_and_resumed(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"sweep": {"cohort_size": 2}, "train": {"steps": 6}, "data": {"validation": 0.2}}
+    run(tmp_path / "a", **sections)
+    interruptions = 0
+    for _ in range(20):
+        try:
+            run(tmp_path / "b", after(3), **sections)
+        except Interrupted:
+            interruptions += 1
+    assert interruptions == 5  # two steps at a time, twelve in all
+    assert ledger_of(tmp_path / "a") == ledger_of(tmp_path / "b")
+    assert leftovers(tmp_path / "b") == []
+
+
+def test_many_runs_are_looked_up_in_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+    is_finished = Ledger.is_finished
+
+    def counted(self: Ledger, run: Run) -> bool:
+        nonlocal looks
+        looks += 1
+        return is_finished(self, run)
+
+    class Skipping(Sweep):
+        def _do(self, ledger: Ledger, job: Job, *args: Any) -> float:
+            for one in job.runs:
+                ledger.write_result(one, {"format": 1, "status": "finished"}, {})
+            return 1.0
+
+    monkeypatch.setattr(Ledger, "is_finished", counted)
+    monkeypatch.setattr("torchace.lab.sweeps.sweep.WRITE_EVERY", 1e9)
+    runs = 200
+    experiment = load_experiment("digits", ["sweep.diversities=[0]", "sweep.cohort_size=1"], seeds=range(runs))
+    assert Skipping(experiment, tmp_path).run() == {}
+    assert looks <= 4 * runs
+    written = json.loads((tmp_path / "experiment.json").read_text())
+    assert (written["seconds"], written["counted"]) == (runs, {})
+
+
+def test_seconds_that_were_counted_are_not_counted_again(tmp_path: Path) -> None:
+    """As a sweep on Ray leaves them, whose time counts as it passes."""
+    with pytest.raises(Interrupted):
+        run(tmp_path, after(6))
+    (manifest,) = tmp_path.glob("checkpoints/*/manifest.json")
+    spent = json.loads(manifest.read_text())["progress"]["seconds"]
+    experiment = json.loads((tmp_path / "experiment.json").read_text())
+    experiment |= {"seconds": 1000.0, "counted": {manifest.parent.name: spent}}
+    del experiment["sha256"]
+    (tmp_path / "experiment.json").write_text(json.dumps(with_checksum(experiment)))
+    start = time.monotonic()
+    run(tmp_path)
+    passed = time.monotonic() - start
+    experiment = json.loads((tmp_path / "experiment.json").read_text())
+    assert 1000 < experiment["seconds"] <= 1000 + passed
+    assert experiment["counted"] == {}
+
+
+def test_seconds_include_earlier_attempts(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        run(tmp_path, after(6))
+    spent = json.loads(next(tmp_path.glob("checkpoints/*/manifest.json")).read_text())["progress"]["seconds"]
+    run(tmp_path)
+    experiment = json.loads((tmp_path / "experiment.json").read_text())
+    runs = [json.loads(path.read_text())["seconds"] for path in tmp_path.glob("runs/*.json")]
+    assert sum(runs) > spent
+    assert experiment["seconds"] > sum(runs)
+
+
+def test_a_lost_result_is_made_again(tmp_path: Path) -> None:
+    run(tmp_path)
+    before = ledger_of(tmp_path)
+    (tmp_path / "runs" / "main-l0.5-s1.json").unlink()
+    watcher = heard(tmp_path)
+    assert (watcher.jobs, watcher.counts) == (["main-0"], [3, 4, 4])
+    assert ledger_of(tmp_path) == before
+
+
+def test_a_damaged_checkpoint_is_one_sentence_and_the_results_stay(tmp_path: Path) -> None:
+    run(tmp_path / "a", sweep={"cohort_size": 2})
+    with pytest.raises(Interrupted):
+        run(tmp_path / "b", after(18), sweep={"cohort_size": 2})
+    state = next((tmp_path / "b").glob("checkpoints/main-1/state-*"))
+    state.write_bytes(state.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match=r"main-1 is damaged .* Remove that folder to start its runs anew"):
+        run(tmp_path / "b", sweep={"cohort_size": 2})
+    for file in state.parent.iterdir():
+        file.unlink()
+    state.parent.rmdir()  # as it says
+    run(tmp_path / "b", sweep={"cohort_size": 2})
+    assert ledger_of(tmp_path / "a") == ledger_of(tmp_path / "b")
+
+
+class Restarts(Watcher):
+    def __init__(self) -> None:
+        self.jobs: list[str] = []
+
+    def restarted(self, job: Job) -> None:
+        self.jobs.append(job.id)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"sweep": {"diversities": [0.9], "cohort_size": 1}}, {"sweep": {"diversities": [0.0, 0.9], "cohort_size": 1}}),
+        ({"sweep": {"seeds": [1]}}, {"sweep": {"seeds": [0]}}),
+        ({"sweep": {"diversities": [0.5, 0.9]}}, {"sweep": {"diversities": [0.5]}}),
+        ({"train": {"learning_rate": 0.02}}, {}),
+        ({"data": {"normalize": "standard"}}, {}),
+        ({"model": {"head_scale": 2.0}}, {}),
+    ],
+)
+def test_nothing_goes_on_from_the_weights_of_others(
+    before: dict[str, Any], now: dict[str, Any], tmp_path: Path
+) -> None:
+    """As after the advice to remove a damaged `jobs.json`, or with a folder from another sweep."""
+    with pytest.raises(Interrupted):
+        run(tmp_path / "theirs", after(8), **before)
+    run(tmp_path / "expected", **now)
+    (tmp_path / "theirs" / "jobs.json").unlink()
+    (tmp_path / "theirs" / "experiment.json").write_bytes((tmp_path / "expected" / "experiment.json").read_bytes())
+    watcher = Restarts()
+    Sweep(small(**now), tmp_path / "theirs").run(watcher)
+    assert watcher.jobs == ["main-0"]
+    assert ledger_of(tmp_path / "theirs") == ledger_of(tmp_path / "expected")
+    assert leftovers(tmp_path / "theirs") == []
+
+
+def test_the_same_runs_go_on_though_their_jobs_were_forgotten(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        run(tmp_path, after(8))
+    (tmp_path / "jobs.json").unlink()
+    watcher = Restarts()
+    asked = 0
+
+    def stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return False
+
+    Sweep(small(), tmp_path).run(watcher, stop)
+    assert (watcher.jobs, asked) == ([], 5)  # of 12 steps, 7 were made
+
+
+@pytest.mark.parametrize("call", [1, 2, 5, 9, 14, 20, 26, 33])
+def test_a_full_disk_at_any_moment(call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sections: dict[str, Any] = {"sweep": {"cohort_size": 2}, "train": {"steps": 3}, "checkpoint": {"steps": 1}}
+    run(tmp_path / "a", **sections)
+    real, calls = os.fsync, 0
+
+    def full(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls >= call:  # and it stays full
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "fsync", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            run(tmp_path / "b", **sections)
+    run(tmp_path / "b", **sections)
+    assert ledger_of(tmp_path / "a") == ledger_of(tmp_path / "b")
+    assert leftovers(tmp_path / "b") == []
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_run_leaves_the_others_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path / "a")
+    poison(monkeypatch, 0.5, 1, member=1)
+    failures = run(tmp_path / "b")
+    assert [(r.diversity, r.seed, f.member, f.step) for r, f in failures.items()] == [(0.5, 1, 1, 0)]
+    ours, theirs = ledger_of(tmp_path / "a"), ledger_of(tmp_path / "b")
+    failed = theirs.pop("runs/main-l0.5-s1.json")
+    assert (failed["status"], failed["metrics"], failed["weights_sha256"]) == ("failed", None, None)
+    assert failed["history"][0]["train_cross_entropy"] is None
+    del ours["runs/main-l0.5-s1.json"], ours["main-l0.5-s1.safetensors"]
+    assert ours == theirs
+
+
+def test_a_failed_run_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, 0.5, 1, member=0)
+    first = run(tmp_path)
+    watcher = Heard()
+    assert Sweep(small(), tmp_path).run(watcher) == first
+    assert watcher.jobs == []
+
+
+def test_a_failure_survives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, 0.5, 0, member=1)
+    expected = run(tmp_path / "a")
+    for _ in range(3):
+        with pytest.raises(Interrupted):
+            run(tmp_path / "b", after(4))
+    assert run(tmp_path / "b") == expected
+    assert ledger_of(tmp_path / "a") == ledger_of(tmp_path / "b")
+
+
+def test_weights_that_overflow_in_the_last_step_are_a_failure(tmp_path: Path) -> None:
+    train = {"steps": 1, "optimizer": "sgd", "learning_rate": 1e38, "momentum": 0.0}
+    failures = run(tmp_path, train=train)
+    assert {f.step for f in failures.values()} == {1}
+    assert len(failures) == 4
+    assert all(f.member is not None for f in failures.values())
+
+
+# -- nothing is written for an experiment that cannot be --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"data": {"limit": 5000}}, "data.limit: digits has 1297 training samples, but got 5000"),
+        ({"train": {"batch_size": 201}}, "train.batch_size: there are 200 training samples, but got 201"),
+        ({"data": {"limit": 10, "validation": 0.01}}, "data.validation"),
+        ({"model": {"kind": "branch", "at": "nowhere"}}, "nowhere"),
+        ({"model": {"kind": "smoc", "rank": 50}}, "rank"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_anything_is_written(
+    sections: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises((ConfigError, ValueError), match=words):
+        run(tmp_path / "out", **sections)
+    assert list(tmp_path.iterdir()) == []

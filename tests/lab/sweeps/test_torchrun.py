@@ -1,0 +1,380 @@
+"""Real `torchrun` jobs: the same results as one process, a rank that is killed, a job that is told to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.lab.sweeps.cases import leftovers, small
+from tests.support.processes import team
+from torchace.lab.cli import main as cli
+from torchace.lab.sweeps.config import ConfigError, load_experiment
+from torchace.lab.sweeps.sweep import Sweep
+from torchace.lab.sweeps.torchrun import RankSweep, _check, rank_sweep
+from torchace.lab.training.loop import Interrupted
+
+PATIENCE = 240.0  # seconds until a job that does not do what it should is given up
+EXACT = 1e-10  # float64: sums in another order, carried along for 60 steps
+EVERY = 20  # steps between checkpoints
+SWEEP = """
+[data]
+limit = 300
+validation = 0.2
+[model]
+hidden = [6]
+num_members = 3
+[train]
+steps = 60
+batch_size = 50
+learning_rate = 0.01
+precision = "float64"
+[sweep]
+diversities = [0.0, 0.5]
+seeds = [0, 1]
+cohort_size = 2
+[checkpoint]
+steps = 20
+"""
+
+
+class Job:
+    """`torchrun ... -m torchace run` on one directory; torchrun keeps each rank's output apart from its own.
+
+    A held one waits once it has saved a checkpoint, see `tests.support.held`.
+    """
+
+    def __init__(self, folder: Path, size: int, *arguments: str, held: bool = False, restarts: int = 0) -> None:
+        self.logs = Path(tempfile.mkdtemp(dir=folder))
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"),
+                *(f"--max-restarts={restarts}", "--redirects=3", f"--log-dir={self.logs}"),
+                *("-m", "tests.support.held" if held else "torchace", "run", *arguments),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])},
+        )
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        give_up = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < give_up, "the job does not get there"
+            try:
+                code = self.process.wait(0.005)
+            except subprocess.TimeoutExpired:
+                continue
+            raise AssertionError(f"the job ended with {code}: {self.said()}")
+
+    def ranks(self) -> dict[int, int]:
+        """The process of each rank."""
+        found = {}
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        for pid in children:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found |= {int(v.partition(b"=")[2]): int(pid) for v in variables if v.startswith(b"RANK=")}
+        return found
+
+    def said(self, stream: str = "stderr") -> list[str]:
+        """What each rank printed before torchrun started them again, if it did."""
+        files = sorted(self.logs.glob(f"*/attempt_0/*/{stream}.log"), key=lambda file: int(file.parent.name))
+        return [file.read_text() for file in files]
+
+    def kill(self, rank: int) -> None:
+        """Kills a rank; the first one, if it is another, goes on to find out."""
+        ranks = self.ranks()
+        os.kill(ranks[rank], signal.SIGKILL)
+        if rank != 0:
+            os.kill(ranks[0], signal.SIGUSR1)
+
+    def end(self) -> int:
+        return self.process.wait(PATIENCE)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Starts jobs and leaves none behind."""
+    jobs: list[Job] = []
+
+    def start(size: int, *arguments: str, **options: Any) -> Job:
+        jobs.append(Job(tmp_path, size, *arguments, **options))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        if job.process.poll() is None:
+            job.process.terminate()  # torchrun ends its workers
+            job.process.wait()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("torchrun") / "sweep.toml"
+    file.write_text(SWEEP)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def alone(file: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process writes."""
+    directory = tmp_path_factory.mktemp("alone") / "out"
+    Sweep(load_experiment(file), directory).run()
+    return results(directory)
+
+
+def results(directory: Path) -> dict[str, Any]:
+    """What was written about each run, without times, digests and hardware."""
+    assert leftovers(directory) == []
+    found = {}
+    for written in sorted(directory.glob("runs/*.json")):
+        content = json.loads(written.read_text())
+        kept = ("arm", "diversity", "seed", "status", "failure", "metrics", "history", "steps", "parameters", "job")
+        found[content["run"]] = {key: content[key] for key in kept}
+    return found
+
+
+def assert_same_results(ours: Any, theirs: Any, where: str = "") -> None:
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key, value in theirs.items():
+            assert_same_results(ours[key], value, f"{where}.{key}")
+    elif isinstance(theirs, list):
+        assert len(ours) == len(theirs), where
+        for i, value in enumerate(theirs):
+            assert_same_results(ours[i], value, f"{where}[{i}]")
+    elif isinstance(theirs, float):
+        assert ours == pytest.approx(theirs, abs=EXACT), where
+    else:
+        assert ours == theirs, where
+
+
+def test_a_killed_rank_ends_the_job_and_the_next_one_goes_on(
+    file: str, alone: dict[str, Any], tmp_path: Path, started: Callable[..., Job]
+) -> None:
+    directory = tmp_path / "out"
+    job = started(2, file, "--out", str(directory), "--parallel", "members", held=True)
+    job.wait_until(lambda: saved_steps(directory) == [EVERY])
+    job.kill(0)
+    killed = time.monotonic()
+    assert job.end() == 1
+    assert time.monotonic() - killed < 60
+    assert job.said() == ["", lost_contact(1)]
+    assert saved_steps(directory) == [EVERY]
+
+    # another layout goes on from the checkpoint; with --max-restarts by itself
+    job = started(2, file, "--out", str(directory), "--parallel", "data", held=True, restarts=1)
+    job.wait_until(lambda: saved_steps(directory) != [EVERY])
+    assert saved_steps(directory) == [2 * EVERY]
+    job.kill(1)
+    assert job.end() == 0, job.said()
+    assert job.said() == [lost_contact(0), ""]
+    assert_same_results(results(directory), alone)
+
+
+def lost_contact(rank: int) -> str:
+    return (
+        f"Error: Rank {rank} lost contact with the others: one of them ended or does not answer. "
+        "What was saved is kept; repeat the command to go on from there.\n"
+    )
+
+
+def test_told_to_stop_and_finished_by_more_processes(
+    file: str, alone: dict[str, Any], tmp_path: Path, started: Callable[..., Job]
+) -> None:
+    directory = tmp_path / "out"
+    job = started(2, file, "--out", str(directory), held=True)
+    job.wait_until(lambda: saved_steps(directory) == [EVERY])
+    job.process.send_signal(signal.SIGTERM)  # torchrun passes it on
+    assert job.end() != 0
+    assert job.said() == [f"Interrupted. Everything so far is in {directory}; repeat the command to go on.\n", ""]
+    (stopped,) = saved_steps(directory)
+    assert EVERY <= stopped < 3 * EVERY
+    known = len(events(directory))
+
+    # another layout; the second of two jobs from its beginning
+    job = started(3, file, "--out", str(directory), "--parallel", "members")
+    assert job.end() == 0, job.said()
+    steps = [event["step"] for event in events(directory)[known:] if event["event"] == "stepped"]
+    assert steps[0] > stopped  # it went on, not began anew
+    assert_same_results(results(directory), alone)
+    # one rank prints and writes
+    assert job.said() == [""] * 3
+    out, *silent = job.said("stdout")
+    assert silent == [""] * 2
+    assert out.count("4 of 4 runs are finished.") == 1
+    assert out.count("Report: ") == 1
+    assert (directory / "report" / "index.html").is_file()
+    assert json.loads((directory / "experiment.json").read_text())["hardware"]["processes"] == 3
+
+
+def events(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """The steps of the checkpoints that are complete."""
+    files = directory.glob("checkpoints/*/manifest.json")
+    return [json.loads(file.read_text())["progress"]["step"] for file in files]
+
+
+def test_what_is_wrong_is_said_once(file: str, tmp_path: Path, started: Callable[..., Job]) -> None:
+    options = ("--set", "train.batches=separate", "--out", str(tmp_path / "out"), "--parallel", "members")
+    job = started(2, file, *options)
+    assert job.end() == 1
+    assert job.said("stdout") == ["", ""]
+    assert sorted(said.count("\n") for said in job.said()) == [0, 1]
+    reason = (
+        "λ > 0 needs members that see each other's predictions: with batches = 'separate' set diversities = [0.0], "
+    )
+    assert "".join(job.said()) == f"Error: {file}: {reason}or use batches = 'exchanged'.\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_parallel_without_torchrun(
+    file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["torchace", "run", file, "--parallel", "members"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        "Error: --parallel needs several processes: torchrun --nproc-per-node=N -m torchace run ... "
+        "--parallel members.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sections", "ranks", "message"),
+    [
+        (
+            {"model": {"kind": "smoc"}},
+            (2, 1),
+            "model.kind: the members of 'smoc' share a trunk and cannot be spread over ranks; use --parallel data.",
+        ),
+        (
+            {"train": {"detach_others": False}},
+            (2, 1),
+            "train.detach_others: members on other ranks are constants; set detach_others = true, or use "
+            "--parallel data.",
+        ),
+        (
+            {"train": {"batch_size": 3}},
+            (1, 4),
+            "train.batch_size: expected at least 4, a sample for each rank, but got 3.",
+        ),
+    ],
+)
+def test_experiments_that_cannot_be_spread(sections: dict[str, Any], ranks: tuple[int, int], message: str) -> None:
+    [arm] = small(**sections).complete_arms()
+    with pytest.raises(ConfigError) as caught:
+        _check(arm, SimpleNamespace(members=ranks[0], data=ranks[1]))  # type: ignore[arg-type]
+    assert str(caught.value) == message
+    _check(arm, SimpleNamespace(members=1, data=2))  # type: ignore[arg-type]
+
+
+def refused(folder: str, sections: dict[str, Any], layout: str) -> str:
+    try:
+        rank_sweep(small(**sections), Path(folder), "cpu", layout).run()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_more_ranks_than_members(tmp_path: Path) -> None:
+    found = team().run(4, refused, str(tmp_path / "out"), {"model": {"num_members": 3}}, "members")
+    message = "4 ranks are more than 3 members; use fewer, or --parallel 3xD, the batch over D ranks."
+    assert found == [f"model.num_members: {message}"] * 4  # all say so, nobody waits
+    assert not (tmp_path / "out").exists()
+
+
+def started_with(sections: list[dict[str, Any]], parallel: list[str], folder: str) -> str:
+    """What a rank of a sweep says whose ranks were not given the same."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    try:
+        rank_sweep(small(**sections[rank]), Path(folder), "cpu", parallel[rank])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_configurations(tmp_path: Path) -> None:
+    others = [{}, {"train": {"learning_rate": 0.02}}]
+    found = team().run(2, started_with, others, ["data", "data"], str(tmp_path))
+    end = "on every rank, but rank 1 has another than rank 0. Start all of them with one command."
+    assert found == [f"Expected the same experiment {end}"] * 2
+    found = team().run(2, started_with, [{}, {}], ["data", "members"], str(tmp_path))
+    assert found == [f"Expected the same --parallel {end}"] * 2
+    assert team().run(2, started_with, [{}, {}], ["data", "data"], str(tmp_path)) == [""] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def swept(folder: str, sections: dict[str, Any], layout: str) -> bool:
+    sweep = rank_sweep(small(**sections), Path(folder), "cpu", layout)
+    assert isinstance(sweep, RankSweep)
+    failures = sweep.run()
+    return sweep.ranks.is_first or failures == {}
+
+
+ARMS: dict[str, dict[str, Any]] = {
+    "exchanged": {"train": {"batches": "exchanged"}},
+    "convolutions": {
+        "model": {"network": "resnet", "depth": 8, "width": 2},
+        "train": {"steps": 2},
+        "data": {"limit": 60},
+    },
+    "a shared trunk": {"model": {"kind": "smoc"}},
+    "a failure": {"train": {"learning_rate": 1e300}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "layout"),
+    [
+        ("exchanged", 2, "members"),
+        ("exchanged", 4, "2x2"),
+        ("convolutions", 2, "members"),  # with batch norm: every rank has the whole batch
+        ("a shared trunk", 2, "data"),
+        ("a failure", 2, "members"),
+        ("a failure", 2, "data"),
+    ],
+)
+def test_sweeps_equal_one_process(tmp_path: Path, name: str, size: int, layout: str) -> None:
+    common = {"train": {"precision": "float64", "steps": 6}}
+    sections = {**ARMS[name], "train": {**common["train"], **ARMS[name].get("train", {})}}
+    assert team().run(size, swept, str(tmp_path / "ranks"), sections, layout) == [True] * size
+    failures = Sweep(small(**sections), tmp_path / "one").run()
+    assert (len(failures) > 0) == (name == "a failure")
+    assert_same_results(results(tmp_path / "ranks"), results(tmp_path / "one"))
+    # nothing is left to do for one process
+    before = sorted((tmp_path / "ranks" / "runs").iterdir())
+    Sweep(small(**sections), tmp_path / "ranks").run()
+    assert sorted((tmp_path / "ranks" / "runs").iterdir()) == before
+
+
+@pytest.mark.parametrize("layout", ["data", "members"])
+def test_ranks_do_not_go_on_from_the_weights_of_others(tmp_path: Path, layout: str) -> None:
+    now: dict[str, Any] = {"train": {"precision": "float64", "steps": 6}, "sweep": {"diversities": [0.0]}}
+    before = {**now, "sweep": {"diversities": [0.9]}}
+    stop = iter([False] * 4 + [True])
+    with pytest.raises(Interrupted):
+        Sweep(small(**before), tmp_path / "ranks").run(stop=lambda: next(stop))
+    (tmp_path / "ranks" / "jobs.json").unlink()
+    assert team().run(2, swept, str(tmp_path / "ranks"), now, layout) == [True] * 2
+    Sweep(small(**now), tmp_path / "one").run()
+    assert_same_results(results(tmp_path / "ranks"), results(tmp_path / "one"))
+    assert leftovers(tmp_path / "ranks") == []

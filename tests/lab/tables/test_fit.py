@@ -1,0 +1,576 @@
+"""A fit of a table: killed anywhere it goes on, and its directory is complete or not there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from safetensors.torch import load_file
+
+from tests.any_table import AnyTable, any_table
+from tests.lab.cli.cases import everything_in, houses, pets, write_table
+from tests.lab.tables.table_cases import done, fitted, is_complete, job, weights_of, written
+from torchace.lab.data import DataError
+from torchace.lab.data.tables import read_table
+from torchace.lab.sweeps.run_store import Ledger, LedgerError
+from torchace.lab.tables import fit as table_fit
+from torchace.lab.tables.fit import FitWatcher, TableFit, TrainingFailed
+from torchace.lab.tables.model import TableModel
+from torchace.lab.training.files import PathError
+from torchace.lab.training.loop import Interrupted, Progress
+from torchace.lab.tuning.tuning import Stage
+
+Kind = tuple[str, Callable[..., Any], str]
+KINDS = [("pets.csv", pets, "pet"), ("houses.csv", houses, "price")]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_table(pets(), tmp_path / "pets.csv")
+
+
+# -- what a fit leaves ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "make", "target"), KINDS)
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+def test_a_model_scores_what_its_record_says(
+    name: str, make: Callable[..., Any], target: str, precision: str, tmp_path: Path
+) -> None:
+    """The scores were computed before the scaling was folded into the weights, and before they were saved."""
+    fit = job(write_table(make(80), tmp_path / name), target, tmp_path / "out", epochs=4, precision=precision)
+    model, table = done(fit), fit.table
+    assert is_complete(fit.out)
+    assert everything_in(tmp_path).keys() >= {name, "out"}
+    assert not fit.work.exists()
+    for part, rows in (("validation", table.validation_rows), ("test", table.test_rows)):
+        scores = model.evaluate(make(80).iloc[rows.numpy()]).metrics
+        assert scores.keys() == model.record["scores"][part].keys()
+        for key, value in scores.items():
+            # rounding in float64, for numbers of at most 1e10
+            assert value == pytest.approx(model.record["scores"][part][key], rel=1e-9, abs=1e-12), key
+
+
+def test_what_is_written_down(data: Path, tmp_path: Path) -> None:
+    fit = job(data, "pet", tmp_path / "out", epochs=5, patience=2, drop=("born",))
+    model = done(fit)
+    assert model.diversity == 0.5
+    assert model.record["fit"] == fit.request()
+    assert model.record["search"] is None
+    assert model.record["rows"] == {"train": 36, "validation": 12, "test": 12}
+    assert 1 <= model.record["best_epoch"] <= 5
+    experiment = json.loads((tmp_path / "out" / "experiment.json").read_text())
+    assert experiment["task"] == "classification"
+    assert experiment["data"]["schema"]["target"]["name"] == "pet"
+    assert [arm["role"] for arm in experiment["arms"]] == ["model"]
+    assert experiment["arms"][0]["parameters"] == sum(p.numel() for p in model.ensemble.parameters())
+    result = json.loads(next((tmp_path / "out" / "runs").glob("*.json")).read_text())
+    assert result["metrics"]["test"] == model.record["scores"]["test"]
+    assert [entry["epoch"] for entry in result["history"]] == list(range(1, len(result["history"]) + 1))
+
+
+def test_disputed_rows_are_those_of_the_file(tmp_path: Path) -> None:
+    frame = pets(100)
+    fit = job(write_table(frame, tmp_path / "pets.csv"), "pet", tmp_path / "out", num_members=5)
+    model = done(fit)
+    arrays = load_file(next((fit.out / "runs").glob("*.safetensors")))
+    assert len(arrays["disputed_row"]) > 3
+    rows = frame.iloc[arrays["disputed_row"].numpy() - 1]
+    assert model.encoding.targets(rows).equal(arrays["disputed_target"])
+    assert model.logits(rows).argmax(2).T.equal(arrays["disputed_votes"])
+
+
+def test_without_test_rows_nothing_is_said_of_them(data: Path, tmp_path: Path) -> None:
+    model = done(job(data, "pet", tmp_path / "out", None, test=0.0))
+    assert list(model.record["scores"]) == ["validation"]
+    assert model.record["search"]["gain"] is None or model.record["search"]["gain"]["split"] == "validation"
+    result = json.loads(next((tmp_path / "out" / "runs").glob("*.json")).read_text())
+    assert result["metrics"]["test"] is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_members": 1},
+        {"hidden": ()},
+        {"hidden": (4, 3, 2), "batches": "exchanged", "batch_size": 7},
+        {"batch_size": 1, "patience": 1},
+        {"seed": 2**40},
+        {"diversity": 0.0},
+        {"diversity": 1.0},
+        {"diversity": None, "num_members": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("name", "make", "target"), KINDS)
+def test_plans_of_every_kind(
+    options: dict[str, Any], name: str, make: Callable[..., Any], target: str, tmp_path: Path
+) -> None:
+    fit = job(write_table(make(), tmp_path / name), target, tmp_path / "out", **options)
+    predicted = done(fit).predict(make())
+    assert predicted.select_dtypes("number").notna().all(axis=None)
+
+
+@pytest.mark.parametrize(("name", "make", "target"), KINDS)
+def test_the_same_table_in_any_file_gives_the_same_model(
+    name: str, make: Callable[..., Any], target: str, tmp_path: Path
+) -> None:
+    hashes = set()
+    for suffix in (".csv", ".parquet", ".npz"):
+        out = tmp_path / suffix[1:]
+        done(job(write_table(make(), tmp_path / f"table{suffix}"), target, out, epochs=3))
+        hashes.add(weights_of(out))
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("diversity", [0.5, None])
+@pytest.mark.parametrize(("name", "make", "target"), KINDS)
+def test_test_rows_change_nothing_but_the_scores(
+    diversity: float | None, name: str, make: Callable[..., Any], target: str, tmp_path: Path
+) -> None:
+    part = np.array(["train", "train", "train", "validation", "test"])[np.arange(60) % 5]
+    kept, other = make(part=part), make(part=part)
+    tested = part == "test"
+    column = "age" if target == "pet" else "area"
+    other.loc[tested, column] = 1e6
+    other.loc[tested, target] = np.roll(other.loc[tested, target].to_numpy(), 3)
+    models = [
+        done(job(write_table(frame, tmp_path / name), target, tmp_path / f"out{i}", diversity, split_column="part"))
+        for i, frame in enumerate((kept, other))
+    ]
+    assert models[0].diversity == models[1].diversity
+    assert models[0].encoding == models[1].encoding
+    assert weights_of(tmp_path / "out0") == weights_of(tmp_path / "out1")
+    assert models[0].record["scores"]["validation"] == models[1].record["scores"]["validation"]
+    assert models[0].record["scores"]["test"] != models[1].record["scores"]["test"]
+
+
+def test_a_given_diversity_is_not_searched(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def searched(*args: Any, **options: Any) -> None:
+        raise AssertionError("searched")
+
+    monkeypatch.setattr(table_fit, "tune_diversity", searched)
+    model = done(job(data, "pet", tmp_path / "out", 0.3))
+    assert (model.diversity, model.record["search"]) == (0.3, None)
+    with pytest.raises(AssertionError, match="searched"):
+        done(job(data, "pet", tmp_path / "other", None))
+
+
+def test_a_searched_diversity_is_the_one_that_is_trained(data: Path, tmp_path: Path) -> None:
+    searched = job(data, "pet", tmp_path / "out", None, epochs=3)
+    model = done(searched)
+    assert model.diversity == model.record["search"]["chosen"]
+    assert searched.seed not in model.record["search"]["seeds"]
+    given_ = job(data, "pet", tmp_path / "given", model.diversity, epochs=3)
+    done(given_)
+    assert weights_of(tmp_path / "out") == weights_of(tmp_path / "given")
+
+
+def test_a_watcher_sees_all_of_it(data: Path, tmp_path: Path) -> None:
+    class Watcher(FitWatcher):
+        def __init__(self) -> None:
+            self.stages: list[tuple[int, str, float]] = []
+            self.steps: list[Progress] = []
+
+        def searched(self, stage: Stage, share: float) -> None:
+            self.stages.append((stage.number, stage.purpose, share))
+
+        def trained(self, progress: Progress) -> None:
+            self.steps.append(progress)
+
+    watcher, fit = Watcher(), job(data, "pet", tmp_path / "out", None, epochs=3)
+    with fit.locked():
+        fit.train(watcher)
+    finished = dict.fromkeys(stage[:2] for stage in watcher.stages if stage[2] == 1.0)
+    assert list(finished)[:2] == [(1, "search"), (2, "search")]
+    assert watcher.steps[-1].step == watcher.steps[-1].steps
+
+
+# -- stopped, and gone on ---------------------------------------------------------------------------------------------
+
+
+class StopAfter:
+    """Says yes when it has been asked so many times."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.mark.parametrize("diversity", [0.5, None])
+@pytest.mark.parametrize(("name", "make", "target"), KINDS)
+def test_stopped_again_and_again_it_ends_where_it_would_have(
+    diversity: float | None, name: str, make: Callable[..., Any], target: str, tmp_path: Path
+) -> None:
+    path = write_table(make(), tmp_path / name)
+    options: dict[str, Any] = {"epochs": 5, "batch_size": 12, "patience": 2}
+    for out in ("out", "stopped"):
+        fit = job(path, target, tmp_path / out / "model", diversity, **options)
+        stops = 0
+        while out == "stopped" and not (fit.work / "model").exists():
+            with fit.locked():
+                try:
+                    fit.train(stop=StopAfter(7))
+                except Interrupted:
+                    stops += 1
+            assert not fit.out.exists()
+        done(fit)
+        assert is_complete(fit.out)
+        assert stops > 0 or out == "out"
+    assert written(tmp_path / "out" / "model") == written(tmp_path / "stopped" / "model")
+
+
+def _refusal(work: Callable[[], object], *kinds: type[Exception]) -> str | None:
+    """What the error says, if there is one of these kinds."""
+    try:
+        work()
+    except kinds as error:
+        return str(error)
+    return None
+
+
+class Killed(BaseException):
+    """Stands for the end of a process; unlike that, it runs what is in `finally`."""
+
+
+def dying(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int, after: bool) -> None:
+    """The process ends right before or after a certain call."""
+    real, calls = getattr(module, name), 0
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call and not after:
+            raise Killed
+        result = real(*args, **options)
+        if calls == call:
+            raise Killed
+        return result
+
+    monkeypatch.setattr(module, name, wrapped)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(os, "rename"), (os, "replace"), (shutil, "copytree"), (shutil, "copyfile"), (shutil, "rmtree")],
+)
+def test_killed_at_every_file_operation(module: Any, name: str, after: bool, data: Path, tmp_path: Path) -> None:
+    expected = job(data, "pet", tmp_path / "undisturbed" / "out")
+    done(expected)
+    deaths = 0
+    for call in range(1, 30):
+        fit = job(data, "pet", tmp_path / str(call) / "out")
+        with pytest.MonkeyPatch.context() as patch:
+            dying(patch, module, name, call, after)
+            try:
+                done(fit)
+            except Killed:
+                deaths += 1
+        died = deaths == call
+        assert is_complete(fit.out) or died
+        if not fit.is_finished():
+            done(fit)
+        fit.clear()
+        assert is_complete(fit.out)
+        assert written(fit.out) == written(expected.out)
+        assert [path.name for path in fit.out.parent.iterdir()] == ["out"]
+        if not died:
+            break
+    assert deaths == call - 1 > 0
+
+
+def test_what_a_killed_process_was_saving_is_removed(data: Path, tmp_path: Path) -> None:
+    fit = job(data, "pet", tmp_path / "out")
+    with fit.locked():
+        fit.train()
+    half = fit.work / ".model.0123456789abcdef.partial"
+    shutil.copytree(fit.work / "model", half)
+    shutil.rmtree(fit.work / "model")
+    (half / "manifest.json").unlink()
+    (fit.work / "runs" / ".model.json.1.partial").write_text("{")
+    (fit.work / "report").mkdir()
+    (fit.work / "report" / ".index.html.x1y2").write_text("<")
+    done(fit)
+    assert is_complete(fit.out)
+    assert [path.name for path in tmp_path.iterdir() if path.name != data.name] == ["out"]
+
+
+def test_a_process_that_died_at_its_very_start(data: Path, tmp_path: Path) -> None:
+    fit = job(data, "pet", tmp_path / "out")
+    fit.work.mkdir()
+    (fit.work / "lock").write_text("123")
+    (fit.work / ".fit.json.123.partial").write_text('{"requ')
+    done(fit)
+    assert is_complete(fit.out)
+
+
+def test_a_full_disk_keeps_what_was_done(data: Path, tmp_path: Path) -> None:
+    fit = job(data, "pet", tmp_path / "out", None)
+    for room in range(2, 60, 6):
+        with pytest.MonkeyPatch.context() as patch:
+            calls, real = 0, os.fsync
+
+            def full(descriptor: int, room: int = room, real: Any = real) -> None:
+                nonlocal calls
+                calls += 1
+                if calls > room:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                real(descriptor)
+
+            patch.setattr(os, "fsync", full)
+            refused = _refusal(lambda: done(fit), OSError, ValueError)
+        if refused is None:
+            break
+        assert "No space left" in refused
+        assert not fit.out.exists()
+    assert is_complete(fit.out)
+    undisturbed = job(data, "pet", tmp_path / "undisturbed" / "out", None)
+    done(undisturbed)
+    assert written(fit.out) == written(undisturbed.out)
+
+
+# -- places -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_finished_model_is_known_again(data: Path, tmp_path: Path) -> None:
+    fit = job(data, "pet", tmp_path / "out")
+    assert not fit.is_finished()
+    done(fit)
+    assert fit.is_finished()
+    assert job(data, "pet", tmp_path / "out").is_finished()
+
+
+@pytest.mark.parametrize(
+    "other", [{"diversity": 0.4}, {"diversity": None}, {"epochs": 2}, {"hidden": (5,)}, {"seed": 1}, {"drop": ("age",)}]
+)
+def test_other_settings_are_refused(other: dict[str, Any], data: Path, tmp_path: Path) -> None:
+    fit = job(data, "pet", tmp_path / "out")
+    done(fit)
+    with pytest.raises(LedgerError, match=r"out holds something else already\. Choose another --out, or remove it\.$"):
+        job(data, "pet", tmp_path / "out", **other).is_finished()
+    unfinished = job(data, "pet", tmp_path / "unfinished")
+    with unfinished.locked():
+        pass
+    before = everything_in(tmp_path)
+    with pytest.raises(LedgerError, match=r"unfinished\.work holds an unfinished fit of other data or settings\."):
+        done(job(data, "pet", tmp_path / "unfinished", **other))
+    assert everything_in(tmp_path) == before
+
+
+def test_other_data_under_the_same_name_are_refused(data: Path, tmp_path: Path) -> None:
+    done(job(data, "pet", tmp_path / "out"))
+    write_table(pets(seed=1), data)
+    with pytest.raises(LedgerError, match="holds something else"):
+        job(data, "pet", tmp_path / "out").is_finished()
+
+
+def test_two_at_once_are_refused(data: Path, tmp_path: Path) -> None:
+    fit = job(data, "pet", tmp_path / "out")
+    with fit.locked(), pytest.raises(LedgerError, match=f"Process {os.getpid()} is at work in .*out.work"):
+        done(job(data, "pet", tmp_path / "out"))
+
+
+def test_another_process_may_be_faster(data: Path, tmp_path: Path) -> None:
+    """It finishes between our looking for the model and our locking the directory."""
+    fit = job(data, "pet", tmp_path / "out")
+    assert not fit.is_finished()
+    done(job(data, "pet", tmp_path / "out"))
+    with pytest.raises(LedgerError, match=r"Another process has just finished .*out\. Repeat the command to see it\."):
+        done(fit)
+    assert is_complete(fit.out)
+    assert not fit.work.exists()
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "search", "runs", "model"])
+def test_somebody_elses_working_directory_is_not_touched(name: str, data: Path, tmp_path: Path) -> None:
+    fit = job(data, "pet", tmp_path / "out")
+    (fit.work / name).mkdir(parents=True)
+    (fit.work / name / "years of work").write_text("!")
+    before = everything_in(tmp_path)
+    with pytest.raises(LedgerError, match=f"out.work, where a fit would work, holds something else already .'{name}'"):
+        done(fit)
+    fit.clear()
+    assert everything_in(tmp_path) == before
+
+
+def test_another_fits_working_directory_is_not_cleared(data: Path, tmp_path: Path) -> None:
+    with job(data, "pet", tmp_path / "out", epochs=2).locked():
+        pass
+    before = everything_in(tmp_path)
+    job(data, "pet", tmp_path / "out").clear()
+    assert everything_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"request": 3}'])
+def test_a_damaged_record_of_the_request_is_refused(content: str, data: Path, tmp_path: Path) -> None:
+    fit = job(data, "pet", tmp_path / "out")
+    fit.work.mkdir()
+    (fit.work / "fit.json").write_text(content)
+    with pytest.raises(LedgerError, match="holds an unfinished fit of other data or settings"):
+        done(fit)
+
+
+def test_an_empty_directory_is_taken(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    done(job(data, "pet", tmp_path / "out"))
+    assert is_complete(tmp_path / "out")
+
+
+def test_a_link_is_refused_at_once(data: Path, tmp_path: Path) -> None:
+    """A directory cannot be renamed to a link in the end."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "out").symlink_to("empty")
+    with pytest.raises(LedgerError, match="out holds something else already"):
+        job(data, "pet", tmp_path / "out").is_finished()
+
+
+@pytest.mark.parametrize("place", ["", "lock", "search", "search/checkpoints/x", "model", "checkpoints/model"])
+def test_links_where_a_fit_works_are_refused(place: str, data: Path, tmp_path: Path) -> None:
+    fit = job(data, "pet", tmp_path / "out")
+    with fit.locked():
+        pass
+    if place in ("", "lock"):
+        (fit.work / "lock").unlink()
+    outside = fit.work.rename(tmp_path / "outside") if not place else tmp_path / "outside"
+    outside.mkdir(exist_ok=True)
+    (outside / "state-1.safetensors").write_text("mine")
+    link = fit.work / place
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(outside)
+    before = everything_in(outside)
+    with pytest.raises(PathError, match="is a symbolic link"):
+        done(fit)
+    fit.clear()
+    assert everything_in(outside) == before
+
+
+def test_what_is_not_a_fits_own_is_left_in_its_place(data: Path, tmp_path: Path) -> None:
+    fit = job(data, "pet", tmp_path / "out")
+    with fit.locked():
+        (fit.work / "notes.txt").write_text("mine")
+    done(fit)
+    assert is_complete(tmp_path / "out")
+    assert os.listdir(fit.work) == ["notes.txt"]
+
+
+def test_a_mount_point_is_refused_at_once(data: Path, tmp_path: Path) -> None:
+    """Nor to a mount point, where one can be made."""
+    out = tmp_path / "out"
+    out.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(out)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        with pytest.raises(
+            LedgerError, match=r"out is a mount point\. Choose a directory in it: --out .*/out/model\.$"
+        ):
+            job(data, "pet", out).is_finished()
+    finally:
+        subprocess.run(["umount", "-l", str(out)], check=True)
+
+
+def test_a_file_system_that_cannot_be_written(data: Path, tmp_path: Path) -> None:
+    """A read-only mount stops root too."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(disk)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        with pytest.raises(LedgerError, match=r"Cannot write to .*disk/out\.work: Read-only file system"):
+            done(job(data, "pet", disk / "out"))
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("diversity", [0.5, None])
+def test_a_training_that_fails_is_one_sentence(diversity: float | None, data: Path, tmp_path: Path) -> None:
+    fit = job(data, "pet", tmp_path / "out", diversity, learning_rate=1e300, epochs=3)
+    for _ in range(2):  # it stays so
+        with pytest.raises(
+            TrainingFailed, match=r"^The model's training \(λ=\S+, seed 0.*\) ended at step .*\. Try a sm"
+        ):
+            done(fit)
+        assert not fit.out.exists()
+
+
+def test_a_damaged_checkpoint_is_one_sentence(data: Path, tmp_path: Path) -> None:
+    fit = job(data, "pet", tmp_path / "out", epochs=5)
+    with fit.locked(), pytest.raises(Interrupted):
+        fit.train(stop=StopAfter(2))
+    state = next((fit.work / "checkpoints" / "model").glob("state-*"))
+    state.write_bytes(state.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"The checkpoint in .*model is damaged .* Remove that folder"):
+        done(fit)
+
+
+def test_only_its_own_lock_is_needed(data: Path, tmp_path: Path) -> None:
+    """Fits in one folder do not disturb each other."""
+    one, other = (job(data, "pet", tmp_path / name) for name in ("one", "other"))
+    with Ledger(one.work).locked():
+        done(other)
+    assert is_complete(other.out)
+
+
+# -- any table --------------------------------------------------------------------------------------------------------
+
+
+@given(any_table())
+@settings(max_examples=440)
+def test_any_table_is_fitted_or_refused_in_one_sentence(
+    tmp_path_factory: pytest.TempPathFactory, table: AnyTable
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    try:
+        path = table.write(folder)
+        before = everything_in(folder)
+        out = folder / "out"
+        sentence = _refusal(lambda: done(job(path, table.target, out, task=table.task)), DataError, TrainingFailed)
+        if sentence is not None:
+            assert "\n" not in sentence
+            assert sentence.endswith(".")
+            assert len(sentence) < 700
+            assert everything_in(folder) == before or sentence.startswith("The model's training")
+            return
+        fit = job(path, table.target, out, task=table.task)
+        assert is_complete(out)
+        assert fit.is_finished()
+        _check_predictions(TableModel.load(out), fit, read_table(path))
+    finally:
+        shutil.rmtree(folder)
+
+
+def _check_predictions(model: TableModel, fit: TableFit, frame: Any) -> None:
+    predicted, scores = model.predict(frame), model.evaluate(frame).metrics
+    assert len(predicted) == len(frame)
+    if model.is_classifier:
+        probs = predicted[[name for name in predicted if name.startswith("probability_")]].to_numpy()
+        assert (probs >= 0).all()
+        np.testing.assert_allclose(probs.sum(1), 1, rtol=0, atol=1e-12)
+        classes = fit.table.schema.target.classes
+        assert predicted["prediction"].tolist() == [classes[code] for code in probs.argmax(1)]
+        assert 0 <= scores["accuracy"] <= 1
+    else:
+        assert np.isfinite(predicted.to_numpy()).all()
+        assert scores["mse"] >= 0
+    again = TableModel.load(fit.out).predict(frame)
+    assert again.equals(predicted)
+    assert torch.equal(fit.table.encoder()(model.encoding.matrix(frame))[fit.table.test_rows], fit.table.test.x)
+
+
+def test_fits_of_tables_that_went_through_files_are_the_same() -> None:
+    assert fitted(pets(), "pet").encoding == fitted(pets(), "pet", ".parquet").encoding

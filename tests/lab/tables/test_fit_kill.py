@@ -1,0 +1,284 @@
+"""`torchace fit` and `torchace tune`, killed at any moment: the repeated command ends where an undisturbed one does.
+
+`TORCHACE_KILLS` is how many processes of each command are killed, 5 unless set; half of them at a random moment, half
+right before or after a file is flushed, renamed, copied or removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import optuna
+import pytest
+
+from tests.lab.cli.cases import pets, write_table
+from tests.lab.tables.table_cases import is_complete, written
+from tests.support.fork_server import OPERATIONS, ForkServer
+from tests.support.held import CHECKPOINT
+
+KILLS = int(os.environ.get("TORCHACE_KILLS", "5"))
+
+# Long enough to be killed in: three rounds of cohorts, then the model.
+SETTINGS = ("--target", "pet", "--members", "3", "--hidden", "16", "--epochs", "6", "--batch-size", "8")
+FIT = ("fit", "pets.csv", *SETTINGS, "--out", "model")
+TUNE = ("tune", "pets.csv", *SETTINGS, "--seeds", "2", "--out", "search")
+TRIALS = ("tune", "pets.csv", "--target", "pet", "--epochs", "1", "--trials", "4", "--out", "study")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """How a command goes that nobody disturbs."""
+
+    folder: Path
+    seconds: float
+    operations: dict[str, int]  # on files, those that there were
+
+
+@dataclass
+class Killing:
+    """A command that is killed again and again in one folder, until it is done."""
+
+    server: ForkServer
+    folder: Path
+    command: tuple[str, ...]
+    usual: Undisturbed
+    draw: random.Random
+    kills: int = 0
+    kept: dict[str, tuple[int, bytes]] = field(default_factory=dict)  # finished cohorts, and when they were written
+
+    def again(self) -> bool:
+        """Starts the command and kills it; whether it was done before."""
+        every = self.draw.choice([0.0, 0.02, 30.0])
+        if self.draw.random() < 0.5 and self.usual.operations:
+            operation = self.draw.choice(sorted(self.usual.operations))
+            die = (operation, self.draw.randint(1, self.usual.operations[operation]), self.draw.random() < 0.5)
+            code, _, err = self.server.start(*self.command, folder=self.folder, every=every, die=die).end()
+        else:
+            process = self.server.start(*self.command, folder=self.folder, every=every)
+            share = 0.8
+            if self.command is TRIALS:  # some trials from now
+                share, wanted = 0.2, self.draw.randint(0, 2)
+                process.wait_until(lambda: (self.folder / "stdout").read_text().count("Trial") >= wanted)
+            moment = time.monotonic() + self.draw.uniform(0, share * self.usual.seconds)
+            process.wait_until(lambda: time.monotonic() >= moment)
+            code, _, err = process.end(signal.SIGKILL)
+        assert err == ""
+        assert code in (0, -signal.SIGKILL)
+        self.kills += code != 0
+        return code == 0
+
+    def check_cohorts(self, store: Path) -> None:
+        """What was finished is still there and was not trained again."""
+        if not store.exists():
+            return
+        now = {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in store.glob("*.json")}
+        assert self.kept.items() <= now.items()
+        self.kept = now
+
+
+def undisturbed(server: ForkServer, command: tuple[str, ...], folder: Path) -> Undisturbed:
+    prepared(folder)
+    process = server.start(*command, folder=folder, count=True, every=0.02)
+    code, _, err = process.end()
+    assert (code, err) == (0, "")
+    seconds = time.monotonic() - process.began
+    operations = json.loads((folder / "operations").read_text())
+    return Undisturbed(folder, seconds, {name: calls for name, calls in operations.items() if calls})
+
+
+def prepared(folder: Path) -> Path:
+    folder.mkdir()
+    write_table(pets(), folder / "pets.csv")
+    return folder
+
+
+def test_a_killed_fit(server: ForkServer, tmp_path: Path) -> None:
+    usual = undisturbed(server, FIT, tmp_path / "undisturbed")
+    assert set(usual.operations) == set(OPERATIONS)
+    draw = random.Random(KILLS)
+    kills = fits = halfway = 0
+    while kills < KILLS:
+        folder = prepared(tmp_path / f"fit{fits}")
+        killing = Killing(server, folder, FIT, usual, draw, kills)
+        done = False
+        while not done:
+            done = killing.again() if killing.kills < KILLS else finished(server, FIT, folder)
+            # never anything that loads but is not complete
+            assert is_complete(folder / "model") or not done
+            if not done:
+                killing.check_cohorts(folder / "model.work" / "search" / "cohorts")
+                halfway += bool(checkpoints(folder))
+        kills, fits = killing.kills, fits + 1
+        finished(server, FIT, folder)  # a killed process may have put the model in place and left its working directory
+        assert written(folder / "model") == written(usual.folder / "model")
+        assert sorted(path.name for path in folder.iterdir()) == ["model", "pets.csv", "stderr", "stdout"]
+    print(f"{kills} killed, {halfway} of them in the middle of a training; {fits} fits")
+
+
+def finished(server: ForkServer, command: tuple[str, ...], folder: Path) -> bool:
+    code, _, err = server.start(*command, folder=folder).end()
+    assert (code, err) == (0, "")
+    return True
+
+
+def test_a_killed_search_for_lambda(server: ForkServer, tmp_path: Path) -> None:
+    usual = undisturbed(server, TUNE, tmp_path / "undisturbed")
+    expected = json.loads((tmp_path / "undisturbed" / "search" / "tune.json").read_text())
+    draw = random.Random(KILLS)
+    kills = searches = 0
+    while kills < KILLS:
+        folder = prepared(tmp_path / f"search{searches}")
+        killing = Killing(server, folder, TUNE, usual, draw, kills)
+        done = False
+        while not done:
+            done = killing.again() if killing.kills < KILLS else finished(server, TUNE, folder)
+            killing.check_cohorts(folder / "search" / "search" / "cohorts")
+            file = folder / "search" / "tune.json"
+            assert not file.exists() or json.loads(file.read_text()) == expected
+        assert json.loads(file.read_text()) == expected
+        kills, searches = killing.kills, searches + 1
+    print(f"{kills} killed; {searches} searches")
+
+
+def test_a_killed_search_of_everything(server: ForkServer, tmp_path: Path) -> None:
+    """No finished trial is lost or made twice, and those are made that an undisturbed search makes."""
+    usual = replace(undisturbed(server, TRIALS, tmp_path / "undisturbed"), operations={})  # SQLite has its own
+    expected = made(usual.folder)
+    assert len(expected) == 4
+    draw = random.Random(KILLS)
+    kills = studies = 0
+    while kills < KILLS:
+        folder = prepared(tmp_path / f"study{studies}")
+        killing = Killing(server, folder, TRIALS, usual, draw, kills)
+        done, before = False, {}
+        while not done:
+            done = killing.again() if killing.kills < KILLS else finished(server, TRIALS, folder)
+            now = complete(folder / "study" / "study.db")
+            assert before.items() <= now.items()
+            before = now
+        kills, studies = killing.kills, studies + 1
+        found = json.loads((folder / "study" / "tune.json").read_text())
+        assert len(before) == 4
+        assert {trial["number"]: trial["value"] for trial in found["trials"] if trial["state"] == "complete"} == before
+        assert {trial["state"] for trial in found["trials"]} <= {"complete", "failed"}
+        assert found["best"]["value"] == min(before.values())
+        assert made(folder) == expected
+    print(f"{kills} killed; {studies} studies")
+
+
+def made(folder: Path) -> list[tuple[dict[str, float], float]]:
+    """What the finished trials of a search tried and how good it was, in their order."""
+    trials = json.loads((folder / "study" / "tune.json").read_text())["trials"]
+    return [(trial["params"], trial["value"]) for trial in trials if trial["state"] == "complete"]
+
+
+def complete(file: Path) -> dict[int, float]:
+    """The values of a study's complete trials by number."""
+    if not file.exists():
+        return {}
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    storage = optuna.storages.RDBStorage(f"sqlite:///{file}")
+    try:
+        study = optuna.load_study(study_name="torchace", storage=storage)
+        trials = study.get_trials(deepcopy=False)
+        return {t.number: t.value for t in trials if t.state == optuna.trial.TrialState.COMPLETE}
+    except KeyError:  # killed before the study was made
+        return {}
+    finally:
+        storage.engine.dispose()
+        optuna.logging.set_verbosity(verbosity)
+
+
+# -- told to stop -----------------------------------------------------------------------------------------------------
+
+
+def checkpoints(folder: Path) -> set[tuple[Path, int]]:
+    """The checkpoints that there are, by when they were written."""
+    found = set()
+    for file in folder.rglob("checkpoints/*/manifest.json"):
+        with contextlib.suppress(FileNotFoundError):  # the process is at work
+            found.add((file, file.stat().st_mtime_ns))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("command", "where", "result"),
+    [(FIT, "model.work", "model/manifest.json"), (TUNE, "search", "search/tune.json")],
+    ids=["fit", "tune"],
+)
+def test_told_to_stop(command: tuple[str, ...], where: str, result: str, server: ForkServer, tmp_path: Path) -> None:
+    undisturbed(server, command, tmp_path / "undisturbed")
+    folder = prepared(tmp_path / "stopped")
+    verb = "is" if command is FIT else "is kept"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before = checkpoints(folder)
+        process = server.start(*command, folder=folder, every=0.0, held=(CHECKPOINT, 1))
+        assert process.wait_until(lambda before=before: not checkpoints(folder) <= before)
+        code, out, err = process.end(number)
+        assert (code, out) == (3, "")
+        assert err == f"Interrupted. Everything so far {verb} in {where}; repeat the command to go on.\n"
+        assert not (folder / result).exists()
+    assert finished(server, command, folder)
+    assert (folder / result).read_bytes() == (tmp_path / "undisturbed" / result).read_bytes()
+
+
+def test_trials_that_are_told_to_stop(server: ForkServer, tmp_path: Path) -> None:
+    folder = prepared(tmp_path / "stopped")
+    told = "torchace.lab.cli.fit_progress:TrialProgress.finished"
+    command = server.start(*TRIALS, folder=folder, held=(told, 2))
+    assert command.wait_until(lambda: "Trial 1" in (folder / "stdout").read_text())
+    code, _, err = command.end(signal.SIGTERM)
+    assert (code, err) == (3, "Interrupted. Everything so far is kept in study; repeat the command to go on.\n")
+    before = complete(folder / "study" / "study.db")
+    assert len(before) == 2
+    assert finished(server, TRIALS, folder)
+    now = complete(folder / "study" / "study.db")
+    assert len(now) == 4
+    assert before.items() <= now.items()
+    undisturbed(server, TRIALS, tmp_path / "undisturbed")
+    assert made(folder) == made(tmp_path / "undisturbed")
+
+
+def test_a_second_command_is_refused(server: ForkServer, tmp_path: Path) -> None:
+    folder = prepared(tmp_path / "twice")
+    first = server.start(*FIT, folder=folder, every=0.0, held=(CHECKPOINT, 1))
+    assert first.wait_until(lambda: bool(checkpoints(folder)))
+    (tmp_path / "elsewhere").mkdir()
+    second = server.start("fit", folder / "pets.csv", *FIT[2:-1], folder / "model", folder=tmp_path / "elsewhere")
+    code, out, err = second.end()
+    assert (code, out) == (1, "")
+    assert (
+        err == f"Error: Process {first.pid} is at work in {folder}/model.work. Wait for it, or choose another --out.\n"
+    )
+    assert first.end(signal.SIGUSR1)[0] == 0  # it goes on
+    assert is_complete(folder / "model")
+
+
+def test_a_real_report_in_a_process_of_its_own(server: ForkServer, tmp_path: Path) -> None:
+    """Killed while the report is drawn and written, and drawn again."""
+    folder = prepared(tmp_path / "report")
+    command = ("fit", "pets.csv", "--target", "pet", "--diversity", "0.5", "--epochs", "1", "--out", "model")
+    process = server.start(*command, folder=folder, page=False, held=("torchace.lab.report.page:_write", 1))
+    assert process.wait_until(lambda: any(folder.glob("model.work/report/*.png")))
+    process.end(signal.SIGKILL)
+    assert not (folder / "model").exists()
+    code, _, err = server.start(*command, folder=folder, page=False).end()
+    assert (code, err) == (0, "")
+    assert is_complete(folder / "model")
+    assert not (folder / "model.work").exists()

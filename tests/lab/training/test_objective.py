@@ -1,0 +1,188 @@
+"""Weights of samples, regression, and the scores that runs are judged by."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.lab.training.cases import BATCH, CLASSES, FEATURES, MEMBERS, group_of, members, recipe, weights
+from torchace.lab.data import Batches, Split
+from torchace.lab.training.loop import fit
+from torchace.lab.training.objective import losses_of, mean_over_samples, mixture_of, objective_of, scores_of
+
+KINDS = ["shared", "exchanged", "separate"]
+# float64 sums in another order, through 20 steps of Adam
+WITHIN = 1e-9
+
+
+def samples(count: int = BATCH, task: str = "ace") -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
+    if task == "ncl":
+        return x, torch.randn(count, CLASSES, generator=generator, dtype=torch.float64)
+    return x, torch.randint(CLASSES, (count,), generator=generator)
+
+
+def _add(total: Tensor, gradient: Tensor) -> None:
+    total += gradient
+
+
+def trained(split: Split, kind: str, loss: str, diversity: float = 0.4) -> dict[str, Tensor]:
+    """The weights after 20 steps on the whole split."""
+    network = group_of([3])
+    settings = recipe(kind, 20, loss=loss)
+    fit(network, Batches(split, len(split), dtype=torch.float64), settings, diversities=[diversity], seeds=[3])
+    return weights(network, 0)
+
+
+@pytest.mark.parametrize("loss", ["ace", "ncl"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_of_n_is_a_sample_n_times_and_a_weight_of_0_is_none(kind: str, loss: str) -> None:
+    x, y = samples(task=loss)
+    times = torch.tensor([1, 0, 3, 2, 0, 1, 1, 2])
+    diversity = 0.0 if kind == "separate" else 0.4
+    weighted = trained(Split(x, y, times.double()), kind, loss, diversity)
+    repeated = trained(Split(x.repeat_interleave(times, 0), y.repeat_interleave(times, 0)), kind, loss, diversity)
+    other = trained(Split(x, y), kind, loss, diversity)
+    for name, value in weighted.items():
+        torch.testing.assert_close(value, repeated[name], rtol=0, atol=WITHIN)
+    assert any((value - other[name]).abs().max() > 1e-3 for name, value in weighted.items())
+
+
+@pytest.mark.parametrize("loss", ["ace", "ncl"])
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_the_gradients_of_an_epochs_batches_average_to_that_of_the_whole_set(kind: str, loss: str) -> None:
+    """A weight of k is k repeats in expectation: batches that happen to hold large weights count for more."""
+    x, y = samples(5 * BATCH, loss)
+    times = torch.ones(5 * BATCH, dtype=torch.long)
+    times[3], times[4] = 200, 0  # in one batch of five
+    repeated = Split(x.repeat_interleave(times, 0), y.repeat_interleave(times, 0))
+    found = {}
+    for size, split in ((BATCH, Split(x, y, times.double())), (len(repeated), repeated)):
+        network = group_of([3])
+        sums = {name: torch.zeros_like(p) for name, p in network.named_parameters()}
+        for name, p in network.named_parameters():
+            p.register_hook(partial(_add, sums[name]))
+        data = Batches(split, size, dtype=torch.float64)
+        how = recipe(kind, data.steps_per_epoch, loss=loss, optimizer="sgd", learning_rate=0.0)
+        fitted = fit(network, data, how, diversities=[0.0 if kind == "separate" else 0.4], seeds=[3])
+        found[size] = {name: total / how.steps for name, total in sums.items()}, fitted.history[0]["score"]
+    (ours, score), (whole, expected) = found.values()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-12)  # float64, sums of numbers of about 1
+    assert score == pytest.approx(expected, abs=1e-12)  # of the epoch: the weighted mean
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_regression_moves_every_member_by_its_own_gradient(kind: str) -> None:
+    """∂e^k/∂F^k = (F^k - Y) - λ(F^k - F̄), through each member alone."""
+    diversity = 0.0 if kind == "separate" else 0.7
+    network, plain = group_of([3]), members(3)
+    x, y = samples(task="ncl")
+    data = Batches(Split(x, y), BATCH, dtype=torch.float64)
+    settings = recipe(kind, 1, loss="ncl", optimizer="sgd", momentum=0.0, learning_rate=1.0)
+    fit(network, data, settings, diversities=[diversity], seeds=[3])
+    ensemble = network.ensemble(0)
+    for k, member in enumerate(plain):
+        xk, yk = (part[0] for part in data.batch_many([3], 0, 0, streams=0 if kind == "shared" else k))
+        prediction = member(xk)
+        mean = sum(other(xk) for other in plain).detach() / MEMBERS  # type: ignore[union-attr]
+        gradient = (prediction - yk) - diversity * (prediction - mean)
+        # the mean over samples and outputs
+        (prediction * gradient.detach()).sum().div(BATCH * CLASSES).backward()
+        for name, parameter in member.named_parameters():
+            expected = parameter.detach() - parameter.grad
+            torch.testing.assert_close(ensemble[k].get_parameter(name).detach(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("loss", ["ace", "ncl"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_objective_is_what_autograd_makes_of_the_losses(kind: str, loss: str, weighted: bool) -> None:
+    """The closed form of a step against the loss functions, run by run; a run that was stopped gets nothing."""
+    generator = torch.Generator().manual_seed(6)
+    how = recipe(kind, loss=loss, **({"label_smoothing": 0.1} if loss == "ace" else {}))
+    logits = torch.randn(3, MEMBERS, BATCH, CLASSES, generator=generator, dtype=torch.float64)
+    lead = (3, BATCH) if kind == "shared" else (3, MEMBERS, BATCH)
+    y = torch.randint(CLASSES, lead, generator=generator)
+    if loss == "ncl":
+        y = torch.randn(*lead, CLASSES, generator=generator, dtype=torch.float64)
+    weight = torch.rand(lead, generator=generator, dtype=torch.float64) if weighted else None
+    lam = torch.tensor([0.0, 0.4, 0.9], dtype=torch.float64)
+    mixture = None
+    if kind == "exchanged":
+        others = torch.randn(3, MEMBERS, MEMBERS * BATCH, CLASSES, generator=generator, dtype=torch.float64)
+        mixture = mixture_of(others, how)
+    found = objective_of(logits, y, weight, lam, torch.tensor([True, False, True]), mixture, how)
+
+    z = logits.clone().requires_grad_()
+    per_sample = losses_of(z, y, lam, mixture, how)
+    # the batch size divides, not the weights' sum
+    losses = (per_sample if weight is None else per_sample * (weight[:, None] if kind == "shared" else weight)).mean(-1)
+    (gradient,) = torch.autograd.grad(losses[::2].sum(), z)
+    assert not found.gradient[1].any()
+    # float64, a few roundings of numbers of about 1
+    torch.testing.assert_close(found.losses[::2], losses[::2].detach(), rtol=0, atol=1e-13)
+    torch.testing.assert_close(found.gradient, gradient, rtol=0, atol=1e-13)
+    if kind == "shared":
+        scores = scores_of(logits, y, how)
+    else:
+        scores = scores_of(logits.flatten(1, 2).unsqueeze(1), y.flatten(1, 2), how)
+    score = (scores if weight is None else scores * weight.flatten(1)).mean(1)
+    torch.testing.assert_close(found.score, score, rtol=0, atol=1e-13)
+
+
+def test_scores_are_those_of_the_ensemble_not_of_its_members() -> None:
+    logits = torch.randn(2, MEMBERS, BATCH, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    _, y = samples()
+    q = logits.softmax(3).mean(1)
+    expected = torch.stack([-q[r, torch.arange(BATCH), y].log() for r in range(2)])
+    torch.testing.assert_close(scores_of(logits, y, recipe()), expected)
+    torch.testing.assert_close(scores_of(logits, y.expand(2, -1), recipe()), expected)
+    _, target = samples(task="ncl")
+    expected = ((logits.mean(1) - target) ** 2).mean(2)
+    torch.testing.assert_close(scores_of(logits, target, recipe(loss="ncl")), expected)
+
+
+def test_a_batch_of_samples_that_weigh_nothing_moves_nothing() -> None:
+    assert mean_over_samples(torch.ones(2, 3), torch.zeros(3)).tolist() == [0.0, 0.0]
+    x, y = samples()
+    before = weights(group_of([3]), 0)
+    after = trained(Split(x, y, torch.zeros(BATCH, dtype=torch.float64)), "shared", "ace")
+    assert all(value.equal(before[name]) for name, value in after.items())
+
+
+def test_weights_follow_their_samples_through_the_shuffle() -> None:
+    x = torch.arange(20.0).view(20, 1)
+    data = Batches(Split(x, torch.arange(20), 2 * torch.arange(20.0)), 6)
+    for epoch in range(2):
+        for step in range(3):
+            drawn, _ = data.batch_many([4, 9], epoch, step, streams=[0, 1])
+            given = data.weights_many([4, 9], epoch, step, streams=[0, 1])
+            assert given is not None
+            assert torch.equal(given, 2 * drawn[..., 0])
+    assert Batches(Split(x, torch.arange(20)), 6).weights_many([0], 0, 0) is None
+
+
+def test_weights_must_fit_the_samples() -> None:
+    x, y = samples()
+    with pytest.raises(ValueError, match=r"Expected `weight` of shape \(8,\)"):
+        Split(x, y, torch.ones(3))
+    kept = Split(x, y, torch.arange(8.0)).take(torch.tensor([5, 1]))
+    assert kept.weight is not None
+    assert kept.weight.tolist() == [5.0, 1.0]
+
+
+def test_regression_runs_of_a_group_do_not_touch_each_other() -> None:
+    x, y = samples(40, "ncl")
+    data = Batches(Split(x, y), BATCH, dtype=torch.float64)
+    together = group_of([3, 4])
+    fit(together, data, recipe(loss="ncl"), diversities=[0.2, 0.9], seeds=[3, 4])
+    for r, (diversity, seed) in enumerate([(0.2, 3), (0.9, 4)]):
+        alone = group_of([seed])
+        fit(alone, data, recipe(loss="ncl"), diversities=[diversity], seeds=[seed])
+        for name, value in weights(alone, 0).items():
+            torch.testing.assert_close(weights(together, r)[name], value, rtol=0, atol=WITHIN)

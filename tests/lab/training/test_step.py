@@ -1,0 +1,365 @@
+"""The training step against modules trained in a plain loop, by the formulas of the design."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.lab.training.cases import (
+    BATCH,
+    CLASSES,
+    FEATURES,
+    MEMBERS,
+    assert_same,
+    batches,
+    group_of,
+    members,
+    recipe,
+    run_group,
+    weights,
+)
+from tests.reference.training import Update, train_members, train_smoc
+from torchace.functional import amended_cross_entropy
+from torchace.lab.data import Batches
+from torchace.lab.training import step as step_module
+from torchace.lab.training.config import Recipe, make_optimizer
+from torchace.lab.training.loop import fit
+from torchace.lab.training.nonfinite import all_well, faults
+from torchace.lab.training.run_group import RunGroup
+from torchace.lab.training.step import StepResult, train_step
+from torchace.models import mlp
+from torchace.nn import SMOC, Ensemble
+
+STEPS = 20
+# 20 steps in float64: sums in another order differ by some 1e-15 of the weights a step
+WITHIN = 1e-10
+
+
+def plain_batch(data: Batches, seed: int) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+    def batch(step: int, stream: int) -> tuple[Tensor, Tensor]:
+        x, y = data.batch_many([seed], *data.locate(step), streams=stream)
+        return x[0], y[0]
+
+    return batch
+
+
+OPTIMIZERS = {
+    "sgd": {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.01},
+    "nesterov": {"optimizer": "sgd", "momentum": 0.8, "nesterov": True},
+    "adam": {"optimizer": "adam", "weight_decay": 0.01},
+    "adamw": {"optimizer": "adamw", "weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("kind", "diversities"), [("shared", (0.0, 0.5, 1.0)), ("exchanged", (0.0, 0.3, 0.9)), ("separate", (0.0,))]
+)
+def test_equals_plain_modules(kind: str, diversities: tuple[float, ...], optimizer: str) -> None:
+    options = OPTIMIZERS[optimizer]
+    settings = recipe(
+        kind, STEPS, schedule="cosine", warmup_steps=3, diversity_warmup_steps=7, label_smoothing=0.1, **options
+    )
+    data, seeds = batches(), [5, 6]
+    runs = [(lam, seed) for lam in diversities for seed in seeds]
+    network = group_of([seed for _, seed in runs])
+    fit(network, data, settings, diversities=[lam for lam, _ in runs], seeds=[seed for _, seed in runs])
+
+    for r, (lam, seed) in enumerate(runs):
+        plain = members(seed)
+        train_members(
+            plain,
+            plain_batch(data, seed),
+            [settings.learning_rate_at(step) for step in range(STEPS)],
+            [lam * settings.diversity_share_at(step) for step in range(STEPS)],
+            lambda: Update(
+                settings.optimizer, settings.momentum, settings.nesterov, weight_decay=settings.weight_decay
+            ),
+            own_batches=kind != "shared",
+            smoothing=0.1,
+        )
+        ours = network.ensemble(r).unstack()  # type: ignore[operator]
+        for mine, theirs in zip(ours, plain, strict=True):
+            assert_same(mine.state_dict(), theirs.state_dict(), within=WITHIN)
+
+
+def test_gradients_into_the_others_are_the_ablation() -> None:
+    settings = recipe("shared", STEPS, optimizer="sgd", momentum=0.0, detach_others=False)
+    data = batches()
+    trained = {}
+    for detach in (True, False):
+        plain = members(5)
+        train_members(
+            plain,
+            plain_batch(data, 5),
+            [0.02] * STEPS,
+            [0.5] * STEPS,
+            lambda: Update("sgd", 0.0),
+            own_batches=False,
+            detach=detach,
+        )
+        trained[detach] = [member.state_dict() for member in plain]
+    network = group_of([5])
+    fit(network, data, settings, diversities=[0.5], seeds=[5])
+    ours = [member.state_dict() for member in network.ensemble(0).unstack()]  # type: ignore[operator]
+    for mine, theirs in zip(ours, trained[False], strict=True):
+        assert_same(mine, theirs, within=WITHIN)
+    gap = max((ours[0][name] - trained[True][0][name]).abs().max() for name in ours[0])
+    assert gap > 1e-4  # and it is another training than the paper's
+
+
+@pytest.mark.parametrize("kind", ["shared", "exchanged"])
+def test_a_trunk_gets_the_mean_of_the_members_gradients(kind: str) -> None:
+    torch.manual_seed(0)
+    smoc = SMOC(mlp(FEATURES, 5, None), 5, CLASSES, MEMBERS).double()
+    trunk = mlp(FEATURES, 5, None).double()
+    trunk.load_state_dict(smoc.trunk.state_dict())
+    heads = [torch.nn.Linear(5, CLASSES).double() for _ in range(MEMBERS)]
+    with torch.no_grad():
+        for k, head in enumerate(heads):
+            head.weight.copy_(smoc.head.weight[k])
+            head.bias.copy_(smoc.head.bias[k])
+    data, network = batches(), RunGroup([smoc])
+    fit(network, data, recipe(kind, STEPS, optimizer="sgd", momentum=0.5), diversities=[0.4], seeds=[5])
+    ours = cast(Any, network.ensemble(0))
+    train_smoc(
+        trunk,
+        heads,
+        plain_batch(data, 5),
+        [0.02] * STEPS,
+        0.4,
+        lambda: Update("sgd", 0.5),
+        own_batches=kind == "exchanged",
+    )
+    assert_same(dict(ours.trunk.state_dict()), dict(trunk.state_dict()), within=WITHIN)
+    for k, head in enumerate(heads):
+        torch.testing.assert_close(ours.head.weight[k], head.weight, rtol=0, atol=WITHIN)
+        torch.testing.assert_close(ours.head.bias[k], head.bias, rtol=0, atol=WITHIN)
+
+
+def one_step(kind: str, diversity: float, network: RunGroup, **options: object) -> StepResult:
+    """One step of SGD with rate 1 and nothing else: the weights move by the gradient."""
+    settings = recipe(kind, 1, optimizer="sgd", momentum=0.0, learning_rate=1.0, **options)
+    optimizer = make_optimizer(settings, list(network.parameters()))
+    x, y = own_batch()
+    if kind == "shared":
+        x, y = x[:, 0], y[:, 0]
+    lam = torch.full((network.num_runs,), diversity, dtype=torch.float64)
+    return train_step(network, optimizer, x, y, None, lam, torch.ones(network.num_runs, dtype=torch.bool), settings)
+
+
+def own_batch(runs: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(runs, MEMBERS, BATCH, FEATURES, generator=generator, dtype=torch.float64)
+    return x, torch.randint(CLASSES, (runs, MEMBERS, BATCH), generator=generator)
+
+
+@pytest.mark.parametrize("diversity", [0.0, 0.3, 1.0])
+def test_exchanged_batches_are_sample_weights_on_a_common_batch(diversity: float) -> None:
+    network = group_of([5])
+    ensemble = network.ensemble(0)
+    x, y = own_batch()
+    weight = torch.zeros(MEMBERS, MEMBERS, BATCH, dtype=torch.float64)
+    for k in range(MEMBERS):
+        weight[k, k] = 1.0
+    loss = amended_cross_entropy(
+        ensemble(x[0].flatten(0, 1)), y[0].flatten(), diversity, sample_weight=weight.flatten(1)
+    )
+    loss.backward()
+    before = weights(network, 0)
+    result = one_step("exchanged", diversity, network)
+    torch.testing.assert_close(result.losses.sum(), loss.detach(), rtol=0, atol=1e-12)
+    moved = weights(network, 0)
+    for name, parameter in ensemble.named_parameters():
+        torch.testing.assert_close(before[name] - moved[name], parameter.grad, rtol=0, atol=1e-12)
+
+
+def test_the_losses_are_what_the_members_were_trained_on() -> None:
+    network = group_of([5])
+    x, y = own_batch()
+    logits = network.predict(x[0, 0])[0].detach()
+    result = one_step("shared", 0.4, network)
+    expected = amended_cross_entropy(logits, y[0, 0], 0.4, reduction="none").mean(1)
+    torch.testing.assert_close(result.losses[0], expected, rtol=0, atol=1e-12)
+    mixture = logits.softmax(2).mean(0)
+    score = -mixture[torch.arange(BATCH), y[0, 0]].log().mean()
+    assert float(result.score[0]) == pytest.approx(float(score), abs=1e-6)  # scored in float32
+
+
+def test_with_own_batches_the_score_is_the_members_mean() -> None:
+    network = group_of([5])
+    x, y = own_batch()
+    logits = network(x, own=True)[0].detach()
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y[0].flatten())
+    assert float(one_step("exchanged", 0.4, network).score[0]) == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_a_stopped_run_does_not_move_and_the_others_do() -> None:
+    network = group_of([5, 6])
+    settings = recipe("shared", 1, optimizer="sgd", momentum=0.0)
+    optimizer = make_optimizer(settings, list(network.parameters()))
+    x, y = own_batch(2)
+    before = [weights(network, r) for r in range(2)]
+    active = torch.tensor([False, True])
+    train_step(network, optimizer, x[:, 0], y[:, 0], None, torch.tensor([0.5, 0.5]).double(), active, settings)
+    assert_same(weights(network, 0), before[0], within=0)
+    assert any(not value.equal(before[1][name]) for name, value in weights(network, 1).items())
+
+
+@pytest.mark.parametrize("kind", ["shared", "exchanged", "separate"])
+def test_bf16_keeps_weights_and_losses_in_float32(kind: str) -> None:
+    diversity = 0.0 if kind == "separate" else 0.5
+    results = {}
+    for precision in ("float32", "bf16"):
+        network = group_of([5], torch.float32)
+        settings = Recipe(steps=1, batches=kind, precision=precision, optimizer="sgd", momentum=0.0, learning_rate=1.0)
+        optimizer = make_optimizer(settings, list(network.parameters()))
+        x, y = own_batch()
+        x, y = (x[:, 0], y[:, 0]) if kind == "shared" else (x, y)
+        lam = torch.tensor([diversity])
+        result = train_step(network, optimizer, x.float(), y, None, lam, torch.ones(1, dtype=torch.bool), settings)
+        assert result.losses.dtype == torch.float32
+        assert all(p.dtype == torch.float32 for p in network.parameters())
+        results[precision] = result.losses, weights(network, 0)
+    # bf16 has 8 bits: the products are rounded to 2^-9 of numbers of about 1
+    torch.testing.assert_close(results["bf16"][0], results["float32"][0], rtol=0, atol=0.02)
+    assert not results["bf16"][0].equal(results["float32"][0])
+    assert_same(results["bf16"][1], results["float32"][1], within=0.02)
+
+
+class TestFaults:
+    """Who became NaN or Inf first."""
+
+    def setup_method(self) -> None:
+        self.network = group_of([5, 6, 7])
+        self.logits = torch.zeros(3, MEMBERS, BATCH, CLASSES)
+        self.losses = torch.zeros(3, MEMBERS)
+        for parameter in self.network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def found(self) -> list[int]:
+        return faults(self.network, self.logits, self.losses).tolist()
+
+    def test_nobody(self) -> None:
+        assert self.found() == [-1, -1, -1]
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    def test_loss(self, bad: float) -> None:
+        self.losses[1, 2] = bad
+        assert self.found() == [-1, 2, -1]
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    def test_own_logits_come_before_losses_that_others_spoilt(self, bad: float) -> None:
+        self.losses[1] = math.nan  # a coupled loss is NaN for all members
+        self.logits[1, 1, 3, 0] = bad
+        assert self.found() == [-1, 1, -1]
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    def test_gradient_of_one_member(self, bad: float) -> None:
+        for parameter in self.network.parameters():
+            gradient = torch.zeros_like(parameter)
+            gradient.view(3 * MEMBERS, -1)[2 * MEMBERS + 1, 0] = bad
+            parameter.grad = gradient
+            assert self.found() == [-1, -1, 1]
+            parameter.grad = torch.zeros_like(parameter)
+
+    def test_opposite_infinities_do_not_cancel(self) -> None:
+        next(self.network.parameters()).grad.view(3 * MEMBERS, -1)[0, :2] = torch.tensor([math.inf, -math.inf])
+        assert self.found() == [0, -1, -1]
+
+    def test_a_trunk_is_nobodys(self) -> None:
+        self.network = RunGroup([SMOC(mlp(FEATURES, 5, None), 5, CLASSES, MEMBERS) for _ in range(3)])
+        for parameter in self.network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        assert self.found() == [-1, -1, -1]
+        self.network.get_parameter("trunk.stacked.linear1.weight").grad[2, 0, 0] = math.nan  # type: ignore[index]
+        assert self.found() == [-1, -1, MEMBERS]
+
+    def test_members_behind_a_trunk(self) -> None:
+        self.network = RunGroup([Ensemble(members(seed), mlp(4, FEATURES, None).double()) for seed in (5, 6, 7)])
+        for parameter in self.network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.network.get_parameter("members.stacked.fc.bias").grad[2, 1] = math.inf  # type: ignore[index]
+        assert self.found() == [2, -1, -1]
+        self.network.get_parameter("trunk.stacked.linear1.bias").grad[1, 1] = math.inf  # type: ignore[index]
+        assert self.found() == [2, MEMBERS, -1]
+
+    def test_before_the_first_backward_there_are_no_gradients(self) -> None:
+        self.network.zero_grad()
+        assert self.found() == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_bad_number_anywhere_is_seen(bad: float) -> None:
+    values = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.float64), None, torch.zeros(5, 1)]
+    assert all_well(values)
+    for place in (0, 1, 3):
+        spoilt = [None if value is None else value.clone() for value in values]
+        spoilt[place].view(-1)[-1] = bad  # type: ignore[union-attr]
+        assert not all_well(spoilt)
+
+
+def test_what_only_looks_like_a_fault_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = torch.tensor([3e38, 3e38])
+    assert not all_well([large])  # its norm overflows: a closer look is needed, and finds nothing
+    monkeypatch.setattr(step_module, "all_well", lambda values: False)
+    assert one_step("shared", 0.5, group_of([5])).faults.tolist() == [-1]  # type: ignore[union-attr]
+
+
+def test_on_the_cpu_all_is_well_without_a_closer_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(step_module, "faults")
+    assert one_step("shared", 0.5, group_of([5])).faults is None
+
+
+def with_layer(kind: str, seed: int) -> nn.Module:
+    """A member whose training mode predicts something else than its evaluation mode."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layer = nn.BatchNorm1d(16) if kind == "norm" else nn.Dropout(0.5)
+        return nn.Sequential(nn.Linear(FEATURES, 16), layer, nn.ReLU(), nn.Linear(16, CLASSES)).double()
+
+
+@pytest.mark.parametrize("loss", ["ace", "ncl"])
+@pytest.mark.parametrize("layer", ["norm", "dropout"])
+def test_exchanged_batches_take_a_members_own_share_from_its_training_mode(layer: str, loss: str) -> None:
+    """Line 2 of the design, (1-λ)(q^k - p) + λ(q̄ - p), with q^k the prediction that is differentiated, also in q̄."""
+    lam, count = 0.8, 2
+    plain = [with_layer(layer, k) for k in range(count)]
+    copies = copy.deepcopy(plain)
+    network = run_group([copies])
+    settings = recipe("exchanged", 1, optimizer="sgd", momentum=0.0, learning_rate=1.0, loss=loss)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(1, count, BATCH, FEATURES, generator=generator, dtype=torch.float64)
+    y = torch.randint(CLASSES, (1, count, BATCH), generator=generator)
+    p = torch.nn.functional.one_hot(y, CLASSES).double()
+
+    seen: list[Tensor] = []  # logits in training mode, with the masks of dropout, and their gradient
+
+    def look(module: nn.Module, _: object, z: Tensor) -> None:
+        if module.training:
+            seen.append(z.detach()[0])
+            z.register_hook(lambda gradient: seen.append(gradient[0]))
+
+    network.register_forward_hook(look)
+    optimizer = make_optimizer(settings, list(network.parameters()))
+    lam_of_run, active = torch.tensor([lam], dtype=torch.float64), torch.tensor([True])
+    losses = train_step(network, optimizer, x, y if loss == "ace" else p, None, lam_of_run, active, settings).losses
+    z, gradient = seen  # (K, B, C)
+    for k, other in enumerate(reversed(plain)):
+        with torch.no_grad():
+            theirs = other.eval()(x[0, k])
+        if loss == "ace":
+            own, theirs, log_q = z[k].softmax(-1), theirs.softmax(-1), z[k].log_softmax(-1)
+            value = -((p[0, k] - lam / count * theirs) * log_q).sum(-1).mean()
+        else:
+            own = z[k]
+            value = (0.5 * (own - p[0, k]) ** 2 - lam * (own - (own + theirs) / count) ** 2).mean()  # 2(1 - 1/K) = 1
+        expected = (1 - lam) * (own - p[0, k]) + lam * ((own + theirs) / count - p[0, k])
+        # float64, numbers of about 1
+        torch.testing.assert_close(losses[0, k], value, rtol=0, atol=1e-13)
+        size = BATCH if loss == "ace" else BATCH * CLASSES
+        torch.testing.assert_close(gradient[k], expected / size, rtol=0, atol=1e-13)
