@@ -1,5 +1,6 @@
 # make demo   sets up .venv and runs the main job
-# make test   sets up .venv and runs every check and test
+# make test   sets up .venv and runs the tests that need pip packages alone, in minutes
+# make test-all  adds the linters, and the tests with servers, browsers, other frameworks, real data
 # make docs   the documentation, into site/
 # make mutations  4,400 changed files of every format: refused in one sentence, or harmless
 # make bench  the CPU benchmarks, on quiet cores
@@ -9,14 +10,21 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PROJECT := pyproject.toml constraints.txt
 
-.PHONY: demo test lint mutations docs bench clean
+.PHONY: demo test test-all test-extended lint mutations docs bench clean
 
 demo: $(VENV)/.tool
 	$(BIN)/torchace run digits
 
 # Two files at a time, one thread each: two processes with two threads each would wait for each other.
-test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+test: $(VENV)/.test
+	$(PYTEST) -m "not extended" --doctest-ignore-import-errors
+
+test-all: test lint test-extended
+
+test-extended: $(VENV)/.dev
+	$(PYTEST) -m extended
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -51,9 +59,14 @@ $(VENV)/.tool: $(PROJECT) | $(BIN)/python
 	$(INSTALL) -e ".[tool]"
 	@touch $@
 
-# What the checks and tests need beside it. torchvision comes with timm; the shim lets it import beside a CPU torch.
-$(VENV)/.dev: $(VENV)/.tool tests/support/torchvision_shim.py
-	$(INSTALL) -e ".[tool,ray,lightning,timm,transformers,onnx,tensorboard,docs,dev]"
+# What `make test` needs beside it.
+$(VENV)/.test: $(VENV)/.tool
+	$(INSTALL) -e ".[tool,test]"
+	@touch $@
+
+# What linters and the other tests need. torchvision comes with timm; the shim lets it import beside a CPU torch.
+$(VENV)/.dev: $(VENV)/.test tests/support/torchvision_shim.py
+	$(INSTALL) -e ".[tool,ray,lightning,timm,transformers,onnx,tensorboard,docs,test,dev]"
 	cp tests/support/torchvision_shim.py "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/"
 	echo "import torchvision_shim" > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torchvision_shim.pth"
 	@touch $@

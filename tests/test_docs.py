@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import torchace as ace
-from torchace.lab.cli.main import main
+from torchace.lab.cli.app import main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.extended
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

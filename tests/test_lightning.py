@@ -36,6 +36,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torchace.lightning import ACEModule, DiversitySchedule
 
 pytestmark = [
+    pytest.mark.extended,
     # Lightning's advice on speed and habits, and a name of torch's that it still uses
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),

@@ -18,6 +18,8 @@ import pytest
 
 from tests.support.browser import CHROMIUM, Browser, Page
 
+pytestmark = pytest.mark.extended
+
 ROOT = Path(__file__).parents[1]
 PHONE = 390  # pixels
 SEARCH = "input[data-md-component=search-query]"

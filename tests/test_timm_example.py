@@ -17,6 +17,8 @@ from torchace import branch, stack_classifiers
 
 pytest.importorskip("timm")
 pytest.importorskip("sklearn")
+
+pytestmark = pytest.mark.extended
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     example = load_example("timm_digits")

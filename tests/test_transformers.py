@@ -27,6 +27,8 @@ from torchace.nn import (
 )
 
 pytest.importorskip("accelerate")
+
+pytestmark = pytest.mark.extended
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers as hf

@@ -1,5 +1,5 @@
 """`python -m torchace`."""
 
-from torchace.lab.cli.main import main
+from torchace.lab.cli.app import main
 
 main()

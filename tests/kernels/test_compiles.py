@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("triton", reason="no Triton")
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler runs on Linux")
 def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:

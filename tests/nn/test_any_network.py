@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from tests.nn.networks import LARGE, SMALL, Attention, Text, timm, torchvision
 from torchace.nn import Ensemble, StackedEnsemble
 
+pytestmark = pytest.mark.extended
+
 # Calls that no rule computes: their nodes run under vmap, or member by member.
 WITHOUT_RULE = {"wild": {"bilinear"}}
 # BatchNorm over two samples after many layers: rounding grows from step to step. Their gradients are compared above.

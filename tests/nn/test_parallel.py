@@ -19,6 +19,8 @@ from torchace.models import mlp
 from torchace.nn import Ensemble, MemberParallelEnsemble, StackedEnsemble
 from torchace.nn.parallel import share_of
 
+pytestmark = pytest.mark.extended
+
 FEATURES, CLASSES, BATCH, STEPS = 6, 4, 10, 20
 EXACT = 1e-12  # float64: sums over members in another order
 LOSSES: dict[str, Callable[..., Tensor]] = {

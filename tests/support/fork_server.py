@@ -31,7 +31,12 @@ class ForkServer:
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__))],
             cwd=root,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)]),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -104,7 +109,7 @@ def _serve() -> None:
     import pandas  # noqa: F401
     import pyarrow.parquet  # noqa: F401
 
-    from torchace.lab.cli import main as cli  # noqa: F401
+    from torchace.lab.cli import app as cli  # noqa: F401
 
     print("ready", flush=True)
     for line in sys.stdin:

@@ -43,7 +43,7 @@ def hold(after: str = CHECKPOINT, calls: int = 1) -> None:
 
 
 if __name__ == "__main__":
-    from torchace.lab.cli.main import main
+    from torchace.lab.cli.app import main
 
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # started again by torchrun, it goes through
         hold()

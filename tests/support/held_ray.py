@@ -45,7 +45,7 @@ def held_sweep(must_wait: Callable[[str, int], bool]) -> type:
 
 
 def main() -> None:
-    from torchace.lab.cli import main as cli
+    from torchace.lab.cli import app as cli
     from torchace.lab.sweeps import ray as on_ray
 
     go = Path(sys.argv.pop(1))

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from torchace.lab.cli import main as cli
+from torchace.lab.cli import app as cli
 
 # The least that can be called a fit.
 TINY = ("--diversity", "0.5", "--members", "2", "--hidden", "4", "--epochs", "1")
@@ -26,7 +26,7 @@ class Outcome(NamedTuple):
 
 
 class Invoke:
-    """Calls `torchace.lab.cli.main.main` as if it had been typed."""
+    """Calls `torchace.lab.cli.app.main` as if it had been typed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.monkeypatch, self.capsys = monkeypatch, capsys

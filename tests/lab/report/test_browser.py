@@ -17,7 +17,10 @@ import pytest
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = os.environ.get("TORCHACE_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium; name it in TORCHACE_CHROMIUM")
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium; name it in TORCHACE_CHROMIUM"),
+]
 
 # Runs inside the page and reports to the page around it: a headless window cannot be as narrow as a phone, a frame can.
 MEASURE = """<script>

@@ -21,6 +21,7 @@ from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.loop import Failure
 from torchace.lab.training.run_group import RunGroup
 
+PYTHONPATH = os.pathsep.join(str(Path(__file__).parents[3] / folder) for folder in ("src", ""))
 TIMES = {"seconds", "started", "sha256"}  # and what depends on them
 
 
@@ -89,8 +90,7 @@ def poison(monkeypatch: Any, diversity: float, seed: int, member: int) -> None:
 
 def command(*arguments: str, module: str = "torchace", **options: Any) -> subprocess.Popen[str]:
     """`python -m torchace ...` as a process of its own, with one thread; or another module in torchace's place."""
-    root = str(Path(__file__).parents[3])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, **options.pop("env", {})}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH, **options.pop("env", {})}
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdout=subprocess.PIPE,

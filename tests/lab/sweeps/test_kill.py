@@ -25,6 +25,8 @@ from tests.support.held import CHECKPOINT
 from torchace.lab.sweeps.run_store import Ledger, LedgerError
 from torchace.lab.training.files import PARTIAL
 
+pytestmark = pytest.mark.extended
+
 KILLS = int(os.environ.get("TORCHACE_KILLS", "8"))
 
 # Two jobs, one after the other. The state, 2 MB, takes about as long to write as a step takes to compute.

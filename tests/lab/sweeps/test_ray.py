@@ -26,7 +26,7 @@ from rich.console import Console
 
 from tests.lab.sweeps.cases import command, ledger_of, leftovers
 from tests.support.held_ray import FREE, held_sweep
-from torchace.lab.cli import main as cli
+from torchace.lab.cli import app as cli
 from torchace.lab.cli.sweep_progress import SweepProgress
 from torchace.lab.sweeps.config import Experiment, load_experiment
 from torchace.lab.sweeps.run_store import Job, Ledger, Run
@@ -42,6 +42,8 @@ from ray.cluster_utils import Cluster
 from torchace.lab.sweeps import ray as on_ray
 from torchace.lab.sweeps.ray import RayAddressError, RaySweep, ray_sweep
 from torchace.lab.sweeps.ray_worker import _folder
+
+pytestmark = pytest.mark.extended
 
 KILLS = 10
 PATIENCE = 300.0  # seconds until a process that does not do what it should is given up
@@ -397,7 +399,7 @@ def test_a_checkpoint_of_an_earlier_worker_is_not_taken(joined: Nodes, tmp_path:
 
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Calls `torchace.lab.cli.main.main` as if it had been typed."""
+    """Calls `torchace.lab.cli.app.main` as if it had been typed."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["torchace", *map(str, arguments)])
@@ -532,7 +534,7 @@ def test_a_worker_clears_up_after_killed_ones(tmp_path: Path, monkeypatch: pytes
 
 
 def test_without_ray(sweep_file: Path, tmp_path: Path) -> None:
-    code = "import sys; sys.modules['ray'] = None; from torchace.lab.cli.main import main; main()"
+    code = "import sys; sys.modules['ray'] = None; from torchace.lab.cli.app import main; main()"
     arguments = [sys.executable, "-c", code, "run", str(sweep_file), "--out", str(tmp_path / "out"), "--ray", "local"]
     result = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (1, "")

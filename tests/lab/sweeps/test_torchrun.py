@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 
-from tests.lab.sweeps.cases import leftovers, small
+from tests.lab.sweeps.cases import PYTHONPATH, leftovers, small
 from tests.support.processes import team
-from torchace.lab.cli import main as cli
+from torchace.lab.cli import app as cli
 from torchace.lab.sweeps.config import ConfigError, load_experiment
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.sweeps.torchrun import RankSweep, _check, rank_sweep
 from torchace.lab.training.loop import Interrupted
+
+pytestmark = pytest.mark.extended
 
 PATIENCE = 240.0  # seconds until a job that does not do what it should is given up
 EXACT = 1e-10  # float64: sums in another order, carried along for 60 steps
@@ -64,7 +66,7 @@ class Job:
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PYTHONPATH},
         )
 
     def wait_until(self, condition: Callable[[], bool]) -> None:

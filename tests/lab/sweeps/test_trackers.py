@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchace.lab.cli.main import main
+from torchace.lab.cli.app import main
 from torchace.lab.sweeps.trackers import EventLog
 
 SMALL = ["--set", "train.epochs=2", "--set", "model.hidden=[4]", "--set", "sweep.diversities=[0, 0.5]", "--seeds", "2"]

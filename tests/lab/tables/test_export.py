@@ -27,6 +27,8 @@ onnx = pytest.importorskip("onnx")
 runtime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+pytestmark = pytest.mark.extended
+
 WITHIN = 1e-6  # what the issue of answers from several places allows
 
 

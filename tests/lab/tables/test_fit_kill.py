@@ -24,6 +24,8 @@ from tests.lab.tables.table_cases import is_complete, written
 from tests.support.fork_server import OPERATIONS, ForkServer
 from tests.support.held import CHECKPOINT
 
+pytestmark = pytest.mark.extended
+
 KILLS = int(os.environ.get("TORCHACE_KILLS", "5"))
 
 # Long enough to be killed in: three rounds of cohorts, then the model.

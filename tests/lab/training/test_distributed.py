@@ -31,6 +31,8 @@ from torchace.models import mlp
 from torchace.nn import SMOC, Ensemble
 from torchace.nn.base import EnsembleModule
 
+pytestmark = pytest.mark.extended
+
 EXACT = 1e-12  # float64: sums over members and samples in another order
 LAMBDAS, SEEDS = [0.0, 0.6], [3, 4]
 

@@ -1,5 +1,5 @@
 """The command line: parse, call, print."""
 
-from torchace.lab.cli.main import main
+from torchace.lab.cli.app import main
 
 __all__ = ["main"]

@@ -21,7 +21,7 @@ import torchace
 from tests.lab.cli.cases import Invoke, Outcome
 from tests.lab.sweeps.cases import command, ledger_of, leftovers, poison
 from torchace import _files as files
-from torchace.lab.cli import main as cli
+from torchace.lab.cli import app as cli
 from torchace.lab.cli.sweep_progress import SweepProgress
 from torchace.lab.data import DataError, load
 from torchace.lab.sweeps.config import load_experiment
@@ -665,7 +665,7 @@ def test_other_files_may_lie_beside_a_sweep(invoke: Invoke, small: Path) -> None
 def test_a_missing_extra_is_one_sentence(module: str, small: Path) -> None:
     code = (
         f"import sys; sys.modules[{module!r}] = None; sys.argv = ['torchace', 'run', {str(small)!r}]; "
-        "import torchace.lab.cli.main; torchace.lab.cli.main.main()"
+        "import torchace.lab.cli.app; torchace.lab.cli.app.main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1
