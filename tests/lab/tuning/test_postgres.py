@@ -29,9 +29,7 @@ from torchace.lab.tuning.storage import StorageError
 
 pytestmark = [
     pytest.mark.extended,
-    pytest.mark.skipif(
-        postgres.binaries() is None, reason="PostgreSQL is not installed: no initdb and pg_ctl on the path"
-    ),
+    pytest.mark.skipif(postgres.binaries() is None, reason="no initdb and pg_ctl on the path"),
 ]
 TRIALS = 8
 PATIENCE = 120.0  # seconds until a process that does not do what it should is given up
