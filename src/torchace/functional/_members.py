@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 
 from torchace import _checks
-
-HALF = (torch.float16, torch.bfloat16)
-
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The type to compute in: float32 for half precision, else the tensor's own."""
-    return torch.float32 if tensor.dtype in HALF else tensor.dtype
-
+from torchace.kernels.options import compute_dtype as compute_dtype
 
 def along_members(values: Tensor, like: Tensor) -> Tensor:
     """One value a member, `(K,)`, shaped to broadcast against `(K, ...)`."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from torchace.functional import amended_cross_entropy, ensemble_log_probs, ensemble_probs, negative_correlation
-from torchace.functional.closed_form import ace_closed_form, ncl_closed_form
+
 from torchace.lab.training.config import Recipe
 
 LINKS = {"ace": "softmax", "ncl": "identity"}
