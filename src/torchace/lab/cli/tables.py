@@ -211,7 +211,7 @@ def evaluate(
 ) -> None:
     """Score a model on rows whose target is known."""
     from torchace.lab.data.tables import read_table
-    from torchace.lab.sweeps.run_store import finite
+    from torchace.lab.store import finite
     from torchace.lab.tables.model import TableModel
     from torchace.lab.training.files import remove_abandoned, write_whole
 
