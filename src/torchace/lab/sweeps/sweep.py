@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchace._files import json_digest
 from torchace.lab.store import FORMAT, GroupPlan, Run, RunStore, RunStoreError
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.config import Arm, Experiment
@@ -22,7 +23,6 @@ from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network, default_group_size, describe_network, is_compiled, recipe_of
 from torchace.lab.training.checkpoint import weights_digest
 from torchace.lab.training.evaluate import evaluate, logits_of
-from torchace.lab.training.files import json_digest
 from torchace.lab.training.loop import FAULT, Failure, Fitted, Saving, fit
 from torchace.lab.training.run_group import RunGroup
 
