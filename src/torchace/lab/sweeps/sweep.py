@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchace._files import json_digest
 from torchace.lab.sweeps.config import Arm, Experiment
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import Prepared
@@ -27,7 +28,6 @@ from torchace.lab.sweeps.networks import (
 from torchace.lab.sweeps.run_store import FORMAT, Job, Ledger, LedgerError, Run
 from torchace.lab.training.checkpoint import weights_digest
 from torchace.lab.training.evaluate import evaluate, predict_logits
-from torchace.lab.training.files import json_digest
 from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, Failure, FitResult, Progress, fit
 from torchace.lab.training.run_group import RunGroup
 
