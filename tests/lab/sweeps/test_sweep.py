@@ -14,8 +14,9 @@ from tests.lab.sweeps.cases import ledger_of, leftovers, poison, run, small
 from torchace import _files as files
 from torchace._files import with_checksum
 from torchace.lab.store import GroupPlan, Run, RunStore, RunStoreError
+from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.config import ConfigError, load_experiment
-from torchace.lab.sweeps.sweep import Callback, Sweep
+from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.checkpoint import CheckpointError
 from torchace.lab.training.loop import Interrupted, Progress
 

@@ -11,7 +11,7 @@ from rich.progress import Progress as Bars
 
 from torchace.lab.cli.terminal import printable
 from torchace.lab.store import GroupPlan, Run
-from torchace.lab.sweeps.sweep import Callback
+from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.training.loop import Progress
 
 

@@ -26,11 +26,12 @@ from typing import Any
 import torch
 
 from torchace.lab.store import GroupPlan, Run, RunStore
+from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.config import Arm, Experiment
 from torchace.lab.sweeps.environment import versions
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.ray_worker import Line, Results, files_of, introduced, train, write_files
-from torchace.lab.sweeps.sweep import Callback, Sweep, Unfinished, config_digest
+from torchace.lab.sweeps.sweep import Sweep, Unfinished, config_digest
 from torchace.lab.training.checkpoint import MANIFEST, CheckpointError
 from torchace.lab.training.loop import Failure, Interrupted, Progress
 

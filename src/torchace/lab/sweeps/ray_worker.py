@@ -19,10 +19,11 @@ from torch import Tensor
 
 from torchace._files import write_whole
 from torchace.lab.store import GroupPlan, Run, RunStore
+from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.config import Arm
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import LoadedData
-from torchace.lab.sweeps.sweep import Callback, Sweep
+from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.checkpoint import MANIFEST, CheckpointError, Checkpoints
 from torchace.lab.training.loop import Interrupted, Progress
 

@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 
 from torchace.lab.store import GroupPlan, Run, RunStore
+from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.config import Arm, ConfigError, Experiment
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network, make_train_config
-from torchace.lab.sweeps.sweep import Callback, Sweep, config_digest
+from torchace.lab.sweeps.sweep import Sweep, config_digest
 from torchace.lab.training.distributed import (
     RankLost,
     Ranks,
