@@ -28,6 +28,7 @@ from tests.lab.training.cases import batches, group_of, recipe
 from tests.mutations.changes import mutate_json
 from tests.support.saved_models import KINDS, bits
 from torchace import _model_files
+from torchace._files import PathError, json_digest
 from torchace.diagnosis import diagnose_file
 from torchace.lab.data import DataError, infer_schema, load, read_table
 from torchace.lab.data.sources import SOURCES
@@ -37,7 +38,6 @@ from torchace.lab.sweeps.config import ConfigError, load_experiment
 from torchace.lab.sweeps.run_store import LedgerError
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.checkpoint import CheckpointError, Checkpoints, weights_digest
-from torchace.lab.training.files import PathError, json_digest
 from torchace.lab.training.loop import Saving, fit
 from torchace.saving import ModelFileError, load_model, save_model
 from torchace.saving.kinds import plain_form

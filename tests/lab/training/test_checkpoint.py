@@ -14,9 +14,9 @@ from torch import nn
 
 from tests.lab.training.cases import batches, group_of, recipe
 from torchace import _files as files
+from torchace._files import json_digest, with_checksum, write_whole
 from torchace.lab.training.checkpoint import CheckpointError, Checkpoints, weights_digest
 from torchace.lab.training.config import make_optimizer
-from torchace.lab.training.files import json_digest, with_checksum, write_whole
 from torchace.lab.training.loop import Saving, fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.nn import Ensemble

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchace._files import json_digest
 from torchace.lab.sweeps.config import Arm, Experiment
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import Prepared
@@ -21,7 +22,6 @@ from torchace.lab.sweeps.networks import build_network, default_group_size, desc
 from torchace.lab.sweeps.run_store import FORMAT, Job, Ledger, LedgerError, Run
 from torchace.lab.training.checkpoint import weights_digest
 from torchace.lab.training.evaluate import evaluate, logits_of
-from torchace.lab.training.files import json_digest
 from torchace.lab.training.loop import FAULT, Failure, Fitted, Progress, Saving, fit
 from torchace.lab.training.run_group import RunGroup
 

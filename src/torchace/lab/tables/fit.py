@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torchace._files import read_json
+from torchace._files import PARTIAL, flush_directory, json_digest, read_json, refuse_links, write_whole
 from torchace.lab.data import Split
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.run_store import FORMAT, OURS, Ledger, LedgerError, Run, finite
@@ -28,7 +28,6 @@ from torchace.lab.tables.model import TableModel, score
 from torchace.lab.tables.table import Table, on_device, squared_scale
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.chunks import chunk_rows
-from torchace.lab.training.files import PARTIAL, flush_directory, json_digest, refuse_links, write_whole
 from torchace.lab.training.loop import Failure, Progress, Saving
 from torchace.lab.training.members import MemberPlan, Trained, train_members
 from torchace.lab.training.scaling import finished_ensemble

@@ -17,19 +17,21 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from torchace._files import ARRAYS_BYTES, read_bounded, read_json
-from torchace.lab.data import Split
-from torchace.lab.sweeps.run_store import Ledger, LedgerError
-from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.files import (
+from torchace._files import (
+    ARRAYS_BYTES,
     CHECKSUM,
     is_name,
     is_unchanged,
     json_digest,
+    read_bounded,
+    read_json,
     remove_partial,
     with_checksum,
     write_whole,
 )
+from torchace.lab.data import Split
+from torchace.lab.sweeps.run_store import Ledger, LedgerError
+from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.loop import Saving
 from torchace.lab.training.members import MemberPlan
 
