@@ -245,7 +245,7 @@ def test_a_run_by_itself_is_a_copy_with_the_modes_and_flags_of_the_group(kind: s
 
 
 def test_a_branched_run_can_be_saved(tmp_path: Path) -> None:
-    network = RunGroup([KINDS["branched mlp"]() for _ in range(2)])
+    network = RunGroup([MAKE["branched mlp"]() for _ in range(2)])
     ensemble, x = network.ensemble(1).eval(), torch.randn(5, FEATURES)
     save_model(tmp_path / "model", ensemble)
     assert torch.equal(load_model(tmp_path / "model")(x), ensemble(x))
