@@ -67,7 +67,7 @@ def branch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected `model` to be a module, but got {type(model).__name__}.")
-    if positional or isinstance(num_members, str):
+    if positional:
         raise TypeError("Expected the name of the layer as a keyword. Write branch(model, num_members, at='fc').")
     _checks.check_count(num_members, "num_members")
     if not isinstance(reinitialize, bool) and (isinstance(reinitialize, nn.Module) or not callable(reinitialize)):
