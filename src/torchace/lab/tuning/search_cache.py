@@ -32,7 +32,7 @@ from torchace._files import (
 from torchace.lab.data import Split
 from torchace.lab.sweeps.run_store import Ledger, LedgerError
 from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.loop import Saving
+from torchace.lab.training.loop import CheckpointPolicy
 from torchace.lab.training.members import MemberPlan
 
 FORMAT = 1
@@ -119,12 +119,12 @@ class Trials:
         write_atomic(self._file(cohort), _dumped({"scores": list(scores), "search_sha256": self._search()}))
         self._forget(cohort)
 
-    def saving(self, cohort: str) -> Saving:
+    def checkpoint_policy(self, cohort: str) -> CheckpointPolicy:
         """Where the state of a cohort is saved; that of any other, from a search that was changed, is removed."""
         for folder in (self.directory / "checkpoints").glob("*"):
             if folder.name != cohort and is_name(folder.name) and folder.is_dir():
                 Checkpoints(folder).remove()
-        return Saving(self._checkpoints(cohort), self.every_steps, self.every_seconds)
+        return CheckpointPolicy(self._checkpoints(cohort), self.every_steps, self.every_seconds)
 
     def _forget(self, cohort: str) -> None:
         self._checkpoints(cohort).remove()
