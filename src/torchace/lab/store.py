@@ -24,7 +24,7 @@ from torchace._files import (
     refuse_links,
     remove_partial,
     with_checksum,
-    write_whole,
+    write_atomic,
 )
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.loop import Failure
@@ -175,7 +175,7 @@ class RunStore:
         """Writes a run down as done: the arrays first, then the file that says so, with checksums of both."""
         data = save_safetensors(dict(arrays)) if arrays else None
         if data is not None:
-            write_whole(self._file(run).with_suffix(".safetensors"), data)
+            write_atomic(self._file(run).with_suffix(".safetensors"), data)
         digest = None if data is None else hashlib.sha256(data).hexdigest()
         write_record(self._file(run), {**content, "arrays_sha256": digest})
 
@@ -202,7 +202,7 @@ def _run_of(content: Mapping[str, Any]) -> Run:
 def write_record(file: Path, content: Mapping[str, Any]) -> None:
     """Write a result file as JSON, with its format and a checksum; NaN and Inf become null."""
     whole = with_checksum(finite({"format": FORMAT, **content}))
-    write_whole(file, (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode())
+    write_atomic(file, (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode())
 
 
 def finite(value: Any) -> Any:
