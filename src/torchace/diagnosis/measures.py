@@ -37,7 +37,7 @@ class Measures:
     def __init__(self, logits: Tensor, target: Tensor, member_weights: Any = None, name: str = "logits") -> None:
         logits, target = _check_inputs(logits, target, name)
         self.num_members, self.samples, self.num_classes = logits.shape
-        alpha = _checks.checked_member_weights(member_weights, self.num_members, like=logits)
+        alpha = _checks.as_member_weights(member_weights, self.num_members, like=logits)
         log_probs = ensemble_log_probs(logits, member_weights=alpha)
         probs = log_probs.exp()
         one = torch.ones(1, dtype=logits.dtype)

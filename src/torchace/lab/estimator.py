@@ -150,7 +150,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         plan = replace(done["plan"], epochs=1, schedule="constant", patience=None)
         ready = self._scaled(done["scaling"], samples, plan)
         network = copy.deepcopy(self._network).to(ready.x.device)
-        optimizer = make_optimizer(plan.recipe(len(samples)), list(network.parameters()))
+        optimizer = make_optimizer(plan.train_config(len(samples)), list(network.parameters()))
         if done["optimizer"] is not None:
             optimizer.load_state_dict(copy.deepcopy(done["optimizer"]))  # which does not copy the tensors
         seed = hashed_key(done["seed"], "partial fit", done["calls"])

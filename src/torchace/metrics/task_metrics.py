@@ -64,7 +64,7 @@ class RegressionMetrics(Metric):
         _checks.check_finite(predictions, "predictions")
         values = predictions.double()
         mean = ensemble_probs(values, member_weights=member_weights, link="identity")
-        alpha = _checks.checked_member_weights(member_weights, self.num_members, like=values)
+        alpha = _checks.as_member_weights(member_weights, self.num_members, like=values)
         spread = (along_members(alpha, values) * (values - mean).square()).sum()
         self.elements += target.numel()
         self.sums += torch.stack([(mean - target).square().sum(), spread])

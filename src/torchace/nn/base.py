@@ -57,7 +57,7 @@ class EnsembleModule(nn.Module):
         like = torch.empty(
             (), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device
         )
-        self.member_weights = _checks.checked_member_weights(member_weights, self.num_members, like=like)
+        self.member_weights = _checks.as_member_weights(member_weights, self.num_members, like=like)
 
     def predict_log_proba(self, *args: Any, member_weights: Tensor | None = None, **kwargs: Any) -> Tensor:
         """The logarithm of the ensemble's probabilities, `(N, C, ...)`, for the input that `forward` takes."""

@@ -222,7 +222,7 @@ class MemberParallelEnsemble(EnsembleModule):
             return self.mixture(self(*args, **kwargs), member_weights=member_weights)
 
     def _local(self, member_weights: Tensor | None) -> Tensor:
-        alpha = _checks.checked_member_weights(member_weights, self.num_members, like=self._like())
+        alpha = _checks.as_member_weights(member_weights, self.num_members, like=self._like())
         return alpha[self.local_members.start : self.local_members.stop]
 
     def _share_and_weights(self, member_weights: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -18,12 +18,12 @@ from tests.lab.training.cases import (
     batches,
     group_of,
     members,
-    recipe,
     run_group,
+    train_config,
 )
 from torchace.functional import amended_cross_entropy
 from torchace.lab.data import Batches, Split
-from torchace.lab.training.config import Recipe, make_optimizer
+from torchace.lab.training.config import TrainConfig, make_optimizer
 from torchace.lab.training.loop import fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.models import cifar_resnet, mlp
@@ -164,7 +164,7 @@ def test_images_are_taken_as_they_are() -> None:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def train_alone(ensemble: EnsembleModule, data: Batches, settings: Recipe, lam: float, seed: int) -> None:
+def train_alone(ensemble: EnsembleModule, data: Batches, settings: TrainConfig, lam: float, seed: int) -> None:
     """One ensemble, the loss by its function, a plain loop."""
     optimizer = make_optimizer(settings, list(ensemble.parameters()))
     count, shared = ensemble.num_members, settings.batches == "shared"
@@ -197,7 +197,7 @@ def train_alone(ensemble: EnsembleModule, data: Batches, settings: Recipe, lam: 
 @pytest.mark.parametrize("kind", MAKE)
 def test_ten_steps_are_those_of_the_ensembles_one_by_one(kind: str, batching: str) -> None:
     lambdas = [0.0, 0.0] if batching == "separate" else LAMBDAS
-    data, settings = data_of(kind), recipe(batching, 10, optimizer="sgd", momentum=0.9, weight_decay=1e-3)
+    data, settings = data_of(kind), train_config(batching, 10, optimizer="sgd", momentum=0.9, weight_decay=1e-3)
     ensembles = ensembles_of(kind)
     network = RunGroup(ensembles)
     fit(network, data, settings, diversities=lambdas, seeds=SEEDS)
@@ -332,7 +332,9 @@ def test_masks_do_not_depend_on_how_many_members_are_computed_together(monkeypat
         with torch.random.fork_rng():
             torch.manual_seed(0)
             network = run_group([[member(), member()] for _ in SEEDS]).double()
-        settings = recipe("separate", 3, optimizer="sgd")  # its batches are each member's own, so that members can part
+        settings = train_config(
+            "separate", 3, optimizer="sgd"
+        )  # its batches are each member's own, so that members can part
         fit(network, data_of("convolutional"), settings, diversities=[0.0, 0.0], seeds=SEEDS)
         return network
 
@@ -374,7 +376,7 @@ def test_with_dropout_a_run_trains_as_it_does_alone(kind: str, batching: str) ->
     def trained(runs: list[int]) -> RunGroup:
         network = RunGroup([with_dropout(kind, SEEDS[r]) for r in runs])
         chosen = {"diversities": [LAMBDAS[r] for r in runs], "seeds": [SEEDS[r] for r in runs]}
-        fit(network, batches(), recipe(batching, 10), **chosen)
+        fit(network, batches(), train_config(batching, 10), **chosen)
         return network
 
     together = trained([0, 1])

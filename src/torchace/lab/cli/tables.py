@@ -210,10 +210,10 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Write the scores to this JSON file too.")] = None,
 ) -> None:
     """Score a model on rows whose target is known."""
+    from torchace._files import remove_abandoned, write_whole
     from torchace.lab.data.tables import read_table
     from torchace.lab.sweeps.run_store import finite
     from torchace.lab.tables.model import TableModel
-    from torchace.lab.training.files import remove_abandoned, write_whole
 
     loaded = TableModel.load(model)
     if out is not None:

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchace._files import write_whole
 from torchace.lab.sweeps.config import Arm
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import Prepared
 from torchace.lab.sweeps.run_store import Job, Ledger, Run
 from torchace.lab.sweeps.sweep import Sweep, Watcher
 from torchace.lab.training.checkpoint import MANIFEST, CheckpointError, Checkpoints
-from torchace.lab.training.files import write_whole
 from torchace.lab.training.loop import Interrupted, Progress
 
 Files = dict[str, bytes]  # a checkpoint: its files by name

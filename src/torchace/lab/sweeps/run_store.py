@@ -16,17 +16,17 @@ from typing import Any
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from torchace._files import read_json
-from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.files import (
+from torchace._files import (
     CHECKSUM,
     is_name,
     is_unchanged,
+    read_json,
     refuse_links,
     remove_partial,
     with_checksum,
     write_whole,
 )
+from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.loop import Failure
 
 FORMAT = 1

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchace._files import remove_abandoned, write_whole
 from torchace.functional import disagreement, ensemble_log_probs, mutual_information, predictive_entropy
 from torchace.lab.tables.model import TableModel
-from torchace.lab.training.files import remove_abandoned, write_whole
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 WITHIN = 1e-6  # what the graph's answers may differ by from torch's, for numbers of about 1

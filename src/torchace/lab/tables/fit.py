@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torchace._files import read_json
+from torchace._files import PARTIAL, flush_directory, json_digest, read_json, refuse_links, write_whole
 from torchace.lab.data import Split
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.run_store import FORMAT, OURS, Ledger, LedgerError, Run, finite
@@ -28,8 +28,7 @@ from torchace.lab.tables.model import TableModel, score
 from torchace.lab.tables.table import Table, on_device, squared_scale
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.chunks import chunk_rows
-from torchace.lab.training.files import PARTIAL, flush_directory, json_digest, refuse_links, write_whole
-from torchace.lab.training.loop import Failure, Progress, Saving
+from torchace.lab.training.loop import CheckpointPolicy, Failure, Progress
 from torchace.lab.training.members import MemberPlan, Trained, train_members
 from torchace.lab.training.scaling import finished_ensemble
 from torchace.lab.tuning.search_cache import Trials
@@ -173,7 +172,7 @@ class TableFit:
                 diversities=[diversity],
                 seeds=[self.seed],
                 validation=validation,
-                saving=Saving(self._checkpoints(run), None, SAVE_EVERY),
+                checkpoint_policy=CheckpointPolicy(self._checkpoints(run), None, SAVE_EVERY),
                 watch=watcher.trained,
                 stop=stop,
             )
@@ -273,7 +272,7 @@ class TableFit:
                     {"epoch": entry["epoch"], "step": entry["step"], metric: entry["score"][0]}
                     for entry in fitted.history
                 ],
-                "steps": trained.recipe.steps,
+                "steps": trained.train_config.steps,
                 "seconds": fitted.seconds,
                 "parameters": sum(p.numel() for p in ensemble.parameters()),
                 "job": "model",

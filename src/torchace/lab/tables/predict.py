@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchace._files import remove_abandoned, whole_file
 from torchace.lab.data import DataError
 from torchace.lab.data.columns import column_of
 from torchace.lab.data.messages import reason, repeated, row_number
@@ -15,7 +16,6 @@ from torchace.lab.data.packages import arrow
 from torchace.lab.data.tables import iterate_table
 from torchace.lab.tables.model import TableModel
 from torchace.lab.training.chunks import chunk_rows
-from torchace.lab.training.files import remove_abandoned, whole_file
 from torchace.lab.training.loop import Interrupted
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchace._files import refuse_links, remove_abandoned, write_whole
 from torchace.lab.data import Split
 from torchace.lab.sweeps.run_store import LedgerError, finite
 from torchace.lab.tables.table import Table, on_device, squared_scale
-from torchace.lab.training.files import refuse_links, remove_abandoned, write_whole
 from torchace.lab.training.members import MemberPlan
 from torchace.lab.tuning.search import SearchResult, SearchSpace, search
 from torchace.lab.tuning.search_cache import Trials

@@ -108,7 +108,7 @@ class RunGroup(nn.Module):
         """The seeds from which the runs draw random numbers in training."""
         self.seeds.copy_(torch.tensor([hashed_key(seed, "network", 0) for seed in seeds]))
 
-    def members_a_run(self, name: str) -> int:
+    def entries_per_run(self, name: str) -> int:
         """How many entries of a tensor in `state_dict()` belong to one run."""
         return 1 if self.heads or name.startswith("trunk.") else self.num_members
 

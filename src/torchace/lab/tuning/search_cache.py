@@ -17,20 +17,22 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from torchace._files import ARRAYS_BYTES, read_bounded, read_json
-from torchace.lab.data import Split
-from torchace.lab.sweeps.run_store import Ledger, LedgerError
-from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.files import (
+from torchace._files import (
+    ARRAYS_BYTES,
     CHECKSUM,
     is_name,
     is_unchanged,
     json_digest,
+    read_bounded,
+    read_json,
     remove_partial,
     with_checksum,
     write_whole,
 )
-from torchace.lab.training.loop import Saving
+from torchace.lab.data import Split
+from torchace.lab.sweeps.run_store import Ledger, LedgerError
+from torchace.lab.training.checkpoint import Checkpoints
+from torchace.lab.training.loop import CheckpointPolicy
 from torchace.lab.training.members import MemberPlan
 
 FORMAT = 1
@@ -117,12 +119,12 @@ class Trials:
         write_whole(self._file(cohort), _dumped({"scores": list(scores), "search_sha256": self._search()}))
         self._forget(cohort)
 
-    def saving(self, cohort: str) -> Saving:
+    def checkpoint_policy(self, cohort: str) -> CheckpointPolicy:
         """Where the state of a cohort is saved; that of any other, from a search that was changed, is removed."""
         for folder in (self.directory / "checkpoints").glob("*"):
             if folder.name != cohort and is_name(folder.name) and folder.is_dir():
                 Checkpoints(folder).remove()
-        return Saving(self._checkpoints(cohort), self.every_steps, self.every_seconds)
+        return CheckpointPolicy(self._checkpoints(cohort), self.every_steps, self.every_seconds)
 
     def _forget(self, cohort: str) -> None:
         self._checkpoints(cohort).remove()
