@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import os
-import re
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from torchace._files import UNPACKED_PREDICTIONS, check_regular, check_unpacked, open_regular
+from torchace._files import UNPACKED_PREDICTIONS, check_regular, error_reason
+from torchace._npz import NPZ_ERRORS, read_npz
 from torchace.diagnosis.diagnosis import Diagnosis
 from torchace.diagnosis.findings import derive_findings
 from torchace.diagnosis.measures import Measures
@@ -100,7 +98,7 @@ def diagnose_file(path: str | os.PathLike[str]) -> Diagnosis:
     except FileNotFoundError as error:
         raise ValueError(f"There is no file {file}; check the path.") from error
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        raise ValueError(f"{file} cannot be read ({_reason(error)}); check the path.") from error
+        raise ValueError(f"{file} cannot be read ({error_reason(error)}); check the path.") from error
     if file.suffix == ".npz":
         tensors, class_names = _read_npz(file)
     elif file.suffix == ".safetensors":
@@ -122,10 +120,10 @@ def diagnose_file(path: str | os.PathLike[str]) -> Diagnosis:
 def _read_npz(file: Path) -> tuple[dict[str, Any], list[str] | None]:
     """Return the known arrays of an NPZ file as tensors, and its class names."""
     try:
-        arrays = _load_arrays(file)
-    except Exception as error:  # zipfile, zlib and numpy raise many types for damaged files
+        arrays = read_npz(file, (*ARRAYS, "class_names"), allowed=UNPACKED_PREDICTIONS)
+    except NPZ_ERRORS as error:
         raise ValueError(
-            f"{file} is not a .npz file of plain arrays that can be read ({_reason(error)}); write it again."
+            f"{file} is not a .npz file of plain arrays that can be read ({error_reason(error)}); write it again."
         ) from error
     names = arrays.pop("class_names", None)
     tensors = {}
@@ -145,31 +143,11 @@ def _read_npz(file: Path) -> tuple[dict[str, Any], list[str] | None]:
         raise ValueError(f"Expected an array of strings under `class_names` in {file}, but got {error}.") from error
 
 
-def _load_arrays(file: Path) -> dict[str, Any]:
-    with open_regular(file) as stream, zipfile.ZipFile(stream) as archive:
-        entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()}
-        unpacked = sum(entry.file_size for entry in archive.infolist())
-        check_unpacked(file, os.fstat(stream.fileno()).st_size, unpacked, allowed=UNPACKED_PREDICTIONS)
-        arrays = {}
-        for name in (*ARRAYS, "class_names"):
-            if name in entries:
-                if entries[name].compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                    raise ValueError("a compression that numpy does not use")
-                arrays[name] = np.lib.format.read_array(io.BytesIO(archive.read(entries[name])), allow_pickle=False)
-        return arrays
-
-
 def _read_safetensors(file: Path) -> dict[str, Any]:
     try:
         return dict(load_file(file))
     except Exception as error:
         raise ValueError(f"{file} is not a safetensors file that can be read; write it again.") from error
-
-
-def _reason(error: BaseException) -> str:
-    """First sentence of an error's message."""
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return re.split(r"[\r\n]|\.(?:\s|$)", text.strip(), maxsplit=1)[0][:200]
 
 
 def _check_class_names(class_names: Sequence[str] | None, logits: Any) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchace._files import write_whole
+from torchace._files import write_atomic
 
 if TYPE_CHECKING:
     from torchace.diagnosis.measures import Measures
@@ -120,5 +120,5 @@ class Diagnosis:
         files = {"diagnosis.txt": f"{self}\n".encode(), "diagnosis.json": self.to_json().encode()}
         files |= {f"{name}.png": png for name, png in self.figures().items()}
         for name, data in files.items():
-            write_whole(folder / name, data)
+            write_atomic(folder / name, data)
         return [folder / name for name in files]

@@ -31,7 +31,7 @@ from torchace.lab.training.members import MemberPlan, Trained, new_run_group, tr
 from torchace.lab.training.scaling import Moments, Scaling, finished_ensemble
 from torchace.lab.tuning.tuning import TunedDiversity, tune_diversity
 from torchace.models.encoder import TableEncoder
-from torchace.models.mlp import checked_widths
+from torchace.models.mlp import hidden_widths
 from torchace.nn import Ensemble
 from torchace.saving import ModelFileError, load_model, save_model
 
@@ -243,7 +243,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         return MemberPlan(
             self._task,
             num_members=int(self.num_members),
-            hidden=tuple(checked_widths(_plain(self.hidden))),
+            hidden=tuple(hidden_widths(_plain(self.hidden))),
             epochs=int(self.epochs),
             batch_size=int(self.batch_size),
             learning_rate=float(self.learning_rate),

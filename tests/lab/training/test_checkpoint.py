@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.lab.training.cases import batches, group_of, train_config
 from torchace import _files as files
-from torchace._files import json_digest, with_checksum, write_whole
+from torchace._files import json_digest, with_checksum, write_atomic
 from torchace.lab.training.checkpoint import CheckpointError, Checkpoints, weights_digest
 from torchace.lab.training.config import make_optimizer
 from torchace.lab.training.loop import CheckpointPolicy, fit
@@ -268,14 +268,14 @@ def test_a_disk_that_fills_up_at_any_moment(
 
 def test_a_failed_write_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "result.json"
-    write_whole(file, b"old")
+    write_atomic(file, b"old")
 
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(OSError, match=r"No space left on device.*result.json"):
-        write_whole(file, b"new")
+        write_atomic(file, b"new")
     assert file.read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
@@ -283,7 +283,7 @@ def test_a_failed_write_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest
 def test_files_have_the_users_permissions(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        write_whole(tmp_path / "a" / "result.json", b"")
+        write_atomic(tmp_path / "a" / "result.json", b"")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "a" / "result.json").stat().st_mode) == 0o640

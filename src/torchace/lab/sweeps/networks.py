@@ -124,7 +124,7 @@ def _ensemble(model: ModelSection, data: Dataset, seed: int) -> EnsembleModule:
         def fresh() -> nn.Module:
             return _network(model, data, data.num_classes)
 
-        return branch(fresh(), model.at, model.num_members, reinitialize=fresh)
+        return branch(fresh(), model.num_members, at=model.at, reinitialize=fresh)
 
 
 def _parameters(model: ModelSection, data: Dataset) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchace._files import write_whole
+from torchace._files import write_atomic
 from torchace.lab.sweeps.config import Arm
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import Prepared
@@ -145,7 +145,7 @@ def files_of(directory: Path) -> Files:
 def write_files(directory: Path, files: Files) -> None:
     """Puts a checkpoint in the place of an older one, the manifest last."""
     for name in sorted(files, key=lambda name: name == MANIFEST):
-        write_whole(directory / name, files[name])
+        write_atomic(directory / name, files[name])
     for old in directory.glob("state-*.safetensors"):
         if old.name not in files:
             old.unlink(missing_ok=True)

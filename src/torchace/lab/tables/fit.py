@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torchace._files import PARTIAL, flush_directory, json_digest, read_json, refuse_links, write_whole
+from torchace._files import PARTIAL, fsync_directory, json_digest, read_json, refuse_links, write_atomic
 from torchace.lab.data import Split
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.run_store import FORMAT, OURS, Ledger, LedgerError, Run, finite
@@ -122,7 +122,7 @@ class TableFit:
             if not self._begun.exists():
                 started = datetime.now(UTC).isoformat(timespec="seconds")
                 content = {"request": self.request(), "started": started}
-                write_whole(self._begun, json.dumps(content, indent=1).encode())
+                write_atomic(self._begun, json.dumps(content, indent=1).encode())
             yield
 
     def _check_work(self) -> None:
@@ -193,9 +193,9 @@ class TableFit:
             for file in files:
                 with open(Path(folder) / file, "rb") as stream:
                     os.fsync(stream.fileno())
-            flush_directory(Path(folder))
+            fsync_directory(Path(folder))
         os.rename(self._kept, self.out)
-        flush_directory(self.out.parent)
+        fsync_directory(self.out.parent)
         self.clear()
 
     def clear(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchace._files import refuse_links, remove_abandoned, write_whole
+from torchace._files import refuse_links, remove_abandoned, write_atomic
 from torchace.lab.data import Split
 from torchace.lab.sweeps.run_store import LedgerError, finite
 from torchace.lab.tables.table import Table, on_device, squared_scale
@@ -100,4 +100,4 @@ class TableSearch:
     def _write(self, content: dict[str, Any]) -> None:
         file = self.directory / "tune.json"
         remove_abandoned(file)
-        write_whole(file, (json.dumps(finite(content), indent=1) + "\n").encode())
+        write_atomic(file, (json.dumps(finite(content), indent=1) + "\n").encode())

@@ -24,7 +24,7 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from torchace.lab.training.timer import Timer
-from torchace.nn.parallel import broadcast_bytes, share_of
+from torchace.nn.parallel import broadcast_bytes, split_range
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -117,11 +117,11 @@ class Ranks:
 
     def local_members(self, num_members: int) -> range:
         """Which of the members are here."""
-        return share_of(num_members, self.members, self.member_index)
+        return split_range(num_members, self.members, self.member_index)
 
     def local_samples(self, size: int) -> slice:
         """Which samples of a batch are here."""
-        share = share_of(size, self.data, self.data_index)
+        share = split_range(size, self.data, self.data_index)
         return slice(share.start, share.stop)
 
     # -- in a step ----------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def _joined(part: Tensor, axis: int, count: int, parts: int, group: Any) -> Tens
     """Parts of one axis, of sizes that differ by one at most, as one tensor on every rank of a group."""
     if parts == 1:
         return part
-    sizes = [len(share_of(count, parts, index)) for index in range(parts)]
+    sizes = [len(split_range(count, parts, index)) for index in range(parts)]
     shape = list(part.shape)
     shape[axis] = sizes[0]
     # gloo gathers on the CPU alone

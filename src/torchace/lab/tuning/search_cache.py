@@ -27,7 +27,7 @@ from torchace._files import (
     read_json,
     remove_partial,
     with_checksum,
-    write_whole,
+    write_atomic,
 )
 from torchace.lab.data import Split
 from torchace.lab.sweeps.run_store import Ledger, LedgerError
@@ -69,7 +69,7 @@ class Trials:
     def _claim(self, fingerprint: Mapping[str, Any]) -> None:
         file = self.directory / FINGERPRINT
         if not file.exists():
-            write_whole(file, _dumped({"search": fingerprint}))
+            write_atomic(file, _dumped({"search": fingerprint}))
             return
         try:
             other = difference(_read(file, "the directory")["search"], fingerprint)
@@ -82,7 +82,7 @@ class Trials:
 
     def finish_losses(self, cohort: str, losses: Tensor) -> None:
         """Writes down a cohort's losses on every sample, `(R, N)`; before `finish`, which says that it is done."""
-        write_whole(self._file(cohort).with_suffix(".safetensors"), save_safetensors({"losses": losses.cpu()}))
+        write_atomic(self._file(cohort).with_suffix(".safetensors"), save_safetensors({"losses": losses.cpu()}))
 
     def losses(self, cohort: str, shape: tuple[int, int]) -> Tensor | None:
         """What `finish_losses` wrote; None where there is no such file, as in a search of an earlier version."""
@@ -116,7 +116,7 @@ class Trials:
 
     def finish(self, cohort: str, scores: Sequence[float | None]) -> None:
         """Writes a cohort down as done."""
-        write_whole(self._file(cohort), _dumped({"scores": list(scores), "search_sha256": self._search()}))
+        write_atomic(self._file(cohort), _dumped({"scores": list(scores), "search_sha256": self._search()}))
         self._forget(cohort)
 
     def checkpoint_policy(self, cohort: str) -> CheckpointPolicy:
