@@ -38,7 +38,7 @@ def with_copy(n: int = 1000, seed: int = 0) -> Case:
 
 
 def co_adapted(n: int = 1000, seed: int = 0) -> Case:
-    """Each member knows the answer to a third of the samples, another third each, and is confidently wrong elsewhere."""
+    """Each member knows a third of the samples, another third each, and is confident and wrong elsewhere."""
     g = torch.Generator().manual_seed(seed)
     target = torch.randint(10, (n,), generator=g)
     wrong = 4.0 * F.one_hot(torch.randint(10, (3, n), generator=g), 10)
