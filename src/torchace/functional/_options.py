@@ -20,7 +20,7 @@ def resolve_coupling(
     """λ, α `(K,)` and the mixture, detached, in the type to compute in, for members' outputs `(K, N, ...)`."""
     _checks.check_diversity(diversity)
     like = _like(outputs)
-    alpha = _checks.checked_member_weights(member_weights, outputs.shape[0], like=like, partial=mixture is not None)
+    alpha = _checks.as_member_weights(member_weights, outputs.shape[0], like=like, partial=mixture is not None)
     if mixture is not None:
         _checks.check_mixture(mixture, outputs)
         mixture = mixture.detach().to(like)
@@ -59,7 +59,7 @@ def resolve_options(
     scale: float | Tensor = 1.0
     if sample_weight is not None:
         samples = (logits.shape[1], *logits.shape[3:])
-        scale = _checks.checked_sample_weight(sample_weight, num_members, samples, like)
+        scale = _checks.as_sample_weight(sample_weight, num_members, samples, like)
         scale = scale.reshape(1, *scale.shape[: scale.ndim - len(samples)], -1)
     return LossOptions(
         target=flatten_samples(target.to(like), 1) if target.is_floating_point() else target.reshape(1, -1),

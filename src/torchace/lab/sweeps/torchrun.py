@@ -1,6 +1,6 @@
-"""A sweep on several processes that torchrun started: each job is trained by all of them together.
+"""A sweep on several processes that torchrun started: each group is trained by all of them together.
 
-The first rank plans, writes and prints as a sweep in one process does. The others are told which job comes next, train
+The first rank plans, writes and prints as a sweep in one process does. The others receive the next group, train
 their part of it, and write nothing.
 """
 
@@ -20,19 +20,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchace.lab.sweeps.config import Arm, ConfigError, Experiment
+from torchace.lab.schema.experiment import Arm, Experiment
+from torchace.lab.store import GroupPlan, Run, RunStore
+from torchace.lab.sweeps.callbacks import Callback
+from torchace.lab.sweeps.config import ConfigError
 from torchace.lab.sweeps.environment import hardware, versions
-from torchace.lab.sweeps.loaded_data import Prepared
-from torchace.lab.sweeps.networks import build_network, recipe_of
-from torchace.lab.sweeps.run_store import Job, Ledger, Run
-from torchace.lab.sweeps.sweep import Sweep, Watcher, config_digest
-from torchace.lab.training.distributed import RankLost, Ranks, check_same, connect, launched, layout_of, may_speak
-from torchace.lab.training.loop import Failure, Saving, fit
-from torchace.lab.training.shard import SharedCheckpoints, gathered_network, part_of
+from torchace.lab.sweeps.loaded_data import LoadedData
+from torchace.lab.sweeps.networks import build_network, make_train_config
+from torchace.lab.sweeps.sweep import Sweep, config_digest
+from torchace.lab.training.distributed import (
+    RankLost,
+    Ranks,
+    check_same,
+    connect,
+    is_launched,
+    parse_layout,
+    should_report,
+)
+from torchace.lab.training.loop import CheckpointPolicy, Failure, fit
+from torchace.lab.training.shard import SharedCheckpoints, gather_network, make_shard
 
 
 @contextmanager
-def connected(parallel: str | None) -> Iterator[int | None]:
+def process_group(parallel: str | None) -> Iterator[int | None]:
     """This process's rank among those that torchrun started; None for a process by itself.
 
     An error that several ranks run into is raised in one of them; the others end in silence.
@@ -40,7 +50,7 @@ def connected(parallel: str | None) -> Iterator[int | None]:
     Args:
         parallel: What `--parallel` says.
     """
-    if not launched():
+    if not is_launched():
         if parallel is not None:
             raise ValueError(
                 "--parallel needs several processes: torchrun --nproc-per-node=N -m torchace run ... "
@@ -49,7 +59,7 @@ def connected(parallel: str | None) -> Iterator[int | None]:
         yield None
         return
     if int(os.environ["WORLD_SIZE"]) == 1:
-        layout_of(parallel or "data", 1)
+        parse_layout(parallel or "data", 1)
         yield None
         return
     store = connect()
@@ -59,7 +69,7 @@ def connected(parallel: str | None) -> Iterator[int | None]:
     except Exception as error:
         if hasattr(error, "exit_code"):  # not an error: all ranks end here
             dist.destroy_process_group()
-        elif not may_speak(store, error):
+        elif not should_report(store, error):
             raise SystemExit(1) from None
         raise
     dist.destroy_process_group()
@@ -79,7 +89,7 @@ def rank_sweep(experiment: Experiment, directory: Path, device: str, parallel: s
         experiment: What is run.
         directory: Where the results are written, by the first rank.
         device: `cpu`; `cuda`, a GPU for each process of a machine; or `cuda:N`, one that they share.
-        parallel: What is spread over ranks, see `layout_of`; the batch unless given.
+        parallel: What is spread over ranks, see `parse_layout`; the batch unless given.
     """
     check_same(
         {
@@ -105,33 +115,33 @@ def rank_sweep(experiment: Experiment, directory: Path, device: str, parallel: s
 
 @dataclass(frozen=True)
 class RankSweep(Sweep):
-    """A sweep whose jobs are trained by all ranks together."""
+    """A sweep whose groups are trained by all ranks together."""
 
     ranks: Ranks = field(kw_only=True)
 
-    def run(self, watcher: Watcher | None = None, stop: Callable[[], bool] = lambda: False) -> dict[Run, Failure]:
+    def run(self, callback: Callback | None = None, stop: Callable[[], bool] = lambda: False) -> dict[Run, Failure]:
         """Trains what is not finished yet; the first rank returns the runs that failed. See `Sweep.run`."""
         if self.ranks.is_first:
-            failures = super().run(watcher, stop)
-            self.ranks.from_first(None)  # nothing comes any more
+            failures = super().run(callback, stop)
+            self.ranks.broadcast(None)  # nothing comes any more
             return failures
         arms = {arm.name: arm for arm in self.experiment.complete_arms()}
         data = self._prepared(arms)
-        ledger = Ledger(self.directory)  # of which this rank reads nothing and writes nothing
-        while (told := self.ranks.from_first()) is not None:
-            job = Job(told["id"], tuple(Run(**run) for run in told["runs"]), told["compile"])
-            arm = arms[job.runs[0].arm]
-            self._do(ledger, job, arm, data[arm.name], Watcher(), stop)
+        store = RunStore(self.directory)  # of which this rank reads nothing and writes nothing
+        while (told := self.ranks.broadcast()) is not None:
+            group = GroupPlan(told["id"], tuple(Run(**run) for run in told["runs"]), told["compile"])
+            arm = arms[group.runs[0].arm]
+            self._do(store, group, arm, data[arm.name], Callback(), stop)
         return {}
 
-    def _prepared(self, arms: dict[str, Arm]) -> dict[str, Prepared]:
+    def _prepared(self, arms: dict[str, Arm]) -> dict[str, LoadedData]:
         for arm in arms.values():
             _check(arm, self.ranks)
         if not self.ranks.is_first:
-            self.ranks.from_first()
+            self.ranks.broadcast()
             return super()._prepared(arms)
         prepared = super()._prepared(arms)
-        self.ranks.from_first("data are there")  # one process downloads them
+        self.ranks.broadcast("data are there")  # one process downloads them
         return prepared
 
     def _hardware(self) -> dict[str, Any]:
@@ -139,52 +149,58 @@ class RankSweep(Sweep):
 
     def _work(
         self,
-        ledger: Ledger,
-        jobs: Sequence[Job],
+        store: RunStore,
+        groups: Sequence[GroupPlan],
         arms: Mapping[str, Arm],
-        data: Mapping[str, Prepared],
-        watcher: Watcher,
+        data: Mapping[str, LoadedData],
+        callback: Callback,
         stop: Callable[[], bool],
-    ) -> Iterator[tuple[Job | None, float]]:
-        def announced() -> Iterator[Job]:
-            for job in jobs:
-                self.ranks.from_first(asdict(job))
-                yield job
+    ) -> Iterator[tuple[GroupPlan | None, float]]:
+        def announced() -> Iterator[GroupPlan]:
+            for group in groups:
+                self.ranks.broadcast(asdict(group))
+                yield group
 
-        return super()._work(ledger, announced(), arms, data, watcher, stop)  # type: ignore[arg-type]
+        return super()._work(store, announced(), arms, data, callback, stop)  # type: ignore[arg-type]
 
     def _do(
-        self, ledger: Ledger, job: Job, arm: Arm, data: Prepared, watcher: Watcher, stop: Callable[[], bool]
+        self,
+        store: RunStore,
+        group: GroupPlan,
+        arm: Arm,
+        data: LoadedData,
+        callback: Callback,
+        stop: Callable[[], bool],
     ) -> float:
-        seeds = [run.seed for run in job.runs]
+        seeds = [run.seed for run in group.runs]
         batches = data.batches(arm)
-        recipe = recipe_of(arm.train, batches.steps_per_epoch)
+        train_config = make_train_config(arm.train, batches.steps_per_epoch)
         whole = build_network(arm, data.dataset, seeds, self.device)
-        network = part_of(whole, self.ranks)
-        if job.compile:
+        network = make_shard(whole, self.ranks)
+        if group.compile:
             network.compile()
         kept = whole if self.ranks.is_first and self.ranks.members > 1 else None
         del whole  # a rank needs its own members; the first one all of them, for what it writes
         every = self.experiment.checkpoint
-        whose = ledger.checkpoints(job, config_digest(arm))
+        whose = store.checkpoints(group, config_digest(arm))
         if self.ranks.is_first and whose.remove_foreign():
-            watcher.restarted(job)
+            callback.on_group_restart(group)
         checkpoints = SharedCheckpoints(whose.directory, kept, owner=whose.owner)
         fitted = fit(
             network,
             batches,
-            recipe,
-            diversities=[run.diversity for run in job.runs],
+            train_config,
+            diversities=[run.diversity for run in group.runs],
             seeds=seeds,
-            saving=Saving(checkpoints, every.steps, every.seconds),
-            watch=(lambda progress: watcher.stepped(job, progress)) if self.ranks.is_first else None,
+            checkpoint_policy=CheckpointPolicy(checkpoints, every.steps, every.seconds),
+            watch=(lambda progress: callback.on_step(group, progress)) if self.ranks.is_first else None,
             stop=stop,
         )
         start = time.monotonic()
         predicted = self._predicted(arm, data, network)
-        trained = gathered_network(network, kept)
+        trained = gather_network(network, kept)
         if trained is not None:
-            self._write_results(ledger, job, arm, data, trained, fitted, recipe.steps, predicted)
+            self._write_results(store, group, arm, data, trained, fitted, train_config.steps, predicted)
             checkpoints.remove()
         return fitted.seconds + time.monotonic() - start
 

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchace._files import remove_abandoned, write_atomic
 from torchace.functional import disagreement, ensemble_log_probs, mutual_information, predictive_entropy
 from torchace.lab.tables.model import TableModel
-from torchace.lab.training.files import remove_abandoned, write_whole
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 WITHIN = 1e-6  # what the graph's answers may differ by from torch's, for numbers of about 1
@@ -97,7 +97,7 @@ def export_onnx(model: TableModel, path: Path, *, seed: int = 0) -> float:
     onnx.checker.check_model(data)
     worst = _compare(runtime, data, graph, rows)
     remove_abandoned(path)
-    write_whole(path, data)
+    write_atomic(path, data)
     return worst
 
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchace._files import atomic_file, error_reason, remove_abandoned
 from torchace.lab.data import DataError
-from torchace.lab.data.columns import column_of
-from torchace.lab.data.messages import reason, repeated, row_number
+from torchace.lab.data.columns import get_column
+from torchace.lab.data.messages import first_duplicate, row_number
 from torchace.lab.data.packages import arrow
 from torchace.lab.data.tables import iterate_table
 from torchace.lab.tables.model import TableModel
 from torchace.lab.training.chunks import chunk_rows
-from torchace.lab.training.files import remove_abandoned, whole_file
 from torchace.lab.training.loop import Interrupted
 
 if TYPE_CHECKING:
@@ -53,14 +53,14 @@ def predict_file(
     writer = _writer(out)
     if data.exists() and out.exists() and data.samefile(out):
         raise DataError(f"{out} is the file that is read; write the predictions to another one.")
-    if (twice := repeated(keep)) is not None:
+    if (twice := first_duplicate(keep)) is not None:
         raise DataError(f"The column {twice!r} is to be kept twice; name it once.")
     rows = rows or chunk_rows(model.ensemble, model.ensemble.num_members, most=ROWS)
     chunks = _predicted(model, data, keep, rows)
     first = next(chunks)  # what is wrong with the table comes up here, before anything is written
     done = 0
     remove_abandoned(out)
-    with whole_file(out) as temporary, writer(temporary) as write:
+    with atomic_file(out) as temporary, writer(temporary) as write:
         for chunk in itertools.chain([first], chunks):
             if stop():
                 raise Interrupted
@@ -91,7 +91,7 @@ def _predicted(model: TableModel, data: Path, keep: Sequence[str], rows: int) ->
         for place, name in enumerate(keep):
             if name in predicted.columns[place:]:
                 raise DataError(f"The predictions have a column {name!r} of their own; do not keep the other one.")
-            predicted.insert(place, name, column_of(frame, name, "to be kept"))
+            predicted.insert(place, name, get_column(frame, name, "to be kept"))
         yield predicted
 
 
@@ -130,8 +130,8 @@ def _parquet(path: Path) -> Iterator[Callable[[DataFrame], None]]:
         except pa.ArrowException as error:
             first = row_number(frame, 0)
             raise DataError(
-                f"From row {first} on, a column that is kept is of another type than before ({reason(error)}); write "
-                "a .csv file, or keep fewer columns."
+                f"From row {first} on, a column that is kept is of another type than before ({error_reason(error)}); "
+                "write a .csv file, or keep fewer columns."
             ) from None
 
     try:

@@ -168,7 +168,7 @@ def squared_scale(targets: Moments | None) -> float:
 
 def on_device(split: Split, plan: MemberPlan, device: str) -> Split:
     """A part of a table as a plan's members are trained on it."""
-    dtype = plan.recipe(1).dtype
+    dtype = plan.train_config(1).dtype
     y = split.y.to(dtype) if split.y.is_floating_point() else split.y
     return Split(split.x.to(dtype), y).to(device)
 

@@ -10,13 +10,13 @@ from typing import cast
 import torch
 
 from torchace.lab.data import Batches, Split
-from torchace.lab.training.config import Recipe
-from torchace.lab.training.early_stopping import HeldOut, held_out_losses
-from torchace.lab.training.loop import Failure, Fitted, Progress, Saving, fit
-from torchace.lab.training.memory import check_fits, count_parameters
+from torchace.lab.training.config import TrainConfig
+from torchace.lab.training.early_stopping import ValidationSet, validation_losses
+from torchace.lab.training.loop import CheckpointPolicy, Failure, FitResult, Progress, fit
+from torchace.lab.training.memory import check_memory, count_parameters
 from torchace.lab.training.objective import LINKS, mean_over_samples
 from torchace.lab.training.run_group import RunGroup
-from torchace.lab.training.seeding import seeded
+from torchace.lab.training.seeding import torch_seed
 from torchace.models import mlp
 from torchace.nn import Ensemble, StackedEnsemble
 
@@ -43,9 +43,9 @@ class MemberPlan:
     patience: int | None = None  # epochs without improvement on held-out samples; None trains to the end
     precision: str = "float64"
 
-    def recipe(self, num_samples: int) -> Recipe:
+    def train_config(self, num_samples: int) -> TrainConfig:
         """How so many samples are trained on."""
-        return Recipe(
+        return TrainConfig(
             steps=self.epochs * self.steps_per_epoch(num_samples),
             loss=LOSSES[self.task],
             batches=self.batches,
@@ -67,9 +67,9 @@ class Trained:
     """Runs that were trained together, in the order of the λ and seeds they were asked for."""
 
     plan: MemberPlan
-    recipe: Recipe
+    train_config: TrainConfig
     network: RunGroup
-    fitted: Fitted
+    fitted: FitResult
 
     def failure(self, run: int) -> Failure | None:
         """Why a run was stopped, if it was."""
@@ -81,7 +81,7 @@ class Trained:
 
     def losses(self, split: Split) -> torch.Tensor:
         """The ensembles' cross entropies or squared errors on every sample of a split, `(R, N)`."""
-        return held_out_losses(self.network, split, self.recipe)
+        return validation_losses(self.network, split, self.train_config)
 
     def scores_of(self, losses: torch.Tensor, split: Split) -> list[float]:
         """`scores` from `losses`."""
@@ -91,7 +91,7 @@ class Trained:
     def ensemble(self, run: int) -> StackedEnsemble:
         """One run's ensemble, by itself."""
         ensemble = cast(StackedEnsemble, self.network.ensemble(run))
-        ensemble.link = LINKS[self.recipe.loss]
+        ensemble.link = LINKS[self.train_config.loss]
         return ensemble
 
 
@@ -106,7 +106,7 @@ def train_members(
     network: RunGroup | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     mean_weight: float | None = None,
-    saving: Saving | None = None,
+    checkpoint_policy: CheckpointPolicy | None = None,
     watch: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Trained:
@@ -122,7 +122,7 @@ def train_members(
         network: One that was trained before, to go on with.
         optimizer: The one that trained it.
         mean_weight: See `fit`.
-        saving: Where and how often the state is saved.
+        checkpoint_policy: Where and how often the state is saved.
         watch: Is told about progress.
         stop: Is asked before every step.
 
@@ -138,25 +138,25 @@ def train_members(
     """
     if plan.patience is not None and validation is None:
         raise ValueError("Expected held-out samples `validation` for a plan with `patience`, but got none.")
-    recipe = plan.recipe(len(train))
+    train_config = plan.train_config(len(train))
     if network is None:
         network = new_run_group(plan, train.x.shape[1], num_outputs, seeds).to(train.x.device)
-    held_out = None if plan.patience is None or validation is None else HeldOut(validation, plan.patience)
+    held_out = None if plan.patience is None or validation is None else ValidationSet(validation, plan.patience)
     size = len(train) // plan.steps_per_epoch(len(train))
     fitted = fit(
         network,
-        Batches(train, size, dtype=recipe.dtype),
-        recipe,
+        Batches(train, size, dtype=train_config.dtype),
+        train_config,
         diversities=diversities,
         seeds=seeds,
-        held_out=held_out,
+        validation=held_out,
         optimizer=optimizer,
         mean_weight=mean_weight,
-        saving=saving,
+        checkpoint_policy=checkpoint_policy,
         watch=watch,
         stop=stop,
     )
-    return Trained(plan, recipe, network, fitted)
+    return Trained(plan, train_config, network, fitted)
 
 
 def new_run_group(plan: MemberPlan, num_features: int, num_outputs: int, seeds: Sequence[int]) -> RunGroup:
@@ -164,12 +164,12 @@ def new_run_group(plan: MemberPlan, num_features: int, num_outputs: int, seeds: 
     dtype = torch.float64 if plan.precision == "float64" else torch.float32
     with torch.device("meta"):
         member = count_parameters(mlp(num_features, plan.hidden, num_outputs))
-    check_fits(len(seeds) * plan.num_members * member, dtype)
+    check_memory(len(seeds) * plan.num_members * member, dtype)
     runs = []
     for seed in seeds:
         members = []
         for k in range(plan.num_members):
-            with seeded(seed, "member", k):
+            with torch_seed(seed, "member", k):
                 members.append(mlp(num_features, plan.hidden, num_outputs).to(dtype))
         runs.append(Ensemble(members, link=LINKS[LOSSES[plan.task]]))
     return RunGroup(runs)

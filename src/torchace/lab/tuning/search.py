@@ -19,8 +19,8 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from torchace._checks import check_count
 from torchace.lab.data import Split, hashed_key
-from torchace.lab.training.early_stopping import held_out_scores
-from torchace.lab.training.loop import FAULT, Interrupted
+from torchace.lab.training.early_stopping import validation_scores
+from torchace.lab.training.loop import NONFINITE, Interrupted
 from torchace.lab.training.members import MemberPlan, new_run_group, train_members
 from torchace.lab.tuning.search_cache import fingerprint
 from torchace.lab.tuning.storage import FAILURE, opened_study, retried, retry
@@ -362,7 +362,7 @@ class _Objective:
             raise _failed(trial, "out of memory") from None
         scores = trained.scores(self.validation)
         if not all(map(math.isfinite, scores)):
-            raise _failed(trial, FAULT)
+            raise _failed(trial, NONFINITE)
         return sum(scores) / len(scores)
 
 
@@ -379,7 +379,7 @@ class _Watching:
         stop: Callable[[], bool],
     ) -> None:
         self.plan, self.network, self.validation, self.trial, self.stop = plan, network, validation, trial, stop
-        self.recipe, self.steps_per_epoch = plan.recipe(len(train)), plan.steps_per_epoch(len(train))
+        self.train_config, self.steps_per_epoch = plan.train_config(len(train)), plan.steps_per_epoch(len(train))
         self.epochs = math.ceil(plan.epochs / REPORTS)  # between two reports
         self.step = 0
         self.best = [math.inf] * network.num_runs
@@ -394,9 +394,9 @@ class _Watching:
         return self.verdict is not None
 
     def _report(self, epoch: int) -> None:
-        scores = held_out_scores(self.network, self.validation, self.recipe).tolist()
+        scores = validation_scores(self.network, self.validation, self.train_config).tolist()
         if not all(map(math.isfinite, scores)):
-            self.verdict = _failed(self.trial, FAULT)
+            self.verdict = _failed(self.trial, NONFINITE)
             return
         if self.plan.patience is not None:  # what a run keeps is its best epoch
             self.best = scores = [min(pair) for pair in zip(scores, self.best, strict=True)]

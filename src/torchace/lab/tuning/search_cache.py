@@ -17,20 +17,22 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from torchace._files import ARRAYS_BYTES, read_bounded, read_json
-from torchace.lab.data import Split
-from torchace.lab.sweeps.run_store import Ledger, LedgerError
-from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.files import (
+from torchace._files import (
+    ARRAYS_BYTES,
     CHECKSUM,
     is_name,
     is_unchanged,
     json_digest,
+    read_bounded,
+    read_json,
     remove_partial,
     with_checksum,
-    write_whole,
+    write_atomic,
 )
-from torchace.lab.training.loop import Saving
+from torchace.lab.data import Split
+from torchace.lab.store import RunStore, RunStoreError
+from torchace.lab.training.checkpoint import Checkpoints
+from torchace.lab.training.loop import CheckpointPolicy
 from torchace.lab.training.members import MemberPlan
 
 FORMAT = 1
@@ -54,7 +56,7 @@ class Trials:
     @contextmanager
     def opened(self, fingerprint: Mapping[str, Any]) -> Iterator[None]:
         """Keeps other processes and other searches out for as long as this one works."""
-        with Ledger(self.directory).locked():
+        with RunStore(self.directory).locked():
             self._claim(fingerprint)
             for folder in (self.directory, self.directory / "cohorts"):
                 remove_partial(folder)
@@ -67,20 +69,20 @@ class Trials:
     def _claim(self, fingerprint: Mapping[str, Any]) -> None:
         file = self.directory / FINGERPRINT
         if not file.exists():
-            write_whole(file, _dumped({"search": fingerprint}))
+            write_atomic(file, _dumped({"search": fingerprint}))
             return
         try:
             other = difference(_read(file, "the directory")["search"], fingerprint)
         except (LookupError, AttributeError, TypeError) as error:
             raise _damaged(file, "the directory") from error
         if other is not None:
-            raise LedgerError(
+            raise RunStoreError(
                 f"{self.directory} holds a search {other}. Choose another --out, or remove the directory."
             )
 
     def finish_losses(self, cohort: str, losses: Tensor) -> None:
         """Writes down a cohort's losses on every sample, `(R, N)`; before `finish`, which says that it is done."""
-        write_whole(self._file(cohort).with_suffix(".safetensors"), save_safetensors({"losses": losses.cpu()}))
+        write_atomic(self._file(cohort).with_suffix(".safetensors"), save_safetensors({"losses": losses.cpu()}))
 
     def losses(self, cohort: str, shape: tuple[int, int]) -> Tensor | None:
         """What `finish_losses` wrote; None where there is no such file, as in a search of an earlier version."""
@@ -90,7 +92,7 @@ class Trials:
         try:
             losses = load_safetensors(read_bounded(file, 4 * ARRAYS_BYTES))["losses"]
         except OSError as error:
-            raise LedgerError(f"Cannot read {file}: {error.strerror}.") from error
+            raise RunStoreError(f"Cannot read {file}: {error.strerror}.") from error
         except (SafetensorError, KeyError, ValueError) as error:
             raise _damaged(file) from error
         if losses.shape != shape or not losses.is_floating_point():
@@ -108,21 +110,21 @@ class Trials:
             raise _damaged(file)
         search = self._search()
         if content.get("search_sha256", search) != search:  # earlier versions wrote none
-            raise LedgerError(f"{file} belongs to another search. Choose another --out, or remove the directory.")
+            raise RunStoreError(f"{file} belongs to another search. Choose another --out, or remove the directory.")
         self._forget(cohort)  # what a process left that was killed before it could
         return scores
 
     def finish(self, cohort: str, scores: Sequence[float | None]) -> None:
         """Writes a cohort down as done."""
-        write_whole(self._file(cohort), _dumped({"scores": list(scores), "search_sha256": self._search()}))
+        write_atomic(self._file(cohort), _dumped({"scores": list(scores), "search_sha256": self._search()}))
         self._forget(cohort)
 
-    def saving(self, cohort: str) -> Saving:
+    def checkpoint_policy(self, cohort: str) -> CheckpointPolicy:
         """Where the state of a cohort is saved; that of any other, from a search that was changed, is removed."""
         for folder in (self.directory / "checkpoints").glob("*"):
             if folder.name != cohort and is_name(folder.name) and folder.is_dir():
                 Checkpoints(folder).remove()
-        return Saving(self._checkpoints(cohort), self.every_steps, self.every_seconds)
+        return CheckpointPolicy(self._checkpoints(cohort), self.every_steps, self.every_seconds)
 
     def _forget(self, cohort: str) -> None:
         self._checkpoints(cohort).remove()
@@ -202,15 +204,15 @@ def _read(file: Path, remedy: str = "that file") -> dict[str, Any]:
     try:
         content = read_json(file)
     except OSError as error:
-        raise LedgerError(f"Cannot read {file}: {error.strerror}.") from error
+        raise RunStoreError(f"Cannot read {file}: {error.strerror}.") from error
     except ValueError as error:
         raise _damaged(file, remedy) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise LedgerError(f"{file} was not written by this version of torchace. Choose another --out.")
+        raise RunStoreError(f"{file} was not written by this version of torchace. Choose another --out.")
     if CHECKSUM in content and not is_unchanged(content):  # earlier versions wrote none
         raise _damaged(file, remedy)
     return content
 
 
-def _damaged(file: Path, remedy: str = "that file") -> LedgerError:
-    return LedgerError(f"{file} is damaged. Choose another --out, or remove {remedy} to train it again.")
+def _damaged(file: Path, remedy: str = "that file") -> RunStoreError:
+    return RunStoreError(f"{file} is damaged. Choose another --out, or remove {remedy} to train it again.")

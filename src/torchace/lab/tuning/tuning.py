@@ -324,7 +324,7 @@ class _Search:
             diversities=[diversity for diversity, _ in runs],
             seeds=[seed for _, seed in runs],
             validation=self.validation,
-            saving=None if self.store is None else self.store.saving(key),
+            checkpoint_policy=None if self.store is None else self.store.checkpoint_policy(key),
             watch=watch,
             stop=self.stop,
         )
@@ -374,7 +374,7 @@ def check_split(plan: MemberPlan, split: Split | None, name: str) -> None:
     """Samples as a plan takes them: at least one, vectors, of its precision."""
     if split is None:
         return
-    dtype = plan.recipe(1).dtype
+    dtype = plan.train_config(1).dtype
     if len(split) == 0 or split.x.ndim != 2 or split.x.dtype != dtype:
         raise ValueError(
             f"Expected `{name}` with at least one vector, `(N, D)`, of {dtype}, "
