@@ -146,22 +146,23 @@ def _losses_and_gradient(
     """Losses of one piece; its gradient is written to `out`, which may be `q`."""
     num_runs, num_members = q.shape[:2]
     lam = options.diversity if not isinstance(options.diversity, Tensor) else options.diversity.view(-1, 1, 1, 1)
+    strength = lam / num_members if options.alpha is None else lam * options.alpha.view(1, -1, 1, 1)  # λ α^k
     mixture, factor = None, lam  # their product is λ q̄
     if options.diversity_is_zero:
         pass
     elif options.mixture is not None:
         mixture = _with_member_axis(options.mixture, axis)
     elif options.alpha is None:
-        mixture, factor = q.sum(1, keepdim=True), lam / num_members
+        mixture, factor = q.sum(1, keepdim=True), strength
     else:
         mixture = torch.matmul(options.alpha, q.view(num_runs, num_members, -1)).view(num_runs, 1, *q.shape[2:])
     # from here on, everything times its scale
     s, b = _shared_terms(options, axis, q, mixture, factor)
+    own = 1 - lam
     if isinstance(s, Tensor):
         q.mul_(s)
-    own, strength = (1 - lam, lam) if isinstance(s, Tensor) else (s * (1 - lam), s * lam)
-    # λ s α^k
-    strength = strength / num_members if options.alpha is None else strength * options.alpha.view(1, -1, 1, 1)
+    else:
+        own, strength = s * own, s * strength
     losses = None
     if log_q.device.type == "cpu":
         losses = _fast_losses(log_q, q, b, strength, per_member=per_member)
@@ -176,7 +177,10 @@ def _losses_and_gradient(
         losses = losses if per_member else losses.sum()
     if out is not None:
         result = out if out.dtype == q.dtype else q
-        _add_product(b, q, own, out=result)
+        if isinstance(own, Tensor):
+            torch.addcmul(b, q, own, out=result)
+        else:
+            torch.add(b, q, alpha=own, out=result)
         if result is not out:
             out.copy_(result)
     return losses
@@ -185,7 +189,7 @@ def _losses_and_gradient(
 def _fast_losses(log_q: Tensor, q: Tensor, b: Tensor, strength: float | Tensor, *, per_member: bool) -> Tensor:
     """<b - strength q^k, log q^k>, `(R, K)`, or its sum; NaN where a log-probability is -inf."""
     if q.numel() <= SMALL:  # fewest operations
-        u = _add_product(b, q, -strength)
+        u = torch.addcmul(b, q, strength, value=-1) if isinstance(strength, Tensor) else b.sub(q, alpha=strength)
         return u.mul_(log_q).sum((2, 3)) if per_member else torch.dot(u.view(-1), log_q.view(-1))
     log_q, q = log_q.flatten(2), q.flatten(2)
     if b.shape[1] == 1:
@@ -197,13 +201,6 @@ def _fast_losses(log_q: Tensor, q: Tensor, b: Tensor, strength: float | Tensor, 
     strength = strength.flatten(1) if isinstance(strength, Tensor) else strength
     losses = losses - strength * torch.linalg.vecdot(q, log_q)
     return losses if per_member else losses.sum()
-
-
-def _add_product(b: Tensor, q: Tensor, factor: float | Tensor, out: Tensor | None = None) -> Tensor:
-    """b + factor·q in one operation."""
-    if isinstance(factor, Tensor):
-        return torch.addcmul(b, q, factor, out=out)
-    return torch.add(b, q, alpha=factor, out=out)
 
 
 def _shared_terms(
@@ -221,7 +218,7 @@ def _shared_terms(
         s = wp.sum(axis, keepdim=True)
         return s * scale, (-wp if mixture is None else mixture * (factor * s) - wp) * scale
     index = options.target.unsqueeze(1).unsqueeze(axis)
-    hit, s = (1 - smoothing) * scale, scale
+    hit, s = scale * (smoothing - 1), scale
     if options.weight is not None:
         own = options.weight[index]
         hit, s = hit * own, ((1 - smoothing) * own + smoothing * options.weight.mean()) * scale
@@ -231,7 +228,7 @@ def _shared_terms(
         members = scale.shape[1] if isinstance(scale, Tensor) else 1
         b = q.new_zeros(q.shape[0], members, *q.shape[2:])
     index = index.expand(b.shape[0], b.shape[1], *index.shape[2:])
-    b.scatter_add_(axis, index, (-hit).expand_as(index) if isinstance(hit, Tensor) else b.new_full(index.shape, -hit))
+    b.scatter_add_(axis, index, hit.expand_as(index) if isinstance(hit, Tensor) else b.new_full(index.shape, hit))
     if smoothing:
         spread = scale * (smoothing / num_classes)
         b -= spread if options.weight is None else spread * options.weight.view([-1, 1] if axis == 2 else [-1])
