@@ -8,6 +8,7 @@ from torch import Tensor
 from torchace import _checks
 from torchace.kernels.options import compute_dtype as compute_dtype
 
+
 def along_members(values: Tensor, like: Tensor) -> Tensor:
     """One value a member, `(K,)`, shaped to broadcast against `(K, ...)`."""
     return values.reshape(-1, *[1] * (like.ndim - 1))

@@ -1,4 +1,4 @@
-"""Amended Cross Entropy: each member's cross entropy with the label, minus λ times its cross entropy with the others."""
+"""Amended Cross Entropy: a member's cross entropy with the label, minus λ times its cross entropy with the others."""
 
 from __future__ import annotations
 

@@ -150,7 +150,9 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # they would pass for constants: once_differentiable looks at the incoming one alone
+        if (
+            torch.is_grad_enabled()
+        ):  # they would pass for constants: once_differentiable looks at the incoming one alone
             raise RuntimeError(
                 "Expected a first derivative of linear_amended_cross_entropy, but got create_graph=True. For a second "
                 "one use amended_cross_entropy of the logits."
@@ -199,9 +201,7 @@ def _by_rows(
     return total, grads
 
 
-def _add_gradients(
-    grads: Gradients, rows: slice, features: Tensor, head_weight: Tensor, logits_grad: Tensor
-) -> None:
+def _add_gradients(grads: Gradients, rows: slice, features: Tensor, head_weight: Tensor, logits_grad: Tensor) -> None:
     """Add the contribution of some rows; `logits_grad` is the loss's gradient in their logits, `(K, n, C)`."""
     # a sum over many rows may be infinite in float16, though their mean is not
     dtype = torch.float32 if logits_grad.dtype == torch.float16 else logits_grad.dtype

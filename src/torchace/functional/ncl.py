@@ -73,7 +73,14 @@ def element_losses(f: Tensor, y: Tensor, lam: float | Tensor, alpha: Tensor, mix
     return 0.5 * (f - y).square() - strength * gap.square()
 
 
-def closed_form(predictions: Tensor, target: Tensor, diversity: Tensor, scale: Tensor, alpha: float | None = None, mixture: Tensor | None = None) -> LossResult:
+def closed_form(
+    predictions: Tensor,
+    target: Tensor,
+    diversity: Tensor,
+    scale: Tensor,
+    alpha: float | None = None,
+    mixture: Tensor | None = None,
+) -> LossResult:
     """Losses, squared errors of the ensemble and the gradient, without autograd, for training steps of R runs.
 
     The outputs of a sample count as one: their mean.

@@ -74,9 +74,7 @@ def compute(
     """
     if torch.is_autocast_enabled(logits.device.type):  # the products below must not be rounded to bf16
         with torch.autocast(logits.device.type, enabled=False):
-            return compute(
-                logits, options, want_gradient=want_gradient, want_scores=want_scores, per_member=per_member
-            )
+            return compute(logits, options, want_gradient=want_gradient, want_scores=want_scores, per_member=per_member)
     # float16 is kept in float32: rounded before a loss scale is applied, it would underflow
     dtype = torch.float32 if logits.dtype == torch.float16 else logits.dtype
     on_cpu = logits.device.type == "cpu"
@@ -137,7 +135,7 @@ def _log_softmax_and_softmax(
         for own_z, own_q in zip(z.flatten(0, 1), q.flatten(0, 1), strict=True):
             torch.softmax(own_z, 1, out=own_q)
     log_total = z.amax(axis, keepdim=True).sub_(q.amax(axis, keepdim=True).log_())
-    return torch.sub(z, log_total, out=log_q), q
+    return torch.sub(z, log_total, out=torch.empty_like(q) if log_q is None else log_q), q  # contiguous, as q
 
 
 def _losses_and_gradient(

@@ -12,9 +12,10 @@ from torchace import _checks
 
 
 class LossOptions(NamedTuple):
-    """Everything but the logits `(R, K, N, C)` of R runs. Nothing receives a gradient, except probabilities in `target`.
+    """Options of the loss of logits `(R, K, N, C)`, those of R runs.
 
-    Floating-point tensors have the type to compute in; an axis of size 1 stands for all entries.
+    Floating-point tensors have the type to compute in; an axis of size 1 stands for all entries. Nothing receives a
+    gradient, except probabilities in `target`.
     """
 
     target: Tensor  # class indices (R, N), or probabilities (R, N, C)
