@@ -253,7 +253,7 @@ class Sweep:
             diversities=[run.diversity for run in group.runs],
             seeds=seeds,
             checkpoint_policy=CheckpointPolicy(checkpoints, every.steps, every.seconds),
-            watch=lambda progress: callback.on_step(group, progress),
+            on_progress=lambda progress: callback.on_step(group, progress),
             stop=stop,
         )
         start = time.monotonic()

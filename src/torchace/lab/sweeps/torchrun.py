@@ -37,7 +37,7 @@ from torchace.lab.training.distributed import (
     should_report,
 )
 from torchace.lab.training.loop import CheckpointPolicy, Failure, fit
-from torchace.lab.training.shard import SharedCheckpoints, gather_network, make_shard
+from torchace.lab.training.shard import gather_network, shard_network
 
 
 @contextmanager
@@ -174,17 +174,13 @@ class RankSweep(Sweep):
         seeds = [run.seed for run in group.runs]
         batches = data.batches(arm)
         train_config = make_train_config(arm.train, batches.steps_per_epoch)
-        whole = build_network(arm, data.dataset, seeds, self.device)
-        network = make_shard(whole, self.ranks)
+        network = shard_network(build_network(arm, data.dataset, seeds, self.device), self.ranks)
         if group.compile:
             network.compile()
-        kept = whole if self.ranks.is_first and self.ranks.members > 1 else None
-        del whole  # a rank needs its own members; the first one all of them, for what it writes
         every = self.experiment.checkpoint
-        whose = store.checkpoints(group, config_digest(arm))
-        if self.ranks.is_first and whose.remove_foreign():
+        checkpoints = store.checkpoints(group, config_digest(arm))
+        if self.ranks.is_first and checkpoints.remove_foreign():
             callback.on_group_restart(group)
-        checkpoints = SharedCheckpoints(whose.directory, kept, owner=whose.owner)
         fitted = fit(
             network,
             batches,
@@ -192,12 +188,12 @@ class RankSweep(Sweep):
             diversities=[run.diversity for run in group.runs],
             seeds=seeds,
             checkpoint_policy=CheckpointPolicy(checkpoints, every.steps, every.seconds),
-            watch=(lambda progress: callback.on_step(group, progress)) if self.ranks.is_first else None,
+            on_progress=(lambda progress: callback.on_step(group, progress)) if self.ranks.is_first else None,
             stop=stop,
         )
         start = time.monotonic()
         predicted = self._predicted(arm, data, network)
-        trained = gather_network(network, kept)
+        trained = gather_network(network)
         if trained is not None:
             self._write_results(store, group, arm, data, trained, fitted, train_config.steps, predicted)
             checkpoints.remove()
