@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from torchace.lab.data import Batches, CropFlip, Dataset, Split, chunks, load
-from torchace.lab.sweeps.config import Arm, ConfigError, DataSection
+from torchace.lab.schema.experiment import Arm, DataSection
+from torchace.lab.sweeps.config import ConfigError
 
 EVALUATION_CHUNK = 2000
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from torchace._files import json_digest
+from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.store import FORMAT, GroupPlan, Run, RunStore, RunStoreError
 from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.sweeps.config import Arm, Experiment
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import (

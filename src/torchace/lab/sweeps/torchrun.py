@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.store import GroupPlan, Run, RunStore
 from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.sweeps.config import Arm, ConfigError, Experiment
+from torchace.lab.sweeps.config import ConfigError
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network, make_train_config
