@@ -23,7 +23,6 @@ T = TypeVar("T")
 Items = Annotated[tuple[T, ...], Field(strict=False)]  # a list in JSON
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(gt=-LARGEST, lt=LARGEST, allow_inf_nan=False)]
-Seed = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 Diversity = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]  # part of a path
 
@@ -125,7 +124,7 @@ class RunKey:
 
     arm: Name
     diversity: Diversity
-    seed: Seed
+    seed: Annotated[Count, Field(strict=True)]
 
     @property
     def id(self) -> str:

@@ -19,13 +19,14 @@ from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network, make_train_config
 from torchace.lab.training.checkpoint import weights_digest
-from torchace.lab.training.distributed import Ranks
+from torchace.lab.training.distributed import SingleProcess
 from torchace.lab.training.evaluate import evaluate, predict_logits
 from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.shard import gather_network, shard_network
 
 Stop = Callable[[], bool]
+ALONE = SingleProcess()
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Executor:
             yield group, train_group(plan, group, callback, stop)
 
 
-def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ranks: Ranks | None = None) -> float:
+def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ranks: SingleProcess = ALONE) -> float:
     """Train a run group from its checkpoint, evaluate its runs and store them; return the seconds of all attempts.
 
     Args:
@@ -95,20 +96,17 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
         group: The runs.
         callback: Receives progress.
         stop: Checked between steps; True saves a checkpoint and raises `Interrupted`.
-        ranks: The processes that train the group together; the first one writes.
+        ranks: The processes that train the group together; the first one writes files.
     """
     arm, data = plan.arms[group.arm], plan.data[group.arm]
     seeds = [run.seed for run in group.runs]
     batches = data.batches(arm)
     config = make_train_config(arm.train, batches.steps_per_epoch)
-    network = build_network(arm, data.dataset, seeds, plan.device)
-    if ranks is not None:
-        network = shard_network(network, ranks)
+    network = shard_network(build_network(arm, data.dataset, seeds, plan.device), ranks)
     if group.compile:
         network.compile()
-    is_first = ranks is None or ranks.is_first
     checkpoints = plan.store.checkpoints(group, config_digest(arm))
-    if is_first and checkpoints.remove_foreign():
+    if ranks.is_first and checkpoints.remove_foreign():
         callback.on_group_restart(group)
     every = plan.experiment.checkpoint
     fitted = fit(
@@ -118,13 +116,13 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
         diversities=[run.diversity for run in group.runs],
         seeds=seeds,
         checkpoint_policy=CheckpointPolicy(checkpoints, every.steps, every.seconds),
-        on_progress=(lambda progress: callback.on_step(group, progress)) if is_first else None,
+        on_progress=lambda progress: callback.on_step(group, progress),
         stop=stop,
     )
     start = time.monotonic()
     test = predict_logits(network, data.chunks(arm, data.dataset.test))
     validation = None if data.validation is None else predict_logits(network, data.chunks(arm, data.validation))
-    trained = network if ranks is None else gather_network(network)
+    trained = gather_network(network)
     if trained is None:  # the first rank writes
         return 0.0
     for r, run in enumerate(group.runs):

@@ -22,7 +22,8 @@ import torch
 
 from torchace._files import PARTIAL, fsync_directory, json_digest, read_json, refuse_links, write_atomic
 from torchace.lab.data import Split
-from torchace.lab.store import FORMAT, OURS, Run, RunStore, RunStoreError, finite
+from torchace.lab.schema.results import ExperimentResult, RunKey, RunResult
+from torchace.lab.store import OURS, RunStore, RunStoreError, finite
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.tables.model import TableModel, score
 from torchace.lab.tables.table import Table, on_device, squared_scale
@@ -165,7 +166,7 @@ class TableFit:
         tuned = self._tuned(train, validation, test, watcher, stop) if self.diversity is None else None
         diversity = self.diversity if tuned is None else tuned.diversity
         assert diversity is not None
-        run = Run("model", diversity, self.seed)
+        run = RunKey("model", diversity, self.seed)
         if not store.is_finished(run) or not self._kept.exists():
             trained = train_members(
                 self.plan,
@@ -218,7 +219,7 @@ class TableFit:
     def _parts(self) -> tuple[Split, Split, Split]:
         return self.table.train, self.table.validation, self.table.test
 
-    def _checkpoints(self, run: Run) -> Checkpoints:
+    def _checkpoints(self, run: RunKey) -> Checkpoints:
         owner = {"runs": [[run.arm, run.diversity, run.seed]], "config_sha256": json_digest(self.request())}
         return Checkpoints(self.work / "checkpoints" / "model", owner=owner)
 
@@ -239,7 +240,7 @@ class TableFit:
             stop=stop,
         )
 
-    def _keep(self, store: RunStore, run: Run, trained: Trained, tuned: TunedDiversity | None) -> None:
+    def _keep(self, store: RunStore, run: RunKey, trained: Trained, tuned: TunedDiversity | None) -> None:
         """Saves the trained model, then writes it down as done."""
         if (failure := trained.failure(0)) is not None:
             raise TrainingFailed(_failed(failure, run))
@@ -257,32 +258,27 @@ class TableFit:
             shutil.rmtree(self._kept)
         TableModel(ensemble, self.table.encoding, run.diversity, finite(record)).save(self._kept)
         metric = "train_cross_entropy" if self.table.task == "classification" else "train_mse"
-        store.write_result(
-            run,
-            {
-                "format": FORMAT,
-                "run": run.id,
-                "arm": run.arm,
-                "diversity": run.diversity,
-                "seed": run.seed,
-                "num_members": self.plan.num_members,
-                "batches": self.plan.batches,
-                "status": "finished",
-                "failure": None,
-                "metrics": {"test": scores.get("test"), "validation": scores["validation"], "train": None},
-                "history": [
-                    {"epoch": entry["epoch"], "step": entry["step"], metric: entry["score"][0]}
-                    for entry in fitted.history
-                ],
-                "steps": trained.train_config.steps,
-                "seconds": fitted.seconds,
-                "parameters": sum(p.numel() for p in ensemble.parameters()),
-                "job": "model",
-                "versions": versions(),
-                **hardware(self.device),
-            },
-            arrays,
-        )
+        content = {
+            "run": run.id,
+            "arm": run.arm,
+            "diversity": run.diversity,
+            "seed": run.seed,
+            "num_members": self.plan.num_members,
+            "batches": self.plan.batches,
+            "status": "finished",
+            "failure": None,
+            "metrics": {"test": scores.get("test"), "validation": scores["validation"], "train": None},
+            "history": [
+                {"epoch": entry["epoch"], "step": entry["step"], metric: entry["score"][0]} for entry in fitted.history
+            ],
+            "steps": trained.train_config.steps,
+            "seconds": fitted.seconds,
+            "parameters": sum(p.numel() for p in ensemble.parameters()),
+            "job": "model",
+            "versions": versions(),
+            **hardware(self.device),
+        }
+        store.write_result(RunResult.model_validate(content), arrays)
 
     def _scores(self, trained: Trained) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """How the model does on what it was not trained on, in the target's units."""
@@ -304,12 +300,11 @@ class TableFit:
                 arrays["disputed_row"] = rows[arrays["disputed_index"]] + 1  # as a person counts them in the file
         return scores, arrays
 
-    def _write_experiment(self, store: RunStore, run: Run, tuned: TunedDiversity | None, seconds: float) -> None:
+    def _write_experiment(self, store: RunStore, run: RunKey, tuned: TunedDiversity | None, seconds: float) -> None:
         schema, plan = self.table.schema, self.plan
         widths = [self.table.train.x.shape[1], *plan.hidden, self.table.num_outputs]
         fit = read_json(self._begun)
         content = {
-            "format": FORMAT,
             "name": self.out.name,
             "title": f"{schema.target.name}, from {self.table.name}",
             "description": f"{plan.num_members} networks trained jointly to predict {schema.target.name}.",
@@ -346,10 +341,10 @@ class TableFit:
             "started": fit["started"],
             "seconds": seconds,
         }
-        store.write_experiment(content)
+        store.write_experiment(ExperimentResult.model_validate(content))
 
 
-def _failed(failure: Failure, run: Run) -> str:
+def _failed(failure: Failure, run: RunKey) -> str:
     member = "" if failure.member is None else f", member {failure.member}"
     return (
         f"The model's training (λ={run.diversity:g}, seed {run.seed}{member}) ended at step {failure.step} with "
