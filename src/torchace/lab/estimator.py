@@ -24,14 +24,14 @@ from torchace import _checks
 from torchace.lab.data import Split, hashed_key, permutation, stratified_split
 from torchace.lab.data.encoding import Encoding, NumberColumn
 from torchace.lab.data.table_schema import Column, Schema, Target
-from torchace.lab.sweeps.run_store import finite
+from torchace.lab.store import finite
 from torchace.lab.training.chunks import chunk_rows, collect_chunks
 from torchace.lab.training.config import make_optimizer
 from torchace.lab.training.members import MemberPlan, Trained, new_run_group, train_members
 from torchace.lab.training.scaling import Moments, Scaling, finished_ensemble
 from torchace.lab.tuning.tuning import TunedDiversity, tune_diversity
 from torchace.models.encoder import TableEncoder
-from torchace.models.mlp import checked_widths
+from torchace.models.mlp import hidden_widths
 from torchace.nn import Ensemble
 from torchace.saving import ModelFileError, load_model, save_model
 
@@ -243,7 +243,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         return MemberPlan(
             self._task,
             num_members=int(self.num_members),
-            hidden=tuple(checked_widths(_plain(self.hidden))),
+            hidden=tuple(hidden_widths(_plain(self.hidden))),
             epochs=int(self.epochs),
             batch_size=int(self.batch_size),
             learning_rate=float(self.learning_rate),

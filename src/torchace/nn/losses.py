@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchace import _checks
 from torchace.functional import amended_cross_entropy, binary_amended_cross_entropy, negative_correlation
-from torchace.nn.base import keeping_dtype
+from torchace.nn.base import apply_keeping_dtype
 
 
 class _MemberLoss(nn.Module):
@@ -33,7 +33,7 @@ class _MemberLoss(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         names = ("member_weights", "_diversity_tensor")
         moved = super()._apply
-        return keeping_dtype(self, names, lambda: moved(fn, recurse))  # type: ignore[no-untyped-call]
+        return apply_keeping_dtype(self, names, lambda: moved(fn, recurse))  # type: ignore[no-untyped-call]
 
     @property
     def diversity(self) -> float | Tensor:

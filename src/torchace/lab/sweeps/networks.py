@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchace.lab.data import Dataset, hashed_key
-from torchace.lab.sweeps.config import Arm, ModelSection, TrainSection
+from torchace.lab.schema.experiment import Arm, ModelSection, TrainSection
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.memory import check_memory, count_parameters
 from torchace.lab.training.run_group import RunGroup
@@ -124,7 +124,7 @@ def _ensemble(model: ModelSection, data: Dataset, seed: int) -> EnsembleModule:
         def fresh() -> nn.Module:
             return _network(model, data, data.num_classes)
 
-        return branch(fresh(), model.at, model.num_members, reinitialize=fresh)
+        return branch(fresh(), model.num_members, at=model.at, reinitialize=fresh)
 
 
 def _parameters(model: ModelSection, data: Dataset) -> int:
