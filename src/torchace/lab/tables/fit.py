@@ -22,8 +22,8 @@ import torch
 
 from torchace._files import PARTIAL, fsync_directory, json_digest, read_json, refuse_links, write_atomic
 from torchace.lab.data import Split
+from torchace.lab.store import FORMAT, OURS, Run, RunStore, RunStoreError, finite
 from torchace.lab.sweeps.environment import hardware, versions
-from torchace.lab.sweeps.run_store import FORMAT, OURS, Ledger, LedgerError, Run, finite
 from torchace.lab.tables.model import TableModel, score
 from torchace.lab.tables.table import Table, on_device, squared_scale
 from torchace.lab.training.checkpoint import Checkpoints
@@ -100,25 +100,27 @@ class TableFit:
             return False
         if self.out.is_dir() and not self.out.is_symlink() and not any(self.out.iterdir()):
             if os.path.ismount(self.out):  # a directory is renamed to it in the end
-                raise LedgerError(f"{self.out} is a mount point. Choose a directory in it: --out {self.out / 'model'}.")
+                raise RunStoreError(
+                    f"{self.out} is a mount point. Choose a directory in it: --out {self.out / 'model'}."
+                )
             return False
         try:
             record = TableModel.load(self.out).record
         except (ModelFileError, OSError):
             record = {}
         if record.get("fit") != self.request():
-            raise LedgerError(f"{self.out} holds something else already. Choose another --out, or remove it.")
+            raise RunStoreError(f"{self.out} holds something else already. Choose another --out, or remove it.")
         return True
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Claims the working directory, or refuses one that another fit has begun."""
         self._check_work()  # before the lock is written: what is there may be anybody's
-        with Ledger(self.work).locked():
+        with RunStore(self.work).locked():
             self._check_work()
             if self.is_finished():
                 self.clear()
-                raise LedgerError(f"Another process has just finished {self.out}. Repeat the command to see it.")
+                raise RunStoreError(f"Another process has just finished {self.out}. Repeat the command to see it.")
             if not self._begun.exists():
                 started = datetime.now(UTC).isoformat(timespec="seconds")
                 content = {"request": self.request(), "started": started}
@@ -134,7 +136,7 @@ class TableFit:
             except (OSError, ValueError, KeyError, TypeError):
                 before = None
             if before != self.request():
-                raise LedgerError(
+                raise RunStoreError(
                     f"{self.work} holds an unfinished fit of other data or settings. Remove it, or choose another "
                     "--out."
                 )
@@ -142,7 +144,7 @@ class TableFit:
             # a process that was killed at its very start leaves its lock and half of fit.json at most
             foreign = [name for name in sorted(os.listdir(self.work)) if name != "lock" and not name.endswith(PARTIAL)]
             if foreign:
-                raise LedgerError(
+                raise RunStoreError(
                     f"{self.work}, where a fit would work, holds something else already ({foreign[0]!r}). "
                     "Choose another --out."
                 )
@@ -155,16 +157,16 @@ class TableFit:
             TrainingFailed: The training ended in NaN or Inf.
         """
         watcher, began = watcher or FitWatcher(), time.monotonic()
-        ledger = Ledger(self.work)
+        store = RunStore(self.work)
         for leftover in self.work.glob(f".{self._kept.name}.*{PARTIAL}"):  # of a process killed while it saved
             shutil.rmtree(leftover)
-        ledger.clean([])
+        store.clean([])
         train, validation, test = (on_device(part, self.plan, self.device) for part in self._parts())
         tuned = self._tuned(train, validation, test, watcher, stop) if self.diversity is None else None
         diversity = self.diversity if tuned is None else tuned.diversity
         assert diversity is not None
         run = Run("model", diversity, self.seed)
-        if not ledger.is_finished(run) or not self._kept.exists():
+        if not store.is_finished(run) or not self._kept.exists():
             trained = train_members(
                 self.plan,
                 train,
@@ -176,9 +178,9 @@ class TableFit:
                 watch=watcher.trained,
                 stop=stop,
             )
-            self._keep(ledger, run, trained, tuned)
+            self._keep(store, run, trained, tuned)
         self._checkpoints(run).remove()
-        self._write_experiment(ledger, run, tuned, time.monotonic() - began)
+        self._write_experiment(store, run, tuned, time.monotonic() - began)
 
     def publish(self) -> None:
         """Puts the complete model in place, with its results and its report."""
@@ -237,7 +239,7 @@ class TableFit:
             stop=stop,
         )
 
-    def _keep(self, ledger: Ledger, run: Run, trained: Trained, tuned: TunedDiversity | None) -> None:
+    def _keep(self, store: RunStore, run: Run, trained: Trained, tuned: TunedDiversity | None) -> None:
         """Saves the trained model, then writes it down as done."""
         if (failure := trained.failure(0)) is not None:
             raise TrainingFailed(_failed(failure, run))
@@ -255,7 +257,7 @@ class TableFit:
             shutil.rmtree(self._kept)
         TableModel(ensemble, self.table.encoding, run.diversity, finite(record)).save(self._kept)
         metric = "train_cross_entropy" if self.table.task == "classification" else "train_mse"
-        ledger.write_result(
+        store.write_result(
             run,
             {
                 "format": FORMAT,
@@ -302,7 +304,7 @@ class TableFit:
                 arrays["disputed_row"] = rows[arrays["disputed_index"]] + 1  # as a person counts them in the file
         return scores, arrays
 
-    def _write_experiment(self, ledger: Ledger, run: Run, tuned: TunedDiversity | None, seconds: float) -> None:
+    def _write_experiment(self, store: RunStore, run: Run, tuned: TunedDiversity | None, seconds: float) -> None:
         schema, plan = self.table.schema, self.plan
         widths = [self.table.train.x.shape[1], *plan.hidden, self.table.num_outputs]
         fit = read_json(self._begun)
@@ -344,7 +346,7 @@ class TableFit:
             "started": fit["started"],
             "seconds": seconds,
         }
-        ledger.write_experiment(content)
+        store.write_experiment(content)
 
 
 def _failed(failure: Failure, run: Run) -> str:

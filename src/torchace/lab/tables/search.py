@@ -11,7 +11,7 @@ from typing import Any
 
 from torchace._files import refuse_links, remove_abandoned, write_atomic
 from torchace.lab.data import Split
-from torchace.lab.sweeps.run_store import LedgerError, finite
+from torchace.lab.store import RunStoreError, finite
 from torchace.lab.tables.table import Table, on_device, squared_scale
 from torchace.lab.training.members import MemberPlan
 from torchace.lab.tuning.search import SearchResult, SearchSpace, search
@@ -91,7 +91,7 @@ class TableSearch:
     def _check(self) -> None:
         """Refuses a directory that holds something else than searches, or links in their place."""
         if self.directory.is_dir() and (names := os.listdir(self.directory)) and not KEPT & set(names):
-            raise LedgerError(f"{self.directory} holds something else already. Choose another --out.")
+            raise RunStoreError(f"{self.directory} holds something else already. Choose another --out.")
         refuse_links(self.directory, (*KEPT, "study.db-journal"))
 
     def _part(self, split: Split) -> Split:

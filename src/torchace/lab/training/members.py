@@ -153,7 +153,7 @@ def train_members(
         optimizer=optimizer,
         mean_weight=mean_weight,
         checkpoint_policy=checkpoint_policy,
-        watch=watch,
+        on_progress=watch,
         stop=stop,
     )
     return Trained(plan, train_config, network, fitted)

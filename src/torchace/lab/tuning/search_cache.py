@@ -30,7 +30,7 @@ from torchace._files import (
     write_atomic,
 )
 from torchace.lab.data import Split
-from torchace.lab.sweeps.run_store import Ledger, LedgerError
+from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.loop import CheckpointPolicy
 from torchace.lab.training.members import MemberPlan
@@ -56,7 +56,7 @@ class Trials:
     @contextmanager
     def opened(self, fingerprint: Mapping[str, Any]) -> Iterator[None]:
         """Keeps other processes and other searches out for as long as this one works."""
-        with Ledger(self.directory).locked():
+        with RunStore(self.directory).locked():
             self._claim(fingerprint)
             for folder in (self.directory, self.directory / "cohorts"):
                 remove_partial(folder)
@@ -76,7 +76,7 @@ class Trials:
         except (LookupError, AttributeError, TypeError) as error:
             raise _damaged(file, "the directory") from error
         if other is not None:
-            raise LedgerError(
+            raise RunStoreError(
                 f"{self.directory} holds a search {other}. Choose another --out, or remove the directory."
             )
 
@@ -92,7 +92,7 @@ class Trials:
         try:
             losses = load_safetensors(read_bounded(file, 4 * ARRAYS_BYTES))["losses"]
         except OSError as error:
-            raise LedgerError(f"Cannot read {file}: {error.strerror}.") from error
+            raise RunStoreError(f"Cannot read {file}: {error.strerror}.") from error
         except (SafetensorError, KeyError, ValueError) as error:
             raise _damaged(file) from error
         if losses.shape != shape or not losses.is_floating_point():
@@ -110,7 +110,7 @@ class Trials:
             raise _damaged(file)
         search = self._search()
         if content.get("search_sha256", search) != search:  # earlier versions wrote none
-            raise LedgerError(f"{file} belongs to another search. Choose another --out, or remove the directory.")
+            raise RunStoreError(f"{file} belongs to another search. Choose another --out, or remove the directory.")
         self._forget(cohort)  # what a process left that was killed before it could
         return scores
 
@@ -204,15 +204,15 @@ def _read(file: Path, remedy: str = "that file") -> dict[str, Any]:
     try:
         content = read_json(file)
     except OSError as error:
-        raise LedgerError(f"Cannot read {file}: {error.strerror}.") from error
+        raise RunStoreError(f"Cannot read {file}: {error.strerror}.") from error
     except ValueError as error:
         raise _damaged(file, remedy) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise LedgerError(f"{file} was not written by this version of torchace. Choose another --out.")
+        raise RunStoreError(f"{file} was not written by this version of torchace. Choose another --out.")
     if CHECKSUM in content and not is_unchanged(content):  # earlier versions wrote none
         raise _damaged(file, remedy)
     return content
 
 
-def _damaged(file: Path, remedy: str = "that file") -> LedgerError:
-    return LedgerError(f"{file} is damaged. Choose another --out, or remove {remedy} to train it again.")
+def _damaged(file: Path, remedy: str = "that file") -> RunStoreError:
+    return RunStoreError(f"{file} is damaged. Choose another --out, or remove {remedy} to train it again.")
