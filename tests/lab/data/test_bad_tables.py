@@ -211,10 +211,10 @@ def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     path = tmp_path / "t.csv"
     path.write_bytes(GOOD)
 
-    def fails(stream: object) -> None:
+    def fails(*args: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("torchace.lab.data.csv_files._lines", fails)
+    monkeypatch.setattr("torchace.lab.data.csv_files._complete_rows", fails)
     with pytest.raises(ValueError) as caught:
         read_table(path)
     one_sentence(caught.value, str(path), "Input/output error")
