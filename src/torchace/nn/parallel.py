@@ -22,8 +22,8 @@ from torchace.nn.base import (
     tensor_versions,
 )
 from torchace.nn.ensemble import Ensemble
-from torchace.nn.recomputed import copy_module, recompute
 from torchace.nn.stacked import StackedEnsemble
+from torchace.nn.stacked_state import copy_module, recompute_weights
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -331,4 +331,4 @@ def _copied(module: nn.Module, parts: dict[int, Tensor]) -> nn.Module:
     memo: dict[int, Any] = {
         i: nn.Parameter(t, requires_grad=parameters[i]) if i in parameters else t for i, t in parts.items()
     }
-    return recompute(copy_module(module, memo))
+    return recompute_weights(copy_module(module, memo))
