@@ -28,18 +28,18 @@ from torchace.lab.data import Split
 from torchace.lab.sweeps.run_store import LedgerError
 from torchace.lab.training.files import PARTIAL, PathError
 from torchace.lab.training.loop import Interrupted
-from torchace.lab.training.members import MemberPlan, Trained, new_run_group, train_members
-from torchace.lab.tuning import tuning as tune
-from torchace.lab.tuning.search_cache import Trials
-from torchace.lab.tuning.tuning import (
-    Gain,
-    Stage,
+from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_group, train_members
+from torchace.lab.tuning import grid_search
+from torchace.lab.tuning.gain import Gain
+from torchace.lab.tuning.grid_search import (
+    GridSearch,
     TunedDiversity,
     best_diversity,
-    refined,
+    refine_candidates,
     split_evenly,
-    tune_diversity,
 )
+from torchace.lab.tuning.search import SearchCallback, SearchProblem, SearchStage
+from torchace.lab.tuning.search_cache import SearchCache
 
 PLAN = MemberPlan("classification", num_members=3, hidden=(5,), epochs=6, batch_size=16, learning_rate=0.03)
 SMALL: dict[str, Any] = {"num_seeds": 2, "num_fresh": 3, "candidates": (0.5, 0.9)}
@@ -54,11 +54,21 @@ def samples(count: int, start: int = 0, task: str = "classification", weighted: 
     return Split(x, (signal > 0).long() if task == "classification" else signal[:, None], weight)
 
 
-TRAIN, VALIDATION, CHECK = samples(48), samples(40, 1), samples(40, 2)
+TRAIN, VALIDATION, TEST = samples(48), samples(40, 1), samples(40, 2)
 
 
-def tuned(plan: MemberPlan = PLAN, train: Split = TRAIN, check: Split | None = CHECK, **options: Any) -> TunedDiversity:
-    return tune_diversity(plan, train, VALIDATION, 2, check=check, **{**SMALL, **options})
+def run_search(
+    plan: MemberPlan = PLAN,
+    train: Split = TRAIN,
+    test: Split | None = TEST,
+    *,
+    seed: int = 0,
+    callback: SearchCallback | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    **options: Any,
+) -> TunedDiversity:
+    problem = SearchProblem(plan, train, VALIDATION, 2, seed)
+    return GridSearch(problem, test=test, **{**SMALL, **options}).run(callback, stop)
 
 
 @pytest.fixture
@@ -66,11 +76,11 @@ def trainings(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[float, int]]]:
     """λ and seed of the runs of every cohort that is trained from now on."""
     seen: list[list[tuple[float, int]]] = []
 
-    def counted(*args: Any, diversities: list[float], seeds: list[int], **options: Any) -> Trained:
+    def counted(*args: Any, diversities: list[float], seeds: list[int], **options: Any) -> TrainedGroup:
         seen.append(list(zip(diversities, seeds, strict=True)))
         return train_members(*args, diversities=diversities, seeds=seeds, **options)
 
-    monkeypatch.setattr(tune, "train_members", counted)
+    monkeypatch.setattr(grid_search, "train_members", counted)
     return seen
 
 
@@ -110,7 +120,7 @@ def test_rounding_does_not_choose() -> None:
 @given(st.lists(LAMBDAS, min_size=1, max_size=8, unique=True), st.data())
 def test_refining_halves_the_gaps_around_the_best(tried: list[float], data: st.DataObject) -> None:
     best = data.draw(st.sampled_from(tried))
-    new = refined(tried, best)
+    new = refine_candidates(tried, best)
     grid = sorted({0.0, 1.0, *tried})
     place = grid.index(best)
     assert set(new).isdisjoint(grid)
@@ -134,7 +144,7 @@ def test_refining_halves_the_gaps_around_the_best(tried: list[float], data: st.D
 def test_the_gain_is_a_paired_t_interval(rows: list[tuple[float, float, str]]) -> None:
     baseline = {seed: None if failed == "first" else a for seed, (a, _, failed) in enumerate(rows)}
     chosen = {seed: None if failed == "second" else b for seed, (_, b, failed) in enumerate(rows)}
-    gain = Gain.of("test", baseline, chosen)
+    gain = Gain.measure("test", baseline, chosen)
     pairs = [(seed, a, b) for seed, (a, b, failed) in enumerate(rows) if failed == "both"]
     if not pairs:
         assert gain is None
@@ -171,7 +181,7 @@ def test_scores_are_those_of_every_run_trained_alone(task: str, options: dict[st
     plan = replace(PLAN, task=task, **options)
     train, validation, check = (samples(40, start, task, weighted=True) for start in range(3, 6))
     outputs = 2 if task == "classification" else 1
-    found = tune_diversity(plan, train, validation, outputs, check=check, **SMALL)
+    found = GridSearch(SearchProblem(plan, train, validation, outputs), test=check, **SMALL).run()
 
     def alone(diversity: float, seed: int, split: Split) -> float:
         one = train_members(plan, train, outputs, diversities=[diversity], seeds=[seed], validation=validation)
@@ -189,7 +199,7 @@ def test_scores_are_those_of_every_run_trained_alone(task: str, options: dict[st
 
 
 def test_a_round_is_one_cohort(trainings: list[list[tuple[float, int]]]) -> None:
-    found = tuned(rounds=3)
+    found = run_search(rounds=3)
     search, gain = trainings[:-1], trainings[-1]
     assert [sorted({d for d, _ in cohort}) for cohort in search] == [list(tried) for tried in found.rounds]
     for cohort, tried in zip(search, found.rounds, strict=True):
@@ -199,30 +209,30 @@ def test_a_round_is_one_cohort(trainings: list[list[tuple[float, int]]]) -> None
     scores: dict[float, Mapping[int, float | None]] = {}
     for tried, following in zip(found.rounds, found.rounds[1:], strict=False):
         scores |= {c.diversity: c.scores for c in found.candidates if c.diversity in tried}
-        assert list(following) == refined(scores, best_diversity(scores))
+        assert list(following) == refine_candidates(scores, best_diversity(scores))
     assert found.diversity == best_diversity({c.diversity: c.scores for c in found.candidates})
 
 
 def test_seeds_of_the_comparison_and_of_other_searches_are_fresh() -> None:
-    found = [tuned(seed=seed, num_seeds=3, num_fresh=4) for seed in (0, 1)]
+    found = [run_search(seed=seed, num_seeds=3, num_fresh=4) for seed in (0, 1)]
     used = [seed for one in found for seed in (*one.seeds, *one.fresh_seeds)]
     assert len(used) == len(set(used)) == 14
 
 
 def test_the_same_seed_gives_the_same_answer() -> None:
     state = torch.get_rng_state()
-    assert tuned() == tuned()
-    assert tuned(seed=1) != tuned()
+    assert run_search() == run_search()
+    assert run_search(seed=1) != run_search()
     assert torch.get_rng_state().equal(state)
 
 
 def test_cohorts_of_any_size_give_the_same(
     monkeypatch: pytest.MonkeyPatch, trainings: list[list[tuple[float, int]]]
 ) -> None:
-    whole = tuned()
+    whole = run_search()
     count = len(trainings)
-    monkeypatch.setattr(tune, "COHORT", 2)
-    parts = tuned()
+    monkeypatch.setattr(grid_search, "MAX_RUNS", 2)
+    parts = run_search()
     assert [len(cohort) for cohort in trainings[count:]] == [2] * (sum(map(len, trainings[:count])) // 2)
     assert (parts.diversity, parts.rounds) == (whole.diversity, whole.rounds)
     for ours, theirs in zip(parts.candidates, whole.candidates, strict=True):
@@ -232,19 +242,19 @@ def test_cohorts_of_any_size_give_the_same(
 def test_runs_that_take_much_memory_are_trained_apart(
     monkeypatch: pytest.MonkeyPatch, trainings: list[list[tuple[float, int]]]
 ) -> None:
-    monkeypatch.setattr(tune, "MEMORY", 1)
-    tuned(rounds=1, num_fresh=0)
+    monkeypatch.setattr(grid_search, "MEMORY", 1)
+    run_search(rounds=1, num_fresh=0)
     assert [len(cohort) for cohort in trainings] == [1] * 6
 
 
 def test_samples_of_the_comparison_take_no_part_in_choosing() -> None:
-    ours, theirs = tuned(), tuned(check=samples(30, 7))
+    ours, theirs = run_search(), run_search(test=samples(30, 7))
     assert (ours.diversity, ours.candidates) == (theirs.diversity, theirs.candidates)
     assert ours.gain != theirs.gain
 
 
 def test_without_samples_of_its_own_the_comparison_says_so() -> None:
-    found = tuned(check=None)
+    found = run_search(test=None)
     assert found.gain is not None
     assert found.gain.split == "validation"
     assert "on the validation samples that chose it" in found.sentence
@@ -252,7 +262,7 @@ def test_without_samples_of_its_own_the_comparison_says_so() -> None:
 
 
 def test_scores_can_be_told_in_other_units() -> None:
-    ours, theirs = tuned(score_scale=100.0), tuned()
+    ours, theirs = run_search(score_scale=100.0), run_search()
     assert ours.diversity == theirs.diversity
     for a, b in zip(ours.candidates, theirs.candidates, strict=True):
         assert a.scores == pytest.approx({seed: 100 * (score or 0) for seed, score in b.scores.items()})
@@ -262,14 +272,14 @@ def test_scores_can_be_told_in_other_units() -> None:
 
 
 def test_one_member_has_no_diversity() -> None:
-    found = tuned(replace(PLAN, num_members=1))
+    found = run_search(replace(PLAN, num_members=1))
     assert (found.diversity, found.rounds, found.gain, found.fresh_seeds) == (0.0, ((0.0,),), None, ())
-    assert found.sentence == "One member has nobody to differ from: λ=0."
+    assert found.sentence == "One member cannot differ from others: λ=0."
 
 
 def test_what_is_watched_adds_up() -> None:
     seen: list[tuple[Stage, float]] = []
-    found = tuned(watch=lambda stage, share: seen.append((stage, share)))
+    found = run_search(watch=lambda stage, share: seen.append((stage, share)))
     stages = list(dict.fromkeys(stage for stage, _ in seen))
     assert [stage.number for stage in stages] == [1, 2, 3]
     assert [stage.purpose for stage in stages] == ["search", "search", "gain"]
@@ -286,7 +296,7 @@ def test_what_is_watched_adds_up() -> None:
 def spoil(monkeypatch: pytest.MonkeyPatch, fails: Callable[[float, int], bool]) -> None:
     """From now on these runs start with Inf."""
 
-    def spoilt(plan: MemberPlan, train: Split, num_outputs: int, **options: Any) -> Trained:
+    def spoilt(plan: MemberPlan, train: Split, num_outputs: int, **options: Any) -> TrainedGroup:
         network = new_run_group(plan, train.x.shape[1], num_outputs, options["seeds"])
         with torch.no_grad():
             for run, pair in enumerate(zip(options["diversities"], options["seeds"], strict=True)):
@@ -294,13 +304,13 @@ def spoil(monkeypatch: pytest.MonkeyPatch, fails: Callable[[float, int], bool]) 
                     next(network.parameters())[run * plan.num_members] = torch.inf
         return train_members(plan, train, num_outputs, network=network, **options)
 
-    monkeypatch.setattr(tune, "train_members", spoilt)
+    monkeypatch.setattr(grid_search, "train_members", spoilt)
 
 
 def test_a_candidate_with_a_failed_training_loses(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = tuned(rounds=1)
+    before = run_search(rounds=1)
     spoil(monkeypatch, lambda diversity, seed: (diversity, seed) == (before.diversity, 1))
-    after = tuned(rounds=1)
+    after = run_search(rounds=1)
     assert after.diversity != before.diversity
     by_diversity = {candidate.diversity: candidate for candidate in after.candidates}
     assert by_diversity[before.diversity].failed == (1,)
@@ -313,7 +323,7 @@ def test_a_candidate_with_a_failed_training_loses(monkeypatch: pytest.MonkeyPatc
 
 def test_lambda_0_may_lose_by_failing(monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch, lambda diversity, seed: diversity == 0)
-    found = tuned()
+    found = run_search()
     assert found.diversity > 0
     assert found.gain is None
     assert found.sentence.endswith("its trainings with fresh seeds failed.")
@@ -321,7 +331,7 @@ def test_lambda_0_may_lose_by_failing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_failed_fresh_seeds_are_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(monkeypatch, lambda diversity, seed: seed == 501)
-    found = tuned()
+    found = run_search()
     assert found.gain is not None
     assert found.fresh_seeds == (500, 501, 502)
     assert found.gain.seeds == (500, 502)
@@ -329,10 +339,10 @@ def test_failed_fresh_seeds_are_left_out_and_counted(monkeypatch: pytest.MonkeyP
 
 
 def test_when_everything_fails_lambda_0_is_kept() -> None:
-    found = tuned(replace(PLAN, learning_rate=1e300))
+    found = run_search(replace(PLAN, learning_rate=1e300))
     assert found.diversity == 0
     assert all(len(candidate.failed) == 2 for candidate in found.candidates)
-    assert found.sentence == "Every training failed (NaN or Inf): λ=0 was kept. Lower the learning rate."
+    assert found.sentence == "Every training failed (NaN or Inf), so λ=0. Lower the learning rate."
     assert json.loads(json.dumps(found.to_json(), allow_nan=False))["candidates"][0]["scores"] == {"0": None, "1": None}
 
 
@@ -373,7 +383,7 @@ def test_the_sentence_says_what_it_is_worth(
     monkeypatch: pytest.MonkeyPatch, differences: list[float], sentence: str
 ) -> None:
     inject(monkeypatch, differences)
-    found = tuned(rounds=1, num_fresh=len(differences))
+    found = run_search(rounds=1, num_fresh=len(differences))
     assert found.diversity == 0.9
     assert re.fullmatch(f"λ=0.9 {sentence}", found.sentence), found.sentence
 
@@ -383,7 +393,7 @@ def test_the_interval_of_the_gain_is_for_new_samples_too(monkeypatch: pytest.Mon
     rng = np.random.default_rng(0)
     losses = list(0.2 + rng.normal(size=40) + 1e-3 * rng.normal(size=(5, 40)))
     inject(monkeypatch, losses)
-    found = tuned(rounds=1, num_fresh=5)
+    found = run_search(rounds=1, num_fresh=5)
     assert found.gain is not None
     assert found.gain.samples == 40
     assert not found.gain.beyond_noise
@@ -395,7 +405,7 @@ def test_the_interval_of_the_gain_is_for_new_samples_too(monkeypatch: pytest.Mon
     assert "over 40 samples and 5 fresh seeds" in found.sentence
     assert TunedDiversity.from_json(json.loads(json.dumps(found.to_json()))) == found
     # chosen by these very samples: the interval holds for both λ above 0
-    alone = tuned(rounds=1, num_fresh=5, check=None)
+    alone = run_search(rounds=1, num_fresh=5, test=None)
     assert alone.gain is not None
     assert alone.gain.choices == 2
     assert alone.gain.high - alone.gain.low > 1.1 * (found.gain.high - found.gain.low)
@@ -403,7 +413,7 @@ def test_the_interval_of_the_gain_is_for_new_samples_too(monkeypatch: pytest.Mon
 
 
 def test_gains_of_earlier_versions_are_read() -> None:
-    content = tuned().to_json()
+    content = run_search().to_json()
     del content["gain"]["samples"], content["gain"]["choices"]
     gain = TunedDiversity.from_json(content).gain
     assert gain is not None
@@ -414,8 +424,8 @@ def test_samples_of_no_weight_do_not_count() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 4, 20))
     weight = np.repeat([1.0, 0.0], 10)
-    found = Gain.of("test", dict(enumerate(a)), dict(enumerate(b)), weight=weight)
-    few = Gain.of("test", dict(enumerate(a[:, :10])), dict(enumerate(b[:, :10])))
+    found = Gain.measure("test", dict(enumerate(a)), dict(enumerate(b)), weight=weight)
+    few = Gain.measure("test", dict(enumerate(a[:, :10])), dict(enumerate(b[:, :10])))
     assert found is not None
     assert few is not None
     assert found.samples == few.samples == 10
@@ -429,7 +439,7 @@ def test_no_diversity_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
         "scores",
         lambda self, purpose, number, lambdas, seeds, *_: {d: dict.fromkeys(seeds, d) for d in lambdas},
     )
-    found = tuned()
+    found = run_search()
     assert (found.diversity, found.gain, found.fresh_seeds) == (0.0, None, ())
     assert found.rounds == ((0.0, 0.5, 0.9), (0.25,))
     assert found.sentence == (
@@ -439,7 +449,7 @@ def test_no_diversity_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"num_fresh": 0}, {"num_fresh": 1}, {"check": None}])
 def test_the_answer_survives_json(options: dict[str, Any]) -> None:
-    found = tuned(**options)
+    found = run_search(**options)
     text = json.dumps(found.to_json(), allow_nan=False)
     assert TunedDiversity.from_json(json.loads(text)) == found
     assert {"chosen", "metric", "split", "rounds", "candidates", "gain", "sentence"} <= set(found.to_json())
@@ -457,12 +467,12 @@ def test_the_answer_survives_json(options: dict[str, Any]) -> None:
         ({"rounds": 0}, "Expected `rounds` to be at least 1"),
         ({"plan": replace(PLAN, batches="separate")}, "but got batches='separate'"),
         ({"train": Split(torch.zeros(0, 3, dtype=torch.float64), torch.zeros(0).long())}, "Expected `train` with at"),
-        ({"check": Split(CHECK.x.float(), CHECK.y)}, r"Expected `check` .* of torch.float64, but got .*float32"),
+        ({"check": Split(TEST.x.float(), TEST.y)}, r"Expected `check` .* of torch.float64, but got .*float32"),
     ],
 )
 def test_bad_arguments_are_one_sentence(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        tuned(**options, store=Trials(tmp_path / "store"))
+        run_search(**options, cache=SearchCache(tmp_path / "store"))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "store").exists()
 
@@ -472,7 +482,7 @@ def test_bad_arguments_are_one_sentence(options: dict[str, Any], message: str, t
 
 def files(directory: Path) -> dict[str, tuple[int, int]]:
     """The finished cohorts: written once, they stay the same file."""
-    return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in (directory / "cohorts").glob("*.json")}
+    return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in (directory / "groups").glob("*.json")}
 
 
 def leftovers(directory: Path) -> list[Path]:
@@ -480,15 +490,15 @@ def leftovers(directory: Path) -> list[Path]:
 
 
 def test_what_is_finished_is_not_trained_again(tmp_path: Path, trainings: list[list[tuple[float, int]]]) -> None:
-    first = tuned(store=Trials(tmp_path))
-    assert first == tuned()
+    first = run_search(cache=SearchCache(tmp_path))
+    assert first == run_search()
     count = len(trainings)
-    assert tuned(store=Trials(tmp_path)) == first
+    assert run_search(cache=SearchCache(tmp_path)) == first
     assert len(trainings) == count
     assert leftovers(tmp_path) == []
     # one round more: those before it are kept
     kept = files(tmp_path)
-    tuned(store=Trials(tmp_path), rounds=3, num_fresh=0)
+    run_search(cache=SearchCache(tmp_path), rounds=3, num_fresh=0)
     assert len(trainings) == count + 1
     assert kept.items() <= files(tmp_path).items()
 
@@ -506,21 +516,21 @@ def test_stopped_again_and_again_it_ends_where_it_would_have(tmp_path: Path, pat
     for _ in range(100):
         kept = files(tmp_path)
         try:
-            found = tuned(plan, store=Trials(tmp_path), stop=stop)
+            found = run_search(plan, cache=SearchCache(tmp_path), stop=stop)
             break
         except Interrupted:
             assert kept.items() <= files(tmp_path).items()
     assert asked > 14, "it was never stopped"
-    assert found == tuned(plan)
+    assert found == run_search(plan)
     assert leftovers(tmp_path) == []
 
 
 def test_checkpoints_of_a_search_that_was_changed_are_removed(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
-        tuned(store=Trials(tmp_path, every_steps=1), stop=iter([False] * 5 + [True]).__next__)
+        run_search(cache=SearchCache(tmp_path, every_steps=1), stop=iter([False] * 5 + [True]).__next__)
     (before,) = (tmp_path / "checkpoints").iterdir()
     with pytest.raises(Interrupted):
-        tuned(store=Trials(tmp_path, every_steps=1), candidates=(0.2,), stop=iter([False] * 5 + [True]).__next__)
+        run_search(cache=SearchCache(tmp_path, every_steps=1), candidates=(0.2,), stop=iter([False] * 5 + [True]).__next__)
     (after,) = (tmp_path / "checkpoints").iterdir()
     assert before != after
 
@@ -538,31 +548,31 @@ def test_checkpoints_of_a_search_that_was_changed_are_removed(tmp_path: Path) ->
     ],
 )
 def test_another_search_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    tuned(store=Trials(tmp_path), rounds=1, num_fresh=0)
+    run_search(cache=SearchCache(tmp_path), rounds=1, num_fresh=0)
     with pytest.raises(LedgerError, match=message) as caught:
-        tuned(**options, store=Trials(tmp_path))
+        run_search(**options, cache=SearchCache(tmp_path))
     assert str(caught.value).startswith(str(tmp_path))
     assert "\n" not in str(caught.value)
 
 
 def test_what_a_process_left_that_was_killed_while_it_cleaned_up_is_removed(tmp_path: Path) -> None:
-    tuned(store=Trials(tmp_path), rounds=1, num_fresh=0)
-    (cohort,) = (tmp_path / "cohorts").iterdir()
+    run_search(cache=SearchCache(tmp_path), rounds=1, num_fresh=0)
+    (cohort,) = (tmp_path / "groups").iterdir()
     for left in (f"checkpoints/{cohort.stem}/state-3.safetensors", f"checkpoints/{cohort.stem}/", "checkpoints/"):
         place = tmp_path / left
         (place if left.endswith("/") else place.parent).mkdir(parents=True)
         if not left.endswith("/"):
             place.write_text("half")
-        tuned(store=Trials(tmp_path), rounds=1, num_fresh=0)
+        run_search(cache=SearchCache(tmp_path), rounds=1, num_fresh=0)
         assert leftovers(tmp_path) == []
 
 
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
     def second(stage: Stage, share: float) -> None:
         with pytest.raises(LedgerError, match=f"Process {os.getpid()} is at work in"):
-            tuned(store=Trials(tmp_path))
+            run_search(cache=SearchCache(tmp_path))
 
-    tuned(store=Trials(tmp_path), rounds=1, num_fresh=0, watch=second)
+    run_search(cache=SearchCache(tmp_path), rounds=1, num_fresh=0, watch=second)
 
 
 @pytest.mark.parametrize(
@@ -572,23 +582,23 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("which", ["cohort", "fingerprint"])
 def test_damaged_files_are_one_sentence(tmp_path: Path, text: str, which: str) -> None:
-    tuned(store=Trials(tmp_path), rounds=1, num_fresh=0)
-    (cohort,) = (tmp_path / "cohorts").iterdir()
+    run_search(cache=SearchCache(tmp_path), rounds=1, num_fresh=0)
+    (cohort,) = (tmp_path / "groups").iterdir()
     file = cohort if which == "cohort" else tmp_path / "fingerprint.json"
     file.write_bytes(text.encode("latin-1"))
     with pytest.raises(LedgerError, match=r"(is damaged|was not written by this version)") as caught:
-        tuned(store=Trials(tmp_path))
+        run_search(cache=SearchCache(tmp_path))
     assert str(caught.value).startswith(str(file))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"no safetensors at all", save({"losses": torch.zeros(2, 3)}), save({})])
 def test_damaged_losses_are_one_sentence(tmp_path: Path, content: bytes) -> None:
-    tuned(store=Trials(tmp_path))
-    (file,) = (tmp_path / "cohorts").glob("*.safetensors")
+    run_search(cache=SearchCache(tmp_path))
+    (file,) = (tmp_path / "groups").glob("*.safetensors")
     file.write_bytes(content)
     with pytest.raises(LedgerError, match=r"safetensors is damaged\. .* remove that file"):
-        tuned(store=Trials(tmp_path))
+        run_search(cache=SearchCache(tmp_path))
 
 
 def test_a_checkpoint_that_is_a_link_is_refused(tmp_path: Path) -> None:
@@ -599,43 +609,43 @@ def test_a_checkpoint_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "store" / "checkpoints").mkdir(parents=True)
     (tmp_path / "store" / "checkpoints" / "x").symlink_to(outside)
     with pytest.raises(PathError, match="checkpoints/x is a symbolic link"):
-        tuned(store=Trials(tmp_path / "store"))
+        run_search(cache=SearchCache(tmp_path / "store"))
     assert sorted(os.listdir(outside)) == ["manifest.json", "state-1.safetensors"]
 
 
 def test_scores_that_were_changed_are_refused(tmp_path: Path) -> None:
-    tuned(store=Trials(tmp_path), rounds=1, num_fresh=0)
-    (file,) = (tmp_path / "cohorts").glob("*.json")
+    run_search(cache=SearchCache(tmp_path), rounds=1, num_fresh=0)
+    (file,) = (tmp_path / "groups").glob("*.json")
     content = json.loads(file.read_text())
     file.write_text(json.dumps({**content, "scores": [score / 2 for score in content["scores"]]}))
     with pytest.raises(LedgerError, match=f"{file.name} is damaged"):
-        tuned(store=Trials(tmp_path), rounds=1, num_fresh=0)
+        run_search(cache=SearchCache(tmp_path), rounds=1, num_fresh=0)
     # an earlier version wrote no checksum
     file.write_text(json.dumps({"format": 1, "scores": content["scores"]}))
-    tuned(store=Trials(tmp_path), rounds=1, num_fresh=0)
+    run_search(cache=SearchCache(tmp_path), rounds=1, num_fresh=0)
 
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_nothing_of_another_search_is_taken(tmp_path: Path, finished: bool) -> None:
     """Though its fingerprint was lost: λ and seeds are the same."""
-    options: dict[str, Any] = {"rounds": 1, "num_fresh": 0, "store": Trials(tmp_path, every_steps=1)}
+    options: dict[str, Any] = {"rounds": 1, "num_fresh": 0, "store": SearchCache(tmp_path, every_steps=1)}
     if finished:
-        tuned(**options)
+        run_search(**options)
     else:
         with pytest.raises(Interrupted):
-            tuned(**options, stop=iter([False] * 5 + [True]).__next__)
+            run_search(**options, stop=iter([False] * 5 + [True]).__next__)
     (tmp_path / "fingerprint.json").unlink()
     with pytest.raises(
         ValueError, match=r"belongs to (another search|other runs or to another configuration)\."
     ) as caught:
-        tuned(replace(PLAN, epochs=7), **options)
+        run_search(replace(PLAN, epochs=7), **options)
     assert "\n" not in str(caught.value)
 
 
 def test_a_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LedgerError, match=r"Cannot write to .*"):
-        tuned(store=Trials(tmp_path / "file" / "store"))
+        run_search(cache=SearchCache(tmp_path / "file" / "store"))
 
 
 # -- killed -----------------------------------------------------------------------------------------------------------
@@ -649,7 +659,7 @@ KILLED = MemberPlan("classification", num_members=4, hidden=(64, 64), epochs=8, 
 def work(directory: str) -> None:
     """What a process does that may be killed."""
     torch.set_num_threads(1)
-    found = tuned(KILLED, store=Trials(Path(directory) / "store", every_steps=2))
+    found = run_search(KILLED, cache=SearchCache(Path(directory) / "store", every_steps=2))
     answer = Path(directory) / "answer.json"
     answer.write_text(json.dumps(found.to_json()))
 
@@ -708,7 +718,7 @@ def moments(store: Path, kind: str, draw: random.Random) -> Iterator[bool]:
 
 
 def test_killed_at_any_moment_it_ends_where_it_would_have(tmp_path: Path) -> None:
-    undisturbed = tuned(KILLED).to_json()
+    undisturbed = run_search(KILLED).to_json()
     draw, kills, torn, searches = random.Random(KILLS), 0, 0, 0
     for attempt in range(6 * KILLS + 6):
         enough = kills >= KILLS and torn >= KILLS // 4
