@@ -2,15 +2,23 @@
 # make test   sets up .venv and runs the tests that need pip packages alone, in minutes
 # make test-all  adds the linters, and the tests with servers, browsers, other frameworks, real data
 # make docs   the documentation, into site/
+# make dist   the wheel and the source archive, into dist/
 # make mutations  4,400 changed files of every format: refused in one sentence, or harmless
 # make bench  the CPU benchmarks, on quiet cores
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PROJECT := pyproject.toml constraints.txt
 
-.PHONY: demo test test-all test-extended lint mutations docs bench clean
+# TORCH=lowest or TORCH=newest: another torch than the pinned one (CI's matrix)
+CONSTRAINTS := constraints.txt
+ifdef TORCH
+CONSTRAINTS := $(VENV)/constraints-$(TORCH).txt
+lowest := $(shell sed -n 's/^dependencies = .*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+endif
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+
+.PHONY: demo test test-all test-extended lint mutations docs bench dist clean
 
 demo: $(VENV)/.tool
 	$(BIN)/torchace run digits
@@ -47,6 +55,12 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/bench_estimators.py
 	$(BIN)/python benchmarks/bench_training.py
 
+# The wheel and the source archive, checked as PyPI would.
+dist: $(VENV)/.tool
+	$(INSTALL) build twine
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+
 clean:
 	rm -rf $(VENV)
 
@@ -54,8 +68,12 @@ $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "Expected Python 3.11 or newer; set PYTHON=/path/to/python." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+$(VENV)/constraints-%.txt: $(PROJECT) | $(BIN)/python
+	grep -vE '^(torch|torchvision|triton)==' constraints.txt > $@
+	$(if $(filter lowest,$*),echo 'torch==$(lowest).*' >> $@)
+
 # What a user of the command line needs.
-$(VENV)/.tool: $(PROJECT) | $(BIN)/python
+$(VENV)/.tool: $(PROJECT) $(CONSTRAINTS) | $(BIN)/python
 	$(INSTALL) -e ".[tool]"
 	@touch $@
 

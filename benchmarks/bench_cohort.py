@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from torchace.functional import amended_cross_entropy
 from torchace.lab.data import Batches, load
-from torchace.lab.training.config import Recipe
+from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.loop import fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.models import mlp
@@ -42,8 +42,8 @@ def members_of(seed: int, width: int) -> list[nn.Module]:
 def train_cohort(data: Batches, steps: int, width: int, runs: Sequence[tuple[float, int]] = RUNS) -> list[Tensor]:
     """Every run of a sweep at once."""
     network = RunGroup([Ensemble(members_of(seed, width)) for _, seed in runs])
-    recipe = Recipe(steps=steps, learning_rate=RATE)
-    fit(network, data, recipe, diversities=[d for d, _ in runs], seeds=[seed for _, seed in runs])
+    train_config = TrainConfig(steps=steps, learning_rate=RATE)
+    fit(network, data, train_config, diversities=[d for d, _ in runs], seeds=[seed for _, seed in runs])
     return [network.get_parameter("members.stacked.fc.weight").detach()]
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from torchace.functional import amended_cross_entropy
 from torchace.lab.data import Batches, CropFlip, Split
-from torchace.lab.training.config import Recipe, make_optimizer
+from torchace.lab.training.config import TrainConfig, make_optimizer
 from torchace.lab.training.cuda_graph import EAGER_STEPS, Stepper
 from torchace.lab.training.run_group import RunGroup
 from torchace.models import cifar_resnet, mlp
@@ -37,7 +37,7 @@ from torchace.nn.stacking import Decision
 
 CLASSES, HEADS, DIVERSITY = 10, 10, 0.1
 GIB = 1 << 30
-RECIPE = Recipe(steps=64_000, optimizer="sgd", learning_rate=0.1, weight_decay=1e-4, precision="bf16")
+RECIPE = TrainConfig(steps=64_000, optimizer="sgd", learning_rate=0.1, weight_decay=1e-4, precision="bf16")
 
 
 def resnet18() -> nn.Module:

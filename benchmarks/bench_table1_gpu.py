@@ -34,8 +34,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from torchace.functional import amended_cross_entropy, ensemble_log_probs
 from torchace.lab.data import Batches, Dataset, chunks, load
-from torchace.lab.training.config import Recipe
-from torchace.lab.training.evaluate import logits_of
+from torchace.lab.training.config import TrainConfig
+from torchace.lab.training.evaluate import predict_logits
 from torchace.lab.training.loop import fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.models import mlp
@@ -94,8 +94,8 @@ def cohort(runs: Sequence[Run], width: int, device: str) -> RunGroup:
 def train(
     network: RunGroup, data: Batches, runs: Sequence[Run], steps: int, stop: Callable[[], bool] = lambda: False
 ) -> None:
-    recipe = Recipe(steps=steps, learning_rate=RATE)
-    fit(network, data, recipe, diversities=[d for d, _ in runs], seeds=[seed for _, seed in runs], stop=stop)
+    train_config = TrainConfig(steps=steps, learning_rate=RATE)
+    fit(network, data, train_config, diversities=[d for d, _ in runs], seeds=[seed for _, seed in runs], stop=stop)
 
 
 def library_loss(logits: Tensor, target: Tensor, mixture: Tensor, share: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def slices_of_members(data: Batches, width: int, loss: Loss, setting: Setting) -
 def scores(network: RunGroup, dataset: Dataset, setting: Setting) -> list[dict[str, float]]:
     """The ensembles on the test set, one entry for each λ, means over seeds."""
     parts = chunks(dataset.test, EVALUATED, device=setting.device, normalize=dataset.normalization("unit"))
-    logits, target = logits_of(network, parts)
+    logits, target = predict_logits(network, parts)
     log_probs = [ensemble_log_probs(of_run) for of_run in logits]
     accuracy = [float((one.argmax(1) == target).float().mean()) for one in log_probs]
     cross_entropy = [float(F.nll_loss(one, target)) for one in log_probs]

@@ -23,7 +23,7 @@ PAGES = [page for page in sorted(DOCS.rglob("*.md")) if page.parent.name not in 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Commands that install, need a cluster or another machine, or are run elsewhere in the tests for minutes.
 NOT_HERE = re.compile(r"^(pip |make |torchrun |ray |sbatch |kubectl |torchace run (?!my\.toml))|--ray|postgresql|cuda")
-TODAY = {"DESIGN.md", "LOG.md"}
+TODAY = {"DESIGN.md"}
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:

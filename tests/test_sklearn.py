@@ -371,8 +371,8 @@ def test_diversity_is_found_on_held_out_samples(kind: type, tmp_path: Path) -> N
 def test_the_schedule_is_the_one_asked_for(schedule: str | None, stops: bool, last: float) -> None:
     """Which share of the learning rate the last of 100 steps has; a cosine leaves 2.5e-4 of it."""
     plan = small(schedule=schedule, early_stopping=stops, epochs=100, batch_size=150)._plan()
-    recipe = plan.recipe(150)
-    assert recipe.learning_rate_at(99) / recipe.learning_rate == pytest.approx(last, abs=1e-3)
+    train_config = plan.train_config(150)
+    assert train_config.learning_rate_at(99) / train_config.learning_rate == pytest.approx(last, abs=1e-3)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def check_gamma(gamma: object, largest: float, loss: str) -> None:
         )
 
 
-def as_member_weights(member_weights: Tensor | Sequence[float]) -> Tensor:
+def _weights_tensor(member_weights: Tensor | Sequence[float]) -> Tensor:
     """Weights given as numbers, as a tensor."""
     if isinstance(member_weights, Tensor):
         return member_weights if member_weights.is_floating_point() else member_weights.double()
@@ -159,7 +159,7 @@ def as_member_weights(member_weights: Tensor | Sequence[float]) -> Tensor:
         ) from error
 
 
-def checked_member_weights(
+def as_member_weights(
     member_weights: Tensor | Sequence[float] | None, num_members: int, *, like: Tensor, partial: bool = False
 ) -> Tensor:
     """α as a detached tensor `(K,)` of `like`'s device and type; uniform for None.
@@ -169,7 +169,7 @@ def checked_member_weights(
     """
     if member_weights is None:
         return torch.full((num_members,), 1.0 / num_members, dtype=like.dtype, device=like.device)
-    member_weights = as_member_weights(member_weights)
+    member_weights = _weights_tensor(member_weights)
     if shape_of(member_weights) != (num_members,):
         raise ValueError(
             f"Expected `member_weights` of shape ({num_members},), one for each member, "
@@ -279,7 +279,7 @@ def check_binary_target(target: Tensor) -> None:
         raise ValueError("Expected `target` in [0, 1], the probability of each output, but some values are outside.")
 
 
-def checked_sample_weight(sample_weight: object, num_members: int, samples: tuple[int, ...], like: Tensor) -> Tensor:
+def as_sample_weight(sample_weight: object, num_members: int, samples: tuple[int, ...], like: Tensor) -> Tensor:
     """Sample weights as a detached tensor that broadcasts against `(K, *samples)`, its own axes kept.
 
     Args:

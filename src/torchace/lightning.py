@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchace import _checks
-from torchace.metrics.task_metrics import LinkMetrics
+from torchace.metrics.task_metrics import TaskMetrics
 from torchace.nn.base import EnsembleModule
 from torchace.nn.loss_registry import MemberLoss, check_pair, set_diversity, share_member_weights
 
@@ -98,7 +98,7 @@ class ACEModule(LightningModule):
         self.monitor = monitor or ("val_mean_squared_error" if ensemble.link == "identity" else "val_cross_entropy")
         self.train_scores = train_scores
         share_member_weights(ensemble, loss)
-        self._scores: dict[str, LinkMetrics] = {}
+        self._scores: dict[str, TaskMetrics] = {}
         known = {
             "diversity": float(loss.diversity),
             "num_members": ensemble.num_members,
@@ -205,7 +205,7 @@ class ACEModule(LightningModule):
     def _add(self, split: str, logits: Tensor, target: Tensor) -> None:
         if split not in self._scores:
             ignore_index = getattr(self.loss, "ignore_index", -100)
-            self._scores[split] = LinkMetrics(self.ensemble.num_members, self.ensemble.link, ignore_index=ignore_index)
+            self._scores[split] = TaskMetrics(self.ensemble.num_members, self.ensemble.link, ignore_index=ignore_index)
         self._scores[split].update(logits, target, member_weights=self.ensemble.member_weights)
 
     def _log_scores(self, name: str) -> None:

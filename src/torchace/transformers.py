@@ -126,11 +126,11 @@ class ACETrainerMixin:
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's, with the scores of the ensemble and its members added to the metrics."""
-        from torchace.metrics.task_metrics import LinkMetrics  # here: torchmetrics takes seconds to import
+        from torchace.metrics.task_metrics import TaskMetrics  # here: torchmetrics takes seconds to import
 
         ensemble = self._ensemble()
         ignore_index = getattr(self.ace_loss, "ignore_index", -100)
-        self._scores = LinkMetrics(ensemble.num_members, ensemble.link, ignore_index=ignore_index)
+        self._scores = TaskMetrics(ensemble.num_members, ensemble.link, ignore_index=ignore_index)
         try:
             output = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
             prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")

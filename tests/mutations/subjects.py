@@ -24,10 +24,11 @@ from tests.lab.cli.cases import pets, write_table
 from tests.lab.data.writers import cifar_files, mnist_files, packed, small_cifar, small_mnist
 from tests.lab.sweeps.cases import small
 from tests.lab.tables.table_cases import fitted
-from tests.lab.training.cases import batches, group_of, recipe
+from tests.lab.training.cases import batches, group_of, train_config
 from tests.mutations.changes import mutate_json
 from tests.support.saved_models import KINDS, bits
 from torchace import _model_files
+from torchace._files import PathError, json_digest
 from torchace.diagnosis import diagnose_file
 from torchace.lab.data import DataError, infer_schema, load, read_table
 from torchace.lab.data.sources import SOURCES
@@ -37,8 +38,7 @@ from torchace.lab.sweeps.config import ConfigError, load_experiment
 from torchace.lab.sweeps.run_store import LedgerError
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.checkpoint import CheckpointError, Checkpoints, weights_digest
-from torchace.lab.training.files import PathError, json_digest
-from torchace.lab.training.loop import Saving, fit
+from torchace.lab.training.loop import CheckpointPolicy, fit
 from torchace.saving import ModelFileError, load_model, save_model
 from torchace.saving.kinds import plain_form
 
@@ -112,16 +112,25 @@ def _read_table_model(folder: Path) -> object:
 
 
 def _write_checkpoint(folder: Path) -> None:
-    saving = Saving(Checkpoints(folder / "checkpoint"), 7, None)
-    fit(group_of([5, 6]), batches(), recipe(steps=8), diversities=[0.0, 0.5], seeds=[5, 6], saving=saving)
+    saving = CheckpointPolicy(Checkpoints(folder / "checkpoint"), 7, None)
+    fit(
+        group_of([5, 6]),
+        batches(),
+        train_config(steps=8),
+        diversities=[0.0, 0.5],
+        seeds=[5, 6],
+        checkpoint_policy=saving,
+    )
 
 
 def _read_checkpoint(folder: Path) -> object:
     if not (folder / "checkpoint" / "manifest.json").exists():
         raise CheckpointError("There is no checkpoint, so nothing of it can be wrong.")
     network = group_of([5, 6])
-    saving = Saving(Checkpoints(folder / "checkpoint"), None, None)
-    done = fit(network, batches(), recipe(steps=9), diversities=[0.0, 0.5], seeds=[5, 6], saving=saving)
+    saving = CheckpointPolicy(Checkpoints(folder / "checkpoint"), None, None)
+    done = fit(
+        network, batches(), train_config(steps=9), diversities=[0.0, 0.5], seeds=[5, 6], checkpoint_policy=saving
+    )
     return weights_digest(network, 0), weights_digest(network, 1), str(done.history)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchace.functional import amended_cross_entropy, ensemble_log_probs, ensemble_probs
 from torchace.nn import SMOC, Ensemble, MemberParallelEnsemble, StackedEnsemble
-from torchace.nn.base import average_shared
+from torchace.nn.base import average_shared_gradients
 
 EXACT = {"rtol": 0, "atol": 1e-12}  # float64, a few hundred operations on numbers of order 1
 
@@ -156,7 +156,7 @@ def test_gradients_are_averaged_in_whatever_a_trunk_returns(container):
     }[container]
     a, b = torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True)
     values = make(a, b)
-    shared = average_shared(values, 4)
+    shared = average_shared_gradients(values, 4)
     assert type(shared) is type(values)
 
     def leaves(value):
@@ -176,7 +176,7 @@ def test_gradients_are_averaged_in_whatever_a_trunk_returns(container):
 
 def test_what_is_no_number_passes_a_trunk_unchanged():
     mask = torch.tensor([True, False])
-    shared = average_shared({"mask": mask, "name": "a", "none": None}, 3)
+    shared = average_shared_gradients({"mask": mask, "name": "a", "none": None}, 3)
     assert shared["mask"] is mask
     assert shared["name"] == "a"
     assert shared["none"] is None
@@ -204,7 +204,7 @@ def test_a_trunk_whose_output_is_unknown_is_refused():
         with pytest.raises(TypeError, match=r"tuple, list, dict or dataclass .* got (Packed|SimpleNamespace|set)"):
             ensemble(torch.zeros(4, 6))
     constant = {"n": 3, "flag": True, "rate": 0.5, "none": None, "array": np.ones(2), "dtype": torch.float32}
-    assert list(average_shared(constant, 3).values())[:4] == [3, True, 0.5, None]
+    assert list(average_shared_gradients(constant, 3).values())[:4] == [3, True, 0.5, None]
 
 
 # What members share

@@ -13,12 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from torchace._files import UNPACKED_PREDICTIONS, check_regular
+from torchace._files import UNPACKED_PREDICTIONS, check_regular, error_reason
+from torchace._npz import NPZ_ERRORS, read_npz
 from torchace.diagnosis.diagnosis import Diagnosis
 from torchace.diagnosis.measures import Measures, measure
 from torchace.diagnosis.rules import findings
-from torchace.lab.data.messages import reason
-from torchace.lab.data.npz_files import NPZ_ERRORS, read_npz
 
 ARRAYS = ("logits", "target", "train_logits", "train_target", "member_weights")
 
@@ -102,7 +101,7 @@ def diagnose_file(path: str | os.PathLike[str]) -> Diagnosis:
     except FileNotFoundError as error:
         raise ValueError(f"There is no file {file}; check the path.") from error
     except (OSError, ValueError) as error:  # a null character in the name is a ValueError
-        raise ValueError(f"{file} cannot be read ({reason(error)}); check the path.") from error
+        raise ValueError(f"{file} cannot be read ({error_reason(error)}); check the path.") from error
     arrays, class_names = _read_npz(file) if file.suffix == ".npz" else _read_safetensors(file)
     missing = [name for name in ARRAYS[:2] if name not in arrays]
     if missing:
@@ -124,7 +123,7 @@ def _read_npz(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
         arrays = read_npz(file, (*ARRAYS, "class_names"), allowed=UNPACKED_PREDICTIONS)
     except NPZ_ERRORS as error:
         raise ValueError(
-            f"{file} is not a .npz file of plain arrays that can be read ({reason(error)}); write it again."
+            f"{file} is not a .npz file of plain arrays that can be read ({error_reason(error)}); write it again."
         ) from error
     names = arrays.pop("class_names", None)
     if names is not None and names.dtype.kind not in "US":

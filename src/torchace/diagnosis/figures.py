@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchace._figures import DARK, HEIGHT, LIGHT, FigureSpec, Theme, legend, render
 from torchace.diagnosis import intervals
 from torchace.diagnosis.measures import Measures
-from torchace.lab.report.drawing import DARK, HEIGHT, LIGHT, Sketch, Theme, legend, render
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,11 +24,11 @@ def drawn(diagnosis: Diagnosis, *, dark: bool = False) -> dict[str, bytes]:
     return {sketch.name: render(sketch, theme) for sketch in sketches(diagnosis)}
 
 
-def sketches(diagnosis: Diagnosis) -> list[Sketch]:
+def sketches(diagnosis: Diagnosis) -> list[FigureSpec]:
     """What there is to draw: members beside the ensemble, pairs, fewer members, reliability, train against test."""
     m, train = diagnosis.measures, diagnosis.train
     found = [
-        Sketch(
+        FigureSpec(
             "members",
             "diagnosis",
             "Members beside the ensemble",
@@ -37,7 +37,7 @@ def sketches(diagnosis: Diagnosis) -> list[Sketch]:
             f"({m.chance:.4f}).",
             partial(_draw_members, m),
         ),
-        Sketch(
+        FigureSpec(
             "reliability",
             "diagnosis",
             "Reliability",
@@ -48,7 +48,7 @@ def sketches(diagnosis: Diagnosis) -> list[Sketch]:
     ]
     if m.num_members > 1:
         found += [
-            Sketch(
+            FigureSpec(
                 "pairs",
                 "diagnosis",
                 "Who differs from whom",
@@ -57,7 +57,7 @@ def sketches(diagnosis: Diagnosis) -> list[Sketch]:
                 partial(_draw_pairs, m),
                 height=HEIGHT + 0.5,
             ),
-            Sketch(
+            FigureSpec(
                 "fewer_members",
                 "diagnosis",
                 "With fewer members",
@@ -68,7 +68,7 @@ def sketches(diagnosis: Diagnosis) -> list[Sketch]:
         ]
         if train is not None:
             found.append(
-                Sketch(
+                FigureSpec(
                     "train_and_test",
                     "diagnosis",
                     "Diversity on training data and on new data",

@@ -117,7 +117,7 @@ def measure(logits: Tensor, target: Tensor, member_weights: Any = None, name: st
         raise ValueError(f"Expected at least one sample in `{name}`, but got none.")
     _checks.check_finite(logits, name)
     target = target.long()
-    alpha = _checks.checked_member_weights(member_weights, logits.shape[0], like=logits)
+    alpha = _checks.as_member_weights(member_weights, logits.shape[0], like=logits)
     log_probs = ensemble_log_probs(logits, member_weights=alpha)
     probs = log_probs.exp()
     one = torch.ones(1, dtype=logits.dtype)

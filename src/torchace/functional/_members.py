@@ -44,7 +44,7 @@ def member_mean(losses: Tensor, sample_weight: Tensor | None, reduction: str) ->
         if reduction == "mean":
             return losses.flatten(1).mean(1).sum()
         return losses.sum() if reduction == "sum" else losses
-    weight = _checks.checked_sample_weight(sample_weight, losses.shape[0], tuple(losses.shape[1:]), losses)
+    weight = _checks.as_sample_weight(sample_weight, losses.shape[0], tuple(losses.shape[1:]), losses)
     # where, not a product: an element that does not count may have an infinite loss
     weighted = torch.where(weight == 0, 0.0, losses * weight)
     if reduction == "none":

@@ -89,7 +89,7 @@ def amended_cross_entropy(
     given = _constants(target, member_weights, sample_weight, weight, mixture)
     alpha = None
     if member_weights is not None:
-        alpha = _checks.checked_member_weights(member_weights, logits.shape[0], like=like, partial=mixture is not None)
+        alpha = _checks.as_member_weights(member_weights, logits.shape[0], like=like, partial=mixture is not None)
     if weight is not None:
         _checks.check_class_weight(weight, logits.shape[2])
         weight = weight.detach().to(like)
@@ -102,7 +102,7 @@ def amended_cross_entropy(
         diversity = diversity.detach().to(like.dtype)
     if sample_weight is not None:
         samples = (logits.shape[1], *logits.shape[3:])
-        sample_weight = _checks.checked_sample_weight(sample_weight, logits.shape[0], samples, like)
+        sample_weight = _checks.as_sample_weight(sample_weight, logits.shape[0], samples, like)
     options = _Options(
         diversity, alpha, sample_weight, weight, ignore_index, float(label_smoothing), mixture, detach_others, reduction
     )

@@ -60,7 +60,7 @@ def binary_amended_cross_entropy(
     _checks.check_binary_target(target)
     z = logits.to(compute_dtype(logits))
     p = target.to(z)
-    alpha = _checks.checked_member_weights(member_weights, z.shape[0], like=z, partial=mixture is not None)
+    alpha = _checks.as_member_weights(member_weights, z.shape[0], like=z, partial=mixture is not None)
     alpha = along_members(alpha, z)
     vp = p
     if pos_weight is not None:

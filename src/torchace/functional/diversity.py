@@ -153,7 +153,7 @@ def _log_probs(logits: Tensor, member_weights: Tensor | Sequence[float] | None) 
     _checks.check_logits(logits)
     _checks.check_finite(logits)
     log_q = F.log_softmax(logits, 2, dtype=compute_dtype(logits))
-    alpha = _checks.checked_member_weights(member_weights, logits.shape[0], like=log_q)
+    alpha = _checks.as_member_weights(member_weights, logits.shape[0], like=log_q)
     return log_q, alpha, torch.logsumexp(log_q + along_members(alpha.log(), log_q), 0)
 
 

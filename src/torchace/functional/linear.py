@@ -112,7 +112,7 @@ def linear_amended_cross_entropy(
         )
     if sample_weight is not None:
         like = torch.empty((), dtype=compute_dtype(features), device=features.device)
-        sample_weight = _checks.checked_sample_weight(sample_weight, num_members, (len(features),), like)
+        sample_weight = _checks.as_sample_weight(sample_weight, num_members, (len(features),), like)
     share = None
     if reduction == "mean":
         share, sample_weight = _means(target, sample_weight, weight, ignore_index, probabilities, features)
@@ -321,7 +321,7 @@ def _terms(
     weight: Tensor | None,
     label_smoothing: float,
 ) -> Terms:
-    alpha = _checks.checked_member_weights(member_weights, len(head_weight), like=scale[..., 0])
+    alpha = _checks.as_member_weights(member_weights, len(head_weight), like=scale[..., 0])
     return Terms(
         target=target,
         diversity=diversity.detach() if isinstance(diversity, Tensor) else diversity,

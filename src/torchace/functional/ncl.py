@@ -56,7 +56,7 @@ def negative_correlation(
     _checks.check_same_shape(target, predictions, "predictions")
     f = predictions.to(compute_dtype(predictions))
     y = target.to(f)
-    alpha = _checks.checked_member_weights(member_weights, f.shape[0], like=f, partial=mixture is not None)
+    alpha = _checks.as_member_weights(member_weights, f.shape[0], like=f, partial=mixture is not None)
     alpha = along_members(alpha, f)
     if isinstance(diversity, Tensor):
         diversity = diversity.detach().to(f.dtype)

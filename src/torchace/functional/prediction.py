@@ -65,7 +65,7 @@ def ensemble_probs(
         return ensemble_log_probs(logits, member_weights=member_weights, link=link).exp()
     _checks.check_members_first(logits, "logits")
     values = logits.to(compute_dtype(logits))
-    alpha = _checks.checked_member_weights(member_weights, values.shape[0], like=values)
+    alpha = _checks.as_member_weights(member_weights, values.shape[0], like=values)
     return (along_members(alpha, values) * values).sum(0)
 
 
@@ -79,5 +79,5 @@ def _log_probs(logits: Tensor, link: str) -> Tensor:
 
 
 def _weighted_logsumexp(log_probs: Tensor, member_weights: Tensor | Sequence[float] | None) -> Tensor:
-    alpha = _checks.checked_member_weights(member_weights, log_probs.shape[0], like=log_probs)
+    alpha = _checks.as_member_weights(member_weights, log_probs.shape[0], like=log_probs)
     return log_mixture(log_probs + along_members(alpha.log(), log_probs))

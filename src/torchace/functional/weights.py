@@ -103,7 +103,7 @@ def mixture_cross_entropy(
     _checks.check_ignore_index(ignore_index)
     probabilities = _checks.check_target(target, logits, ignore_index=ignore_index)
     log_q = F.log_softmax(logits.detach(), 2, dtype=compute_dtype(logits))
-    _checks.checked_member_weights(member_weights, logits.shape[0], like=log_q)
+    _checks.as_member_weights(member_weights, logits.shape[0], like=log_q)
     alpha = member_weights.to(log_q)
     # a weight that underflowed to 0 has a finite gradient, which log(0) would turn into NaN
     alpha = alpha + (alpha.clamp(min=torch.finfo(alpha.dtype).tiny) - alpha).detach()

@@ -31,7 +31,7 @@ from torchace.lab.training.scaling import Scaler, SplitScaler, assemble_ensemble
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
 from torchace.lab.tuning.search import SearchProblem
 from torchace.models.encoder import TableEncoder
-from torchace.models.mlp import checked_widths
+from torchace.models.mlp import hidden_widths
 from torchace.nn import Ensemble
 from torchace.saving import ModelFileError, load_model, save_model
 
@@ -176,7 +176,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         plan = replace(state.plan, epochs=1, schedule="constant", patience=None)
         train = self._scale(state.scaler, samples, plan)
         network = copy.deepcopy(self._network).to(train.x.device)
-        optimizer = make_optimizer(plan.recipe(len(samples)), list(network.parameters()))
+        optimizer = make_optimizer(plan.train_config(len(samples)), list(network.parameters()))
         if state.optimizer is not None:
             optimizer.load_state_dict(copy.deepcopy(state.optimizer))  # which does not copy the tensors
         seed = hashed_key(state.seed, "partial fit", state.calls)
@@ -230,7 +230,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         return MemberPlan(
             self._task,
             num_members=int(self.num_members),
-            hidden=tuple(checked_widths(_to_python(self.hidden))),
+            hidden=tuple(hidden_widths(_to_python(self.hidden))),
             epochs=int(self.epochs),
             batch_size=int(self.batch_size),
             learning_rate=float(self.learning_rate),
@@ -278,7 +278,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         return samples.take(order[count:].sort().values), samples.take(order[:count].sort().values)
 
     def _scale(self, scaler: SplitScaler, samples: Split, plan: MemberPlan) -> Split:
-        return scaler.transform(samples, plan.recipe(1).dtype, resolve_device(self.device))
+        return scaler.transform(samples, plan.train_config(1).dtype, resolve_device(self.device))
 
     def _draw_seed(self) -> int:
         return int(check_random_state(self.random_state).randint(2**31 - 1))

@@ -64,7 +64,7 @@ class RegressionMetrics(Metric):
         _checks.check_finite(predictions, "predictions")
         values = predictions.double()
         mean = ensemble_probs(values, member_weights=member_weights, link="identity")
-        alpha = _checks.checked_member_weights(member_weights, self.num_members, like=values)
+        alpha = _checks.as_member_weights(member_weights, self.num_members, like=values)
         spread = (along_members(alpha, values) * (values - mean).square()).sum()
         self.elements += target.numel()
         self.sums += torch.stack([(mean - target).square().sum(), spread])
@@ -85,7 +85,7 @@ class RegressionMetrics(Metric):
         return {name: score.float() for name, score in scores.items()}
 
 
-class LinkMetrics(nn.Module):
+class TaskMetrics(nn.Module):
     """The scores that suit an ensemble's link, under names that a logger takes; sizes come from the first batch.
 
     - `"softmax"`: those of `EnsembleMetrics`. A target of class probabilities is scored by its most likely class.
@@ -100,7 +100,7 @@ class LinkMetrics(nn.Module):
         ignore_index: Class index that does not count.
 
     Example:
-        >>> metrics = LinkMetrics(num_members=2, link="sigmoid")
+        >>> metrics = TaskMetrics(num_members=2, link="sigmoid")
         >>> metrics.update(torch.tensor([[-1.0, 2.0], [-2.0, -1.0]]), torch.tensor([0.0, 1.0]))
         >>> metrics.compute()["member_accuracy_0"], metrics.compute()["disagreement"]
         (tensor(1.), tensor(0.5000))

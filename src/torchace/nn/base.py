@@ -40,7 +40,7 @@ class EnsembleModule(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         moved = super()._apply
-        return keeping_dtype(self, ("member_weights",), lambda: moved(fn, recurse))  # type: ignore[no-untyped-call]
+        return apply_keeping_dtype(self, ("member_weights",), lambda: moved(fn, recurse))  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         return f"num_members={self.num_members}, link={self.link!r}"
@@ -57,7 +57,7 @@ class EnsembleModule(nn.Module):
         like = torch.empty(
             (), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device
         )
-        self.member_weights = _checks.checked_member_weights(member_weights, self.num_members, like=like)
+        self.member_weights = _checks.as_member_weights(member_weights, self.num_members, like=like)
 
     def predict_log_proba(self, *args: Any, member_weights: Tensor | None = None, **kwargs: Any) -> Tensor:
         """The logarithm of the ensemble's probabilities, `(N, C, ...)`, for the input that `forward` takes."""
@@ -98,7 +98,7 @@ class EnsembleModule(nn.Module):
                 module.training = mode
 
 
-def keeping_dtype(module: nn.Module, names: Sequence[str], apply: Callable[[], Any]) -> Any:
+def apply_keeping_dtype(module: nn.Module, names: Sequence[str], apply: Callable[[], Any]) -> Any:
     """Lets `.to(...)` move buffers but not round them: weights of members stay as they were given."""
     before = {name: getattr(module, name) for name in names}
     result = apply()
@@ -109,7 +109,7 @@ def keeping_dtype(module: nn.Module, names: Sequence[str], apply: Callable[[], A
     return result
 
 
-def average_shared(values: Any, num_members: int) -> Any:
+def average_shared_gradients(values: Any, num_members: int) -> Any:
     """`average_gradients` for every floating-point tensor in what a trunk returns.
 
     That is a tensor, or a tuple, list, dict or dataclass of such; what is made of it is of the same type. Anything else
@@ -120,15 +120,15 @@ def average_shared(values: Any, num_members: int) -> Any:
     if isinstance(values, dict):
         shared = copy.copy(values)  # not a plain dict: transformers' outputs are more
         for key, value in values.items():
-            shared[key] = average_shared(value, num_members)
+            shared[key] = average_shared_gradients(value, num_members)
         return shared
     if isinstance(values, (tuple, list)):
-        averaged = [average_shared(value, num_members) for value in values]
+        averaged = [average_shared_gradients(value, num_members) for value in values]
         return type(values)(*averaged) if hasattr(values, "_fields") else type(values)(averaged)  # a named tuple
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         made = copy.copy(values)
         for field in dataclasses.fields(values):  # object's: a frozen one refuses its own
-            object.__setattr__(made, field.name, average_shared(getattr(values, field.name), num_members))
+            object.__setattr__(made, field.name, average_shared_gradients(getattr(values, field.name), num_members))
         return made
     if values is None or isinstance(values, CONSTANTS):
         return values
@@ -151,7 +151,7 @@ def check_shared_parameters(members: Sequence[nn.Module], trunk: nn.Module | Non
             raise ValueError(
                 f"Expected members with parameters of their own, but {name} is trained. For a shared part, "
                 "which gets the mean of the members' gradients, use Ensemble(members, trunk=...) or "
-                "branch(model, at=..., num_members=...). For separate members, give each its own copy (copy.deepcopy). "
+                "branch(model, num_members, at=...). For separate members, give each its own copy (copy.deepcopy). "
                 "Frozen parameters (requires_grad=False) may be shared."
             )
     return bool(shared)
@@ -177,7 +177,7 @@ def _identity(tensor: Tensor) -> Any:
     return (tensor.device, tensor.data_ptr()) if plain else id(tensor)
 
 
-def listed(members: Iterable[nn.Module]) -> list[nn.Module]:
+def as_list(members: Iterable[nn.Module]) -> list[nn.Module]:
     """The members as a list, at least one."""
     if not isinstance(members, Iterable):
         raise TypeError(f"Expected a list of members, but got one {type(members).__name__}. Write [member].")
@@ -187,7 +187,7 @@ def listed(members: Iterable[nn.Module]) -> list[nn.Module]:
     return found
 
 
-def versions_of(values: Sequence[Any]) -> list[int]:
+def tensor_versions(values: Sequence[Any]) -> list[int]:
     """How often the tensors among some arguments were changed in place."""
     if torch.compiler.is_compiling():
         return []
@@ -196,14 +196,14 @@ def versions_of(values: Sequence[Any]) -> list[int]:
 
 def check_unchanged(values: Sequence[Any], before: list[int], member: int) -> None:
     """Refuse a member that changed what the next members are to see."""
-    if versions_of(values) != before:
+    if tensor_versions(values) != before:
         raise ValueError(
             f"Member {member} changed its input in place, which the next members would see. Use layers that do not "
             "(inplace=False), or give it a copy."
         )
 
 
-def joined(outputs: Sequence[Any]) -> Tensor:
+def stack_outputs(outputs: Sequence[Any]) -> Tensor:
     """Members' outputs, one tensor each, as `(K, ...)`; an error that names the member that differs."""
     for k, output in enumerate(outputs):
         if not isinstance(output, Tensor):

@@ -11,14 +11,14 @@ from torchace import _checks
 from torchace.nn.base import (
     BATCHES,
     EnsembleModule,
-    average_shared,
+    as_list,
+    average_shared_gradients,
     check_own_batches,
     check_shared_parameters,
     check_unchanged,
-    joined,
-    listed,
     shared_tensors,
-    versions_of,
+    stack_outputs,
+    tensor_versions,
 )
 from torchace.nn.checkpoints import MakeModel, PathLike, load_members
 
@@ -44,7 +44,7 @@ class Ensemble(EnsembleModule):
     """
 
     def __init__(self, members: Iterable[nn.Module], trunk: nn.Module | None = None, link: str = "softmax") -> None:
-        members = listed(members)
+        members = as_list(members)
         for k, member in enumerate(members):
             if not isinstance(member, nn.Module):
                 raise TypeError(f"Expected members to be modules, but member {k} is {type(member).__name__}.")
@@ -115,10 +115,10 @@ class Ensemble(EnsembleModule):
             return compute(*args, **kwargs)
         check_shared_parameters(list(self.members), self.trunk)  # they may have been unfrozen
         shared = shared_tensors(list(self.members), self.trunk)
-        before = {name: versions_of([tensor]) for name, tensor in shared.items()}
+        before = {name: tensor_versions([tensor]) for name, tensor in shared.items()}
         logits = compute(*args, **kwargs)
         for name, tensor in shared.items():
-            if versions_of([tensor]) != before[name]:
+            if tensor_versions([tensor]) != before[name]:
                 raise ValueError(
                     f"Expected constant buffers where members share them, but {name} changed in the forward "
                     "(BatchNorm's statistics do in training mode). Put the shared layer in evaluation mode "
@@ -128,28 +128,28 @@ class Ensemble(EnsembleModule):
 
     def _forward_shared(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.trunk is not None:
-            args, kwargs = (average_shared(self.trunk(*args, **kwargs), self.num_members),), {}
+            args, kwargs = (average_shared_gradients(self.trunk(*args, **kwargs), self.num_members),), {}
         seen = [*args, *kwargs.values()]
-        before = versions_of(seen)
+        before = tensor_versions(seen)
         outputs = []
         for k, member in enumerate(self.members):
             outputs.append(member(*args, **kwargs))
             if k < self.num_members - 1:
                 check_unchanged(seen, before, k)
-        return joined(outputs)
+        return stack_outputs(outputs)
 
     def _forward_separate(self, x: Tensor, **kwargs: Any) -> Tensor:
         check_own_batches(x, self.num_members)
         if self.trunk is None:
-            return joined([member(own, **kwargs) for member, own in zip(self.members, x, strict=True)])
+            return stack_outputs([member(own, **kwargs) for member, own in zip(self.members, x, strict=True)])
         # one pass of the trunk over all batches, so that it is computed once here too
-        shared = average_shared(self.trunk(x.flatten(0, 1), **kwargs), self.num_members)
+        shared = average_shared_gradients(self.trunk(x.flatten(0, 1), **kwargs), self.num_members)
         if not isinstance(shared, Tensor):
             raise TypeError(
                 f"Expected the trunk to return one tensor with batches='separate', but got {type(shared).__name__}."
             )
         own_shared = shared.unflatten(0, x.shape[:2])
-        return joined([member(own) for member, own in zip(self.members, own_shared, strict=True)])
+        return stack_outputs([member(own) for member, own in zip(self.members, own_shared, strict=True)])
 
     def __len__(self) -> int:
         return len(self.members)

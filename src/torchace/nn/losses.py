@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchace import _checks
 from torchace.functional import amended_cross_entropy, binary_amended_cross_entropy, negative_correlation
-from torchace.nn.base import keeping_dtype
+from torchace.nn.base import apply_keeping_dtype
 
 
 class _MemberLoss(nn.Module):
@@ -26,14 +26,14 @@ class _MemberLoss(nn.Module):
         self.diversity = diversity
         self.reduction = reduction
         if member_weights is not None:
-            member_weights = _checks.as_member_weights(member_weights)
-            member_weights = _checks.checked_member_weights(member_weights, member_weights.numel(), like=member_weights)
+            member_weights = _checks._weights_tensor(member_weights)
+            member_weights = _checks.as_member_weights(member_weights, member_weights.numel(), like=member_weights)
         self.register_buffer("member_weights", member_weights)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         names = ("member_weights", "_diversity_tensor")
         moved = super()._apply
-        return keeping_dtype(self, names, lambda: moved(fn, recurse))  # type: ignore[no-untyped-call]
+        return apply_keeping_dtype(self, names, lambda: moved(fn, recurse))  # type: ignore[no-untyped-call]
 
     @property
     def diversity(self) -> float | Tensor:

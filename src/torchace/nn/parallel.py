@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from torchace import _checks
 from torchace.functional import ensemble_log_probs, ensemble_probs
-from torchace.nn.base import EnsembleModule, check_shared_parameters, check_unchanged, joined, listed, versions_of
+from torchace.nn.base import (
+    EnsembleModule,
+    as_list,
+    check_shared_parameters,
+    check_unchanged,
+    stack_outputs,
+    tensor_versions,
+)
 from torchace.nn.ensemble import Ensemble
 from torchace.nn.recomputed import copy_module, recompute
 from torchace.nn.stacked import StackedEnsemble
@@ -25,11 +32,11 @@ if TYPE_CHECKING:
 Members = EnsembleModule | Iterable[nn.Module] | Callable[[int], nn.Module]
 
 
-def share_of(count: int, parts: int, index: int) -> range:
+def split_range(count: int, parts: int, index: int) -> range:
     """Which of `count` things the part `index` of `parts` has; the first parts have one more where it does not divide.
 
     Example:
-        >>> [list(share_of(5, 3, index)) for index in range(3)]
+        >>> [list(split_range(5, 3, index)) for index in range(3)]
         [[0, 1], [2, 3], [4]]
     """
     least, more = divmod(count, parts)
@@ -97,7 +104,7 @@ class MemberParallelEnsemble(EnsembleModule):
                 f"Expected at most one rank for each of {count} members, but got {self._size} ranks. "
                 "Use fewer, or a mesh of members x data."
             )
-        self.local_members = share_of(count, self._size, self._rank)
+        self.local_members = split_range(count, self._size, self._rank)
         self._others: Callable[[int], nn.Module]  # what the members of other ranks look like
         if given is None:
             assert callable(members)
@@ -118,12 +125,12 @@ class MemberParallelEnsemble(EnsembleModule):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The logits of this rank's members, `(K of this rank, N, C, ...)`, for what each member takes."""
         seen = [*args, *kwargs.values()]
-        before = versions_of(seen)
+        before = tensor_versions(seen)
         outputs = []
         for k, member in self.members.items():
             outputs.append(member(*args, **kwargs))
             check_unchanged(seen, before, int(k))
-        return joined(outputs)
+        return stack_outputs(outputs)
 
     @property
     def local_weights(self) -> Tensor:
@@ -173,7 +180,7 @@ class MemberParallelEnsemble(EnsembleModule):
         keeps = everywhere or self._rank == 0
         found = []
         for k in range(self.num_members):
-            owner = next(r for r in range(self._size) if k in share_of(self.num_members, self._size, r))
+            owner = next(r for r in range(self._size) if k in split_range(self.num_members, self._size, r))
             data = _packed(self.members[str(k)], k) if k in self.local_members else None
             if self._size > 1:
                 data = broadcast_bytes(data, owner, self._groups[0], self._like().device)
@@ -222,7 +229,7 @@ class MemberParallelEnsemble(EnsembleModule):
             return self.mixture(self(*args, **kwargs), member_weights=member_weights)
 
     def _local(self, member_weights: Tensor | None) -> Tensor:
-        alpha = _checks.checked_member_weights(member_weights, self.num_members, like=self._like())
+        alpha = _checks.as_member_weights(member_weights, self.num_members, like=self._like())
         return alpha[self.local_members.start : self.local_members.stop]
 
     def _share_and_weights(self, member_weights: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -271,7 +278,7 @@ def _given(members: Members, num_members: int | None) -> list[nn.Module] | None:
             raise ValueError("Expected `num_members` for members that a function makes, but got none.")
         _checks.check_count(num_members, "num_members")
         return None
-    given = listed(members)  # type: ignore[arg-type]  # a module is refused there
+    given = as_list(members)  # type: ignore[arg-type]  # a module is refused there
     if num_members is not None and num_members != len(given):
         raise ValueError(f"Expected `num_members` of {len(given)}, the members given, but got {num_members}.")
     return given

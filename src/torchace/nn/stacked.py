@@ -16,10 +16,10 @@ from torchace.nn.architecture import check_layers, check_one_architecture, not_v
 from torchace.nn.base import (
     BATCHES,
     EnsembleModule,
+    as_list,
     check_own_batches,
     check_shared_parameters,
-    listed,
-    versions_of,
+    tensor_versions,
 )
 from torchace.nn.optimizers import watch_optimizers
 from torchace.nn.recomputed import copy_module
@@ -69,7 +69,7 @@ class StackedEnsemble(EnsembleModule):
     """
 
     def __init__(self, members: Iterable[nn.Module], link: str = "softmax") -> None:
-        members = listed(members)
+        members = as_list(members)
         check_layers(members)
         check_one_architecture(members)
         check_shared_parameters(members)
@@ -164,7 +164,7 @@ class StackedEnsemble(EnsembleModule):
             return follow_in_graph(self._token, modes, own, list(args), kwargs, state, key)
         decision = self._decision(modes, args, kwargs, own=own)
         shared = [] if own else [*args, *kwargs.values()]
-        before = versions_of(shared)
+        before = tensor_versions(shared)
         if decision is None or decision.followed:
             size = self._members_at_once(decision, args, own=own)
             output = self._follow(layers, args, kwargs, size, own=own, draws=draws)
@@ -173,7 +173,7 @@ class StackedEnsemble(EnsembleModule):
         else:
             with draws.seeded(decision.reason):
                 output = vectorise(self.stacked, self.num_members, args, kwargs, own=own)
-        if versions_of(shared) != before:
+        if tensor_versions(shared) != before:
             raise ValueError(
                 "The members changed their input in place, which all of them share. Use layers that do not "
                 "(inplace=False), or give them a copy."

@@ -215,7 +215,7 @@ def _member_weights_to_save(ensemble: EnsembleModule, given: Tensor | Sequence[f
         # numbers become what EnsembleModule.set_member_weights makes of them
         double = any(p.dtype == torch.float64 for p in ensemble.parameters())
         dtype = torch.float64 if double else torch.float32
-    alpha = _checks.checked_member_weights(alpha, ensemble.num_members, like=torch.empty((), dtype=dtype))
+    alpha = _checks.as_member_weights(alpha, ensemble.num_members, like=torch.empty((), dtype=dtype))
     return {"dtype": files.listing(alpha)["dtype"], "values": alpha.tolist()}
 
 
@@ -225,7 +225,7 @@ def _saved_member_weights(manifest: Json, where: Path) -> Tensor | None:
         return None
     try:
         alpha = torch.tensor(saved["values"], dtype=ALPHA_DTYPES[saved["dtype"]])
-        return _checks.checked_member_weights(alpha, manifest["num_members"], like=alpha)
+        return _checks.as_member_weights(alpha, manifest["num_members"], like=alpha)
     except (KeyError, ValueError, RuntimeError) as error:
         raise ModelFileError(f"{where} has member_weights that are no weights of members; {files.REPAIR}.") from error
 

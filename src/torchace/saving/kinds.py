@@ -74,7 +74,7 @@ KINDS: dict[str, Kind] = {
     "branched": Kind(  # an Ensemble too, so it comes first
         Ensemble,
         lambda ensemble: getattr(ensemble, "branched", None),
-        lambda spec, num_members: branch(build(spec["architecture"]), spec["at"], num_members),
+        lambda spec, num_members: branch(build(spec["architecture"]), num_members, at=spec["at"]),
         copies=True,
     ),
     "ensemble": Kind(Ensemble, _describe_members, _rebuild_members),

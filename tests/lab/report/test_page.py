@@ -232,7 +232,7 @@ print(write_report(sys.argv[2], sys.argv[3]))
 
 def test_a_missing_package_is_one_sentence(single_seed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=re.escape("The report needs matplotlib: pip install 'torchace[tool]'.")):
+    with pytest.raises(ImportError, match=re.escape("Drawing figures needs matplotlib: pip install 'torchace[tool]'.")):
         write_report(single_seed)
 
 

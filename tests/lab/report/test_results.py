@@ -13,10 +13,10 @@ from safetensors.numpy import save_file
 
 from tests.lab.report import synthetic
 from tests.lab.report.fits import FitSpec, write_fit
+from torchace._files import with_checksum
 from torchace.lab.report import ReportError, Results, read_results
 from torchace.lab.report.arrays import disputed_images, read_arrays, reliability
 from torchace.lab.report.tables import result_table
-from torchace.lab.training.files import with_checksum
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ import pytest
 from tests.lab.sweeps.cases import ledger_of, leftovers
 from tests.support.fork_server import ForkServer
 from tests.support.held import CHECKPOINT
+from torchace._files import PARTIAL
 from torchace.lab.sweeps.run_store import Ledger, LedgerError
-from torchace.lab.training.files import PARTIAL
 
 pytestmark = pytest.mark.extended
 

@@ -10,9 +10,15 @@ from tests.lab.sweeps.cases import small
 from torchace.lab.data import load
 from torchace.lab.sweeps import networks as build
 from torchace.lab.sweeps.config import Arm, TrainSection
-from torchace.lab.sweeps.networks import build_network, default_group_size, describe_network, is_compiled, recipe_of
+from torchace.lab.sweeps.networks import (
+    build_network,
+    default_group_size,
+    describe_network,
+    is_compiled,
+    make_train_config,
+)
 from torchace.lab.training.checkpoint import weights_digest
-from torchace.lab.training.config import Recipe
+from torchace.lab.training.config import TrainConfig
 from torchace.nn import SMOC, Ensemble, StackedEnsemble
 
 DIGITS = load("digits")
@@ -127,8 +133,8 @@ def test_a_recipe_takes_everything_from_its_section() -> None:
         "label_smoothing": 0.1,
         "precision": "bf16",
     }
-    recipe = recipe_of(TrainSection(**values, diversity_warmup_epochs=0.5), 10)
-    taken = {field.name: getattr(recipe, field.name) for field in fields(Recipe)}
+    train_config = make_train_config(TrainSection(**values, diversity_warmup_epochs=0.5), 10)
+    taken = {field.name: getattr(train_config, field.name) for field in fields(TrainConfig)}
     assert taken == {
         **values,
         "milestones": (2, 4),
@@ -136,7 +142,7 @@ def test_a_recipe_takes_everything_from_its_section() -> None:
         "detach_others": True,
         "loss": "ace",
     }
-    assert not recipe_of(TrainSection(steps=1, detach_others=False), 10).detach_others
+    assert not make_train_config(TrainSection(steps=1, detach_others=False), 10).detach_others
 
 
 def test_long_trainings_are_compiled_on_a_gpu() -> None:
@@ -147,8 +153,8 @@ def test_long_trainings_are_compiled_on_a_gpu() -> None:
 
 
 def test_epochs_are_steps() -> None:
-    assert recipe_of(TrainSection(epochs=3), 10).steps == 30
-    assert recipe_of(TrainSection(steps=3), 10).steps == 3
+    assert make_train_config(TrainSection(epochs=3), 10).steps == 30
+    assert make_train_config(TrainSection(steps=3), 10).steps == 3
 
 
 @pytest.mark.parametrize(

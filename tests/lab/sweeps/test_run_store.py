@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchace._files import PathError
 from torchace.lab.sweeps.run_store import Job, Ledger, LedgerError, Run
-from torchace.lab.training.files import PathError
 from torchace.lab.training.loop import Failure
 
 RUN = Run("main", 0.5, 3)

@@ -12,11 +12,11 @@ import pytest
 
 from tests.lab.sweeps.cases import ledger_of, leftovers, poison, run, small
 from torchace import _files as files
+from torchace._files import with_checksum
 from torchace.lab.sweeps.config import ConfigError, load_experiment
 from torchace.lab.sweeps.run_store import Job, Ledger, LedgerError, Run
 from torchace.lab.sweeps.sweep import Sweep, Watcher
 from torchace.lab.training.checkpoint import CheckpointError
-from torchace.lab.training.files import with_checksum
 from torchace.lab.training.loop import Interrupted, Progress
 
 

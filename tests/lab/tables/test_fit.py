@@ -20,13 +20,13 @@ from safetensors.torch import load_file
 from tests.any_table import AnyTable, any_table
 from tests.lab.cli.cases import everything_in, houses, pets, write_table
 from tests.lab.tables.table_cases import done, fitted, is_complete, job, weights_of, written
+from torchace._files import PathError
 from torchace.lab.data import DataError
 from torchace.lab.data.tables import read_table
 from torchace.lab.sweeps.run_store import Ledger, LedgerError
 from torchace.lab.tables import fit as table_fit
 from torchace.lab.tables.fit import FitCallback, TableFit, TrainingFailed
 from torchace.lab.tables.model import TableModel
-from torchace.lab.training.files import PathError
 from torchace.lab.training.loop import Interrupted, Progress
 from torchace.lab.tuning.search import SearchStage
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchace.lab.data import Batches, Split
-from torchace.lab.training.config import Recipe
+from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.run_group import RunGroup
 from torchace.models import mlp
 from torchace.nn import Ensemble
@@ -43,9 +43,9 @@ def weights(network: RunGroup, run: int) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in network.ensemble(run).state_dict().items()}
 
 
-def recipe(kind: str = "shared", steps: int = 20, **options: object) -> Recipe:
+def train_config(kind: str = "shared", steps: int = 20, **options: object) -> TrainConfig:
     settings = {"learning_rate": 0.02, "precision": "float64", **options}
-    return Recipe(steps=steps, batches=kind, **settings)  # type: ignore[arg-type]
+    return TrainConfig(steps=steps, batches=kind, **settings)  # type: ignore[arg-type]
 
 
 def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], *, within: float) -> None:

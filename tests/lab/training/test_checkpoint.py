@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.lab.training.cases import batches, group_of, recipe
+from tests.lab.training.cases import batches, group_of, train_config
 from torchace import _files as files
+from torchace._files import json_digest, with_checksum, write_atomic
 from torchace.lab.training.checkpoint import CheckpointError, Checkpoints, weights_digest
 from torchace.lab.training.config import make_optimizer
-from torchace.lab.training.files import json_digest, with_checksum, write_whole
-from torchace.lab.training.loop import Saving, fit
+from torchace.lab.training.loop import CheckpointPolicy, fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.nn import Ensemble
 
@@ -27,20 +27,26 @@ ARGUMENTS: dict[str, Any] = {"diversities": [0.5], "seeds": [5]}
 def save_one(directory: Path, steps: int = 3) -> RunGroup:
     """A checkpoint after some steps."""
     network = group_of([5])
-    fit(network, batches(), recipe(steps=steps + 1), **ARGUMENTS, saving=Saving(Checkpoints(directory), steps, None))
+    fit(
+        network,
+        batches(),
+        train_config(steps=steps + 1),
+        **ARGUMENTS,
+        checkpoint_policy=CheckpointPolicy(Checkpoints(directory), steps, None),
+    )
     return network
 
 
 def load_one(directory: Path, optimizer: str = "adam") -> tuple[RunGroup, dict[str, Any] | None]:
     network = group_of([5])
     return network, Checkpoints(directory).load(
-        network, make_optimizer(recipe(optimizer=optimizer), list(network.parameters()))
+        network, make_optimizer(train_config(optimizer=optimizer), list(network.parameters()))
     )
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     expected = group_of([5])
-    fit(expected, batches(), recipe(steps=3), **ARGUMENTS)
+    fit(expected, batches(), train_config(steps=3), **ARGUMENTS)
     save_one(tmp_path)
     network, progress = load_one(tmp_path)
     assert progress is not None
@@ -51,11 +57,11 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
 def test_an_optimizers_state_comes_back(tmp_path: Path) -> None:
     for name in ("adam", "sgd"):
         network = group_of([5])
-        optimizer = make_optimizer(recipe(optimizer=name), list(network.parameters()))
+        optimizer = make_optimizer(train_config(optimizer=name), list(network.parameters()))
         network(torch.ones(1, 2, 6, dtype=torch.float64)).sum().backward()
         optimizer.step()
         Checkpoints(tmp_path / name).save(network, optimizer, {"step": 1})
-        other = make_optimizer(recipe(optimizer=name), list(network.parameters()))
+        other = make_optimizer(train_config(optimizer=name), list(network.parameters()))
         Checkpoints(tmp_path / name).load(network, other)
         ours, theirs = optimizer.state_dict()["state"], other.state_dict()["state"]
         assert ours.keys() == theirs.keys()
@@ -65,8 +71,8 @@ def test_an_optimizers_state_comes_back(tmp_path: Path) -> None:
 
 
 def test_there_is_one_checkpoint_at_a_time(tmp_path: Path) -> None:
-    saving = Saving(Checkpoints(tmp_path), 1, None)
-    fit(group_of([5]), batches(), recipe(steps=5), **ARGUMENTS, saving=saving)
+    checkpoint_policy = CheckpointPolicy(Checkpoints(tmp_path), 1, None)
+    fit(group_of([5]), batches(), train_config(steps=5), **ARGUMENTS, checkpoint_policy=checkpoint_policy)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "state-4.safetensors"]
 
 
@@ -81,7 +87,13 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "state-9.safetensors").write_bytes(b"written, but its manifest was not")
     assert load_one(tmp_path)[1]["step"] == 3  # type: ignore[index]
     assert not list(tmp_path.glob("*.partial"))
-    fit(group_of([5]), batches(), recipe(steps=6), **ARGUMENTS, saving=Saving(Checkpoints(tmp_path), 5, None))
+    fit(
+        group_of([5]),
+        batches(),
+        train_config(steps=6),
+        **ARGUMENTS,
+        checkpoint_policy=CheckpointPolicy(Checkpoints(tmp_path), 5, None),
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "state-5.safetensors"]
 
 
@@ -157,7 +169,7 @@ def test_another_networks_checkpoint_is_refused_in_one_line(tmp_path: Path) -> N
     save_one(tmp_path)
     network = group_of([5, 6])
     with pytest.raises(CheckpointError) as caught:
-        Checkpoints(tmp_path).load(network, make_optimizer(recipe(), list(network.parameters())))
+        Checkpoints(tmp_path).load(network, make_optimizer(train_config(), list(network.parameters())))
     assert "\n" not in str(caught.value)
 
 
@@ -181,7 +193,7 @@ OWNER = {"runs": [["main", 0.5, 5]], "config_sha256": "00"}
 @pytest.mark.parametrize("other", [None, {**OWNER, "runs": [["main", 0.0, 5]]}, {**OWNER, "config_sha256": "01"}])
 def test_a_checkpoint_of_others_is_refused_or_removed(other: dict[str, Any] | None, tmp_path: Path) -> None:
     network = group_of([5])
-    optimizer = make_optimizer(recipe(), list(network.parameters()))
+    optimizer = make_optimizer(train_config(), list(network.parameters()))
     Checkpoints(tmp_path / "a", owner=OWNER).save(network, optimizer, {"step": 1})
     theirs = Checkpoints(tmp_path / "a", owner=other)
     with pytest.raises(CheckpointError, match=r"belongs to other runs or to another configuration\. Remove") as caught:
@@ -206,7 +218,13 @@ def test_manifests_are_json_without_nan(tmp_path: Path) -> None:
     with torch.no_grad():
         next(network.parameters())[0] = torch.nan
     arguments: dict[str, Any] = {"diversities": [0.5, 0.5], "seeds": [5, 6]}
-    fit(network, batches(), recipe(steps=9), **arguments, saving=Saving(Checkpoints(tmp_path), 8, None))
+    fit(
+        network,
+        batches(),
+        train_config(steps=9),
+        **arguments,
+        checkpoint_policy=CheckpointPolicy(Checkpoints(tmp_path), 8, None),
+    )
 
     def refuse(word: str) -> None:
         raise AssertionError(word)
@@ -225,7 +243,7 @@ def test_a_disk_that_fills_up_at_any_moment(
     call: int, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = group_of([5])
-    fit(expected, batches(), recipe(steps=6), **ARGUMENTS)
+    fit(expected, batches(), train_config(steps=6), **ARGUMENTS)
 
     real, calls = getattr(os, function), 0
 
@@ -236,28 +254,28 @@ def test_a_disk_that_fills_up_at_any_moment(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(*args)
 
-    saving = Saving(Checkpoints(tmp_path), 1, None)
+    checkpoint_policy = CheckpointPolicy(Checkpoints(tmp_path), 1, None)
     with monkeypatch.context() as patch:
         patch.setattr(files.os, function, full)
         with pytest.raises(OSError, match="No space left") as caught:
-            fit(group_of([5]), batches(), recipe(steps=6), **ARGUMENTS, saving=saving)
+            fit(group_of([5]), batches(), train_config(steps=6), **ARGUMENTS, checkpoint_policy=checkpoint_policy)
     assert str(tmp_path) in str(caught.value.filename)
     assert not list(tmp_path.glob(".*.partial"))
     network = group_of([5])
-    fit(network, batches(), recipe(steps=6), **ARGUMENTS, saving=saving)
+    fit(network, batches(), train_config(steps=6), **ARGUMENTS, checkpoint_policy=checkpoint_policy)
     assert weights_digest(network, 0) == weights_digest(expected, 0)
 
 
 def test_a_failed_write_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "result.json"
-    write_whole(file, b"old")
+    write_atomic(file, b"old")
 
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(OSError, match=r"No space left on device.*result.json"):
-        write_whole(file, b"new")
+        write_atomic(file, b"new")
     assert file.read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
@@ -265,7 +283,7 @@ def test_a_failed_write_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest
 def test_files_have_the_users_permissions(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        write_whole(tmp_path / "a" / "result.json", b"")
+        write_atomic(tmp_path / "a" / "result.json", b"")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "a" / "result.json").stat().st_mode) == 0o640
@@ -323,5 +341,11 @@ def test_manifests_with_a_checksum_that_fits_but_that_no_training_wrote(case: st
     place[last] = value
     file.write_text(json.dumps({**content, "sha256": json_digest(content)}))
     with pytest.raises(CheckpointError, match="is damaged") as caught:
-        fit(group_of([5]), batches(), recipe(steps=4), **ARGUMENTS, saving=Saving(Checkpoints(tmp_path / "main-0")))
+        fit(
+            group_of([5]),
+            batches(),
+            train_config(steps=4),
+            **ARGUMENTS,
+            checkpoint_policy=CheckpointPolicy(Checkpoints(tmp_path / "main-0")),
+        )
     assert "\n" not in str(caught.value)

@@ -20,13 +20,13 @@ from tests.lab.training.cases import BATCH, CLASSES, FEATURES, assert_same, run_
 from tests.support.processes import counting, team
 from torchace.lab.data import Batches, Split
 from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.config import Recipe, make_optimizer
-from torchace.lab.training.distributed import RankLost, Ranks, check_same, in_contact, layout_of, may_speak
-from torchace.lab.training.early_stopping import HeldOut
-from torchace.lab.training.evaluate import evaluate, logits_of
-from torchace.lab.training.loop import Fitted, Interrupted, Saving, fit
+from torchace.lab.training.config import TrainConfig, make_optimizer
+from torchace.lab.training.distributed import RankLost, Ranks, check_same, detect_lost_rank, parse_layout, should_report
+from torchace.lab.training.early_stopping import ValidationSet
+from torchace.lab.training.evaluate import evaluate, predict_logits
+from torchace.lab.training.loop import CheckpointPolicy, FitResult, Interrupted, fit
 from torchace.lab.training.run_group import RunGroup
-from torchace.lab.training.shard import Part, RankStepper, SharedCheckpoints, gathered_network, part_of
+from torchace.lab.training.shard import RankStepper, Shard, SharedCheckpoints, gather_network, make_shard
 from torchace.models import mlp
 from torchace.nn import SMOC, Ensemble
 from torchace.nn.base import EnsembleModule
@@ -82,9 +82,9 @@ def batches_of(size: int, loss: str, weighted: bool) -> Batches:
     return Batches(Split(x, target, weight if weighted else None), size, dtype=torch.float64)
 
 
-def recipe_of(case: dict[str, Any]) -> Recipe:
+def make_train_config(case: dict[str, Any]) -> TrainConfig:
     names = ("loss", "batches", "optimizer", "steps")
-    return Recipe(
+    return TrainConfig(
         **{"steps": 20, "learning_rate": 0.02, "precision": "float64"} | {n: case[n] for n in names if n in case}
     )
 
@@ -92,16 +92,16 @@ def recipe_of(case: dict[str, Any]) -> Recipe:
 def trained(case: dict[str, Any], layout: str | None, folder: str | None = None, backend: str | None = None) -> Any:
     """A training in one process, or this rank's part of it; what it left behind, on the first rank."""
     whole = network_of(case.get("kind", "separate"), case.get("hidden", 5), case.get("count", 3))
-    network = whole if layout is None else part_of(whole, Ranks(layout, backend=backend))
+    network = whole if layout is None else make_shard(whole, Ranks(layout, backend=backend))
     batches = batches_of(case.get("size", BATCH), case.get("loss", "ace"), case.get("weighted", False))
     held_out = None
     if "patience" in case:
         x, y = batches.split.x[:13] * 0.9, batches.split.y[:13].roll(1, 0)
-        held_out = HeldOut(Split(x, y), case["patience"])
-    saving = None
+        held_out = ValidationSet(Split(x, y), case["patience"])
+    checkpoint_policy = None
     if folder is not None:
         kept = Checkpoints(Path(folder)) if layout is None else SharedCheckpoints(Path(folder), whole)
-        saving = Saving(kept, every_steps=case.get("every"), every_seconds=None)
+        checkpoint_policy = CheckpointPolicy(kept, every_steps=case.get("every"), every_seconds=None)
     asked: list[int] = []
 
     def stop() -> bool:
@@ -109,23 +109,23 @@ def trained(case: dict[str, Any], layout: str | None, folder: str | None = None,
         rank = 0 if layout is None else dist.get_rank()
         return case.get("stop", {}).get(rank, 10**9) < len(asked)
 
-    interrupted, fitted = False, Fitted()
+    interrupted, fitted = False, FitResult()
     told: list[int] = []
     try:
         fitted = fit(
             network,
             batches,
-            recipe_of(case),
+            make_train_config(case),
             diversities=[0.0, 0.0] if case.get("batches") == "separate" else LAMBDAS,
             seeds=SEEDS,
-            held_out=held_out,
-            saving=saving,
+            validation=held_out,
+            checkpoint_policy=checkpoint_policy,
             watch=lambda progress: told.append(progress.step),
             stop=stop,
         )
     except Interrupted:
         interrupted = True
-    finished = network if layout is None else gathered_network(network, whole)  # type: ignore[arg-type]
+    finished = network if layout is None else gather_network(network, whole)  # type: ignore[arg-type]
     if finished is None:
         return {"interrupted": interrupted}
     return {
@@ -210,8 +210,8 @@ def test_ranks_without_each_other_are_not_one_process() -> None:
 
 
 def batch_norm() -> dict[str, Tensor]:
-    network = part_of(network_of("norm"), Ranks("data"))
-    fit(network, batches_of(BATCH, "ace", False), recipe_of({}), diversities=LAMBDAS, seeds=SEEDS)
+    network = make_shard(network_of("norm"), Ranks("data"))
+    fit(network, batches_of(BATCH, "ace", False), make_train_config({}), diversities=LAMBDAS, seeds=SEEDS)
     return network.state_dict()
 
 
@@ -233,8 +233,8 @@ def dropout_of_twins() -> dict[str, Tensor]:
     """Two members with the same weights on two ranks, and one step."""
     twins = [_members(1, dropout=0.5)[0], _members(1, dropout=0.5)[0]]
     assert torch.equal(twins[0].fc.weight, twins[1].fc.weight)  # type: ignore[union-attr]
-    network = part_of(run_group([twins]), Ranks("members"))
-    fit(network, batches_of(BATCH, "ace", False), recipe_of({"steps": 1}), diversities=[0.0], seeds=[3])
+    network = make_shard(run_group([twins]), Ranks("members"))
+    fit(network, batches_of(BATCH, "ace", False), make_train_config({"steps": 1}), diversities=[0.0], seeds=[3])
     return network.state_dict()
 
 
@@ -247,10 +247,10 @@ def test_dropout_masks_are_each_ranks_own() -> None:
 
 
 def predicted(kind: str, layout: str, count: int) -> tuple[Tensor, dict[str, Any]]:
-    network = part_of(network_of(kind), Ranks(layout))
+    network = make_shard(network_of(kind), Ranks(layout))
     x = batches_of(BATCH, "ace", False).split.x[:count]
     y = batches_of(BATCH, "ace", False).split.y[:count]
-    logits, target = logits_of(network, [(x[:5], y[:5]), (x[5:], y[5:])] if count > 5 else [(x, y)])
+    logits, target = predict_logits(network, [(x[:5], y[:5]), (x[5:], y[5:])] if count > 5 else [(x, y)])
     return torch.stack(logits), evaluate(logits[1], target).metrics  # scored by each rank for itself
 
 
@@ -274,9 +274,9 @@ def test_every_sample_is_predicted_by_every_member_once(kind: str, size: int, la
 
 def sent_in_a_step(layout: str, case: dict[str, Any]) -> tuple[list[tuple[str, int]], int]:
     """What a rank sends in its second step, and how many parameters it trains."""
-    network = part_of(network_of("separate", case["hidden"]), Ranks(layout, backend="counting"))
-    recipe = recipe_of(case)
-    stepper = RankStepper(network, make_optimizer(recipe, list(network.parameters())), recipe)
+    network = make_shard(network_of("separate", case["hidden"]), Ranks(layout, backend="counting"))
+    config = make_train_config(case)
+    stepper = RankStepper(network, make_optimizer(config, list(network.parameters())), config)
     batches = batches_of(BATCH, "ace", False)
     own = case.get("batches", "shared") != "shared"
     seeds, streams = (SEEDS, [0, 0]) if not own else ([3, 3, 3, 4, 4, 4], [0, 1, 2] * 2)
@@ -343,17 +343,17 @@ def test_a_whole_training_sends_no_parameters_until_it_is_done() -> None:
 def poisoned(layout: str | None, where: str) -> Any:
     """Member 2 of the second run holds Inf from the start, or gets it in the first step's gradient."""
     network = network_of("separate")
-    part = network if layout is None else part_of(network, Ranks(layout))
+    part = network if layout is None else make_shard(network, Ranks(layout))
     weight = part.members.stacked.fc.weight  # type: ignore[union-attr]
     inf = torch.zeros_like(network.members.stacked.fc.weight)  # type: ignore[union-attr]
     inf[5] = torch.inf
-    mine = part.taken({"inf": inf})["inf"] if isinstance(part, Part) else inf
+    mine = part.shard_state({"inf": inf})["inf"] if isinstance(part, Shard) else inf
     if where == "weight":
         with torch.no_grad():
             weight += mine
     else:
         weight.register_hook(lambda gradient: gradient + mine)
-    fitted = fit(part, batches_of(BATCH, "ace", False), recipe_of({}), diversities=LAMBDAS, seeds=SEEDS)
+    fitted = fit(part, batches_of(BATCH, "ace", False), make_train_config({}), diversities=LAMBDAS, seeds=SEEDS)
     return {run: vars(failure) for run, failure in fitted.failures.items()}
 
 
@@ -402,7 +402,7 @@ def stops_together(folder: str) -> list[int]:
     told = [False]
     before = signal.signal(signal.SIGTERM, lambda *_: told.__setitem__(0, True))
     whole = network_of("separate")
-    network = part_of(whole, Ranks("members"))
+    network = make_shard(whole, Ranks("members"))
     real = RankStepper.__call__
 
     def noted(self: RankStepper, *inputs: Any) -> Any:
@@ -413,10 +413,18 @@ def stops_together(folder: str) -> list[int]:
 
     RankStepper.__call__ = noted  # type: ignore[method-assign]
     try:
-        saving = Saving(SharedCheckpoints(Path(folder), whole), every_seconds=None)
+        checkpoint_policy = CheckpointPolicy(SharedCheckpoints(Path(folder), whole), every_seconds=None)
         data = batches_of(BATCH, "ace", False)
-        recipe = recipe_of({"steps": 100_000})
-        fit(network, data, recipe, diversities=LAMBDAS, seeds=SEEDS, saving=saving, stop=lambda: told[0])
+        config = make_train_config({"steps": 100_000})
+        fit(
+            network,
+            data,
+            config,
+            diversities=LAMBDAS,
+            seeds=SEEDS,
+            checkpoint_policy=checkpoint_policy,
+            stop=lambda: told[0],
+        )
     except Interrupted:
         return made
     finally:
@@ -452,7 +460,7 @@ def unanswered(group: str) -> str:
         ranks = Ranks("members" if group == "members" else "data")
     if dist.get_rank() == 0:
         try:
-            with in_contact():
+            with detect_lost_rank():
                 dist.all_reduce(torch.zeros(3), group=ranks.members_group if group == "members" else ranks.data_group)
         except RankLost as error:
             return str(error)
@@ -470,7 +478,7 @@ def test_a_rank_that_does_not_answer_is_given_up(group: str) -> None:
 
 
 def test_other_errors_are_left_alone() -> None:
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), in_contact():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), detect_lost_rank():
         torch.zeros(2, 3) @ torch.zeros(2, 3)
 
 
@@ -506,13 +514,13 @@ def test_a_sentence_is_said_once() -> None:
         store = dist.FileStore(f"{folder}/store", 1)
         problem = ValueError("a")
         # all ranks ran into it; one says so, and those that then lost contact have nothing to add
-        assert [may_speak(store, error) for error in (problem, problem, RankLost("b"), RankLost("c"))] == [
+        assert [should_report(store, error) for error in (problem, problem, RankLost("b"), RankLost("c"))] == [
             *(True, False),
             *(False, False),
         ]
-        assert may_speak(store, ValueError("something else"))
+        assert should_report(store, ValueError("something else"))
         other = dist.FileStore(f"{folder}/other", 1)
-        assert [may_speak(other, RankLost(text)) for text in "ab"] == [True, False]
+        assert [should_report(other, RankLost(text)) for text in "ab"] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -525,23 +533,23 @@ def test_a_sentence_is_said_once() -> None:
 )
 def test_layouts_that_do_not_fit(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        layout_of(text, 4)
+        parse_layout(text, 4)
 
 
 def refused() -> list[str]:
     ranks = Ranks("members")
     calls: list[Callable[[], Any]] = [
-        lambda: part_of(run_group([[mlp(FEATURES, 3, CLASSES)]]), ranks),
-        lambda: part_of(network_of("smoc"), ranks),
-        lambda: part_of(network_of("trunk"), ranks),
+        lambda: make_shard(run_group([[mlp(FEATURES, 3, CLASSES)]]), ranks),
+        lambda: make_shard(network_of("smoc"), ranks),
+        lambda: make_shard(network_of("trunk"), ranks),
         lambda: trained({"size": 1}, "data"),
         lambda: fit(
-            part_of(network_of("separate"), ranks),
+            make_shard(network_of("separate"), ranks),
             batches_of(BATCH, "ace", False),
-            recipe_of({}),
+            make_train_config({}),
             diversities=LAMBDAS,
             seeds=SEEDS,
-            saving=Saving(Checkpoints(Path("nowhere"))),
+            checkpoint_policy=CheckpointPolicy(Checkpoints(Path("nowhere"))),
         ),
     ]
     found = []

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lab.training.cases import CLASSES, FEATURES, assert_same, batches, group_of, recipe, weights
+from tests.lab.training.cases import CLASSES, FEATURES, assert_same, batches, group_of, train_config, weights
 from torchace.lab.data import Split
 from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.early_stopping import HeldOut, held_out_scores
-from torchace.lab.training.loop import Fitted, Interrupted, Saving, fit
+from torchace.lab.training.early_stopping import ValidationSet, validation_scores
+from torchace.lab.training.loop import CheckpointPolicy, FitResult, Interrupted, fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.models import mlp
 from torchace.nn import SMOC, Ensemble
@@ -22,21 +22,21 @@ SEEDS, DIVERSITIES = [5, 6, 7], [0.0, 0.3, 0.9]
 EPOCHS = 12
 
 
-def held_out(patience: int) -> HeldOut:
+def held_out(patience: int) -> ValidationSet:
     generator = torch.Generator().manual_seed(8)
     x = torch.randn(15, FEATURES, generator=generator, dtype=torch.float64)
-    return HeldOut(Split(x, torch.randint(CLASSES, (15,), generator=generator)), patience)
+    return ValidationSet(Split(x, torch.randint(CLASSES, (15,), generator=generator)), patience)
 
 
-def train(network: RunGroup, patience: int, runs: list[int], **options: object) -> Fitted:
-    settings = recipe(steps=5 * EPOCHS, learning_rate=0.03)  # random labels: it overfits at once
+def train(network: RunGroup, patience: int, runs: list[int], **options: object) -> FitResult:
+    settings = train_config(steps=5 * EPOCHS, learning_rate=0.03)  # random labels: it overfits at once
     return fit(
         network,
         batches(),
         settings,
         diversities=[DIVERSITIES[r] for r in runs],
         seeds=[SEEDS[r] for r in runs],
-        held_out=held_out(patience),
+        validation=held_out(patience),
         **options,  # type: ignore[arg-type]
     )
 
@@ -63,7 +63,7 @@ def by_hand(kind: str, run: int, patience: int) -> tuple[dict[str, Tensor], int,
     best: dict[str, Tensor] = {}
     for epoch in range(1, EPOCHS + 1):
         network = group(kind, [run])
-        settings = recipe(steps=5 * epoch, learning_rate=0.03)
+        settings = train_config(steps=5 * epoch, learning_rate=0.03)
         fit(network, batches(), settings, diversities=[DIVERSITIES[run]], seeds=[SEEDS[run]])
         logits = network.predict(held_out(1).split.x)[0].detach()
         q, y = logits.softmax(2).mean(0), held_out(1).split.y
@@ -90,18 +90,18 @@ def test_every_run_keeps_its_best_epoch(kind: str, patience: int) -> None:
         assert_same(weights(network, run), best, within=1e-9)  # rounding, through 60 steps
     assert len(fitted.history) == max(len(by_hand(kind, run, patience)[2]) for run in range(3))
     expected = [min(entry["held_out"][r] or 9 for entry in fitted.history) for r in range(3)]
-    assert held_out_scores(network, held_out(1).split, recipe()).tolist() == pytest.approx(expected, abs=1e-12)
+    assert validation_scores(network, held_out(1).split, train_config()).tolist() == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("at", [3, 11, 19, 24])
 def test_an_interrupted_training_ends_bit_for_bit_the_same(at: int, tmp_path: Path) -> None:
     whole = group_of(SEEDS)
     expected = train(whole, 3, [0, 1, 2])
-    saving, calls = Saving(Checkpoints(tmp_path), None, None), iter(range(1000))
+    checkpoint_policy, calls = CheckpointPolicy(Checkpoints(tmp_path), None, None), iter(range(1000))
     with pytest.raises(Interrupted):
-        train(group_of(SEEDS), 3, [0, 1, 2], saving=saving, stop=lambda: next(calls) == at)
+        train(group_of(SEEDS), 3, [0, 1, 2], checkpoint_policy=checkpoint_policy, stop=lambda: next(calls) == at)
     resumed = group_of(SEEDS)
-    fitted = train(resumed, 3, [0, 1, 2], saving=saving)
+    fitted = train(resumed, 3, [0, 1, 2], checkpoint_policy=checkpoint_policy)
     assert dataclasses.replace(fitted, seconds=0) == dataclasses.replace(expected, seconds=0)
     for run in range(3):
         assert_same(weights(resumed, run), weights(whole, run), within=0)
@@ -111,7 +111,7 @@ def test_held_out_weights_count() -> None:
     network, split = group_of([5]), held_out(1).split
     weight = torch.arange(15.0, dtype=torch.float64)
     expected = torch.tensor(
-        [float(held_out_scores(network, split.take(torch.tensor([i])), recipe())) for i in range(15)]
+        [float(validation_scores(network, split.take(torch.tensor([i])), train_config())) for i in range(15)]
     )
-    score = held_out_scores(network, Split(split.x, split.y, weight), recipe())
+    score = validation_scores(network, Split(split.x, split.y, weight), train_config())
     assert float(score) == pytest.approx(float((expected.double() * weight).sum() / weight.sum()), abs=1e-6)

@@ -6,7 +6,7 @@ import torch
 from tests.lab.training.cases import CLASSES, MEMBERS, batches, group_of
 from torchace.functional import disagreement
 from torchace.lab.data import chunks
-from torchace.lab.training.evaluate import DISPUTED, DRAWN, Evaluator, evaluate, evaluate_regression, logits_of
+from torchace.lab.training.evaluate import DISPUTED, DRAWN, Evaluator, evaluate, evaluate_regression, predict_logits
 from torchace.metrics import EnsembleMetrics
 
 
@@ -20,7 +20,7 @@ def example(members: int = MEMBERS, samples: int = 200) -> tuple[torch.Tensor, t
 def test_chunks_do_not_matter(size: int) -> None:
     network, split = group_of([5, 6]), batches().split
     network.train()
-    logits, target = logits_of(network, chunks(split, size, dtype=torch.float64))
+    logits, target = predict_logits(network, chunks(split, size, dtype=torch.float64))
     assert network.training
     assert len(logits) == 2
     assert target.equal(split.y)

@@ -18,14 +18,14 @@ from tests.lab.training.cases import (
     assert_same,
     batches,
     group_of,
-    recipe,
     run_group,
+    train_config,
     weights,
 )
 from torchace.lab.data import Batches
 from torchace.lab.training import loop
 from torchace.lab.training.checkpoint import Checkpoints, weights_digest
-from torchace.lab.training.loop import Interrupted, Progress, Saving, fit
+from torchace.lab.training.loop import CheckpointPolicy, Interrupted, Progress, fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.models import mlp
 from torchace.nn import SMOC
@@ -44,7 +44,7 @@ def trained(kind: str, runs: list[tuple[float, int]], **options: Any) -> RunGrou
     fit(
         network,
         batches(),
-        recipe(kind, **options),
+        train_config(kind, **options),
         diversities=[lam for lam, _ in runs],
         seeds=[seed for _, seed in runs],
     )
@@ -72,7 +72,7 @@ def test_a_run_does_not_depend_on_who_else_is_there(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["shared", "exchanged"])
 def test_every_diversity_of_a_seed_sees_the_same_batches(kind: str) -> None:
     data, seeds = batches(), [6, 5, 6]
-    x, y, _ = loop._Feed(data, seeds, MEMBERS, recipe(kind))(1, 2)
+    x, y, _ = loop.BatchFeed(data, seeds, MEMBERS, train_config(kind))(1, 2)
     assert x[0].equal(x[2])
     assert y[0].equal(y[2])
     assert not x[0].equal(x[1])
@@ -93,7 +93,7 @@ def test_members_differ_and_diversity_acts() -> None:
 def test_diversity_warm_up_starts_like_no_diversity() -> None:
     def after(steps: int, lam: float, **options: Any) -> str:
         network = group_of([5])
-        fit(network, batches(), recipe("shared", steps, **options), diversities=[lam], seeds=[5])
+        fit(network, batches(), train_config("shared", steps, **options), diversities=[lam], seeds=[5])
         return weights_digest(network, 0)
 
     assert after(1, 0.9, diversity_warmup_steps=10) == after(1, 0.0)
@@ -101,7 +101,9 @@ def test_diversity_warm_up_starts_like_no_diversity() -> None:
 
 
 def test_the_schedule_is_what_the_optimizer_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = recipe("shared", 12, schedule="step", milestones=(5, 9), warmup_steps=2, warmup_learning_rate=0.001)
+    settings = train_config(
+        "shared", 12, schedule="step", milestones=(5, 9), warmup_steps=2, warmup_learning_rate=0.001
+    )
     seen = []
 
     class Watched(loop.Stepper):
@@ -117,7 +119,7 @@ def test_the_schedule_is_what_the_optimizer_sees(monkeypatch: pytest.MonkeyPatch
 def test_history_has_one_entry_an_epoch() -> None:
     scores: list[float] = []
     network = group_of([5, 6])
-    fitted = fit(network, batches(), recipe("shared", 12), diversities=[0.5, 0.5], seeds=[5, 6], watch=None)
+    fitted = fit(network, batches(), train_config("shared", 12), diversities=[0.5, 0.5], seeds=[5, 6], watch=None)
     assert [(e["epoch"], e["step"]) for e in fitted.history] == [(1, 5), (2, 10), (3, 12)]
     assert all(len(e["score"]) == 2 for e in fitted.history)
     scores = [e["score"][0] for e in fitted.history]
@@ -128,7 +130,7 @@ def test_history_has_one_entry_an_epoch() -> None:
 
 def test_the_watcher_hears_of_the_last_step() -> None:
     heard: list[Progress] = []
-    fit(group_of([5]), batches(), recipe("shared", 12), diversities=[0.5], seeds=[5], watch=heard.append)
+    fit(group_of([5]), batches(), train_config("shared", 12), diversities=[0.5], seeds=[5], watch=heard.append)
     assert (heard[-1].step, heard[-1].steps) == (12, 12)
     assert len(heard) < 12  # at most ten times a second
     assert all(isinstance(value, float) for value in heard[-1].score)
@@ -153,7 +155,7 @@ def test_a_run_that_fails_leaves_the_others_bit_identical(kind: str, value: floa
     fitted = fit(
         network,
         batches(),
-        recipe(kind),
+        train_config(kind),
         diversities=[lam for lam, _ in runs],
         seeds=[seed for _, seed in runs],
     )
@@ -177,21 +179,21 @@ def test_a_failure_on_the_way_is_dated(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().__call__(*args)
 
     monkeypatch.setattr(loop, "Stepper", Spoiler)
-    fitted = fit(group_of([5, 6]), batches(), recipe(), diversities=[0.5, 0.5], seeds=[5, 6])
+    fitted = fit(group_of([5, 6]), batches(), train_config(), diversities=[0.5, 0.5], seeds=[5, 6])
     assert {r: (f.member, f.step) for r, f in fitted.failures.items()} == {1: (1, 7)}
 
 
 def test_training_ends_where_all_runs_have_failed() -> None:
     network = poisoned(poisoned(group_of([5, 6]), 0, 0), 1, 1)
     heard: list[Progress] = []
-    fitted = fit(network, batches(), recipe(), diversities=[0, 0.5], seeds=[5, 6], watch=heard.append)
+    fitted = fit(network, batches(), train_config(), diversities=[0, 0.5], seeds=[5, 6], watch=heard.append)
     assert {r: f.member for r, f in fitted.failures.items()} == {0: 0, 1: 1}
     assert heard == []
 
 
 def test_a_rate_that_is_too_high_is_a_failure() -> None:
     network = group_of([5], torch.float32)
-    settings = recipe(optimizer="sgd", learning_rate=1e30, precision="float32")
+    settings = train_config(optimizer="sgd", learning_rate=1e30, precision="float32")
     fitted = fit(network, batches(torch.float32), settings, diversities=[0.5], seeds=[5])
     assert fitted.failures[0].step > 0
     assert "NaN or Inf" in fitted.failures[0].message
@@ -218,7 +220,7 @@ def networks(name: str) -> RunGroup:
     return run_group([[mlp(FEATURES, 5, CLASSES, dropout=0.5).double() for _ in range(MEMBERS)] for _ in range(2)])
 
 
-def results(network: RunGroup, fitted: loop.Fitted) -> Any:
+def results(network: RunGroup, fitted: loop.FitResult) -> Any:
     return [weights_digest(network, r) for r in range(network.num_runs)], fitted.history, fitted.failures
 
 
@@ -226,7 +228,7 @@ def results(network: RunGroup, fitted: loop.Fitted) -> Any:
 @pytest.mark.parametrize("options", [{}, SGD], ids=["adam", "sgd"])
 @pytest.mark.parametrize("kind", ["shared", "exchanged", "weighted"])
 def test_interrupted_at_every_step(kind: str, options: dict[str, Any], name: str, tmp_path: Path) -> None:
-    settings = recipe("shared" if kind == "weighted" else kind, 8, **options)
+    settings = train_config("shared" if kind == "weighted" else kind, 8, **options)
     data = batches()
     if kind == "weighted":
         data = Batches(replace(data.split, weight=torch.arange(40.0).double()), BATCH, dtype=torch.float64)
@@ -234,20 +236,27 @@ def test_interrupted_at_every_step(kind: str, options: dict[str, Any], name: str
     network = networks(name)
     expected = results(network, fit(network, data, settings, **arguments))
 
-    saving = Saving(Checkpoints(tmp_path), every_seconds=None)
+    checkpoint_policy = CheckpointPolicy(Checkpoints(tmp_path), every_seconds=None)
     for step in range(8):
         with pytest.raises(Interrupted):
-            fit(networks(name), data, settings, **arguments, saving=saving, stop=after(min(step, 1)))
+            fit(
+                networks(name),
+                data,
+                settings,
+                **arguments,
+                checkpoint_policy=checkpoint_policy,
+                stop=after(min(step, 1)),
+            )
     network = networks(name)
     torch.rand(3)  # whatever torch's own state is
-    assert results(network, fit(network, data, settings, **arguments, saving=saving)) == expected
+    assert results(network, fit(network, data, settings, **arguments, checkpoint_policy=checkpoint_policy)) == expected
 
 
 def test_dropout_leaves_torchs_state_alone() -> None:
     network = networks("dropout")
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    fit(network, batches(), recipe(steps=3), diversities=[0.5, 0.5], seeds=[5, 6])
+    fit(network, batches(), train_config(steps=3), diversities=[0.5, 0.5], seeds=[5, 6])
     assert torch.get_rng_state().equal(before)
 
 
@@ -256,7 +265,7 @@ def test_dropout_masks_are_those_of_the_seed() -> None:
         network = networks("dropout")
         data = batches()
         data.batch_many = lambda seeds, *a, **k: type(data).batch_many(data, [5] * len(seeds), *a, **k)  # type: ignore[method-assign]
-        fit(network, data, recipe(steps=3), diversities=[0.5, 0.5], seeds=[seed, 9])
+        fit(network, data, train_config(steps=3), diversities=[0.5, 0.5], seeds=[seed, 9])
         return weights_digest(network, 0)
 
     assert digest(5) == digest(5) != digest(6)
@@ -267,40 +276,56 @@ def test_a_failure_is_the_same_after_an_interruption(tmp_path: Path) -> None:
         return poisoned(group_of([5, 6]), 1, 2, "linear1.weight", 1e200)  # overflows after a step or two
 
     arguments: dict[str, Any] = {"diversities": [0.5, 0.5], "seeds": [5, 6]}
-    settings = recipe("shared", 8, optimizer="sgd", learning_rate=1e10)
+    settings = train_config("shared", 8, optimizer="sgd", learning_rate=1e10)
     network = spoilt()
     expected = results(network, fit(network, batches(), settings, **arguments))
     assert 1 in expected[2]
-    saving = Saving(Checkpoints(tmp_path), every_seconds=None)
+    checkpoint_policy = CheckpointPolicy(Checkpoints(tmp_path), every_seconds=None)
     for step in range(8):
         with pytest.raises(Interrupted):
-            fit(spoilt(), batches(), settings, **arguments, saving=saving, stop=after(min(step, 1)))
+            fit(
+                spoilt(),
+                batches(),
+                settings,
+                **arguments,
+                checkpoint_policy=checkpoint_policy,
+                stop=after(min(step, 1)),
+            )
     network = spoilt()
-    digests, history, failures = results(network, fit(network, batches(), settings, **arguments, saving=saving))
+    digests, history, failures = results(
+        network, fit(network, batches(), settings, **arguments, checkpoint_policy=checkpoint_policy)
+    )
     assert (digests[0], history, failures) == (expected[0][0], expected[1], expected[2])
 
 
 def test_seconds_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
     monkeypatch.setattr(loop.time, "monotonic", lambda: float(next(clock)))
-    saving = Saving(Checkpoints(tmp_path), every_seconds=None)
-    arguments: dict[str, Any] = {"diversities": [0.5], "seeds": [5], "saving": saving}
+    checkpoint_policy = CheckpointPolicy(Checkpoints(tmp_path), every_seconds=None)
+    arguments: dict[str, Any] = {"diversities": [0.5], "seeds": [5], "checkpoint_policy": checkpoint_policy}
     with pytest.raises(Interrupted):
-        fit(group_of([5]), batches(), recipe(steps=8), **arguments, stop=after(4))
+        fit(group_of([5]), batches(), train_config(steps=8), **arguments, stop=after(4))
     first = next(clock)
-    fitted = fit(group_of([5]), batches(), recipe(steps=8), **arguments)
+    fitted = fit(group_of([5]), batches(), train_config(steps=8), **arguments)
     second = next(clock) - first
     assert fitted.seconds > second - 4  # a call of the clock or two lie outside
     assert fitted.seconds > first / 2
 
 
 def test_checkpoints_come_by_steps_and_by_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def saved(saving: Saving) -> list[int]:
+    def saved(checkpoint_policy: CheckpointPolicy) -> list[int]:
         steps: list[int] = []
         monkeypatch.setattr(Checkpoints, "save", lambda self, n, o, progress, stopping: steps.append(progress["step"]))
-        fit(group_of([5]), batches(), recipe(steps=9), diversities=[0.5], seeds=[5], saving=saving)
+        fit(
+            group_of([5]),
+            batches(),
+            train_config(steps=9),
+            diversities=[0.5],
+            seeds=[5],
+            checkpoint_policy=checkpoint_policy,
+        )
         return steps
 
-    assert saved(Saving(Checkpoints(tmp_path), every_steps=4, every_seconds=None)) == [4, 8]
-    assert saved(Saving(Checkpoints(tmp_path), every_steps=None, every_seconds=1e-9)) == list(range(1, 9))
-    assert saved(Saving(Checkpoints(tmp_path), every_steps=None, every_seconds=1e9)) == []
+    assert saved(CheckpointPolicy(Checkpoints(tmp_path), every_steps=4, every_seconds=None)) == [4, 8]
+    assert saved(CheckpointPolicy(Checkpoints(tmp_path), every_steps=None, every_seconds=1e-9)) == list(range(1, 9))
+    assert saved(CheckpointPolicy(Checkpoints(tmp_path), every_steps=None, every_seconds=1e9)) == []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lab.training.cases import BATCH, CLASSES, FEATURES, MEMBERS, group_of, members, recipe, weights
+from tests.lab.training.cases import BATCH, CLASSES, FEATURES, MEMBERS, group_of, members, train_config, weights
 from torchace.lab.data import Batches, Split
 from torchace.lab.training.loop import fit
 from torchace.lab.training.objective import losses_of, mean_over_samples, mixture_of, objective_of, scores_of
@@ -33,7 +33,7 @@ def _add(total: Tensor, gradient: Tensor) -> None:
 def trained(split: Split, kind: str, loss: str, diversity: float = 0.4) -> dict[str, Tensor]:
     """The weights after 20 steps on the whole split."""
     network = group_of([3])
-    settings = recipe(kind, 20, loss=loss)
+    settings = train_config(kind, 20, loss=loss)
     fit(network, Batches(split, len(split), dtype=torch.float64), settings, diversities=[diversity], seeds=[3])
     return weights(network, 0)
 
@@ -67,7 +67,7 @@ def test_the_gradients_of_an_epochs_batches_average_to_that_of_the_whole_set(kin
         for name, p in network.named_parameters():
             p.register_hook(partial(_add, sums[name]))
         data = Batches(split, size, dtype=torch.float64)
-        how = recipe(kind, data.steps_per_epoch, loss=loss, optimizer="sgd", learning_rate=0.0)
+        how = train_config(kind, data.steps_per_epoch, loss=loss, optimizer="sgd", learning_rate=0.0)
         fitted = fit(network, data, how, diversities=[0.0 if kind == "separate" else 0.4], seeds=[3])
         found[size] = {name: total / how.steps for name, total in sums.items()}, fitted.history[0]["score"]
     (ours, score), (whole, expected) = found.values()
@@ -83,7 +83,7 @@ def test_regression_moves_every_member_by_its_own_gradient(kind: str) -> None:
     network, plain = group_of([3]), members(3)
     x, y = samples(task="ncl")
     data = Batches(Split(x, y), BATCH, dtype=torch.float64)
-    settings = recipe(kind, 1, loss="ncl", optimizer="sgd", momentum=0.0, learning_rate=1.0)
+    settings = train_config(kind, 1, loss="ncl", optimizer="sgd", momentum=0.0, learning_rate=1.0)
     fit(network, data, settings, diversities=[diversity], seeds=[3])
     ensemble = network.ensemble(0)
     for k, member in enumerate(plain):
@@ -104,7 +104,7 @@ def test_regression_moves_every_member_by_its_own_gradient(kind: str) -> None:
 def test_the_objective_is_what_autograd_makes_of_the_losses(kind: str, loss: str, weighted: bool) -> None:
     """The closed form of a step against the loss functions, run by run; a run that was stopped gets nothing."""
     generator = torch.Generator().manual_seed(6)
-    how = recipe(kind, loss=loss, **({"label_smoothing": 0.1} if loss == "ace" else {}))
+    how = train_config(kind, loss=loss, **({"label_smoothing": 0.1} if loss == "ace" else {}))
     logits = torch.randn(3, MEMBERS, BATCH, CLASSES, generator=generator, dtype=torch.float64)
     lead = (3, BATCH) if kind == "shared" else (3, MEMBERS, BATCH)
     y = torch.randint(CLASSES, lead, generator=generator)
@@ -140,11 +140,11 @@ def test_scores_are_those_of_the_ensemble_not_of_its_members() -> None:
     _, y = samples()
     q = logits.softmax(3).mean(1)
     expected = torch.stack([-q[r, torch.arange(BATCH), y].log() for r in range(2)])
-    torch.testing.assert_close(scores_of(logits, y, recipe()), expected)
-    torch.testing.assert_close(scores_of(logits, y.expand(2, -1), recipe()), expected)
+    torch.testing.assert_close(scores_of(logits, y, train_config()), expected)
+    torch.testing.assert_close(scores_of(logits, y.expand(2, -1), train_config()), expected)
     _, target = samples(task="ncl")
     expected = ((logits.mean(1) - target) ** 2).mean(2)
-    torch.testing.assert_close(scores_of(logits, target, recipe(loss="ncl")), expected)
+    torch.testing.assert_close(scores_of(logits, target, train_config(loss="ncl")), expected)
 
 
 def test_a_batch_of_samples_that_weigh_nothing_moves_nothing() -> None:
@@ -180,9 +180,9 @@ def test_regression_runs_of_a_group_do_not_touch_each_other() -> None:
     x, y = samples(40, "ncl")
     data = Batches(Split(x, y), BATCH, dtype=torch.float64)
     together = group_of([3, 4])
-    fit(together, data, recipe(loss="ncl"), diversities=[0.2, 0.9], seeds=[3, 4])
+    fit(together, data, train_config(loss="ncl"), diversities=[0.2, 0.9], seeds=[3, 4])
     for r, (diversity, seed) in enumerate([(0.2, 3), (0.9, 4)]):
         alone = group_of([seed])
-        fit(alone, data, recipe(loss="ncl"), diversities=[diversity], seeds=[seed])
+        fit(alone, data, train_config(loss="ncl"), diversities=[diversity], seeds=[seed])
         for name, value in weights(alone, 0).items():
             torch.testing.assert_close(weights(together, r)[name], value, rtol=0, atol=WITHIN)

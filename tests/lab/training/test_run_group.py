@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +19,12 @@ from tests.lab.training.cases import (
     batches,
     group_of,
     members,
-    recipe,
     run_group,
+    train_config,
 )
 from torchace.functional import amended_cross_entropy
 from torchace.lab.data import Batches, Split
-from torchace.lab.training.config import Recipe, make_optimizer
+from torchace.lab.training.config import TrainConfig, make_optimizer
 from torchace.lab.training.loop import fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.models import cifar_resnet, mlp
@@ -31,6 +32,7 @@ from torchace.nn import SMOC, Ensemble, StackedEnsemble
 from torchace.nn import stacked as stacked_module
 from torchace.nn.base import EnsembleModule
 from torchace.nn.branching import branch
+from torchace.saving import load_model, save_model
 
 SEEDS, LAMBDAS = [3, 4], [0.3, 0.8]
 # float64: sums in another order, through a few layers and ten steps
@@ -73,9 +75,9 @@ MAKE = {
     "smoc, low rank": lambda: SMOC(mlp(FEATURES, 5, None), 5, CLASSES, MEMBERS, rank=2),
     "smoc, resnet": lambda: SMOC(cifar_resnet(8, None, width=4), 16, CLASSES, MEMBERS),
     "branched mlp": lambda: branch(
-        mlp(FEATURES, (5, 4), CLASSES), "linear2", MEMBERS, reinitialize=lambda: mlp(FEATURES, (5, 4), CLASSES)
+        mlp(FEATURES, (5, 4), CLASSES), MEMBERS, at="linear2", reinitialize=lambda: mlp(FEATURES, (5, 4), CLASSES)
     ),
-    "branched resnet": lambda: branch(resnet(), "stage3", MEMBERS, reinitialize=resnet),
+    "branched resnet": lambda: branch(resnet(), MEMBERS, at="stage3", reinitialize=resnet),
 }
 
 
@@ -164,7 +166,7 @@ def test_images_are_taken_as_they_are() -> None:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def train_alone(ensemble: EnsembleModule, data: Batches, settings: Recipe, lam: float, seed: int) -> None:
+def train_alone(ensemble: EnsembleModule, data: Batches, settings: TrainConfig, lam: float, seed: int) -> None:
     """One ensemble, the loss by its function, a plain loop."""
     optimizer = make_optimizer(settings, list(ensemble.parameters()))
     count, shared = ensemble.num_members, settings.batches == "shared"
@@ -197,7 +199,7 @@ def train_alone(ensemble: EnsembleModule, data: Batches, settings: Recipe, lam: 
 @pytest.mark.parametrize("kind", MAKE)
 def test_ten_steps_are_those_of_the_ensembles_one_by_one(kind: str, batching: str) -> None:
     lambdas = [0.0, 0.0] if batching == "separate" else LAMBDAS
-    data, settings = data_of(kind), recipe(batching, 10, optimizer="sgd", momentum=0.9, weight_decay=1e-3)
+    data, settings = data_of(kind), train_config(batching, 10, optimizer="sgd", momentum=0.9, weight_decay=1e-3)
     ensembles = ensembles_of(kind)
     network = RunGroup(ensembles)
     fit(network, data, settings, diversities=lambdas, seeds=SEEDS)
@@ -240,6 +242,13 @@ def test_a_run_by_itself_is_a_copy_with_the_modes_and_flags_of_the_group(kind: s
                 parameter.zero_()
         assert_same(state_of(network.ensemble(run)), state_of(ensemble), within=0)  # still what it was
     assert not network.eval().ensemble(1).training
+
+
+def test_a_branched_run_can_be_saved(tmp_path: Path) -> None:
+    network = RunGroup([MAKE["branched mlp"]() for _ in range(2)])
+    ensemble, x = network.ensemble(1).eval(), torch.randn(5, FEATURES)
+    save_model(tmp_path / "model", ensemble)
+    assert torch.equal(load_model(tmp_path / "model")(x), ensemble(x))
 
 
 def test_names_in_the_state_say_what_is_stacked() -> None:
@@ -332,7 +341,9 @@ def test_masks_do_not_depend_on_how_many_members_are_computed_together(monkeypat
         with torch.random.fork_rng():
             torch.manual_seed(0)
             network = run_group([[member(), member()] for _ in SEEDS]).double()
-        settings = recipe("separate", 3, optimizer="sgd")  # its batches are each member's own, so that members can part
+        settings = train_config(
+            "separate", 3, optimizer="sgd"
+        )  # its batches are each member's own, so that members can part
         fit(network, data_of("convolutional"), settings, diversities=[0.0, 0.0], seeds=SEEDS)
         return network
 
@@ -374,7 +385,7 @@ def test_with_dropout_a_run_trains_as_it_does_alone(kind: str, batching: str) ->
     def trained(runs: list[int]) -> RunGroup:
         network = RunGroup([with_dropout(kind, SEEDS[r]) for r in runs])
         chosen = {"diversities": [LAMBDAS[r] for r in runs], "seeds": [SEEDS[r] for r in runs]}
-        fit(network, batches(), recipe(batching, 10), **chosen)
+        fit(network, batches(), train_config(batching, 10), **chosen)
         return network
 
     together = trained([0, 1])

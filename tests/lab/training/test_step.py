@@ -18,17 +18,17 @@ from tests.lab.training.cases import (
     batches,
     group_of,
     members,
-    recipe,
     run_group,
+    train_config,
     weights,
 )
 from tests.reference.training import Update, train_members, train_smoc
 from torchace.functional import amended_cross_entropy
 from torchace.lab.data import Batches
 from torchace.lab.training import step as step_module
-from torchace.lab.training.config import Recipe, make_optimizer
+from torchace.lab.training.config import TrainConfig, make_optimizer
 from torchace.lab.training.loop import fit
-from torchace.lab.training.nonfinite import all_well, faults
+from torchace.lab.training.nonfinite import all_finite, first_nonfinite
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.step import StepResult, train_step
 from torchace.models import mlp
@@ -61,7 +61,7 @@ OPTIMIZERS = {
 )
 def test_equals_plain_modules(kind: str, diversities: tuple[float, ...], optimizer: str) -> None:
     options = OPTIMIZERS[optimizer]
-    settings = recipe(
+    settings = train_config(
         kind, STEPS, schedule="cosine", warmup_steps=3, diversity_warmup_steps=7, label_smoothing=0.1, **options
     )
     data, seeds = batches(), [5, 6]
@@ -88,7 +88,7 @@ def test_equals_plain_modules(kind: str, diversities: tuple[float, ...], optimiz
 
 
 def test_gradients_into_the_others_are_the_ablation() -> None:
-    settings = recipe("shared", STEPS, optimizer="sgd", momentum=0.0, detach_others=False)
+    settings = train_config("shared", STEPS, optimizer="sgd", momentum=0.0, detach_others=False)
     data = batches()
     trained = {}
     for detach in (True, False):
@@ -124,7 +124,7 @@ def test_a_trunk_gets_the_mean_of_the_members_gradients(kind: str) -> None:
             head.weight.copy_(smoc.head.weight[k])
             head.bias.copy_(smoc.head.bias[k])
     data, network = batches(), RunGroup([smoc])
-    fit(network, data, recipe(kind, STEPS, optimizer="sgd", momentum=0.5), diversities=[0.4], seeds=[5])
+    fit(network, data, train_config(kind, STEPS, optimizer="sgd", momentum=0.5), diversities=[0.4], seeds=[5])
     ours = cast(Any, network.ensemble(0))
     train_smoc(
         trunk,
@@ -143,7 +143,7 @@ def test_a_trunk_gets_the_mean_of_the_members_gradients(kind: str) -> None:
 
 def one_step(kind: str, diversity: float, network: RunGroup, **options: object) -> StepResult:
     """One step of SGD with rate 1 and nothing else: the weights move by the gradient."""
-    settings = recipe(kind, 1, optimizer="sgd", momentum=0.0, learning_rate=1.0, **options)
+    settings = train_config(kind, 1, optimizer="sgd", momentum=0.0, learning_rate=1.0, **options)
     optimizer = make_optimizer(settings, list(network.parameters()))
     x, y = own_batch()
     if kind == "shared":
@@ -200,7 +200,7 @@ def test_with_own_batches_the_score_is_the_members_mean() -> None:
 
 def test_a_stopped_run_does_not_move_and_the_others_do() -> None:
     network = group_of([5, 6])
-    settings = recipe("shared", 1, optimizer="sgd", momentum=0.0)
+    settings = train_config("shared", 1, optimizer="sgd", momentum=0.0)
     optimizer = make_optimizer(settings, list(network.parameters()))
     x, y = own_batch(2)
     before = [weights(network, r) for r in range(2)]
@@ -216,7 +216,9 @@ def test_bf16_keeps_weights_and_losses_in_float32(kind: str) -> None:
     results = {}
     for precision in ("float32", "bf16"):
         network = group_of([5], torch.float32)
-        settings = Recipe(steps=1, batches=kind, precision=precision, optimizer="sgd", momentum=0.0, learning_rate=1.0)
+        settings = TrainConfig(
+            steps=1, batches=kind, precision=precision, optimizer="sgd", momentum=0.0, learning_rate=1.0
+        )
         optimizer = make_optimizer(settings, list(network.parameters()))
         x, y = own_batch()
         x, y = (x[:, 0], y[:, 0]) if kind == "shared" else (x, y)
@@ -242,7 +244,7 @@ class TestFaults:
             parameter.grad = torch.zeros_like(parameter)
 
     def found(self) -> list[int]:
-        return faults(self.network, self.logits, self.losses).tolist()
+        return first_nonfinite(self.network, self.logits, self.losses).tolist()
 
     def test_nobody(self) -> None:
         assert self.found() == [-1, -1, -1]
@@ -296,23 +298,23 @@ class TestFaults:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_bad_number_anywhere_is_seen(bad: float) -> None:
     values = [torch.zeros(2, 3), torch.zeros(4, dtype=torch.float64), None, torch.zeros(5, 1)]
-    assert all_well(values)
+    assert all_finite(values)
     for place in (0, 1, 3):
         spoilt = [None if value is None else value.clone() for value in values]
         spoilt[place].view(-1)[-1] = bad  # type: ignore[union-attr]
-        assert not all_well(spoilt)
+        assert not all_finite(spoilt)
 
 
 def test_what_only_looks_like_a_fault_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     large = torch.tensor([3e38, 3e38])
-    assert not all_well([large])  # its norm overflows: a closer look is needed, and finds nothing
-    monkeypatch.setattr(step_module, "all_well", lambda values: False)
-    assert one_step("shared", 0.5, group_of([5])).faults.tolist() == [-1]  # type: ignore[union-attr]
+    assert not all_finite([large])  # its norm overflows: a closer look is needed, and finds nothing
+    monkeypatch.setattr(step_module, "all_finite", lambda values: False)
+    assert one_step("shared", 0.5, group_of([5])).nonfinite.tolist() == [-1]  # type: ignore[union-attr]
 
 
 def test_on_the_cpu_all_is_well_without_a_closer_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(step_module, "faults")
-    assert one_step("shared", 0.5, group_of([5])).faults is None
+    monkeypatch.delattr(step_module, "first_nonfinite")
+    assert one_step("shared", 0.5, group_of([5])).nonfinite is None
 
 
 def with_layer(kind: str, seed: int) -> nn.Module:
@@ -331,7 +333,7 @@ def test_exchanged_batches_take_a_members_own_share_from_its_training_mode(layer
     plain = [with_layer(layer, k) for k in range(count)]
     copies = copy.deepcopy(plain)
     network = run_group([copies])
-    settings = recipe("exchanged", 1, optimizer="sgd", momentum=0.0, learning_rate=1.0, loss=loss)
+    settings = train_config("exchanged", 1, optimizer="sgd", momentum=0.0, learning_rate=1.0, loss=loss)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, count, BATCH, FEATURES, generator=generator, dtype=torch.float64)
     y = torch.randint(CLASSES, (1, count, BATCH), generator=generator)

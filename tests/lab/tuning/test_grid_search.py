@@ -24,9 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from torchace._files import PARTIAL, PathError
 from torchace.lab.data import Split
 from torchace.lab.sweeps.run_store import LedgerError
-from torchace.lab.training.files import PARTIAL, PathError
 from torchace.lab.training.loop import Interrupted
 from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_group, train_members
 from torchace.lab.tuning import grid_search

@@ -79,9 +79,9 @@ def run(
             raise ModuleNotFoundError(name=package)
 
     from torchace.lab.sweeps.config import load_experiment
-    from torchace.lab.sweeps.torchrun import connected, rank_sweep
+    from torchace.lab.sweeps.torchrun import process_group, rank_sweep
 
-    with connected(parallel) as rank:  # one of several processes that train together; None: the only one
+    with process_group(parallel) as rank:  # one of several processes that train together; None: the only one
         console.quiet = bool(rank)
         chosen = load_experiment(experiment, set_ or (), seeds=None if seeds is None else range(seeds))
         if rank is not None and ray is not None:

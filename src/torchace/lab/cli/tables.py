@@ -210,10 +210,10 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Write the scores to this JSON file too.")] = None,
 ) -> None:
     """Score a model on rows whose target is known."""
+    from torchace._files import remove_abandoned, write_atomic
     from torchace.lab.data.tables import read_table
     from torchace.lab.sweeps.run_store import finite
     from torchace.lab.tables.model import TableModel
-    from torchace.lab.training.files import remove_abandoned, write_whole
 
     loaded = TableModel.load(model)
     if out is not None:
@@ -224,7 +224,7 @@ def evaluate(
     if out is not None:
         content = {"model": str(model), "data": str(data), "rows": len(frame), "scores": metrics}
         remove_abandoned(out)
-        write_whole(out, (json.dumps(finite(content), indent=1) + "\n").encode())
+        write_atomic(out, (json.dumps(finite(content), indent=1) + "\n").encode())
         say(f"Written to {out}.")
 
 

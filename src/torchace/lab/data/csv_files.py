@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from torchace._files import CHUNK_BYTES, TABLE_COLUMNS, check_gzip, open_regular
+from torchace._files import CHUNK_BYTES, TABLE_COLUMNS, check_gzip, error_reason, open_regular
 from torchace.lab.data.errors import DataError
-from torchace.lab.data.messages import reason, repeated, shown
+from torchace.lab.data.messages import first_duplicate, quote
 from torchace.lab.data.packages import arrow
 
 _LINE_LIMIT = 1 << 24  # characters; a file without line breaks is not read into memory whole
@@ -54,7 +54,7 @@ def csv_chunks(path: Path, rows: int) -> Iterator[dict[str, Any]]:
         raise _malformed(path, reader.line_num, str(error)) from None
     except (OSError, EOFError, zlib.error) as error:  # gzip's own errors are among them
         raise DataError(
-            f"{path} cannot be read to its end ({reason(error)}); copy it again or write it anew."
+            f"{path} cannot be read to its end ({error_reason(error)}); copy it again or write it anew."
         ) from None
 
 
@@ -90,7 +90,7 @@ def _check_packed(path: Path) -> None:
         if _is_packed(path):
             check_gzip(path)
     except OSError as error:
-        raise DataError(f"{path} is refused ({reason(error)}); unpack it if it is what you expect.") from None
+        raise DataError(f"{path} is refused ({error_reason(error)}); unpack it if it is what you expect.") from None
 
 
 @contextlib.contextmanager
@@ -171,11 +171,11 @@ def _checked_names(header: list[str], path: Path) -> list[str]:
             )
     if _is_data(names):
         raise DataError(
-            f"{path} seems to have no column names, since its first row is {shown(', '.join(names))}; put a row of "
+            f"{path} seems to have no column names, since its first row is {quote(', '.join(names))}; put a row of "
             "names above it."
         )
-    if (twice := repeated(names)) is not None:
-        raise DataError(f"{path} has two columns named {shown(twice)}; rename one of them.")
+    if (twice := first_duplicate(names)) is not None:
+        raise DataError(f"{path} has two columns named {quote(twice)}; rename one of them.")
     return names
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchace._checks import check_tensor, shape_of
 from torchace.lab.data.errors import DataError
-from torchace.lab.data.messages import row_number, shown
+from torchace.lab.data.messages import quote, row_number
 from torchace.lab.data.parsing import texts
 from torchace.lab.data.rng import hashed_key, permutation
 from torchace.lab.data.splits import Split, stratified_split
@@ -135,13 +135,13 @@ def _all_trained(targets: Tensor, *parts: Tensor) -> list[Tensor]:
 
 def _named_parts(column: Series, targets: Tensor, tests: bool) -> list[Tensor]:
     """The rows of each part, as a column of the file says."""
-    name, cells = shown(column.name), texts(column)
+    name, cells = quote(column.name), texts(column)
     if len(cells) != len(targets):
         raise ValueError(f"Expected `column` with {len(targets)} rows as `targets` has, but got {len(cells)}.")
     words = [None if cell is None else cell.lower() for cell in cells.to_pylist()]
     wrong = next((place for place, word in enumerate(words) if word not in _WORDS), None)
     if wrong is not None:
-        found = "nothing" if words[wrong] is None else shown(column.iloc[wrong])
+        found = "nothing" if words[wrong] is None else quote(column.iloc[wrong])
         raise DataError(
             f"Column {name} has {found} in row {row_number(column, wrong)}, which names no part; write train, "
             "validation or test in every row."
@@ -173,6 +173,6 @@ def _check_trained(
             label = int(targets[unseen[0]])
             number = unseen[0] + 1 if column is None else row_number(column, unseen[0])
             raise DataError(
-                f"The class {shown(classes[label] if classes else label)} is in the {part} part (row {number}) but not "
+                f"The class {quote(classes[label] if classes else label)} is in the {part} part (row {number}) but not "
                 "in the training part; put a row of it there."
             )

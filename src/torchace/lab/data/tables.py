@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchace._checks import check_count
-from torchace._files import CHUNK_BYTES, TABLE_COLUMNS, UNPACKED_BYTES, Refused, check_unpacked
+from torchace._files import CHUNK_BYTES, TABLE_COLUMNS, UNPACKED_BYTES, FileRefusedError, check_unpacked, error_reason
 from torchace.lab.data.csv_files import csv_chunks
 from torchace.lab.data.errors import DataError
-from torchace.lab.data.messages import reason, repeated, shown, suggestion
+from torchace.lab.data.messages import first_duplicate, quote, suggestion
 from torchace.lab.data.npz_files import npz_chunks
 from torchace.lab.data.packages import arrow, pandas
 
@@ -101,7 +101,7 @@ def _frames(chunks: Chunks, file: Path) -> Iterator[DataFrame]:
             frame = pd.DataFrame(columns)
         except (ValueError, TypeError, OverflowError) as error:  # dates of a unit that pandas does not have, for one
             raise DataError(
-                f"{file} has values that are no table ({reason(error)}); save them as numbers or text."
+                f"{file} has values that are no table ({error_reason(error)}); save them as numbers or text."
             ) from None
         frame.index = pd.RangeIndex(start, start + len(frame))
         start += len(frame)
@@ -133,7 +133,7 @@ def _checked(path: str | os.PathLike[str]) -> tuple[Path, Callable[[Path, int], 
         if isinstance(error, DataError):
             raise
         raise DataError(
-            f"{shown(file, 300)} cannot be read ({reason(error)}); check its name and its permissions."
+            f"{quote(file, 300)} cannot be read ({error_reason(error)}); check its name and its permissions."
         ) from None
     _check_content(file, suffix, head)
     return file, _READERS[suffix]
@@ -200,13 +200,13 @@ def parquet_chunks(path: Path, rows: int) -> Chunks:
                 yield {name: array.to_pandas(types_mapper=whole.get) for name, array in plain}
     except DataError:
         raise
-    except Refused as error:
+    except FileRefusedError as error:
         raise DataError(
-            f"{path} is refused ({reason(error)}); write it with compression='none' and use_dictionary=False."
+            f"{path} is refused ({error_reason(error)}); write it with compression='none' and use_dictionary=False."
         ) from None
     except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
         raise DataError(
-            f"{path} is a damaged Parquet file ({reason(error)}); copy it again or write it anew."
+            f"{path} is a damaged Parquet file ({error_reason(error)}); copy it again or write it anew."
         ) from None
 
 
@@ -267,8 +267,8 @@ def _check_parquet_names(names: list[str], path: Path) -> None:
         raise DataError(f"{path} has {len(names):,} columns, but a table may have {TABLE_COLUMNS:,}; leave some out.")
     if not names:
         raise DataError(f"{path} has no columns; give a file that holds a table.")
-    if (twice := repeated(names)) is not None:
-        raise DataError(f"{path} has two columns named {shown(twice)}; rename one of them.")
+    if (twice := first_duplicate(names)) is not None:
+        raise DataError(f"{path} has two columns named {quote(twice)}; rename one of them.")
 
 
 _READERS: dict[str, Callable[[Path, int], Chunks]] = {

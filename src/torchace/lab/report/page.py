@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from torchace._files import PathError, refuse_links, remove_abandoned, write_whole
+from torchace._files import PathError, refuse_links, remove_abandoned, write_atomic
 from torchace.lab.report._fields import ReportError, extra
 from torchace.lab.report.array_plots import pictures
 from torchace.lab.report.columns import all_classes, folded, schema_tables, target_facts
@@ -142,4 +142,4 @@ def _uri(png: bytes) -> str:
 
 def _write(path: Path, content: bytes) -> None:
     remove_abandoned(path)
-    write_whole(path, content)
+    write_atomic(path, content)

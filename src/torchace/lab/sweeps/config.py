@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from torchace._files import TOML_BYTES, check_depth, read_bounded
 from torchace.lab.data import NAMES
-from torchace.lab.sweeps.config_errors import sentence
+from torchace.lab.schema.errors import describe_error
 
 
 class ConfigError(ValueError):
@@ -253,7 +253,7 @@ def _checked(model: type[Section], content: dict[str, Any], place: tuple[int | s
     try:
         return model(**content)
     except ValidationError as error:
-        raise ValueError(sentence(error, model, place)) from error
+        raise ValueError(describe_error(error, model, place)) from error
 
 
 def _merged_train(common: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,7 +305,7 @@ def parse_experiment(content: Mapping[str, Any], where: str = "The configuration
     try:
         return Experiment.model_validate(copy.deepcopy(dict(content)))
     except ValidationError as error:
-        raise ConfigError(f"{where}: {sentence(error, Experiment)}") from error
+        raise ConfigError(f"{where}: {describe_error(error, Experiment)}") from error
 
 
 def _text_of(source: str) -> tuple[str, str]:

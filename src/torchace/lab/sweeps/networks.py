@@ -10,8 +10,8 @@ from torch import nn
 
 from torchace.lab.data import Dataset, hashed_key
 from torchace.lab.sweeps.config import Arm, ModelSection, TrainSection
-from torchace.lab.training.config import Recipe
-from torchace.lab.training.memory import check_fits, count_parameters
+from torchace.lab.training.config import TrainConfig
+from torchace.lab.training.memory import check_memory, count_parameters
 from torchace.lab.training.run_group import RunGroup
 from torchace.models import cifar_resnet, mlp
 from torchace.nn import SMOC, Ensemble
@@ -46,7 +46,7 @@ def build_network(
 ) -> RunGroup:
     """The runs of these seeds, with initial weights that depend on seed and member alone."""
     dtype = torch.float64 if arm.train.precision == "float64" else torch.float32
-    check_fits(_parameters(arm.model, data) * len(seeds), dtype, device)
+    check_memory(_parameters(arm.model, data) * len(seeds), dtype, device)
     ensembles = {seed: _ensemble(arm.model, data, seed) for seed in set(seeds)}
     network = RunGroup([ensembles[seed] for seed in seeds]).to(device=device, dtype=dtype)
     if torch.device(device).type == "cuda" and arm.model.network == "resnet":
@@ -56,10 +56,10 @@ def build_network(
     return network
 
 
-def recipe_of(train: TrainSection, steps_per_epoch: int) -> Recipe:
+def make_train_config(train: TrainSection, steps_per_epoch: int) -> TrainConfig:
     """The training section with epochs turned into steps."""
     steps = train.steps if train.steps is not None else (train.epochs or 0) * steps_per_epoch
-    return Recipe(
+    return TrainConfig(
         steps=steps,
         batches=train.batches,
         optimizer=train.optimizer,
@@ -124,7 +124,7 @@ def _ensemble(model: ModelSection, data: Dataset, seed: int) -> EnsembleModule:
         def fresh() -> nn.Module:
             return _network(model, data, data.num_classes)
 
-        return branch(fresh(), model.at, model.num_members, reinitialize=fresh)
+        return branch(fresh(), model.num_members, at=model.at, reinitialize=fresh)
 
 
 def _parameters(model: ModelSection, data: Dataset) -> int:

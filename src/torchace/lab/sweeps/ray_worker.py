@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchace._files import write_atomic
 from torchace.lab.sweeps.config import Arm
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import Prepared
 from torchace.lab.sweeps.run_store import Job, Ledger, Run
 from torchace.lab.sweeps.sweep import Sweep, Watcher
 from torchace.lab.training.checkpoint import MANIFEST, CheckpointError, Checkpoints
-from torchace.lab.training.files import write_whole
 from torchace.lab.training.loop import Interrupted, Progress
 
 Files = dict[str, bytes]  # a checkpoint: its files by name
@@ -145,7 +145,7 @@ def files_of(directory: Path) -> Files:
 def write_files(directory: Path, files: Files) -> None:
     """Puts a checkpoint in the place of an older one, the manifest last."""
     for name in sorted(files, key=lambda name: name == MANIFEST):
-        write_whole(directory / name, files[name])
+        write_atomic(directory / name, files[name])
     for old in directory.glob("state-*.safetensors"):
         if old.name not in files:
             old.unlink(missing_ok=True)

@@ -16,17 +16,17 @@ from typing import Any
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from torchace._files import read_json
-from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.files import (
+from torchace._files import (
     CHECKSUM,
     is_name,
     is_unchanged,
+    read_json,
     refuse_links,
     remove_partial,
     with_checksum,
-    write_whole,
+    write_atomic,
 )
+from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.loop import Failure
 
 FORMAT = 1
@@ -117,7 +117,7 @@ class Ledger:
         return _read(file)
 
     def write_experiment(self, content: Mapping[str, Any]) -> None:
-        write_whole(self.directory / "experiment.json", _dumped(with_checksum(finite(content))))
+        write_atomic(self.directory / "experiment.json", _dumped(with_checksum(finite(content))))
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class Ledger:
             }
             for job in jobs
         ]
-        write_whole(self.directory / "jobs.json", _dumped({"format": FORMAT, "jobs": listed}))
+        write_atomic(self.directory / "jobs.json", _dumped({"format": FORMAT, "jobs": listed}))
 
     def checkpoints(self, job: Job, config_sha256: str | None = None) -> Checkpoints:
         """Where a job's state is saved, for its runs under this configuration alone."""
@@ -173,9 +173,9 @@ class Ledger:
         """Writes a run down as done: the arrays first, then the file that says so, with checksums of both."""
         data = save_safetensors(dict(arrays)) if arrays else None
         if data is not None:
-            write_whole(self._file(run).with_suffix(".safetensors"), data)
+            write_atomic(self._file(run).with_suffix(".safetensors"), data)
         digest = None if data is None else hashlib.sha256(data).hexdigest()
-        write_whole(self._file(run), _dumped(with_checksum(finite({**content, "arrays_sha256": digest}))))
+        write_atomic(self._file(run), _dumped(with_checksum(finite({**content, "arrays_sha256": digest}))))
 
     def clean(self, jobs: list[Job]) -> None:
         """Removes what a killed process left: half-written files, and checkpoints of jobs that are finished."""

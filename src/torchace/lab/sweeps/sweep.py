@@ -14,15 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchace._files import json_digest
 from torchace.lab.sweeps.config import Arm, Experiment
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import Prepared
-from torchace.lab.sweeps.networks import build_network, default_group_size, describe_network, is_compiled, recipe_of
+from torchace.lab.sweeps.networks import (
+    build_network,
+    default_group_size,
+    describe_network,
+    is_compiled,
+    make_train_config,
+)
 from torchace.lab.sweeps.run_store import FORMAT, Job, Ledger, LedgerError, Run
 from torchace.lab.training.checkpoint import weights_digest
-from torchace.lab.training.evaluate import evaluate, logits_of
-from torchace.lab.training.files import json_digest
-from torchace.lab.training.loop import FAULT, Failure, Fitted, Progress, Saving, fit
+from torchace.lab.training.evaluate import evaluate, predict_logits
+from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, Failure, FitResult, Progress, fit
 from torchace.lab.training.run_group import RunGroup
 
 WRITE_EVERY = 1.0  # seconds, in which jobs that are done share one writing of experiment.json
@@ -194,7 +200,7 @@ class Sweep:
         for arm in arms.values():
             new = [run for run in self._runs_of(arm) if run not in known]
             size = self.experiment.sweep.cohort_size or default_group_size(arm.model, self.device)
-            steps = recipe_of(arm.train, data[arm.name].batches(arm).steps_per_epoch).steps
+            steps = make_train_config(arm.train, data[arm.name].batches(arm).steps_per_epoch).steps
             compiled = is_compiled(arm.train, steps, self.device)
             for start in range(0, len(new), size):
                 jobs.append(Job(f"{arm.name}-{taken[arm.name]}", tuple(new[start : start + size]), compiled))
@@ -241,7 +247,7 @@ class Sweep:
         """Trains a job, scores its runs and writes them down; returns the seconds it took, earlier attempts too."""
         seeds = [run.seed for run in job.runs]
         batches = data.batches(arm)
-        recipe = recipe_of(arm.train, batches.steps_per_epoch)
+        train_config = make_train_config(arm.train, batches.steps_per_epoch)
         network = build_network(arm, data.dataset, seeds, self.device, compile=job.compile)
         every = self.experiment.checkpoint
         checkpoints = ledger.checkpoints(job, config_digest(arm))
@@ -250,23 +256,23 @@ class Sweep:
         fitted = fit(
             network,
             batches,
-            recipe,
+            train_config,
             diversities=[run.diversity for run in job.runs],
             seeds=seeds,
-            saving=Saving(checkpoints, every.steps, every.seconds),
+            checkpoint_policy=CheckpointPolicy(checkpoints, every.steps, every.seconds),
             watch=lambda progress: watcher.stepped(job, progress),
             stop=stop,
         )
         start = time.monotonic()
         predicted = self._predicted(arm, data, network)
-        self._write_results(ledger, job, arm, data, network, fitted, recipe.steps, predicted)
+        self._write_results(ledger, job, arm, data, network, fitted, train_config.steps, predicted)
         checkpoints.remove()
         return fitted.seconds + time.monotonic() - start
 
     def _predicted(self, arm: Arm, data: Prepared, network: RunGroup) -> Predicted:
         """What the runs predict on test samples, and on those held out."""
-        test = logits_of(network, data.chunks(arm, data.dataset.test))
-        return test, None if data.validation is None else logits_of(network, data.chunks(arm, data.validation))
+        test = predict_logits(network, data.chunks(arm, data.dataset.test))
+        return test, None if data.validation is None else predict_logits(network, data.chunks(arm, data.validation))
 
     def _write_results(
         self,
@@ -275,7 +281,7 @@ class Sweep:
         arm: Arm,
         data: Prepared,
         network: RunGroup,
-        fitted: Fitted,
+        fitted: FitResult,
         steps: int,
         predicted: Predicted,
     ) -> None:
@@ -331,7 +337,7 @@ def _parameters_of(network: RunGroup) -> int:
 def _unpredictable(logits: Tensor, steps: int) -> Failure | None:
     """A run whose last step left weights that predict NaN or Inf."""
     bad = (~torch.isfinite(logits)).flatten(1).any(1).nonzero().flatten().tolist()
-    return Failure(FAULT, bad[0], steps) if bad else None
+    return Failure(NONFINITE, bad[0], steps) if bad else None
 
 
 def _check_same(before: dict[str, Any], now: dict[str, Any], directory: Path) -> None:

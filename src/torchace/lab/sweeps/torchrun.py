@@ -23,16 +23,24 @@ import torch.distributed as dist
 from torchace.lab.sweeps.config import Arm, ConfigError, Experiment
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import Prepared
-from torchace.lab.sweeps.networks import build_network, recipe_of
+from torchace.lab.sweeps.networks import build_network, make_train_config
 from torchace.lab.sweeps.run_store import Job, Ledger, Run
 from torchace.lab.sweeps.sweep import Sweep, Watcher, config_digest
-from torchace.lab.training.distributed import RankLost, Ranks, check_same, connect, launched, layout_of, may_speak
-from torchace.lab.training.loop import Failure, Saving, fit
-from torchace.lab.training.shard import SharedCheckpoints, gathered_network, part_of
+from torchace.lab.training.distributed import (
+    RankLost,
+    Ranks,
+    check_same,
+    connect,
+    is_launched,
+    parse_layout,
+    should_report,
+)
+from torchace.lab.training.loop import CheckpointPolicy, Failure, fit
+from torchace.lab.training.shard import SharedCheckpoints, gather_network, make_shard
 
 
 @contextmanager
-def connected(parallel: str | None) -> Iterator[int | None]:
+def process_group(parallel: str | None) -> Iterator[int | None]:
     """This process's rank among those that torchrun started; None for a process by itself.
 
     An error that several ranks run into is raised in one of them; the others end in silence.
@@ -40,7 +48,7 @@ def connected(parallel: str | None) -> Iterator[int | None]:
     Args:
         parallel: What `--parallel` says.
     """
-    if not launched():
+    if not is_launched():
         if parallel is not None:
             raise ValueError(
                 "--parallel needs several processes: torchrun --nproc-per-node=N -m torchace run ... "
@@ -49,7 +57,7 @@ def connected(parallel: str | None) -> Iterator[int | None]:
         yield None
         return
     if int(os.environ["WORLD_SIZE"]) == 1:
-        layout_of(parallel or "data", 1)
+        parse_layout(parallel or "data", 1)
         yield None
         return
     store = connect()
@@ -59,7 +67,7 @@ def connected(parallel: str | None) -> Iterator[int | None]:
     except Exception as error:
         if hasattr(error, "exit_code"):  # not an error: all ranks end here
             dist.destroy_process_group()
-        elif not may_speak(store, error):
+        elif not should_report(store, error):
             raise SystemExit(1) from None
         raise
     dist.destroy_process_group()
@@ -79,7 +87,7 @@ def rank_sweep(experiment: Experiment, directory: Path, device: str, parallel: s
         experiment: What is run.
         directory: Where the results are written, by the first rank.
         device: `cpu`; `cuda`, a GPU for each process of a machine; or `cuda:N`, one that they share.
-        parallel: What is spread over ranks, see `layout_of`; the batch unless given.
+        parallel: What is spread over ranks, see `parse_layout`; the batch unless given.
     """
     check_same(
         {
@@ -113,12 +121,12 @@ class RankSweep(Sweep):
         """Trains what is not finished yet; the first rank returns the runs that failed. See `Sweep.run`."""
         if self.ranks.is_first:
             failures = super().run(watcher, stop)
-            self.ranks.from_first(None)  # nothing comes any more
+            self.ranks.broadcast(None)  # nothing comes any more
             return failures
         arms = {arm.name: arm for arm in self.experiment.complete_arms()}
         data = self._prepared(arms)
         ledger = Ledger(self.directory)  # of which this rank reads nothing and writes nothing
-        while (told := self.ranks.from_first()) is not None:
+        while (told := self.ranks.broadcast()) is not None:
             job = Job(told["id"], tuple(Run(**run) for run in told["runs"]), told["compile"])
             arm = arms[job.runs[0].arm]
             self._do(ledger, job, arm, data[arm.name], Watcher(), stop)
@@ -128,10 +136,10 @@ class RankSweep(Sweep):
         for arm in arms.values():
             _check(arm, self.ranks)
         if not self.ranks.is_first:
-            self.ranks.from_first()
+            self.ranks.broadcast()
             return super()._prepared(arms)
         prepared = super()._prepared(arms)
-        self.ranks.from_first("data are there")  # one process downloads them
+        self.ranks.broadcast("data are there")  # one process downloads them
         return prepared
 
     def _hardware(self) -> dict[str, Any]:
@@ -148,7 +156,7 @@ class RankSweep(Sweep):
     ) -> Iterator[tuple[Job | None, float]]:
         def announced() -> Iterator[Job]:
             for job in jobs:
-                self.ranks.from_first(asdict(job))
+                self.ranks.broadcast(asdict(job))
                 yield job
 
         return super()._work(ledger, announced(), arms, data, watcher, stop)  # type: ignore[arg-type]
@@ -158,9 +166,9 @@ class RankSweep(Sweep):
     ) -> float:
         seeds = [run.seed for run in job.runs]
         batches = data.batches(arm)
-        recipe = recipe_of(arm.train, batches.steps_per_epoch)
+        train_config = make_train_config(arm.train, batches.steps_per_epoch)
         whole = build_network(arm, data.dataset, seeds, self.device)
-        network = part_of(whole, self.ranks)
+        network = make_shard(whole, self.ranks)
         if job.compile:
             network.compile()
         kept = whole if self.ranks.is_first and self.ranks.members > 1 else None
@@ -173,18 +181,18 @@ class RankSweep(Sweep):
         fitted = fit(
             network,
             batches,
-            recipe,
+            train_config,
             diversities=[run.diversity for run in job.runs],
             seeds=seeds,
-            saving=Saving(checkpoints, every.steps, every.seconds),
+            checkpoint_policy=CheckpointPolicy(checkpoints, every.steps, every.seconds),
             watch=(lambda progress: watcher.stepped(job, progress)) if self.ranks.is_first else None,
             stop=stop,
         )
         start = time.monotonic()
         predicted = self._predicted(arm, data, network)
-        trained = gathered_network(network, kept)
+        trained = gather_network(network, kept)
         if trained is not None:
-            self._write_results(ledger, job, arm, data, trained, fitted, recipe.steps, predicted)
+            self._write_results(ledger, job, arm, data, trained, fitted, train_config.steps, predicted)
             checkpoints.remove()
         return fitted.seconds + time.monotonic() - start
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchace._files import remove_abandoned, write_whole
+from torchace._files import remove_abandoned, write_atomic
 from torchace.lab.data.encoding import CategoryColumn
 from torchace.lab.tables.model import CLASSIFIER_OUTPUTS, REGRESSOR_OUTPUTS, TableModel
 
@@ -85,7 +85,7 @@ def export_onnx(model: TableModel, path: Path, *, seed: int = 0) -> float:
     onnx.checker.check_model(data)
     difference = _compare(runtime, data, graph, rows)
     remove_abandoned(path)
-    write_whole(path, data)
+    write_atomic(path, data)
     return difference
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torchace._files import PARTIAL, flush_directory, json_digest, read_json, refuse_links, write_whole
+from torchace._files import PARTIAL, fsync_directory, json_digest, read_json, refuse_links, write_atomic
 from torchace.lab.data import Split
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.run_store import FORMAT, OURS, Ledger, LedgerError, Run, finite
@@ -27,7 +27,7 @@ from torchace.lab.tables.model import TableModel, evaluate_chunks
 from torchace.lab.tables.table import Table
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.chunks import chunk_rows
-from torchace.lab.training.loop import Progress, Saving
+from torchace.lab.training.loop import Progress, CheckpointPolicy
 from torchace.lab.training.members import MemberPlan, TrainedGroup, train_members
 from torchace.lab.training.scaling import assemble_ensemble
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
@@ -121,7 +121,7 @@ class TableFit:
             if not self._request_file.exists():
                 started = datetime.now(UTC).isoformat(timespec="seconds")
                 content = {"request": self.request(), "started": started}
-                write_whole(self._request_file, json.dumps(content, indent=1).encode())
+                write_atomic(self._request_file, json.dumps(content, indent=1).encode())
             yield
 
     def _check_work(self) -> None:
@@ -159,9 +159,9 @@ class TableFit:
             for file in files:
                 with open(Path(folder) / file, "rb") as stream:
                     os.fsync(stream.fileno())
-            flush_directory(Path(folder))
+            fsync_directory(Path(folder))
         os.rename(self._model, self.out)
-        flush_directory(self.out.parent)
+        fsync_directory(self.out.parent)
         self.remove_work()
 
     def remove_work(self) -> None:
@@ -207,7 +207,7 @@ class TableFit:
                 diversities=[diversity],
                 seeds=[self.seed],
                 validation=validation,
-                saving=Saving(checkpoints, None, SAVE_EVERY),
+                checkpoint_policy=CheckpointPolicy(checkpoints, None, SAVE_EVERY),
                 watch=callback.on_step,
                 stop=stop,
             )
@@ -260,7 +260,7 @@ class TableFit:
             "history": [
                 {"epoch": entry["epoch"], "step": entry["step"], metric: entry["score"][0]} for entry in fitted.history
             ],
-            "steps": trained.recipe.steps,
+            "steps": trained.train_config.steps,
             "seconds": fitted.seconds,
             "parameters": sum(p.numel() for p in ensemble.parameters()),
             "job": "model",

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchace._files import remove_abandoned, whole_file
+from torchace._files import atomic_file, error_reason, remove_abandoned
 from torchace.lab.data import DataError
-from torchace.lab.data.columns import column_of
-from torchace.lab.data.messages import reason, repeated, row_number
+from torchace.lab.data.columns import get_column
+from torchace.lab.data.messages import first_duplicate, row_number
 from torchace.lab.data.packages import arrow
 from torchace.lab.data.tables import iterate_table
 from torchace.lab.tables.model import TableModel
@@ -56,14 +56,14 @@ def predict_file(
         raise DataError(f"Expected a file to write that ends in .csv or .parquet, but got {out}.")
     if data.exists() and out.exists() and data.samefile(out):
         raise DataError(f"{out} is the file that is read; write the predictions to another one.")
-    if (twice := repeated(keep)) is not None:
+    if (twice := first_duplicate(keep)) is not None:
         raise DataError(f"The column {twice!r} is to be kept twice; name it once.")
     rows = rows or chunk_rows(model.ensemble, model.ensemble.num_members, most=MAX_ROWS)
     chunks = _predict_chunks(model, data, keep, rows)
     first = next(chunks)  # errors of the table come up before anything is written
     count = 0
     remove_abandoned(out)
-    with whole_file(out) as temporary, writers[suffix](temporary) as write:
+    with atomic_file(out) as temporary, writers[suffix](temporary) as write:
         for chunk in itertools.chain([first], chunks):
             if stop():
                 raise Interrupted
@@ -80,7 +80,7 @@ def _predict_chunks(model: TableModel, data: Path, keep: Sequence[str], rows: in
         for place, name in enumerate(keep):
             if name in predictions.columns[place:]:
                 raise DataError(f"The predictions have a column {name!r} of their own; do not keep the other one.")
-            predictions.insert(place, name, column_of(frame, name, "to be kept"))
+            predictions.insert(place, name, get_column(frame, name, "to be kept"))
         yield predictions
 
 
@@ -116,7 +116,7 @@ def _parquet_writer(path: Path) -> Iterator[Callable[[DataFrame], None]]:
         except pa.ArrowException as error:
             raise DataError(
                 f"From row {row_number(frame, 0)} on, a column that is kept is of another type than before "
-                f"({reason(error)}); write a .csv file, or keep fewer columns."
+                f"({error_reason(error)}); write a .csv file, or keep fewer columns."
             ) from None
 
     try:

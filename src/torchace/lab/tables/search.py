@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchace._files import refuse_links, remove_abandoned, write_whole
+from torchace._files import refuse_links, remove_abandoned, write_atomic
 from torchace.lab.sweeps.run_store import LedgerError, finite
 from torchace.lab.tables.table import Table
 from torchace.lab.training.members import MemberPlan
@@ -82,4 +82,4 @@ class TableSearch:
     def _write(self, result: SearchResult) -> None:
         file = self.directory / "tune.json"
         remove_abandoned(file)
-        write_whole(file, (json.dumps(finite(result.to_json()), indent=1) + "\n").encode())
+        write_atomic(file, (json.dumps(finite(result.to_json()), indent=1) + "\n").encode())

@@ -96,7 +96,7 @@ class Table:
 
     def parts(self, plan: MemberPlan, device: str) -> tuple[Split, Split, Split]:
         """The three parts in a plan's precision on a device."""
-        dtype = plan.recipe(1).dtype
+        dtype = plan.train_config(1).dtype
 
         def convert(split: Split) -> Split:
             y = split.y.to(dtype) if split.y.is_floating_point() else split.y

@@ -18,9 +18,8 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from torchace._files import read_bounded, read_json
+from torchace._files import is_unchanged, read_bounded, read_json, remove_partial, with_checksum, write_atomic
 from torchace.lab.training.early_stopping import EarlyStopping
-from torchace.lab.training.files import is_unchanged, remove_partial, with_checksum, write_whole
 from torchace.lab.training.run_group import RunGroup
 
 FORMAT = 1
@@ -69,8 +68,8 @@ class Checkpoints:
             "owner": self.owner,
             "progress": progress,
         }
-        write_whole(self.directory / name, data)
-        write_whole(self.directory / MANIFEST, json.dumps(with_checksum(content)).encode())
+        write_atomic(self.directory / name, data)
+        write_atomic(self.directory / MANIFEST, json.dumps(with_checksum(content)).encode())
         for old in self._states():
             if old.name != name:
                 old.unlink(missing_ok=True)

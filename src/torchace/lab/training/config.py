@@ -9,8 +9,8 @@ import torch
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """A training recipe. Steps are counted from 0."""
+class TrainConfig:
+    """A training config. Steps are counted from 0."""
 
     steps: int
     loss: str = "ace"  # "ace" (classification) or "ncl" (regression)
@@ -39,9 +39,9 @@ class Recipe:
         """The learning rate of a step.
 
         Example:
-            >>> recipe = Recipe(steps=100, learning_rate=0.1, schedule="step", milestones=(50,), warmup_steps=10,
+            >>> config = TrainConfig(steps=100, learning_rate=0.1, schedule="step", milestones=(50,), warmup_steps=10,
             ...                 warmup_learning_rate=0.01)
-            >>> [round(recipe.learning_rate_at(step), 6) for step in (0, 10, 50)]
+            >>> [round(config.learning_rate_at(step), 6) for step in (0, 10, 50)]
             [0.01, 0.1, 0.01]
         """
         if step < self.warmup_steps:
@@ -62,22 +62,22 @@ class Recipe:
         return step / self.diversity_warmup_steps
 
 
-def make_optimizer(recipe: Recipe, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The recipe's optimizer, in its fused form; on a GPU with the learning rate on the device, for CUDA graphs."""
+def make_optimizer(config: TrainConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The config's optimizer, in its fused form; on a GPU with the learning rate on the device, for CUDA graphs."""
     device = parameters[0].device
     on_gpu = device.type == "cuda"
-    lr = torch.tensor(recipe.learning_rate, device=device) if on_gpu else recipe.learning_rate
-    if recipe.optimizer == "sgd":
+    lr = torch.tensor(config.learning_rate, device=device) if on_gpu else config.learning_rate
+    if config.optimizer == "sgd":
         return torch.optim.SGD(
             parameters,
             lr=lr,
-            momentum=recipe.momentum,
-            nesterov=recipe.nesterov,
-            weight_decay=recipe.weight_decay,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            weight_decay=config.weight_decay,
             fused=True,
         )
     kinds: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    return kinds[recipe.optimizer](parameters, lr=lr, weight_decay=recipe.weight_decay, fused=True, capturable=on_gpu)
+    return kinds[config.optimizer](parameters, lr=lr, weight_decay=config.weight_decay, fused=True, capturable=on_gpu)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchace.lab.training.config import Recipe
+from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.step import StepResult, train_step
 
@@ -15,8 +15,8 @@ EAGER_STEPS = 3  # real steps before the capture: they warm up cuDNN, cuBLAS and
 class Stepper:
     """Calls `train_step`; on a GPU captures it after a few steps and replays it from then on."""
 
-    def __init__(self, network: RunGroup, optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
-        self.network, self.optimizer, self.recipe = network, optimizer, recipe
+    def __init__(self, network: RunGroup, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
+        self.network, self.optimizer, self.config = network, optimizer, config
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: tuple[Tensor | None, ...] = ()
@@ -25,14 +25,14 @@ class Stepper:
     def __call__(self, x: Tensor, y: Tensor, weight: Tensor | None, diversity: Tensor, active: Tensor) -> StepResult:
         inputs = (x, y, weight, diversity, active)
         if x.device.type != "cuda":
-            return train_step(self.network, self.optimizer, *inputs, self.recipe)
+            return train_step(self.network, self.optimizer, *inputs, self.config)
         self._calls += 1
         if self._calls <= EAGER_STEPS:
             # on a side stream, as a capture asks for
             stream = torch.cuda.Stream(x.device)
             stream.wait_stream(torch.cuda.current_stream(x.device))
             with torch.cuda.stream(stream):
-                result = train_step(self.network, self.optimizer, *inputs, self.recipe)
+                result = train_step(self.network, self.optimizer, *inputs, self.config)
             torch.cuda.current_stream(x.device).wait_stream(stream)
             return result
         if self._graph is None:
@@ -52,4 +52,4 @@ class Stepper:
         self._graph = torch.cuda.CUDAGraph()
         self.optimizer.zero_grad(set_to_none=True)
         with torch.cuda.graph(self._graph):
-            self._result = train_step(self.network, self.optimizer, *held, self.recipe)
+            self._result = train_step(self.network, self.optimizer, *held, self.config)

@@ -23,14 +23,14 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from torchace.lab.training.timer import Clock
-from torchace.nn.parallel import broadcast_bytes, share_of
+from torchace.lab.training.timer import Timer
+from torchace.nn.parallel import broadcast_bytes, split_range
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 TIMEOUT = 600.0  # seconds until a rank that is alive but does not answer is given up; `TORCHACE_TIMEOUT` in its place
-MEET_EVERY = 0.25  # seconds between two agreements about signals and clocks, roughly
+SYNC_EVERY = 0.25  # seconds between two agreements about signals and clocks, roughly
 MOST_STEPS = 1000  # between two agreements
 
 
@@ -40,7 +40,7 @@ class RankLost(ConnectionError):
     happened = False  # to this process
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Whether torchrun, or something that sets what it sets, started this process as one of several."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
@@ -49,7 +49,7 @@ def connect() -> Store:
     """Meets the other processes that torchrun started; returns what all of them can write to."""
     from torch.distributed.rendezvous import rendezvous  # not in builds without torch.distributed
 
-    with in_contact():
+    with detect_lost_rank():
         store, rank, size = next(rendezvous("env://", timeout=_timeout()))
         # after a restart, torchrun's store still has the addresses of ranks that are gone
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -58,7 +58,7 @@ def connect() -> Store:
     return store
 
 
-def layout_of(text: str, num_ranks: int) -> tuple[int, int]:
+def parse_layout(text: str, num_ranks: int) -> tuple[int, int]:
     """Over how many ranks the members and the batch are spread.
 
     Args:
@@ -66,7 +66,7 @@ def layout_of(text: str, num_ranks: int) -> tuple[int, int]:
         num_ranks: How many there are.
 
     Example:
-        >>> layout_of("data", 4), layout_of("members", 4), layout_of("2x2", 4)
+        >>> parse_layout("data", 4), parse_layout("members", 4), parse_layout("2x2", 4)
         ((1, 4), (4, 1), (2, 2))
     """
     if text in ("data", "members"):
@@ -86,7 +86,7 @@ class Ranks:
     """This process among those that train together.
 
     Args:
-        layout: See `layout_of`.
+        layout: See `parse_layout`.
         device: Where this rank computes, such as `"cpu"` or `"cuda:3"`.
         backend: Of the mesh; NCCL on a GPU of its own, else gloo, unless given.
     """
@@ -95,7 +95,7 @@ class Ranks:
         from torch.distributed.device_mesh import DeviceMesh
 
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.members, self.data = layout_of(layout, self.size)
+        self.members, self.data = parse_layout(layout, self.size)
         self.device = torch.device(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -117,24 +117,24 @@ class Ranks:
 
     def local_members(self, num_members: int) -> range:
         """Which of the members are here."""
-        return share_of(num_members, self.members, self.member_index)
+        return split_range(num_members, self.members, self.member_index)
 
     def local_samples(self, size: int) -> slice:
         """Which samples of a batch are here."""
-        share = share_of(size, self.data, self.data_index)
+        share = split_range(size, self.data, self.data_index)
         return slice(share.start, share.stop)
 
     # -- in a step ----------------------------------------------------------------------------------------------------
 
-    def summed_over_members(self, values: Tensor) -> Tensor:
+    def sum_over_members(self, values: Tensor) -> Tensor:
         """The sum over the ranks that have the other members: the one thing that they exchange."""
         values = values.contiguous()
         if self.members > 1:
-            with in_contact():
+            with detect_lost_rank():
                 dist.all_reduce(values, group=self.members_group)
         return values
 
-    def gathered(self, logits: Tensor, num_members: int, size: int) -> Tensor:
+    def gather_logits(self, logits: Tensor, num_members: int, size: int) -> Tensor:
         """Logits of all members on all samples, `(R, K, N, C)`, on every rank, from those that each has."""
         logits = _joined(logits, 1, num_members, self.members, self.members_group)
         if logits.shape[2] == size:  # on every rank: too few samples to share
@@ -143,26 +143,26 @@ class Ranks:
 
     # -- beside the steps ---------------------------------------------------------------------------------------------
 
-    def all_told(self, values: list[float]) -> Tensor:
+    def all_gather(self, values: list[float]) -> Tensor:
         """What every rank said, `(ranks, values)`."""
-        return _all_told(values)
+        return _all_gather(values)
 
-    def from_first(self, content: Any = None) -> Any:
+    def broadcast(self, content: Any = None) -> Any:
         """What the first rank gave, as JSON holds it, on all ranks."""
         data = json.dumps(content).encode() if self.is_first else None
-        with in_contact():
+        with detect_lost_rank():
             return json.loads(broadcast_bytes(data, 0, dist.group.WORLD))  # type: ignore[arg-type]
 
-    def tensors_from_first(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    def broadcast_tensors(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Tensors that the first rank gave, on the CPU of all ranks."""
-        with in_contact():
+        with detect_lost_rank():
             return load_safetensors(broadcast_bytes(_packed(tensors), 0, dist.group.WORLD))  # type: ignore[arg-type]
 
-    def tensors_of_members(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]] | None:
+    def gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]] | None:
         """On the first rank, what each rank of its column gave; None on the others. All ranks must ask."""
         if self.data_index != 0:
             return None
-        with in_contact():
+        with detect_lost_rank():
             if not self.is_first:
                 data = _packed(tensors)
                 assert data is not None
@@ -182,7 +182,7 @@ class Ranks:
 def check_same(what: Mapping[str, str]) -> None:
     """Refuse ranks that were not given the same; all of them refuse alike."""
     digests = [int(hashlib.sha256(value.encode()).hexdigest()[:12], 16) for value in what.values()]
-    told = _all_told([float(value) for value in digests])  # 48 bits are exact in float64
+    told = _all_gather([float(value) for value in digests])  # 48 bits are exact in float64
     for column, key in enumerate(what):
         other = (told[:, column] != told[0, column]).nonzero().flatten().tolist()
         if other:
@@ -192,7 +192,7 @@ def check_same(what: Mapping[str, str]) -> None:
             )
 
 
-def may_speak(store: Store, error: Exception) -> bool:
+def should_report(store: Store, error: Exception) -> bool:
     """Whether this rank is to say what is wrong: a sentence that several have to say is said once.
 
     A rank that lost contact with one that said why it ended has nothing to add.
@@ -207,38 +207,38 @@ def may_speak(store: Store, error: Exception) -> bool:
     return first_of_all if isinstance(error, RankLost) else first_of_these
 
 
-class Meetings(Clock):
+class SyncedTimer(Timer):
     """A clock that all ranks read alike: every few steps they tell each other what they were told.
 
     They must stop, save and report at one and the same step. The first rank's clock decides; a signal to any rank
     counts for all.
     """
 
-    def __init__(self, told_to_stop: Callable[[], bool], save_every: float | None) -> None:
-        super().__init__(told_to_stop, save_every)
+    def __init__(self, stop: Callable[[], bool], save_every: float | None) -> None:
+        super().__init__(stop, save_every)
         self._steps, self._until = 0, 1  # since the last meeting, until the next
         self._met = time.monotonic()
 
-    def ask(self) -> None:
+    def update(self) -> None:
         self._until -= 1
         if self._until > 0:
-            self.stop = self.save = self.tell = False
+            self.should_stop = self.should_save = self.should_report = False
             return
-        super().ask()
+        super().update()
         now = time.monotonic()
         wanted = 1.0
         if self._steps:
-            steps = round(MEET_EVERY * self._steps / max(now - self._met, 1e-6))
+            steps = round(SYNC_EVERY * self._steps / max(now - self._met, 1e-6))
             wanted = float(min(max(steps, 1), 2 * self._steps, MOST_STEPS))  # first steps may take longer than others
-        told = _all_told([float(self.stop), float(self.save), float(self.tell), wanted])
-        self.stop = bool(told[:, 0].any())
-        self.save, self.tell = bool(told[0, 1]), bool(told[0, 2])
+        told = _all_gather([float(self.should_stop), float(self.should_save), float(self.should_report), wanted])
+        self.should_stop = bool(told[:, 0].any())
+        self.should_save, self.should_report = bool(told[0, 1]), bool(told[0, 2])
         self._steps = self._until = int(told[0, 3])
         self._met = now
 
 
 @contextmanager
-def in_contact() -> Iterator[None]:
+def detect_lost_rank() -> Iterator[None]:
     """Turns a broken connection into one sentence."""
     try:
         yield
@@ -253,10 +253,10 @@ def in_contact() -> Iterator[None]:
         ) from error
 
 
-def _all_told(values: list[float]) -> Tensor:
+def _all_gather(values: list[float]) -> Tensor:
     mine = torch.tensor(values, dtype=torch.float64)
     told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    with in_contact():
+    with detect_lost_rank():
         dist.all_gather(told, mine)
     return torch.stack(told)
 
@@ -265,14 +265,14 @@ def _joined(part: Tensor, axis: int, count: int, parts: int, group: Any) -> Tens
     """Parts of one axis, of sizes that differ by one at most, as one tensor on every rank of a group."""
     if parts == 1:
         return part
-    sizes = [len(share_of(count, parts, index)) for index in range(parts)]
+    sizes = [len(split_range(count, parts, index)) for index in range(parts)]
     shape = list(part.shape)
     shape[axis] = sizes[0]
     # gloo gathers on the CPU alone
     padded = torch.zeros(shape, dtype=part.dtype, device="cpu" if dist.get_backend(group) == "gloo" else part.device)
     padded.narrow(axis, 0, part.shape[axis]).copy_(part)
     found = [torch.empty_like(padded) for _ in sizes]
-    with in_contact():
+    with detect_lost_rank():
         dist.all_gather(found, padded, group=group)
     return torch.cat([one.narrow(axis, 0, size) for one, size in zip(found, sizes, strict=True)], axis).to(part.device)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchace.lab.data import Split
 from torchace.lab.training.chunks import chunk_rows
-from torchace.lab.training.config import Recipe
+from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.objective import mean_over_samples, scores_of
 from torchace.lab.training.run_group import RunGroup
 
@@ -20,7 +20,7 @@ CHUNK = 4096  # samples that all runs predict at once, at most
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class ValidationSet:
     """Samples that are not trained on, as the network takes them, and how long a run may go without improving."""
 
     split: Split
@@ -34,8 +34,8 @@ class EarlyStopping:
     do from then on does not matter: `restore` gives every run those of its best epoch.
     """
 
-    def __init__(self, network: RunGroup, held_out: HeldOut, recipe: Recipe) -> None:
-        self.held_out, self.recipe = held_out, recipe
+    def __init__(self, network: RunGroup, validation: ValidationSet, config: TrainConfig) -> None:
+        self.validation, self.config = validation, config
         self.best: list[float] = [math.inf] * network.num_runs
         self.best_epoch = [0] * network.num_runs  # 0: before the first
         self.weights = {name: value.detach().clone() for name, value in network.state_dict().items()}
@@ -46,7 +46,7 @@ class EarlyStopping:
         Returns:
             Each run's score, None for NaN, Inf and runs that stopped before; and which runs are stopped now.
         """
-        scores = held_out_scores(network, self.held_out.split, self.recipe).tolist()
+        scores = validation_scores(network, self.validation.split, self.config).tolist()
         # a run that stopped may not profit from others that go on
         scores = [math.nan if done else score for score, done in zip(scores, stopped, strict=True)]
         improved = [score < best for score, best in zip(scores, self.best, strict=True)]
@@ -54,12 +54,13 @@ class EarlyStopping:
             if better:
                 self.best[run], self.best_epoch[run] = scores[run], epoch
         if any(improved):
-            taken = torch.tensor(improved, device=self.held_out.split.x.device)
+            taken = torch.tensor(improved, device=self.validation.split.x.device)
             for name, value in network.state_dict().items():
                 mask = _of_runs(network, name, value, taken)
                 self.weights[name] = torch.where(mask, value.detach(), self.weights[name])
         now = [
-            done or epoch - best >= self.held_out.patience for done, best in zip(stopped, self.best_epoch, strict=True)
+            done or epoch - best >= self.validation.patience
+            for done, best in zip(stopped, self.best_epoch, strict=True)
         ]
         return [score if math.isfinite(score) else None for score in scores], now
 
@@ -77,26 +78,26 @@ class EarlyStopping:
             value.copy_(weights[name])
 
 
-def held_out_scores(network: RunGroup, split: Split, recipe: Recipe) -> Tensor:
+def validation_scores(network: RunGroup, split: Split, config: TrainConfig) -> Tensor:
     """Each run's cross entropy or squared error on a split, `(R,)`; weighted where samples have weights."""
-    return mean_over_samples(held_out_losses(network, split, recipe), split.weight)
+    return mean_over_samples(validation_losses(network, split, config), split.weight)
 
 
 @torch.no_grad()
-def held_out_losses(network: RunGroup, split: Split, recipe: Recipe) -> Tensor:
+def validation_losses(network: RunGroup, split: Split, config: TrainConfig) -> Tensor:
     """Each run's cross entropy or squared error on every sample of a split, `(R, N)`."""
     training = network.training
     network.eval()
     members = network.num_runs * network.num_members
-    rows = chunk_rows(network, members, itemsize=recipe.dtype.itemsize, most=CHUNK)
-    losses = torch.empty(network.num_runs, len(split), dtype=recipe.dtype, device=split.x.device)
+    rows = chunk_rows(network, members, itemsize=config.dtype.itemsize, most=CHUNK)
+    losses = torch.empty(network.num_runs, len(split), dtype=config.dtype, device=split.x.device)
     for start in range(0, len(split), rows):
         part = slice(start, start + rows)
-        losses[:, part] = scores_of(network.predict(split.x[part]).to(recipe.dtype), split.y[part], recipe)
+        losses[:, part] = scores_of(network.predict(split.x[part]).to(config.dtype), split.y[part], config)
     network.train(training)
     return losses
 
 
 def _of_runs(network: RunGroup, name: str, value: Tensor, taken: Tensor) -> Tensor:
     """Which entries of a tensor of the network belong to the runs that are taken, to be broadcast against it."""
-    return taken.repeat_interleave(network.members_a_run(name)).view(-1, *[1] * (value.ndim - 1))
+    return taken.repeat_interleave(network.entries_per_run(name)).view(-1, *[1] * (value.ndim - 1))

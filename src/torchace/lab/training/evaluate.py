@@ -32,7 +32,7 @@ class Evaluation:
 
 
 @torch.no_grad()
-def logits_of(network: RunGroup, chunks: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], Tensor]:
+def predict_logits(network: RunGroup, chunks: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], Tensor]:
     """Each run's logits `(K, N, C)` on a split, and its labels `(N,)`."""
     training = network.training
     network.eval()

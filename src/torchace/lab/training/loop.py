@@ -13,16 +13,16 @@ from torch import Tensor
 
 from torchace.lab.data import Batches
 from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.config import Recipe, make_optimizer, set_learning_rate
+from torchace.lab.training.config import TrainConfig, make_optimizer, set_learning_rate
 from torchace.lab.training.cuda_graph import Stepper
-from torchace.lab.training.distributed import Meetings, Ranks
-from torchace.lab.training.early_stopping import EarlyStopping, HeldOut
+from torchace.lab.training.distributed import Ranks, SyncedTimer
+from torchace.lab.training.early_stopping import EarlyStopping, ValidationSet
 from torchace.lab.training.run_group import RunGroup
-from torchace.lab.training.shard import Part, RankStepper, SharedCheckpoints
+from torchace.lab.training.shard import RankStepper, Shard, SharedCheckpoints
 from torchace.lab.training.step import StepResult
-from torchace.lab.training.timer import Clock
+from torchace.lab.training.timer import Timer
 
-FAULT = "NaN or Inf in loss or gradient"
+NONFINITE = "NaN or Inf in loss or gradient"
 PROGRESS = {"step", "history", "failures", "seconds", "stopped", "tally"}  # what a checkpoint says beside the weights
 
 
@@ -40,10 +40,10 @@ class Failure:
 
 
 @dataclass
-class Fitted:
+class FitResult:
     """What training left behind beside the weights."""
 
-    # one entry an epoch: epoch, step, score (R,), held_out (R,), with None for NaN, Inf and what was not measured
+    # one entry an epoch: epoch, step, score (R,), validation (R,), with None for NaN, Inf and what was not measured
     history: list[dict[str, Any]] = field(default_factory=list)
     failures: dict[int, Failure] = field(default_factory=dict)  # by run
     best_epochs: list[int] | None = None  # of each run, where there were held-out samples; counted from 1
@@ -51,7 +51,7 @@ class Fitted:
 
 
 @dataclass(frozen=True)
-class Saving:
+class CheckpointPolicy:
     """Where and how often the state is saved."""
 
     checkpoints: Checkpoints
@@ -72,69 +72,78 @@ class Progress:
 def fit(
     network: RunGroup,
     batches: Batches,
-    recipe: Recipe,
+    config: TrainConfig,
     *,
     diversities: Sequence[float],
     seeds: Sequence[int],
-    held_out: HeldOut | None = None,
+    validation: ValidationSet | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     mean_weight: float | None = None,
-    saving: Saving | None = None,
+    checkpoint_policy: CheckpointPolicy | None = None,
     watch: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
-) -> Fitted:
+) -> FitResult:
     """Trains R runs that differ in λ and seed alone, from the newest checkpoint if there is one.
 
     Args:
-        network: The runs, with their initial weights; or, as one rank of several, its `Part` of them.
+        network: The runs, with their initial weights; or, as one rank of several, its `Shard` of them.
         batches: Where samples come from; every draw is a function of seed, epoch and step.
-        recipe: How to train.
+        config: How to train.
         diversities: λ of each run.
         seeds: The seed of each run.
-        held_out: Samples that decide when a run stops and which epoch's weights it keeps.
+        validation: Samples that decide when a run stops and which epoch's weights it keeps.
         optimizer: One that has trained this network before, to go on with; a new one unless given.
         mean_weight: The mean weight of a sample, that weights are relative to; that of the samples in `batches` unless
             given, for samples that are a part of those trained on.
-        saving: Where and how often to save.
+        checkpoint_policy: Where and how often to save.
         watch: Is told about progress, at most ten times a second.
         stop: Is asked before every step, or now and then with several ranks; when it says yes, a checkpoint is written
             and `Interrupted` raised.
     """
     device = batches.device
     ranks, num_members = (
-        (network.ranks, network.all_members) if isinstance(network, Part) else (None, network.num_members)
+        (network.ranks, network.all_members) if isinstance(network, Shard) else (None, network.num_members)
     )
     if ranks is not None and batches.batch_size < ranks.data:
         raise ValueError(
             f"Expected batches of at least {ranks.data} samples, one for each rank, but got {batches.batch_size}."
         )
-    if ranks is not None and saving is not None and not isinstance(saving.checkpoints, SharedCheckpoints):
+    if (
+        ranks is not None
+        and checkpoint_policy is not None
+        and not isinstance(checkpoint_policy.checkpoints, SharedCheckpoints)
+    ):
         raise TypeError(
             "Expected SharedCheckpoints for one rank's part, but got Checkpoints, which all ranks would write."
         )
     if optimizer is None:
-        optimizer = make_optimizer(recipe, [p for p in network.parameters() if p.requires_grad])
+        optimizer = make_optimizer(config, [p for p in network.parameters() if p.requires_grad])
     network.train()
-    stopping = None if held_out is None else EarlyStopping(network, held_out, recipe)
-    fitted, start, stopped = Fitted(), 0, [False] * network.num_runs
-    tally = _Tally(network.num_runs, num_members, device, ranks)
-    if saving is not None and (saved := saving.checkpoints.load(network, optimizer, stopping)) is not None:
+    stopping = None if validation is None else EarlyStopping(network, validation, config)
+    fitted, start, stopped = FitResult(), 0, [False] * network.num_runs
+    tally = EpochStats(network.num_runs, num_members, device, ranks)
+    if (
+        checkpoint_policy is not None
+        and (saved := checkpoint_policy.checkpoints.load(network, optimizer, stopping)) is not None
+    ):
         if missing := PROGRESS - set(saved):
-            raise saving.checkpoints.damaged(f"it has no {min(missing)}")
+            raise checkpoint_policy.checkpoints.damaged(f"it has no {min(missing)}")
         start, stopped = saved["step"], saved["stopped"]
         failures = {int(r): Failure(**f) for r, f in saved["failures"].items()}
-        fitted = Fitted(saved["history"], failures, seconds=saved["seconds"])
+        fitted = FitResult(saved["history"], failures, seconds=saved["seconds"])
         tally.restore(saved["tally"])
 
-    full = torch.tensor(list(diversities), dtype=recipe.dtype, device=device)
+    full = torch.tensor(list(diversities), dtype=config.dtype, device=device)
     going = [r not in fitted.failures and not stopped[r] for r in range(network.num_runs)]
     active = torch.tensor(going, device=device)
     stepper = (
-        RankStepper(network, optimizer, recipe) if isinstance(network, Part) else Stepper(network, optimizer, recipe)
+        RankStepper(network, optimizer, config) if isinstance(network, Shard) else Stepper(network, optimizer, config)
     )
-    clock = (Clock if ranks is None else Meetings)(stop, None if saving is None else saving.every_seconds)
+    timer = (Timer if ranks is None else SyncedTimer)(
+        stop, None if checkpoint_policy is None else checkpoint_policy.every_seconds
+    )
     before, began = fitted.seconds, time.monotonic()
-    feed = _Feed(batches, seeds, num_members, recipe, mean_weight)
+    feed = BatchFeed(batches, seeds, num_members, config, mean_weight)
     network.set_seeds(seeds)
 
     def note_failures() -> None:
@@ -144,28 +153,30 @@ def fit(
             active[run] = False
 
     def save(step: int) -> None:
-        if saving is None:
+        if checkpoint_policy is None:
             return
         note_failures()  # or a run that resumes would find them later than one that was never interrupted
         fitted.seconds = before + time.monotonic() - began
         failures = {str(r): asdict(f) for r, f in fitted.failures.items()}
         progress = {"step": step, "history": fitted.history, "failures": failures, "seconds": fitted.seconds}
-        saving.checkpoints.save(network, optimizer, {**progress, "stopped": stopped, "tally": tally.state()}, stopping)
+        checkpoint_policy.checkpoints.save(
+            network, optimizer, {**progress, "stopped": stopped, "tally": tally.state()}, stopping
+        )
 
-    for step in range(start, recipe.steps if any(going) else start):
-        clock.ask()
-        if clock.stop:
+    for step in range(start, config.steps if any(going) else start):
+        timer.update()
+        if timer.should_stop:
             save(step)
             raise Interrupted
         epoch, within = batches.locate(step)
         x, y, weight = feed(epoch, within)
-        set_learning_rate(optimizer, recipe.learning_rate_at(step))
-        share = recipe.diversity_share_at(step)
+        set_learning_rate(optimizer, config.learning_rate_at(step))
+        share = config.diversity_share_at(step)
         network.step.fill_(step)
         result = stepper(x, y, weight, full if share == 1 else full * share, active)
         tally.add(result, step, weight)
 
-        last_of_epoch = within == batches.steps_per_epoch - 1 or step == recipe.steps - 1
+        last_of_epoch = within == batches.steps_per_epoch - 1 or step == config.steps - 1
         # On the CPU a failed run is seen at once; on a GPU, and of other ranks, nothing is read but now and then.
         if tally.seen or last_of_epoch or step % 100 == 99:
             note_failures()
@@ -178,16 +189,16 @@ def fit(
                 entry["held_out"], stopped = stopping.update(network, epoch + 1, stopped)
                 active &= ~torch.tensor(stopped, device=device)
             fitted.history.append(entry)
-        if clock.tell:
+        if timer.should_report:
             tally.share()
-        if watch is not None and (clock.tell or step == recipe.steps - 1):
-            clock.told()
-            watch(Progress(step + 1, recipe.steps, tally.mean() if tally.steps else fitted.history[-1]["score"]))
-        if saving is not None and step + 1 < recipe.steps:
-            steps_due = saving.every_steps is not None and (step + 1) % saving.every_steps == 0
-            if steps_due or clock.save:
+        if watch is not None and (timer.should_report or step == config.steps - 1):
+            timer.mark_reported()
+            watch(Progress(step + 1, config.steps, tally.mean() if tally.steps else fitted.history[-1]["score"]))
+        if checkpoint_policy is not None and step + 1 < config.steps:
+            steps_due = checkpoint_policy.every_steps is not None and (step + 1) % checkpoint_policy.every_steps == 0
+            if steps_due or timer.should_save:
                 save(step + 1)
-                clock.saved()
+                timer.mark_saved()
         if last_of_epoch and not bool(active.any()):
             break
     if stopping is not None:
@@ -197,7 +208,7 @@ def fit(
     return fitted
 
 
-class _Feed:
+class BatchFeed:
     """The batches of the runs: `(R, B, ...)` where members share them, else `(R, K, B, ...)`."""
 
     def __init__(
@@ -205,11 +216,11 @@ class _Feed:
         batches: Batches,
         seeds: Sequence[int],
         num_members: int,
-        recipe: Recipe,
+        config: TrainConfig,
         mean_weight: float | None = None,
     ) -> None:
         distinct = sorted(set(seeds))
-        self.batches, self.lead = batches, None if recipe.batches == "shared" else (len(distinct), num_members)
+        self.batches, self.lead = batches, None if config.batches == "shared" else (len(distinct), num_members)
         self.seeds, self.streams = distinct, [0] * len(distinct)
         if self.lead is not None:  # every member a stream of its own
             self.seeds = [seed for seed in distinct for _ in range(num_members)]
@@ -234,7 +245,7 @@ class _Feed:
         return part if self.runs is None else part.index_select(0, self.runs)
 
 
-class _Tally:
+class EpochStats:
     """Sums over the steps of an epoch, kept on the device, and the first failure of each run."""
 
     def __init__(self, num_runs: int, num_members: int, device: torch.device, ranks: Ranks | None = None) -> None:
@@ -250,12 +261,12 @@ class _Tally:
         self.sums += result.score
         self.steps += 1
         self.weights += 1.0 if weight is None else weight.flatten(1).mean(1)
-        self.seen = result.faults is not None and result.faults.device.type == "cpu" and self.ranks is None
-        if result.faults is None:
+        self.seen = result.nonfinite is not None and result.nonfinite.device.type == "cpu" and self.ranks is None
+        if result.nonfinite is None:
             return
-        first = (result.faults >= 0) & (self.failed_step < 0)
+        first = (result.nonfinite >= 0) & (self.failed_step < 0)
         self.failed_step = torch.where(first, step, self.failed_step)
-        self.failed_member = torch.where(first, result.faults, self.failed_member)
+        self.failed_member = torch.where(first, result.nonfinite, self.failed_member)
 
     def share(self) -> None:
         """Adds up what the ranks have; the first one keeps the sums, all keep the first failure of any."""
@@ -263,7 +274,7 @@ class _Tally:
             return
         last = float(2**40)  # later than any step
         steps = torch.where(self.failed_step < 0, last, self.failed_step.double())
-        told = self.ranks.all_told([*self.sums.tolist(), *steps.tolist(), *self.failed_member.tolist()])
+        told = self.ranks.all_gather([*self.sums.tolist(), *steps.tolist(), *self.failed_member.tolist()])
         sums, steps, members = (part.to(self.sums.device) for part in told.chunk(3, 1))  # (ranks, R)
         self.sums = sums.sum(0) if self.ranks.is_first else torch.zeros_like(self.sums)
         first = steps.amin(0)
@@ -276,7 +287,7 @@ class _Tally:
         found = {}
         for run in failed.nonzero().flatten().tolist() if bool(failed.any()) else []:
             member, step = int(self.failed_member[run]) % (self.num_members + 1), int(self.failed_step[run])
-            found[run] = Failure(FAULT, member if member < self.num_members else None, step)
+            found[run] = Failure(NONFINITE, member if member < self.num_members else None, step)
         return found
 
     def mean(self) -> list[float | None]:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from torchace.lab.data import Batches, Split
-from torchace.lab.training.config import Recipe
-from torchace.lab.training.early_stopping import HeldOut, held_out_losses
-from torchace.lab.training.loop import Failure, Fitted, fit
-from torchace.lab.training.memory import check_fits, count_parameters
+from torchace.lab.training.config import TrainConfig
+from torchace.lab.training.early_stopping import ValidationSet, validation_losses
+from torchace.lab.training.loop import Failure, FitResult, fit
+from torchace.lab.training.memory import check_memory, count_parameters
 from torchace.lab.training.objective import LINKS, mean_over_samples
 from torchace.lab.training.run_group import RunGroup
-from torchace.lab.training.seeding import seeded
+from torchace.lab.training.seeding import torch_seed
 from torchace.models import mlp
 from torchace.nn import Ensemble, StackedEnsemble
 
@@ -44,9 +44,9 @@ class MemberPlan:
     patience: int | None = None  # epochs without improvement on held-out samples; None: no early stopping
     precision: str = "float64"
 
-    def recipe(self, num_samples: int) -> Recipe:
+    def train_config(self, num_samples: int) -> TrainConfig:
         """The training configuration for `num_samples` samples."""
-        return Recipe(
+        return TrainConfig(
             steps=self.epochs * self.steps_per_epoch(num_samples),
             loss=LOSSES[self.task],
             batches=self.batches,
@@ -68,16 +68,16 @@ class TrainedGroup:
     """Runs that were trained together, in the order of their λ and seeds."""
 
     plan: MemberPlan
-    recipe: Recipe
+    train_config: TrainConfig
     network: RunGroup
-    fitted: Fitted
+    fitted: FitResult
 
     def failure(self, run: int) -> Failure | None:
         return self.fitted.failures.get(run)
 
     def losses(self, split: Split) -> Tensor:
         """Each ensemble's cross entropy or squared error on every sample of a split, `(R, N)`."""
-        return held_out_losses(self.network, split, self.recipe)
+        return validation_losses(self.network, split, self.train_config)
 
     def scores(self, split: Split, losses: Tensor | None = None) -> list[float]:
         """The weighted means of `losses` over a split; Inf for runs that failed."""
@@ -88,7 +88,7 @@ class TrainedGroup:
     def ensemble(self, run: int) -> StackedEnsemble:
         """A run's ensemble, separated from the group."""
         ensemble = cast(StackedEnsemble, self.network.ensemble(run))
-        ensemble.link = LINKS[self.recipe.loss]
+        ensemble.link = LINKS[self.train_config.loss]
         return ensemble
 
 
@@ -124,26 +124,26 @@ def train_members(
     """
     if plan.patience is not None and validation is None:
         raise ValueError("Expected `validation` samples for a plan with `patience`, but got None.")
-    recipe = plan.recipe(len(train))
+    train_config = plan.train_config(len(train))
     if network is None:
         network = new_run_group(plan, train.x.shape[1], num_outputs, seeds).to(train.x.device)
-    held_out = None if plan.patience is None or validation is None else HeldOut(validation, plan.patience)
-    batches = Batches(train, len(train) // plan.steps_per_epoch(len(train)), dtype=recipe.dtype)
-    fitted = fit(network, batches, recipe, diversities=diversities, seeds=seeds, held_out=held_out, **options)
-    return TrainedGroup(plan, recipe, network, fitted)
+    validation_set = None if plan.patience is None or validation is None else ValidationSet(validation, plan.patience)
+    batches = Batches(train, len(train) // plan.steps_per_epoch(len(train)), dtype=train_config.dtype)
+    fitted = fit(network, batches, train_config, diversities=diversities, seeds=seeds, validation=validation_set, **options)
+    return TrainedGroup(plan, train_config, network, fitted)
 
 
 def new_run_group(plan: MemberPlan, num_features: int, num_outputs: int, seeds: Sequence[int]) -> RunGroup:
     """Return untrained runs; initial weights depend on the seed and the member's index alone."""
-    dtype = plan.recipe(1).dtype
+    dtype = plan.train_config(1).dtype
     with torch.device("meta"):
         member = count_parameters(mlp(num_features, plan.hidden, num_outputs))
-    check_fits(len(seeds) * plan.num_members * member, dtype)
+    check_memory(len(seeds) * plan.num_members * member, dtype)
     runs = []
     for seed in seeds:
         members = []
         for k in range(plan.num_members):
-            with seeded(seed, "member", k):
+            with torch_seed(seed, "member", k):
                 members.append(mlp(num_features, plan.hidden, num_outputs).to(dtype))
         runs.append(Ensemble(members, link=LINKS[LOSSES[plan.task]]))
     return RunGroup(runs)

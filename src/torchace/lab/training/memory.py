@@ -8,7 +8,7 @@ from torch import nn
 from torchace._files import available_memory
 
 
-def check_fits(parameters: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+def check_memory(parameters: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
     """Refuse a network whose weights and gradients alone take more memory than there is.
 
     Args:

@@ -11,14 +11,14 @@ from torch import Tensor
 from torchace.lab.training.run_group import RunGroup
 
 
-def all_well(values: Sequence[Tensor | None]) -> bool:
+def all_finite(values: Sequence[Tensor | None]) -> bool:
     """Whether there is no NaN or Inf in some tensors. False may also mean that a sum overflowed, or nobody may look."""
     found = [value for value in values if value is not None]
     return found[0].device.type == "cpu" and all(math.isfinite(norm) for norm in torch._foreach_norm(found))
 
 
 @torch.no_grad()
-def faults(network: RunGroup, logits: Tensor, losses: Tensor) -> Tensor:
+def first_nonfinite(network: RunGroup, logits: Tensor, losses: Tensor) -> Tensor:
     """The first member of each run with a NaN or Inf, `(R,)`; -1: none; K: in what the members share.
 
     Coupled members pass a NaN on to each other's losses within one step. So the member whose own logits hold one is

@@ -13,7 +13,7 @@ from torch.func import vmap
 
 from torchace.functional import amended_cross_entropy, ensemble_log_probs, ensemble_probs, negative_correlation
 from torchace.functional.closed_form import ace_closed_form, ncl_closed_form
-from torchace.lab.training.config import Recipe
+from torchace.lab.training.config import TrainConfig
 
 LINKS = {"ace": "softmax", "ncl": "identity"}
 
@@ -31,7 +31,7 @@ def objective_of(
     diversity: Tensor,
     active: Tensor,
     mixture: Tensor | None,
-    recipe: Recipe,
+    recipe: TrainConfig,
 ) -> Objective:
     """What a step needs to know of the loss.
 
@@ -68,7 +68,7 @@ def losses_of(
     y: Tensor,
     diversity: Tensor,
     mixture: Tensor | None,
-    recipe: Recipe,
+    recipe: TrainConfig,
     *,
     num_members: int | None = None,
 ) -> Tensor:
@@ -102,7 +102,7 @@ def losses_of(
     return losses.squeeze(1).unflatten(1, (count, size))
 
 
-def scores_of(logits: Tensor, y: Tensor, recipe: Recipe) -> Tensor:
+def scores_of(logits: Tensor, y: Tensor, recipe: TrainConfig) -> Tensor:
     """What an ensemble is judged by on every sample, `(R, N)`: its cross entropy, or its squared error.
 
     Args:
@@ -115,7 +115,7 @@ def scores_of(logits: Tensor, y: Tensor, recipe: Recipe) -> Tensor:
     return over_runs(score, logits, y.expand(len(logits), *y.shape) if shared else y)
 
 
-def mixture_scores(mixture: Tensor, y: Tensor, recipe: Recipe) -> Tensor:
+def mixture_scores(mixture: Tensor, y: Tensor, recipe: TrainConfig) -> Tensor:
     """`scores_of` where an ensemble's prediction is known, `(R, N, C)`, and `y` is `(R, N)`.
 
     A probability that underflowed counts as the smallest number there is: its logarithm is not to be had from the sum.
@@ -126,12 +126,12 @@ def mixture_scores(mixture: Tensor, y: Tensor, recipe: Recipe) -> Tensor:
     return (mixture - y).square().mean(-1)
 
 
-def mixture_of(logits: Tensor, recipe: Recipe) -> Tensor:
+def mixture_of(logits: Tensor, recipe: TrainConfig) -> Tensor:
     """What each run's ensemble predicts, `(R, N, C)`, from its members' logits `(R, K, N, C)`."""
     return over_runs(partial(ensemble_probs, link=LINKS[recipe.loss]), logits)
 
 
-def member_predictions(logits: Tensor, recipe: Recipe) -> Tensor:
+def member_predictions(logits: Tensor, recipe: TrainConfig) -> Tensor:
     """Each member's own prediction, in the shape of its logits: probabilities, or numbers."""
     logits = logits.to(recipe.dtype)
     return logits.softmax(-1) if recipe.loss == "ace" else logits
@@ -171,7 +171,7 @@ def _by_autograd(
     diversity: Tensor,
     active: Tensor,
     mixture: Tensor | None,
-    recipe: Recipe,
+    recipe: TrainConfig,
 ) -> Objective:
     """`objective_of` where gradients flow into the other members: they have no closed form of their own."""
     own = recipe.batches != "shared"
@@ -189,7 +189,7 @@ def _coupled(loss: Callable[..., Tensor], share: Tensor, z: Tensor, y: Tensor, d
     return loss(z, y, d, mixture=mixture, member_weights=share)
 
 
-def _loss(recipe: Recipe) -> Callable[..., Tensor]:
+def _loss(recipe: TrainConfig) -> Callable[..., Tensor]:
     """The loss of one run: `(K, B, C)` to `(K, B)`."""
     if recipe.loss == "ace":
         return partial(

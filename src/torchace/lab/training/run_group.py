@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchace.lab.data import hashed_key
 from torchace.nn import SMOC, Ensemble, StackedEnsemble
-from torchace.nn.base import EnsembleModule, average_shared
+from torchace.nn.base import EnsembleModule, average_shared_gradients
 from torchace.nn.stacking import KeyedDraws
 
 
@@ -32,6 +32,7 @@ class RunGroup(nn.Module):
         trunks: list[Any] = [getattr(ensemble, "trunk", None) for ensemble in ensembles]
         self.trunk = None if trunks[0] is None else StackedEnsemble.trusted(trunks)
         self.heads = isinstance(first, SMOC)
+        self._branched = getattr(first, "branched", None)  # for `save_model`
         self.members = StackedEnsemble.trusted(
             [ensemble.head for ensemble in ensembles if isinstance(ensemble, SMOC)]
             if self.heads
@@ -53,7 +54,7 @@ class RunGroup(nn.Module):
             logits = self._compute(self.members, x.flatten(0, 1) if own else x)
             return logits.unflatten(0, (self.num_runs, self.num_members))
         features = self._compute(self.trunk, x.flatten(1, 2) if own else x)
-        features = average_shared(features, self.num_members)
+        features = average_shared_gradients(features, self.num_members)
         if not own:
             return self._from_features(features)
         if not isinstance(features, Tensor):
@@ -108,7 +109,7 @@ class RunGroup(nn.Module):
         """The seeds from which the runs draw random numbers in training."""
         self.seeds.copy_(torch.tensor([hashed_key(seed, "network", 0) for seed in seeds]))
 
-    def members_a_run(self, name: str) -> int:
+    def entries_per_run(self, name: str) -> int:
         """How many entries of a tensor in `state_dict()` belong to one run."""
         return 1 if self.heads or name.startswith("trunk.") else self.num_members
 
@@ -124,5 +125,7 @@ class RunGroup(nn.Module):
             ensemble = SMOC.from_parts(trunk, head, self.link)
         else:
             ensemble = Ensemble([self.members[first + k] for k in range(self.num_members)], trunk, self.link)
+            if self._branched is not None:
+                ensemble.branched = self._branched
         ensemble.training = self.training  # its layers have the modes they have here
         return ensemble

@@ -11,13 +11,13 @@ from torchace.lab.data import hashed_key
 
 
 @contextmanager
-def seeded(seed: int, purpose: str, index: int) -> Iterator[None]:
+def torch_seed(seed: int, purpose: str, index: int) -> Iterator[None]:
     """Draws inside depend on these alone, and leave torch's own random state as it was.
 
     Example:
-        >>> with seeded(7, "member", 0):
+        >>> with torch_seed(7, "member", 0):
         ...     first = torch.rand(2)
-        >>> with seeded(7, "member", 0):
+        >>> with torch_seed(7, "member", 0):
         ...     torch.equal(torch.rand(2), first)
         True
     """

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-TELL_EVERY = 0.1  # seconds
+REPORT_EVERY = 0.1  # seconds
 
 
-class Clock:
+class Timer:
     """What is due at a step; asked before every step.
 
     Attributes:
@@ -17,22 +17,22 @@ class Clock:
         tell: Whether to tell about progress after it.
     """
 
-    def __init__(self, told_to_stop: Callable[[], bool], save_every: float | None) -> None:
-        self._told_to_stop, self._save_every = told_to_stop, save_every
-        self._saved, self._told = time.monotonic(), 0.0
-        self.stop = self.save = self.tell = False
+    def __init__(self, stop: Callable[[], bool], save_every: float | None) -> None:
+        self._stop, self._save_every = stop, save_every
+        self._saved, self._reported = time.monotonic(), 0.0
+        self.should_stop = self.should_save = self.should_report = False
 
-    def ask(self) -> None:
+    def update(self) -> None:
         """Looks at the clock and at what the process was told."""
         now = time.monotonic()
-        self.stop = self._told_to_stop()
-        self.save = self._save_every is not None and now - self._saved >= self._save_every
-        self.tell = now - self._told >= TELL_EVERY
+        self.should_stop = self._stop()
+        self.should_save = self._save_every is not None and now - self._saved >= self._save_every
+        self.should_report = now - self._reported >= REPORT_EVERY
 
-    def saved(self) -> None:
+    def mark_saved(self) -> None:
         """The state is saved now."""
         self._saved = time.monotonic()
 
-    def told(self) -> None:
+    def mark_reported(self) -> None:
         """Somebody was told now."""
-        self._told = time.monotonic()
+        self._reported = time.monotonic()

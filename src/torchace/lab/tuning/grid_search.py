@@ -270,7 +270,7 @@ class _GroupTrainer:
             diversities=[diversity for diversity, _ in group],
             seeds=[seed for _, seed in group],
             validation=problem.validation,
-            saving=None if self.cache is None else self.cache.checkpoint_policy(name),
+            checkpoint_policy=None if self.cache is None else self.cache.checkpoint_policy(name),
             watch=lambda p: self.callback.on_search(stage, start + share * p.step / p.steps),
             stop=self.stop,
         )
@@ -288,7 +288,7 @@ class _GroupTrainer:
         rows = max(plan.batch_size, min(CHUNK, len(self.problem.validation)))
         # weights, gradients, two moments and the best epoch's weights; activations and their gradients; inputs
         numbers = plan.num_members * (5 * weights + 2 * rows * sum(widths[1:])) + plan.batch_size * widths[0]
-        return max(1, min(MAX_RUNS, MEMORY // (plan.recipe(1).dtype.itemsize * numbers)))
+        return max(1, min(MAX_RUNS, MEMORY // (plan.train_config(1).dtype.itemsize * numbers)))
 
 
 def split_evenly(runs: Sequence[tuple[float, int]], limit: int) -> list[list[tuple[float, int]]]:

@@ -19,8 +19,8 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from torchace._checks import check_count
 from torchace.lab.data import hashed_key
-from torchace.lab.training.early_stopping import held_out_scores
-from torchace.lab.training.loop import FAULT, Interrupted
+from torchace.lab.training.early_stopping import validation_scores
+from torchace.lab.training.loop import NONFINITE, Interrupted
 from torchace.lab.training.members import MemberPlan, new_run_group, train_members
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.tuning.search import METRICS, Search, SearchCallback, SearchProblem
@@ -263,7 +263,7 @@ class _Objective:
             raise _fail(trial, "out of memory") from None
         scores = trained.scores(problem.validation)
         if not all(map(math.isfinite, scores)):
-            raise _fail(trial, FAULT)
+            raise _fail(trial, NONFINITE)
         return sum(scores) / len(scores)
 
 
@@ -275,7 +275,7 @@ class _TrialMonitor:
     ) -> None:
         self.plan, self.network, self.validation = plan, network, problem.validation
         self.trial, self.stop = trial, stop
-        self.recipe = plan.recipe(len(problem.train))
+        self.train_config = plan.train_config(len(problem.train))
         self.steps_per_epoch = plan.steps_per_epoch(len(problem.train))
         self.interval = math.ceil(plan.epochs / NUM_REPORTS)  # epochs between two reports
         self.step = 0
@@ -291,9 +291,9 @@ class _TrialMonitor:
         return self.error is not None
 
     def _report(self, epoch: int) -> None:
-        scores = held_out_scores(self.network, self.validation, self.recipe).tolist()
+        scores = validation_scores(self.network, self.validation, self.train_config).tolist()
         if not all(map(math.isfinite, scores)):
-            self.error = _fail(self.trial, FAULT)
+            self.error = _fail(self.trial, NONFINITE)
             return
         if self.plan.patience is not None:  # the weights of the best epoch are the ones that count
             self.best = scores = [min(pair) for pair in zip(scores, self.best, strict=True)]

@@ -44,7 +44,7 @@ class SearchProblem:
 
     def check_split(self, split: Split, name: str) -> None:
         """Refuse an empty split, samples that are not vectors, or another precision than the plan's."""
-        dtype = self.plan.recipe(1).dtype
+        dtype = self.plan.train_config(1).dtype
         if len(split) == 0 or split.x.ndim != 2 or split.x.dtype != dtype:
             raise ValueError(
                 f"Expected `{name}` with at least one vector, `(N, D)`, of {dtype}, "

@@ -13,10 +13,10 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from torchace._files import ARRAYS_BYTES, is_name, json_digest, read_bounded, remove_partial, with_checksum, write_whole
+from torchace._files import ARRAYS_BYTES, is_name, json_digest, read_bounded, remove_partial, with_checksum, write_atomic
 from torchace.lab.sweeps.run_store import FORMAT, Ledger, LedgerError, _dumped, _read
 from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.loop import Saving
+from torchace.lab.training.loop import CheckpointPolicy
 from torchace.lab.tuning.search import fingerprint_difference
 
 FINGERPRINT = "fingerprint.json"
@@ -78,16 +78,16 @@ class SearchCache:
     def write(self, group: str, losses: Tensor) -> None:
         """Store a finished group: the losses, then the file that marks them as complete."""
         data, file = save_safetensors({"losses": losses}), self._file(group)
-        write_whole(file.with_suffix(".safetensors"), data)
+        write_atomic(file.with_suffix(".safetensors"), data)
         _write(file, {"search_sha256": self._search, "arrays_sha256": hashlib.sha256(data).hexdigest()})
         self._remove_checkpoint(group)
 
-    def checkpoint_policy(self, group: str) -> Saving:
+    def checkpoint_policy(self, group: str) -> CheckpointPolicy:
         """Where and how often a group is saved; checkpoints of other groups are removed."""
         for folder in (self.directory / "checkpoints").glob("*"):
             if folder.name != group and is_name(folder.name) and folder.is_dir():
                 Checkpoints(folder).remove()
-        return Saving(self._checkpoints(group), self.every_steps, self.every_seconds)
+        return CheckpointPolicy(self._checkpoints(group), self.every_steps, self.every_seconds)
 
     def _remove_checkpoint(self, group: str) -> None:
         self._checkpoints(group).remove()
@@ -103,7 +103,7 @@ class SearchCache:
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
-    write_whole(file, _dumped(with_checksum({"format": FORMAT, **content})))
+    write_atomic(file, _dumped(with_checksum({"format": FORMAT, **content})))
 
 
 def _damaged(file: Path) -> LedgerError:

@@ -21,7 +21,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError, IntegrityError, NoSuchModuleError, ProgrammingError, SQLAlchemyError
 
-from torchace.lab.training.files import refuse_links
+from torchace._files import refuse_links
 from torchace.lab.tuning.postgres import CONNECT_TIMEOUT, connection_factory
 from torchace.lab.tuning.search import fingerprint_difference
 from torchace.lab.tuning.study_locks import FileLock, ServerLock, StudyLock

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in one sentence: a complaint of pydantic's in our words."""
+"""One sentence for the first error that pydantic finds in a configuration or a result file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-# pydantic's kinds of errors: what was expected, from the error's context
+PATTERNS = {r"^[a-z0-9_]+$": "small letters, digits and underscores"}
+# pydantic's error types and the expected value, from the error's context
 EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
     "int_type": lambda c: "a whole number",
     "int_from_float": lambda c: "a whole number",
@@ -26,17 +27,17 @@ EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
     "literal_error": lambda c: c["expected"],
     "too_short": lambda c: "a list with at least one value",
     "string_too_long": lambda c: f"at most {c['max_length']} characters",
-    "string_pattern_mismatch": lambda c: "small letters, digits and underscores",
+    "string_pattern_mismatch": lambda c: PATTERNS.get(c["pattern"], "letters, digits, '_', '.' and '-'"),
 }
 
 
-def sentence(error: ValidationError, model: type[BaseModel], place: Sequence[int | str] = ()) -> str:
-    """One complaint: where, what was expected, what came.
+def describe_error(error: ValidationError, model: type[BaseModel], place: Sequence[int | str] = ()) -> str:
+    """Return the first error as one sentence: the key, the expected value, the value found.
 
     Args:
-        error: What pydantic found wrong.
-        model: What it was checking.
-        place: Where in the configuration that is.
+        error: The error of pydantic.
+        model: The model that was validated.
+        place: The location of that model in the whole file.
     """
     errors = error.errors(include_url=False)
     # a misspelt key first: it may well be the one that is missing

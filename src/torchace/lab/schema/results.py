@@ -1,0 +1,371 @@
+"""Result files of format 1: experiment.json, runs/*.json and jobs.json of a run directory."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from torchace._files import CHECKSUM, JSON_BYTES, is_unchanged, parse_json, read_bounded, with_checksum
+from torchace.lab.schema.errors import describe_error
+
+FORMAT = 1
+LARGEST = 1e100  # no measured number is larger, and its square is still finite
+
+Task = Literal["classification", "regression"]
+Split = Literal["train", "validation", "test"]
+
+T = TypeVar("T")
+Items = Annotated[tuple[T, ...], Field(strict=False)]  # a list in JSON
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Number = Annotated[float, Field(gt=-LARGEST, lt=LARGEST, allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+Diversity = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]  # part of a path
+
+
+def _drop_not_finite(value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return None if is_number and not abs(value) < LARGEST else value
+
+
+Measured = Annotated[Number | None, BeforeValidator(_drop_not_finite)]
+"""A number, None where it was not measured or is not finite."""
+
+
+class ResultFileError(ValueError):
+    """A result file that is missing, damaged or of another version; one sentence that names the file."""
+
+
+class ResultModel(BaseModel):
+    """Part of a result file; unknown keys are ignored, those of later versions among them."""
+
+    model_config = ConfigDict(frozen=True, strict=True, populate_by_name=True)
+
+
+class ResultFile(ResultModel):
+    """A whole result file."""
+
+    format: Literal[1] = 1
+
+    def to_json(self) -> bytes:
+        """Return the file's content, with its own checksum in it."""
+        content = with_checksum(self.model_dump(mode="json", by_alias=True))
+        return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+
+
+File = TypeVar("File", bound=ResultFile)
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+class Failure(ResultModel):
+    """Why a run stopped, with the member and the step where it did."""
+
+    message: str
+    member: Count | None = None
+    step: Count | None = None
+
+
+class Scores(ResultModel):
+    """Metrics by name on one split; `members` has each member's accuracy, or in a regression its MSE."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Measured] = Field(init=False)
+
+    members: Items[Number] = ()
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The metrics that were measured."""
+        return {key: value for key, value in (self.model_extra or {}).items() if value is not None}
+
+
+class Metrics(ResultModel):
+    """Scores by split, None where a split was not scored."""
+
+    test: Scores | None = None
+    validation: Scores | None = None
+    train: Scores | None = None
+
+
+class RunResult(ResultFile):
+    """One training: an arm, one λ, one seed; `runs/NAME.json`, its arrays in `runs/NAME.safetensors`."""
+
+    run: str
+    arm: str
+    diversity: Number
+    seed: Count
+    num_members: Count | None = None
+    batches: str = "shared"
+    status: Literal["finished", "failed"]
+    failure: Failure | None = None
+    metrics: Metrics | None = None
+    history: Items[dict[str, Measured]] = ()  # one entry an epoch
+    steps: Count = 0
+    seconds: Number | None = None
+    parameters: Count | None = None
+    job: str = ""
+    weights_sha256: str | None = None
+    arrays_sha256: str | None = None
+    versions: dict[str, Any] = {}
+    device: str | None = None
+    cpu: str | None = None
+    threads: Count | None = None
+
+
+@dataclass(frozen=True)
+class RunKey:
+    """An arm of the experiment, one λ and one seed: together they name a run."""
+
+    arm: Name
+    diversity: Diversity
+    seed: Seed
+
+    @property
+    def id(self) -> str:
+        """The name of the run's files."""
+        # all digits: two λ that differ in the tenth must not share a file; + 0.0 makes -0.0 a 0.0
+        return f"{self.arm}-l{repr(self.diversity + 0.0).removesuffix('.0')}-s{self.seed}"
+
+
+class Job(ResultModel):
+    """Runs that are trained together, fixed when they are first planned."""
+
+    model_config = ConfigDict(strict=False)  # a dataclass from an object
+
+    id: Name
+    runs: Annotated[tuple[RunKey, ...], Field(min_length=1)]
+    compile: Annotated[bool, Field(strict=True)] = False
+
+
+class JobList(ResultFile):
+    """The runs that were planned: `jobs.json`."""
+
+    jobs: Items[Job]
+
+
+# -- the experiment ----------------------------------------------------------------------------------------------------
+
+
+class TargetSummary(ResultModel):
+    """The target column of a table; no classes for a number."""
+
+    name: str
+    classes: Items[str] = ()
+
+
+class ColumnSummary(ResultModel):
+    """A column of a table, as its training rows have it; `categories` has the most frequent with their counts."""
+
+    name: str
+    kind: Literal["number", "category", "dropped"]
+    missing: Count = 0
+    mean: Number | None = None
+    std: Number | None = None
+    min: Number | None = None
+    max: Number | None = None
+    categories: Items[Annotated[tuple[str, Count], Field(strict=False)]] = ()
+    num_categories: Count = 0
+    why: str = ""  # a dropped column's reason
+
+
+class TableSummary(ResultModel):
+    """The target and the columns that a fit found in a table, with notes on how they were read."""
+
+    target: TargetSummary
+    columns: Items[ColumnSummary]
+    notes: Items[str] = ()
+
+    def of_kind(self, kind: str) -> tuple[ColumnSummary, ...]:
+        """Return the columns of one kind, in the table's order."""
+        return tuple(column for column in self.columns if column.kind == kind)
+
+
+class DataSummary(ResultModel):
+    """The data of an experiment or of one arm: sizes, classes, and the columns of a table."""
+
+    name: str
+    train: Count
+    validation: Count = 0
+    test: Count
+    classes: Items[str] = ()
+    image_shape: Items[Count] | None = None
+    table: TableSummary | None = Field(default=None, alias="schema")
+
+    def has_same_test_set(self, other: DataSummary) -> bool:
+        """Whether both have the same test samples, as far as the file says."""
+        return (self.name, self.test, self.classes) == (other.name, other.test, other.classes)
+
+
+class ArmSummary(ResultModel):
+    """One way of training, at several λ; the others are compared with a `baseline`. A fit has one arm, its model."""
+
+    name: str
+    label: str = ""
+    role: Literal["sweep", "model"] = "sweep"
+    num_members: Count
+    batches: str = "shared"
+    network: str = ""
+    parameters: Count | None = None
+    diversities: Items[Number]
+    baseline: bool = False
+    data: DataSummary | None = None  # None: that of the experiment
+
+
+class PaperRow(ResultModel):
+    """A row of the paper's table; `arms` names the arms it is compared with, None: all with its K and λ."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    label: str | None = None
+    num_members: Annotated[int, Field(ge=1, lt=2**31)]
+    diversity: Diversity | None = None  # None where the paper states none
+    arms: list[str] | None = None
+    accuracy: Diversity | None = None
+    error: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None  # in percent
+    cross_entropy: Annotated[Number, Field(ge=0)] | None = None
+    member_accuracy: Diversity | None = None
+    member_cross_entropy: Annotated[Number, Field(ge=0)] | None = None
+
+
+class PaperTable(ResultModel):
+    """A table of the paper."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    table: str
+    note: str = ""
+    rows: list[PaperRow] = []
+
+
+class Candidate(ResultModel):
+    """A λ that was tried, and its score by seed: None where the training failed."""
+
+    diversity: Number
+    scores: Annotated[dict[Annotated[int, Field(ge=0, strict=False)], Number | None], Field(strict=False)]
+
+
+class Gain(ResultModel):
+    """By how much the chosen λ lowers the score of λ=0, seed by seed on fresh seeds: above zero is better.
+
+    `low` and `high` are a 95 % interval of the mean, None for a single seed. It covers new seeds and, where `samples`
+    is given, new samples. Where the samples chose λ among several, it holds for all `choices` of them together.
+    """
+
+    split: Split = "test"
+    mean: Number
+    low: Number | None = None
+    high: Number | None = None
+    seeds: Items[Count] = ()  # those for which both trainings finished
+    beyond_noise: bool
+    samples: Count | None = None
+    choices: Count = 1
+
+
+class DiversitySearch(ResultModel):
+    """How λ was chosen: candidates in rounds, scored by `metric` on `split` (lower is better), and its gain."""
+
+    chosen: Number
+    task: Task = "classification"
+    metric: Literal["cross_entropy", "mse"]
+    split: Split = "validation"
+    rounds: Items[Items[Number]] = ()
+    candidates: Items[Candidate]
+    seeds: Items[Count] = ()
+    fresh_seeds: Items[Count] = ()  # those of the gain
+    gain: Gain | None = None
+    sentence: str = ""
+
+    @property
+    def scores(self) -> dict[float, dict[int, float]]:
+        """The scores by λ, ascending, and seed; without those of failed trainings."""
+        found = {
+            candidate.diversity: {seed: score for seed, score in candidate.scores.items() if score is not None}
+            for candidate in sorted(self.candidates, key=lambda candidate: candidate.diversity)
+        }
+        return {diversity: scores for diversity, scores in found.items() if scores}
+
+
+class ExperimentResult(ResultFile):
+    """A sweep or a fit: its data, its arms, and where and with what it was run; `experiment.json`."""
+
+    name: str
+    title: str = ""
+    description: str = ""
+    task: Task = "classification"
+    data: DataSummary
+    arms: Items[ArmSummary]
+    seeds: Items[Count]
+    search: DiversitySearch | None = None
+    paper: PaperTable | None = None
+    hardware: dict[str, Any] = {}
+    versions: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+    started: str = ""
+    seconds: Number | None = None
+    counted: dict[str, Number] = {}  # seconds of unfinished jobs that `seconds` includes
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+# control characters, marks that change the direction of text, halves of surrogate pairs
+_HIDDEN = "\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+_UNPRINTABLE = re.compile(f"[\x00-\x1f{_HIDDEN}]")
+_ESCAPED_OR_HIDDEN = re.compile(rf"[\\{_HIDDEN}]")
+
+
+def printable(value: Any) -> Any:
+    """Return parsed JSON with unprintable characters of every string, keys too, replaced by spaces.
+
+    Example:
+        >>> printable({"a\\n": ["\\ud800", 3, None]})
+        {'a ': [' ', 3, None]}
+    """
+    if isinstance(value, str):
+        return _UNPRINTABLE.sub(" ", value)
+    if isinstance(value, list):
+        return [printable(item) for item in value]
+    if isinstance(value, dict):
+        return {printable(key): printable(item) for key, item in value.items()}
+    return value
+
+
+def read_result(path: Path, model: type[File], name: str = "") -> File:
+    """Read a result file within bounds on its size, its depth and its numbers; text becomes printable.
+
+    Args:
+        path: The file.
+        model: `ExperimentResult`, `RunResult` or `JobList`.
+        name: The file's name in errors, `path.name` unless given.
+
+    Raises:
+        ResultFileError: The file is missing, damaged, changed, or of another version.
+    """
+    name = name or path.name
+    try:
+        data = read_bounded(path, JSON_BYTES)
+        parsed = parse_json(data)
+        text = data.decode()
+    except FileNotFoundError:
+        raise ResultFileError(f"There is no {name} in {str(path).removesuffix(name)}.") from None
+    except OSError as error:
+        raise ResultFileError(f"Could not read {name}: {error.strerror}.") from None
+    except ValueError:
+        raise ResultFileError(f"Expected JSON in {name}, but the file is damaged or something else.") from None
+    if not isinstance(parsed, dict):
+        raise ResultFileError(f"Expected an object in {name}, but got {printable(repr(parsed)[:40])}.")
+    if CHECKSUM in parsed and not is_unchanged(parsed):  # earlier versions wrote none
+        raise ResultFileError(f"{name} was changed after it was written: its SHA-256 differs.")
+    if (version := parsed.get("format")) != FORMAT:
+        got = printable(repr(version)[:40])
+        raise ResultFileError(f"Expected format {FORMAT} in {name}, but got {got}; another torchace wrote it.")
+    try:
+        return model.model_validate(printable(parsed) if _ESCAPED_OR_HIDDEN.search(text) else parsed)
+    except ValidationError as error:
+        raise ResultFileError(f"{name} is damaged: {describe_error(error, model)}") from None
