@@ -188,9 +188,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         self._finish(trained, state.scaler)
 
     def _train(self, plan: MemberPlan, train: Split, seed: int, **options: Any) -> TrainedGroup:
-        trained = train_members(
-            plan, train, self._num_outputs, diversities=[self.diversity_], seeds=[seed], **options
-        )
+        trained = train_members(plan, train, self._num_outputs, diversities=[self.diversity_], seeds=[seed], **options)
         if (failure := trained.failure(0)) is not None:
             raise ValueError(
                 f"Training ended at step {failure.step} with {failure.message}. "

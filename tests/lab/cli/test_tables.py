@@ -553,7 +553,9 @@ def test_interrupted_it_goes_on_when_repeated(here: Path, invoke: Invoke, monkey
     groups = {file: file.stat().st_mtime_ns for file in Path("models/pets.work/search/groups").iterdir()}
     assert len(groups) >= 2
     with monkeypatch.context() as patch:
-        patch.setattr("torchace.lab.tuning.grid_search.train_members", lambda *args, **options: pytest.fail("trained again"))
+        patch.setattr(
+            "torchace.lab.tuning.grid_search.train_members", lambda *args, **options: pytest.fail("trained again")
+        )
         assert invoke(*command).code == 0
     assert os.listdir("models") == ["pets"]
 

@@ -401,7 +401,9 @@ def test_somebody_elses_working_directory_is_not_touched(name: str, data: Path, 
     (fit.work / name).mkdir(parents=True)
     (fit.work / name / "years of work").write_text("!")
     before = everything_in(tmp_path)
-    with pytest.raises(LedgerError, match=f"out.work, the working directory of a fit, holds something else already .'{name}'"):
+    with pytest.raises(
+        LedgerError, match=f"out.work, the working directory of a fit, holds something else already .'{name}'"
+    ):
         done(fit)
     fit.remove_work()
     assert everything_in(tmp_path) == before

@@ -1,4 +1,4 @@
-"""`torchace fit` and `torchace tune`, killed at any moment: the first_duplicate command ends where an undisturbed one does.
+"""`torchace fit` and `torchace tune`, killed at any moment: the repeated command ends where an undisturbed one does.
 
 `TORCHACE_KILLS` is how many processes of each command are killed, 5 unless set; half of them at a random moment, half
 right before or after a file is flushed, renamed, copied or removed.

@@ -180,7 +180,9 @@ def test_classes_have_no_scale(tmp_path: Path) -> None:
 def test_targets_whose_squares_are_no_numbers_are_refused(size: float, tmp_path: Path) -> None:
     frame = houses()
     frame["price"] = frame["price"] / frame["price"].max() * size
-    with pytest.raises(DataError, match=r"^The target 'price' has a standard deviation of .*; give it in other units\.$"):
+    with pytest.raises(
+        DataError, match=r"^The target 'price' has a standard deviation of .*; give it in other units\.$"
+    ):
         opened(frame, tmp_path, "price")
 
 

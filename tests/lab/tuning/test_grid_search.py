@@ -38,7 +38,7 @@ from torchace.lab.tuning.grid_search import (
     refine_candidates,
     split_evenly,
 )
-from torchace.lab.tuning.search import SearchCallback, SearchProblem, SearchStage
+from torchace.lab.tuning.search import SearchCallback, SearchProblem
 from torchace.lab.tuning.search_cache import SearchCache
 
 PLAN = MemberPlan("classification", num_members=3, hidden=(5,), epochs=6, batch_size=16, learning_rate=0.03)
@@ -530,7 +530,9 @@ def test_checkpoints_of_a_search_that_was_changed_are_removed(tmp_path: Path) ->
         run_search(cache=SearchCache(tmp_path, every_steps=1), stop=iter([False] * 5 + [True]).__next__)
     (before,) = (tmp_path / "checkpoints").iterdir()
     with pytest.raises(Interrupted):
-        run_search(cache=SearchCache(tmp_path, every_steps=1), candidates=(0.2,), stop=iter([False] * 5 + [True]).__next__)
+        run_search(
+            cache=SearchCache(tmp_path, every_steps=1), candidates=(0.2,), stop=iter([False] * 5 + [True]).__next__
+        )
     (after,) = (tmp_path / "checkpoints").iterdir()
     assert before != after
 

@@ -187,9 +187,7 @@ def tune(
             say(tuned.sentence)
         else:
             with Stopper() as stopper, TrialProgress(console, trials) as bar:
-                found = job.run_study(
-                    trials, storage=storage, study=study, pruning=pruning, callback=bar, stop=stopper
-                )
+                found = job.run_study(trials, storage=storage, study=study, pruning=pruning, callback=bar, stop=stopper)
             wide().print(_trials(found.to_json()))
             if found.best is None:
                 raise ValueError("No trial was completed, so there is no best one; see the table.")

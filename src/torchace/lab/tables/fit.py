@@ -27,7 +27,7 @@ from torchace.lab.tables.model import TableModel, evaluate_chunks
 from torchace.lab.tables.table import Table
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.chunks import chunk_rows
-from torchace.lab.training.loop import Progress, CheckpointPolicy
+from torchace.lab.training.loop import CheckpointPolicy, Progress
 from torchace.lab.training.members import MemberPlan, TrainedGroup, train_members
 from torchace.lab.training.scaling import assemble_ensemble
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
@@ -279,7 +279,7 @@ class TableFit:
                 continue
             y, scaler = part.y, table.target_scaler
             with torch.no_grad():
-                logits = (stacked(x) for x in part.x.split(chunk_rows(stacked, stacked.num_members)))
+                logits = map(stacked, part.x.split(chunk_rows(stacked, stacked.num_members)))
                 if scaler is not None:
                     logits, y = map(scaler.inverse_transform, logits), scaler.inverse_transform(y).squeeze(1)
                 evaluation = evaluate_chunks(logits, y)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchace._files import refuse_links, remove_abandoned, write_atomic
+from torchace.lab.data import Split
 from torchace.lab.sweeps.run_store import LedgerError, finite
 from torchace.lab.tables.table import Table
 from torchace.lab.training.members import MemberPlan
@@ -40,9 +41,9 @@ class TableSearch:
     ) -> TunedDiversity:
         """Search λ alone, and measure its gain on the test part."""
         self._check_directory()
-        *parts, test = self.table.parts(self.plan, self.device)
+        problem, test = self._problem()
         search = GridSearch(
-            SearchProblem(self.plan, *parts, self.table.num_outputs, self.seed),
+            problem,
             test=test if len(test) else None,
             num_seeds=num_seeds,
             num_fresh=num_seeds,
@@ -66,12 +67,15 @@ class TableSearch:
     ) -> StudyResult:
         """Search λ with widths, rates and the number of members, in an Optuna study."""
         self._check_directory()
-        *parts, _ = self.table.parts(self.plan, self.device)
-        problem = SearchProblem(self.plan, *parts, self.table.num_outputs, self.seed)
-        storage_ = storage or self.directory / "study.db"
-        result = OptunaSearch(problem, trials, storage=storage_, study_name=study, pruning=pruning).run(callback, stop)
+        problem, _ = self._problem()
+        where = storage or self.directory / "study.db"
+        result = OptunaSearch(problem, trials, storage=where, study_name=study, pruning=pruning).run(callback, stop)
         self._write(result)
         return result
+
+    def _problem(self) -> tuple[SearchProblem, Split]:
+        train, validation, test = self.table.parts(self.plan, self.device)
+        return SearchProblem(self.plan, train, validation, self.table.num_outputs, self.seed), test
 
     def _check_directory(self) -> None:
         """Refuse a directory with other content, or links in place of a search's files."""

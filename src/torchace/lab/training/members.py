@@ -129,7 +129,9 @@ def train_members(
         network = new_run_group(plan, train.x.shape[1], num_outputs, seeds).to(train.x.device)
     validation_set = None if plan.patience is None or validation is None else ValidationSet(validation, plan.patience)
     batches = Batches(train, len(train) // plan.steps_per_epoch(len(train)), dtype=train_config.dtype)
-    fitted = fit(network, batches, train_config, diversities=diversities, seeds=seeds, validation=validation_set, **options)
+    fitted = fit(
+        network, batches, train_config, diversities=diversities, seeds=seeds, validation=validation_set, **options
+    )
     return TrainedGroup(plan, train_config, network, fitted)
 
 

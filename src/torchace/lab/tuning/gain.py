@@ -4,78 +4,56 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from torchace._statistics import mean_over_seeds, mean_over_seeds_and_samples
+from torchace.lab.schema.results import Gain
 
 ALPHA = 0.05  # of the intervals
 
 
-@dataclass(frozen=True)
-class Gain:
-    """By how much the chosen λ lowers the score of λ=0, paired by fresh seeds: above zero is better.
+def measure_gain(
+    split: str,
+    baseline: Mapping[int, ArrayLike | None],
+    chosen: Mapping[int, ArrayLike | None],
+    *,
+    weight: NDArray[np.float64] | None = None,
+    num_choices: int = 1,
+) -> Gain | None:
+    """Compare the chosen λ with λ=0, seed by seed; None if no seed finished with both.
 
-    Attributes:
+    Args:
         split: The name of the samples.
-        mean: The mean difference.
-        low: Lower end of its 95 % interval for new seeds and new samples; None for a single seed.
-        high: Upper end.
-        seeds: Seeds with which both trainings finished.
-        beyond_noise: Whether the interval leaves out zero.
-        samples: Number of samples that the interval covers; None if it covers the noise between seeds alone.
-        choices: Number of λ that these very samples chose from; the interval holds for all of them (Bonferroni).
+        baseline: Losses at λ=0 by seed, one a sample; or their means, for an interval over seeds alone.
+        chosen: Losses at the chosen λ.
+        weight: Sample weights.
+        num_choices: Number of λ that these very samples chose from; the interval holds for all (Bonferroni).
+
+    Example:
+        >>> gain = measure_gain("test", {5: 0.5, 6: 0.6, 7: 0.7}, {5: 0.4, 6: 0.4, 7: None})
+        >>> round(gain.mean, 6), round(gain.low, 4), round(gain.high, 4), gain.seeds, gain.beyond_noise
+        (0.15, -0.4853, 0.7853, (5, 6), False)
     """
-
-    split: str
-    mean: float
-    low: float | None
-    high: float | None
-    seeds: tuple[int, ...]
-    beyond_noise: bool
-    samples: int | None = None
-    choices: int = 1
-
-    @classmethod
-    def measure(
-        cls,
-        split: str,
-        baseline: Mapping[int, ArrayLike | None],
-        chosen: Mapping[int, ArrayLike | None],
-        *,
-        weight: NDArray[np.float64] | None = None,
-        num_choices: int = 1,
-    ) -> Gain | None:
-        """Compare two λ seed by seed; None if no seed finished with both.
-
-        Args:
-            split: The name of the samples.
-            baseline: Losses at λ=0 by seed, one a sample; or their means, for an interval over seeds alone.
-            chosen: Losses at the chosen λ.
-            weight: Sample weights.
-            num_choices: Number of λ that these samples chose from.
-
-        Example:
-            >>> gain = Gain.measure("test", {5: 0.5, 6: 0.6, 7: 0.7}, {5: 0.4, 6: 0.4, 7: None})
-            >>> round(gain.mean, 6), round(gain.low, 4), round(gain.high, 4), gain.seeds, gain.beyond_noise
-            (0.15, -0.4853, 0.7853, (5, 6), False)
-        """
-        pairs = {seed: (baseline[seed], chosen[seed]) for seed in baseline}
-        by_seed = {seed: np.subtract(a, b) for seed, (a, b) in pairs.items() if a is not None and b is not None}
-        if not by_seed:
-            return None
-        differences = np.stack([np.atleast_1d(difference) for difference in by_seed.values()])  # (S, N)
-        means = np.average(differences, axis=1, weights=weight)
-        estimate = mean_over_seeds_and_samples(differences, weight) or mean_over_seeds(means)
-        if estimate is None:
-            return cls(split, float(means.mean()), None, None, tuple(by_seed), False, choices=num_choices)
-        low, high = estimate.interval(ALPHA / num_choices)
-        beyond_noise = low > 0 or high < 0
-        return cls(
-            split, float(means.mean()), low, high, tuple(by_seed), beyond_noise, estimate.samples, num_choices
-        )
+    pairs = {seed: (baseline[seed], chosen[seed]) for seed in baseline}
+    by_seed = {seed: np.subtract(a, b) for seed, (a, b) in pairs.items() if a is not None and b is not None}
+    if not by_seed:
+        return None
+    differences = np.stack([np.atleast_1d(difference) for difference in by_seed.values()])  # (S, N)
+    means = np.average(differences, axis=1, weights=weight)
+    estimate = mean_over_seeds_and_samples(differences, weight) or mean_over_seeds(means)
+    low, high = (None, None) if estimate is None else estimate.interval(ALPHA / num_choices)
+    return Gain.model_construct(
+        split=split,
+        mean=float(means.mean()),
+        low=low,
+        high=high,
+        seeds=tuple(by_seed),
+        beyond_noise=low is not None and high is not None and (low > 0 or high < 0),
+        samples=None if estimate is None else estimate.samples,
+        choices=num_choices,
+    )
 
 
 def describe_gain(gain: Gain, metric: str, num_fresh: int) -> str:

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from torchace._checks import check_count, check_fraction
 from torchace.lab.data import Split
+from torchace.lab.schema.results import Candidate, DiversitySearch, Gain
 from torchace.lab.training.early_stopping import CHUNK
 from torchace.lab.training.members import train_members
 from torchace.lab.training.objective import mean_over_samples
-from torchace.lab.tuning.gain import Gain, describe_gain
+from torchace.lab.tuning.gain import describe_gain, measure_gain
 from torchace.lab.tuning.search import MAX_SEEDS, METRICS, Search, SearchCallback, SearchProblem, SearchStage
 from torchace.lab.tuning.search_cache import SearchCache
 
@@ -68,72 +69,22 @@ def refine_candidates(tried: Iterable[float], best: float) -> list[float]:
     return sorted(midpoints - set(tried))
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A λ and its validation score by seed: None where the training failed."""
-
-    diversity: float
-    scores: Scores
-
-    @property
-    def failed(self) -> tuple[int, ...]:
-        """The seeds whose training failed."""
-        return tuple(seed for seed, score in self.scores.items() if score is None)
-
-
-@dataclass(frozen=True)
-class TunedDiversity:
+class TunedDiversity(DiversitySearch):
     """The result of a grid search: the chosen λ, all candidates, and the gain over λ=0."""
 
-    diversity: float
-    task: str
-    rounds: tuple[tuple[float, ...], ...]  # candidates of each round, ascending
-    candidates: tuple[Candidate, ...]  # ascending λ
-    seeds: tuple[int, ...]
-    fresh_seeds: tuple[int, ...]  # empty if nothing was compared
-    gain: Gain | None
-    sentence: str
-
     @property
-    def metric(self) -> str:
-        """The score λ was chosen by; lower is better."""
-        return METRICS[self.task]
+    def diversity(self) -> float:
+        """The chosen λ."""
+        return self.chosen
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of a result file."""
-        return {
-            "chosen": self.diversity,
-            "task": self.task,
-            "metric": self.metric,
-            "split": "validation",
-            "rounds": [list(tried) for tried in self.rounds],
-            "candidates": [
-                {"diversity": c.diversity, "scores": {str(seed): score for seed, score in c.scores.items()}}
-                for c in self.candidates
-            ],
-            "seeds": list(self.seeds),
-            "fresh_seeds": list(self.fresh_seeds),
-            "gain": None if self.gain is None else {**vars(self.gain), "seeds": list(self.gain.seeds)},
-            "sentence": self.sentence,
-        }
+        return self.model_dump(mode="json")
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> TunedDiversity:
-        """Return what `to_json` was called on."""
-        gain = content["gain"]
-        return cls(
-            diversity=content["chosen"],
-            task=content["task"],
-            rounds=tuple(map(tuple, content["rounds"])),
-            candidates=tuple(
-                Candidate(c["diversity"], {int(seed): score for seed, score in c["scores"].items()})
-                for c in content["candidates"]
-            ),
-            seeds=tuple(content["seeds"]),
-            fresh_seeds=tuple(content["fresh_seeds"]),
-            gain=None if gain is None else Gain(**{**gain, "seeds": tuple(gain["seeds"])}),
-            sentence=content["sentence"],
-        )
+        """Return the result that `to_json` was called on."""
+        return cls.model_validate(content)
 
 
 @dataclass(frozen=True)
@@ -195,8 +146,7 @@ class GridSearch(Search):
         scores: dict[float, Scores] = {}
         rounds: list[tuple[float, ...]] = []
         gain, compared = None, False
-        fingerprint = None if self.cache is None else problem.fingerprint(check=self.test)
-        with contextlib.nullcontext() if self.cache is None else self.cache.open(fingerprint):
+        with contextlib.nullcontext() if self.cache is None else self.cache.open(problem.fingerprint(test=self.test)):
             while tried and len(rounds) < self.rounds:
                 losses = train(SearchStage(len(rounds) + 1, "search", tuple(tried), seeds), problem.validation)
                 scores |= self._scores(losses)
@@ -207,10 +157,19 @@ class GridSearch(Search):
                 split = problem.validation if self.test is None else self.test
                 losses = train(SearchStage(len(rounds) + 1, "gain", (0.0, best), fresh_seeds), split)
                 gain = self._gain(losses, best, num_choices=len(scores) - 1 if self.test is None else 1)
-        candidates = tuple(Candidate(diversity, scores[diversity]) for diversity in sorted(scores))
         fresh = fresh_seeds if compared else ()
-        sentence = _describe(problem, candidates, best, gain, len(fresh))
-        return TunedDiversity(best, problem.plan.task, tuple(rounds), candidates, seeds, fresh, gain, sentence)
+        # not validated: scores in the units of any target are stored
+        return TunedDiversity.model_construct(
+            chosen=best,
+            task=problem.plan.task,
+            metric=METRICS[problem.plan.task],
+            rounds=tuple(rounds),
+            candidates=tuple(Candidate.model_construct(diversity=d, scores=scores[d]) for d in sorted(scores)),
+            seeds=seeds,
+            fresh_seeds=fresh,
+            gain=gain,
+            sentence=_describe(problem, scores, best, gain, len(fresh)),
+        )
 
     def _scores(self, losses: Losses) -> dict[float, Scores]:
         """Mean losses on the validation samples, by λ and seed."""
@@ -232,7 +191,7 @@ class GridSearch(Search):
             {seed: None if row is None else self.score_scale * row.numpy() for seed, row in losses[diversity].items()}
             for diversity in (0.0, best)
         )
-        return Gain.measure(name, baseline, chosen, weight=weight, num_choices=num_choices)
+        return measure_gain(name, baseline, chosen, weight=weight, num_choices=num_choices)
 
 
 @dataclass(frozen=True)
@@ -298,19 +257,18 @@ def split_evenly(runs: Sequence[tuple[float, int]], limit: int) -> list[list[tup
 
 
 def _describe(
-    problem: SearchProblem, candidates: Sequence[Candidate], best: float, gain: Gain | None, num_fresh: int
+    problem: SearchProblem, scores: Mapping[float, Scores], best: float, gain: Gain | None, num_fresh: int
 ) -> str:
     """The result in one sentence."""
     noun = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[METRICS[problem.plan.task]]
     if problem.plan.num_members == 1:
         return "One member cannot differ from others: λ=0."
-    chosen = next(candidate for candidate in candidates if candidate.diversity == best)
-    if len(chosen.failed) == len(chosen.scores):
+    if all(score is None for score in scores[best].values()):
         return "Every training failed (NaN or Inf), so λ=0. Lower the learning rate."
     if best == 0:
-        seeds = f"{len(chosen.scores)} seed{'' if len(chosen.scores) == 1 else 's'}"
+        seeds = f"{len(scores[0.0])} seed{'' if len(scores[0.0]) == 1 else 's'}"
         return (
-            f"No diversity helped: of {len(candidates)} values of λ, 0 has the lowest {noun} on the validation samples "
+            f"No diversity helped: of {len(scores)} values of λ, 0 has the lowest {noun} on the validation samples "
             f"({seeds})."
         )
     if gain is None:

@@ -27,6 +27,7 @@ from torchace.lab.tuning.search import METRICS, Search, SearchCallback, SearchPr
 from torchace.lab.tuning.search_space import DIMENSIONS, SearchSpace, apply_values
 from torchace.lab.tuning.storage import FAILURE, first_attempt, open_study, retry_trial
 
+DEFAULT_SPACE = SearchSpace()
 NUM_REPORTS = 10  # intermediate scores of a trial, for pruning
 STARTUP_TRIALS = 5  # never pruned; the others are compared with them
 
@@ -123,7 +124,7 @@ class OptunaSearch(Search):
 
     problem: SearchProblem
     trials: int
-    space: SearchSpace = SearchSpace()
+    space: SearchSpace = DEFAULT_SPACE
     storage: str | Path | None = None
     study_name: str = "torchace"
     num_seeds: int = 2

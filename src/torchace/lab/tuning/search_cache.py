@@ -13,7 +13,15 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from torchace._files import ARRAYS_BYTES, is_name, json_digest, read_bounded, remove_partial, with_checksum, write_atomic
+from torchace._files import (
+    ARRAYS_BYTES,
+    is_name,
+    json_digest,
+    read_bounded,
+    remove_partial,
+    with_checksum,
+    write_atomic,
+)
 from torchace.lab.sweeps.run_store import FORMAT, Ledger, LedgerError, _dumped, _read
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.loop import CheckpointPolicy
