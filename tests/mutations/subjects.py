@@ -34,8 +34,8 @@ from torchace.lab.data import DataError, infer_schema, load, read_table
 from torchace.lab.data.sources import SOURCES
 from torchace.lab.report import ReportError, read_results, rich_table
 from torchace.lab.report.render import markdown
+from torchace.lab.store import RunStoreError
 from torchace.lab.sweeps.config import ConfigError, load_experiment
-from torchace.lab.sweeps.run_store import LedgerError
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.checkpoint import CheckpointError, Checkpoints, weights_digest
 from torchace.lab.training.loop import CheckpointPolicy, fit
@@ -305,7 +305,7 @@ SUBJECTS: dict[str, Subject] = {
         forge=_forge_checkpoint,
     ),
     "run directory": Subject(
-        _write_runs, _read_runs, (ReportError, LedgerError, PathError), files="run/**/*.*", is_text=True
+        _write_runs, _read_runs, (ReportError, RunStoreError, PathError), files="run/**/*.*", is_text=True
     ),
     "TOML": Subject(
         lambda folder: (folder / "e.toml").write_text(TOML) and None,

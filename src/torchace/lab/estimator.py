@@ -23,7 +23,7 @@ from torchace import _checks
 from torchace.lab.data import Split, hashed_key, permutation, stratified_split
 from torchace.lab.data.encoding import Encoding, NumberColumn
 from torchace.lab.data.table_schema import Column, Schema, Target
-from torchace.lab.sweeps.run_store import finite
+from torchace.lab.store import finite
 from torchace.lab.training.chunks import chunk_rows, collect_chunks
 from torchace.lab.training.config import make_optimizer
 from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_group, resolve_device, train_members

@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.any_table import AnyTable, any_table
 from tests.lab.cli.cases import TINY, Invoke, assert_one_sentence, everything_in, fake_report, houses, pets, write_table
-from torchace.lab.sweeps.run_store import Ledger
+from torchace.lab.store import RunStore
 from torchace.lab.tables import fit as table_fit
 from torchace.lab.tables.fit import TableFit
 from torchace.lab.tables.model import TableModel
@@ -527,7 +527,7 @@ def test_other_settings_in_the_same_place_are_refused(other: tuple[Any, ...], he
 
 @pytest.mark.usefixtures("no_report")
 def test_a_second_fit_at_the_same_time_is_refused(here: Path, invoke: Invoke) -> None:
-    with Ledger(Path("m.work")).locked():
+    with RunStore(Path("m.work")).locked():
         refused = invoke("fit", "pets.csv", "--target", "pet", *TINY, "--out", "m")
     assert_one_sentence(refused, f"Process {os.getpid()} is at work in m.work")
     assert os.listdir("m.work") == ["lock"]

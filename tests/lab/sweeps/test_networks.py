@@ -8,8 +8,8 @@ import torch
 
 from tests.lab.sweeps.cases import small
 from torchace.lab.data import load
+from torchace.lab.schema.experiment import Arm, TrainSection
 from torchace.lab.sweeps import networks as build
-from torchace.lab.sweeps.config import Arm, TrainSection
 from torchace.lab.sweeps.networks import (
     build_network,
     default_group_size,

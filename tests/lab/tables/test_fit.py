@@ -23,7 +23,7 @@ from tests.lab.tables.table_cases import done, fitted, is_complete, job, weights
 from torchace._files import PathError
 from torchace.lab.data import DataError
 from torchace.lab.data.tables import read_table
-from torchace.lab.sweeps.run_store import Ledger, LedgerError
+from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.tables import fit as table_fit
 from torchace.lab.tables.fit import FitCallback, TableFit, TrainingFailed
 from torchace.lab.tables.model import TableModel
@@ -360,13 +360,13 @@ def test_a_finished_model_is_known_again(data: Path, tmp_path: Path) -> None:
 def test_other_settings_are_refused(other: dict[str, Any], data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     done(fit)
-    with pytest.raises(LedgerError, match=r"out holds something else already\. Choose another --out, or remove it\.$"):
+    with pytest.raises(RunStoreError, match=r"out holds something else already\. Choose another --out, or remove it\.$"):
         job(data, "pet", tmp_path / "out", **other).is_finished()
     unfinished = job(data, "pet", tmp_path / "unfinished")
     with unfinished.lock():
         pass
     before = everything_in(tmp_path)
-    with pytest.raises(LedgerError, match=r"unfinished\.work holds an unfinished fit of other data or settings\."):
+    with pytest.raises(RunStoreError, match=r"unfinished\.work holds an unfinished fit of other data or settings\."):
         done(job(data, "pet", tmp_path / "unfinished", **other))
     assert everything_in(tmp_path) == before
 
@@ -374,13 +374,13 @@ def test_other_settings_are_refused(other: dict[str, Any], data: Path, tmp_path:
 def test_other_data_under_the_same_name_are_refused(data: Path, tmp_path: Path) -> None:
     done(job(data, "pet", tmp_path / "out"))
     write_table(pets(seed=1), data)
-    with pytest.raises(LedgerError, match="holds something else"):
+    with pytest.raises(RunStoreError, match="holds something else"):
         job(data, "pet", tmp_path / "out").is_finished()
 
 
 def test_two_at_once_are_refused(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
-    with fit.lock(), pytest.raises(LedgerError, match=f"Process {os.getpid()} is at work in .*out.work"):
+    with fit.lock(), pytest.raises(RunStoreError, match=f"Process {os.getpid()} is at work in .*out.work"):
         done(job(data, "pet", tmp_path / "out"))
 
 
@@ -389,7 +389,7 @@ def test_another_process_may_be_faster(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     assert not fit.is_finished()
     done(job(data, "pet", tmp_path / "out"))
-    with pytest.raises(LedgerError, match=r"Another process has just finished .*out\. Repeat the command to see it\."):
+    with pytest.raises(RunStoreError, match=r"Another process has just finished .*out\. Repeat the command to see it\."):
         done(fit)
     assert is_complete(fit.out)
     assert not fit.work.exists()
@@ -402,7 +402,7 @@ def test_somebody_elses_working_directory_is_not_touched(name: str, data: Path, 
     (fit.work / name / "years of work").write_text("!")
     before = everything_in(tmp_path)
     with pytest.raises(
-        LedgerError, match=f"out.work, the working directory of a fit, holds something else already .'{name}'"
+        RunStoreError, match=f"out.work, the working directory of a fit, holds something else already .'{name}'"
     ):
         done(fit)
     fit.remove_work()
@@ -422,7 +422,7 @@ def test_a_damaged_record_of_the_request_is_refused(content: str, data: Path, tm
     fit = job(data, "pet", tmp_path / "out")
     fit.work.mkdir()
     (fit.work / "fit.json").write_text(content)
-    with pytest.raises(LedgerError, match="holds an unfinished fit of other data or settings"):
+    with pytest.raises(RunStoreError, match="holds an unfinished fit of other data or settings"):
         done(fit)
 
 
@@ -436,7 +436,7 @@ def test_a_link_is_refused_at_once(data: Path, tmp_path: Path) -> None:
     """A directory cannot be renamed to a link in the end."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "out").symlink_to("empty")
-    with pytest.raises(LedgerError, match="out holds something else already"):
+    with pytest.raises(RunStoreError, match="out holds something else already"):
         job(data, "pet", tmp_path / "out").is_finished()
 
 
@@ -478,7 +478,7 @@ def test_a_mount_point_is_refused_at_once(data: Path, tmp_path: Path) -> None:
         pytest.skip("needs the right to mount")
     try:
         with pytest.raises(
-            LedgerError, match=r"out is a mount point\. Choose a directory in it: --out .*/out/model\.$"
+            RunStoreError, match=r"out is a mount point\. Choose a directory in it: --out .*/out/model\.$"
         ):
             job(data, "pet", out).is_finished()
     finally:
@@ -493,7 +493,7 @@ def test_a_file_system_that_cannot_be_written(data: Path, tmp_path: Path) -> Non
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount")
     try:
-        with pytest.raises(LedgerError, match=r"Cannot write to .*disk/out\.work: Read-only file system"):
+        with pytest.raises(RunStoreError, match=r"Cannot write to .*disk/out\.work: Read-only file system"):
             done(job(data, "pet", disk / "out"))
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
@@ -523,7 +523,7 @@ def test_a_damaged_checkpoint_is_one_sentence(data: Path, tmp_path: Path) -> Non
 def test_only_its_own_lock_is_needed(data: Path, tmp_path: Path) -> None:
     """Fits in one folder do not disturb each other."""
     one, other = (job(data, "pet", tmp_path / name) for name in ("one", "other"))
-    with Ledger(one.work).locked():
+    with RunStore(one.work).locked():
         done(other)
     assert is_complete(other.out)
 

@@ -26,7 +26,7 @@ from safetensors.torch import save
 
 from torchace._files import PARTIAL, PathError
 from torchace.lab.data import Split
-from torchace.lab.sweeps.run_store import LedgerError
+from torchace.lab.store import RunStoreError
 from torchace.lab.training.loop import Interrupted
 from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_group, train_members
 from torchace.lab.tuning import grid_search
@@ -551,7 +551,7 @@ def test_checkpoints_of_a_search_that_was_changed_are_removed(tmp_path: Path) ->
 )
 def test_another_search_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     run_search(cache=SearchCache(tmp_path), rounds=1, num_fresh=0)
-    with pytest.raises(LedgerError, match=message) as caught:
+    with pytest.raises(RunStoreError, match=message) as caught:
         run_search(**options, cache=SearchCache(tmp_path))
     assert str(caught.value).startswith(str(tmp_path))
     assert "\n" not in str(caught.value)
@@ -571,7 +571,7 @@ def test_what_a_process_left_that_was_killed_while_it_cleaned_up_is_removed(tmp_
 
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
     def second(stage: Stage, share: float) -> None:
-        with pytest.raises(LedgerError, match=f"Process {os.getpid()} is at work in"):
+        with pytest.raises(RunStoreError, match=f"Process {os.getpid()} is at work in"):
             run_search(cache=SearchCache(tmp_path))
 
     run_search(cache=SearchCache(tmp_path), rounds=1, num_fresh=0, watch=second)
@@ -588,7 +588,7 @@ def test_damaged_files_are_one_sentence(tmp_path: Path, text: str, which: str) -
     (cohort,) = (tmp_path / "groups").iterdir()
     file = cohort if which == "cohort" else tmp_path / "fingerprint.json"
     file.write_bytes(text.encode("latin-1"))
-    with pytest.raises(LedgerError, match=r"(is damaged|was not written by this version)") as caught:
+    with pytest.raises(RunStoreError, match=r"(is damaged|was not written by this version)") as caught:
         run_search(cache=SearchCache(tmp_path))
     assert str(caught.value).startswith(str(file))
     assert "\n" not in str(caught.value)
@@ -599,7 +599,7 @@ def test_damaged_losses_are_one_sentence(tmp_path: Path, content: bytes) -> None
     run_search(cache=SearchCache(tmp_path))
     (file,) = (tmp_path / "groups").glob("*.safetensors")
     file.write_bytes(content)
-    with pytest.raises(LedgerError, match=r"safetensors is damaged\. .* remove that file"):
+    with pytest.raises(RunStoreError, match=r"safetensors is damaged\. .* remove that file"):
         run_search(cache=SearchCache(tmp_path))
 
 
@@ -620,7 +620,7 @@ def test_scores_that_were_changed_are_refused(tmp_path: Path) -> None:
     (file,) = (tmp_path / "groups").glob("*.json")
     content = json.loads(file.read_text())
     file.write_text(json.dumps({**content, "scores": [score / 2 for score in content["scores"]]}))
-    with pytest.raises(LedgerError, match=f"{file.name} is damaged"):
+    with pytest.raises(RunStoreError, match=f"{file.name} is damaged"):
         run_search(cache=SearchCache(tmp_path), rounds=1, num_fresh=0)
     # an earlier version wrote no checksum
     file.write_text(json.dumps({"format": 1, "scores": content["scores"]}))
@@ -646,7 +646,7 @@ def test_nothing_of_another_search_is_taken(tmp_path: Path, finished: bool) -> N
 
 def test_a_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(LedgerError, match=r"Cannot write to .*"):
+    with pytest.raises(RunStoreError, match=r"Cannot write to .*"):
         run_search(cache=SearchCache(tmp_path / "file" / "store"))
 
 

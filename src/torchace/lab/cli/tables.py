@@ -210,7 +210,7 @@ def evaluate(
     """Score a model on rows whose target is known."""
     from torchace._files import remove_abandoned, write_atomic
     from torchace.lab.data.tables import read_table
-    from torchace.lab.sweeps.run_store import finite
+    from torchace.lab.store import finite
     from torchace.lab.tables.model import TableModel
 
     loaded = TableModel.load(model)

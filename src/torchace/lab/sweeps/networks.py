@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchace.lab.data import Dataset, hashed_key
-from torchace.lab.sweeps.config import Arm, ModelSection, TrainSection
+from torchace.lab.schema.experiment import Arm, ModelSection, TrainSection
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.memory import check_memory, count_parameters
 from torchace.lab.training.run_group import RunGroup

@@ -1,6 +1,6 @@
-"""A sweep on several processes that torchrun started: each job is trained by all of them together.
+"""A sweep on several processes that torchrun started: each group is trained by all of them together.
 
-The first rank plans, writes and prints as a sweep in one process does. The others are told which job comes next, train
+The first rank plans, writes and prints as a sweep in one process does. The others receive the next group, train
 their part of it, and write nothing.
 """
 
@@ -20,12 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchace.lab.sweeps.config import Arm, ConfigError, Experiment
+from torchace.lab.schema.experiment import Arm, Experiment
+from torchace.lab.store import GroupPlan, Run, RunStore
+from torchace.lab.sweeps.callbacks import Callback
+from torchace.lab.sweeps.config import ConfigError
 from torchace.lab.sweeps.environment import hardware, versions
-from torchace.lab.sweeps.loaded_data import Prepared
+from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network, make_train_config
-from torchace.lab.sweeps.run_store import Job, Ledger, Run
-from torchace.lab.sweeps.sweep import Sweep, Watcher, config_digest
+from torchace.lab.sweeps.sweep import Sweep, config_digest
 from torchace.lab.training.distributed import (
     RankLost,
     Ranks,
@@ -113,26 +115,26 @@ def rank_sweep(experiment: Experiment, directory: Path, device: str, parallel: s
 
 @dataclass(frozen=True)
 class RankSweep(Sweep):
-    """A sweep whose jobs are trained by all ranks together."""
+    """A sweep whose groups are trained by all ranks together."""
 
     ranks: Ranks = field(kw_only=True)
 
-    def run(self, watcher: Watcher | None = None, stop: Callable[[], bool] = lambda: False) -> dict[Run, Failure]:
+    def run(self, callback: Callback | None = None, stop: Callable[[], bool] = lambda: False) -> dict[Run, Failure]:
         """Trains what is not finished yet; the first rank returns the runs that failed. See `Sweep.run`."""
         if self.ranks.is_first:
-            failures = super().run(watcher, stop)
+            failures = super().run(callback, stop)
             self.ranks.broadcast(None)  # nothing comes any more
             return failures
         arms = {arm.name: arm for arm in self.experiment.complete_arms()}
         data = self._prepared(arms)
-        ledger = Ledger(self.directory)  # of which this rank reads nothing and writes nothing
+        store = RunStore(self.directory)  # of which this rank reads nothing and writes nothing
         while (told := self.ranks.broadcast()) is not None:
-            job = Job(told["id"], tuple(Run(**run) for run in told["runs"]), told["compile"])
-            arm = arms[job.runs[0].arm]
-            self._do(ledger, job, arm, data[arm.name], Watcher(), stop)
+            group = GroupPlan(told["id"], tuple(Run(**run) for run in told["runs"]), told["compile"])
+            arm = arms[group.runs[0].arm]
+            self._do(store, group, arm, data[arm.name], Callback(), stop)
         return {}
 
-    def _prepared(self, arms: dict[str, Arm]) -> dict[str, Prepared]:
+    def _prepared(self, arms: dict[str, Arm]) -> dict[str, LoadedData]:
         for arm in arms.values():
             _check(arm, self.ranks)
         if not self.ranks.is_first:
@@ -147,52 +149,58 @@ class RankSweep(Sweep):
 
     def _work(
         self,
-        ledger: Ledger,
-        jobs: Sequence[Job],
+        store: RunStore,
+        groups: Sequence[GroupPlan],
         arms: Mapping[str, Arm],
-        data: Mapping[str, Prepared],
-        watcher: Watcher,
+        data: Mapping[str, LoadedData],
+        callback: Callback,
         stop: Callable[[], bool],
-    ) -> Iterator[tuple[Job | None, float]]:
-        def announced() -> Iterator[Job]:
-            for job in jobs:
-                self.ranks.broadcast(asdict(job))
-                yield job
+    ) -> Iterator[tuple[GroupPlan | None, float]]:
+        def announced() -> Iterator[GroupPlan]:
+            for group in groups:
+                self.ranks.broadcast(asdict(group))
+                yield group
 
-        return super()._work(ledger, announced(), arms, data, watcher, stop)  # type: ignore[arg-type]
+        return super()._work(store, announced(), arms, data, callback, stop)  # type: ignore[arg-type]
 
     def _do(
-        self, ledger: Ledger, job: Job, arm: Arm, data: Prepared, watcher: Watcher, stop: Callable[[], bool]
+        self,
+        store: RunStore,
+        group: GroupPlan,
+        arm: Arm,
+        data: LoadedData,
+        callback: Callback,
+        stop: Callable[[], bool],
     ) -> float:
-        seeds = [run.seed for run in job.runs]
+        seeds = [run.seed for run in group.runs]
         batches = data.batches(arm)
         train_config = make_train_config(arm.train, batches.steps_per_epoch)
         whole = build_network(arm, data.dataset, seeds, self.device)
         network = make_shard(whole, self.ranks)
-        if job.compile:
+        if group.compile:
             network.compile()
         kept = whole if self.ranks.is_first and self.ranks.members > 1 else None
         del whole  # a rank needs its own members; the first one all of them, for what it writes
         every = self.experiment.checkpoint
-        whose = ledger.checkpoints(job, config_digest(arm))
+        whose = store.checkpoints(group, config_digest(arm))
         if self.ranks.is_first and whose.remove_foreign():
-            watcher.restarted(job)
+            callback.on_group_restart(group)
         checkpoints = SharedCheckpoints(whose.directory, kept, owner=whose.owner)
         fitted = fit(
             network,
             batches,
             train_config,
-            diversities=[run.diversity for run in job.runs],
+            diversities=[run.diversity for run in group.runs],
             seeds=seeds,
             checkpoint_policy=CheckpointPolicy(checkpoints, every.steps, every.seconds),
-            watch=(lambda progress: watcher.stepped(job, progress)) if self.ranks.is_first else None,
+            watch=(lambda progress: callback.on_step(group, progress)) if self.ranks.is_first else None,
             stop=stop,
         )
         start = time.monotonic()
         predicted = self._predicted(arm, data, network)
         trained = gather_network(network, kept)
         if trained is not None:
-            self._write_results(ledger, job, arm, data, trained, fitted, train_config.steps, predicted)
+            self._write_results(store, group, arm, data, trained, fitted, train_config.steps, predicted)
             checkpoints.remove()
         return fitted.seconds + time.monotonic() - start
 

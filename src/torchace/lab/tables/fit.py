@@ -22,7 +22,7 @@ import torch
 from torchace._files import PARTIAL, fsync_directory, json_digest, read_json, refuse_links, write_atomic
 from torchace.lab.data import Split
 from torchace.lab.sweeps.environment import hardware, versions
-from torchace.lab.sweeps.run_store import FORMAT, OURS, Ledger, LedgerError, Run, finite
+from torchace.lab.store import FORMAT, OURS, RunStore, RunStoreError, Run, finite
 from torchace.lab.tables.model import TableModel, evaluate_chunks
 from torchace.lab.tables.table import Table
 from torchace.lab.training.checkpoint import Checkpoints
@@ -99,25 +99,25 @@ class TableFit:
             return False
         if self.out.is_dir() and not self.out.is_symlink() and not any(self.out.iterdir()):
             if os.path.ismount(self.out):  # a directory cannot be renamed to it
-                raise LedgerError(f"{self.out} is a mount point. Choose a directory in it: --out {self.out / 'model'}.")
+                raise RunStoreError(f"{self.out} is a mount point. Choose a directory in it: --out {self.out / 'model'}.")
             return False
         try:
             record = TableModel.load(self.out).record
         except (ModelFileError, OSError):
             record = {}
         if record.get("fit") != self.request():
-            raise LedgerError(f"{self.out} holds something else already. Choose another --out, or remove it.")
+            raise RunStoreError(f"{self.out} holds something else already. Choose another --out, or remove it.")
         return True
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Lock the working directory; refuse one of another fit."""
         self._check_work()  # before the lock file is written into a foreign directory
-        with Ledger(self.work).locked():
+        with RunStore(self.work).locked():
             self._check_work()
             if self.is_finished():
                 self.remove_work()
-                raise LedgerError(f"Another process has just finished {self.out}. Repeat the command to see it.")
+                raise RunStoreError(f"Another process has just finished {self.out}. Repeat the command to see it.")
             if not self._request_file.exists():
                 started = datetime.now(UTC).isoformat(timespec="seconds")
                 content = {"request": self.request(), "started": started}
@@ -133,7 +133,7 @@ class TableFit:
             except (OSError, ValueError, KeyError, TypeError):
                 request = None
             if request != self.request():
-                raise LedgerError(
+                raise RunStoreError(
                     f"{self.work} holds an unfinished fit of other data or settings. Remove it, or choose another "
                     "--out."
                 )
@@ -141,7 +141,7 @@ class TableFit:
             # a process killed at its very start leaves its lock and half of fit.json at most
             foreign = [name for name in sorted(os.listdir(self.work)) if name != "lock" and not name.endswith(PARTIAL)]
             if foreign:
-                raise LedgerError(
+                raise RunStoreError(
                     f"{self.work}, the working directory of a fit, holds something else already ({foreign[0]!r}). "
                     "Choose another --out."
                 )
@@ -187,10 +187,10 @@ class TableFit:
             TrainingFailed: The training ended in NaN or Inf.
         """
         callback, start = callback or FitCallback(), time.monotonic()
-        ledger = Ledger(self.work)
+        store = RunStore(self.work)
         for leftover in self.work.glob(f".{self._model.name}.*{PARTIAL}"):  # of a process killed while saving
             shutil.rmtree(leftover)
-        ledger.clean([])
+        store.clean([])
         train, validation, test = self.table.parts(self.plan, self.device)
         tuned, diversity = None, self.diversity
         if diversity is None:
@@ -199,7 +199,7 @@ class TableFit:
         run = Run("model", diversity, self.seed)
         owner = {"runs": [[run.arm, run.diversity, run.seed]], "config_sha256": json_digest(self.request())}
         checkpoints = Checkpoints(self.work / "checkpoints" / "model", owner=owner)
-        if not ledger.is_finished(run) or not self._model.exists():
+        if not store.is_finished(run) or not self._model.exists():
             trained = train_members(
                 self.plan,
                 train,
@@ -211,9 +211,9 @@ class TableFit:
                 watch=callback.on_step,
                 stop=stop,
             )
-            self._save(ledger, run, trained, tuned)
+            self._save(store, run, trained, tuned)
         checkpoints.remove()
-        ledger.write_experiment(self._experiment(run, tuned, time.monotonic() - start))
+        store.write_experiment(self._experiment(run, tuned, time.monotonic() - start))
 
     def _search(self, train: Split, validation: Split, test: Split) -> GridSearch:
         # seed + 1: the model's own seed takes no part in choosing
@@ -224,7 +224,7 @@ class TableFit:
             cache=SearchCache(self.work / "search", SAVE_EVERY),
         )
 
-    def _save(self, ledger: Ledger, run: Run, trained: TrainedGroup, tuned: TunedDiversity | None) -> None:
+    def _save(self, store: RunStore, run: Run, trained: TrainedGroup, tuned: TunedDiversity | None) -> None:
         """Save the trained model, then its result file, which marks the run as finished."""
         if (failure := trained.failure(0)) is not None:
             member = "" if failure.member is None else f", member {failure.member}"
@@ -267,7 +267,7 @@ class TableFit:
             "versions": versions(),
             **hardware(self.device),
         }
-        ledger.write_result(run, content, arrays)
+        store.write_result(run, content, arrays)
 
     def _evaluate(self, trained: TrainedGroup) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Scores on the validation and test parts in the target's units, and the arrays of the last of them."""

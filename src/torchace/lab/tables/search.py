@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torchace._files import refuse_links, remove_abandoned, write_atomic
 from torchace.lab.data import Split
-from torchace.lab.sweeps.run_store import LedgerError, finite
+from torchace.lab.store import RunStoreError, finite
 from torchace.lab.tables.table import Table
 from torchace.lab.training.members import MemberPlan
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
@@ -80,7 +80,7 @@ class TableSearch:
     def _check_directory(self) -> None:
         """Refuse a directory with other content, or links in place of a search's files."""
         if self.directory.is_dir() and (names := os.listdir(self.directory)) and not CONTENT & set(names):
-            raise LedgerError(f"{self.directory} holds something else already. Choose another --out.")
+            raise RunStoreError(f"{self.directory} holds something else already. Choose another --out.")
         refuse_links(self.directory, (*CONTENT, "study.db-journal"))
 
     def _write(self, result: SearchResult) -> None:

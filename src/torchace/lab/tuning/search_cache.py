@@ -22,12 +22,13 @@ from torchace._files import (
     with_checksum,
     write_atomic,
 )
-from torchace.lab.sweeps.run_store import FORMAT, Ledger, LedgerError, _dumped, _read
+from torchace.lab.store import FORMAT, RunStore, RunStoreError, _dumped, _read
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.loop import CheckpointPolicy
 from torchace.lab.tuning.search import fingerprint_difference
 
 FINGERPRINT = "fingerprint.json"
+REMEDY = "the directory to search again"
 
 
 class SearchCache:
@@ -46,16 +47,16 @@ class SearchCache:
     @contextmanager
     def open(self, fingerprint: Mapping[str, Any]) -> Iterator[None]:
         """Lock the directory for this search; refuse one that holds another search."""
-        with Ledger(self.directory).locked():
+        with RunStore(self.directory).locked():
             file = self.directory / FINGERPRINT
             if not file.exists():
-                _write(file, {"search": fingerprint})
+                write_record(file, {"search": fingerprint})
             try:
-                difference = fingerprint_difference(_read(file)["search"], fingerprint)
+                difference = fingerprint_difference(read_record(file, REMEDY)["search"], fingerprint)
             except (LookupError, AttributeError, TypeError) as error:
                 raise _damaged(file) from error
             if difference is not None:
-                raise LedgerError(
+                raise RunStoreError(
                     f"{self.directory} holds a search {difference}. Choose another --out, or remove the directory."
                 )
             self._search = json_digest(fingerprint)
@@ -68,14 +69,14 @@ class SearchCache:
         file = self._file(group)
         if not file.exists():
             return None
-        content, arrays = _read(file), file.with_suffix(".safetensors")
+        content, arrays = read_record(file, REMEDY), file.with_suffix(".safetensors")
         if content.get("search_sha256") != self._search:
-            raise LedgerError(f"{file} belongs to another search. Choose another --out, or remove the directory.")
+            raise RunStoreError(f"{file} belongs to another search. Choose another --out, or remove the directory.")
         try:
             data = read_bounded(arrays, 4 * ARRAYS_BYTES)
             losses = load_safetensors(data)["losses"]
         except OSError as error:
-            raise LedgerError(f"Cannot read {arrays}: {error.strerror}. Remove {file} to train it again.") from error
+            raise RunStoreError(f"Cannot read {arrays}: {error.strerror}. Remove {file} to train it again.") from error
         except (SafetensorError, KeyError, ValueError) as error:
             raise _damaged(arrays) from error
         if losses.shape != shape or hashlib.sha256(data).hexdigest() != content.get("arrays_sha256"):
@@ -87,7 +88,7 @@ class SearchCache:
         """Store a finished group: the losses, then the file that marks them as complete."""
         data, file = save_safetensors({"losses": losses}), self._file(group)
         write_atomic(file.with_suffix(".safetensors"), data)
-        _write(file, {"search_sha256": self._search, "arrays_sha256": hashlib.sha256(data).hexdigest()})
+        write_record(file, {"search_sha256": self._search, "arrays_sha256": hashlib.sha256(data).hexdigest()})
         self._remove_checkpoint(group)
 
     def checkpoint_policy(self, group: str) -> CheckpointPolicy:
@@ -110,9 +111,5 @@ class SearchCache:
         return self.directory / "groups" / f"{group}.json"
 
 
-def _write(file: Path, content: Mapping[str, Any]) -> None:
-    write_atomic(file, _dumped(with_checksum({"format": FORMAT, **content})))
-
-
-def _damaged(file: Path) -> LedgerError:
-    return LedgerError(f"{file} is damaged. Choose another --out, or remove the directory to search again.")
+def _damaged(file: Path) -> RunStoreError:
+    return RunStoreError(f"{file} is damaged. Choose another --out, or remove {REMEDY}.")
