@@ -360,7 +360,7 @@ def test_a_finished_model_is_known_again(data: Path, tmp_path: Path) -> None:
 def test_other_settings_are_refused(other: dict[str, Any], data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     done(fit)
-    with pytest.raises(RunStoreError, match=r"out holds something else already\. Choose another --out, or remove it\.$"):
+    with pytest.raises(RunStoreError, match=r"out holds something else already\. Choose another --out"):
         job(data, "pet", tmp_path / "out", **other).is_finished()
     unfinished = job(data, "pet", tmp_path / "unfinished")
     with unfinished.lock():
@@ -389,7 +389,7 @@ def test_another_process_may_be_faster(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     assert not fit.is_finished()
     done(job(data, "pet", tmp_path / "out"))
-    with pytest.raises(RunStoreError, match=r"Another process has just finished .*out\. Repeat the command to see it\."):
+    with pytest.raises(RunStoreError, match=r"Another process has just finished .*out\. Repeat the command"):
         done(fit)
     assert is_complete(fit.out)
     assert not fit.work.exists()

@@ -21,8 +21,8 @@ import torch
 
 from torchace._files import PARTIAL, fsync_directory, json_digest, read_json, refuse_links, write_atomic
 from torchace.lab.data import Split
+from torchace.lab.store import OURS, Run, RunStore, RunStoreError, finite
 from torchace.lab.sweeps.environment import hardware, versions
-from torchace.lab.store import FORMAT, OURS, RunStore, RunStoreError, Run, finite
 from torchace.lab.tables.model import TableModel, evaluate_chunks
 from torchace.lab.tables.table import Table
 from torchace.lab.training.checkpoint import Checkpoints
@@ -99,7 +99,9 @@ class TableFit:
             return False
         if self.out.is_dir() and not self.out.is_symlink() and not any(self.out.iterdir()):
             if os.path.ismount(self.out):  # a directory cannot be renamed to it
-                raise RunStoreError(f"{self.out} is a mount point. Choose a directory in it: --out {self.out / 'model'}.")
+                raise RunStoreError(
+                    f"{self.out} is a mount point. Choose a directory in it: --out {self.out / 'model'}."
+                )
             return False
         try:
             record = TableModel.load(self.out).record
@@ -247,7 +249,6 @@ class TableFit:
         TableModel(ensemble, table.encoding, run.diversity, finite(record)).save(self._model)
         metric = "train_cross_entropy" if table.task == "classification" else "train_mse"
         content = {
-            "format": FORMAT,
             "run": run.id,
             "arm": run.arm,
             "diversity": run.diversity,
@@ -305,7 +306,6 @@ class TableFit:
             "seeds": [run.seed],
         }
         return {
-            "format": FORMAT,
             "name": self.out.name,
             "title": f"{target.name}, from {table.name}",
             "description": f"{plan.num_members} networks trained jointly to predict {target.name}.",

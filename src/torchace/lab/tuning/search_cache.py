@@ -13,16 +13,8 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from torchace._files import (
-    ARRAYS_BYTES,
-    is_name,
-    json_digest,
-    read_bounded,
-    remove_partial,
-    with_checksum,
-    write_atomic,
-)
-from torchace.lab.store import FORMAT, RunStore, RunStoreError, _dumped, _read
+from torchace._files import ARRAYS_BYTES, is_name, json_digest, read_bounded, remove_partial, write_atomic
+from torchace.lab.store import RunStore, RunStoreError, read_record, write_record
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.loop import CheckpointPolicy
 from torchace.lab.tuning.search import fingerprint_difference
