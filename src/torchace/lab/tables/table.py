@@ -14,7 +14,7 @@ from torch import Tensor
 from torchace.lab.data import DataError, Split
 from torchace.lab.data.description import describe_table
 from torchace.lab.data.encoding import Encoding, learn_encoding
-from torchace.lab.data.partition import Partition, partition
+from torchace.lab.data.splits import SplitIndices, train_val_test_split
 from torchace.lab.data.table_schema import Schema, infer_schema
 from torchace.lab.data.tables import read_table
 from torchace.lab.training.members import MemberPlan
@@ -123,11 +123,13 @@ def open_table(path: Path, settings: TableSettings) -> Table:
     schema = infer_schema(frame, settings.target, settings.task, drop, kinds=dict(settings.kinds))
     targets = schema.targets(frame)
     fractions = (1 - settings.validation - settings.test, settings.validation, settings.test)
-    parts = partition(targets, seed=settings.seed, fractions=fractions, column=column, classes=schema.target.classes)
+    parts = train_val_test_split(
+        targets, seed=settings.seed, fractions=fractions, column=column, classes=schema.target.classes
+    )
     return _encoded(path, frame, schema, targets, parts)
 
 
-def _encoded(path: Path, frame: DataFrame, schema: Schema, targets: Tensor, parts: Partition) -> Table:
+def _encoded(path: Path, frame: DataFrame, schema: Schema, targets: Tensor, parts: SplitIndices) -> Table:
     train = frame.iloc[parts.train.numpy()]
     encoding = learn_encoding(schema, train)
     _check_size(encoding)
