@@ -210,7 +210,7 @@ class TableFit:
                 seeds=[self.seed],
                 validation=validation,
                 checkpoint_policy=CheckpointPolicy(checkpoints, None, SAVE_EVERY),
-                watch=callback.on_step,
+                on_progress=callback.on_step,
                 stop=stop,
             )
             self._save(store, run, trained, tuned)

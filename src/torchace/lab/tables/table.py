@@ -14,7 +14,7 @@ from torch import Tensor
 from torchace.lab.data import DataError, Split
 from torchace.lab.data.description import describe_table
 from torchace.lab.data.encoding import Encoding, learn_encoding
-from torchace.lab.data.partition import partition
+from torchace.lab.data.splits import train_val_test_split
 from torchace.lab.data.table_schema import Schema, infer_schema
 from torchace.lab.data.tables import read_table
 from torchace.lab.training.members import MemberPlan
@@ -139,7 +139,9 @@ def load_table(path: Path, settings: TableSettings) -> Table:
     schema = infer_schema(frame, settings.target, settings.task, drop, kinds=dict(settings.kinds))
     targets = schema.targets(frame)
     fractions = (1 - settings.validation - settings.test, settings.validation, settings.test)
-    rows = partition(targets, seed=settings.seed, fractions=fractions, column=column, classes=schema.target.classes)
+    rows = train_val_test_split(
+        targets, seed=settings.seed, fractions=fractions, column=column, classes=schema.target.classes
+    )
     train_frame = frame.iloc[rows.train.numpy()]
     encoding = learn_encoding(schema, train_frame)
     if encoding.target_std is not None and not MIN_STD < encoding.target_std < MAX_STD:

@@ -230,7 +230,7 @@ class _GroupTrainer:
             seeds=[seed for _, seed in group],
             validation=problem.validation,
             checkpoint_policy=None if self.cache is None else self.cache.checkpoint_policy(name),
-            watch=lambda p: self.callback.on_search(stage, start + share * p.step / p.steps),
+            on_progress=lambda p: self.callback.on_search(stage, start + share * p.step / p.steps),
             stop=self.stop,
         )
         losses = trained.losses(split).double().cpu()
