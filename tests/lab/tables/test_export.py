@@ -208,7 +208,7 @@ def test_an_exporter_that_fails_is_one_sentence(
         export_onnx(small, tmp_path / "model.onnx")
 
 
-@pytest.mark.parametrize("package", ("onnx", "onnxscript", "onnxruntime"))
+@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
 def test_a_missing_package_is_named(
     package: str, small: TableModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
