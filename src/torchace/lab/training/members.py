@@ -113,7 +113,7 @@ def train_members(
         seeds: Seed of each run: it determines the initial weights and the order of the samples.
         validation: Samples for early stopping; required if the plan has a patience.
         network: A network to train further.
-        options: Other arguments of `fit`, such as `optimizer`, `mean_weight`, `checkpoint_policy`, `on_progress`, `stop`.
+        options: Other arguments of `fit`, such as `optimizer`, `checkpoint_policy`, `on_progress`, `stop`.
 
     Example:
         >>> x = torch.randn(64, 2, dtype=torch.float64)
