@@ -13,14 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace import _checks
 from torchace.nn.architecture import check_layers, check_one_architecture, not_stackable
-from torchace.nn.base import (
-    BATCHES,
-    EnsembleModule,
-    as_list,
-    check_own_batches,
-    check_shared_parameters,
-    tensor_versions,
-)
+from torchace.nn.base import EnsembleModule
+from torchace.nn.members import BATCHES, as_list, check_own_batches, check_shared_parameters, tensor_versions
 from torchace.nn.optimizers import watch_optimizers
 from torchace.nn.stacked_state import named_tensors, replace_tensors, stack_members, take_members
 from torchace.nn.stacking import (

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from torchace.lab.schema.experiment import Experiment
 from torchace.lab.store import Run
 from torchace.lab.sweeps import sweep
-from torchace.lab.sweeps.config import Experiment, parse_experiment
+from torchace.lab.sweeps.config import parse_experiment
 from torchace.lab.sweeps.networks import build_network
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.loop import Failure

@@ -28,9 +28,10 @@ from tests.lab.sweeps.cases import command, ledger_of, leftovers
 from tests.support.held_ray import FREE, held_sweep
 from torchace.lab.cli import app as cli
 from torchace.lab.cli.sweep_progress import SweepProgress
+from torchace.lab.schema.experiment import Experiment
 from torchace.lab.store import GroupPlan, Run, RunStore
 from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.sweeps.config import Experiment, load_experiment
+from torchace.lab.sweeps.config import load_experiment
 from torchace.lab.sweeps.sweep import Sweep, Unfinished
 from torchace.lab.training.loop import Interrupted, Progress
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from torchace.lab.data import Batches, CropFlip, Dataset, Split, chunks, load
-from torchace.lab.sweeps.config import Arm, ConfigError, DataSection
+from torchace.lab.schema.experiment import Arm, DataSection
+from torchace.lab.sweeps.config import ConfigError
 
 EVALUATION_CHUNK = 2000
 
@@ -34,7 +35,7 @@ class LoadedData:
                 raise ConfigError(
                     f"data.limit: {section.name} has {len(dataset.train)} training samples, but got {section.limit}."
                 )
-            dataset = dataset.limited(section.limit)
+            dataset = dataset.limit(section.limit)
         if section.validation:
             held_out = round(section.validation * len(dataset.train))
             if not 0 < held_out < len(dataset.train):

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
+from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.store import GroupPlan, Run, RunStore
 from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.sweeps.config import Arm, Experiment
 from torchace.lab.sweeps.environment import versions
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.ray_worker import Line, Results, files_of, introduced, train, write_files

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from torchace._files import write_atomic
+from torchace.lab.schema.experiment import Arm
 from torchace.lab.store import GroupPlan, Run, RunStore
 from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.sweeps.config import Arm
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.sweep import Sweep
