@@ -41,7 +41,7 @@ from torchace.lab.training.checkpoint import MANIFEST, Checkpoints
 # What a sweep writes after experiment.json.
 WRITTEN = ("checkpoints", "jobs.json", "log.jsonl", "report", "runs", "tensorboard")
 # What sweeps, searches and fits write to: none of it may be a link.
-OURS = (*WRITTEN, "cohorts", "experiment.json", "fingerprint.json", "fit.json", "lock", "model", "search")
+OURS = (*WRITTEN, "groups", "experiment.json", "fingerprint.json", "fit.json", "lock", "model", "search")
 
 File = TypeVar("File", bound=ResultFile)
 

@@ -36,7 +36,7 @@ class LoadedData:
                 raise ConfigError(
                     f"data.limit: {section.name} has {len(dataset.train)} training samples, but got {section.limit}."
                 )
-            dataset = dataset.limited(section.limit)
+            dataset = dataset.limit(section.limit)
         if section.validation:
             size = round(section.validation * len(dataset.train))
             if not 0 < size < len(dataset.train):

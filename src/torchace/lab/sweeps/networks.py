@@ -43,9 +43,7 @@ def is_compiled(train: TrainSection, steps: int, device: torch.device | str) -> 
     return torch.device(device).type == "cuda" and steps >= MIN_COMPILED_STEPS
 
 
-def build_network(
-    arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.device | str, *, compile: bool = False
-) -> RunGroup:
+def build_network(arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.device | str) -> RunGroup:
     """Return the runs of these seeds, with initial weights that depend on seed and member alone."""
     dtype = torch.float64 if arm.train.precision == "float64" else torch.float32
     check_memory(_count_run_parameters(arm.model, data) * len(seeds), dtype, device)
@@ -53,8 +51,6 @@ def build_network(
     network = RunGroup([ensembles[seed] for seed in seeds]).to(device=device, dtype=dtype)
     if torch.device(device).type == "cuda" and arm.model.network == "resnet":
         network.to(memory_format=torch.channels_last)
-    if compile:
-        network.compile()
     return network
 
 

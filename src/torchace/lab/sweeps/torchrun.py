@@ -1,7 +1,7 @@
-"""A sweep on several processes that torchrun started: each group is trained by all of them together.
+"""A sweep on several processes that torchrun started, which train each group together.
 
-The first rank plans, writes and prints as a sweep in one process does. The others receive the next group, train
-their part of it, and write nothing.
+The first rank plans, writes and prints like a sweep in one process. The others receive the next group, train their part
+of it, and write nothing.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from torchace.lab.training.distributed import (
 
 @contextmanager
 def process_group(parallel: str | None) -> Iterator[int | None]:
-    """This process's rank among those that torchrun started; None for a process by itself.
+    """Join the processes that torchrun started; gives this process's rank, or None for a single process.
 
-    An error that several ranks run into is raised in one of them; the others end in silence.
+    An error that several ranks have is raised in one of them; the others exit silently.
 
     Args:
-        parallel: What `--parallel` says.
+        parallel: Value of `--parallel`.
     """
     if not is_launched():
         if parallel is not None:
@@ -58,7 +58,7 @@ def process_group(parallel: str | None) -> Iterator[int | None]:
         yield None
         return
     store = connect()
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         yield dist.get_rank()
     except Exception as error:
@@ -70,9 +70,9 @@ def process_group(parallel: str | None) -> Iterator[int | None]:
     dist.destroy_process_group()
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    """What SIGTERM does where nobody waits for it; torchrun sends it to those that are left when a rank dies."""
-    if not RankLost.happened:  # else: not before this one has said so
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """Handle SIGTERM, which torchrun sends to the other ranks when one dies."""
+    if not RankLost.happened:  # else this rank ends once it has reported that
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -139,7 +139,7 @@ class RankExecutor(Executor):
 
 
 def _check(arm: Arm, ranks: Ranks) -> None:
-    """Refuse what cannot be spread like that, before anything is computed."""
+    """Refuse arms that cannot be split over these ranks, before any training."""
     if arm.train.batch_size < ranks.data:
         raise ConfigError(
             f"train.batch_size: expected at least {ranks.data}, a sample for each rank, but got {arm.train.batch_size}."

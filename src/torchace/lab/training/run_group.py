@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torchace.lab.data import hashed_key
 from torchace.lab.training.distributed import SingleProcess
 from torchace.nn import SMOC, Ensemble, StackedEnsemble
-from torchace.nn.base import EnsembleModule, average_shared_gradients
+from torchace.nn.base import EnsembleModule
+from torchace.nn.members import average_shared_gradients
 from torchace.nn.stacking import KeyedDraws
 
 
