@@ -13,14 +13,14 @@ import pytest
 from torchace import _files as files
 from torchace._files import (
     PathError,
+    atomic_file,
     is_name,
     is_unchanged,
     refuse_links,
     remove_abandoned,
     remove_partial,
-    whole_file,
     with_checksum,
-    write_whole,
+    write_atomic,
 )
 
 
@@ -86,8 +86,8 @@ def test_the_memory_limit_of_a_process_counts() -> None:
 HELD = """
 import sys
 from pathlib import Path
-from torchace._files import whole_file
-with whole_file(Path(sys.argv[1])) as temporary:
+from torchace._files import atomic_file
+with atomic_file(Path(sys.argv[1])) as temporary:
     temporary.write_text("half")
     print(temporary, flush=True)
     sys.stdin.read()
@@ -121,10 +121,10 @@ def test_what_a_killed_process_left_is_removed_and_what_a_live_one_writes_is_not
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     target = tmp_path / "new" / "folder" / "file"
-    with pytest.raises(ZeroDivisionError), whole_file(target) as temporary:
+    with pytest.raises(ZeroDivisionError), atomic_file(target) as temporary:
         temporary.write_bytes(b"half" * (1 // 0))
     assert list(tmp_path.iterdir()) == []
-    write_whole(target, b"whole")
+    write_atomic(target, b"whole")
     assert target.read_bytes() == b"whole"
     assert os.listdir(target.parent) == ["file"]
 
@@ -166,7 +166,7 @@ def test_a_link_in_place_of_the_temporary_file_is_not_followed(tmp_path: Path) -
     mine = tmp_path / "mine"
     mine.write_text("mine")
     (tmp_path / f".result.json.{os.getpid()}.partial").symlink_to(mine)
-    write_whole(tmp_path / "result.json", b"new")
+    write_atomic(tmp_path / "result.json", b"new")
     assert (mine.read_text(), (tmp_path / "result.json").read_bytes()) == ("mine", b"new")
     assert sorted(os.listdir(tmp_path)) == ["mine", "result.json"]
 

@@ -9,7 +9,7 @@ from torchace.nn import *  # noqa: F403
 from torchace.saving import load_model, load_weights, save_model
 
 if TYPE_CHECKING:
-    from torchace.diagnosis import diagnose
+    from torchace.diagnosis import Diagnosis, diagnose
     from torchace.metrics import EnsembleMetrics
     from torchace.sklearn import ACEClassifier, NCLRegressor
 
@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 # Imported when first used: torchmetrics imports matplotlib and more, and scikit-learn need not be installed.
 _LAZY = {
     "ACEClassifier": "torchace.sklearn",
+    "Diagnosis": "torchace.diagnosis",
     "EnsembleMetrics": "torchace.metrics",
     "NCLRegressor": "torchace.sklearn",
     "diagnose": "torchace.diagnosis",
@@ -25,6 +26,7 @@ _LAZY = {
 
 __all__ = [
     "ACEClassifier",
+    "Diagnosis",
     "EnsembleMetrics",
     "NCLRegressor",
     "cifar_resnet",

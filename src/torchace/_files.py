@@ -1,8 +1,7 @@
-"""Files: those that anybody may have written are read within bounds; ours are written whole or not at all.
+"""Bounded reads of untrusted files, atomic writes, checksums and path checks.
 
-Regular files alone are read. Every bound stands here, and is checked before anything is built from a file, so that a
-small one cannot take much memory or time. What is refused is an `OSError` whose `strerror` says why, in words that fit
-into any sentence.
+Only regular files are read, and every bound is checked before memory is allocated, so that a small file cannot cost
+much memory or time. A refused file raises an `OSError` whose `strerror` gives the reason.
 """
 
 from __future__ import annotations
@@ -24,38 +23,33 @@ from typing import Any, BinaryIO
 fcntl: Any = import_module("fcntl") if find_spec("fcntl") else None  # None: Windows, which removes no open file
 
 JSON_BYTES = 1 << 25
-JSON_VALUES = 4_000_000  # a value takes some 100 bytes in memory, whatever it takes in the file
+JSON_VALUES = 4_000_000  # a value takes about 100 bytes in memory, however short it is in the file
 JSON_DEPTH = 100
 TOML_BYTES = 1 << 20
-ARRAYS_BYTES = 1 << 28  # of arrays beside a result
-UNPACKED_BYTES = 1 << 26  # what any packed table may hold
-UNPACKED_PREDICTIONS = 1 << 22  # the same of predictions, with which far more is done
-UNPACKED_RATIO = 100  # beyond that, bytes for each byte of the file; real tables have 2 to 30
-CHUNK_BYTES = 1 << 26  # of a table that are worked with at once
+ARRAYS_BYTES = 1 << 28  # arrays beside a result
+UNPACKED_BYTES = 1 << 26  # allowed for any compressed table
+UNPACKED_PREDICTIONS = 1 << 22  # the same for predictions, which cost far more to process
+UNPACKED_RATIO = 100  # allowed beyond that, per byte of the file; real tables have 2 to 30
+CHUNK_BYTES = 1 << 26  # of a table in memory at once
 TABLE_COLUMNS = 50_000
-PARTIAL = ".partial"  # how the name of a file or folder ends that is being written
-CHECKSUM = "sha256"  # the key of a JSON file's own checksum
-
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_TEMPORARY = re.compile(rf"\..+\.[0-9]+{re.escape(PARTIAL)}")
+PARTIAL = ".partial"  # suffix of files and folders that are being written
+CHECKSUM = "sha256"  # key of a JSON file's own checksum
 
 StrPath = str | os.PathLike[str]
 
 
-class Refused(OSError):
-    """A file that is not read, since it is none or would cost too much; `strerror` says why."""
+class FileRefusedError(OSError):
+    """A file that is not read because it is not a regular file or would cost too much; see `strerror`."""
 
-
-def refusal(path: StrPath, why: str) -> Refused:
-    """An error that says why a file is not read."""
-    return Refused(errno.EINVAL, why, os.fspath(path))
-
-
-# -- names, links, checksums -------------------------------------------------------------------------------------------
+    def __init__(self, path: StrPath, reason: str) -> None:
+        super().__init__(errno.EINVAL, reason, os.fspath(path))
 
 
 class PathError(ValueError):
-    """A path that leads somewhere else: one sentence that says where and what to do."""
+    """A path that leads outside the directory it belongs to."""
+
+
+# -- names, links, checksums -------------------------------------------------------------------------------------------
 
 
 def is_name(value: object) -> bool:
@@ -65,13 +59,13 @@ def is_name(value: object) -> bool:
         >>> is_name("main-l0.5-s3"), is_name("../main"), is_name("/etc"), is_name(3)
         (True, False, False, False)
     """
-    return isinstance(value, str) and _NAME.fullmatch(value) is not None
+    return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", value) is not None
 
 
 def refuse_links(directory: Path, names: Iterable[str]) -> None:
-    """Refuse links, pipes and devices among entries of a directory and everything below them.
+    """Raise `PathError` for links, pipes and devices among entries of a directory and everything below them.
 
-    What is written to or removed from them would be elsewhere. The directory itself may be a link.
+    Writing to them or removing them would affect files elsewhere. The directory itself may be a link.
     """
     pending = [directory / name for name in names]
     while pending:
@@ -88,18 +82,18 @@ def refuse_links(directory: Path, names: Iterable[str]) -> None:
 
 
 def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON object with its own SHA-256 in it.
+    """Add a JSON object's own SHA-256 to it.
 
     Example:
-        >>> whole = with_checksum({"seed": 3})
-        >>> is_unchanged(whole), is_unchanged({**whole, "seed": 4})
+        >>> content = with_checksum({"seed": 3})
+        >>> is_unchanged(content), is_unchanged({**content, "seed": 4})
         (True, False)
     """
     return {**content, CHECKSUM: json_digest(content)}
 
 
 def is_unchanged(content: Mapping[str, Any]) -> bool:
-    """Whether a JSON object is what `with_checksum` gave."""
+    """Whether the checksum of a JSON object from `with_checksum` still matches."""
     try:
         return content.get(CHECKSUM) == json_digest({key: value for key, value in content.items() if key != CHECKSUM})
     except ValueError:  # infinite numbers, which are never written
@@ -107,16 +101,22 @@ def is_unchanged(content: Mapping[str, Any]) -> bool:
 
 
 def json_digest(content: Mapping[str, Any]) -> str:
-    """A SHA-256 of what JSON holds, whatever the order of its keys."""
+    """SHA-256 of a JSON object, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def error_reason(error: BaseException) -> str:
+    """First sentence of an error's message, for use inside another message."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return re.split(r"[\r\n]|\.(?:\s|$)", text.strip(), maxsplit=1)[0][:200]
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def open_regular(path: StrPath) -> BinaryIO:
-    """Open a regular file for reading; anything else, such as a pipe that would wait for ever, is an `OSError`."""
-    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
+    """Open a regular file for reading; a pipe, which could block for ever, or any other kind is an `OSError`."""
+    file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
     try:
         _check_mode(path, os.fstat(file.fileno()).st_mode)
     except BaseException:
@@ -125,12 +125,8 @@ def open_regular(path: StrPath) -> BinaryIO:
     return file
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
 def check_regular(path: StrPath) -> None:
-    """Refuse what is not a regular file, before a library opens it by name."""
+    """Refuse anything but a regular file, before a library opens it by name."""
     _check_mode(path, os.stat(path).st_mode)
 
 
@@ -138,35 +134,31 @@ def _check_mode(path: StrPath, mode: int) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(mode):
-        raise refusal(path, "not a regular file")
+        raise FileRefusedError(path, "not a regular file")
 
 
 def read_bounded(path: StrPath, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes."""
+    """Read a regular file of at most `limit` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        data = b"" if size > limit else file.read(size + 1)  # one more: a file that grows is not read for ever
+        data = b"" if size > limit else file.read(size + 1)  # one more byte shows that a file is growing
         if max(size, len(data)) > limit:
-            raise refusal(path, f"{size:,} bytes, more than the {limit:,} that it may have")
+            raise FileRefusedError(path, f"{size:,} bytes, more than the {limit:,} that it may have")
         return data
 
 
 def read_json(path: StrPath) -> Any:
-    """The content of a JSON file within the bounds.
+    """Read a JSON file within the bounds.
 
     Raises:
-        OSError: The file cannot be read, or must not be.
+        OSError: The file cannot be read or is refused.
         ValueError: It is not JSON, or nested too deeply.
     """
     return parse_json(read_bounded(path, JSON_BYTES))
 
 
 def parse_json(data: bytes, **options: Any) -> Any:
-    """JSON within the bounds, or a `ValueError`.
-
-    Args:
-        data: UTF-8.
-        options: Those of `json.loads`.
+    """Parse UTF-8 JSON within the bounds, with options of `json.loads`; anything else is a `ValueError`.
 
     Example:
         >>> parse_json(b'{"a": [1, 2]}')
@@ -183,7 +175,7 @@ def parse_json(data: bytes, **options: Any) -> Any:
 
 
 def check_depth(value: Any) -> None:
-    """Refuse lists and dictionaries within each other that recursive functions could not follow."""
+    """Refuse lists and dictionaries nested too deeply for recursive functions."""
     level = [value]
     for _ in range(JSON_DEPTH):
         inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))
@@ -193,19 +185,16 @@ def check_depth(value: Any) -> None:
     raise ValueError(f"nested more than {JSON_DEPTH} levels deep")
 
 
-# -- packed files -----------------------------------------------------------------------------------------------------
-
-
 def check_unpacked(path: StrPath, packed: int, unpacked: int, *, allowed: int = UNPACKED_BYTES) -> None:
-    """Refuse a file that would become far more than it is, and more than what any file may become."""
+    """Refuse a compressed file whose content is far larger than the file and larger than allowed for any file."""
     if unpacked > allowed + UNPACKED_RATIO * packed:
-        raise refusal(
+        raise FileRefusedError(
             path, f"{packed:,} bytes that hold {unpacked:,} or more, so it would take far more memory than it seems"
         )
 
 
 def check_gzip(path: StrPath) -> None:
-    """Refuse a gzip file that would become far more than it is; what else is wrong with it shows when it is read."""
+    """Refuse a gzip file whose content is far larger than the file; other damage shows when it is read."""
     data, unpacked, padding = b"", 0, 0
     with open_regular(path) as file, contextlib.suppress(zlib.error):
         stream = zlib.decompressobj(31)
@@ -213,7 +202,7 @@ def check_gzip(path: StrPath) -> None:
             if stream.eof:  # zeros may follow, which Python's gzip reads one by one, and then another member
                 padding += len(data) - len(data := data.lstrip(b"\0"))
                 if padding > 1 << 20:
-                    raise refusal(path, "it ends in more than a million zeros")
+                    raise FileRefusedError(path, "it ends in more than a million zeros")
                 if not data:
                     continue
                 stream = zlib.decompressobj(31)
@@ -226,69 +215,56 @@ def check_gzip(path: StrPath) -> None:
 
 
 def available_memory() -> int | None:
-    """Bytes that this process may still take: of the machine's memory, its control group's and its own limit.
+    """Bytes that this process may still allocate, within the limits of machine, control group and process.
 
     None where the system does not say.
     """
-    found = [_machine_memory(), _group_memory(), _limit_memory()]
-    return min((value for value in found if value is not None), default=None)
-
-
-def _machine_memory() -> int | None:
+    found: list[int] = []
     with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None
-
-
-def _group_memory() -> int | None:
-    """A control group's limit; how much of it is used is not subtracted, since that counts cached files too."""
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    if not found:
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
-            return int(Path("/sys/fs/cgroup", name).read_text())
-    return None
-
-
-def _limit_memory() -> int | None:
+        with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit; its use counts cached files
+            found.append(int(Path("/sys/fs/cgroup", name).read_text()))
     with contextlib.suppress(ImportError, OSError, ValueError, IndexError):
         import resource
 
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         if limit != resource.RLIM_INFINITY:
             used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-            return max(0, limit - used)
-    return None
+            found.append(max(0, limit - used))
+    return min(found, default=None)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes to a temporary name beside `path`, flushes it to the disk, renames it.
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write to a temporary name beside `path`, flush it to the disk, rename it.
 
-    Whatever stops the process, `path` holds either what it held before or all of `data`. An `OSError` (a full disk)
-    names `path`, leaves it as it was and leaves no temporary file.
+    Whenever the process stops, `path` holds either its old content or all of `data`. An `OSError` (a full disk) names
+    `path`, keeps its old content and leaves no temporary file.
     """
-    with whole_file(path) as temporary:
+    with atomic_file(path) as temporary:
         temporary.write_bytes(data)
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary name that becomes `path` when everything is written; see `write_whole`."""
-    # a name of this process: files opened by name, unlike those of `tempfile`, get the user's permissions
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary name that becomes `path` when the block ends without an error; see `write_atomic`."""
+    # a name with the process number: files opened by name, unlike those of `tempfile`, get the user's permissions
     temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     new = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            temporary.unlink(missing_ok=True)  # of a killed process that had our number
+            temporary.unlink(missing_ok=True)  # of a killed process that had the same number
             with open(temporary, "xb"):  # never through a link
                 pass
-            with held(temporary):
+            with file_lock(temporary):
                 yield temporary
                 with open(temporary, "rb") as file:
                     os.fsync(file.fileno())
@@ -299,27 +275,32 @@ def whole_file(path: Path) -> Iterator[Path]:
                 for folder in new:
                     folder.rmdir()
             raise
-        flush_directory(path.parent)
+        fsync_directory(path.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
-def flush_directory(directory: Path) -> None:
-    """Makes a rename in a directory outlast a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def fsync_directory(directory: Path) -> None:
+    """Flush a directory, so that a rename in it survives a power failure."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows, which cannot open one
+        return
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot flush directories
+            raise
     finally:
         os.close(descriptor)
 
 
 @contextlib.contextmanager
-def held(temporary: Path) -> Iterator[None]:
-    """Mark a temporary file or folder as in use for as long as this process lives."""
+def file_lock(path: Path) -> Iterator[None]:
+    """Hold a lock on a temporary file or folder, so that `remove_abandoned` of other processes leaves it alone."""
     if fcntl is None:
         yield
         return
-    descriptor = os.open(temporary, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -328,15 +309,23 @@ def held(temporary: Path) -> Iterator[None]:
 
 
 def remove_abandoned(path: Path, remove: Callable[[Path], None] = os.unlink) -> None:
-    """Remove what killed processes left beside `path` under temporary names; those in use stay."""
+    """Remove temporary files (with `remove`, folders) that killed processes left for `path`; locked ones stay."""
+    _remove_unlocked(path.parent, rf"\.{re.escape(path.name)}\.[0-9A-Za-z]+", remove)
+
+
+def remove_partial(directory: Path) -> None:
+    """Remove all temporary files that killed processes left in a directory; locked ones stay."""
+    _remove_unlocked(directory, r"\..+\.[0-9]+", os.unlink)
+
+
+def _remove_unlocked(directory: Path, pattern: str, remove: Callable[[Path], None]) -> None:
     try:
-        names = [name for name in os.listdir(path.parent) if name.startswith(f".{path.name}.")]
+        names = os.listdir(directory)
     except OSError:
         return
     for name in names:
-        temporary = path.with_name(name)
-        middle = name[len(path.name) + 2 : -len(PARTIAL)]
-        if not name.endswith(PARTIAL) or not middle.isalnum() or temporary.is_symlink():
+        temporary = directory / name
+        if not re.fullmatch(pattern + re.escape(PARTIAL), name, re.DOTALL) or temporary.is_symlink():
             continue
         with contextlib.suppress(OSError):
             if fcntl is None:
@@ -348,10 +337,3 @@ def remove_abandoned(path: Path, remove: Callable[[Path], None] = os.unlink) -> 
                 remove(temporary)
             finally:
                 os.close(descriptor)
-
-
-def remove_partial(directory: Path) -> None:
-    """Remove temporary files of a killed process from a directory that no other process writes to."""
-    for leftover in directory.glob(f".*{PARTIAL}"):
-        if _TEMPORARY.fullmatch(leftover.name) and not leftover.is_dir():
-            leftover.unlink(missing_ok=True)

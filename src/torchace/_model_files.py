@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from torchace._files import JSON_BYTES, PARTIAL, held, parse_json, read_bounded, remove_abandoned
+from torchace._files import JSON_BYTES, PARTIAL, file_lock, parse_json, read_bounded, remove_abandoned
 
 Json = dict[str, Any]
 
@@ -87,7 +87,7 @@ def write_model(path: Path, manifest: Json, weights: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.mkdir(temporary)
-            with held(temporary):
+            with file_lock(temporary):
                 _write(temporary / WEIGHTS, weights)
                 _write(temporary / MANIFEST, text.encode())
                 _flush_directory(temporary)

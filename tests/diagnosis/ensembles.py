@@ -1,4 +1,4 @@
-"""Predictions of ensembles that have one thing the matter with them, or nothing."""
+"""Predictions of ensembles with one problem each, or none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def collapsed(n: int = 1000, seed: int = 0) -> Case:
     return healthy(n, seed, own=0.05)
 
 
-def with_guesser(n: int = 1000, seed: int = 0) -> Case:
+def with_member_at_chance(n: int = 1000, seed: int = 0) -> Case:
     logits, target = healthy(n, seed)
     logits[2] = torch.randn(logits[2].shape, generator=torch.Generator().manual_seed(seed + 1))
     return logits, target
@@ -37,17 +37,17 @@ def with_copy(n: int = 1000, seed: int = 0) -> Case:
     return logits, target
 
 
-def colluding(n: int = 1000, seed: int = 0) -> Case:
-    """Each member knows the answer to a third of the samples, another third each, and shouts nonsense elsewhere."""
+def co_adapted(n: int = 1000, seed: int = 0) -> Case:
+    """Each member knows a third of the samples, another third each, and is confident and wrong elsewhere."""
     g = torch.Generator().manual_seed(seed)
     target = torch.randint(10, (n,), generator=g)
-    nonsense = 4.0 * F.one_hot(torch.randint(10, (3, n), generator=g), 10)
+    wrong = 4.0 * F.one_hot(torch.randint(10, (3, n), generator=g), 10)
     knows = torch.arange(3)[:, None] == torch.randint(3, (n,), generator=g)
-    return torch.where(knows[..., None], 9.0 * F.one_hot(target, 10), nonsense), target
+    return torch.where(knows[..., None], 9.0 * F.one_hot(target, 10), wrong), target
 
 
 def dominated(n: int = 1000, seed: int = 0) -> Case:
-    """Member 1 is sure and mostly right; the others mumble."""
+    """Member 1 is confident and mostly right; the others are near chance."""
     g = torch.Generator().manual_seed(seed)
     target = torch.randint(5, (n,), generator=g)
     logits = 0.3 * torch.randn(4, n, 5, generator=g)
@@ -56,7 +56,7 @@ def dominated(n: int = 1000, seed: int = 0) -> Case:
     return logits, target
 
 
-def forgetful(n: int = 1000, seed: int = 0) -> Case:
+def with_lost_class(n: int = 1000, seed: int = 0) -> Case:
     logits, target = healthy(n, seed)
     logits[:, :, 2] -= 9
     return logits, target

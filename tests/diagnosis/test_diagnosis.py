@@ -1,4 +1,4 @@
-"""Diagnoses: their numbers against slow references, words, figures, files and errors."""
+"""Diagnosis: numbers against slow references, text, figures, files and errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_numbers_against_the_references(weights):
         assert n["accuracy_without"][j] == float(without.double().mean())
 
 
-def test_halves_are_halves():
+def test_accuracy_of_half():
     """With four members, the six halves are drawn equally often in the long run; two members' halves are members."""
     logits, target = ensembles.healthy(400, members=2)
     n = diagnose(logits, target).numbers
@@ -65,7 +65,7 @@ def test_halves_are_halves():
     assert min(spread) <= diagnose(logits, target).numbers["accuracy_of_half"] <= max(spread)
 
 
-def test_what_comes_in_does_not_matter():
+def test_input_types():
     logits, target = ensembles.healthy(200)
     expected = diagnose(logits, target).numbers
     same = diagnose(logits.double().requires_grad_(), target.int()).numbers
@@ -93,22 +93,22 @@ def test_extreme_predictions():
     diagnosis = diagnose(torch.stack([sure, -sure]), target)  # right for sure, wrong for sure
     assert diagnosis.numbers["disagreement"] == 1
     assert diagnosis.numbers["cross_entropy"] == pytest.approx(math.log(2))
-    assert json.loads(diagnosis.as_json())["numbers"]["samples"] == 100
+    assert json.loads(diagnosis.to_json())["numbers"]["samples"] == 100
     diagnose(torch.stack([sure, sure]), target)
     diagnose(torch.zeros(3, 100, 2), target)
     diagnose(torch.zeros(3, 1, 2), torch.tensor([1])).figures()
 
 
-# -- words and figures ------------------------------------------------------------------------------------------------
+# -- text and figures ------------------------------------------------------------------------------------------------
 
 
-def whole() -> Diagnosis:
-    (logits, target), (train, train_target) = ensembles.colluding(), ensembles.colluding(seed=1)
+def full_diagnosis() -> Diagnosis:
+    (logits, target), (train, train_target) = ensembles.co_adapted(), ensembles.co_adapted(seed=1)
     return diagnose(logits, target, train_logits=train, train_target=train_target)
 
 
-def test_words():
-    diagnosis = whole()
+def test_text_and_json():
+    diagnosis = full_diagnosis()
     text = str(diagnosis)
     for finding in diagnosis.findings:
         assert f"{finding.severity:8} {finding.name}: " in text
@@ -118,9 +118,12 @@ def test_words():
     assert max(map(len, text.splitlines()[1:])) <= 100
     order = [finding.severity for finding in diagnosis.findings]
     assert order == sorted(order, key=["warning", "note", "ok"].index)
-    again = json.loads(diagnosis.as_json())
+    again = json.loads(diagnosis.to_json())
     assert again["findings"][0]["name"] == diagnosis.findings[0].name
     assert again["numbers"] == diagnosis.numbers
+    assert again == diagnosis.to_dict()
+    assert repr(diagnosis).startswith("Diagnosis(3 members, 1000 samples, accuracy 0.")
+    assert "co_adaptation" in repr(diagnosis)
 
 
 def test_the_example(capsys):
@@ -131,7 +134,7 @@ def test_the_example(capsys):
 
 def test_figures():
     for dark in (False, True):
-        figures = whole().figures(dark=dark)
+        figures = full_diagnosis().figures(dark=dark)
         assert figures.keys() == {"members", "reliability", "pairs", "fewer_members", "train_and_test"}
         for png in figures.values():
             image = Image.open(io.BytesIO(png)).convert("RGB")
@@ -146,16 +149,16 @@ def test_many_members_are_drawn():
 
 
 def test_saved(tmp_path):
-    diagnosis = whole()
+    diagnosis = full_diagnosis()
     files = diagnosis.save(tmp_path / "new" / "folder")
     assert sorted(files) == sorted((tmp_path / "new" / "folder").iterdir())
     assert (tmp_path / "new" / "folder" / "diagnosis.txt").read_text("utf-8") == f"{diagnosis}\n"
     assert json.loads((tmp_path / "new" / "folder" / "diagnosis.json").read_text("utf-8"))["findings"]
 
 
-def test_without_matplotlib_there_are_words(monkeypatch):
+def test_text_needs_no_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    diagnosis = whole()
+    diagnosis = full_diagnosis()
     assert str(diagnosis)
     with pytest.raises(ImportError, match=r"needs matplotlib: pip install 'torchace\[tool\]'"):
         diagnosis.figures()
@@ -184,7 +187,7 @@ def test_files(tmp_path):
     for name in ("a.npz", "b.npz", "c.safetensors"):
         found = diagnose_file(tmp_path / name)
         assert found.numbers == expected.numbers, name
-        assert found["vanishing"].sentence == expected["vanishing"].sentence
+        assert found["diversity_gap"].sentence == expected["diversity_gap"].sentence
     assert diagnose_file(str(tmp_path / "b.npz")).class_names == ("a", "b", "c", "d")
     np.savez(tmp_path / "w.npz", **content, member_weights=np.array([0.2] * 5))
     assert diagnose_file(tmp_path / "w.npz").numbers["member_weights"] == pytest.approx([0.2] * 5)
@@ -195,7 +198,7 @@ class Bomb:
         return (sys.exit, (99,))
 
 
-def test_bad_files_are_one_sentence(tmp_path):
+def test_bad_files_raise_one_sentence(tmp_path):
     content = arrays()
 
     def refused(said: str, name: str = "a.npz") -> None:
@@ -226,7 +229,7 @@ def test_bad_files_are_one_sentence(tmp_path):
     refused("not a .npz file of plain arrays.*encrypted")
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:  # a header that Python's tokenizer never ends
         archive.writestr("logits.npy", b"\x93NUMPY\x01\x00\x10\x00" + b"{'shape': (((((\n")
-    refused("header of an array cannot be read")
+    refused("not a .npz file of plain arrays")
     np.savez_compressed(tmp_path / "a.npz", logits=np.zeros((10, 2 * 10**5, 10), np.float16), target=content["target"])
     refused("far more memory than it seems")
     np.save(tmp_path / "a.npy", content["logits"])

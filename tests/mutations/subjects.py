@@ -34,8 +34,8 @@ from torchace.lab.data import DataError, infer_schema, load, read_table
 from torchace.lab.data.sources import SOURCES
 from torchace.lab.report import ResultFileError, read_results, rich_table
 from torchace.lab.report.render import markdown
+from torchace.lab.store import RunStoreError
 from torchace.lab.sweeps.config import ConfigError, load_experiment
-from torchace.lab.sweeps.run_store import LedgerError
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.checkpoint import CheckpointError, Checkpoints, weights_digest
 from torchace.lab.training.loop import CheckpointPolicy, fit
@@ -234,9 +234,8 @@ def _sources() -> None:
         for files in (mnist.train, mnist.test)
     )
     SOURCES["mnist"] = replace(mnist, train=train, test=test)
-    binary = {name: hashlib.sha256(data).hexdigest() for name, data in cifar_files("binary").items()}
-    python = {name: hashlib.md5(data).hexdigest() for name, data in cifar_files("python").items()}
-    SOURCES["cifar10"] = replace(cifar, binary=binary, python=python)
+    batches = {name: hashlib.sha256(data).hexdigest() for name, data in cifar_files().items()}
+    SOURCES["cifar10"] = replace(cifar, batches=batches)
 
 
 def _images(name: str, files: Callable[[], dict[str, bytes]]) -> Subject:
@@ -255,7 +254,7 @@ def _images(name: str, files: Callable[[], dict[str, bytes]]) -> Subject:
 def _archive() -> dict[str, bytes]:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        for name, data in cifar_files("binary").items():
+        for name, data in cifar_files().items():
             member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
@@ -305,7 +304,7 @@ SUBJECTS: dict[str, Subject] = {
         forge=_forge_checkpoint,
     ),
     "run directory": Subject(
-        _write_runs, _read_runs, (ResultFileError, LedgerError, PathError), files="run/**/*.*", is_text=True
+        _write_runs, _read_runs, (ResultFileError, RunStoreError, PathError), files="run/**/*.*", is_text=True
     ),
     "TOML": Subject(
         lambda folder: (folder / "e.toml").write_text(TOML) and None,
@@ -320,8 +319,7 @@ SUBJECTS: dict[str, Subject] = {
     "packed NPZ": _table(".packed.npz", has_checksum=True),
     "idx": _images("mnist", lambda: {f"{name}.gz": packed(data) for name, data in mnist_files().items()}),
     "unpacked idx": _images("mnist", mnist_files),
-    "CIFAR-10, binary": _images("cifar10", lambda: cifar_files("binary")),
-    "CIFAR-10, Python": _images("cifar10", lambda: cifar_files("python")),
+    "CIFAR-10, binary": _images("cifar10", cifar_files),
     "CIFAR-10, archive": _images("cifar10", _archive),
     "predictions, NPZ": _predictions(".npz"),
     "predictions, packed NPZ": _predictions(".packed.npz"),

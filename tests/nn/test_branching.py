@@ -64,7 +64,7 @@ def test_first_step_equals_separate_networks(build: Any, shape: tuple[int, ...],
     torch.manual_seed(0)
     model = build().double().train(training)
     x = torch.randn(shape, dtype=torch.float64)
-    ensemble = branch(model, at, K, reinitialize=lambda: build().double(), example=x)
+    ensemble = branch(model, K, at=at, reinitialize=lambda: build().double(), example=x)
     own = {name for name, _ in ensemble[0].named_parameters()}
     everything = {name for name, _ in model.named_parameters()}
     shared = {name for name, _ in ensemble.trunk.named_parameters()} if ensemble.trunk is not None else set()
@@ -94,7 +94,7 @@ def test_first_step_equals_separate_networks(build: Any, shape: tuple[int, ...],
 def test_at_the_input_equals_separate_models() -> None:
     torch.manual_seed(0)
     model = Net().double()
-    ensemble = branch(model, "first", K, reinitialize=True)
+    ensemble = branch(model, K, at="first", reinitialize=True)
     assert ensemble.trunk is None
     models = Ensemble([copy.deepcopy(member) for member in ensemble])
     x = torch.randn(6, 4, dtype=torch.float64)
@@ -114,7 +114,7 @@ def test_at_the_last_layer_equals_smoc(build: Any) -> None:
     last = "last" if build is Net else "fc"
     if build is resnet:
         x = torch.randn(6, 3, 8, 8, dtype=torch.float64)
-    ensemble = branch(model, last, K, reinitialize=True)
+    ensemble = branch(model, K, at=last, reinitialize=True)
     trunk = copy.deepcopy(model)
     linear = trunk.get_submodule(last)
     setattr(trunk, last, nn.Identity())
@@ -135,7 +135,7 @@ def test_at_the_last_layer_equals_smoc(build: Any) -> None:
 
 @pytest.mark.parametrize("num_members", [1, 2, 8])
 def test_trunk_backward_runs_once(num_members: int) -> None:
-    ensemble = branch(Net(), "last", num_members)
+    ensemble = branch(Net(), num_members, at="last")
     runs: list[nn.Module] = []
     for layer in (ensemble.trunk.first, ensemble.trunk.middle):
         layer.register_full_backward_hook(lambda layer, *_: runs.append(layer))
@@ -150,7 +150,7 @@ def test_the_model_is_left_alone(at: str) -> None:
     model.middle.requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
     attributes = set(vars(model))
-    ensemble = branch(model, at, K, reinitialize=True)
+    ensemble = branch(model, K, at=at, reinitialize=True)
     F.cross_entropy(ensemble(torch.randn(6, 4))[0], TARGET).backward()
     for parameter in ensemble.parameters():
         if parameter.requires_grad:
@@ -168,7 +168,7 @@ def test_modes_devices_and_types_stay() -> None:
     model.bn1.train()
     model.stage3[0].bn2.train()
     for at in ("conv1", "stage3.0.conv2"):
-        ensemble = branch(model, at, K)
+        ensemble = branch(model, K, at=at)
         for part in (*ensemble, *([] if ensemble.trunk is None else [ensemble.trunk])):
             assert all(module.training == model.get_submodule(name).training for name, module in part.named_modules())
         assert not ensemble.training
@@ -176,15 +176,15 @@ def test_modes_devices_and_types_stay() -> None:
         assert all(module.training for module in ensemble.modules())
         ensemble.eval()
         assert not any(module.training for module in ensemble.modules())
-    assert {p.dtype for p in branch(Net().bfloat16(), "last", K).parameters()} == {torch.bfloat16}
-    assert all(p.is_meta for p in branch(Net().to("meta"), "last", K).parameters())
+    assert {p.dtype for p in branch(Net().bfloat16(), K, at="last").parameters()} == {torch.bfloat16}
+    assert all(p.is_meta for p in branch(Net().to("meta"), K, at="last").parameters())
 
 
 @pytest.mark.parametrize("at", ["conv1", "stage2.0.conv2", "fc"])
 def test_copies_and_state_round_trip(at: str) -> None:
     torch.manual_seed(0)
     model, x = resnet(), torch.randn(6, 3, 8, 8)
-    ensemble, other = (branch(model, at, K, reinitialize=True).eval() for _ in range(2))
+    ensemble, other = (branch(model, K, at=at, reinitialize=True).eval() for _ in range(2))
     expected = ensemble(x)
     assert not torch.equal(expected, other(x))
     twin = copy.deepcopy(ensemble)
@@ -198,7 +198,7 @@ def test_copies_and_state_round_trip(at: str) -> None:
 def test_dropout_follows_the_mode() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 5))
-    ensemble, x = branch(model, "2", K), torch.randn(6, 4)
+    ensemble, x = branch(model, K, at="2"), torch.randn(6, 4)
     members = ensemble(x)
     assert not torch.equal(members[0], members[1])  # a mask a member
     ensemble.eval()
@@ -218,7 +218,7 @@ def test_buffers_are_saved_as_in_the_model() -> None:
             return self.last(torch.tanh(self.middle(self.first((x - self.mean) / self.deviation)))) + offset
 
     model, x = Scaled(), torch.randn(6, 4)
-    for ensemble in (one := branch(model, "middle", K, example=x), copy.deepcopy(one)):
+    for ensemble in (one := branch(model, K, at="middle", example=x), copy.deepcopy(one)):
         assert set(ensemble.trunk.state_dict()) == {"mean", "first.weight", "first.bias"}
         assert set(ensemble[0].state_dict()) == {"middle.weight", "middle.bias", "last.weight", "last.bias"}
         torch.testing.assert_close(ensemble(x), model(x).expand(K, -1, -1))
@@ -237,7 +237,7 @@ def test_members_that_work_in_place_do_not_meet(run: Any) -> None:
     model, x = Net(run), torch.randn(6, 4)
     model.act = nn.Identity()
     at = "act" if "act" in run.__code__.co_names else "middle"
-    ensemble = branch(model, at, K, example=x)
+    ensemble = branch(model, K, at=at, example=x)
     F.cross_entropy(ensemble(x).flatten(0, 1), TARGET.repeat(K)).backward()
     with torch.no_grad():
         torch.testing.assert_close(ensemble(x), model(x).expand(K, -1, -1))
@@ -251,9 +251,9 @@ def test_values_of_any_kind_cross() -> None:
 
     torch.manual_seed(0)
     model, x = Net(run), torch.randn(6, 4)
-    torch.testing.assert_close(branch(model, "middle", K, example=x)(x), model(x).expand(K, -1, -1))
+    torch.testing.assert_close(branch(model, K, at="middle", example=x)(x), model(x).expand(K, -1, -1))
     # looking at the input's shape first is no reason for a trunk
-    assert branch(model, "first", K, example=x).trunk is None
+    assert branch(model, K, at="first", example=x).trunk is None
 
 
 def test_arguments_with_defaults_keep_them() -> None:
@@ -265,7 +265,7 @@ def test_arguments_with_defaults_keep_them() -> None:
             return h if features else self.last(self.middle(h))
 
     model, x = Optional(), torch.randn(6, 4)
-    ensemble = branch(model, "middle", K, example=(x,))
+    ensemble = branch(model, K, at="middle", example=(x,))
     torch.testing.assert_close(ensemble(x=x), model(x).expand(K, -1, -1))
     with pytest.raises(TypeError, match="mask"):
         ensemble(x, mask=x)
@@ -277,17 +277,17 @@ def test_control_flow_inside_a_child_is_free() -> None:
             return x * 2 if x.sum() > 0 else F.dropout(x, training=self.training)
 
     model, x = nn.Sequential(Gate(), nn.Linear(4, 4), Gate(), nn.Linear(4, 5)), torch.ones(6, 4)
-    torch.testing.assert_close(branch(model.eval(), "1", K, example=x)(x), model(x).expand(K, -1, -1))
+    torch.testing.assert_close(branch(model.eval(), K, at="1", example=x)(x), model(x).expand(K, -1, -1))
 
 
 def test_a_layer_with_two_names_or_two_calls() -> None:
     model = Net(lambda net, x: net.last(net.alias(net.middle(net.first(x)))))
     model.alias = model.middle
     x = torch.randn(6, 4)
-    ensemble = branch(model, "alias", K, example=x)  # its first call is that of `middle`
+    ensemble = branch(model, K, at="alias", example=x)  # its first call is that of `middle`
     assert [name for name, _ in ensemble.trunk.named_parameters()] == ["first.weight", "first.bias"]
     with pytest.raises(ValueError, match=r"'middle.weight' is used both before and after .* part at 'last'"):
-        branch(Net(lambda net, x: net.middle(net.last(net.middle(net.first(x))))), "last", K)
+        branch(Net(lambda net, x: net.middle(net.last(net.middle(net.first(x))))), K, at="last")
 
 
 def test_reinitialized_members_differ_and_follow_the_seed() -> None:
@@ -301,9 +301,9 @@ def test_reinitialized_members_differ_and_follow_the_seed() -> None:
             tensor.fill_(7.0)
     for reinitialize in (True, build):
         torch.manual_seed(1)
-        ensemble = branch(model, "2", K, reinitialize=reinitialize)
+        ensemble = branch(model, K, at="2", reinitialize=reinitialize)
         torch.manual_seed(1)
-        again = branch(model, "2", K, reinitialize=reinitialize)
+        again = branch(model, K, at="2", reinitialize=reinitialize)
         for (name, one), (_, two), other in zip(
             ensemble[0].named_parameters(), again[0].named_parameters(), ensemble[1].parameters(), strict=True
         ):
@@ -319,18 +319,18 @@ def test_what_cannot_be_reinitialized() -> None:
     model = Net(lambda net, x: net.last(net.middle(net.first(x))) * net.scale)
     model.scale = nn.Parameter(torch.ones(5))
     with pytest.raises(ValueError, match=r"Cannot re-initialise 'scale': .* has no reset_parameters. Give a function"):
-        branch(model, "last", K, reinitialize=True)
+        branch(model, K, at="last", reinitialize=True)
     model = Net()
     parametrizations.weight_norm(model.last)
     with pytest.raises(ValueError, match=r"Cannot re-initialise 'last.parametrizations.weight.original0'"):
-        branch(model, "last", K, reinitialize=True)
+        branch(model, K, at="last", reinitialize=True)
     with pytest.raises(ValueError, match="Expected `reinitialize` to make a model like the one given"):
-        branch(Net(), "last", K, reinitialize=mlp)
+        branch(Net(), K, at="last", reinitialize=mlp)
     with pytest.raises(TypeError, match="Expected `reinitialize` to make a model, but it made int"):
-        branch(Net(), "last", K, reinitialize=lambda: 3)  # type: ignore[arg-type, return-value]
+        branch(Net(), K, at="last", reinitialize=lambda: 3)  # type: ignore[arg-type, return-value]
     for wrong in (3, Net()):
         with pytest.raises(TypeError, match="Expected `reinitialize` to be True, False or a function"):
-            branch(Net(), "last", K, reinitialize=wrong)  # type: ignore[arg-type]
+            branch(Net(), K, at="last", reinitialize=wrong)  # type: ignore[arg-type]
 
 
 def by_training(net: Net, x: Tensor) -> Tensor:
@@ -369,7 +369,7 @@ def in_half(net: Net, x: Tensor) -> Tensor:
 )
 def test_forwards_that_cannot_be_parted(run: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        branch(Net(run), "last", K)
+        branch(Net(run), K, at="last")
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_forwards_that_cannot_be_parted(run: Any, message: str) -> None:
 )
 def test_models_that_return_more_than_logits(pack: Any) -> None:
     with pytest.raises(TypeError, match=r"Expected Net to return one tensor of logits.* Wrap it in a module"):
-        branch(Net(lambda net, x: pack(net.last(net.first(x)))), "last", K)
+        branch(Net(lambda net, x: pack(net.last(net.first(x)))), K, at="last")
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_models_that_return_more_than_logits(pack: Any) -> None:
 def test_timm_networks(kind: str, at: str) -> None:
     torch.manual_seed(0)
     model, inputs, _ = TIMM[kind]()
-    ensemble = branch(model.eval(), at, K, example=inputs["x"])
+    ensemble = branch(model.eval(), K, at=at, example=inputs["x"])
     amended_cross_entropy(ensemble(**inputs), TARGET[:3], DIVERSITY).backward()
     assert all(parameter.grad is not None for parameter in ensemble.parameters())
     assert sum(p.numel() for p in ensemble.trunk.parameters()) + sum(
@@ -396,7 +396,7 @@ def test_timm_networks(kind: str, at: str) -> None:
 
 def test_parts_under_the_callers_switches() -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        ensemble = branch(Net(), "last", K, example=torch.randn(6, 4))
+        ensemble = branch(Net(), K, at="last", example=torch.randn(6, 4))
     assert ensemble(torch.randn(6, 4)).requires_grad
 
 
@@ -405,53 +405,55 @@ def test_tied_weights_cannot_be_parted() -> None:
     model.last = nn.Linear(6, 6)
     model.last.weight = model.middle.weight
     with pytest.raises(ValueError, match=r"'middle.weight' is used both before and after"):
-        branch(model, "last", K)
-    branch(model, "middle", K, example=torch.randn(6, 4))
+        branch(model, K, at="last")
+    branch(model, K, at="middle", example=torch.randn(6, 4))
 
 
 def test_an_example_finds_what_tracing_cannot_see() -> None:
     torch.manual_seed(0)
     model = Net(lambda net, x: net.last(F.dropout(net.first(x))))  # at random in evaluation too
     with pytest.raises(ValueError, match="Member 0 does not give what Net gives on `example`"):
-        branch(model, "last", K, example=torch.randn(6, 4))
+        branch(model, K, at="last", example=torch.randn(6, 4))
 
 
 def test_wrong_arguments_are_refused() -> None:
     model = resnet()
     with pytest.raises(ValueError, match=r"but got 'layer3'. CifarResNet has 'conv1', 'bn1', .* 'fc'\."):
-        branch(model, "layer3", K)
+        branch(model, K, at="layer3")
     with pytest.raises(ValueError, match=r"but got 'stage3.7.conv1'. 'stage3' has 'stage3.0'\."):
-        branch(model, "stage3.7.conv1", K)
+        branch(model, K, at="stage3.7.conv1")
     with pytest.raises(ValueError, match="Expected `at` to name a layer of the model, but got ''"):
-        branch(model, "", K)
+        branch(model, K, at="")
     blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 5)])
     model = Net(lambda net, x: net.blocks[1](net.blocks[0](x)))
     model.blocks = blocks
     with pytest.raises(ValueError, match=r"never calls the layer 'blocks'.*such as 'blocks.0'"):
-        branch(model, "blocks", K)
-    assert branch(model, "blocks.1", K)(torch.randn(6, 4)).shape == (K, 6, 5)
+        branch(model, K, at="blocks")
+    assert branch(model, K, at="blocks.1")(torch.randn(6, 4)).shape == (K, 6, 5)
     with pytest.raises(TypeError, match="Expected `at` to be the name of a layer, but got int"):
-        branch(model, 3, K)  # type: ignore[arg-type]
+        branch(model, K, at=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="Expected `model` to be a module, but got str"):
-        branch("resnet", "fc", K)  # type: ignore[arg-type]
+        branch("resnet", K, at="fc")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Expected `num_members` to be at least 1"):
-        branch(model, "blocks.1", 0)
+        branch(model, 0, at="blocks.1")
+    with pytest.raises(TypeError, match=r"Write branch\(model, num_members, at='fc'\)"):
+        branch(model, "blocks.1", K)  # type: ignore[arg-type]
 
 
 def test_what_a_saved_ensemble_needs_to_know() -> None:
     model = resnet()
-    assert branch(model, "stage3", K).branched == {"architecture": model.architecture, "at": "stage3"}
-    assert not hasattr(branch(Net(), "last", K), "branched")
+    assert branch(model, K, at="stage3").branched == {"architecture": model.architecture, "at": "stage3"}
+    assert not hasattr(branch(Net(), K, at="last"), "branched")
 
 
 def test_link_and_predictions() -> None:
-    ensemble = branch(Net(), "last", K, link="sigmoid", reinitialize=True)
+    ensemble = branch(Net(), K, at="last", link="sigmoid", reinitialize=True)
     probs = ensemble.predict_proba(torch.randn(6, 4))
     assert ensemble.link == "sigmoid"
     assert ((probs > 0) & (probs < 1)).all()
 
 
 def test_compiles_in_one_graph() -> None:
-    ensemble, x = branch(resnet().eval(), "stage2.0.conv2", K), torch.randn(6, 3, 8, 8)
+    ensemble, x = branch(resnet().eval(), K, at="stage2.0.conv2"), torch.randn(6, 3, 8, 8)
     compiled = torch.compile(ensemble, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), ensemble(x))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchace.functional import amended_cross_entropy, ensemble_log_probs, ensemble_probs
 from torchace.nn import SMOC, Ensemble, MemberParallelEnsemble, StackedEnsemble
-from torchace.nn.base import average_shared
+from torchace.nn.members import average_shared_gradients
 
 EXACT = {"rtol": 0, "atol": 1e-12}  # float64, a few hundred operations on numbers of order 1
 
@@ -156,7 +156,7 @@ def test_gradients_are_averaged_in_whatever_a_trunk_returns(container):
     }[container]
     a, b = torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True)
     values = make(a, b)
-    shared = average_shared(values, 4)
+    shared = average_shared_gradients(values, 4)
     assert type(shared) is type(values)
 
     def leaves(value):
@@ -176,7 +176,7 @@ def test_gradients_are_averaged_in_whatever_a_trunk_returns(container):
 
 def test_what_is_no_number_passes_a_trunk_unchanged():
     mask = torch.tensor([True, False])
-    shared = average_shared({"mask": mask, "name": "a", "none": None}, 3)
+    shared = average_shared_gradients({"mask": mask, "name": "a", "none": None}, 3)
     assert shared["mask"] is mask
     assert shared["name"] == "a"
     assert shared["none"] is None
@@ -204,7 +204,7 @@ def test_a_trunk_whose_output_is_unknown_is_refused():
         with pytest.raises(TypeError, match=r"tuple, list, dict or dataclass .* got (Packed|SimpleNamespace|set)"):
             ensemble(torch.zeros(4, 6))
     constant = {"n": 3, "flag": True, "rate": 0.5, "none": None, "array": np.ones(2), "dtype": torch.float32}
-    assert list(average_shared(constant, 3).values())[:4] == [3, True, 0.5, None]
+    assert list(average_shared_gradients(constant, 3).values())[:4] == [3, True, 0.5, None]
 
 
 # What members share
@@ -372,18 +372,34 @@ def test_set_member_weights(kind):
     ensemble = ensembles("softmax")[kind].eval()
     x = torch.randn(5, 6)
     uniform = ensemble.predict_proba(x)
-    keys = list(ensemble.state_dict())
     ensemble.set_member_weights([0.0, 0.0, 1.0])
     torch.testing.assert_close(ensemble.predict_proba(x), ensemble(x)[2].softmax(1).detach())
     # a call's own weights win over those set
     torch.testing.assert_close(ensemble.predict_proba(x, member_weights=torch.full((3,), 1 / 3)), uniform)
     assert torch.equal(copy.deepcopy(ensemble).predict_proba(x), ensemble.predict_proba(x))
-    assert list(ensemble.state_dict()) == keys
     doubled = copy.deepcopy(ensemble).double()
     assert doubled.member_weights.dtype is torch.float64
     torch.testing.assert_close(doubled.predict_proba(x.double()).float(), ensemble.predict_proba(x))
     ensemble.set_member_weights(None)
     assert torch.equal(ensemble.predict_proba(x), uniform)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dict_keeps_member_weights(kind):
+    weighted, uniform = ensembles("softmax")[kind].eval(), ensembles("softmax")[kind].eval()
+    old, new = dict(uniform.state_dict()), uniform.state_dict()  # as saved before weights were part of it, and after
+    weighted.set_member_weights([0.2, 0.3, 0.5])
+    saved = weighted.state_dict()
+    assert saved["member_weights"].tolist() == pytest.approx([0.2, 0.3, 0.5])
+    uniform.load_state_dict(saved)
+    x = torch.randn(5, 6)
+    assert torch.equal(uniform.predict_proba(x), weighted.predict_proba(x))
+    uniform.load_state_dict(old)
+    assert uniform.member_weights.tolist() == pytest.approx([0.2, 0.3, 0.5])  # unknown: those set stay
+    uniform.load_state_dict(new)
+    assert uniform.member_weights is None
+    with pytest.raises(RuntimeError, match="member_weights"):
+        uniform.load_state_dict({**old, "member_weights": torch.ones(2) / 2})
 
 
 def test_set_member_weights_detaches_and_checks():

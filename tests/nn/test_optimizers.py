@@ -287,7 +287,7 @@ def heads():
     smoc = SMOC(trunk, 4, num_classes=4, num_members=3)
     low_rank = SMOC(trunk, 4, num_classes=4, num_members=3, rank=2)
     host = stack_classifiers(nn.Sequential(trunk, nn.Linear(4, 4)), 3)
-    nested = branch(nn.Sequential(trunk, StackedLinearSum()), "1", 2)
+    nested = branch(nn.Sequential(trunk, StackedLinearSum()), 2, at="1")
     return {"smoc": smoc, "low rank": low_rank, "host": host, "copy": copy.deepcopy(smoc), "branched": nested}
 
 

@@ -90,7 +90,7 @@ def branched() -> EnsembleModule:
     from torchace.nn.branching import branch
 
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-    return branch(model, "2", num_members=4, reinitialize=True)
+    return branch(model, at="2", num_members=4, reinitialize=True)
 
 
 def converted() -> EnsembleModule:

@@ -25,7 +25,7 @@ def held_sweep(must_wait: Callable[[str, int], bool]) -> type:
 
     # Defined in here, a class travels by value: workers need not find the tests.
     class Held(Sweep):
-        def _do(self, ledger: Any, job: Any, arm: Any, data: Any, watcher: Any, stop: Any) -> float:
+        def _do(self, store: Any, job: Any, arm: Any, data: Any, callback: Any, stop: Any) -> float:
             import ray
 
             made = -1  # steps of this attempt
@@ -34,12 +34,12 @@ def held_sweep(must_wait: Callable[[str, int], bool]) -> type:
                 nonlocal made
                 made += 1
                 told = (made, arm.train.steps, [0.0] * len(job.runs))  # perhaps the first that the driver hears of it
-                while made >= FREE and not watcher.stopping and must_wait(job.id, watcher.attempt):
-                    watcher.stopping = ray.get(watcher.mailbox.tell.remote(job.id, watcher.attempt, told))
+                while made >= FREE and not callback.stopping and must_wait(job.id, callback.attempt):
+                    callback.stopping = ray.get(callback.mailbox.tell.remote(job.id, callback.attempt, told))
                     threading.Event().wait(0.02)  # a busy worker would keep others from their work
                 return stop()  # type: ignore[no-any-return]
 
-            return super()._do(ledger, job, arm, data, watcher, waiting)
+            return super()._do(store, job, arm, data, callback, waiting)
 
     return Held
 

@@ -23,7 +23,7 @@ def small_resnet(num_classes: int | None = 5) -> nn.Module:
 
 
 def branched(model: nn.Module, at: str, num_members: int) -> Ensemble:
-    ensemble = branch(model, at, num_members)
+    ensemble = branch(model, num_members, at=at)
     assert ensemble.branched == {"architecture": model.architecture, "at": at}
     with torch.no_grad():
         for k, member in enumerate(ensemble):

@@ -1,4 +1,4 @@
-"""Whether an ensemble's diversity is real: what its predictions tell, in words, numbers and figures."""
+"""Diagnosis of an ensemble from its predictions: do the members differ, do they help, are they calibrated?"""
 
 from torchace.diagnosis.api import diagnose, diagnose_file
 from torchace.diagnosis.diagnosis import Diagnosis, Finding

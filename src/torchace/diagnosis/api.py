@@ -1,4 +1,4 @@
-"""Diagnoses of tensors and of files."""
+"""Diagnosis of tensors and of prediction files."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from torchace._files import UNPACKED_PREDICTIONS, check_regular
+from torchace._files import UNPACKED_PREDICTIONS, check_regular, error_reason
+from torchace._npz import NPZ_ERRORS, read_npz
 from torchace.diagnosis.diagnosis import Diagnosis
-from torchace.diagnosis.measures import Measures, measure
-from torchace.diagnosis.rules import findings
-from torchace.lab.data.messages import reason
-from torchace.lab.data.npz_files import NPZ_ERRORS, read_npz
+from torchace.diagnosis.findings import derive_findings
+from torchace.diagnosis.measures import Measures
 
 ARRAYS = ("logits", "target", "train_logits", "train_target", "member_weights")
 
@@ -32,12 +30,11 @@ def diagnose(
     member_weights: Tensor | Sequence[float] | None = None,
     class_names: Sequence[str] | None = None,
 ) -> Diagnosis:
-    """Tells in words, numbers and figures whether an ensemble's diversity is real.
+    """Diagnose an ensemble from its members' predictions, in words, numbers and figures.
 
-    It looks for members that collapsed onto each other, copies, members near chance, collusion (members that are good
-    only together), members that decide alone, an ensemble no better than its best member, diversity that stays on the
-    training data, probabilities that are too sure or too modest, and classes that were not learnt; and says what
-    follows. A warning holds beyond what the luck of the samples explains.
+    The checks: members that are nearly the same model (collapse, copies), members at chance level, co-adaptation
+    (members that are accurate only together), a dominant member, no gain over the best member, diversity on the
+    training data only, calibration, and classes with low recall. A warning holds beyond sampling noise.
 
     Args:
         logits: Members' logits on samples that were not trained on, `(K, N, C)`.
@@ -48,7 +45,7 @@ def diagnose(
         class_names: A name for each class.
 
     Returns:
-        A `Diagnosis`: `print` it, look at its `findings` and `numbers`, or `save` it with its figures.
+        A `Diagnosis`: `print` it, read its `findings` and `numbers`, or `save` it with its figures.
 
     Example:
         >>> g = torch.Generator().manual_seed(0)
@@ -57,36 +54,35 @@ def diagnose(
         >>> diagnosis = diagnose(torch.stack([member, member]), target)
         >>> diagnosis["copies"].severity, diagnosis["copies"].numbers["pairs"]
         ('warning', [[0, 1]])
-        >>> [finding.name for finding in diagnosis.warnings]
-        ['collapse', 'copies', 'calibration']
+        >>> diagnosis
+        Diagnosis(2 members, 500 samples, accuracy 0.8720, warnings: collapse, copies, calibration)
     """
     if (train_logits is None) != (train_target is None):
         raise ValueError("Expected both `train_logits` and `train_target`, or neither, but got one of them.")
-    names = _names(class_names, logits)
-    measured = measure(logits, target, member_weights)
-    train = None
+    names = _check_class_names(class_names, logits)
+    measures, train = Measures(logits, target, member_weights), None
     if train_logits is not None and train_target is not None:
-        train = measure(train_logits, train_target, member_weights, name="train_logits")
-        if (train.num_members, train.num_classes) != (measured.num_members, measured.num_classes):
+        train = Measures(train_logits, train_target, member_weights, name="train_logits")
+        if (train.num_members, train.num_classes) != (measures.num_members, measures.num_classes):
             raise ValueError(
-                f"Expected `train_logits` of {measured.num_members} members and {measured.num_classes} classes, "
+                f"Expected `train_logits` of {measures.num_members} members and {measures.num_classes} classes, "
                 f"but got shape {tuple(train_logits.shape)}."
             )
-    found = findings(measured, train, names)
-    return Diagnosis(found, _numbers(measured, train), measured, train, names)
+    findings = derive_findings(measures, train, names)
+    return Diagnosis(findings, _summarize(measures, train), measures, train, names)
 
 
 def diagnose_file(path: str | os.PathLike[str]) -> Diagnosis:
-    """Diagnoses a `.npz` or `.safetensors` file of predictions.
+    """Diagnose a `.npz` or `.safetensors` file of predictions.
 
-    It holds `logits` `(K, N, C)` and `target` `(N,)`, and if you like `train_logits` and `train_target`,
+    It holds `logits` `(K, N, C)` and `target` `(N,)`; optional are `train_logits` and `train_target`,
     `member_weights` `(K,)` and, in a `.npz` file, `class_names`, an array of strings. Nothing is unpickled.
 
     Args:
         path: The file.
 
     Raises:
-        ValueError: The file is damaged or does not hold that; one sentence that names it.
+        ValueError: The file is damaged or lacks these arrays.
 
     Example:
         >>> import numpy as np, tempfile
@@ -101,57 +97,60 @@ def diagnose_file(path: str | os.PathLike[str]) -> Diagnosis:
         check_regular(file)
     except FileNotFoundError as error:
         raise ValueError(f"There is no file {file}; check the path.") from error
-    except (OSError, ValueError) as error:  # a null character in the name is a ValueError
-        raise ValueError(f"{file} cannot be read ({reason(error)}); check the path.") from error
-    arrays, class_names = _read_npz(file) if file.suffix == ".npz" else _read_safetensors(file)
-    missing = [name for name in ARRAYS[:2] if name not in arrays]
-    if missing:
-        raise ValueError(
-            f"Expected arrays `logits` (K, N, C) and `target` (N,) in {file}, but it has no `{missing[0]}`."
-        )
-    tensors: dict[str, Any] = {name: arrays[name] for name in ARRAYS if name in arrays}
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        raise ValueError(f"{file} cannot be read ({error_reason(error)}); check the path.") from error
+    if file.suffix == ".npz":
+        tensors, class_names = _read_npz(file)
+    elif file.suffix == ".safetensors":
+        tensors, class_names = _read_safetensors(file), None
+    else:
+        raise ValueError(f"Expected a .npz or .safetensors file, but got {file}.")
+    for name in ("logits", "target"):
+        if name not in tensors:
+            raise ValueError(f"Expected arrays `logits` (K, N, C) and `target` (N,) in {file}, but it has no `{name}`.")
     for name in ("target", "train_target"):
         if name in tensors and tensors[name].dtype.is_floating_point and tensors[name].ndim == 1:
             raise ValueError(f"Expected class indices of an integer type under `{name}` in {file}.")
     try:
-        return diagnose(tensors.pop("logits"), tensors.pop("target"), class_names=class_names, **tensors)
+        return diagnose(**{name: tensors[name] for name in ARRAYS if name in tensors}, class_names=class_names)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from error
 
 
-def _read_npz(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
+def _read_npz(file: Path) -> tuple[dict[str, Any], list[str] | None]:
+    """Return the known arrays of an NPZ file as tensors, and its class names."""
     try:
         arrays = read_npz(file, (*ARRAYS, "class_names"), allowed=UNPACKED_PREDICTIONS)
     except NPZ_ERRORS as error:
         raise ValueError(
-            f"{file} is not a .npz file of plain arrays that can be read ({reason(error)}); write it again."
+            f"{file} is not a .npz file of plain arrays that can be read ({error_reason(error)}); write it again."
         ) from error
     names = arrays.pop("class_names", None)
-    if names is not None and names.dtype.kind not in "US":
-        raise ValueError(f"Expected an array of strings under `class_names` in {file}, but got {names.dtype}.")
     tensors = {}
     for name, array in arrays.items():
         if array.dtype.kind not in "fiu":
             raise ValueError(f"Expected numbers under `{name}` in {file}, but got {array.dtype}.")
-        # numbers as this machine writes them, in types that torch has
-        kind = np.float64 if array.dtype.kind == "f" else np.int64
-        tensors[name] = torch.from_numpy(np.array(array, dtype=kind, order="C"))
+        # copied to native byte order and to types that torch has
+        dtype = np.float64 if array.dtype.kind == "f" else np.int64
+        tensors[name] = torch.from_numpy(np.array(array, dtype=dtype, order="C"))
+    if names is None:
+        return tensors, None
     try:
-        return tensors, None if names is None else [str(name) for name in names.astype(str).reshape(-1)]
-    except ValueError as error:  # bytes that are no text
-        raise ValueError(f"Expected an array of strings under `class_names` in {file}, but got other bytes.") from error
+        if names.dtype.kind not in "US":
+            raise ValueError(names.dtype)
+        return tensors, [str(name) for name in names.astype(str).reshape(-1)]
+    except ValueError as error:  # also bytes that are not ASCII
+        raise ValueError(f"Expected an array of strings under `class_names` in {file}, but got {error}.") from error
 
 
-def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], None]:
-    if file.suffix != ".safetensors":
-        raise ValueError(f"Expected a .npz or .safetensors file, but got {file}.")
+def _read_safetensors(file: Path) -> dict[str, Any]:
     try:
-        return dict(load_file(file)), None
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        return dict(load_file(file))
+    except Exception as error:
         raise ValueError(f"{file} is not a safetensors file that can be read; write it again.") from error
 
 
-def _names(class_names: Sequence[str] | None, logits: Any) -> tuple[str, ...]:
+def _check_class_names(class_names: Sequence[str] | None, logits: Any) -> tuple[str, ...]:
     if class_names is None:
         return ()
     if isinstance(class_names, str) or not all(isinstance(name, str) for name in class_names):
@@ -163,37 +162,33 @@ def _names(class_names: Sequence[str] | None, logits: Any) -> tuple[str, ...]:
     return tuple(class_names)
 
 
-def _numbers(m: Measures, train: Measures | None) -> dict[str, Any]:
-    """All that was measured, as JSON can hold it."""
+def _summarize(m: Measures, train: Measures | None) -> dict[str, Any]:
+    """Return all scores as JSON can hold them."""
     numbers: dict[str, Any] = {
         "samples": m.samples,
         "num_members": m.num_members,
         "num_classes": m.num_classes,
         "chance": m.chance,
-        **_scores(m),
+        **_mean_scores(m),
         "member_weights": m.member_weights.tolist(),
         "member_accuracy": m.member_correct.mean(1).tolist(),
         "member_cross_entropy": m.member_cross_entropy.mean(1).tolist(),
-        "accuracy_without": m.without.mean(1).tolist() if m.num_members > 1 else [],
+        "accuracy_without": m.without.mean(1).tolist(),
         "accuracy_of_half": float(m.half.mean()) if m.num_members > 1 else None,
         "divergence": m.divergence.tolist(),
     }
     if train is not None:
-        numbers |= {"train_samples": train.samples}
-        numbers |= {f"train_{name}": value for name, value in _scores(train).items()}
+        numbers["train_samples"] = train.samples
+        numbers |= {f"train_{name}": value for name, value in _mean_scores(train).items()}
     return numbers
 
 
-def _scores(m: Measures) -> dict[str, float]:
+def _mean_scores(m: Measures) -> dict[str, float]:
+    names = ("cross_entropy", "brier", "disagreement", "mutual_information", "ambiguity", "entropy")
     return {
         "accuracy": float(m.correct.mean()),
-        "cross_entropy": float(m.cross_entropy.mean()),
-        "brier": float(m.brier.mean()),
         "calibration_error": float(np.abs(m.bins[2] - m.bins[1]).sum() / m.samples),
         "member_accuracy_mean": float(m.member_correct.mean()),
         "member_cross_entropy_mean": float(m.member_cross_entropy.mean()),
-        "disagreement": float(m.disagreement.mean()),
-        "mutual_information": float(m.mutual_information.mean()),
-        "ambiguity": float(m.ambiguity.mean()),
-        "entropy": float(m.entropy.mean()),
+        **{name: float(getattr(m, name).mean()) for name in names},
     }

@@ -1,4 +1,4 @@
-"""What a diagnosis is: findings in words, the numbers behind them, and their figures."""
+"""The result of a diagnosis: findings in words, the numbers behind them, and figures."""
 
 from __future__ import annotations
 
@@ -6,27 +6,30 @@ import json
 import os
 import textwrap
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torchace._files import write_atomic
 
 if TYPE_CHECKING:
     from torchace.diagnosis.measures import Measures
 
 SEVERITIES = ("warning", "note", "ok")
-WIDTH = 100
+LINE_WIDTH = 100
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked for.
+    """One check of an ensemble and its outcome.
 
     Attributes:
-        name: What: `"collapse"`, `"chance"`, `"collusion"`, ...
-        severity: `"warning"`: it is there, beyond what the luck of these samples explains. `"note"`: worth knowing, or
-            too few samples to tell. `"ok"`: it is not there.
-        sentence: What was seen.
-        advice: What follows, empty where nothing does.
-        numbers: The numbers in the sentence, with the ends of their intervals.
+        name: Name of the check: `"collapse"`, `"chance"`, `"calibration"`, ...
+        severity: `"warning"`: a problem that sampling noise does not explain. `"note"`: worth knowing, or too few
+            samples to decide. `"ok"`: no problem found.
+        sentence: The result, headline first.
+        advice: What to do; empty where nothing is to be done.
+        numbers: The numbers behind the sentence, with the ends of their 99 % intervals.
     """
 
     name: str
@@ -36,26 +39,26 @@ class Finding:
     numbers: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """Findings, the most severe first; `str()` of it is for people.
+    """All findings, the most severe first; `print` it for the full text.
 
     Attributes:
-        findings: Everything that was looked for, found or not.
-        numbers: All that was measured, as JSON can hold it.
+        findings: One finding for each check, whatever its outcome.
+        numbers: Scores of the ensemble and its members, as JSON can hold them.
         measures: The same, sample by sample.
-        train: Those of the training data, if given.
-        class_names: A name for each class.
+        train: Measures on the training data, if given.
+        class_names: A name for each class, if given.
     """
 
     findings: tuple[Finding, ...]
     numbers: dict[str, Any]
-    measures: Measures = field(repr=False)
-    train: Measures | None = field(repr=False, default=None)
-    class_names: tuple[str, ...] = field(repr=False, default=())
+    measures: Measures
+    train: Measures | None = None
+    class_names: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Finding:
-        """The finding of a name."""
+        """Return the finding with this name."""
         for finding in self.findings:
             if finding.name == name:
                 return finding
@@ -67,6 +70,14 @@ class Diagnosis:
         """The findings that are warnings."""
         return tuple(finding for finding in self.findings if finding.severity == "warning")
 
+    def __repr__(self) -> str:
+        n = self.numbers
+        names = ", ".join(finding.name for finding in self.warnings) or "none"
+        return (
+            f"Diagnosis({n['num_members']} members, {n['samples']} samples, accuracy {n['accuracy']:.4f}, "
+            f"warnings: {names})"
+        )
+
     def __str__(self) -> str:
         n = self.numbers
         lines = [
@@ -75,44 +86,39 @@ class Diagnosis:
             f"{n['member_accuracy_mean']:.4f} and {n['member_cross_entropy_mean']:.4f}.",
             "",
         ]
+        wrap = partial(textwrap.wrap, width=LINE_WIDTH, break_long_words=False)
         for finding in self.findings:
-            head = f"{finding.severity:8} {finding.name}: "
-            lines += textwrap.wrap(head + finding.sentence, WIDTH, subsequent_indent=" " * 9, break_long_words=False)
-            if finding.advice:
-                lines += textwrap.wrap(
-                    f"→ {finding.advice}",
-                    WIDTH,
-                    initial_indent=" " * 9,
-                    subsequent_indent=" " * 11,
-                    break_long_words=False,
-                )
+            lines += wrap(f"{finding.severity:8} {finding.name}: {finding.sentence}", subsequent_indent=" " * 9)
+            lines += wrap(
+                f"→ {finding.advice}" if finding.advice else "", initial_indent=" " * 9, subsequent_indent=" " * 11
+            )
         return "\n".join(lines)
 
-    def as_json(self) -> str:
-        """Findings and numbers as JSON."""
-        content = {"findings": [asdict(finding) for finding in self.findings], "numbers": self.numbers}
-        return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    def to_dict(self) -> dict[str, Any]:
+        """Return findings and numbers as a dictionary that JSON can hold."""
+        return {"findings": [asdict(finding) for finding in self.findings], "numbers": self.numbers}
+
+    def to_json(self) -> str:
+        """Return findings and numbers as JSON."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
+
+    as_json = to_json  # deprecated name
 
     def figures(self, dark: bool = False) -> dict[str, bytes]:
-        """The figures as PNG files, by name; they need matplotlib.
+        """Return the figures as PNG files by name; needs matplotlib.
 
         Args:
-            dark: For a dark page.
+            dark: Use the colours of dark pages.
         """
-        from torchace.diagnosis.figures import drawn
+        from torchace.diagnosis.figures import render_figures
 
-        return drawn(self, dark=dark)
+        return render_figures(self, dark=dark)
 
     def save(self, directory: str | os.PathLike[str]) -> list[Path]:
-        """Writes `diagnosis.txt`, `diagnosis.json` and the figures into a directory.
-
-        Returns:
-            The files.
-        """
+        """Write `diagnosis.txt`, `diagnosis.json` and the figures into a directory and return the paths."""
         folder = Path(directory)
-        files: dict[str, bytes] = {"diagnosis.txt": f"{self}\n".encode(), "diagnosis.json": self.as_json().encode()}
+        files = {"diagnosis.txt": f"{self}\n".encode(), "diagnosis.json": self.to_json().encode()}
         files |= {f"{name}.png": png for name, png in self.figures().items()}
-        folder.mkdir(parents=True, exist_ok=True)
         for name, data in files.items():
-            (folder / name).write_bytes(data)
+            write_atomic(folder / name, data)
         return [folder / name for name in files]

@@ -1,14 +1,15 @@
-"""The figures of a diagnosis, drawn as those of the report are."""
+"""Figures of a diagnosis."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchace._figures import DARK, HEIGHT, LIGHT, FigureSpec, Theme, legend, render
-from torchace.diagnosis import intervals
+from torchace.diagnosis.intervals import Interval, Values, mean_interval, proportion_interval
 from torchace.diagnosis.measures import Measures
 
 if TYPE_CHECKING:
@@ -18,80 +19,45 @@ if TYPE_CHECKING:
     from torchace.diagnosis.diagnosis import Diagnosis
 
 
-def drawn(diagnosis: Diagnosis, *, dark: bool = False) -> dict[str, bytes]:
-    """The figures as PNG files, by name."""
-    theme = DARK if dark else LIGHT
-    return {sketch.name: render(sketch, theme) for sketch in sketches(diagnosis)}
-
-
-def sketches(diagnosis: Diagnosis) -> list[FigureSpec]:
-    """What there is to draw: members beside the ensemble, pairs, fewer members, reliability, train against test."""
+def render_figures(diagnosis: Diagnosis, *, dark: bool = False) -> dict[str, bytes]:
+    """Return the figures as PNG files by name."""
     m, train = diagnosis.measures, diagnosis.train
-    found = [
-        FigureSpec(
-            "members",
-            "diagnosis",
-            "Members beside the ensemble",
-            "Accuracy; bars: 99 % interval of each. Line: the ensemble. Dots: always the most frequent class.",
-            f"Accuracy of each of {m.num_members} members, of the ensemble ({m.correct.mean():.4f}) and of guessing "
-            f"({m.chance:.4f}).",
-            partial(_draw_members, m),
-        ),
-        FigureSpec(
-            "reliability",
-            "diagnosis",
-            "Reliability",
-            "On the diagonal, confidence is accuracy; above it the predictions are too modest, below it too sure.",
-            "Accuracy against confidence of the ensemble and its members.",
-            partial(_draw_reliability, m),
-        ),
-    ]
+    figures = {"members": ("Members and the ensemble", partial(_draw_members, m))}
+    figures["reliability"] = ("Reliability", partial(_draw_reliability, m))
     if m.num_members > 1:
-        found += [
-            FigureSpec(
-                "pairs",
-                "diagnosis",
-                "Who differs from whom",
-                "Share of samples on which two members give different answers, in percent.",
-                f"Disagreement of every pair of {m.num_members} members, {m.disagreement.mean():.2%} on average.",
-                partial(_draw_pairs, m),
-                height=HEIGHT + 0.5,
-            ),
-            FigureSpec(
-                "fewer_members",
-                "diagnosis",
-                "With fewer members",
-                "Change in accuracy without one member, and with a random half of them (line); bars: 99 % interval.",
-                f"Change in accuracy without each of {m.num_members} members, and with half of them.",
-                partial(_draw_fewer, m),
-            ),
-        ]
+        figures["pairs"] = ("Disagreement of each pair", partial(_draw_pairs, m))
+        figures["fewer_members"] = ("Accuracy with fewer members", partial(_draw_fewer_members, m))
         if train is not None:
-            found.append(
-                FigureSpec(
-                    "train_and_test",
-                    "diagnosis",
-                    "Diversity on training data and on new data",
-                    "Bars: 99 % interval.",
-                    f"Mutual information {train.mutual_information.mean():.2g} on training data and "
-                    f"{m.mutual_information.mean():.2g} on new data.",
-                    partial(_draw_both, m, train),
-                )
-            )
-    return found
+            figures["train_and_test"] = ("Diversity on training and new data", partial(_draw_train_and_test, m, train))
+    heights = {"pairs": HEIGHT + 0.5}
+    return {
+        name: render(
+            FigureSpec(name, "diagnosis", title, "", "", draw, heights.get(name, HEIGHT)), DARK if dark else LIGHT
+        )
+        for name, (title, draw) in figures.items()
+    }
 
 
 def _draw_members(m: Measures, figure: Figure, theme: Theme) -> None:
     axes = figure.add_subplot()
-    shares = [intervals.share(int(count), m.samples) for count in m.member_correct.sum(1)]
-    values = np.array([accuracy.value for accuracy in shares])
-    ends = np.array([[s.value - s.low for s in shares], [s.high - s.value for s in shares]])
-    axes.errorbar(range(m.num_members), values, ends, fmt="o", color=theme.palette[0], elinewidth=1, label="member")
+    accuracies = [proportion_interval(int(count), m.samples) for count in m.member_correct.sum(1)]
+    values = _draw_intervals(axes, accuracies, theme, "member")
     axes.axhline(float(m.correct.mean()), color=theme.palette[1], label="ensemble")
-    if m.chance > values.min() - 0.5 * (1 - values.min()):  # else the line would squeeze everything else
-        axes.axhline(m.chance, color=theme.quiet, ls=":", label="guessing")
-    _member_axis(axes, m.num_members)
+    if m.chance > values.min() - 0.5 * (1 - values.min()):  # else the line would compress the rest
+        axes.axhline(m.chance, color=theme.quiet, ls=":", label="chance")
     axes.set_ylabel("accuracy")
+    legend(figure, *axes.get_legend_handles_labels())
+
+
+def _draw_fewer_members(m: Measures, figure: Figure, theme: Theme) -> None:
+    axes = figure.add_subplot()
+    correct = m.correct.astype(float)
+    axes.axhline(0, color=theme.quiet, lw=1)
+    changes = [mean_interval(100 * (without - correct)) for without in m.without]
+    _draw_intervals(axes, changes, theme, "without this member")
+    half = 100 * float((m.half - correct).mean())
+    axes.axhline(half, color=theme.palette[1], ls="--", label="half of the members")
+    axes.set_ylabel("change in accuracy, points")
     legend(figure, *axes.get_legend_handles_labels())
 
 
@@ -103,7 +69,7 @@ def _draw_reliability(m: Measures, figure: Figure, theme: Theme) -> None:
         label = "member" if k == 0 else None
         axes.plot(confidence / count, correct / count, color=theme.palette[0], lw=0.8, alpha=0.4, label=label)
     count, confidence, correct = m.bins[:, m.bins[0] > 0]
-    sizes = 12 + 120 * np.sqrt(count / m.samples)  # area: how many samples a bin holds
+    sizes = 12 + 120 * np.sqrt(count / m.samples)  # area: number of samples in a bin
     axes.plot(confidence / count, correct / count, color=theme.palette[1], label="ensemble")
     axes.scatter(confidence / count, correct / count, sizes, color=theme.palette[1])
     axes.set_xlim(min(float((confidence / count).min()), 1 - 1e-3) - 0.03, 1.02)
@@ -114,41 +80,24 @@ def _draw_reliability(m: Measures, figure: Figure, theme: Theme) -> None:
 
 def _draw_pairs(m: Measures, figure: Figure, theme: Theme) -> None:
     axes = figure.add_subplot()
-    differ = 100 * np.array([[(one != other).mean() for other in m.choices] for one in m.choices])
-    image = axes.imshow(differ, cmap="viridis", vmin=0)
-    figure.colorbar(image, ax=axes, label="different answers, %")
-    _member_axis(axes, m.num_members)
+    disagreement = 100 * np.array([[(one != other).mean() for other in m.choices] for one in m.choices])
+    image = axes.imshow(disagreement, cmap="viridis", vmin=0)
+    figure.colorbar(image, ax=axes, label="disagreement, %")
+    _set_member_axis(axes, m.num_members)
     axes.set_yticks(axes.get_xticks())
     axes.set_ylim(m.num_members - 0.5, -0.5)
     axes.set_ylabel("member")
     axes.grid(visible=False)
     if m.num_members <= 8:
-        for (j, k), value in np.ndenumerate(differ):
-            shade = "white" if value < 0.6 * max(differ.max(), 1e-9) else "black"
-            axes.text(k, j, f"{value:.1f}", ha="center", va="center", color=shade, fontsize=8)
+        for (j, k), value in np.ndenumerate(disagreement):
+            color = "white" if value < 0.6 * max(disagreement.max(), 1e-9) else "black"
+            axes.text(k, j, f"{value:.1f}", ha="center", va="center", color=color, fontsize=8)
 
 
-def _draw_fewer(m: Measures, figure: Figure, theme: Theme) -> None:
-    axes = figure.add_subplot()
-    right = m.correct.astype(float)
-    changes = [intervals.mean(100 * (without - right)) for without in m.without]
-    values = [change.value for change in changes]
-    ends = [[change.value - change.low for change in changes], [change.high - change.value for change in changes]]
-    axes.axhline(0, color=theme.quiet, lw=1)
-    axes.errorbar(
-        range(m.num_members), values, ends, fmt="o", color=theme.palette[0], elinewidth=1, label="without this member"
-    )
-    half = 100 * float((m.half - right).mean())
-    axes.axhline(half, color=theme.palette[1], ls="--", label="half of the members")
-    _member_axis(axes, m.num_members)
-    axes.set_ylabel("change in accuracy, points")
-    legend(figure, *axes.get_legend_handles_labels())
-
-
-def _draw_both(m: Measures, train: Measures, figure: Figure, theme: Theme) -> None:
+def _draw_train_and_test(m: Measures, train: Measures, figure: Figure, theme: Theme) -> None:
     left, right = figure.subplots(1, 2)
     for axes, name in ((left, "mutual_information"), (right, "disagreement")):
-        found = [intervals.mean(getattr(measures, name)) for measures in (train, m)]
+        found = [mean_interval(getattr(measures, name)) for measures in (train, m)]
         for x, (value, low, high) in enumerate(found):
             ends = [[value - max(low, 0.0)], [high - value]]
             axes.errorbar(x, value, ends, fmt="o", color=theme.palette[x], elinewidth=1)
@@ -158,7 +107,18 @@ def _draw_both(m: Measures, train: Measures, figure: Figure, theme: Theme) -> No
         axes.set_title(name.replace("_", " "), fontsize=10.5)
 
 
-def _member_axis(axes: Axes, num_members: int) -> None:
+def _draw_intervals(axes: Axes, intervals: Sequence[Interval], theme: Theme, label: str) -> Values:
+    """Draw one interval for each member and return the values."""
+    values, low, high = np.array(intervals).T
+    axes.errorbar(
+        range(len(values)), values, [values - low, high - values],
+        fmt="o", color=theme.palette[0], elinewidth=1, label=label,
+    )  # fmt: skip
+    _set_member_axis(axes, len(values))
+    return values
+
+
+def _set_member_axis(axes: Axes, num_members: int) -> None:
     step = -(-num_members // 12)
     axes.set_xticks(range(0, num_members, step))
     axes.set_xlim(-0.5, num_members - 0.5)

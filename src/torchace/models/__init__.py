@@ -9,14 +9,14 @@ from typing import Any
 from torch import nn
 
 from torchace.models.encoder import TableEncoder, table_encoder
-from torchace.models.mlp import checked_widths, mlp
+from torchace.models.mlp import hidden_widths, mlp
 from torchace.models.resnet import CifarResNet, cifar_resnet
 
 __all__ = ["CifarResNet", "TableEncoder", "build", "cifar_resnet", "count_layers", "mlp", "table_encoder"]
 
 # name: (what makes it, how many layers with weights a description stands for)
 NETWORKS: dict[str, tuple[Callable[..., nn.Module], Callable[[Mapping[str, Any]], int]]] = {
-    "mlp": (mlp, lambda spec: len(checked_widths(spec["hidden"])) + 1),
+    "mlp": (mlp, lambda spec: len(hidden_widths(spec["hidden"])) + 1),
     "cifar_resnet": (cifar_resnet, lambda spec: int(spec["depth"])),
     "table_encoder": (table_encoder, lambda spec: 1),
 }

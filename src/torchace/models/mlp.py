@@ -38,7 +38,7 @@ def mlp(
         32
     """
     _checks.check_count(in_features, "in_features")
-    widths = checked_widths(hidden)
+    widths = hidden_widths(hidden)
     if num_classes is not None:
         _checks.check_count(num_classes, "num_classes")
     _checks.check_fraction(dropout, "dropout")
@@ -64,7 +64,7 @@ def mlp(
     return network
 
 
-def checked_widths(hidden: object) -> list[int]:
+def hidden_widths(hidden: object) -> list[int]:
     """The widths of the hidden layers as a list."""
     if isinstance(hidden, int):
         hidden = (hidden,)

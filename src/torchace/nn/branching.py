@@ -20,9 +20,9 @@ IN_PLACE_OPERATORS = (operator.iadd, operator.isub, operator.imul, operator.itru
 
 def branch(
     model: nn.Module,
-    at: str,
     num_members: int,
-    *,
+    *positional: object,
+    at: str = "",
     reinitialize: bool | Callable[[], nn.Module] = False,
     example: Any = None,
     link: str = "softmax",
@@ -42,8 +42,8 @@ def branch(
 
     Args:
         model: The model to part, trained or not; it returns logits `(N, C, ...)`.
-        at: The name of the layer where the members part, such as `"fc"` or `"stage3.0"`.
         num_members: K.
+        at: The name of the layer where the members part, such as `"fc"` or `"stage3.0"`.
         reinitialize: True: every member's layers draw new weights by their `reset_parameters`, torch's rule for each
             layer. A function that makes a new model: every member takes the weights of one, for models that have a rule
             of their own (timm's, `cifar_resnet`).
@@ -57,7 +57,7 @@ def branch(
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
-        >>> ensemble = branch(model, "2", num_members=5, reinitialize=True)
+        >>> ensemble = branch(model, 5, at="2", reinitialize=True)
         >>> ensemble(torch.zeros(6, 4)).shape
         torch.Size([5, 6, 3])
         >>> [name for name, _ in ensemble.trunk.named_parameters()]
@@ -67,6 +67,8 @@ def branch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected `model` to be a module, but got {type(model).__name__}.")
+    if positional:
+        raise TypeError("Expected the name of the layer as a keyword. Write branch(model, num_members, at='fc').")
     _checks.check_count(num_members, "num_members")
     if not isinstance(reinitialize, bool) and (isinstance(reinitialize, nn.Module) or not callable(reinitialize)):
         got = type(reinitialize).__name__

@@ -261,7 +261,7 @@ def _find_head(model: nn.Module) -> str:
     if not linears:
         raise ValueError(
             f"Expected a model that ends in an nn.Linear, but {type(model).__name__} has none. "
-            "For another kind of last layer, use branch(model, at=its name, num_members=...)."
+            "For another kind of last layer, use branch(model, num_members, at=its name)."
         )
     num_labels = getattr(getattr(model, "config", None), "num_labels", None)  # transformers
     if isinstance(num_labels, int):
@@ -306,7 +306,7 @@ def _check_head(model: nn.Module, name: str) -> tuple[list[str], nn.Linear]:
     if not isinstance(linear, nn.Linear):
         raise ValueError(
             f"Expected the classifier {name!r} to be an nn.Linear, but it is {type(linear).__name__}. "
-            "Name another layer with `head`, or use branch(model, at=..., num_members=...), which copies any layer."
+            "Name another layer with `head`, or use branch(model, num_members, at=...), which copies any layer."
         )
     if isinstance(linear.weight, UninitializedParameter):
         raise ValueError(f"The classifier {name!r} has no shape yet. Run the model once on an example first.")

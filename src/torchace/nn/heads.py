@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from torchace import _checks
 from torchace.functional import average_gradients
-from torchace.nn.base import BATCHES, EnsembleModule, average_shared, check_own_batches
+from torchace.nn.base import EnsembleModule
+from torchace.nn.members import BATCHES, average_shared_gradients, check_own_batches
 from torchace.nn.optimizers import watch_optimizers
 
 
@@ -255,8 +256,8 @@ class SMOC(EnsembleModule):
         """
         _checks.check_choice(batches, "batches", BATCHES)
         if batches == "shared":
-            return self.head(average_shared(self.trunk(*args, **kwargs), self.num_members))
+            return self.head(average_shared_gradients(self.trunk(*args, **kwargs), self.num_members))
         x, *others = args
         check_own_batches(x, self.num_members)
-        features = average_shared(self.trunk(x.flatten(0, 1), *others, **kwargs), self.num_members)
+        features = average_shared_gradients(self.trunk(x.flatten(0, 1), *others, **kwargs), self.num_members)
         return self.head(features.unflatten(0, x.shape[:2]), batches="separate")

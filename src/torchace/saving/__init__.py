@@ -22,7 +22,7 @@ from torchace import _model_files as files
 from torchace._model_files import Json, ModelFileError
 from torchace.nn.base import EnsembleModule
 from torchace.nn.parallel import MemberParallelEnsemble
-from torchace.saving.kinds import KINDS, described, plain_form, rebuilt, restack
+from torchace.saving.kinds import KINDS, described, plain_form, rebuilt, restack, saved_state
 
 __all__ = ["ModelFileError", "load_model", "load_weights", "save_model"]
 
@@ -189,7 +189,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> Json:
 
 def _tensors_to_save(module: nn.Module) -> dict[str, Tensor]:
     """Copies on the CPU, each with memory of its own in the usual order, as safetensors wants them."""
-    state = module.state_dict()
+    state = saved_state(module)
     other = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if other:
         raise ModelFileError(f"The ensemble's state {other[0]!r} is not a tensor; only tensors can be saved.")
@@ -261,7 +261,7 @@ def _extra_to_save(extra: Mapping[str, Any] | None) -> Json | None:
 def _check_fit(module: nn.Module, manifest: Json, where: Path) -> None:
     """A module for the weights that a manifest lists: their names, shapes and types, K and the link."""
     saved = manifest["tensors"]
-    own = {name: files.listing(t) if isinstance(t, Tensor) else None for name, t in module.state_dict().items()}
+    own = {name: files.listing(t) if isinstance(t, Tensor) else None for name, t in saved_state(module).items()}
     for name in (name for name in {**own, **saved} if name not in own or name not in saved):
         holder, other = ("module", "model") if name in own else ("model", "module")
         raise ModelFileError(f"{where} does not fit: the {holder} has {name!r}, the {other} has not; build the same.")

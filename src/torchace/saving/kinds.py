@@ -74,7 +74,7 @@ KINDS: dict[str, Kind] = {
     "branched": Kind(  # an Ensemble too, so it comes first
         Ensemble,
         lambda ensemble: getattr(ensemble, "branched", None),
-        lambda spec, num_members: branch(build(spec["architecture"]), spec["at"], num_members),
+        lambda spec, num_members: branch(build(spec["architecture"]), num_members, at=spec["at"]),
         copies=True,
     ),
     "ensemble": Kind(Ensemble, _describe_members, _rebuild_members),
@@ -164,7 +164,15 @@ def _networks(spec: Any) -> Iterator[Json]:
 
 
 def shapes_of(module: nn.Module) -> Shapes:
-    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in saved_state(module).items()}
+
+
+def saved_state(module: nn.Module) -> dict[str, Any]:
+    """Return the state dict without the member weights, which are in the manifest."""
+    state = module.state_dict()
+    if isinstance(module, EnsembleModule):
+        state.pop("member_weights", None)
+    return state
 
 
 def _structure(module: nn.Module) -> list[tuple[object, ...]]:

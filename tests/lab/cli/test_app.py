@@ -24,8 +24,8 @@ from torchace import _files as files
 from torchace.lab.cli import app as cli
 from torchace.lab.cli.sweep_progress import SweepProgress
 from torchace.lab.data import DataError, load
+from torchace.lab.store import GroupPlan, Run, RunStore
 from torchace.lab.sweeps.config import load_experiment
-from torchace.lab.sweeps.run_store import Job, Ledger, Run
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.loop import Interrupted, Progress
 
@@ -122,9 +122,9 @@ def test_more_seeds_go_on_where_the_last_command_ended(invoke: Invoke, small: Pa
 def test_overrides_and_device(invoke: Invoke, small: Path) -> None:
     options = ("--set", "train.steps=3", "--set", "sweep.diversities=[0.25]", "--seeds", 1, "--device", "cpu")
     assert invoke("run", small, "--out", "out", *options).code == 0
-    ledger = ledger_of(Path("out"))
-    assert list(ledger)[2:] == ["runs/main-l0.25-s0.json", "main-l0.25-s0.safetensors"]
-    assert ledger["runs/main-l0.25-s0.json"]["steps"] == 3
+    store = ledger_of(Path("out"))
+    assert list(store)[2:] == ["runs/main-l0.25-s0.json", "main-l0.25-s0.safetensors"]
+    assert store["runs/main-l0.25-s0.json"]["steps"] == 3
 
 
 def test_brackets_in_names_are_printed(invoke: Invoke, small: Path) -> None:
@@ -136,13 +136,13 @@ def test_brackets_in_names_are_printed(invoke: Invoke, small: Path) -> None:
 
 def test_a_terminal_sees_how_far_it_is() -> None:
     screen = io.StringIO()
-    job = Job("main-0", (Run("main", 0.0, 0), Run("main", 0.5, 0)))
+    job = GroupPlan("main-0", (Run("main", 0.0, 0), Run("main", 0.5, 0)))
     with SweepProgress(Console(file=screen, force_terminal=True, width=100)) as progress:
-        progress.planned(1, 3)
-        progress.started(job)
-        progress.stepped(job, Progress(5, 12, [2.5, None, 1.5]))  # one of three has failed
+        progress.on_plan(1, 3)
+        progress.on_group_start(job)
+        progress.on_step(job, Progress(5, 12, [2.5, None, 1.5]))  # one of three has failed
         progress.bars.refresh()
-        progress.finished(job, 3)
+        progress.on_group_end(job, 3)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     assert "1 of 3 runs are finished already." in shown
     assert re.search(r"runs +[━╺╸]+ 1/3", shown)
@@ -630,7 +630,7 @@ def test_no_resume_refuses_a_directory_with_runs(invoke: Invoke, small: Path) ->
 
 @pytest.mark.usefixtures("no_report")
 def test_a_directory_in_use_is_refused(invoke: Invoke, small: Path) -> None:
-    with Ledger(Path("out")).locked():
+    with RunStore(Path("out")).locked():
         outcome = invoke("run", small, "--out", "out")
     assert outcome.code == 1
     assert outcome.err == (f"Error: Process {os.getpid()} is at work in out. Wait for it, or choose another --out.\n")

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from torchace.lab.schema.experiment import Experiment
+from torchace.lab.store import Run
 from torchace.lab.sweeps import sweep
-from torchace.lab.sweeps.config import Experiment, parse_experiment
+from torchace.lab.sweeps.config import parse_experiment
 from torchace.lab.sweeps.networks import build_network
-from torchace.lab.sweeps.run_store import Run
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.loop import Failure
 from torchace.lab.training.run_group import RunGroup
@@ -80,9 +81,9 @@ def poison(monkeypatch: Any, diversity: float, seed: int, member: int) -> None:
 
     real = Sweep._do
 
-    def noted(self: Sweep, ledger: Any, job: Any, *args: Any) -> float:
+    def noted(self: Sweep, store: Any, job: Any, *args: Any) -> float:
         monkeypatch.setattr(sweep, "_job_of_the_test", job, raising=False)
-        return real(self, ledger, job, *args)
+        return real(self, store, job, *args)
 
     monkeypatch.setattr(sweep, "build_network", spoilt)
     monkeypatch.setattr(Sweep, "_do", noted)

@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 
-from torchace.lab.sweeps.config import ConfigError, _distinct, builtin_names, load_experiment, parse_experiment
+from torchace.lab.data import NAMES
+from torchace.lab.schema.experiment import DATASETS, _distinct
+from torchace.lab.sweeps.config import ConfigError, builtin_names, load_experiment, parse_experiment
 
 LEAST: dict[str, Any] = {"name": "a", "train": {"epochs": 1}}
 
 
 def test_the_built_in_experiments() -> None:
     assert builtin_names() == ["branched", "digits", "small_members", "table1", "table2", "table2_short"]
+
+
+def test_every_data_set_can_be_chosen() -> None:
+    assert DATASETS == NAMES
 
 
 @pytest.mark.parametrize("name", builtin_names())

@@ -23,7 +23,7 @@ from tests.lab.sweeps.cases import ledger_of, leftovers
 from tests.support.fork_server import ForkServer
 from tests.support.held import CHECKPOINT
 from torchace._files import PARTIAL
-from torchace.lab.sweeps.run_store import Ledger, LedgerError
+from torchace.lab.store import RunStore, RunStoreError
 
 pytestmark = pytest.mark.extended
 
@@ -95,9 +95,9 @@ def _steps(names: list[str]) -> list[int]:
 def written(directory: Path) -> dict[str, Any]:
     """Everything but times and how often the state was saved."""
     assert leftovers(directory) == []
-    ledger = ledger_of(directory)
-    del ledger["experiment.json"]["config"]["checkpoint"]
-    return ledger
+    store = ledger_of(directory)
+    del store["experiment.json"]["config"]["checkpoint"]
+    return store
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,10 @@ def test_told_to_stop(
         before = sweeping.progress()
         assert sweeping.wait_until(lambda s=sweeping, b=before: s.progress() != b)
         # a second process on the same directory
-        with pytest.raises(LedgerError, match=f"Process {sweeping.command.pid} is at work"), Ledger(directory).locked():
+        with (
+            pytest.raises(RunStoreError, match=f"Process {sweeping.command.pid} is at work"),
+            RunStore(directory).locked(),
+        ):
             pass
         code, _, err = sweeping.end(number)
         assert code == 3
@@ -222,7 +225,7 @@ def test_a_second_command_is_refused_by_name(
     sweep_file: Path, tmp_path: Path, started: Callable[..., Sweeping]
 ) -> None:
     directory = tmp_path / "out"
-    with Ledger(directory).locked():
+    with RunStore(directory).locked():
         code, out, err = started(sweep_file, directory).end()
     assert (code, out) == (1, "")
     assert err == f"Error: Process {os.getpid()} is at work in {directory}. Wait for it, or choose another --out.\n"
@@ -237,8 +240,8 @@ def test_a_lock_dies_with_its_process(tmp_path: Path) -> None:
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(LedgerError, match="is at work"), Ledger(tmp_path).locked():
+        with pytest.raises(RunStoreError, match="is at work"), RunStore(tmp_path).locked():
             pass
         holder.kill()
-    with Ledger(tmp_path).locked():
+    with RunStore(tmp_path).locked():
         pass

@@ -28,9 +28,11 @@ from tests.lab.sweeps.cases import command, ledger_of, leftovers
 from tests.support.held_ray import FREE, held_sweep
 from torchace.lab.cli import app as cli
 from torchace.lab.cli.sweep_progress import SweepProgress
-from torchace.lab.sweeps.config import Experiment, load_experiment
-from torchace.lab.sweeps.run_store import Job, Ledger, Run
-from torchace.lab.sweeps.sweep import Sweep, Unfinished, Watcher
+from torchace.lab.schema.experiment import Experiment
+from torchace.lab.store import GroupPlan, Run, RunStore
+from torchace.lab.sweeps.callbacks import Callback
+from torchace.lab.sweeps.config import load_experiment
+from torchace.lab.sweeps.sweep import Sweep, Unfinished
 from torchace.lab.training.loop import Interrupted, Progress
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
@@ -173,32 +175,32 @@ def undisturbed(experiment: Experiment, tmp_path_factory: pytest.TempPathFactory
     return ledger_of(directory)
 
 
-class Counting(Watcher):
+class Counting(Callback):
     """Counts what is finished, and who died."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
         self.deaths: list[str] = []
 
-    def finished(self, job: Job, done: int) -> None:
+    def on_group_end(self, job: GroupPlan, done: int) -> None:
         self.counts.append(done)
 
-    def died(self, job: Job, how: str) -> None:
+    def on_worker_lost(self, job: GroupPlan, how: str) -> None:
         self.deaths.append(how)
 
 
-def finished_whole(sweep: Sweep, watcher: Counting, undisturbed: dict[str, Any]) -> None:
+def finished_whole(sweep: Sweep, callback: Counting, undisturbed: dict[str, Any]) -> None:
     """Runs a sweep and compares."""
-    failures = sweep.run(watcher)
+    failures = sweep.run(callback)
     assert [run.arm for run in failures] == ["wild"] * FAILED
-    assert watcher.counts == list(range(2, RUNS + 1, 2))  # every job once
+    assert callback.counts == list(range(2, RUNS + 1, 2))  # every job once
     assert same(sweep.directory, undisturbed)
 
 
 def same(directory: Path, undisturbed: dict[str, Any]) -> bool:
     ours, theirs = ledger_of(directory), {**undisturbed}
-    for ledger in (ours, theirs):  # how often the state was saved is no part of a result
-        ledger["experiment.json"] = {**ledger["experiment.json"], "config": None}
+    for store in (ours, theirs):  # how often the state was saved is no part of a result
+        store["experiment.json"] = {**store["experiment.json"], "config": None}
     assert leftovers(directory) == []
     return ours == theirs
 
@@ -231,16 +233,16 @@ def test_two_nodes_give_what_one_machine_gives(
     directory, go = tmp_path / "out", tmp_path / "go"
 
     class Looking(Counting):
-        def stepped(self, job: Job, progress: Progress) -> None:
+        def on_step(self, job: GroupPlan, progress: Progress) -> None:
             at_work.update(node for node in joined.cluster.list_all_nodes() if joined.workers(node))
             if len(at_work) == 2:
                 go.touch()
 
     hold(lambda job, attempt: job.startswith("calm") and not go.exists())  # or one node may do it all
-    watcher, start = Looking(), time.monotonic()
-    finished_whole(RaySweep(experiment, directory), watcher, undisturbed)
+    callback, start = Looking(), time.monotonic()
+    finished_whole(RaySweep(experiment, directory), callback, undisturbed)
     assert len(at_work) == 2
-    assert watcher.deaths == []
+    assert callback.deaths == []
     # how long it took, not what all jobs took together
     longest = max(2 * json.loads(file.read_text())["seconds"] for file in directory.glob("runs/*.json"))
     assert longest <= recorded(directory) <= time.monotonic() - start
@@ -259,7 +261,7 @@ def test_ten_workers_killed(
         seen: set[str]
         killed: list[str]
 
-        def stepped(self, job: Job, progress: Progress) -> None:
+        def on_step(self, job: GroupPlan, progress: Progress) -> None:
             new = {str(path) for path in tmp_path.glob(f"checkpoints/{job.id}/state-*.safetensors")} - self.seen
             worker = joined.workers().get(job.id)
             if new and worker is not None and self.killed.count(job.id) < quota.get(job.id, 0):
@@ -270,10 +272,10 @@ def test_ten_workers_killed(
                     for process in joined.mailboxes():
                         process.kill()
 
-    watcher = Killing()
-    watcher.seen, watcher.killed = set(), []
-    finished_whole(RaySweep(saved_every(1, experiment), tmp_path), watcher, undisturbed)
-    assert watcher.deaths == ["WorkerCrashedError"] * KILLS
+    callback = Killing()
+    callback.seen, callback.killed = set(), []
+    finished_whole(RaySweep(saved_every(1, experiment), tmp_path), callback, undisturbed)
+    assert callback.deaths == ["WorkerCrashedError"] * KILLS
 
 
 def test_a_node_dies(
@@ -284,19 +286,19 @@ def test_a_node_dies(
     hold(lambda job, attempt: job.startswith("calm") and not go.exists())
 
     class Pulling(Counting):
-        def stepped(self, job: Job, progress: Progress) -> None:
+        def on_step(self, job: GroupPlan, progress: Progress) -> None:
             if nodes and job.id in joined.workers(nodes[0]):
                 joined.cluster.remove_node(nodes.pop(), allow_graceful=False)
                 go.touch()
 
-    watcher = Pulling()
+    callback = Pulling()
     try:
-        finished_whole(RaySweep(experiment, tmp_path / "out"), watcher, undisturbed)
+        finished_whole(RaySweep(experiment, tmp_path / "out"), callback, undisturbed)
     finally:
         for node in nodes:
             joined.cluster.remove_node(node)
     assert nodes == []
-    assert len(watcher.deaths) == 1
+    assert len(callback.deaths) == 1
 
 
 def test_a_job_that_dies_again_and_again_is_given_up_and_the_others_go_on(
@@ -308,29 +310,29 @@ def test_a_job_that_dies_again_and_again_is_given_up_and_the_others_go_on(
     hold: Hold,
 ) -> None:
     class Killing(Counting):
-        def stepped(self, job: Job, progress: Progress) -> None:
+        def on_step(self, job: GroupPlan, progress: Progress) -> None:
             if job.id == "calm-3" and (worker := joined.workers().get(job.id)):
                 worker.kill()
 
     hold(lambda job, attempt: job == "calm-3" and attempt <= 2)
     monkeypatch.setattr(on_ray, "DEATHS", 2)
-    sweep, watcher = RaySweep(saved_every(None, experiment), tmp_path), Killing()
+    sweep, callback = RaySweep(saved_every(None, experiment), tmp_path), Killing()
     with pytest.raises(Unfinished) as caught:
-        sweep.run(watcher)
+        sweep.run(callback)
     lost = [Run("calm", 0.5, 2), Run("calm", 0.5, 3)]
     why = "its worker died 2 times in a row without a new checkpoint (WorkerCrashedError)"
     assert caught.value.reasons == dict.fromkeys(lost, why)
-    assert [run for run in _runs(tmp_path) if not Ledger(tmp_path).is_finished(run)] == lost
+    assert [run for run in _runs(tmp_path) if not RunStore(tmp_path).is_finished(run)] == lost
 
     monkeypatch.undo()
-    watcher = Counting()
-    sweep.run(watcher)
-    assert watcher.counts == [RUNS]
+    callback = Counting()
+    sweep.run(callback)
+    assert callback.counts == [RUNS]
     assert same(tmp_path, undisturbed)
 
 
 def _runs(directory: Path) -> list[Run]:
-    return [run for job in Ledger(directory).jobs() for run in job.runs]
+    return [run for job in RunStore(directory).groups() for run in job.runs]
 
 
 def test_stopped_with_a_checkpoint_and_a_damaged_one(
@@ -344,16 +346,16 @@ def test_stopped_with_a_checkpoint_and_a_damaged_one(
     class Stopping(Counting):
         step = 0
 
-        def stepped(self, job: Job, progress: Progress) -> None:
+        def on_step(self, job: GroupPlan, progress: Progress) -> None:
             self.step = self.step or progress.step * (job.id == "calm-0")
 
     hold(lambda job, attempt: job == "calm-0")  # which is not done before the sweep is told to stop
-    sweep, watcher, start = RaySweep(saved_every(None, experiment), tmp_path), Stopping(), time.monotonic()
+    sweep, callback, start = RaySweep(saved_every(None, experiment), tmp_path), Stopping(), time.monotonic()
     with pytest.raises(Interrupted):
-        sweep.run(watcher, stop=lambda: watcher.step > 0)
+        sweep.run(callback, stop=lambda: callback.step > 0)
     (state,) = tmp_path.glob("checkpoints/calm-0/state-*.safetensors")
     stopped = int(re.findall(r"\d+", state.name)[0])
-    assert watcher.step <= stopped <= FREE
+    assert callback.step <= stopped <= FREE
     # the time of what was stopped counts too
     spent = json.loads((state.parent / "manifest.json").read_text())["progress"]["seconds"]
     assert spent <= recorded(tmp_path) <= time.monotonic() - start
@@ -369,7 +371,7 @@ def test_stopped_with_a_checkpoint_and_a_damaged_one(
     state.write_bytes(whole[:-1] + b"?")
     with pytest.raises(Unfinished) as caught:
         sweep.run()
-    assert [run for run in _runs(tmp_path) if not Ledger(tmp_path).is_finished(run)] == list(caught.value.reasons)
+    assert [run for run in _runs(tmp_path) if not RunStore(tmp_path).is_finished(run)] == list(caught.value.reasons)
     assert set(caught.value.reasons.values()) == {
         f"The checkpoint in {state.parent} is damaged ({state.name} is not what was written). "
         "Remove that folder to start its runs anew"
@@ -381,9 +383,9 @@ def test_stopped_with_a_checkpoint_and_a_damaged_one(
 
 def test_a_checkpoint_of_an_earlier_worker_is_not_taken(joined: Nodes, tmp_path: Path) -> None:
     """Ray may give up a worker that lives, cut off from the others, and it goes on saving."""
-    job = Job("main-0", (Run("main", 0.0, 0),))
+    job = GroupPlan("main-0", (Run("main", 0.0, 0),))
     never = lambda *_: False  # noqa: E731
-    dispatch = on_ray._Dispatch(Ledger(tmp_path), deque(), never, on_ray._mailbox(), Watcher(), never)
+    dispatch = on_ray._Dispatch(RunStore(tmp_path), deque(), never, on_ray._mailbox(), Callback(), never)
     dispatch.flights = {"task": (job, 2)}
     for attempt, name in ((2, "state-9.safetensors"), (1, "state-6.safetensors"), (3, "state-12.safetensors")):
         files = {name: b"", "manifest.json": name.encode()}
@@ -549,16 +551,16 @@ def test_a_local_sweep_does_not_know_of_ray() -> None:
 
 def test_several_jobs_at_once_have_a_bar_each() -> None:
     screen = io.StringIO()
-    jobs = [Job(f"main-{seed}", (Run("main", 0.5, seed),)) for seed in range(2)]
+    jobs = [GroupPlan(f"main-{seed}", (Run("main", 0.5, seed),)) for seed in range(2)]
     with SweepProgress(Console(file=screen, force_terminal=True, width=120)) as progress:
-        progress.planned(0, 2)
+        progress.on_plan(0, 2)
         for step, job in enumerate(jobs, 3):
-            progress.started(job)
-            progress.stepped(job, Progress(step, 12, [2.5]))
+            progress.on_group_start(job)
+            progress.on_step(job, Progress(step, 12, [2.5]))
         progress.bars.refresh()
-        progress.died(jobs[1], "NodeDiedError")
+        progress.on_worker_lost(jobs[1], "NodeDiedError")
         for done, job in enumerate(jobs, 1):
-            progress.finished(job, done)
+            progress.on_group_end(job, done)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     assert re.search(r"main λ=0.5, seed 0 [━╺╸]+ +3/12", shown)
     assert re.search(r"main λ=0.5, seed 1 [━╺╸]+ +4/12", shown)

@@ -13,35 +13,36 @@ import pytest
 from tests.lab.sweeps.cases import ledger_of, leftovers, poison, run, small
 from torchace import _files as files
 from torchace._files import with_checksum
+from torchace.lab.store import GroupPlan, Run, RunStore, RunStoreError
+from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.config import ConfigError, load_experiment
-from torchace.lab.sweeps.run_store import Job, Ledger, LedgerError, Run
-from torchace.lab.sweeps.sweep import Sweep, Watcher
+from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.checkpoint import CheckpointError
 from torchace.lab.training.loop import Interrupted, Progress
 
 
-class Heard(Watcher):
+class Heard(Callback):
     def __init__(self) -> None:
         self.jobs: list[str] = []
         self.counts: list[int] = []
 
-    def planned(self, done: int, total: int) -> None:
+    def on_plan(self, done: int, total: int) -> None:
         self.counts += [done, total]
 
-    def started(self, job: Job) -> None:
+    def on_group_start(self, job: GroupPlan) -> None:
         self.jobs.append(job.id)
 
-    def stepped(self, job: Job, progress: Progress) -> None:
+    def on_step(self, job: GroupPlan, progress: Progress) -> None:
         assert progress.step <= progress.steps
 
-    def finished(self, job: Job, done: int) -> None:
+    def on_group_end(self, job: GroupPlan, done: int) -> None:
         self.counts.append(done)
 
 
 def heard(directory: Path, **sections: Any) -> Heard:
-    watcher = Heard()
-    Sweep(small(**sections), directory).run(watcher)
-    return watcher
+    callback = Heard()
+    Sweep(small(**sections), directory).run(callback)
+    return callback
 
 
 def after(count: int) -> Callable[[], bool]:
@@ -51,17 +52,17 @@ def after(count: int) -> Callable[[], bool]:
 
 
 def test_every_run_is_written_down_once(tmp_path: Path) -> None:
-    watcher = heard(tmp_path)
-    assert watcher.jobs == ["main-0"]
-    assert watcher.counts == [0, 4, 4]
-    ledger = ledger_of(tmp_path)
+    callback = heard(tmp_path)
+    assert callback.jobs == ["main-0"]
+    assert callback.counts == [0, 4, 4]
+    store = ledger_of(tmp_path)
     names = [f"main-l{diversity}-s{seed}" for diversity in ("0", "0.5") for seed in (0, 1)]
-    assert {name for name in ledger if "main" in name} == {
+    assert {name for name in store if "main" in name} == {
         *(f"runs/{name}.json" for name in names),
         *(f"{name}.safetensors" for name in names),
     }
     assert leftovers(tmp_path) == []
-    one = ledger["runs/main-l0.5-s1.json"]
+    one = store["runs/main-l0.5-s1.json"]
     assert (one["status"], one["steps"], one["job"], one["seed"], one["diversity"]) == (
         "finished",
         12,
@@ -79,10 +80,10 @@ def test_every_run_is_written_down_once(tmp_path: Path) -> None:
 
 def test_a_validation_part_is_scored(tmp_path: Path) -> None:
     run(tmp_path, data={"validation": 0.25})
-    ledger = ledger_of(tmp_path)
-    assert ledger["experiment.json"]["data"]["train"] == 150
-    assert ledger["experiment.json"]["data"]["validation"] == 50
-    scores = ledger["runs/main-l0-s0.json"]["metrics"]
+    store = ledger_of(tmp_path)
+    assert store["experiment.json"]["data"]["train"] == 150
+    assert store["experiment.json"]["data"]["validation"] == 50
+    scores = store["runs/main-l0-s0.json"]["metrics"]
     assert scores["validation"].keys() == scores["test"].keys()
     assert scores["validation"]["accuracy"] * 50 == pytest.approx(
         round(scores["validation"]["accuracy"] * 50), abs=1e-4
@@ -107,7 +108,7 @@ def test_all_kinds_of_batches_and_models(kind: str, model: dict[str, Any], tmp_p
 
 def test_jobs_have_the_size_asked_for(tmp_path: Path) -> None:
     assert heard(tmp_path, sweep={"cohort_size": 3}).jobs == ["main-0", "main-1"]
-    assert [len(job.runs) for job in Ledger(tmp_path).jobs()] == [3, 1]
+    assert [len(job.runs) for job in RunStore(tmp_path).groups()] == [3, 1]
 
 
 def test_large_networks_are_trained_one_by_one_on_a_cpu(tmp_path: Path) -> None:
@@ -137,8 +138,8 @@ def test_arms_share_their_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_more_seeds_train_only_the_new_ones(tmp_path: Path) -> None:
     run(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.glob("runs/*")}
-    watcher = heard(tmp_path, sweep={"seeds": [0, 1, 2]})
-    assert (watcher.jobs, watcher.counts) == (["main-1"], [4, 6, 6])
+    callback = heard(tmp_path, sweep={"seeds": [0, 1, 2]})
+    assert (callback.jobs, callback.counts) == (["main-1"], [4, 6, 6])
     assert {path: path.read_bytes() for path in before} == before
     experiment = ledger_of(tmp_path)["experiment.json"]
     assert experiment["seeds"] == [0, 1, 2]
@@ -146,8 +147,8 @@ def test_more_seeds_train_only_the_new_ones(tmp_path: Path) -> None:
 
 def test_another_diversity_trains_only_the_new_one_and_the_old_ones_stay(tmp_path: Path) -> None:
     run(tmp_path)
-    watcher = heard(tmp_path, sweep={"diversities": [0.9]})
-    assert (watcher.jobs, watcher.counts) == (["main-1"], [0, 2, 2])
+    callback = heard(tmp_path, sweep={"diversities": [0.9]})
+    assert (callback.jobs, callback.counts) == (["main-1"], [0, 2, 2])
     assert ledger_of(tmp_path)["experiment.json"]["arms"][0]["diversities"] == [0.0, 0.5, 0.9]
     assert len(list(tmp_path.glob("runs/*.json"))) == 6
 
@@ -165,8 +166,8 @@ def test_an_unfinished_job_is_trained_whole_though_less_is_asked_for(tmp_path: P
     run(tmp_path / "a")
     with pytest.raises(Interrupted):
         run(tmp_path / "b", after(6))
-    watcher = heard(tmp_path / "b", sweep={"seeds": [0]})
-    assert (watcher.jobs, watcher.counts) == (["main-0"], [0, 4, 4])
+    callback = heard(tmp_path / "b", sweep={"seeds": [0]})
+    assert (callback.jobs, callback.counts) == (["main-0"], [0, 4, 4])
     ours, theirs = ledger_of(tmp_path / "a"), ledger_of(tmp_path / "b")
     assert {name: value for name, value in ours.items() if "runs" in name} == {
         name: value for name, value in theirs.items() if "runs" in name
@@ -197,7 +198,7 @@ def test_an_unfinished_job_that_nobody_asks_for_is_left_alone(tmp_path: Path) ->
 def test_another_configuration_is_refused(sections: dict[str, Any], key: str, tmp_path: Path) -> None:
     run(tmp_path)
     before = ledger_of(tmp_path)
-    with pytest.raises(LedgerError, match=key):
+    with pytest.raises(RunStoreError, match=key):
         run(tmp_path, **sections)
     assert ledger_of(tmp_path) == before
 
@@ -206,8 +207,8 @@ def test_words_and_saving_may_change(tmp_path: Path) -> None:
     arms = [{"name": "a", "label": "one"}]
     run(tmp_path, arms=arms)
     arms[0]["label"] = "two"
-    watcher = heard(tmp_path, arms=arms, title="T", description="D", checkpoint={"steps": 3}, paper={"table": "1"})
-    assert watcher.jobs == []
+    callback = heard(tmp_path, arms=arms, title="T", description="D", checkpoint={"steps": 3}, paper={"table": "1"})
+    assert callback.jobs == []
     assert ledger_of(tmp_path)["experiment.json"]["title"] == "T"
 
 
@@ -215,7 +216,7 @@ def test_words_and_saving_may_change(tmp_path: Path) -> None:
 def test_a_damaged_experiment_is_one_sentence(text: str, tmp_path: Path) -> None:
     run(tmp_path)
     (tmp_path / "experiment.json").write_text(text)
-    with pytest.raises(LedgerError, match=r"experiment.json") as caught:
+    with pytest.raises(RunStoreError, match=r"experiment.json") as caught:
         run(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -239,20 +240,20 @@ def test_interrupted_anywhere_and_resumed(tmp_path: Path) -> None:
 
 def test_many_runs_are_looked_up_in_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
-    is_finished = Ledger.is_finished
+    is_finished = RunStore.is_finished
 
-    def counted(self: Ledger, run: Run) -> bool:
+    def counted(self: RunStore, run: Run) -> bool:
         nonlocal looks
         looks += 1
         return is_finished(self, run)
 
     class Skipping(Sweep):
-        def _do(self, ledger: Ledger, job: Job, *args: Any) -> float:
+        def _do(self, store: RunStore, job: GroupPlan, *args: Any) -> float:
             for one in job.runs:
-                ledger.write_result(one, {"format": 1, "status": "finished"}, {})
+                store.write_result(one, {"format": 1, "status": "finished"}, {})
             return 1.0
 
-    monkeypatch.setattr(Ledger, "is_finished", counted)
+    monkeypatch.setattr(RunStore, "is_finished", counted)
     monkeypatch.setattr("torchace.lab.sweeps.sweep.WRITE_EVERY", 1e9)
     runs = 200
     experiment = load_experiment("digits", ["sweep.diversities=[0]", "sweep.cohort_size=1"], seeds=range(runs))
@@ -295,8 +296,8 @@ def test_a_lost_result_is_made_again(tmp_path: Path) -> None:
     run(tmp_path)
     before = ledger_of(tmp_path)
     (tmp_path / "runs" / "main-l0.5-s1.json").unlink()
-    watcher = heard(tmp_path)
-    assert (watcher.jobs, watcher.counts) == (["main-0"], [3, 4, 4])
+    callback = heard(tmp_path)
+    assert (callback.jobs, callback.counts) == (["main-0"], [3, 4, 4])
     assert ledger_of(tmp_path) == before
 
 
@@ -315,11 +316,11 @@ def test_a_damaged_checkpoint_is_one_sentence_and_the_results_stay(tmp_path: Pat
     assert ledger_of(tmp_path / "a") == ledger_of(tmp_path / "b")
 
 
-class Restarts(Watcher):
+class Restarts(Callback):
     def __init__(self) -> None:
         self.jobs: list[str] = []
 
-    def restarted(self, job: Job) -> None:
+    def on_group_restart(self, job: GroupPlan) -> None:
         self.jobs.append(job.id)
 
 
@@ -343,9 +344,9 @@ def test_nothing_goes_on_from_the_weights_of_others(
     run(tmp_path / "expected", **now)
     (tmp_path / "theirs" / "jobs.json").unlink()
     (tmp_path / "theirs" / "experiment.json").write_bytes((tmp_path / "expected" / "experiment.json").read_bytes())
-    watcher = Restarts()
-    Sweep(small(**now), tmp_path / "theirs").run(watcher)
-    assert watcher.jobs == ["main-0"]
+    callback = Restarts()
+    Sweep(small(**now), tmp_path / "theirs").run(callback)
+    assert callback.jobs == ["main-0"]
     assert ledger_of(tmp_path / "theirs") == ledger_of(tmp_path / "expected")
     assert leftovers(tmp_path / "theirs") == []
 
@@ -354,7 +355,7 @@ def test_the_same_runs_go_on_though_their_jobs_were_forgotten(tmp_path: Path) ->
     with pytest.raises(Interrupted):
         run(tmp_path, after(8))
     (tmp_path / "jobs.json").unlink()
-    watcher = Restarts()
+    callback = Restarts()
     asked = 0
 
     def stop() -> bool:
@@ -362,8 +363,8 @@ def test_the_same_runs_go_on_though_their_jobs_were_forgotten(tmp_path: Path) ->
         asked += 1
         return False
 
-    Sweep(small(), tmp_path).run(watcher, stop)
-    assert (watcher.jobs, asked) == ([], 5)  # of 12 steps, 7 were made
+    Sweep(small(), tmp_path).run(callback, stop)
+    assert (callback.jobs, asked) == ([], 5)  # of 12 steps, 7 were made
 
 
 @pytest.mark.parametrize("call", [1, 2, 5, 9, 14, 20, 26, 33])
@@ -407,9 +408,9 @@ def test_a_failed_run_leaves_the_others_bit_identical(tmp_path: Path, monkeypatc
 def test_a_failed_run_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, 0.5, 1, member=0)
     first = run(tmp_path)
-    watcher = Heard()
-    assert Sweep(small(), tmp_path).run(watcher) == first
-    assert watcher.jobs == []
+    callback = Heard()
+    assert Sweep(small(), tmp_path).run(callback) == first
+    assert callback.jobs == []
 
 
 def test_a_failure_survives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

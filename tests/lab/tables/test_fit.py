@@ -23,12 +23,12 @@ from tests.lab.tables.table_cases import done, fitted, is_complete, job, weights
 from torchace._files import PathError
 from torchace.lab.data import DataError
 from torchace.lab.data.tables import read_table
-from torchace.lab.sweeps.run_store import Ledger, LedgerError
+from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.tables import fit as table_fit
-from torchace.lab.tables.fit import FitWatcher, TableFit, TrainingFailed
+from torchace.lab.tables.fit import FitCallback, TableFit, TrainingFailed
 from torchace.lab.tables.model import TableModel
 from torchace.lab.training.loop import Interrupted, Progress
-from torchace.lab.tuning.tuning import Stage
+from torchace.lab.tuning.search import SearchStage
 
 Kind = tuple[str, Callable[..., Any], str]
 KINDS = [("pets.csv", pets, "pet"), ("houses.csv", houses, "price")]
@@ -159,7 +159,7 @@ def test_a_given_diversity_is_not_searched(data: Path, tmp_path: Path, monkeypat
     def searched(*args: Any, **options: Any) -> None:
         raise AssertionError("searched")
 
-    monkeypatch.setattr(table_fit, "tune_diversity", searched)
+    monkeypatch.setattr(table_fit.GridSearch, "run", searched)
     model = done(job(data, "pet", tmp_path / "out", 0.3))
     assert (model.diversity, model.record["search"]) == (0.3, None)
     with pytest.raises(AssertionError, match="searched"):
@@ -176,24 +176,24 @@ def test_a_searched_diversity_is_the_one_that_is_trained(data: Path, tmp_path: P
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "given")
 
 
-def test_a_watcher_sees_all_of_it(data: Path, tmp_path: Path) -> None:
-    class Watcher(FitWatcher):
+def test_a_recorder_sees_all_of_it(data: Path, tmp_path: Path) -> None:
+    class Recorder(FitCallback):
         def __init__(self) -> None:
             self.stages: list[tuple[int, str, float]] = []
             self.steps: list[Progress] = []
 
-        def searched(self, stage: Stage, share: float) -> None:
-            self.stages.append((stage.number, stage.purpose, share))
+        def on_search(self, stage: SearchStage, fraction: float) -> None:
+            self.stages.append((stage.number, stage.purpose, fraction))
 
-        def trained(self, progress: Progress) -> None:
+        def on_step(self, progress: Progress) -> None:
             self.steps.append(progress)
 
-    watcher, fit = Watcher(), job(data, "pet", tmp_path / "out", None, epochs=3)
-    with fit.locked():
-        fit.train(watcher)
-    finished = dict.fromkeys(stage[:2] for stage in watcher.stages if stage[2] == 1.0)
+    recorder, fit = Recorder(), job(data, "pet", tmp_path / "out", None, epochs=3)
+    with fit.lock():
+        fit.train(recorder)
+    finished = dict.fromkeys(stage[:2] for stage in recorder.stages if stage[2] == 1.0)
     assert list(finished)[:2] == [(1, "search"), (2, "search")]
-    assert watcher.steps[-1].step == watcher.steps[-1].steps
+    assert recorder.steps[-1].step == recorder.steps[-1].steps
 
 
 # -- stopped, and gone on ---------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_stopped_again_and_again_it_ends_where_it_would_have(
         fit = job(path, target, tmp_path / out / "model", diversity, **options)
         stops = 0
         while out == "stopped" and not (fit.work / "model").exists():
-            with fit.locked():
+            with fit.lock():
                 try:
                     fit.train(stop=StopAfter(7))
                 except Interrupted:
@@ -284,7 +284,7 @@ def test_killed_at_every_file_operation(module: Any, name: str, after: bool, dat
         assert is_complete(fit.out) or died
         if not fit.is_finished():
             done(fit)
-        fit.clear()
+        fit.remove_work()
         assert is_complete(fit.out)
         assert written(fit.out) == written(expected.out)
         assert [path.name for path in fit.out.parent.iterdir()] == ["out"]
@@ -295,7 +295,7 @@ def test_killed_at_every_file_operation(module: Any, name: str, after: bool, dat
 
 def test_what_a_killed_process_was_saving_is_removed(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
-    with fit.locked():
+    with fit.lock():
         fit.train()
     half = fit.work / ".model.0123456789abcdef.partial"
     shutil.copytree(fit.work / "model", half)
@@ -360,13 +360,13 @@ def test_a_finished_model_is_known_again(data: Path, tmp_path: Path) -> None:
 def test_other_settings_are_refused(other: dict[str, Any], data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     done(fit)
-    with pytest.raises(LedgerError, match=r"out holds something else already\. Choose another --out, or remove it\.$"):
+    with pytest.raises(RunStoreError, match=r"out holds something else already\. Choose another --out"):
         job(data, "pet", tmp_path / "out", **other).is_finished()
     unfinished = job(data, "pet", tmp_path / "unfinished")
-    with unfinished.locked():
+    with unfinished.lock():
         pass
     before = everything_in(tmp_path)
-    with pytest.raises(LedgerError, match=r"unfinished\.work holds an unfinished fit of other data or settings\."):
+    with pytest.raises(RunStoreError, match=r"unfinished\.work holds an unfinished fit of other data or settings\."):
         done(job(data, "pet", tmp_path / "unfinished", **other))
     assert everything_in(tmp_path) == before
 
@@ -374,13 +374,13 @@ def test_other_settings_are_refused(other: dict[str, Any], data: Path, tmp_path:
 def test_other_data_under_the_same_name_are_refused(data: Path, tmp_path: Path) -> None:
     done(job(data, "pet", tmp_path / "out"))
     write_table(pets(seed=1), data)
-    with pytest.raises(LedgerError, match="holds something else"):
+    with pytest.raises(RunStoreError, match="holds something else"):
         job(data, "pet", tmp_path / "out").is_finished()
 
 
 def test_two_at_once_are_refused(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
-    with fit.locked(), pytest.raises(LedgerError, match=f"Process {os.getpid()} is at work in .*out.work"):
+    with fit.lock(), pytest.raises(RunStoreError, match=f"Process {os.getpid()} is at work in .*out.work"):
         done(job(data, "pet", tmp_path / "out"))
 
 
@@ -389,7 +389,7 @@ def test_another_process_may_be_faster(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     assert not fit.is_finished()
     done(job(data, "pet", tmp_path / "out"))
-    with pytest.raises(LedgerError, match=r"Another process has just finished .*out\. Repeat the command to see it\."):
+    with pytest.raises(RunStoreError, match=r"Another process has just finished .*out\. Repeat the command"):
         done(fit)
     assert is_complete(fit.out)
     assert not fit.work.exists()
@@ -401,17 +401,19 @@ def test_somebody_elses_working_directory_is_not_touched(name: str, data: Path, 
     (fit.work / name).mkdir(parents=True)
     (fit.work / name / "years of work").write_text("!")
     before = everything_in(tmp_path)
-    with pytest.raises(LedgerError, match=f"out.work, where a fit would work, holds something else already .'{name}'"):
+    with pytest.raises(
+        RunStoreError, match=f"out.work, the working directory of a fit, holds something else already .'{name}'"
+    ):
         done(fit)
-    fit.clear()
+    fit.remove_work()
     assert everything_in(tmp_path) == before
 
 
 def test_another_fits_working_directory_is_not_cleared(data: Path, tmp_path: Path) -> None:
-    with job(data, "pet", tmp_path / "out", epochs=2).locked():
+    with job(data, "pet", tmp_path / "out", epochs=2).lock():
         pass
     before = everything_in(tmp_path)
-    job(data, "pet", tmp_path / "out").clear()
+    job(data, "pet", tmp_path / "out").remove_work()
     assert everything_in(tmp_path) == before
 
 
@@ -420,7 +422,7 @@ def test_a_damaged_record_of_the_request_is_refused(content: str, data: Path, tm
     fit = job(data, "pet", tmp_path / "out")
     fit.work.mkdir()
     (fit.work / "fit.json").write_text(content)
-    with pytest.raises(LedgerError, match="holds an unfinished fit of other data or settings"):
+    with pytest.raises(RunStoreError, match="holds an unfinished fit of other data or settings"):
         done(fit)
 
 
@@ -434,14 +436,14 @@ def test_a_link_is_refused_at_once(data: Path, tmp_path: Path) -> None:
     """A directory cannot be renamed to a link in the end."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "out").symlink_to("empty")
-    with pytest.raises(LedgerError, match="out holds something else already"):
+    with pytest.raises(RunStoreError, match="out holds something else already"):
         job(data, "pet", tmp_path / "out").is_finished()
 
 
 @pytest.mark.parametrize("place", ["", "lock", "search", "search/checkpoints/x", "model", "checkpoints/model"])
 def test_links_where_a_fit_works_are_refused(place: str, data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
-    with fit.locked():
+    with fit.lock():
         pass
     if place in ("", "lock"):
         (fit.work / "lock").unlink()
@@ -454,13 +456,13 @@ def test_links_where_a_fit_works_are_refused(place: str, data: Path, tmp_path: P
     before = everything_in(outside)
     with pytest.raises(PathError, match="is a symbolic link"):
         done(fit)
-    fit.clear()
+    fit.remove_work()
     assert everything_in(outside) == before
 
 
 def test_what_is_not_a_fits_own_is_left_in_its_place(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
-    with fit.locked():
+    with fit.lock():
         (fit.work / "notes.txt").write_text("mine")
     done(fit)
     assert is_complete(tmp_path / "out")
@@ -476,7 +478,7 @@ def test_a_mount_point_is_refused_at_once(data: Path, tmp_path: Path) -> None:
         pytest.skip("needs the right to mount")
     try:
         with pytest.raises(
-            LedgerError, match=r"out is a mount point\. Choose a directory in it: --out .*/out/model\.$"
+            RunStoreError, match=r"out is a mount point\. Choose a directory in it: --out .*/out/model\.$"
         ):
             job(data, "pet", out).is_finished()
     finally:
@@ -491,7 +493,7 @@ def test_a_file_system_that_cannot_be_written(data: Path, tmp_path: Path) -> Non
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount")
     try:
-        with pytest.raises(LedgerError, match=r"Cannot write to .*disk/out\.work: Read-only file system"):
+        with pytest.raises(RunStoreError, match=r"Cannot write to .*disk/out\.work: Read-only file system"):
             done(job(data, "pet", disk / "out"))
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
@@ -510,7 +512,7 @@ def test_a_training_that_fails_is_one_sentence(diversity: float | None, data: Pa
 
 def test_a_damaged_checkpoint_is_one_sentence(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out", epochs=5)
-    with fit.locked(), pytest.raises(Interrupted):
+    with fit.lock(), pytest.raises(Interrupted):
         fit.train(stop=StopAfter(2))
     state = next((fit.work / "checkpoints" / "model").glob("state-*"))
     state.write_bytes(state.read_bytes()[:-1])
@@ -521,7 +523,7 @@ def test_a_damaged_checkpoint_is_one_sentence(data: Path, tmp_path: Path) -> Non
 def test_only_its_own_lock_is_needed(data: Path, tmp_path: Path) -> None:
     """Fits in one folder do not disturb each other."""
     one, other = (job(data, "pet", tmp_path / name) for name in ("one", "other"))
-    with Ledger(one.work).locked():
+    with RunStore(one.work).locked():
         done(other)
     assert is_complete(other.out)
 

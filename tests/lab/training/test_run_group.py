@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from torchace.nn import SMOC, Ensemble, StackedEnsemble
 from torchace.nn import stacked as stacked_module
 from torchace.nn.base import EnsembleModule
 from torchace.nn.branching import branch
+from torchace.saving import load_model, save_model
 
 SEEDS, LAMBDAS = [3, 4], [0.3, 0.8]
 # float64: sums in another order, through a few layers and ten steps
@@ -73,9 +75,9 @@ MAKE = {
     "smoc, low rank": lambda: SMOC(mlp(FEATURES, 5, None), 5, CLASSES, MEMBERS, rank=2),
     "smoc, resnet": lambda: SMOC(cifar_resnet(8, None, width=4), 16, CLASSES, MEMBERS),
     "branched mlp": lambda: branch(
-        mlp(FEATURES, (5, 4), CLASSES), "linear2", MEMBERS, reinitialize=lambda: mlp(FEATURES, (5, 4), CLASSES)
+        mlp(FEATURES, (5, 4), CLASSES), MEMBERS, at="linear2", reinitialize=lambda: mlp(FEATURES, (5, 4), CLASSES)
     ),
-    "branched resnet": lambda: branch(resnet(), "stage3", MEMBERS, reinitialize=resnet),
+    "branched resnet": lambda: branch(resnet(), MEMBERS, at="stage3", reinitialize=resnet),
 }
 
 
@@ -240,6 +242,13 @@ def test_a_run_by_itself_is_a_copy_with_the_modes_and_flags_of_the_group(kind: s
                 parameter.zero_()
         assert_same(state_of(network.ensemble(run)), state_of(ensemble), within=0)  # still what it was
     assert not network.eval().ensemble(1).training
+
+
+def test_a_branched_run_can_be_saved(tmp_path: Path) -> None:
+    network = RunGroup([MAKE["branched mlp"]() for _ in range(2)])
+    ensemble, x = network.ensemble(1).eval(), torch.randn(5, FEATURES)
+    save_model(tmp_path / "model", ensemble)
+    assert torch.equal(load_model(tmp_path / "model")(x), ensemble(x))
 
 
 def test_names_in_the_state_say_what_is_stacked() -> None:

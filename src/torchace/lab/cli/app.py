@@ -90,19 +90,19 @@ def run(
         device = device_of(device) if ray is None else device  # of this machine, or of the cluster's
 
         from torchace.lab.cli.sweep_progress import SweepProgress
-        from torchace.lab.sweeps.run_store import LedgerError
+        from torchace.lab.store import RunStoreError
+        from torchace.lab.sweeps.callbacks import CallbackList, EventLog, TensorBoard
         from torchace.lab.sweeps.sweep import Sweep, Unfinished
-        from torchace.lab.sweeps.trackers import EventLog, TensorBoard, Watchers
         from torchace.lab.training.loop import Interrupted
 
         if not resume and (directory / "experiment.json").exists():
-            raise LedgerError(
+            raise RunStoreError(
                 f"{directory} holds runs already. Leave out --no-resume to go on, or choose another --out."
             )
         try:
             with Stopper() as stopper, SweepProgress(console) as bars:
                 trackers = [] if rank else [EventLog(directory), *([TensorBoard(directory)] if tensorboard else [])]
-                progress = Watchers([bars, *trackers])
+                progress = CallbackList([bars, *trackers])
                 if rank is not None:
                     failures = rank_sweep(chosen, directory, device, parallel).run(progress, stopper)
                 elif ray is None:

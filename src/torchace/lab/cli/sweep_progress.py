@@ -10,15 +10,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 
 from torchace.lab.cli.terminal import printable
-from torchace.lab.sweeps.run_store import Job, Run
-from torchace.lab.sweeps.sweep import Watcher
+from torchace.lab.store import GroupPlan, Run
+from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.training.loop import Progress
 
 
-class SweepProgress(Watcher):
-    """One bar for the runs, one for the steps of each job at hand, with λ, cross entropy and the time left.
+class SweepProgress(Callback):
+    """One bar for the runs, one for the steps of each group at hand, with λ, cross entropy and the time left.
 
-    Where nobody watches (a log file, a pipe), a line for each job that is done.
+    Where nobody watches (a log file, a pipe), a line for each group that is done.
     """
 
     def __init__(self, console: Console) -> None:
@@ -34,7 +34,7 @@ class SweepProgress(Watcher):
             disable=not console.is_terminal,
         )
         self.total = 0
-        self.steps: dict[str, TaskID] = {}  # the bars of the jobs at hand
+        self.steps: dict[str, TaskID] = {}  # the bars of the groups at hand
 
     def __enter__(self) -> SweepProgress:
         self.bars.start()
@@ -43,31 +43,33 @@ class SweepProgress(Watcher):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.bars.stop()
 
-    def planned(self, done: int, total: int) -> None:
+    def on_plan(self, done: int, total: int) -> None:
         self.total = total
         if done:
             self._say(f"{done} of {total} runs are finished already.")
         self.runs = self.bars.add_task("runs", total=total, completed=done, note="")
 
-    def started(self, job: Job) -> None:
-        self.steps[job.id] = self.bars.add_task(f"  {_named(job.runs)}", total=None, note="")
+    def on_group_start(self, group: GroupPlan) -> None:
+        self.steps[group.id] = self.bars.add_task(f"  {_named(group.runs)}", total=None, note="")
 
-    def stepped(self, job: Job, progress: Progress) -> None:
+    def on_step(self, group: GroupPlan, progress: Progress) -> None:
         values = [value for value in progress.score if value is not None]  # without those of failed runs
         note = f"cross entropy {sum(values) / len(values):.4f}" if values else ""
-        self.bars.update(self.steps[job.id], total=progress.steps, completed=progress.step, note=note)
+        self.bars.update(self.steps[group.id], total=progress.steps, completed=progress.step, note=note)
 
-    def finished(self, job: Job, done: int) -> None:
-        self.bars.remove_task(self.steps.pop(job.id))
+    def on_group_end(self, group: GroupPlan, done: int) -> None:
+        self.bars.remove_task(self.steps.pop(group.id))
         self.bars.update(self.runs, completed=done)
         if self.bars.disable:
-            self._say(f"{_named(job.runs)}: {done} of {self.total} runs are finished.")
+            self._say(f"{_named(group.runs)}: {done} of {self.total} runs are finished.")
 
-    def died(self, job: Job, how: str) -> None:
-        self._say(f"{_named(job.runs)}: its worker died ({how}); it goes on from its newest checkpoint.")
+    def on_worker_lost(self, group: GroupPlan, reason: str) -> None:
+        self._say(f"{_named(group.runs)}: its worker died ({reason}); it goes on from its newest checkpoint.")
 
-    def restarted(self, job: Job) -> None:
-        self._say(f"{_named(job.runs)}: the checkpoint in its place was of other runs and is removed; it starts anew.")
+    def on_group_restart(self, group: GroupPlan) -> None:
+        self._say(
+            f"{_named(group.runs)}: the checkpoint found belongs to other runs and is removed; training restarts."
+        )
 
     def _say(self, text: str) -> None:
         self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)

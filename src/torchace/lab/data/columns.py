@@ -1,15 +1,17 @@
-"""The columns of a table by name, with the sentence for every value that does not belong there."""
+"""Columns of a table by name, with errors for values that do not belong there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torchace._files import TABLE_COLUMNS
 from torchace.lab.data.errors import DataError
-from torchace.lab.data.messages import and_more, repeated, row_number, shown, suggestion
+from torchace.lab.data.messages import first_duplicate, more_rows, quote, row_number, suggestion
 from torchace.lab.data.packages import pandas
 from torchace.lab.data.parsing import numbers, texts
 
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
 
 
-def named(frame: DataFrame) -> DataFrame:
-    """A table whose columns have one name each, a text."""
+def check_columns(frame: DataFrame) -> DataFrame:
+    """Return a table whose column names are unique strings, or raise an error."""
     pd = pandas()
     if not isinstance(frame, pd.DataFrame):
         raise TypeError(
@@ -27,80 +29,87 @@ def named(frame: DataFrame) -> DataFrame:
     if isinstance(frame.columns, pd.MultiIndex):
         raise DataError(f"The table has column names of {frame.columns.nlevels} levels; give every column one name.")
     names = [str(name) for name in frame.columns]
-    if (twice := repeated(names)) is not None:
-        raise DataError(f"The table has two columns named {shown(twice)}; rename one of them.")
+    if (duplicate := first_duplicate(names)) is not None:
+        raise DataError(f"The table has two columns named {quote(duplicate)}; rename one of them.")
     return frame if list(frame.columns) == names else frame.set_axis(names, axis=1)
 
 
-def column_of(frame: DataFrame, name: str, role: str) -> Series:
-    """A column by its name."""
+def check_names(names: list[str], path: Path) -> None:
+    """Check the column names of a file: some, not too many, no duplicates."""
+    if len(names) > TABLE_COLUMNS:
+        raise DataError(f"{path} has {len(names):,} columns, but a table may have {TABLE_COLUMNS:,}; leave some out.")
+    if not names:
+        raise DataError(f"{path} has no columns; give a file that holds a table.")
+    if (duplicate := first_duplicate(names)) is not None:
+        raise DataError(f"{path} has two columns named {quote(duplicate)}; rename one of them.")
+
+
+def get_column(frame: DataFrame, name: str, role: str) -> Series:
+    """Return a column by its name."""
     if name not in frame.columns:
         raise DataError(
-            f"The table has no column {shown(name)}{suggestion(name, frame.columns)}, which is {role}; add it, or "
+            f"The table has no column {quote(name)}{suggestion(name, frame.columns)}, which is {role}; add it, or "
             f"rename the column that is meant{header_hint(frame.columns)}."
         )
     return frame[name]
 
 
 def feature_numbers(column: Series) -> NDArray[np.float64]:
-    """The numbers in a column of numbers, `(N,)`, NaN where one is missing."""
-    values, wrong = numbers(column)
-    check_features(column, values, wrong)
+    """Numbers of a feature column, `(N,)`, NaN where one is missing."""
+    values, invalid = numbers(column)
+    check_features(column, values, invalid)
     return values
 
 
 def target_numbers(column: Series) -> NDArray[np.float64]:
-    """The numbers in a target, `(N,)`, none missing."""
-    values, wrong = numbers(column)
-    check_targets(column, values, wrong)
+    """Numbers of a target column, `(N,)`, none missing."""
+    values, invalid = numbers(column)
+    check_targets(column, values, invalid)
     return values
 
 
-def check_features(column: Series, values: NDArray[np.float64], wrong: NDArray[np.bool_]) -> None:
-    """What `numbers` found are numbers, or missing."""
-    _check_numbers(column, values, wrong, "correct it, or leave it empty")
+def check_features(column: Series, values: NDArray[np.float64], invalid: NDArray[np.bool_]) -> None:
+    """Raise an error unless all cells that `numbers` parsed are finite numbers or missing."""
+    _check_numbers(column, values, invalid, "correct it, or leave it empty")
 
 
-def check_targets(column: Series, values: NDArray[np.float64], wrong: NDArray[np.bool_]) -> None:
-    """What `numbers` found are numbers, none missing."""
-    _check_filled(column, np.isnan(values) & ~wrong)
-    _check_numbers(column, values, wrong, "correct it, or train for classification")
+def check_targets(column: Series, values: NDArray[np.float64], invalid: NDArray[np.bool_]) -> None:
+    """Raise an error unless all cells that `numbers` parsed are finite numbers."""
+    _check_present(column, np.isnan(values) & ~invalid)
+    _check_numbers(column, values, invalid, "correct it, or train for classification")
 
 
 def target_texts(column: Series) -> Any:
-    """The texts in a target, an Arrow array, none missing."""
+    """Texts of a target column, an Arrow array, none missing."""
     cells = texts(column)
-    _check_filled(column, np.asarray(cells.is_null()))
+    _check_present(column, np.asarray(cells.is_null()))
     return cells
 
 
 def header_hint(names: Iterable[str]) -> str:
-    """Where column names look like data, the first row of a file may be missing."""
-    found, wrong = numbers(pandas().Series(list(names), dtype=object))
-    return " (the first row of a file must hold the names)" if len(found) and wrong.mean() <= 0.5 else ""
+    """Hint that a file lacks its header, if at least half of the column names are numbers."""
+    found, invalid = numbers(pandas().Series(list(names), dtype=object))
+    return " (the first row of a file must hold the names)" if len(found) and invalid.mean() <= 0.5 else ""
 
 
-def _check_numbers(column: Series, values: NDArray[np.float64], wrong: NDArray[np.bool_], remedy: str) -> None:
-    infinite = np.isinf(values)
-    for places, what in ((np.flatnonzero(wrong), "no number"), (np.flatnonzero(infinite), "infinite or too large")):
+def _check_numbers(column: Series, values: NDArray[np.float64], invalid: NDArray[np.bool_], remedy: str) -> None:
+    for wrong, what in ((invalid, "not a number"), (np.isinf(values), "infinite or too large")):
+        places = np.flatnonzero(wrong)
         if len(places):
             first = int(places[0])
             raise DataError(
-                f"Column {shown(column.name)} holds numbers, but row {row_number(column, first)} has "
-                f"{shown(column.iloc[first])}, which is {what}{_likewise(len(places) - 1)}; {remedy}."
+                f"Column {quote(column.name)} holds numbers, but row {row_number(column, first)} has "
+                f"{quote(column.iloc[first])}, which is {what}{more_rows(len(places) - 1, ' (likewise ', ')')}; "
+                f"{remedy}."
             )
 
 
-def _likewise(count: int) -> str:
-    return "" if count <= 0 else f" (likewise {count} more {'row' if count == 1 else 'rows'})"
-
-
-def _check_filled(column: Series, missing: NDArray[np.bool_]) -> None:
+def _check_present(column: Series, missing: NDArray[np.bool_]) -> None:
     places = np.flatnonzero(missing)
     if len(places):
         first = int(places[0])
         raise DataError(
-            f"The target {shown(column.name)} has no value in row {row_number(column, first)}"
-            f"{and_more(len(places) - 1)} ({shown(column.iloc[first])} stands for a missing value); fill in or remove "
+            f"The target {quote(column.name)} has no value in row {row_number(column, first)}"
+            f"{more_rows(len(places) - 1)} ({quote(column.iloc[first])} stands for a missing value); fill in or remove "
             "such rows."
         )

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchace._checks import check_count
-from torchace.lab.data.columns import column_of, feature_numbers, named
+from torchace.lab.data.columns import check_columns, feature_numbers, get_column
 from torchace.lab.data.errors import DataError
-from torchace.lab.data.messages import repeated, shown
+from torchace.lab.data.messages import first_duplicate, quote
 from torchace.lab.data.parsing import positions, texts
 from torchace.lab.data.table_schema import Schema, damaged_json, json_object
 
@@ -107,10 +107,10 @@ class Encoding:
             tensor([[ 5.5000,  1.0000],
                     [    nan, -1.0000]], dtype=torch.float64)
         """
-        frame = named(frame)
+        frame = check_columns(frame)
         raw = np.empty((len(frame), len(self.columns)))
         for place, column in enumerate(self.columns):
-            values = column_of(frame, column.name, "needed for predictions")
+            values = get_column(frame, column.name, "needed for predictions")
             raw[:, place] = feature_numbers(values) if isinstance(column, NumberColumn) else _codes(values, column)
         return torch.from_numpy(raw)
 
@@ -222,7 +222,7 @@ def learn_encoding(
         ['age', 'fur = long', 'fur = short']
     """
     check_count(max_categories, "max_categories")
-    frame = named(frame)
+    frame = check_columns(frame)
     weights = _checked_weights(sample_weight, len(frame))
     if not weights.all():
         frame, weights = frame[weights > 0], weights[weights > 0]
@@ -230,7 +230,7 @@ def learn_encoding(
         raise DataError("The training part has no rows; give it a larger share.")
     columns: list[NumberColumn | CategoryColumn] = []
     for column in schema.columns:
-        values = column_of(frame, column.name, "in the schema")
+        values = get_column(frame, column.name, "in the schema")
         if column.kind == "number":
             columns.append(_learn_number(values, weights))
         else:
@@ -240,7 +240,7 @@ def learn_encoding(
         target_mean, target_std = mean_and_std(schema.targets(frame).numpy(), weights)
         if target_std == 0:
             raise DataError(
-                f"The target {shown(schema.target.name)} is the same in all rows of the training part; give it more "
+                f"The target {quote(schema.target.name)} is the same in all rows of the training part; give it more "
                 "rows, or choose another column."
             )
     encoding = Encoding(schema, tuple(columns), target_mean, target_std)
@@ -342,10 +342,10 @@ def _column_from_json(content: object) -> NumberColumn | CategoryColumn:
     if isinstance(content, dict) and "categories" in content:
         fields = json_object(content, "encoding", part, name=str, categories=list, other=bool, missing=bool)
         categories = fields["categories"]
-        if any(type(category) is not str for category in categories) or repeated(categories) is not None:
-            raise damaged_json("encoding", f"{shown(fields['name'])} has no valid categories")
+        if any(type(category) is not str for category in categories) or first_duplicate(categories) is not None:
+            raise damaged_json("encoding", f"{quote(fields['name'])} has no valid categories")
         return CategoryColumn(fields["name"], tuple(categories), fields["other"], fields["missing"])
     fields = json_object(content, "encoding", part, name=str, mean=float, std=float, missing=bool)
     if not (math.isfinite(fields["mean"]) and math.isfinite(fields["std"]) and fields["std"] >= 0):
-        raise damaged_json("encoding", f"{shown(fields['name'])} has no valid mean and std")
+        raise damaged_json("encoding", f"{quote(fields['name'])} has no valid mean and std")
     return NumberColumn(**fields)

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchace.lab.data.errors import DataError
-from torchace.lab.data.messages import row_number, shown
+from torchace.lab.data.messages import quote, row_number
 from torchace.lab.data.packages import arrow, pandas
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class CellError(DataError):
     """
 
     def __init__(self, column: Series, place: int, what: str) -> None:
-        self.found = f"Column {shown(column.name)} has {what} in row {row_number(column, place)}"
+        self.found = f"Column {quote(column.name)} has {what} in row {row_number(column, place)}"
         super().__init__(f"{self.found}, which is neither a number nor a text; convert the column, or leave it out.")
 
 

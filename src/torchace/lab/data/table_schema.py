@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchace.lab.data.columns import (
+    check_columns,
     check_features,
     check_targets,
-    column_of,
+    get_column,
     header_hint,
-    named,
     target_numbers,
     target_texts,
 )
 from torchace.lab.data.errors import DataError
-from torchace.lab.data.messages import enumerated, repeated, row_number, shown, suggestion
+from torchace.lab.data.messages import first_duplicate, quote, quote_all, row_number, suggestion
 from torchace.lab.data.packages import arrow, pandas
 from torchace.lab.data.parsing import CellError, canonical, number_text, numbers, positions, texts
 
@@ -112,7 +112,7 @@ class Schema:
             >>> schema.targets(pd.DataFrame({"age": [3, 4], "pet": ["dog", "cat"]}))
             tensor([1, 0])
         """
-        column = column_of(named(frame), self.target.name, "the target")
+        column = get_column(check_columns(frame), self.target.name, "the target")
         if self.target.task == "regression":
             return torch.from_numpy(target_numbers(column))
         cells = target_texts(column)
@@ -121,8 +121,8 @@ class Schema:
         if len(unknown):
             place = int(unknown[0])
             raise DataError(
-                f"Row {row_number(frame, place)} has the class {shown(cells[place])} in the target "
-                f"{shown(self.target.name)}, but training saw {enumerated(self.target.classes)} alone; correct or "
+                f"Row {row_number(frame, place)} has the class {quote(cells[place])} in the target "
+                f"{quote(self.target.name)}, but training saw {quote_all(self.target.classes)} alone; correct or "
                 "remove such rows, or train with them."
             )
         return torch.from_numpy(codes)
@@ -157,7 +157,8 @@ class Schema:
         target = json_object(fields["target"], "schema", "the target", name=str, task=str, classes=list)
         classes = tuple(target["classes"])
         wrong = {
-            "columns": not columns or repeated([target["name"], *(column.name for column in columns)]) is not None,
+            "columns": not columns
+            or first_duplicate([target["name"], *(column.name for column in columns)]) is not None,
             "kinds of columns": any(column.kind not in KINDS for column in columns),
             "task": target["task"] not in TASKS,
             "classes": not _are_classes(classes, target["task"]),
@@ -208,7 +209,7 @@ def infer_schema(
         >>> schema.target
         Target(name='pet', task='classification', classes=('cat', 'dog'))
     """
-    frame = named(frame)
+    frame = check_columns(frame)
     kinds = {} if kinds is None else {str(name): kind for name, kind in kinds.items()}
     drop = [drop] if isinstance(drop, str) else [str(name) for name in drop]
     _check_request(frame, str(target), task, drop, kinds)
@@ -224,7 +225,7 @@ def infer_schema(
     if not columns:
         why = [f" ({note.removesuffix('.')})" for note in notes if note.startswith("Column")]
         raise DataError(
-            f"No column is left to predict {shown(target)} from{''.join(why[-1:])}; give a table with columns of "
+            f"No column is left to predict {quote(target)} from{''.join(why[-1:])}; give a table with columns of "
             "numbers or of categories that vary."
         )
     return Schema(tuple(columns), predicted, tuple(notes))
@@ -252,11 +253,11 @@ def _infer_kind(column: Series, asked: str | None, notes: list[str]) -> str | No
         present, distinct = int((~np.isnan(values)).sum()), len(np.unique(values[~np.isnan(values)]))
     else:
         present, distinct = len(cells) - cells.null_count, len(cells.drop_null().unique())
-    name, commas = shown(column.name), "" if cells is None else _decimal_commas(cells)
+    name, commas = quote(column.name), "" if cells is None else _decimal_commas(cells)
     if present == 0:
         notes.append(f"Column {name} is left out, since it is empty.")
     elif distinct == 1 and present == len(column):
-        notes.append(f"Column {name} is left out, since it is {shown(column.iloc[0])} in every row.")
+        notes.append(f"Column {name} is left out, since it is {quote(column.iloc[0])} in every row.")
     elif cells is not None and distinct > MAX_DISTINCT * present:
         notes.append(
             f"Column {name} is left out, since {distinct} of its {present} values are different, as in names and "
@@ -292,7 +293,7 @@ def _infer_target(column: Series, task: str | None, notes: list[str]) -> Target:
     check_targets(column, values, wrong)
     if len(np.unique(values)) == 1:
         raise DataError(
-            f"The target {shown(name)} is {shown(column.iloc[0])} in every row, so there is nothing to predict; choose "
+            f"The target {quote(name)} is {quote(column.iloc[0])} in every row, so there is nothing to predict; choose "
             "another column."
         )
     return Target(name, task)
@@ -306,7 +307,7 @@ def _recognised_task(name: str, values: NDArray[np.float64], notes: list[str]) -
     few = distinct <= min(MAX_NUMBERED_CLASSES, len(values) / MIN_ROWS_PER_NUMBERED_CLASS)
     task, taken, other = TASKS[0 if few else 1], ("classes" if few else "quantities"), TASKS[1 if few else 0]
     notes.append(
-        f"The target {shown(name)} has {distinct} different whole numbers, which are taken for {taken}; ask for "
+        f"The target {quote(name)} has {distinct} different whole numbers, which are taken for {taken}; ask for "
         f"{other} if they are not."
     )
     return task
@@ -329,10 +330,10 @@ def _infer_classes(column: Series, cells: Any, is_number: bool) -> tuple[Label, 
 
 
 def _check_classes(column: Series, rows: Mapping[str, int], spelling: Mapping[str, str], codes: Any) -> None:
-    name, total = shown(column.name), sum(rows.values())
+    name, total = quote(column.name), sum(rows.values())
     if len(rows) == 1:
         raise DataError(
-            f"The target {name} has one class alone, {shown(next(iter(spelling.values())))}, so there is nothing to "
+            f"The target {name} has one class alone, {quote(next(iter(spelling.values())))}, so there is nothing to "
             "predict; choose another column, or add rows of other classes."
         )
     if len(rows) > total / 2:
@@ -344,7 +345,7 @@ def _check_classes(column: Series, rows: Mapping[str, int], spelling: Mapping[st
         if count == 1:
             place = int(np.flatnonzero(codes == code)[0])
             raise DataError(
-                f"The class {shown(spelling[form])} of the target {name} has one row alone, row "
+                f"The class {quote(spelling[form])} of the target {name} has one row alone, row "
                 f"{row_number(column, place)}, and cannot be both learnt and tested; remove it, or add rows of it."
             )
 
@@ -370,23 +371,23 @@ def _check_request(
 ) -> None:
     if target not in frame.columns:
         raise DataError(
-            f"There is no column {shown(target)}{suggestion(target, frame.columns)} to predict; choose one of "
-            f"{enumerated(frame.columns)}{header_hint(frame.columns)}."
+            f"There is no column {quote(target)}{suggestion(target, frame.columns)} to predict; choose one of "
+            f"{quote_all(frame.columns)}{header_hint(frame.columns)}."
         )
     if task is not None and task not in TASKS:
-        raise DataError(f"The task {shown(task)} is not known; choose {' or '.join(TASKS)}, or leave it out.")
+        raise DataError(f"The task {quote(task)} is not known; choose {' or '.join(TASKS)}, or leave it out.")
     for name in [*drop, *kinds]:
         if name == target:
-            raise DataError(f"The column {shown(name)} is the target; choose another target, or leave it as it is.")
+            raise DataError(f"The column {quote(name)} is the target; choose another target, or leave it as it is.")
         if name not in frame.columns:
             raise DataError(
-                f"There is no column {shown(name)}{suggestion(name, frame.columns)} to leave out or to give a kind; "
-                f"choose among {enumerated(frame.columns)}."
+                f"There is no column {quote(name)}{suggestion(name, frame.columns)} to leave out or to give a kind; "
+                f"choose among {quote_all(frame.columns)}."
             )
     for name, kind in kinds.items():
         if kind not in (*KINDS, "drop"):
             raise DataError(
-                f"The kind {shown(kind)} of column {shown(name)} is not known; say number, category or drop."
+                f"The kind {quote(kind)} of column {quote(name)} is not known; say number, category or drop."
             )
 
 
@@ -401,7 +402,7 @@ def _are_classes(classes: Sequence[object], task: object) -> bool:
         return not classes
     finite = all(not isinstance(label, float) or np.isfinite(label) for label in classes)
     typed = finite and len(classes) >= 2 and all(type(label) in (str, int, float, bool) for label in classes)
-    return typed and repeated([text_of(label) for label in classes]) is None  # type: ignore[arg-type]
+    return typed and first_duplicate([text_of(label) for label in classes]) is None  # type: ignore[arg-type]
 
 
 def json_object(content: object, what: str, part: str = "it", /, **types: type | None) -> dict[str, Any]:

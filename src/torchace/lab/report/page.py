@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 
 from torchace._figures import DARK, DPI, LIGHT, WIDTH, FigureSpec, render
-from torchace._files import PathError, refuse_links, remove_abandoned, write_whole
+from torchace._files import PathError, refuse_links, remove_abandoned, write_atomic
 from torchace.lab.report.array_plots import array_figures
 from torchace.lab.report.plots import lambda_figures
 from torchace.lab.report.render import contents, markdown
@@ -118,4 +118,4 @@ def _keep_percent(value: object) -> object:
 
 def _write(path: Path, content: bytes) -> None:
     remove_abandoned(path)
-    write_whole(path, content)
+    write_atomic(path, content)

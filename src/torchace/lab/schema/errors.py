@@ -31,18 +31,22 @@ EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def describe_error(error: ValidationError, model: type[BaseModel], place: Sequence[int | str] = ()) -> str:
+def describe_error(
+    error: ValidationError, model: type[BaseModel], place: Sequence[int | str] = (), name: Callable[[str], str] = str
+) -> str:
     """Return the first error as one sentence: the key, the expected value, the value found.
 
     Args:
         error: The error of pydantic.
         model: The model that was validated.
         place: The location of that model in the whole file.
+        name: Returns a key as the user wrote it.
     """
     errors = error.errors(include_url=False)
     # a misspelt key first: it may well be the one that is missing
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     where = ".".join(str(part) for part in (*place, *first["loc"]))
+    where = name(where) if where else ""
     kind, context = first["type"], first.get("ctx", {})
     if kind == "extra_forbidden":
         return f"there is no key {where!r}.{_hint(str(first['loc'][-1]), _keys(model, first['loc'][:-1]))}"

@@ -1,1 +1,1 @@
-"""Decides what is trained: configuration, the ledger of finished runs, sweeps; writes the result files."""
+"""Decides what is trained: configuration, the store of finished runs, sweeps; writes the result files."""

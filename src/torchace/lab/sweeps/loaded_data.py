@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from torchace.lab.data import Batches, CropFlip, Dataset, Split, chunks, load
-from torchace.lab.sweeps.config import Arm, ConfigError, DataSection
+from torchace.lab.schema.experiment import Arm, DataSection
+from torchace.lab.sweeps.config import ConfigError
 
 EVALUATION_CHUNK = 2000
 
 
 @dataclass(frozen=True)
-class Prepared:
+class LoadedData:
     """A data set, and what of it is trained on, held out and shown."""
 
     dataset: Dataset
@@ -26,7 +27,7 @@ class Prepared:
     device: str
 
     @classmethod
-    def of(cls, section: DataSection, device: str) -> Prepared:
+    def load(cls, section: DataSection, device: str) -> LoadedData:
         """Loads a data set. What does not fit it is an error that names the key."""
         dataset, validation = load(section.name), None
         if section.limit is not None:
@@ -34,7 +35,7 @@ class Prepared:
                 raise ConfigError(
                     f"data.limit: {section.name} has {len(dataset.train)} training samples, but got {section.limit}."
                 )
-            dataset = dataset.limited(section.limit)
+            dataset = dataset.limit(section.limit)
         if section.validation:
             held_out = round(section.validation * len(dataset.train))
             if not 0 < held_out < len(dataset.train):

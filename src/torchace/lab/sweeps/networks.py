@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchace.lab.data import Dataset, hashed_key
-from torchace.lab.sweeps.config import Arm, ModelSection, TrainSection
+from torchace.lab.schema.experiment import Arm, ModelSection, TrainSection
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.memory import check_memory, count_parameters
 from torchace.lab.training.run_group import RunGroup
@@ -41,9 +41,7 @@ def is_compiled(train: TrainSection, steps: int, device: torch.device | str) -> 
     return torch.device(device).type == "cuda" and steps >= STEPS_THAT_REPAY_COMPILING
 
 
-def build_network(
-    arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.device | str, *, compile: bool = False
-) -> RunGroup:
+def build_network(arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.device | str) -> RunGroup:
     """The runs of these seeds, with initial weights that depend on seed and member alone."""
     dtype = torch.float64 if arm.train.precision == "float64" else torch.float32
     check_memory(_parameters(arm.model, data) * len(seeds), dtype, device)
@@ -51,8 +49,6 @@ def build_network(
     network = RunGroup([ensembles[seed] for seed in seeds]).to(device=device, dtype=dtype)
     if torch.device(device).type == "cuda" and arm.model.network == "resnet":
         network.to(memory_format=torch.channels_last)
-    if compile:
-        network.compile()
     return network
 
 
@@ -124,7 +120,7 @@ def _ensemble(model: ModelSection, data: Dataset, seed: int) -> EnsembleModule:
         def fresh() -> nn.Module:
             return _network(model, data, data.num_classes)
 
-        return branch(fresh(), model.at, model.num_members, reinitialize=fresh)
+        return branch(fresh(), model.num_members, at=model.at, reinitialize=fresh)
 
 
 def _parameters(model: ModelSection, data: Dataset) -> int:

@@ -1,8 +1,8 @@
-"""A sweep on Ray: every job is a task of the cluster, and the driver alone writes the run directory.
+"""A sweep on Ray: every group is a task of the cluster, and the driver alone writes the run directory.
 
-What travels: prepared data once to every node through Ray's object store; progress and checkpoints from a worker to the
-driver through an actor beside it; results as what a task returns; and the newest checkpoint with a task whose job goes
-on. So the cluster needs no shared file system and no data sets, and the directory is that of a local sweep.
+What travels: loaded data once to every node through Ray's object store; progress and checkpoints from a worker to the
+driver through an actor beside it; results as what a task returns; and the newest checkpoint with a task that resumes a
+group. So the cluster needs no shared file system and no data sets, and the directory is that of a local sweep.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from typing import Any
 
 import torch
 
-from torchace.lab.sweeps.config import Arm, Experiment
+from torchace.lab.schema.experiment import Arm, Experiment
+from torchace.lab.store import GroupPlan, Run, RunStore
+from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.environment import versions
-from torchace.lab.sweeps.loaded_data import Prepared
+from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.ray_worker import Line, Results, files_of, introduced, train, write_files
-from torchace.lab.sweeps.run_store import Job, Ledger, Run
-from torchace.lab.sweeps.sweep import Sweep, Unfinished, Watcher, config_digest
+from torchace.lab.sweeps.sweep import Sweep, Unfinished, config_digest
 from torchace.lab.training.checkpoint import MANIFEST, CheckpointError
 from torchace.lab.training.loop import Failure, Interrupted, Progress
 
@@ -46,7 +47,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("Sweeps on Ray need an extra package: pip install 'torchace[ray]'.") from error
 
-DEATHS = 5  # of a job's workers, one after another without a checkpoint in between, until it is given up
+DEATHS = 5  # of a group's workers, one after another without a checkpoint in between, until it is given up
 IN_FLIGHT = 256  # tasks at most that Ray is given at a time
 PAUSE = 0.1  # seconds between two looks at the mailbox
 REACH = 5.0  # seconds for a connection to an address
@@ -60,7 +61,7 @@ class RayAddressError(ValueError):
 
 @contextmanager
 def ray_sweep(experiment: Experiment, directory: Path, device: str, address: str) -> Iterator[Sweep]:
-    """A sweep whose jobs are done by a Ray cluster, connected to it for as long as the context lasts.
+    """A sweep whose groups are done by a Ray cluster, connected to it for as long as the context lasts.
 
     Args:
         experiment: What is run.
@@ -82,80 +83,85 @@ def ray_sweep(experiment: Experiment, directory: Path, device: str, address: str
 
 @dataclass
 class _Workers:
-    """What is known of the processes that do the jobs."""
+    """What is known of the processes that do the groups."""
 
     threads: int = field(default_factory=torch.get_num_threads)
     hardware: dict[str, Any] = field(default_factory=dict)
 
     def options(self, device: str) -> dict[str, Any]:
-        """What a task asks the cluster for. A job on a GPU leaves the node's cores to those on the others."""
+        """What a task asks the cluster for. A group on a GPU leaves the node's cores to those on the others."""
         on_gpu = device == "cuda"
         return {"num_cpus": 1 if on_gpu else self.threads, "num_gpus": int(on_gpu), "max_retries": 0}
 
 
 @dataclass(frozen=True)
 class RaySweep(Sweep):
-    """A sweep whose jobs are tasks of the Ray cluster that this process is connected to."""
+    """A sweep whose groups are tasks of the Ray cluster that this process is connected to."""
 
     workers: _Workers = field(default_factory=_Workers)
 
-    def run(self, watcher: Watcher | None = None, stop: Callable[[], bool] = lambda: False) -> dict[Run, Failure]:
+    def run(self, callback: Callback | None = None, stop: Callable[[], bool] = lambda: False) -> dict[Run, Failure]:
         """Trains what is not finished yet and returns the runs that failed; see `Sweep.run`.
 
-        A job whose worker dies goes on elsewhere from its newest checkpoint. One whose workers die again and again, or
-        that ends with an error, is given up; the others go on, and `Unfinished` names its runs in the end.
+        A group whose worker dies goes on elsewhere from its newest checkpoint. One whose workers die again and again,
+        or that ends with an error, is given up; the others go on, and `Unfinished` names its runs in the end.
         """
         self.workers.hardware = _probed(self.device, self.workers, stop)  # before there are files
-        return super().run(watcher, stop)
+        return super().run(callback, stop)
 
     def _hardware(self) -> dict[str, Any]:
         return self.workers.hardware
 
-    def _resume_count(self, experiment: dict[str, Any], ledger: Ledger, jobs: Sequence[Job]) -> None:
-        spent = _spent(ledger, jobs)
-        experiment["seconds"] += sum(max(0.0, s - experiment["counted"].get(job, 0.0)) for job, s in spent.items())
+    def _resume_count(self, experiment: dict[str, Any], store: RunStore, groups: Sequence[GroupPlan]) -> None:
+        spent = _spent(store, groups)
+        experiment["seconds"] += sum(max(0.0, s - experiment["counted"].get(group, 0.0)) for group, s in spent.items())
         experiment["counted"] = spent
 
     def _count(
-        self, experiment: dict[str, Any], ledger: Ledger, jobs: Sequence[Job], job: Job | None, seconds: float
+        self,
+        experiment: dict[str, Any],
+        store: RunStore,
+        groups: Sequence[GroupPlan],
+        group: GroupPlan | None,
+        seconds: float,
     ) -> None:
-        experiment["seconds"] += seconds  # in which all jobs at hand went on
-        experiment["counted"] = _spent(ledger, jobs)
+        experiment["seconds"] += seconds  # in which all groups at hand went on
+        experiment["counted"] = _spent(store, groups)
 
     def _work(
         self,
-        ledger: Ledger,
-        jobs: Sequence[Job],
+        store: RunStore,
+        groups: Sequence[GroupPlan],
         arms: Mapping[str, Arm],
-        data: Mapping[str, Prepared],
-        watcher: Watcher,
+        data: Mapping[str, LoadedData],
+        callback: Callback,
         stop: Callable[[], bool],
-    ) -> Iterator[tuple[Job | None, float]]:
+    ) -> Iterator[tuple[GroupPlan | None, float]]:
         stored = {id(prepared): ray.put(prepared) for prepared in {id(p): p for p in data.values()}.values()}
         task, options = ray.remote(train), self.workers.options(self.device)
         alone = Sweep(self.experiment, self.directory, self.device)
         mailbox = _mailbox()
 
-        def send(job: Job, attempt: int) -> Any:
-            arm = arms[job.runs[0].arm]
-            checkpoints = ledger.checkpoints(job, config_digest(arm))
+        def send(group: GroupPlan, attempt: int) -> Any:
+            arm = arms[group.runs[0].arm]
+            checkpoints = store.checkpoints(group, config_digest(arm))
             if checkpoints.remove_foreign():
-                watcher.restarted(job)
+                callback.on_group_restart(group)
             files = files_of(checkpoints.directory)
-            line = Line(mailbox, job.id, attempt)
-            named = task.options(name=f"torchace {job.id}", **options)
-            return named.remote(alone, job, arm, stored[id(data[arm.name])], files, line, self.workers.threads)
+            line = Line(mailbox, group.id, attempt)
+            named = task.options(name=f"torchace {group.id}", **options)
+            return named.remote(alone, group, arm, stored[id(data[arm.name])], files, line, self.workers.threads)
 
-        return _Dispatch(ledger, deque(jobs), send, mailbox, watcher, stop).done()
+        return _Dispatch(store, deque(groups), send, mailbox, callback, stop).done()
 
 
-def _spent(ledger: Ledger, jobs: Sequence[Job]) -> dict[str, float]:
-    """The seconds that unfinished jobs have taken so far, as their checkpoints say, by job."""
+def _spent(store: RunStore, groups: Sequence[GroupPlan]) -> dict[str, float]:
+    """The seconds that unfinished groups have taken so far, as their checkpoints say, by group."""
     found = {}
-    for job in jobs:
-        with suppress(OSError, ValueError, LookupError, TypeError):  # no checkpoint, or one that its job will refuse
-            manifest = json.loads((ledger.checkpoints(job).directory / MANIFEST).read_bytes())
-            found[job.id] = float(manifest["progress"]["seconds"])
+    for group in groups:
+        with suppress(OSError, ValueError, LookupError, TypeError):  # no checkpoint, or one that its group will refuse
+            manifest = json.loads((store.checkpoints(group).directory / MANIFEST).read_bytes())
+            found[group.id] = float(manifest["progress"]["seconds"])
     return found
 
 
@@ -164,23 +170,23 @@ def _spent(ledger: Ledger, jobs: Sequence[Job]) -> dict[str, float]:
 
 @dataclass
 class _Dispatch:
-    """The jobs of a sweep on their way through the cluster."""
+    """The groups of a sweep on their way through the cluster."""
 
-    ledger: Ledger
-    waiting: deque[Job]
-    send: Callable[[Job, int], Any]
+    store: RunStore
+    waiting: deque[GroupPlan]
+    send: Callable[[GroupPlan, int], Any]
     mailbox: Any
-    watcher: Watcher
+    callback: Callback
     stop: Callable[[], bool]
-    flights: dict[Any, tuple[Job, int]] = field(default_factory=dict)  # by what the task will return
-    attempts: dict[str, int] = field(default_factory=dict)  # by job, as are the next two
+    flights: dict[Any, tuple[GroupPlan, int]] = field(default_factory=dict)  # by what the task will return
+    attempts: dict[str, int] = field(default_factory=dict)  # by group, as are the next two
     deaths: dict[str, int] = field(default_factory=dict)
     started: set[str] = field(default_factory=set)
     given_up: dict[Run, str] = field(default_factory=dict)
     halted: float | None = None  # when the sweep was told to stop
 
-    def done(self) -> Iterator[tuple[Job | None, float]]:
-        """Every job that is written down, with the seconds since the one before it; what is left of them at the end."""
+    def done(self) -> Iterator[tuple[GroupPlan | None, float]]:
+        """Yield every finished group with the seconds since the previous one."""
         left, counted = len(self.waiting), time.monotonic()
 
         def since_then() -> float:
@@ -194,16 +200,16 @@ class _Dispatch:
             if self.halted is not None and time.monotonic() - self.halted > HALT:
                 break
             while self.waiting and len(self.flights) < IN_FLIGHT:
-                job = self.waiting.popleft()
-                self.attempts[job.id] = self.attempts.get(job.id, 0) + 1
-                self.flights[self.send(job, self.attempts[job.id])] = job, self.attempts[job.id]
+                group = self.waiting.popleft()
+                self.attempts[group.id] = self.attempts.get(group.id, 0) + 1
+                self.flights[self.send(group, self.attempts[group.id])] = group, self.attempts[group.id]
             ready, _ = ray.wait(list(self.flights), timeout=PAUSE)
             self._hear()  # first: a dead worker may have left a checkpoint
             for reference in ready:
-                job, _ = self.flights.pop(reference)
-                if self._landed(job, reference):
+                group, _ = self.flights.pop(reference)
+                if self._landed(group, reference):
                     left -= 1
-                    yield job, since_then()
+                    yield group, since_then()
         yield None, since_then()
         if self.halted is not None and left:
             raise Interrupted
@@ -211,16 +217,16 @@ class _Dispatch:
             raise Unfinished(self.given_up)
 
     def _halt(self) -> None:
-        """Lets running jobs end with a checkpoint and the others not begin."""
+        """Lets running groups end with a checkpoint and the others not begin."""
         self.halted = time.monotonic()
         self.waiting.clear()
-        for reference, (job, _) in self.flights.items():
-            if job.id not in self.started:
+        for reference, (group, _) in self.flights.items():
+            if group.id not in self.started:
                 ray.cancel(reference, force=True)  # else an import may break off in a worker that lives on
 
     def _hear(self) -> None:
-        """Passes on how far jobs are, and writes the checkpoints that came."""
-        flying = {job.id: (job, attempt) for job, attempt in self.flights.values()}
+        """Passes on how far groups are, and writes the checkpoints that came."""
+        flying = {group.id: (group, attempt) for group, attempt in self.flights.values()}
         more = True
         while more:
             try:
@@ -229,66 +235,66 @@ class _Dispatch:
                 return
             more = kept is not None
             for name, attempt, progress in told:
-                job, current = flying.get(name, (None, None))
-                if job is None or attempt != current:  # of a worker that was given up, though it lives
+                group, current = flying.get(name, (None, None))
+                if group is None or attempt != current:  # of a worker that was given up, though it lives
                     continue
-                self._begun(job)
+                self._begun(group)
                 if progress is not None:
-                    self.watcher.stepped(job, Progress(*progress))
+                    self.callback.on_step(group, Progress(*progress))
             if kept is not None and kept[0] in flying and flying[kept[0]][1] == kept[1]:
-                job, _ = flying[kept[0]]
-                write_files(self.ledger.checkpoints(job).directory, kept[2])
-                self.deaths[job.id] = 0
+                group, _ = flying[kept[0]]
+                write_files(self.store.checkpoints(group).directory, kept[2])
+                self.deaths[group.id] = 0
 
-    def _begun(self, job: Job) -> None:
-        if job.id not in self.started:
-            self.started.add(job.id)
-            self.watcher.started(job)
+    def _begun(self, group: GroupPlan) -> None:
+        if group.id not in self.started:
+            self.started.add(group.id)
+            self.callback.on_group_start(group)
 
-    def _landed(self, job: Job, reference: Any) -> bool:
-        """Writes down what a task returned; whether its job is done."""
+    def _landed(self, group: GroupPlan, reference: Any) -> bool:
+        """Writes down what a task returned; whether its group is done."""
         try:
             results: Results | None = ray.get(reference)
         except RayTaskError as error:
             if not isinstance(error.cause, RayError):
-                self._give_up(job, _said(error.cause))
+                self._give_up(group, _said(error.cause))
             else:  # it lost the mailbox, or the data
-                self._died(job, type(error.cause).__name__)
+                self._died(group, type(error.cause).__name__)
             return False
         except RayError as error:
-            self._died(job, type(error).__name__)
+            self._died(group, type(error).__name__)
             return False
         if results is None:  # it was told to stop, and left a checkpoint
             return False
-        self._begun(job)
+        self._begun(group)
         for run, content, arrays in results:
-            if not self.ledger.is_finished(run):
-                self.ledger.write_result(run, content, arrays)
-        self.ledger.checkpoints(job).remove()
+            if not self.store.is_finished(run):
+                self.store.write_result(run, content, arrays)
+        self.store.checkpoints(group).remove()
         return True
 
-    def _died(self, job: Job, how: str) -> None:
+    def _died(self, group: GroupPlan, how: str) -> None:
         if self.halted is not None:
             return
-        self.deaths[job.id] = self.deaths.get(job.id, 0) + 1
-        if self.deaths[job.id] == DEATHS:
-            self._give_up(job, f"its worker died {DEATHS} times in a row without a new checkpoint ({how})")
+        self.deaths[group.id] = self.deaths.get(group.id, 0) + 1
+        if self.deaths[group.id] == DEATHS:
+            self._give_up(group, f"its worker died {DEATHS} times in a row without a new checkpoint ({how})")
         else:
-            self.watcher.died(job, how)
-            self.waiting.append(job)
+            self.callback.on_worker_lost(group, how)
+            self.waiting.append(group)
 
-    def _give_up(self, job: Job, why: str) -> None:
-        self.given_up |= {run: why for run in job.runs if not self.ledger.is_finished(run)}
+    def _give_up(self, group: GroupPlan, why: str) -> None:
+        self.given_up |= {run: why for run in group.runs if not self.store.is_finished(run)}
 
 
 def _said(error: BaseException) -> str:
-    """An error of a job in a sentence, without its full stop."""
+    """An error of a group in a sentence, without its full stop."""
     text = str(error).strip().partition("\n")[0].rstrip(".")
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
 
 
 def _mailbox() -> Any:
-    """An actor beside the driver: the newest progress and the newest checkpoint of each job, until they are fetched."""
+    """Start an actor beside the driver that holds each group's newest progress and checkpoint until fetched."""
 
     # Defined in here, a class travels by value: its process needs neither torchace nor the memory of torch.
     class Mailbox:
@@ -297,12 +303,12 @@ def _mailbox() -> Any:
             self.kept: dict[str, tuple[str, int, Any]] = {}
             self.stopping = False
 
-        def tell(self, job: str, attempt: int, progress: Any) -> bool:
-            self.told[job] = job, attempt, progress
+        def tell(self, group: str, attempt: int, progress: Any) -> bool:
+            self.told[group] = group, attempt, progress
             return self.stopping
 
-        def keep(self, job: str, attempt: int, files: Any) -> bool:
-            self.kept[job] = job, attempt, files
+        def keep(self, group: str, attempt: int, files: Any) -> bool:
+            self.kept[group] = group, attempt, files
             return self.stopping
 
         def news(self, stopping: bool) -> tuple[list[Any], Any]:
@@ -406,7 +412,7 @@ def _not_joined(address: str, why: str) -> RayAddressError:
 
 
 def _device(name: str) -> str:
-    """The device of every job: Ray says which GPU it is."""
+    """The device of every group: Ray says which GPU it is."""
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"Expected --device auto, cpu or cuda with --ray, but got {name!r}. Ray chooses the GPU.")
     has_gpus = ray.cluster_resources().get("GPU", 0) >= 1  # type: ignore[no-untyped-call]
@@ -416,14 +422,14 @@ def _device(name: str) -> str:
 
 
 def _probed(device: str, workers: _Workers, stop: Callable[[], bool]) -> dict[str, Any]:
-    """What a worker is made of; says so where no worker can do a job."""
+    """What a worker is made of; says so where no worker can do a group."""
     options = workers.options(device)
     nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     largest = max((node["Resources"].get("CPU", 0) for node in nodes), default=0)
     if 0 < largest < options["num_cpus"]:  # with no CPU at all, workers are still to come
         raise ValueError(
-            f"A job takes {options['num_cpus']} CPUs, one for each of this process's threads, but the largest node has "
-            f"{largest:g}. Set OMP_NUM_THREADS={largest:.0f} or less; the number of threads is part of a result."
+            f"A group takes {options['num_cpus']} CPUs, one for each of this process's threads, but the largest node "
+            f"has {largest:g}. Set OMP_NUM_THREADS={largest:.0f} or less; the number of threads is part of a result."
         )
     probe = ray.remote(introduced).options(**{**options, "name": "torchace probe", "max_retries": 3})
     reference = probe.remote(device, workers.threads)

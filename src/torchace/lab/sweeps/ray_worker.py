@@ -1,4 +1,4 @@
-"""What a worker of a Ray cluster does: a job as a local sweep would, in a folder of its own.
+"""What a worker of a Ray cluster does: a group as a local sweep would, in a folder of its own.
 
 Results are what the task returns. Progress and checkpoints go to the driver's mailbox.
 """
@@ -17,25 +17,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchace._files import write_whole
-from torchace.lab.sweeps.config import Arm
+from torchace._files import write_atomic
+from torchace.lab.schema.experiment import Arm
+from torchace.lab.store import GroupPlan, Run, RunStore
+from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.environment import hardware, versions
-from torchace.lab.sweeps.loaded_data import Prepared
-from torchace.lab.sweeps.run_store import Job, Ledger, Run
-from torchace.lab.sweeps.sweep import Sweep, Watcher
+from torchace.lab.sweeps.loaded_data import LoadedData
+from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.checkpoint import MANIFEST, CheckpointError, Checkpoints
 from torchace.lab.training.loop import Interrupted, Progress
 
 Files = dict[str, bytes]  # a checkpoint: its files by name
-Results = list[tuple[Run, Mapping[str, Any], Mapping[str, Tensor]]]  # of a job, as `Ledger.write_result` takes them
+Results = list[tuple[Run, Mapping[str, Any], Mapping[str, Tensor]]]  # of a group, as `RunStore.write_result` takes them
 
 
-def train(sweep: Sweep, job: Job, arm: Arm, data: Prepared, files: Files, line: Line, threads: int) -> Results | None:
-    """Does a job, from its checkpoint if there is one; None when it was told to stop.
+def train(
+    sweep: Sweep, group: GroupPlan, arm: Arm, data: LoadedData, files: Files, line: Line, threads: int
+) -> Results | None:
+    """Does a group, from its checkpoint if there is one; None when it was told to stop.
 
     Args:
         sweep: What it is a part of.
-        job: What to train.
+        group: What to train.
         arm: How.
         data: What on.
         files: The newest checkpoint, which an earlier worker left.
@@ -45,27 +48,27 @@ def train(sweep: Sweep, job: Job, arm: Arm, data: Prepared, files: Files, line: 
     torch.set_num_threads(threads)  # bits depend on it
     line.tell(None)
     with _folder() as folder:
-        ledger = _Collected(folder, line)
-        write_files(ledger.checkpoints(job).directory, files)
+        store = _Collected(folder, line)
+        write_files(store.checkpoints(group).directory, files)
         try:
-            sweep._do(ledger, job, arm, data, line, line.stop)
+            sweep._do(store, group, arm, data, line, line.stop)
         except Interrupted:
             return None
         except CheckpointError as error:
-            there, here = sweep.directory / "checkpoints" / job.id, ledger.checkpoints(job).directory
+            there, here = sweep.directory / "checkpoints" / group.id, store.checkpoints(group).directory
             raise CheckpointError(str(error).replace(str(here), str(there))) from None
-        return ledger.results
+        return store.results
 
 
-class Line(Watcher):
+class Line(Callback):
     """From a worker to the driver: how far it is, and its checkpoints. Back comes whether to stop."""
 
-    def __init__(self, mailbox: Any, job: str, attempt: int) -> None:
-        self.mailbox, self.job, self.attempt = mailbox, job, attempt
+    def __init__(self, mailbox: Any, group: str, attempt: int) -> None:
+        self.mailbox, self.group, self.attempt = mailbox, group, attempt
         self.answer: Any = None
         self.stopping = False
 
-    def stepped(self, job: Job, progress: Progress) -> None:
+    def on_step(self, group: GroupPlan, progress: Progress) -> None:
         import ray  # here: who has none learns it from `runs.ray`
 
         if self.answer is not None:
@@ -75,27 +78,27 @@ class Line(Watcher):
         self.tell((progress.step, progress.steps, progress.score))
 
     def tell(self, progress: Any) -> None:
-        self.answer = self.mailbox.tell.remote(self.job, self.attempt, progress)
+        self.answer = self.mailbox.tell.remote(self.group, self.attempt, progress)
 
     def keep(self, files: Files) -> None:
         import ray
 
-        self.stopping = ray.get(self.mailbox.keep.remote(self.job, self.attempt, files))
+        self.stopping = ray.get(self.mailbox.keep.remote(self.group, self.attempt, files))
 
     def stop(self) -> bool:
         return self.stopping
 
 
-class _Collected(Ledger):
-    """A job's results in memory, its checkpoints in a folder and on their way to the driver."""
+class _Collected(RunStore):
+    """A group's results in memory, its checkpoints in a folder and on their way to the driver."""
 
     def __init__(self, directory: Path, line: Line) -> None:
         super().__init__(directory)
         self.line = line
         self.results: Results = []
 
-    def checkpoints(self, job: Job, config_sha256: str | None = None) -> Checkpoints:
-        plain = super().checkpoints(job, config_sha256)
+    def checkpoints(self, group: GroupPlan, config_sha256: str | None = None) -> Checkpoints:
+        plain = super().checkpoints(group, config_sha256)
         return _Sent(plain.directory, self.line.keep, owner=plain.owner)
 
     def write_result(self, run: Run, content: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> None:
@@ -145,7 +148,7 @@ def files_of(directory: Path) -> Files:
 def write_files(directory: Path, files: Files) -> None:
     """Puts a checkpoint in the place of an older one, the manifest last."""
     for name in sorted(files, key=lambda name: name == MANIFEST):
-        write_whole(directory / name, files[name])
+        write_atomic(directory / name, files[name])
     for old in directory.glob("state-*.safetensors"):
         if old.name not in files:
             old.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A sweep: every run of an experiment, in jobs, each trained, scored and written down once."""
+"""A sweep: every run of an experiment, in groups, each trained, scored and written down once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from torchace._files import json_digest
-from torchace.lab.sweeps.config import Arm, Experiment
+from torchace.lab.schema.experiment import Arm, Experiment
+from torchace.lab.store import FORMAT, GroupPlan, Run, RunStore, RunStoreError
+from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.environment import hardware, versions
-from torchace.lab.sweeps.loaded_data import Prepared
+from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import (
     build_network,
     default_group_size,
@@ -25,38 +27,17 @@ from torchace.lab.sweeps.networks import (
     is_compiled,
     make_train_config,
 )
-from torchace.lab.sweeps.run_store import FORMAT, Job, Ledger, LedgerError, Run
 from torchace.lab.training.checkpoint import weights_digest
+from torchace.lab.training.distributed import SingleProcess
 from torchace.lab.training.evaluate import evaluate, predict_logits
-from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, Failure, FitResult, Progress, fit
+from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, Failure, FitResult, fit
 from torchace.lab.training.run_group import RunGroup
+from torchace.lab.training.shard import gather_network, shard_network
 
-WRITE_EVERY = 1.0  # seconds, in which jobs that are done share one writing of experiment.json
+WRITE_EVERY = 1.0  # seconds, in which groups that are done share one writing of experiment.json
 
 Scored = tuple[list[Tensor], Tensor]  # each run's logits `(K, N, C)`, and the labels
 Predicted = tuple[Scored, Scored | None]  # on test samples, and on those held out
-
-
-class Watcher:
-    """Is told what a sweep does; this one does not care."""
-
-    def planned(self, done: int, total: int) -> None:
-        """So many of all runs are finished already."""
-
-    def started(self, job: Job) -> None:
-        """A job begins or goes on."""
-
-    def stepped(self, job: Job, progress: Progress) -> None:
-        """Steps of a job were made."""
-
-    def finished(self, job: Job, done: int) -> None:
-        """A job's runs are written down; so many of all runs are finished now."""
-
-    def died(self, job: Job, how: str) -> None:
-        """The process that did a job died; the job goes on in another one."""
-
-    def restarted(self, job: Job) -> None:
-        """A checkpoint of other runs was in a job's place and was removed; the job starts anew."""
 
 
 class Unfinished(Exception):
@@ -74,62 +55,66 @@ class Sweep:
     experiment: Experiment
     directory: Path
     device: str = "cpu"
+    ranks: SingleProcess = field(default_factory=SingleProcess, kw_only=True)  # processes that train a group together
 
-    def run(self, watcher: Watcher | None = None, stop: Callable[[], bool] = lambda: False) -> dict[Run, Failure]:
+    def run(self, callback: Callback | None = None, stop: Callable[[], bool] = lambda: False) -> dict[Run, Failure]:
         """Trains what is not finished yet and returns the runs that failed.
 
-        Interrupted at any moment, it goes on where it was: finished runs are kept, the job at hand continues from its
+        Interrupted at any moment, it goes on where it was: finished runs are kept, the group at hand continues from its
         checkpoint, and the results are those of a sweep that was never interrupted.
 
-        A job is trained whole: who is in it was fixed when it was planned, perhaps by a command that asked for more.
+        A group is trained whole: who is in it was fixed when it was planned, perhaps by a command that asked for more.
         """
-        watcher = watcher or Watcher()
+        callback = callback or Callback()
         arms = {arm.name: arm for arm in self.experiment.complete_arms()}
         data = self._prepared(arms)
         described = [self._arm_described(arm, data[arm.name]) for arm in arms.values()]
         # Whatever is wrong with the experiment was said by now; from here on there are files.
-        ledger = Ledger(self.directory)
-        ledger.refuse_foreign()
-        with ledger.locked():
-            experiment = self._begin(ledger, described, data[next(iter(arms))])
-            jobs = self._planned(ledger, arms, data)
-            ledger.clean(jobs)
+        store = RunStore(self.directory)
+        store.refuse_foreign()
+        with store.locked():
+            experiment = self._begin(store, described, data[next(iter(arms))])
+            groups = self._planned(store, arms, data)
+            store.clean(groups)
             wanted = {run for arm in arms.values() for run in self._runs_of(arm)}
-            todo = [job for job in jobs if any(run in wanted and not ledger.is_finished(run) for run in job.runs)]
-            told = wanted.union(*(job.runs for job in todo))
-            done = {run for run in told if ledger.is_finished(run)}
-            watcher.planned(len(done), len(told))
-            self._resume_count(experiment, ledger, todo)
+            todo = [
+                group for group in groups if any(run in wanted and not store.is_finished(run) for run in group.runs)
+            ]
+            told = wanted.union(*(group.runs for group in todo))
+            done = {run for run in told if store.is_finished(run)}
+            callback.on_plan(len(done), len(told))
+            self._resume_count(experiment, store, todo)
             written = time.monotonic()
             try:
-                for job, seconds in self._work(ledger, todo, arms, data, watcher, stop):
-                    self._count(experiment, ledger, todo, job, seconds)
+                for group, seconds in self._work(store, todo, arms, data, callback, stop):
+                    self._count(experiment, store, todo, group, seconds)
                     if time.monotonic() - written >= WRITE_EVERY:
-                        ledger.write_experiment(experiment)
+                        store.write_experiment(experiment)
                         written = time.monotonic()
-                    if job is not None:
-                        done.update(job.runs)
-                        watcher.finished(job, len(done))
+                    if group is not None:
+                        done.update(group.runs)
+                        callback.on_group_end(group, len(done))
             except BaseException:
                 with suppress(OSError):  # the error at hand is the one to hear of
-                    ledger.write_experiment(experiment)
+                    store.write_experiment(experiment)
                 raise
-            ledger.write_experiment(experiment)
-            failures = {run: ledger.failure(run) for run in sorted(wanted, key=lambda run: run.id)}
+            store.write_experiment(experiment)
+            failures = {run: store.failure(run) for run in sorted(wanted, key=lambda run: run.id)}
             return {run: failure for run, failure in failures.items() if failure is not None}
 
     # -- planning -----------------------------------------------------------------------------------------------------
 
-    def _prepared(self, arms: dict[str, Arm]) -> dict[str, Prepared]:
+    def _prepared(self, arms: dict[str, Arm]) -> dict[str, LoadedData]:
         """Every arm's data; arms that ask for the same share it."""
         known = {
-            section: Prepared.of(section, self.device) for section in dict.fromkeys(arm.data for arm in arms.values())
+            section: LoadedData.load(section, self.device)
+            for section in dict.fromkeys(arm.data for arm in arms.values())
         }
         for arm in arms.values():
             known[arm.data].check_batch_size(arm)
         return {arm.name: known[arm.data] for arm in arms.values()}
 
-    def _arm_described(self, arm: Arm, data: Prepared) -> dict[str, Any]:
+    def _arm_described(self, arm: Arm, data: LoadedData) -> dict[str, Any]:
         """An arm in a result file. Builds its network once, which finds out whether there is such a network."""
         network = build_network(arm, data.dataset, [0], "cpu")
         return {
@@ -144,12 +129,12 @@ class Sweep:
             "data": data.described(),
         }
 
-    def _begin(self, ledger: Ledger, arms: list[dict[str, Any]], data: Prepared) -> dict[str, Any]:
+    def _begin(self, store: RunStore, arms: list[dict[str, Any]], data: LoadedData) -> dict[str, Any]:
         """Writes down what the experiment is, or checks that the directory holds this very experiment."""
         config = self.experiment.model_dump(mode="json")
         seeds, started, seconds = set(self.experiment.sweep.seeds), datetime.now(UTC).isoformat(timespec="seconds"), 0.0
-        counted: dict[str, float] = {}  # of the seconds, those of unfinished jobs, which their checkpoints hold too
-        if (before := ledger.experiment()) is not None:
+        counted: dict[str, float] = {}  # of the seconds, those of unfinished groups, which their checkpoints hold too
+        if (before := store.experiment()) is not None:
             try:
                 _check_same(before["config"], config, self.directory)
                 # earlier seeds and λ are still part of it
@@ -159,9 +144,9 @@ class Sweep:
                 earlier = {arm["name"]: arm["diversities"] for arm in before["arms"]}
                 arms = [{**a, "diversities": sorted({*a["diversities"], *earlier[a["name"]]})} for a in arms]
                 started, seconds = before["started"], float(before["seconds"])
-                counted = {job: spent + 0.0 for job, spent in before.get("counted", {}).items()}
+                counted = {group: spent + 0.0 for group, spent in before.get("counted", {}).items()}
             except (KeyError, TypeError, AttributeError, OverflowError) as error:
-                raise LedgerError(
+                raise RunStoreError(
                     f"experiment.json in {self.directory} is damaged. Choose another --out, or remove the directory."
                 ) from error
         content = {
@@ -181,7 +166,7 @@ class Sweep:
             "seconds": seconds,
             "counted": counted,
         }
-        ledger.write_experiment(content)
+        store.write_experiment(content)
         return content
 
     def _hardware(self) -> dict[str, Any]:
@@ -191,103 +176,118 @@ class Sweep:
     def _runs_of(self, arm: Arm) -> list[Run]:
         return [Run(arm.name, d, seed) for d in arm.diversities for seed in self.experiment.sweep.seeds]
 
-    def _planned(self, ledger: Ledger, arms: Mapping[str, Arm], data: Mapping[str, Prepared]) -> list[Job]:
-        """The jobs of the ledger, and new ones for runs that are in none of them."""
-        before = ledger.jobs()
-        jobs = list(before)
-        known = {run for job in jobs for run in job.runs}
-        taken = Counter(job.runs[0].arm for job in jobs)
+    def _planned(self, store: RunStore, arms: Mapping[str, Arm], data: Mapping[str, LoadedData]) -> list[GroupPlan]:
+        """The groups of the store, and new ones for runs that are in none of them."""
+        before = store.groups()
+        groups = list(before)
+        known = {run for group in groups for run in group.runs}
+        taken = Counter(group.runs[0].arm for group in groups)
         for arm in arms.values():
             new = [run for run in self._runs_of(arm) if run not in known]
             size = self.experiment.sweep.cohort_size or default_group_size(arm.model, self.device)
             steps = make_train_config(arm.train, data[arm.name].batches(arm).steps_per_epoch).steps
             compiled = is_compiled(arm.train, steps, self.device)
             for start in range(0, len(new), size):
-                jobs.append(Job(f"{arm.name}-{taken[arm.name]}", tuple(new[start : start + size]), compiled))
+                groups.append(GroupPlan(f"{arm.name}-{taken[arm.name]}", tuple(new[start : start + size]), compiled))
                 taken[arm.name] += 1
-        if jobs != before:
-            ledger.write_jobs(jobs)
-        return jobs
+        if groups != before:
+            store.write_groups(groups)
+        return groups
 
     # -- counting seconds ---------------------------------------------------------------------------------------------
 
-    def _resume_count(self, experiment: dict[str, Any], ledger: Ledger, jobs: Sequence[Job]) -> None:
-        """Counts what earlier attempts at these jobs took, where the jobs themselves will not say so."""
+    def _resume_count(self, experiment: dict[str, Any], store: RunStore, groups: Sequence[GroupPlan]) -> None:
+        """Counts what earlier attempts at these groups took, where the groups themselves will not say so."""
 
     def _count(
-        self, experiment: dict[str, Any], ledger: Ledger, jobs: Sequence[Job], job: Job | None, seconds: float
+        self,
+        experiment: dict[str, Any],
+        store: RunStore,
+        groups: Sequence[GroupPlan],
+        group: GroupPlan | None,
+        seconds: float,
     ) -> None:
-        """Adds the seconds of a job, earlier attempts too, but for those that were counted when they were made."""
-        experiment["seconds"] += seconds - (0.0 if job is None else experiment["counted"].pop(job.id, 0.0))
+        """Adds the seconds of a group, earlier attempts too, but for those that were counted when they were made."""
+        experiment["seconds"] += seconds - (0.0 if group is None else experiment["counted"].pop(group.id, 0.0))
 
     # -- doing --------------------------------------------------------------------------------------------------------
 
     def _work(
         self,
-        ledger: Ledger,
-        jobs: Sequence[Job],
+        store: RunStore,
+        groups: Sequence[GroupPlan],
         arms: Mapping[str, Arm],
-        data: Mapping[str, Prepared],
-        watcher: Watcher,
+        data: Mapping[str, LoadedData],
+        callback: Callback,
         stop: Callable[[], bool],
-    ) -> Iterator[tuple[Job | None, float]]:
-        """Does jobs, here and one after another; each that is written down comes out.
+    ) -> Iterator[tuple[GroupPlan | None, float]]:
+        """Does groups, here and one after another; each that is written down comes out.
 
-        With it come the seconds that it took, earlier attempts too. Where jobs are done at the same time they are
-        those since the last one came out: added up, both are how long somebody was at work. None stands for no job.
+        With it come the seconds that it took, earlier attempts too. Where groups are done at the same time they are
+        those since the last one came out: added up, both are how long somebody was at work. None stands for no group.
         """
-        for job in jobs:
-            watcher.started(job)
-            arm = arms[job.runs[0].arm]
-            yield job, self._do(ledger, job, arm, data[arm.name], watcher, stop)
+        for group in groups:
+            callback.on_group_start(group)
+            arm = arms[group.runs[0].arm]
+            yield group, self._do(store, group, arm, data[arm.name], callback, stop)
 
     def _do(
-        self, ledger: Ledger, job: Job, arm: Arm, data: Prepared, watcher: Watcher, stop: Callable[[], bool]
+        self,
+        store: RunStore,
+        group: GroupPlan,
+        arm: Arm,
+        data: LoadedData,
+        callback: Callback,
+        stop: Callable[[], bool],
     ) -> float:
-        """Trains a job, scores its runs and writes them down; returns the seconds it took, earlier attempts too."""
-        seeds = [run.seed for run in job.runs]
+        """Trains a group, scores its runs and writes them down; returns the seconds it took, earlier attempts too."""
+        seeds = [run.seed for run in group.runs]
         batches = data.batches(arm)
         train_config = make_train_config(arm.train, batches.steps_per_epoch)
-        network = build_network(arm, data.dataset, seeds, self.device, compile=job.compile)
+        network = shard_network(build_network(arm, data.dataset, seeds, self.device), self.ranks)
+        if group.compile:
+            network.compile()
         every = self.experiment.checkpoint
-        checkpoints = ledger.checkpoints(job, config_digest(arm))
-        if checkpoints.remove_foreign():
-            watcher.restarted(job)
+        checkpoints = store.checkpoints(group, config_digest(arm))
+        if self.ranks.is_first and checkpoints.remove_foreign():
+            callback.on_group_restart(group)
         fitted = fit(
             network,
             batches,
             train_config,
-            diversities=[run.diversity for run in job.runs],
+            diversities=[run.diversity for run in group.runs],
             seeds=seeds,
             checkpoint_policy=CheckpointPolicy(checkpoints, every.steps, every.seconds),
-            watch=lambda progress: watcher.stepped(job, progress),
+            on_progress=lambda progress: callback.on_step(group, progress),
             stop=stop,
         )
         start = time.monotonic()
         predicted = self._predicted(arm, data, network)
-        self._write_results(ledger, job, arm, data, network, fitted, train_config.steps, predicted)
-        checkpoints.remove()
+        trained = gather_network(network)
+        if trained is not None:  # the first rank writes
+            self._write_results(store, group, arm, data, trained, fitted, train_config.steps, predicted)
+            checkpoints.remove()
         return fitted.seconds + time.monotonic() - start
 
-    def _predicted(self, arm: Arm, data: Prepared, network: RunGroup) -> Predicted:
+    def _predicted(self, arm: Arm, data: LoadedData, network: RunGroup) -> Predicted:
         """What the runs predict on test samples, and on those held out."""
         test = predict_logits(network, data.chunks(arm, data.dataset.test))
         return test, None if data.validation is None else predict_logits(network, data.chunks(arm, data.validation))
 
     def _write_results(
         self,
-        ledger: Ledger,
-        job: Job,
+        store: RunStore,
+        group: GroupPlan,
         arm: Arm,
-        data: Prepared,
+        data: LoadedData,
         network: RunGroup,
         fitted: FitResult,
         steps: int,
         predicted: Predicted,
     ) -> None:
         (logits, target), held_out = predicted
-        for r, run in enumerate(job.runs):
-            if ledger.is_finished(run):
+        for r, run in enumerate(group.runs):
+            if store.is_finished(run):
                 continue
             failure = fitted.failures.get(r) or _unpredictable(logits[r], steps)
             metrics: dict[str, Any] | None = None
@@ -296,7 +296,7 @@ class Sweep:
                 test = evaluate(logits[r], target, data.images)
                 validation = None if held_out is None else evaluate(held_out[0][r], held_out[1]).metrics
                 metrics, arrays = {"test": test.metrics, "validation": validation, "train": None}, test.arrays
-            ledger.write_result(
+            store.write_result(
                 run,
                 {
                     "format": FORMAT,
@@ -314,9 +314,9 @@ class Sweep:
                         for e in fitted.history
                     ],
                     "steps": steps,
-                    "seconds": fitted.seconds / len(job.runs),
+                    "seconds": fitted.seconds / len(group.runs),
                     "parameters": _parameters_of(network),
-                    "job": job.id,
+                    "job": group.id,
                     "weights_sha256": weights_digest(network, r) if failure is None else None,
                     "versions": versions(),
                     **hardware(self.device),
@@ -347,7 +347,7 @@ def _check_same(before: dict[str, Any], now: dict[str, Any], directory: Path) ->
         if key.endswith("diversities"):
             continue
         if old.get(key) != new.get(key):
-            raise LedgerError(
+            raise RunStoreError(
                 f"{directory} holds runs with {key} = {old.get(key)!r}, but now it is {new.get(key)!r}. "
                 "Choose another --out, or remove the directory."
             )

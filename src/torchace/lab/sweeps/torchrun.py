@@ -1,7 +1,7 @@
-"""A sweep on several processes that torchrun started: each job is trained by all of them together.
+"""A sweep on several processes that torchrun started, which train each group together.
 
-The first rank plans, writes and prints as a sweep in one process does. The others are told which job comes next, train
-their part of it, and write nothing.
+The first rank plans, writes and prints like a sweep in one process. The others receive the next group, train their part
+of it, and write nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -20,12 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchace.lab.sweeps.config import Arm, ConfigError, Experiment
+from torchace.lab.schema.experiment import Arm, Experiment
+from torchace.lab.store import GroupPlan, Run, RunStore
+from torchace.lab.sweeps.callbacks import Callback
+from torchace.lab.sweeps.config import ConfigError
 from torchace.lab.sweeps.environment import hardware, versions
-from torchace.lab.sweeps.loaded_data import Prepared
-from torchace.lab.sweeps.networks import build_network, make_train_config
-from torchace.lab.sweeps.run_store import Job, Ledger, Run
-from torchace.lab.sweeps.sweep import Sweep, Watcher, config_digest
+from torchace.lab.sweeps.loaded_data import LoadedData
+from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.distributed import (
     RankLost,
     Ranks,
@@ -35,18 +35,17 @@ from torchace.lab.training.distributed import (
     parse_layout,
     should_report,
 )
-from torchace.lab.training.loop import CheckpointPolicy, Failure, fit
-from torchace.lab.training.shard import SharedCheckpoints, gather_network, make_shard
+from torchace.lab.training.loop import Failure
 
 
 @contextmanager
 def process_group(parallel: str | None) -> Iterator[int | None]:
-    """This process's rank among those that torchrun started; None for a process by itself.
+    """Join the processes that torchrun started; gives this process's rank, or None for a single process.
 
-    An error that several ranks run into is raised in one of them; the others end in silence.
+    An error that several ranks have is raised in one of them; the others exit silently.
 
     Args:
-        parallel: What `--parallel` says.
+        parallel: Value of `--parallel`.
     """
     if not is_launched():
         if parallel is not None:
@@ -61,7 +60,7 @@ def process_group(parallel: str | None) -> Iterator[int | None]:
         yield None
         return
     store = connect()
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         yield dist.get_rank()
     except Exception as error:
@@ -73,21 +72,21 @@ def process_group(parallel: str | None) -> Iterator[int | None]:
     dist.destroy_process_group()
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    """What SIGTERM does where nobody waits for it; torchrun sends it to those that are left when a rank dies."""
-    if not RankLost.happened:  # else: not before this one has said so
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """Handle SIGTERM, which torchrun sends to the other ranks when one dies."""
+    if not RankLost.happened:  # else this rank ends once it has reported that
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
 def rank_sweep(experiment: Experiment, directory: Path, device: str, parallel: str | None) -> RankSweep:
-    """This process's share of a sweep.
+    """Create this rank's part of a sweep.
 
     Args:
-        experiment: What is run.
-        directory: Where the results are written, by the first rank.
+        experiment: The same on every rank.
+        directory: Run directory, written by the first rank.
         device: `cpu`; `cuda`, a GPU for each process of a machine; or `cuda:N`, one that they share.
-        parallel: What is spread over ranks, see `parse_layout`; the batch unless given.
+        parallel: See `parse_layout`; by default the batch is split.
     """
     check_same(
         {
@@ -113,33 +112,33 @@ def rank_sweep(experiment: Experiment, directory: Path, device: str, parallel: s
 
 @dataclass(frozen=True)
 class RankSweep(Sweep):
-    """A sweep whose jobs are trained by all ranks together."""
+    """A sweep whose groups are trained by all ranks together."""
 
     ranks: Ranks = field(kw_only=True)
 
-    def run(self, watcher: Watcher | None = None, stop: Callable[[], bool] = lambda: False) -> dict[Run, Failure]:
-        """Trains what is not finished yet; the first rank returns the runs that failed. See `Sweep.run`."""
+    def run(self, callback: Callback | None = None, stop: Callable[[], bool] = lambda: False) -> dict[Run, Failure]:
+        """Train unfinished runs; return those that failed, on the first rank. See `Sweep.run`."""
         if self.ranks.is_first:
-            failures = super().run(watcher, stop)
-            self.ranks.broadcast(None)  # nothing comes any more
+            failures = super().run(callback, stop)
+            self.ranks.broadcast(None)  # no more groups
             return failures
         arms = {arm.name: arm for arm in self.experiment.complete_arms()}
         data = self._prepared(arms)
-        ledger = Ledger(self.directory)  # of which this rank reads nothing and writes nothing
-        while (told := self.ranks.broadcast()) is not None:
-            job = Job(told["id"], tuple(Run(**run) for run in told["runs"]), told["compile"])
-            arm = arms[job.runs[0].arm]
-            self._do(ledger, job, arm, data[arm.name], Watcher(), stop)
+        store = RunStore(self.directory)  # neither read nor written by this rank
+        while (plan := self.ranks.broadcast()) is not None:
+            group = GroupPlan(plan["id"], tuple(Run(**run) for run in plan["runs"]), plan["compile"])
+            arm = arms[group.runs[0].arm]
+            self._do(store, group, arm, data[arm.name], Callback(), stop)
         return {}
 
-    def _prepared(self, arms: dict[str, Arm]) -> dict[str, Prepared]:
+    def _prepared(self, arms: dict[str, Arm]) -> dict[str, LoadedData]:
         for arm in arms.values():
             _check(arm, self.ranks)
         if not self.ranks.is_first:
-            self.ranks.broadcast()
+            self.ranks.broadcast()  # wait for the download
             return super()._prepared(arms)
         prepared = super()._prepared(arms)
-        self.ranks.broadcast("data are there")  # one process downloads them
+        self.ranks.broadcast()
         return prepared
 
     def _hardware(self) -> dict[str, Any]:
@@ -147,58 +146,20 @@ class RankSweep(Sweep):
 
     def _work(
         self,
-        ledger: Ledger,
-        jobs: Sequence[Job],
+        store: RunStore,
+        groups: Sequence[GroupPlan],
         arms: Mapping[str, Arm],
-        data: Mapping[str, Prepared],
-        watcher: Watcher,
+        data: Mapping[str, LoadedData],
+        callback: Callback,
         stop: Callable[[], bool],
-    ) -> Iterator[tuple[Job | None, float]]:
-        def announced() -> Iterator[Job]:
-            for job in jobs:
-                self.ranks.broadcast(asdict(job))
-                yield job
-
-        return super()._work(ledger, announced(), arms, data, watcher, stop)  # type: ignore[arg-type]
-
-    def _do(
-        self, ledger: Ledger, job: Job, arm: Arm, data: Prepared, watcher: Watcher, stop: Callable[[], bool]
-    ) -> float:
-        seeds = [run.seed for run in job.runs]
-        batches = data.batches(arm)
-        train_config = make_train_config(arm.train, batches.steps_per_epoch)
-        whole = build_network(arm, data.dataset, seeds, self.device)
-        network = make_shard(whole, self.ranks)
-        if job.compile:
-            network.compile()
-        kept = whole if self.ranks.is_first and self.ranks.members > 1 else None
-        del whole  # a rank needs its own members; the first one all of them, for what it writes
-        every = self.experiment.checkpoint
-        whose = ledger.checkpoints(job, config_digest(arm))
-        if self.ranks.is_first and whose.remove_foreign():
-            watcher.restarted(job)
-        checkpoints = SharedCheckpoints(whose.directory, kept, owner=whose.owner)
-        fitted = fit(
-            network,
-            batches,
-            train_config,
-            diversities=[run.diversity for run in job.runs],
-            seeds=seeds,
-            checkpoint_policy=CheckpointPolicy(checkpoints, every.steps, every.seconds),
-            watch=(lambda progress: watcher.stepped(job, progress)) if self.ranks.is_first else None,
-            stop=stop,
-        )
-        start = time.monotonic()
-        predicted = self._predicted(arm, data, network)
-        trained = gather_network(network, kept)
-        if trained is not None:
-            self._write_results(ledger, job, arm, data, trained, fitted, train_config.steps, predicted)
-            checkpoints.remove()
-        return fitted.seconds + time.monotonic() - start
+    ) -> Iterator[tuple[GroupPlan | None, float]]:
+        for group in groups:
+            self.ranks.broadcast(asdict(group))
+            yield from super()._work(store, [group], arms, data, callback, stop)
 
 
 def _check(arm: Arm, ranks: Ranks) -> None:
-    """Refuse what cannot be spread like that, before anything is computed."""
+    """Refuse arms that cannot be split over these ranks, before any training."""
     if arm.train.batch_size < ranks.data:
         raise ConfigError(
             f"train.batch_size: expected at least {ranks.data}, a sample for each rank, but got {arm.train.batch_size}."

@@ -32,6 +32,9 @@ def objective_of(
     active: Tensor,
     mixture: Tensor | None,
     recipe: TrainConfig,
+    *,
+    num_members: int | None = None,
+    batch_size: int | None = None,
 ) -> Objective:
     """What a step needs to know of the loss.
 
@@ -43,14 +46,18 @@ def objective_of(
             weight of k is then k repeats, in expectation.
         diversity: λ of each run, `(R,)`.
         active: False for a run that was stopped: its gradient is 0, `(R,)`.
-        mixture: What the ensemble predicts on all its members' batches, `(R, K·B, C)`, for exchanged batches.
+        mixture: What the ensemble predicts on all its members' batches, `(R, K·B, C)`, for exchanged batches; on the
+            one batch, `(R, B, C)`, where some of its members are on other ranks.
         recipe: Which loss.
+        num_members: K of the whole ensemble, where some members are on other ranks.
+        batch_size: Samples of the whole batch, where some are on other ranks: results are shares of its mean.
     """
     own = recipe.batches != "shared"
-    if not recipe.detach_others:
-        return _by_autograd(logits, y, weight, diversity, active, mixture, recipe)
+    num_members, batch_size = num_members or logits.shape[1], batch_size or logits.shape[2]
+    if not recipe.detach_others or num_members > logits.shape[1]:
+        return _by_autograd(logits, y, weight, diversity, active, mixture, recipe, num_members, batch_size)
     going = active.to(recipe.dtype).view(-1, *[1] * (1 + own))
-    scale = going / logits.shape[2]
+    scale = going / batch_size
     if weight is not None:
         scale = scale * weight
     if mixture is not None:
@@ -60,7 +67,7 @@ def objective_of(
         form = ace_closed_form(logits, y, diversity, scale, label_smoothing=smoothing, mixture=mixture)
     else:
         form = ncl_closed_form(logits, y, diversity, scale, mixture=mixture)
-    return Objective(form.losses, _score(form.scores, weight), form.gradient)
+    return Objective(form.losses, _score(form.scores, weight, num_members, batch_size), form.gradient)
 
 
 def losses_of(
@@ -145,9 +152,9 @@ def mean_over_samples(values: Tensor, weight: Tensor | None) -> Tensor:
     return (values * (weight / total)).sum(-1)
 
 
-def _batch_mean(values: Tensor, weight: Tensor | None) -> Tensor:
-    """Values times weights, divided by the number of samples."""
-    return (values if weight is None else values * weight).mean(-1)
+def _weighted_sum(values: Tensor, weight: Tensor | None) -> Tensor:
+    """Sum over samples, weighted."""
+    return (values if weight is None else values * weight).sum(-1)
 
 
 def over_runs(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
@@ -157,11 +164,12 @@ def over_runs(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
     return vmap(function)(*values)
 
 
-def _score(scores: Tensor, weight: Tensor | None) -> Tensor:
+def _score(scores: Tensor, weight: Tensor | None, num_members: int, batch_size: int) -> Tensor:
     """One number a run, `(R,)`, from `(R, B)`, or from `(R, K, B)`: as many ensembles of one member."""
     if scores.ndim == 3:
         scores, weight = scores.flatten(1), None if weight is None else weight.flatten(1)
-    return _batch_mean(scores, weight)
+        batch_size *= num_members
+    return _weighted_sum(scores, weight) / batch_size
 
 
 def _by_autograd(
@@ -172,17 +180,24 @@ def _by_autograd(
     active: Tensor,
     mixture: Tensor | None,
     recipe: TrainConfig,
+    num_members: int,
+    batch_size: int,
 ) -> Objective:
-    """`objective_of` where gradients flow into the other members: they have no closed form of their own."""
+    """`objective_of` where gradients flow into the other members, or some members are on other ranks."""
     own = recipe.batches != "shared"
     z = logits.detach().requires_grad_()
-    losses = losses_of(z, y, diversity, mixture, recipe)  # (R, K, B)
-    losses = _batch_mean(losses, weight if own or weight is None else weight[:, None])
+    losses = losses_of(z, y, diversity, mixture, recipe, num_members=num_members)  # (R, K, B)
+    losses = _weighted_sum(losses, weight if own or weight is None else weight[:, None]) / batch_size
     (gradient,) = torch.autograd.grad(torch.where(active[:, None], losses, 0.0).sum(), z)
     with torch.no_grad():
         z = z.to(recipe.dtype)
-        scores = scores_of(z.flatten(1, 2).unsqueeze(1), y.flatten(1, 2), recipe) if own else scores_of(z, y, recipe)
-    return Objective(losses.detach(), _score(scores, weight), gradient)
+        if own:
+            scores = scores_of(z.flatten(1, 2).unsqueeze(1), y.flatten(1, 2), recipe).unflatten(1, z.shape[1:3])
+        elif mixture is None:
+            scores = scores_of(z, y, recipe)
+        else:
+            scores = mixture_scores(mixture, y, recipe)
+    return Objective(losses.detach(), _score(scores, weight, num_members, batch_size), gradient)
 
 
 def _coupled(loss: Callable[..., Tensor], share: Tensor, z: Tensor, y: Tensor, d: Tensor, mixture: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchace.lab.cli.app import main
-from torchace.lab.sweeps.trackers import EventLog
+from torchace.lab.sweeps.callbacks import EventLog
 
 SMALL = ["--set", "train.epochs=2", "--set", "model.hidden=[4]", "--set", "sweep.diversities=[0, 0.5]", "--seeds", "2"]
 
@@ -46,16 +46,16 @@ def test_every_sweep_has_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("torn", ['{"time": "2026-0', '{"ti', "x" * 200_000, ""])
 def test_half_a_line_of_a_killed_process_is_removed(tmp_path: Path, torn: str) -> None:
     log = tmp_path / "log.jsonl"
-    EventLog(tmp_path).planned(0, 4)
+    EventLog(tmp_path).on_plan(0, 4)
     before = log.read_text("utf-8")
     log.write_text(before + torn, "utf-8")
     again = EventLog(tmp_path)
-    again.planned(1, 4)
-    again.planned(2, 4)
+    again.on_plan(1, 4)
+    again.on_plan(2, 4)
     assert log.read_text("utf-8").startswith(before)
     assert [event["done"] for event in events(tmp_path)] == [0, 1, 2]
     log.write_text(torn, "utf-8")  # no whole line at all
-    EventLog(tmp_path).planned(3, 4)
+    EventLog(tmp_path).on_plan(3, 4)
     assert [event["done"] for event in events(tmp_path)] == [3]
 
 

@@ -24,7 +24,7 @@ from torchace._files import (
     refuse_links,
     remove_partial,
     with_checksum,
-    write_whole,
+    write_atomic,
 )
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.loop import Failure
@@ -33,10 +33,10 @@ FORMAT = 1
 # What a sweep writes beside experiment.json, which is the first of it.
 WRITTEN = ("checkpoints", "jobs.json", "log.jsonl", "report", "runs", "tensorboard")
 # What sweeps, searches and fits write to: none of it may be a link.
-OURS = (*WRITTEN, "cohorts", "experiment.json", "fingerprint.json", "fit.json", "lock", "model", "search")
+OURS = (*WRITTEN, "groups", "experiment.json", "fingerprint.json", "fit.json", "lock", "model", "search")
 
 
-class LedgerError(ValueError):
+class RunStoreError(ValueError):
     """A run directory that cannot be used: one sentence that says why and what to do."""
 
 
@@ -55,7 +55,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Job:
+class GroupPlan:
     """Runs that are trained together. Who is in it is fixed when it is first written down."""
 
     id: str
@@ -64,10 +64,10 @@ class Job:
 
     def __post_init__(self) -> None:
         if not is_name(self.id) or len({run.arm for run in self.runs}) != 1:
-            raise ValueError(f"Expected a job with a name and runs of one arm, but got {self.id!r}.")
+            raise ValueError(f"Expected a group with a name and runs of one arm, but got {self.id!r}.")
 
 
-class Ledger:
+class RunStore:
     """The files of one experiment."""
 
     def __init__(self, directory: Path) -> None:
@@ -81,21 +81,21 @@ class Ledger:
             self.directory.mkdir(parents=True, exist_ok=True)
             file = open(self.directory / "lock", "a+", errors="replace")  # noqa: SIM115
         except OSError as error:
-            raise LedgerError(f"Cannot write to {self.directory}: {error.strerror}. Choose another --out.") from error
+            raise RunStoreError(f"Cannot write to {self.directory}: {error.strerror}. Choose another --out.") from error
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 file.seek(0)
                 who = file.read().strip() or "another one"
-                raise LedgerError(
+                raise RunStoreError(
                     f"Process {who} is at work in {self.directory}. Wait for it, or choose another --out."
                 ) from error
             except OSError as error:
-                raise LedgerError(f"Cannot lock {self.directory}: {error.strerror}. Choose another --out.") from error
+                raise RunStoreError(f"Cannot lock {self.directory}: {error.strerror}. Choose another --out.") from error
             file.seek(0)
             if not file.read(20).strip().isdigit() and os.fstat(file.fileno()).st_size:
-                raise LedgerError(f"{self.directory} holds something else already ('lock'). Choose another --out.")
+                raise RunStoreError(f"{self.directory} holds something else already ('lock'). Choose another --out.")
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
@@ -105,7 +105,9 @@ class Ledger:
         """Refuses a directory where a sweep would write over what is no sweep's."""
         foreign = [name for name in WRITTEN if os.path.lexists(self.directory / name)]
         if foreign and not (self.directory / "experiment.json").exists():
-            raise LedgerError(f"{self.directory} holds something else already ({foreign[0]!r}). Choose another --out.")
+            raise RunStoreError(
+                f"{self.directory} holds something else already ({foreign[0]!r}). Choose another --out."
+            )
 
     # -- the experiment -----------------------------------------------------------------------------------------------
 
@@ -114,47 +116,47 @@ class Ledger:
         file = self.directory / "experiment.json"
         if not file.exists():
             return None
-        return _read(file)
+        return read_record(file)
 
     def write_experiment(self, content: Mapping[str, Any]) -> None:
-        write_whole(self.directory / "experiment.json", _dumped(with_checksum(finite(content))))
+        write_record(self.directory / "experiment.json", content)
 
-    # -- jobs ---------------------------------------------------------------------------------------------------------
+    # -- run groups --------------------------------------------------------------------------------------------------
 
-    def jobs(self) -> list[Job]:
+    def groups(self) -> list[GroupPlan]:
         file = self.directory / "jobs.json"
         if not file.exists():
             return []
-        content = _read(file)
+        content = read_record(file)
         try:
-            jobs = [
-                Job(job["id"], tuple(map(_run_of, job["runs"])), job.get("compile", False) is True)
-                for job in content["jobs"]
+            groups = [
+                GroupPlan(group["id"], tuple(map(_run_of, group["runs"])), group.get("compile", False) is True)
+                for group in content["jobs"]
             ]
-            if len({job.id for job in jobs}) < len(jobs):
-                raise ValueError("two jobs of one name")
-            if not all(job.runs for job in jobs):
-                raise ValueError("a job without runs")
+            if len({group.id for group in groups}) < len(groups):
+                raise ValueError("two groups of one name")
+            if not all(group.runs for group in groups):
+                raise ValueError("a group without runs")
         except (KeyError, TypeError, ValueError, OverflowError) as error:  # a seed that is infinite
-            raise LedgerError(f"{file} is damaged. Choose another --out, or remove the directory.") from error
-        return jobs
+            raise RunStoreError(f"{file} is damaged. Choose another --out, or remove the directory.") from error
+        return groups
 
-    def write_jobs(self, jobs: list[Job]) -> None:
+    def write_groups(self, groups: list[GroupPlan]) -> None:
         listed = [
             {
-                "id": job.id,
-                "runs": [{"arm": r.arm, "diversity": r.diversity, "seed": r.seed} for r in job.runs],
-                "compile": job.compile,
+                "id": group.id,
+                "runs": [{"arm": r.arm, "diversity": r.diversity, "seed": r.seed} for r in group.runs],
+                "compile": group.compile,
             }
-            for job in jobs
+            for group in groups
         ]
-        write_whole(self.directory / "jobs.json", _dumped({"format": FORMAT, "jobs": listed}))
+        write_record(self.directory / "jobs.json", {"jobs": listed})
 
-    def checkpoints(self, job: Job, config_sha256: str | None = None) -> Checkpoints:
-        """Where a job's state is saved, for its runs under this configuration alone."""
-        runs = [[run.arm, run.diversity, run.seed] for run in job.runs]
+    def checkpoints(self, group: GroupPlan, config_sha256: str | None = None) -> Checkpoints:
+        """Where a group's state is saved, for its runs under this configuration alone."""
+        runs = [[run.arm, run.diversity, run.seed] for run in group.runs]
         owner = {"runs": runs, "config_sha256": config_sha256}
-        return Checkpoints(self.directory / "checkpoints" / job.id, owner=owner)
+        return Checkpoints(self.directory / "checkpoints" / group.id, owner=owner)
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
@@ -163,27 +165,27 @@ class Ledger:
 
     def failure(self, run: Run) -> Failure | None:
         """Why a finished run failed; None where it did not."""
-        content = _read(self._file(run))
+        content = read_record(self._file(run))
         try:
             return Failure(**content["failure"]) if content["status"] == "failed" else None
         except (KeyError, TypeError) as error:
-            raise LedgerError(f"{self._file(run)} is damaged. Remove that file to run it again.") from error
+            raise RunStoreError(f"{self._file(run)} is damaged. Remove that file to run it again.") from error
 
     def write_result(self, run: Run, content: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> None:
         """Writes a run down as done: the arrays first, then the file that says so, with checksums of both."""
         data = save_safetensors(dict(arrays)) if arrays else None
         if data is not None:
-            write_whole(self._file(run).with_suffix(".safetensors"), data)
+            write_atomic(self._file(run).with_suffix(".safetensors"), data)
         digest = None if data is None else hashlib.sha256(data).hexdigest()
-        write_whole(self._file(run), _dumped(with_checksum(finite({**content, "arrays_sha256": digest}))))
+        write_record(self._file(run), {**content, "arrays_sha256": digest})
 
-    def clean(self, jobs: list[Job]) -> None:
-        """Removes what a killed process left: half-written files, and checkpoints of jobs that are finished."""
+    def clean(self, groups: list[GroupPlan]) -> None:
+        """Removes what a killed process left: half-written files, and checkpoints of groups that are finished."""
         for folder in (self.directory, self.directory / "runs"):
             remove_partial(folder)
-        for job in jobs:
-            if all(self.is_finished(run) for run in job.runs):
-                self.checkpoints(job).remove()
+        for group in groups:
+            if all(self.is_finished(run) for run in group.runs):
+                self.checkpoints(group).remove()
 
     def _file(self, run: Run) -> Path:
         return self.directory / "runs" / f"{run.id}.json"
@@ -197,8 +199,10 @@ def _run_of(content: Mapping[str, Any]) -> Run:
     return Run(arm, float(diversity), seed)
 
 
-def _dumped(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(finite(content), indent=1, allow_nan=False) + "\n").encode()
+def write_record(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a result file as JSON, with its format and a checksum; NaN and Inf become null."""
+    whole = with_checksum(finite({"format": FORMAT, **content}))
+    write_atomic(file, (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode())
 
 
 def finite(value: Any) -> Any:
@@ -212,17 +216,21 @@ def finite(value: Any) -> Any:
     return value
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_record(file: Path, remedy: str = "that file to run it again") -> dict[str, Any]:
+    """Return the content of a file that `write_record` wrote, its format and checksum checked.
+
+    Args:
+        file: The file.
+        remedy: What to remove if it is damaged, for the error.
+    """
     try:
         content = read_json(file)
     except OSError as error:
-        raise LedgerError(f"Cannot read {file}: {error.strerror}.") from error
+        raise RunStoreError(f"Cannot read {file}: {error.strerror}.") from error
     except ValueError as error:
-        raise LedgerError(f"{file} is damaged. Choose another --out, or remove that file to run it again.") from error
+        raise RunStoreError(f"{file} is damaged. Choose another --out, or remove {remedy}.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise LedgerError(f"{file} was not written by this version of torchace. Choose another --out.")
+        raise RunStoreError(f"{file} was not written by this version of torchace. Choose another --out.")
     if CHECKSUM in content and not is_unchanged(content):  # earlier versions wrote none
-        raise LedgerError(
-            f"{file} was changed after it was written. Choose another --out, or remove that file to run it again."
-        )
+        raise RunStoreError(f"{file} was changed after it was written. Choose another --out, or remove {remedy}.")
     return content

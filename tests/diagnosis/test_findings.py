@@ -1,4 +1,4 @@
-"""Every finding: there where it belongs, not there where it does not, and not by the luck of fifty samples."""
+"""Every finding: reported where the problem is, absent where it is not, and no false alarms on few samples."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from tests.diagnosis import ensembles
 from torchace import diagnose
 from torchace.diagnosis import intervals
 
-SICK = {
+PROBLEMS = {
     "collapse": ensembles.collapsed,
-    "chance": ensembles.with_guesser,
+    "chance": ensembles.with_member_at_chance,
     "copies": ensembles.with_copy,
-    "collusion": ensembles.colluding,
-    "domination": ensembles.dominated,
+    "co_adaptation": ensembles.co_adapted,
+    "dominant_member": ensembles.dominated,
     "gain": ensembles.dominated,
-    "classes": ensembles.forgetful,
+    "classes": ensembles.with_lost_class,
 }
 
 
-@pytest.mark.parametrize("name", SICK)
-def test_a_finding_is_there_where_it_belongs(name):
-    diagnosis = diagnose(*SICK[name]())
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_problem_is_found(name):
+    diagnosis = diagnose(*PROBLEMS[name]())
     assert diagnosis[name].severity == "warning", diagnosis
     assert diagnosis[name].advice
     assert diagnosis.findings[0].severity == "warning"
 
 
-def test_nothing_is_found_where_nothing_is():
+def test_healthy_ensemble_has_no_warnings():
     diagnosis = diagnose(*ensembles.healthy(), train_logits=ensembles.healthy(seed=1)[0],
                          train_target=ensembles.healthy(seed=1)[1])  # fmt: skip
     assert not diagnosis.warnings, diagnosis
     assert diagnosis["collapse"].severity == "ok"
-    assert diagnosis["collusion"].severity == "ok"
-    assert diagnosis["vanishing"].severity == "ok"
+    assert diagnosis["co_adaptation"].severity == "ok"
+    assert diagnosis["diversity_gap"].severity == "ok"
     assert diagnosis["calibration"].severity == "ok"
 
 
 @pytest.mark.parametrize("members", [2, 8])
 @pytest.mark.parametrize(("classes", "own"), [(2, 0.8), (4, 0.8), (10, 2.0)])
-def test_fifty_samples_raise_no_alarm(members, classes, own):
+def test_false_alarm_rate_on_fifty_samples(members, classes, own):
     """60 draws of 50 samples: a false alarm in 2 of 100 draws would make 5 of them one time in a hundred."""
     alarms = collections.Counter()
     for seed in range(60):
@@ -57,24 +57,24 @@ def test_fifty_samples_raise_no_alarm(members, classes, own):
     assert sum(alarms.values()) <= 4, alarms
 
 
-@pytest.mark.parametrize("name", ["collusion", "copies", "domination", "classes"])
-def test_two_hundred_samples_are_enough(name):
-    found = sum(diagnose(*SICK[name](200, seed))[name].severity == "warning" for seed in range(10))
+@pytest.mark.parametrize("name", ["co_adaptation", "copies", "dominant_member", "classes"])
+def test_power_on_two_hundred_samples(name):
+    found = sum(diagnose(*PROBLEMS[name](200, seed))[name].severity == "warning" for seed in range(10))
     assert found == 10
 
 
-@pytest.mark.parametrize("name", SICK)
-def test_too_few_samples_give_notes_alone(name):
-    diagnosis = diagnose(*SICK[name](29))
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_few_samples_give_notes_only(name):
+    diagnosis = diagnose(*PROBLEMS[name](29))
     assert not diagnosis.warnings
     if name == "copies":
         assert diagnosis["copies"].severity == "note"
-        assert diagnosis["copies"].sentence.endswith("But these are 29 samples only.")
+        assert diagnosis["copies"].sentence.endswith("Based on only 29 samples.")
 
 
 @pytest.mark.parametrize(
     ("factor", "severity", "words"),
-    [(4.0, "warning", "too sure"), (1.0, "ok", "as sure"), (0.3, "warning", "too modest")],
+    [(4.0, "warning", "overconfident"), (1.0, "ok", "well calibrated"), (0.3, "warning", "underconfident")],
 )
 def test_calibration(factor, severity, words):
     finding = diagnose(*ensembles.scaled(factor))["calibration"]
@@ -84,14 +84,14 @@ def test_calibration(factor, severity, words):
 
 
 @pytest.mark.parametrize(("samples", "few"), [(60, True), (5000, False)])
-def test_few_samples_show_nothing_of_calibration(samples, few):
+def test_calibration_on_few_samples(samples, few):
     diagnosis = diagnose(*ensembles.healthy(samples))
     for name in ("calibration", "member_calibration")[: 1 + few]:
         assert diagnosis[name].severity == "ok"
-        assert diagnosis[name].sentence.startswith("Too few samples to say whether") == few
+        assert diagnosis[name].sentence.startswith("Too few samples to judge") == few
 
 
-def test_uneven_calibration_is_found_though_confidence_is_right_on_average():
+def test_miscalibration_that_cancels_on_average():
     """Half of the samples with 0.95 that are right 80 times of 100, half with 0.55 that are right 70 times."""
     target = torch.zeros(4000, dtype=torch.long)
     high = torch.arange(4000) < 2000
@@ -101,77 +101,77 @@ def test_uneven_calibration_is_found_though_confidence_is_right_on_average():
     probs = torch.where(said[:, None] == torch.arange(2), p[:, None], 1 - p[:, None])
     finding = diagnose(probs.log()[None], target)["calibration"]
     assert finding.severity == "warning"
-    assert "in some places" in finding.sentence
+    assert "at some confidence levels" in finding.sentence
     assert finding.numbers["calibration_error"] == pytest.approx(0.15, abs=1e-7)  # of float32 probabilities
 
 
-def test_members_calibration():
+def test_member_calibration():
     logits, target = ensembles.scaled(1.0)
     logits[0] *= 6
     logits[1] *= 0.2
     finding = diagnose(logits, target)["member_calibration"]
     assert finding.severity == "note"
-    assert 0 in finding.numbers["too_sure"]
-    assert finding.numbers["too_modest"] == [1]
+    assert 0 in finding.numbers["overconfident"]
+    assert finding.numbers["underconfident"] == [1]
 
 
-def test_diversity_that_stays_on_the_training_data():
+def test_diversity_gap():
     (test, target), (train, train_target) = ensembles.healthy(own=0.3), ensembles.healthy(seed=1, own=1.5)
     there = diagnose(test, target, train_logits=train, train_target=train_target)
-    assert there["vanishing"].severity == "warning"
-    assert there["vanishing"].numbers["train_disagreement"] > there["vanishing"].numbers["disagreement"]
+    assert there["diversity_gap"].severity == "warning"
+    assert there["diversity_gap"].numbers["train_disagreement"] > there["diversity_gap"].numbers["disagreement"]
     # the other way round it is what members that fit their training data do
-    assert diagnose(train, train_target, train_logits=test, train_target=target)["vanishing"].severity == "ok"
+    assert diagnose(train, train_target, train_logits=test, train_target=target)["diversity_gap"].severity == "ok"
     with pytest.raises(KeyError, match="There are"):
-        diagnose(test, target)["vanishing"]
+        diagnose(test, target)["diversity_gap"]
 
 
-def test_samples_that_are_all_easy_do_not_tell_whether_members_collapsed():
+def test_collapse_needs_uncertain_samples():
     g = torch.Generator().manual_seed(0)
     target = torch.randint(4, (300,), generator=g)
     easy = 9.0 * torch.nn.functional.one_hot(target, 4) + 0.3 * torch.randn(5, 300, 4, generator=g)
     finding = diagnose(easy, target)["collapse"]
     assert finding.numbers["uncertainty_share_high"] < 0.01  # what would be a warning
     assert finding.severity == "note"
-    assert "Only 0 samples leave the answer open" in finding.sentence
+    assert "only 0 with a confidence below 0.9" in finding.sentence
 
 
-def test_weak_learners_are_not_conspirators():
+def test_weak_learners_are_not_co_adapted():
     """Forty members that are each right half of the time, on their own: any half of them does as well."""
     g = torch.Generator().manual_seed(0)
     target = torch.randint(10, (1000,), generator=g)
     right = torch.rand(40, 1000, generator=g) < 0.5
     said = torch.where(right, target, torch.randint(10, (40, 1000), generator=g))
-    finding = diagnose(3.0 * torch.nn.functional.one_hot(said, 10), target)["collusion"]
+    finding = diagnose(3.0 * torch.nn.functional.one_hot(said, 10), target)["co_adaptation"]
     assert finding.severity == "note"
     assert "do not depend on each other" in finding.sentence
 
 
-def test_one_good_member_among_bad_ones_is_no_conspiracy():
+def test_one_accurate_member_is_not_co_adaptation():
     logits, target = ensembles.dominated()
-    finding = diagnose(logits, target)["collusion"]
+    finding = diagnose(logits, target)["co_adaptation"]
     assert finding.severity == "note"
-    assert "member 1 is as often right as the ensemble" in finding.sentence
+    assert "member 1 is as accurate as the ensemble" in finding.sentence
 
 
-def test_a_weight_makes_a_member_dominate():
+def test_a_large_weight_makes_a_member_dominant():
     logits, target = ensembles.healthy()
-    assert diagnose(logits, target)["domination"].severity == "ok"
-    finding = diagnose(logits, target, member_weights=[0.02, 0.02, 0.92, 0.02, 0.02])["domination"]
+    assert diagnose(logits, target)["dominant_member"].severity == "ok"
+    finding = diagnose(logits, target, member_weights=[0.02, 0.02, 0.92, 0.02, 0.02])["dominant_member"]
     assert finding.severity == "warning"
     assert finding.numbers["member"] == 2
     assert "weight is 92%" in finding.sentence
 
 
-def test_class_names_are_used():
-    logits, target = ensembles.forgetful()
+def test_class_names():
+    logits, target = ensembles.with_lost_class()
     finding = diagnose(logits, target, class_names=["cat", "dog", "emu", "fox"])["classes"]
-    assert "class emu (" in finding.sentence
+    assert "Low recall of class emu (" in finding.sentence
     assert finding.numbers["recall"].keys() == {"cat", "dog", "emu", "fox"}
 
 
-def test_the_order_of_the_members_does_not_matter():
-    for make in {*SICK.values(), ensembles.healthy}:
+def test_invariance_to_member_order():
+    for make in {*PROBLEMS.values(), ensembles.healthy}:
         logits, target = make()
         order = torch.randperm(len(logits), generator=torch.Generator().manual_seed(3))
         one, other = diagnose(logits, target), diagnose(logits[order], target)
@@ -181,25 +181,25 @@ def test_the_order_of_the_members_does_not_matter():
 # -- ensembles that were trained --------------------------------------------------------------------------------------
 
 
-def test_separate_networks_are_well():
+def test_trained_separate_networks():
     diagnosis = diagnose(**ensembles.trained("separate"))
     assert not diagnosis.warnings, diagnosis
     assert diagnosis["collapse"].severity == "ok"
-    assert diagnosis["collusion"].severity == "ok"
+    assert diagnosis["co_adaptation"].severity == "ok"
 
 
-def test_linear_heads_have_collapsed():
+def test_trained_linear_heads_collapse():
     diagnosis = diagnose(**ensembles.trained("smoc"))
     assert [finding.name for finding in diagnosis.warnings] == ["collapse"]
     assert "branch" in diagnosis["collapse"].advice
     assert "exchanged" in diagnosis["collapse"].advice
 
 
-def test_members_trained_for_the_ensemble_alone_collude():
+def test_members_trained_at_full_diversity_are_co_adapted():
     diagnosis = diagnose(**ensembles.trained("λ=1"))
-    assert diagnosis["collusion"].severity == "warning"
-    assert diagnosis["collusion"].advice.startswith("Lower λ")
-    assert diagnosis["collusion"].numbers["drop_one_mean"] > 0
+    assert diagnosis["co_adaptation"].severity == "warning"
+    assert diagnosis["co_adaptation"].advice.startswith("Lower λ")
+    assert diagnosis["co_adaptation"].numbers["drop_one_mean"] > 0
 
 
 # -- intervals --------------------------------------------------------------------------------------------------------
@@ -207,28 +207,28 @@ def test_members_trained_for_the_ensemble_alone_collude():
 
 @pytest.mark.parametrize("samples", [30, 100, 5000])
 @pytest.mark.parametrize("tests", [1, 10])
-def test_intervals_reach_as_far_as_t(samples, tests):
+def test_critical_values_against_t(samples, tests):
     exact = stats.t.ppf(1 - 0.005 / tests, samples - 1)
-    assert intervals.critical(samples, tests) == pytest.approx(exact, rel=0.02)  # first order in 1/(n - 1)
+    assert intervals.critical_value(samples, tests) == pytest.approx(exact, rel=0.02)  # first order in 1/(n - 1)
 
 
 @pytest.mark.parametrize(("hits", "samples"), [(0, 40), (1, 40), (17, 40), (40, 40), (999, 5000)])
-def test_shares_are_wilsons(hits, samples):
-    found = intervals.share(hits, samples)
-    level = 1 - 2 * stats.norm.sf(intervals.critical(samples))
+def test_proportions_against_wilson(hits, samples):
+    found = intervals.proportion_interval(hits, samples)
+    level = 1 - 2 * stats.norm.sf(intervals.critical_value(samples))
     exact = stats.binomtest(hits, samples).proportion_ci(level, method="wilson")
     assert found == pytest.approx((hits / samples, exact.low, exact.high), abs=1e-12)
-    assert intervals.share(0, 0) == (0.0, 0.0, 1.0)
+    assert intervals.proportion_interval(0, 0) == (0.0, 0.0, 1.0)
 
 
-def test_ratios_hold_what_they_say():
+def test_coverage_of_ratios():
     """99 of 100 intervals hold the true ratio, 0.5; of 2,000 at least 1,960 (4.5 standard deviations)."""
     rng = np.random.default_rng(0)
     held = 0
     for _ in range(2000):
         below = rng.exponential(size=200)
-        found = intervals.ratio(0.5 * below * rng.uniform(0, 2, 200), below)
+        found = intervals.ratio_interval(0.5 * below * rng.uniform(0, 2, 200), below)
         held += found.low < 0.5 < found.high
     assert held >= 1960
-    assert intervals.ratio(np.zeros(5), np.zeros(5)) == (0.0, 0.0, 0.0)
-    assert intervals.mean(np.array([2.0])) == (2.0, -math.inf, math.inf)
+    assert intervals.ratio_interval(np.zeros(5), np.zeros(5)) == (0.0, 0.0, 0.0)
+    assert intervals.mean_interval(np.array([2.0])) == (2.0, -math.inf, math.inf)

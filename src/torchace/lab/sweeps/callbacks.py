@@ -11,47 +11,68 @@ from pathlib import Path
 from typing import Any
 
 from torchace._files import check_regular, read_json
-from torchace.lab.sweeps.run_store import Job, Run
-from torchace.lab.sweeps.sweep import Watcher
+from torchace.lab.store import GroupPlan, Run
 from torchace.lab.training.loop import Progress
 
 LOG = "log.jsonl"
-EVERY = 5.0  # seconds between two lines about the progress of a job
+EVERY = 5.0  # seconds between two lines about the progress of a group
 BLOCK = 65_536  # bytes that are searched for a newline at a time
 
 
-class Watchers(Watcher):
-    """Several who are told."""
+class Callback:
+    """No-op callback of a sweep; override what you need."""
 
-    def __init__(self, watchers: Sequence[Watcher]) -> None:
-        self.watchers = watchers
+    def on_plan(self, done: int, total: int) -> None:
+        """The sweep has `total` runs, of which `done` are finished already."""
 
-    def planned(self, done: int, total: int) -> None:
-        for watcher in self.watchers:
-            watcher.planned(done, total)
+    def on_group_start(self, group: GroupPlan) -> None:
+        """The training of a run group starts or resumes."""
 
-    def started(self, job: Job) -> None:
-        for watcher in self.watchers:
-            watcher.started(job)
+    def on_step(self, group: GroupPlan, progress: Progress) -> None:
+        """A run group made progress, reported a few times a second."""
 
-    def stepped(self, job: Job, progress: Progress) -> None:
-        for watcher in self.watchers:
-            watcher.stepped(job, progress)
+    def on_group_end(self, group: GroupPlan, done: int) -> None:
+        """The results of a run group are written; `done` runs of the sweep are finished now."""
 
-    def finished(self, job: Job, done: int) -> None:
-        for watcher in self.watchers:
-            watcher.finished(job, done)
+    def on_worker_lost(self, group: GroupPlan, reason: str) -> None:
+        """The process that trained a run group died; another one resumes it."""
 
-    def died(self, job: Job, how: str) -> None:
-        for watcher in self.watchers:
-            watcher.died(job, how)
-
-    def restarted(self, job: Job) -> None:
-        for watcher in self.watchers:
-            watcher.restarted(job)
+    def on_group_restart(self, group: GroupPlan) -> None:
+        """A checkpoint of other runs was removed; the run group starts from its first step."""
 
 
-class EventLog(Watcher):
+class CallbackList(Callback):
+    """Call several callbacks in order."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self.callbacks = callbacks
+
+    def on_plan(self, done: int, total: int) -> None:
+        for callback in self.callbacks:
+            callback.on_plan(done, total)
+
+    def on_group_start(self, group: GroupPlan) -> None:
+        for callback in self.callbacks:
+            callback.on_group_start(group)
+
+    def on_step(self, group: GroupPlan, progress: Progress) -> None:
+        for callback in self.callbacks:
+            callback.on_step(group, progress)
+
+    def on_group_end(self, group: GroupPlan, done: int) -> None:
+        for callback in self.callbacks:
+            callback.on_group_end(group, done)
+
+    def on_worker_lost(self, group: GroupPlan, reason: str) -> None:
+        for callback in self.callbacks:
+            callback.on_worker_lost(group, reason)
+
+    def on_group_restart(self, group: GroupPlan) -> None:
+        for callback in self.callbacks:
+            callback.on_group_restart(group)
+
+
+class EventLog(Callback):
     """`log.jsonl` in the run directory: a line an event, with its time; a sweep that goes on appends.
 
     Half a line, which a process left that was killed as it wrote, is removed first: every line is one event.
@@ -65,21 +86,21 @@ class EventLog(Watcher):
         self._last: dict[str, float] = {}
         self._has_begun = False
 
-    def planned(self, done: int, total: int) -> None:
+    def on_plan(self, done: int, total: int) -> None:
         self._write("planned", done=done, total=total)
 
-    def started(self, job: Job) -> None:
-        self._write("started", job=job.id, runs=[run.id for run in job.runs])
+    def on_group_start(self, group: GroupPlan) -> None:
+        self._write("started", job=group.id, runs=[run.id for run in group.runs])
 
-    def stepped(self, job: Job, progress: Progress) -> None:
+    def on_step(self, group: GroupPlan, progress: Progress) -> None:
         now = time.monotonic()
-        if now - self._last.get(job.id, -EVERY) >= EVERY:
-            self._last[job.id] = now
-            scores = dict(zip((run.id for run in job.runs), progress.score, strict=True))
-            self._write("stepped", job=job.id, step=progress.step, steps=progress.steps, train_cross_entropy=scores)
+        if now - self._last.get(group.id, -EVERY) >= EVERY:
+            self._last[group.id] = now
+            scores = dict(zip((run.id for run in group.runs), progress.score, strict=True))
+            self._write("stepped", job=group.id, step=progress.step, steps=progress.steps, train_cross_entropy=scores)
 
-    def finished(self, job: Job, done: int) -> None:
-        for run in job.runs:
+    def on_group_end(self, group: GroupPlan, done: int) -> None:
+        for run in group.runs:
             result = read_result(self.directory, run)
             if result is not None:
                 test = (result["metrics"] or {}).get("test")
@@ -92,13 +113,13 @@ class EventLog(Watcher):
                     seconds=result["seconds"],
                     test=test,
                 )
-        self._write("finished", job=job.id, done=done)
+        self._write("finished", job=group.id, done=done)
 
-    def died(self, job: Job, how: str) -> None:
-        self._write("died", job=job.id, how=how)
+    def on_worker_lost(self, group: GroupPlan, reason: str) -> None:
+        self._write("died", job=group.id, how=reason)
 
-    def restarted(self, job: Job) -> None:
-        self._write("restarted", job=job.id)
+    def on_group_restart(self, group: GroupPlan) -> None:
+        self._write("restarted", job=group.id)
 
     def _write(self, event: str, **content: Any) -> None:
         when = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -128,7 +149,7 @@ def _remove_torn_line(path: Path) -> None:
         file.truncate(end)
 
 
-class TensorBoard(Watcher):
+class TensorBoard(Callback):
     """Scalars under `tensorboard/RUN` in the run directory: training as it goes, scores when a run is done."""
 
     def __init__(self, directory: Path) -> None:
@@ -140,13 +161,13 @@ class TensorBoard(Watcher):
         self._make: Any = SummaryWriter
         self._writers: dict[str, Any] = {}
 
-    def stepped(self, job: Job, progress: Progress) -> None:
-        for run, value in zip(job.runs, progress.score, strict=True):
+    def on_step(self, group: GroupPlan, progress: Progress) -> None:
+        for run, value in zip(group.runs, progress.score, strict=True):
             if value is not None:
                 self._writer(run, progress.step).add_scalar("train/running_cross_entropy", value, progress.step)
 
-    def finished(self, job: Job, done: int) -> None:
-        for run in job.runs:
+    def on_group_end(self, group: GroupPlan, done: int) -> None:
+        for run in group.runs:
             result = read_result(self.directory, run)
             if result is None:
                 continue

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchace._files import PathError
-from torchace.lab.sweeps.run_store import Job, Ledger, LedgerError, Run
+from torchace.lab.store import GroupPlan, Run, RunStore, RunStoreError
 from torchace.lab.training.loop import Failure
 
 RUN = Run("main", 0.5, 3)
@@ -23,11 +23,11 @@ def test_names_tell_all_runs_apart() -> None:
 
 
 def test_a_finished_run_is_one_file(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
-    assert not ledger.is_finished(RUN)
-    ledger.write_result(RUN, CONTENT, {"a": torch.zeros(2)})
-    assert ledger.is_finished(RUN)
-    assert ledger.failure(RUN) is None
+    store = RunStore(tmp_path)
+    assert not store.is_finished(RUN)
+    store.write_result(RUN, CONTENT, {"a": torch.zeros(2)})
+    assert store.is_finished(RUN)
+    assert store.failure(RUN) is None
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
         "main-l0.5-s3.json",
         "main-l0.5-s3.safetensors",
@@ -35,25 +35,28 @@ def test_a_finished_run_is_one_file(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_read_back(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
+    store = RunStore(tmp_path)
     failure = Failure("NaN", 2, 17)
-    ledger.write_result(RUN, {**CONTENT, "status": "failed", "failure": vars(failure)}, {})
-    assert ledger.failure(RUN) == failure
+    store.write_result(RUN, {**CONTENT, "status": "failed", "failure": vars(failure)}, {})
+    assert store.failure(RUN) == failure
 
 
 def test_nan_is_null(tmp_path: Path) -> None:
-    Ledger(tmp_path).write_result(RUN, {**CONTENT, "a": [math.nan, {"b": -math.inf}], "c": (1.5, math.inf)}, {})
+    RunStore(tmp_path).write_result(RUN, {**CONTENT, "a": [math.nan, {"b": -math.inf}], "c": (1.5, math.inf)}, {})
     content = json.loads((tmp_path / "runs" / "main-l0.5-s3.json").read_text())
     assert content["a"] == [None, {"b": None}]
     assert content["c"] == [1.5, None]
 
 
 def test_jobs_are_read_back(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
-    assert ledger.jobs() == []
-    jobs = [Job("main-0", (RUN, Run("main", 0.1 + 1e-12, 2**31 - 1))), Job("other-0", (Run("other", 0.0, 0),), True)]
-    ledger.write_jobs(jobs)
-    assert ledger.jobs() == jobs
+    store = RunStore(tmp_path)
+    assert store.groups() == []
+    jobs = [
+        GroupPlan("main-0", (RUN, Run("main", 0.1 + 1e-12, 2**31 - 1))),
+        GroupPlan("other-0", (Run("other", 0.0, 0),), True),
+    ]
+    store.write_groups(jobs)
+    assert store.groups() == jobs
 
 
 @pytest.mark.parametrize(
@@ -75,8 +78,8 @@ def test_jobs_are_read_back(tmp_path: Path) -> None:
 )
 def test_damaged_jobs_are_one_sentence(text: str, tmp_path: Path) -> None:
     (tmp_path / "jobs.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(LedgerError, match=r"jobs.json (is damaged|was not written by this version)") as caught:
-        Ledger(tmp_path).jobs()
+    with pytest.raises(RunStoreError, match=r"jobs.json (is damaged|was not written by this version)") as caught:
+        RunStore(tmp_path).groups()
     assert "\n" not in str(caught.value)
 
 
@@ -84,46 +87,49 @@ def test_damaged_jobs_are_one_sentence(text: str, tmp_path: Path) -> None:
 def test_a_damaged_result_is_one_sentence(text: str, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / f"{RUN.id}.json").write_text(text)
-    with pytest.raises(LedgerError, match=RUN.id):
-        Ledger(tmp_path).failure(RUN)
+    with pytest.raises(RunStoreError, match=RUN.id):
+        RunStore(tmp_path).failure(RUN)
 
 
 def test_a_second_process_is_refused_and_told_who(tmp_path: Path) -> None:
     with (
-        Ledger(tmp_path).locked(),
-        pytest.raises(LedgerError, match=f"Process {os.getpid()} is at work in {tmp_path}"),
-        Ledger(tmp_path).locked(),
+        RunStore(tmp_path).locked(),
+        pytest.raises(RunStoreError, match=f"Process {os.getpid()} is at work in {tmp_path}"),
+        RunStore(tmp_path).locked(),
     ):
         pass
-    with Ledger(tmp_path).locked():  # free again
+    with RunStore(tmp_path).locked():  # free again
         pass
 
 
 def test_the_lock_is_lifted_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), Ledger(tmp_path).locked():
+    with pytest.raises(KeyError), RunStore(tmp_path).locked():
         raise KeyError
-    with Ledger(tmp_path).locked():
+    with RunStore(tmp_path).locked():
         pass
 
 
 def test_a_directory_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     for directory in (tmp_path / "out", tmp_path / "out" / "below"):
-        with pytest.raises(LedgerError, match=r"Cannot write to .*Choose another --out"), Ledger(directory).locked():
+        with (
+            pytest.raises(RunStoreError, match=r"Cannot write to .*Choose another --out"),
+            RunStore(directory).locked(),
+        ):
             pass
 
 
 def test_cleaning_up_keeps_what_counts(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
-    done, undone = Job("main-0", (RUN,)), Job("main-1", (Run("main", 0.0, 0),))
-    ledger.write_jobs([done, undone])
-    ledger.write_result(RUN, CONTENT, {})
+    store = RunStore(tmp_path)
+    done, undone = GroupPlan("main-0", (RUN,)), GroupPlan("main-1", (Run("main", 0.0, 0),))
+    store.write_groups([done, undone])
+    store.write_result(RUN, CONTENT, {})
     for job in (done, undone):
         (tmp_path / "checkpoints" / job.id).mkdir(parents=True)
         (tmp_path / "checkpoints" / job.id / "manifest.json").write_text("{}")
     for place in (".jobs.json.1.partial", "runs/.main-l0-s0.json.1.partial"):
         (tmp_path / place).write_text("half")
-    ledger.clean([done, undone])
+    store.clean([done, undone])
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == [
         "checkpoints/main-1/manifest.json",
         "jobs.json",
@@ -157,8 +163,8 @@ def test_names_from_a_file_are_no_paths(key: str, name: object, tmp_path: Path, 
     (job if key == "id" else run)[key] = name
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "jobs.json").write_text(json.dumps({"format": 1, "jobs": [job]}))
-    with pytest.raises(LedgerError, match=r"jobs.json is damaged"):
-        Ledger(tmp_path / "out").jobs()
+    with pytest.raises(RunStoreError, match=r"jobs.json is damaged"):
+        RunStore(tmp_path / "out").groups()
 
 
 @pytest.mark.parametrize(
@@ -169,8 +175,8 @@ def test_names_from_a_file_are_no_paths(key: str, name: object, tmp_path: Path, 
 def test_runs_that_cannot_be(change: dict[str, object], tmp_path: Path) -> None:
     job = {"id": "main-0", "runs": [{"arm": "main", "diversity": 0.5, "seed": 3, **change}]}
     (tmp_path / "jobs.json").write_text(json.dumps({"format": 1, "jobs": [job]}))
-    with pytest.raises(LedgerError, match=r"jobs.json is damaged"):
-        Ledger(tmp_path).jobs()
+    with pytest.raises(RunStoreError, match=r"jobs.json is damaged"):
+        RunStore(tmp_path).groups()
 
 
 @pytest.mark.parametrize("second", [("main-0", "main"), ("other-0", "main")])
@@ -178,21 +184,21 @@ def test_jobs_that_share_a_name_or_mix_arms(second: tuple[str, str], tmp_path: P
     runs = [{"arm": arm, "diversity": 0.5, "seed": 3} for arm in ("main", second[0].split("-")[0])]
     jobs = [{"id": "main-0", "runs": runs}, {"id": second[0], "runs": runs[:1]}]
     (tmp_path / "jobs.json").write_text(json.dumps({"format": 1, "jobs": jobs}))
-    with pytest.raises(LedgerError, match=r"jobs.json is damaged"):
-        Ledger(tmp_path).jobs()
+    with pytest.raises(RunStoreError, match=r"jobs.json is damaged"):
+        RunStore(tmp_path).groups()
 
 
 @pytest.mark.parametrize(
     "place",
     ["lock", "jobs.json", "experiment.json", "log.jsonl", "runs", "checkpoints", "checkpoints/main-0", "report"]
-    + ["tensorboard", "runs/main-l0.5-s3.json", "checkpoints/main-0/manifest.json", "cohorts", "search"],
+    + ["tensorboard", "runs/main-l0.5-s3.json", "checkpoints/main-0/manifest.json", "groups", "search"],
 )
 def test_links_in_a_run_directory_are_refused(place: str, tmp_path: Path, outside: Path) -> None:
     link = tmp_path / "out" / place
     link.parent.mkdir(parents=True)
     link.symlink_to(outside / "lock" if "." in place or place == "lock" else outside)
     before = files_in(outside)
-    with pytest.raises(PathError, match=f"{place} is a symbolic link") as caught, Ledger(tmp_path / "out").locked():
+    with pytest.raises(PathError, match=f"{place} is a symbolic link") as caught, RunStore(tmp_path / "out").locked():
         raise AssertionError
     assert "\n" not in str(caught.value)
     assert files_in(outside) == before
@@ -201,25 +207,25 @@ def test_links_in_a_run_directory_are_refused(place: str, tmp_path: Path, outsid
 def test_the_run_directory_itself_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk")
-    with Ledger(tmp_path / "out").locked():
+    with RunStore(tmp_path / "out").locked():
         assert (tmp_path / "disk" / "lock").read_text() == str(os.getpid())
 
 
 def test_a_lock_that_is_something_else_is_kept(tmp_path: Path) -> None:
     (tmp_path / "lock").write_bytes(b"the combination is \xff")
-    with pytest.raises(LedgerError, match="holds something else already"), Ledger(tmp_path).locked():
+    with pytest.raises(RunStoreError, match="holds something else already"), RunStore(tmp_path).locked():
         raise AssertionError
     assert (tmp_path / "lock").read_bytes() == b"the combination is \xff"
 
 
 def test_only_our_files_are_removed(tmp_path: Path) -> None:
-    ledger, job = Ledger(tmp_path), Job("main-0", (RUN,))
-    ledger.write_result(RUN, CONTENT, {})
+    store, job = RunStore(tmp_path), GroupPlan("main-0", (RUN,))
+    store.write_result(RUN, CONTENT, {})
     folder = tmp_path / "checkpoints" / "main-0"
     folder.mkdir(parents=True)
     for name in ("manifest.json", "state-12.safetensors", "notes.txt", "state-of-the-art.pdf", ".state-1.x.7.partial"):
         (folder / name).write_text("")
-    ledger.clean([job])
+    store.clean([job])
     assert sorted(os.listdir(folder)) == ["notes.txt", "state-of-the-art.pdf"]
 
 
@@ -230,17 +236,17 @@ def test_only_our_files_are_removed(tmp_path: Path) -> None:
     "change", [{"status": "failed", "failure": {"message": "", "member": 0, "step": 1}}, {"accuracy": 0.99}]
 )
 def test_a_result_that_was_changed_is_one_sentence(change: dict[str, object], tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
-    ledger.write_result(RUN, {**CONTENT, "accuracy": 0.9}, {})
-    assert ledger.failure(RUN) is None
+    store = RunStore(tmp_path)
+    store.write_result(RUN, {**CONTENT, "accuracy": 0.9}, {})
+    assert store.failure(RUN) is None
     file = tmp_path / "runs" / f"{RUN.id}.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    with pytest.raises(LedgerError, match=f"{RUN.id}.json was changed after it was written") as caught:
-        ledger.failure(RUN)
+    with pytest.raises(RunStoreError, match=f"{RUN.id}.json was changed after it was written") as caught:
+        store.failure(RUN)
     assert "\n" not in str(caught.value)
 
 
 def test_results_without_a_checksum_stay_readable(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / f"{RUN.id}.json").write_text(json.dumps(CONTENT))
-    assert Ledger(tmp_path).failure(RUN) is None
+    assert RunStore(tmp_path).failure(RUN) is None

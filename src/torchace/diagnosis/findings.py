@@ -1,0 +1,364 @@
+"""Findings about an ensemble's predictions: each function is one check with its thresholds and its advice.
+
+A check warns only where the whole 99 % interval of its number lies beyond the threshold (for several members, jointly).
+The thresholds come from ensembles trained on scikit-learn's digits (1,000 training and 797 test images; K=2 to 50, λ
+from 0 to 1): separate networks, SMOC, random forests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from torchace.diagnosis.diagnosis import SEVERITIES, Finding
+from torchace.diagnosis.intervals import (
+    LEVEL,
+    Interval,
+    Values,
+    critical_value,
+    mean_interval,
+    proportion_interval,
+    ratio_interval,
+)
+from torchace.diagnosis.measures import Measures
+
+MIN_SAMPLES = 30  # with fewer, findings are notes at most: the intervals rely on normality
+# Epistemic share of the uncertainty, Σ I / Σ H(q̄): separate networks had 1.4 to 76 % (0.7 % for wide ones trained
+# briefly), linear heads on one feature vector 0.1 to 0.7 % at λ≤0.5.
+COLLAPSED, LITTLE_DIVERSITY = 0.01, 0.02
+# It takes 10 samples with a confidence below 0.9: without them, one draw of samples in fifteen raised a false alarm.
+UNCERTAIN, UNCERTAIN_SAMPLES = 0.9, 10
+COPY_DIVERGENCE = 2e-6  # by Pinsker's inequality, a mean difference in probability of at most 1e-3
+CHANCE_SHARE, CHANCE_POINTS = 0.1, 0.02  # of the ensemble's gain over chance; the least gain, in accuracy
+# Share of the ensemble's gain over chance that one member has, and that half of the members lose. At λ=1: 5 to 80 % and
+# 11 to 57 %; at λ≤0.9 with eight hidden units or more: 81 to 100 % and 0 to 7 %; random forests: 73 % and 1 %.
+ALONE, HALF_LOSS = 0.85, 0.05
+DIVERSITY_RATIO = 0.5  # mutual information on new data over that on training data; above 1 for ensembles on digits
+MISCALIBRATED, BADLY_MISCALIBRATED = 0.02, 0.05  # beyond what perfect calibration shows by chance
+DOMINANT, DOMINANT_LEAD = 0.9, 0.1  # share of contested samples, and its lead over the next member's
+LOW_RECALL, CLASS_SAMPLES = 0.5, 10  # of the overall accuracy; the least samples of a class
+
+
+def derive_findings(m: Measures, train: Measures | None = None, class_names: Sequence[str] = ()) -> tuple[Finding, ...]:
+    """Return the findings of all checks, the most severe first."""
+    found = [check_chance(m), check_calibration(m), check_member_calibration(m), check_classes(m, class_names)]
+    if m.num_members > 1:
+        checks = (check_collapse, check_copies, check_co_adaptation, check_gain, check_dominant_member)
+        found = [*(check(m) for check in checks), *found]
+        if train is not None:
+            found.append(check_diversity_gap(m, train))
+    samples = m.samples if train is None else min(m.samples, train.samples)
+    if samples < MIN_SAMPLES:
+        found = [_downgrade(finding, samples) for finding in found]
+    return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
+
+
+def check_collapse(m: Measures) -> Finding:
+    """Members that are nearly one model."""
+    share = ratio_interval(m.mutual_information, m.entropy)
+    reduction = ratio_interval(m.ambiguity, m.member_weights @ m.member_cross_entropy).value
+    disagreement, uncertain = float(m.disagreement.mean()), int((m.confidence < UNCERTAIN).sum())
+    numbers = {**_with_ends("uncertainty_share", share), "ambiguity_share": reduction}
+    numbers |= {"disagreement": disagreement, "open_samples": uncertain}
+    finding = partial(Finding, "collapse", numbers=numbers)
+    details = (
+        f"{_percent(share)} of the ensemble's uncertainty is disagreement between members (epistemic uncertainty). "
+        f"Averaging lowers the members' cross entropy by {reduction:.1%}; two members predict different classes on "
+        f"{disagreement:.2%} of the samples."
+    )
+    if uncertain < UNCERTAIN_SAMPLES and share.low < LITTLE_DIVERSITY:
+        return finding(
+            "note",
+            f"Too few uncertain samples to say whether the members differ: only {uncertain} with a confidence below "
+            f"{UNCERTAIN}. {details}",
+            "Diagnose on more, or harder, samples.",
+        )
+    if share.high < COLLAPSED:
+        return finding(
+            "warning",
+            f"The members are nearly one model: {details}",
+            "Linear heads on one feature vector that see the same samples converge to each other for every λ < 1: "
+            "branch earlier (branch), give each member its own samples (batches='exchanged' or 'separate', "
+            "sample_weight), or use fewer members. For separate networks, raise λ.",
+        )
+    if share.low < LITTLE_DIVERSITY:
+        return finding(
+            "note", f"The members differ little: {details}", "For more diversity, raise λ or branch earlier."
+        )
+    return finding("ok", f"The members differ: {details}")
+
+
+def check_copies(m: Measures) -> Finding:
+    """Members that are the same model."""
+    distance = np.maximum(m.divergence, m.divergence.T)
+    pairs = [(j, k) for j in range(m.num_members) for k in range(j + 1, m.num_members)]
+    pairs = [pair for pair in pairs if distance[pair] < COPY_DIVERGENCE]
+    finding = partial(Finding, "copies", numbers={"pairs": [list(pair) for pair in pairs]})
+    if not pairs:
+        return finding("ok", "No two members are copies of each other.")
+    listed = _join([f"{j} and {k}" for j, k in pairs], 5)
+    return finding(
+        "warning",
+        f"Members {listed} predict the same: their probabilities differ by less than 0.001 on average.",
+        "Remove copies: they cost time and count twice. Look for a file loaded twice, a seed used twice, or members "
+        "that started from equal weights and saw the same samples.",
+    )
+
+
+def check_chance(m: Measures) -> Finding:
+    """Members that are hardly better than chance."""
+    accuracies = [proportion_interval(int(n), m.samples, m.num_members) for n in m.member_correct.sum(1)]
+    threshold = m.chance + max(CHANCE_SHARE * (float(m.correct.mean()) - m.chance), CHANCE_POINTS)
+    at_chance = [k for k, accuracy in enumerate(accuracies) if accuracy.high < threshold]
+    unclear = [k for k, accuracy in enumerate(accuracies) if k not in at_chance and accuracy.low <= m.chance]
+    numbers = {"chance": m.chance, "threshold": threshold, "members": at_chance, "unclear": unclear}
+    finding = partial(Finding, "chance", numbers=numbers)
+    baseline = f"the most frequent class alone gives {m.chance:.1%}"
+    if at_chance:
+        best = max(accuracies[k].value for k in at_chance)
+        several = len(at_chance) > 1
+        return finding(
+            "warning",
+            f"{_name_members(at_chance)} {'are' if several else 'is'} hardly better than chance: accuracy "
+            f"{best:.1%}{' at most' if several else ''}, while {baseline}.",
+            "Lower λ: the closer it is to 1, the less each member is fitted to the labels. At a low λ, check how these "
+            "members were trained.",
+        )
+    if unclear:
+        return finding(
+            "note",
+            f"{_name_members(unclear)} cannot be distinguished from chance on these samples: {baseline}.",
+            "Diagnose on more samples.",
+        )
+    worst = min(accuracy.value for accuracy in accuracies)
+    return finding("ok", f"Every member is better than chance: accuracy {worst:.1%} at least, while {baseline}.")
+
+
+def check_co_adaptation(m: Measures) -> Finding:
+    """Members that are accurate only together (learner collusion)."""
+    correct = m.correct.astype(float)
+    alone = ratio_interval(m.member_correct.mean(0) - m.chance, correct - m.chance)
+    loss = ratio_interval(correct - m.half, correct - m.chance)
+    drops = [float((correct - without).mean()) for without in m.without]
+    best = int(m.member_correct.mean(1).argmax())
+    lead = mean_interval(correct - m.member_correct[best], m.num_members)
+    drop_numbers = {"drop_one": drops, "drop_one_mean": float(np.mean(drops))}
+    numbers = {**_with_ends("alone", alone), **_with_ends("half_loss", loss), **drop_numbers}
+    finding = partial(Finding, "co_adaptation", numbers=numbers)
+    if proportion_interval(int(correct.sum()), m.samples).low <= m.chance:
+        return finding("note", "The ensemble itself cannot be distinguished from chance on these samples.")
+    details = (
+        f"one member alone has {_percent(alone)} of the ensemble's gain over chance, and half of the members lose "
+        f"{_percent(loss)} of it. Without one member, accuracy changes by {_points(-float(np.mean(drops)))} on average "
+        f"and {_points(-max(drops))} at worst."
+    )
+    weak = alone.high < ALONE
+    if weak and lead.low <= 0:
+        return finding("note", f"The members are uneven: member {best} is as accurate as the ensemble, and {details}")
+    if weak and loss.low > HALF_LOSS:
+        return finding(
+            "warning",
+            f"The members are accurate only together (co-adaptation): {details}",
+            "Lower λ, and compare the accuracy of one member with that at λ=0: the members learned to compensate for "
+            "each other on the training data.",
+        )
+    if weak:
+        return finding("note", f"The members are weak alone, but do not depend on each other: {details}")
+    return finding("ok", f"Each member is accurate alone: {details}")
+
+
+def check_gain(m: Measures) -> Finding:
+    """An ensemble that is no better than its best member."""
+    best = int(m.member_cross_entropy.mean(1).argmin())
+    # selected among K on these samples: corrected for K tests
+    gain = mean_interval(m.member_cross_entropy[best] - m.cross_entropy, m.num_members)
+    finding = partial(Finding, "gain", numbers={"best_member": best, **_with_ends("gain_over_best", gain)})
+    scores = f"cross entropy {m.cross_entropy.mean():.4f} against {m.member_cross_entropy[best].mean():.4f}"
+    if gain.high < 0:
+        return finding(
+            "warning",
+            f"Member {best} alone is better than the ensemble: its cross entropy is lower by {-gain.value:.4f}.",
+            "Weight the members (fit_member_weights on validation predictions), or remove those that are much worse.",
+        )
+    if gain.low <= 0:
+        return finding("note", f"The ensemble is not clearly better than its best member, {best}: {scores}.")
+    return finding("ok", f"The ensemble is better than its best member, {best}: {scores}.")
+
+
+def check_dominant_member(m: Measures) -> Finding:
+    """A member whose predictions are the ensemble's."""
+    contested = (m.choices != m.choices[0]).any(0)
+    count = int(contested.sum())
+    agrees = m.choices[:, contested] == m.choice[contested]  # (K, contested)
+    first, second = (int(k) for k in np.argsort(-agrees.sum(1), kind="stable")[:2])
+    agreement = proportion_interval(int(agrees[first].sum()), count, m.num_members)
+    shares = [float(n) / max(count, 1) for n in agrees.sum(1)]
+    numbers = {"contested": count, "member": first, **_with_ends("agreement", agreement), "agreements": shares}
+    finding = partial(Finding, "dominant_member", numbers=numbers)
+    if count < 2:
+        return finding("ok", f"No member dominates: the predictions differ on {count} samples.")
+    lead = mean_interval(agrees[first].astype(float) - agrees[second], m.num_members)
+    details = f"on the {count:,} samples where members differ, the ensemble predicts as member {first} in"
+    if agreement.low > DOMINANT and lead.low > DOMINANT_LEAD:
+        weight = f" Its weight is {m.member_weights[first]:.0%}." if np.ptp(m.member_weights) > 1e-9 else ""
+        return finding(
+            "warning",
+            f"Member {first} decides alone: {details} {_percent(agreement)}, as the next member in "
+            f"{shares[second]:.0%}.{weight}",
+            f"Fit the weights on validation predictions (fit_member_weights), or use member {first} alone: the others "
+            "cost time and change little. If it is far more confident than the others, check their calibration.",
+        )
+    return finding("ok", f"No member dominates: {details} {_percent(agreement)} at most.")
+
+
+def check_diversity_gap(m: Measures, train: Measures) -> Finding:
+    """Diversity on training data that is gone on new data."""
+    here, there = mean_interval(m.mutual_information), mean_interval(train.mutual_information)
+    numbers = {
+        **_with_ends("mutual_information", here),
+        **_with_ends("train_mutual_information", there),
+        "disagreement": float(m.disagreement.mean()),
+        "train_disagreement": float(train.disagreement.mean()),
+    }
+    finding = partial(Finding, "diversity_gap", numbers=numbers)
+    details = (
+        f"mutual information {here.value:.2g} on new data, {there.value:.2g} on training data. Disagreement "
+        f"{numbers['disagreement']:.2%} and {numbers['train_disagreement']:.2%}."
+    )
+    if here.high < DIVERSITY_RATIO * there.low:
+        return finding(
+            "warning",
+            f"The members differ on the training data only: {details}",
+            "The diversity is overfitted. Lower λ, train less, and choose λ on validation data.",
+        )
+    return finding("ok", f"The members differ on new data as well: {details}")
+
+
+def check_calibration(m: Measures) -> Finding:
+    """An overconfident or underconfident ensemble."""
+    error, excess, gap = _calibration(m.bins)
+    numbers = {"calibration_error": error, "beyond_chance": excess, **_with_ends("overconfidence", gap)}
+    finding = partial(Finding, "calibration", numbers=numbers)
+    confidence, accuracy = m.bins[1].sum() / m.samples, m.bins[2].sum() / m.samples
+    details = f"mean confidence {confidence:.1%}, accuracy {accuracy:.1%}. Calibration error {error:.3f}."
+    size = max(excess, gap.low, -gap.high)
+    if size < MISCALIBRATED:
+        headline = "The ensemble is well calibrated"
+        if max(gap.high, -gap.low) > BADLY_MISCALIBRATED:
+            headline = "Too few samples to judge the ensemble's calibration"
+        return finding("ok", f"{headline}: {details}")
+    severity = "warning" if size > BADLY_MISCALIBRATED else "note"
+    if gap.low > 0:
+        return finding(
+            severity,
+            f"The ensemble is overconfident: {details}",
+            "Divide the logits by a temperature above 1 fitted on validation data, use label smoothing, or train less.",
+        )
+    if gap.high < 0:
+        return finding(
+            severity,
+            f"The ensemble is underconfident: {details}",
+            "Averaging members that differ lowers confidence, more so for larger λ: lower λ, or divide the logits by a "
+            "temperature below 1 fitted on validation data.",
+        )
+    return finding(
+        severity,
+        f"The ensemble is overconfident at some confidence levels and underconfident at others: {details}",
+        "See the reliability figure.",
+    )
+
+
+def check_member_calibration(m: Measures) -> Finding:
+    """Overconfident or underconfident members; the ensemble may be calibrated nevertheless."""
+    found = [_calibration(bins, m.num_members) for bins in m.member_bins]
+    errors, gaps = [error for error, _, _ in found], [gap for _, _, gap in found]
+    over = [k for k, gap in enumerate(gaps) if gap.low > MISCALIBRATED]
+    under = [k for k, gap in enumerate(gaps) if gap.high < -MISCALIBRATED]
+    numbers = {"calibration_errors": errors, "overconfident": over, "underconfident": under}
+    finding = partial(Finding, "member_calibration", numbers=numbers)
+    details = f"calibration error {np.mean(errors):.3f} on average."
+    if not over and not under:
+        headline = "The members are well calibrated"
+        if any(max(gap.high, -gap.low) > BADLY_MISCALIBRATED for gap in gaps):
+            headline = "Too few samples to judge the members' calibration"
+        return finding("ok", f"{headline}: {details}")
+    counts = [(len(over), "overconfident"), (len(under), "underconfident")]
+    parts = [f"{count} {'is' if count == 1 else 'are'} {what}" for count, what in counts if count]
+    return finding(
+        "note",
+        f"Of {m.num_members} members, {' and '.join(parts)}: {details}",
+        "Use the ensemble's probabilities, not a member's.",
+    )
+
+
+def check_classes(m: Measures, class_names: Sequence[str] = ()) -> Finding:
+    """Classes with a low recall."""
+    names = list(class_names) or [str(c) for c in range(m.num_classes)]
+    sizes = np.bincount(m.target, minlength=m.num_classes)
+    large = [int(c) for c in np.flatnonzero(sizes >= CLASS_SAMPLES)]
+    accuracy = float(m.correct.mean())
+    hits = {c: int(m.correct[m.target == c].sum()) for c in large}
+    recall = {c: proportion_interval(hits[c], int(sizes[c]), len(large)) for c in large}
+    low = [c for c in large if recall[c].high < LOW_RECALL * accuracy]
+    numbers = {"classes": low, "recall": {names[c]: recall[c].value for c in large}}
+    finding = partial(Finding, "classes", numbers=numbers)
+    if low:
+        listed = _join([f"{names[c]} ({recall[c].value:.0%})" for c in low], 5)
+        return finding(
+            "warning",
+            f"Low recall of class {listed}, at an overall accuracy of {accuracy:.0%}.",
+            "Check how many training samples these classes have, and try class weights (weight=...).",
+        )
+    sentence = "No class is far worse than the others."
+    if large and m.num_members > 1:
+        disagreement = {c: float(m.disagreement[m.target == c].mean()) for c in large}
+        most = max(disagreement, key=disagreement.__getitem__)
+        sentence += f" The members disagree most on class {names[most]} ({disagreement[most]:.1%})."
+    return finding("ok", sentence)
+
+
+def _calibration(bins: Values, tests: int = 1) -> tuple[float, float, Interval]:
+    """Return the calibration error, its excess over that of perfect calibration, and confidence - accuracy."""
+    count, confidence, correct = bins
+    samples = int(count.sum())
+    error = float(np.abs(correct - confidence).sum()) / samples
+    mean = confidence / np.maximum(count, 1)
+    variance = count * mean * (1 - mean)  # of the number correct in a bin under perfect calibration
+    draws = np.random.default_rng(0).standard_normal((2000, len(count))) * np.sqrt(variance)
+    null_errors = np.abs(draws).sum(1) / samples
+    significant = error > np.quantile(null_errors, 1 - (1 - LEVEL) / tests)
+    excess = max(error - float(null_errors.mean()), 0.0) if significant else 0.0
+    gap = float((confidence - correct).sum()) / samples
+    half = critical_value(samples, tests) * float(np.sqrt(variance.sum())) / samples
+    return error, excess, Interval(gap, gap - half, gap + half)
+
+
+def _downgrade(finding: Finding, samples: int) -> Finding:
+    if finding.severity != "warning":
+        return finding
+    return replace(finding, severity="note", sentence=f"{finding.sentence} Based on only {samples} samples.")
+
+
+def _name_members(members: Sequence[int]) -> str:
+    return f"Member{'s' if len(members) > 1 else ''} {_join([str(k) for k in members], 8)}"
+
+
+def _join(items: Sequence[str], limit: int) -> str:
+    return ", ".join(items[:limit]) + (", ..." if len(items) > limit else "")
+
+
+def _percent(interval: Interval) -> str:
+    digits = 1 if abs(interval.value) >= 0.1 else 2
+    value, low, high = (f"{round(end, digits + 2) + 0.0:.{digits}%}" for end in interval)  # + 0.0: no minus zero
+    return f"{value} ({low} to {high})"
+
+
+def _points(change: float) -> str:
+    return f"{round(100 * change, 1) + 0.0:+.1f} points"
+
+
+def _with_ends(name: str, interval: Interval) -> dict[str, float]:
+    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}

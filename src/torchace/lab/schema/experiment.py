@@ -1,0 +1,240 @@
+"""Experiments: the models of their TOML files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from torchace.lab.schema.errors import describe_error
+from torchace.lab.schema.hyperparameters import (
+    Batches,
+    Count,
+    Fraction,
+    NonNegative,
+    NumMembers,
+    Positive,
+    Seed,
+    Share,
+    Width,
+)
+from torchace.lab.schema.results import PaperTable
+
+DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10")
+
+
+class Section(BaseModel):
+    """A table of the TOML file; unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+T = TypeVar("T")
+Name = Annotated[str, Field(pattern=r"^[a-z0-9_]+$", max_length=40)]
+
+
+def _distinct(values: list[Any]) -> list[Any]:
+    if (twice := _repeated(values)) is not None:
+        raise ValueError(f"expected every value once, but got {twice:g} twice.")
+    return values
+
+
+def _repeated(values: Sequence[T]) -> T | None:
+    """The first value that is there more than once."""
+    return next((value for value, times in Counter(values).items() if times > 1), None)
+
+
+Diversities = Annotated[list[Fraction], Field(min_length=1), AfterValidator(_distinct)]
+
+
+class DataSection(Section):
+    """What is trained on."""
+
+    name: Literal[DATASETS] = "digits"  # type: ignore[valid-type]
+    limit: Count | None = None  # the first so many training samples
+    validation: Share = 0.0  # share of the training samples held out
+    normalize: Literal["unit", "standard"] = "unit"
+    augment: bool = False  # pad by 4, crop at random, mirror
+
+
+class ModelSection(Section):
+    """What is trained."""
+
+    kind: Literal["separate", "smoc", "branch"] = "separate"
+    network: Literal["mlp", "resnet"] = "mlp"
+    hidden: Annotated[list[Width], Field(max_length=100)] = [64]  # the MLP's hidden layers
+    dropout: Share = 0.0  # the MLP's
+    depth: Annotated[int, Field(ge=8, le=2000)] = 20  # the ResNet's
+    width: Annotated[int, Field(ge=1, le=4096)] = 16  # the ResNet's first stage
+    num_members: NumMembers = 5
+    rank: Count | None = None  # SMOC: members differ by a matrix of this rank
+    at: str = "stage3"  # branch: where the members part
+    head_scale: Positive = 1.0  # what the heads' initial weights are multiplied by
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.network == "resnet" and self.depth % 6 != 2:
+            raise ValueError(f"a CIFAR ResNet's depth is 6n + 2 (20, 32, 44, 56, 110), but got {self.depth}.")
+        if self.kind == "branch" and self.network == "mlp" and self.at == "stage3":
+            raise ValueError("a branched MLP needs `at`, the layer where the members part, such as 'linear2'.")
+        if self.network == "resnet" and self.dropout:
+            raise ValueError("a CIFAR ResNet has no dropout: leave `dropout` out, or use network = 'mlp'.")
+        if self.rank is not None and self.kind != "smoc":
+            raise ValueError(f"`rank` is for kind = 'smoc', but got kind = {self.kind!r}.")
+        if self.head_scale != 1 and self.kind == "branch":
+            raise ValueError("`head_scale` is for kind = 'separate' and kind = 'smoc', but got kind = 'branch'.")
+        return self
+
+
+class TrainSection(Section):
+    """How it is trained."""
+
+    epochs: Count | None = None
+    steps: Count | None = None
+    batch_size: Count = 128
+    batches: Batches = "shared"
+    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
+    learning_rate: Positive = 1e-3
+    momentum: Share = 0.9
+    nesterov: bool = False
+    weight_decay: NonNegative = 0.0
+    schedule: Literal["constant", "step", "cosine"] = "constant"
+    milestones: list[Count] = []
+    decay: Positive = 0.1
+    warmup_steps: Seed = 0
+    warmup_learning_rate: Positive | None = None
+    diversity_warmup_epochs: NonNegative = 0.0
+    label_smoothing: Share = 0.0
+    detach_others: bool = True
+    precision: Literal["float32", "float64", "bf16"] = "float32"
+    compile: Literal[True, False, "auto"] = "auto"  # "auto": on a GPU, where the steps repay it
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError("give `epochs` or `steps`, not both.")
+        if self.schedule == "step" and not self.milestones:
+            raise ValueError("schedule = 'step' needs `milestones`, the steps at which the learning rate falls.")
+        if self.schedule != "step" and self.milestones:
+            raise ValueError(f"`milestones` are for schedule = 'step', but got schedule = {self.schedule!r}.")
+        if any(later <= earlier for earlier, later in zip(self.milestones, self.milestones[1:], strict=False)):
+            raise ValueError(f"`milestones` must rise, but got {self.milestones}.")
+        if self.warmup_learning_rate is not None and not self.warmup_steps:
+            raise ValueError("`warmup_learning_rate` needs `warmup_steps`, the steps it is for.")
+        if self.nesterov and (self.optimizer != "sgd" or not self.momentum):
+            raise ValueError("nesterov = true needs optimizer = 'sgd' and a momentum above 0.")
+        if self.batches == "exchanged" and not self.detach_others:
+            raise ValueError(
+                "with batches = 'exchanged' the others' predictions have no gradient: set detach_others = true."
+            )
+        return self
+
+
+class SweepSection(Section):
+    """Which runs there are."""
+
+    diversities: Diversities = [0.0, 0.1, 0.3, 0.5, 0.7]
+    seeds: Annotated[list[Seed], Field(min_length=1), AfterValidator(_distinct)] = [0, 1, 2, 3, 4]
+    cohort_size: Count | None = None  # runs trained as one network at most; None: by network and device
+
+
+class CheckpointSection(Section):
+    """How often the state is saved."""
+
+    steps: Count | None = None
+    seconds: Positive | None = 60.0
+
+
+class ArmSection(Section):
+    """One series of runs: what differs from the experiment."""
+
+    name: Name
+    label: str = ""
+    baseline: bool = False  # its λ=0 is what other arms are compared with
+    model: dict[str, Any] = {}
+    train: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+    diversities: Diversities | None = None
+
+
+class Arm(Section):
+    """A series of runs, complete."""
+
+    name: str
+    label: str
+    baseline: bool
+    data: DataSection
+    model: ModelSection
+    train: TrainSection
+    diversities: list[Fraction]
+
+    @model_validator(mode="after")
+    def _coupled(self) -> Self:
+        if self.train.batches == "separate" and any(self.diversities):
+            raise ValueError(
+                "λ > 0 needs members that see each other's predictions: with batches = 'separate' set "
+                "diversities = [0.0], or use batches = 'exchanged'."
+            )
+        if self.train.epochs is None and self.train.steps is None:
+            raise ValueError("give `epochs` or `steps` under [train].")
+        return self
+
+
+class Experiment(Section):
+    """An experiment: what its runs have in common, and its arms."""
+
+    name: Name
+    title: str = ""
+    description: str = ""
+    data: DataSection = DataSection()
+    model: ModelSection = ModelSection()
+    train: TrainSection = TrainSection()
+    sweep: SweepSection = SweepSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    arms: list[ArmSection] = []
+    paper: PaperTable | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (twice := _repeated([arm.name for arm in self.arms])) is not None:
+            raise ValueError(f"expected every arm to have a name of its own, but got {twice!r} twice.")
+        self.complete_arms()
+        return self
+
+    def complete_arms(self) -> list[Arm]:
+        """The arms with everything the experiment says in common filled in; one, named `main`, where none is given."""
+        if not self.arms:
+            return [self._completed(ArmSection(name="main", label=f"{self.train.batches} batches"), ())]
+        return [self._completed(arm, ("arms", i)) for i, arm in enumerate(self.arms)]
+
+    def _completed(self, arm: ArmSection, place: tuple[int | str, ...]) -> Arm:
+        content = {
+            "name": arm.name,
+            "label": arm.label or arm.name.replace("_", " "),
+            "baseline": arm.baseline,
+            "data": _checked(DataSection, {**self.data.model_dump(), **arm.data}, (*place, "data")),
+            "model": _checked(ModelSection, {**self.model.model_dump(), **arm.model}, (*place, "model")),
+            "train": _checked(TrainSection, _merged_train(self.train.model_dump(), arm.train), (*place, "train")),
+            "diversities": self.sweep.diversities if arm.diversities is None else arm.diversities,
+        }
+        return _checked(Arm, content, place)
+
+
+def _checked(model: type[AnySection], content: dict[str, Any], place: tuple[int | str, ...]) -> AnySection:
+    """A section of an arm; what is wrong with it is said with its place in the file."""
+    try:
+        return model(**content)
+    except ValidationError as error:
+        raise ValueError(describe_error(error, model, place)) from error
+
+
+def _merged_train(common: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**common, **own}
+    if "epochs" in own and "steps" not in own:  # an arm's own length takes the place of the common one
+        merged["steps"] = None
+    if "steps" in own and "epochs" not in own:
+        merged["epochs"] = None
+    return merged

@@ -1,0 +1,82 @@
+"""Hyperparameters: one set of names, defaults and bounds for TOML files, estimators and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from torchace.lab.schema.errors import describe_error
+
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+Width = Annotated[int, Field(ge=1, le=100_000)]
+NumMembers = Annotated[int, Field(ge=1, le=10_000)]
+Batches = Literal["shared", "separate", "exchanged"]
+
+
+class Hyperparameters(BaseModel):
+    """An ensemble of fully connected networks and its training, as estimators and `torchace fit` take them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    num_members: NumMembers = 10
+    hidden: Annotated[tuple[Width, ...], Field(max_length=100, strict=False)] = (64,)
+    diversity: float | str = "auto"  # λ, or "auto": chosen on validation data
+    epochs: Count = 100
+    batch_size: Count = 128
+    learning_rate: Positive = 3e-3
+    weight_decay: NonNegative = 1e-2
+    schedule: Literal["constant", "cosine"] | None = None  # None: cosine, constant with early stopping
+    batches: Batches = "shared"
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    patience: Count | None = 10  # epochs without improvement before training stops; None: never
+    precision: Literal["float32", "float64"] = "float64"
+    device: str = "auto"
+
+    @field_validator("diversity", mode="plain")
+    @classmethod
+    def _check_diversity(cls, value: Any) -> float | str:
+        if value == "auto":
+            return "auto"
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ValueError(f"expected a number in [0, 1] or 'auto', but got {value!r}.")
+        return value + 0.0  # -0.0 is 0.0
+
+    @model_validator(mode="after")
+    def _check_batches(self) -> Self:
+        if self.batches == "separate" and self.diversity != 0:
+            raise ValueError(
+                "λ > 0 needs members that see each other's predictions: with batches='separate' set diversity=0, or "
+                "use batches='exchanged'."
+            )
+        return self
+
+
+def check_hyperparameters(name: Callable[[str], str], **values: Any) -> Hyperparameters:
+    """Return checked hyperparameters, defaults filled in.
+
+    Args:
+        name: Returns a hyperparameter's name as the user writes it, for errors.
+        values: The hyperparameters given.
+
+    Raises:
+        ValueError: A value has the wrong type or is out of bounds.
+
+    Example:
+        >>> check_hyperparameters("--{}".format, epochs=5).batch_size
+        128
+        >>> check_hyperparameters("--{}".format, epochs=0)
+        Traceback (most recent call last):
+        ValueError: Expected --epochs to be at least 1, but got 0.
+    """
+    try:
+        return Hyperparameters(**values)
+    except ValidationError as error:
+        message = describe_error(error, Hyperparameters, name=name)
+        raise ValueError(message[0].upper() + message[1:]) from None
