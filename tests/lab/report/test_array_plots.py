@@ -164,9 +164,7 @@ def test_contested_rows_without_file_rows_or_class_names(tmp_path: Path) -> None
     assert table.sections[0].rows[0][1].text == "99"
 
 
-def test_images_are_drawn_rows_are_listed(
-    table1_results: Results, regression_results: Results, tmp_path: Path
-) -> None:
+def test_images_are_drawn_rows_are_listed(table1_results: Results, regression_results: Results, tmp_path: Path) -> None:
     assert contested_table(table1_results) is None
     assert "disputed" in _by_name(table1_results)
     assert contested_table(regression_results) is None

@@ -11,7 +11,14 @@ from scipy import stats
 from tests.lab.report import synthetic
 from torchace.lab.report import Results, read_results
 from torchace.lab.report.findings import findings
-from torchace.lab.report.statistics import Comparison, best_diversity, compare, paired_difference, paired_differences, summarize
+from torchace.lab.report.statistics import (
+    Comparison,
+    best_diversity,
+    compare,
+    paired_difference,
+    paired_differences,
+    summarize,
+)
 from torchace.lab.report.tables import difference_tables
 
 # Two implementations of the t distribution, each good to about 1e-12.
@@ -91,7 +98,8 @@ def test_intervals_hold_together() -> None:
     missed = rejected = 0
     for _ in range(400):
         reference = dict(enumerate(rng.normal(size=5)))
-        found = paired_differences({d: {s: v + rng.normal() for s, v in reference.items()} for d in (1, 2, 3, 4, 5)}, reference)
+        series = {d: {s: v + rng.normal() for s, v in reference.items()} for d in (1, 2, 3, 4, 5)}
+        found = paired_differences(series, reference)
         missed += any(d.p is not None and d.p < 0.05 for d in found)
         rejected += any(d.significant for d in found)
     # independent tests: 400 x 4.9 % = 20 expected, four standard deviations of 4.3 above

@@ -57,7 +57,7 @@ def _experiment(tmp_path: Path, **changes: Any) -> Path:
         ({"search__metric": "luck"}, "expected search.metric to be 'cross_entropy' or 'mse', but got 'luck'."),
         ({"search__candidates": [{"diversity": 0, "scores": {"x": 1}}]}, "search.candidates.0.scores.x"),
         ({"search__gain": {"mean": None, "beyond_noise": True}}, "expected search.gain.mean to be a number"),
-        ({"data__schema": {"target": {"name": "y"}, "columns": [{"name": "a", "kind": "odd"}]}}, "schema.columns.0.kind"),
+        ({"data__schema": {"target": {"name": "y"}, "columns": [{"name": "a", "kind": "x"}]}}, "schema.columns.0.kind"),
         ({"data__schema": {"columns": []}}, "expected a value for data.schema.target, but there is none."),
     ],
 )
