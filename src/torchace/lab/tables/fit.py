@@ -21,7 +21,7 @@ import torch
 
 from torchace._files import PARTIAL, fsync_directory, json_digest, read_json, refuse_links, write_atomic
 from torchace.lab.data import Split
-from torchace.lab.schema.results import RunKey, RunResult
+from torchace.lab.schema.results import ExperimentResult, RunKey, RunResult
 from torchace.lab.store import OURS, RunStore, RunStoreError, finite
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.tables.model import TableModel, evaluate_chunks
