@@ -30,7 +30,7 @@ from torchace.lab.store import RunStore
 from torchace.lab.tables import fit as table_fit
 from torchace.lab.tables.fit import TableFit
 from torchace.lab.tables.model import TableModel
-from torchace.lab.tables.table import TableSettings, open_table
+from torchace.lab.tables.table import TableSettings, load_table
 from torchace.lab.training.loop import Interrupted
 from torchace.lab.training.members import MemberPlan
 from torchace.models import mlp
@@ -64,10 +64,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def fitted(data: Path, target: str, out: Path, **settings: Any) -> Path:
     """A model, as the command makes it, but for the report."""
     wanted = TableSettings(target, **settings)
-    table = open_table(data, wanted)
+    table = load_table(data, wanted)
     plan = MemberPlan(table.task, num_members=2, hidden=(4,), epochs=1)
     job = TableFit(table, plan, 0.5, out, wanted.to_json())
-    with job.locked():
+    with job.lock():
         job.train()
         fake_report(job.work)
         job.publish()
@@ -550,10 +550,12 @@ def test_interrupted_it_goes_on_when_repeated(here: Path, invoke: Invoke, monkey
     assert outcome == (3, "", sentence)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert not Path("models/pets").exists()
-    cohorts = {file: file.stat().st_mtime_ns for file in Path("models/pets.work/search/cohorts").iterdir()}
-    assert len(cohorts) >= 2
+    groups = {file: file.stat().st_mtime_ns for file in Path("models/pets.work/search/groups").iterdir()}
+    assert len(groups) >= 2
     with monkeypatch.context() as patch:
-        patch.setattr("torchace.lab.tuning.tuning.train_members", lambda *args, **options: pytest.fail("trained again"))
+        patch.setattr(
+            "torchace.lab.tuning.grid_search.train_members", lambda *args, **options: pytest.fail("trained again")
+        )
         assert invoke(*command).code == 0
     assert os.listdir("models") == ["pets"]
 
@@ -846,7 +848,7 @@ def test_an_interrupted_search_does_not_print_the_password(
     def stopped(*args: Any, **options: Any) -> None:
         raise Interrupted
 
-    monkeypatch.setattr("torchace.lab.tables.search.search", stopped)
+    monkeypatch.setattr("torchace.lab.tables.search.OptunaSearch.run", stopped)
     storage = "postgresql+psycopg://me:secret@host/db"
     outcome = invoke("tune", "pets.csv", "--target", "pet", "--trials", 2, "--storage", storage)
     assert outcome == (3, "", "Interrupted. Everything so far is kept in the storage; repeat the command to go on.\n")
@@ -856,7 +858,7 @@ def test_trials_that_all_fail_are_one_sentence(here: Path, invoke: Invoke, monke
     def fails(*args: Any, **options: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("torchace.lab.tuning.search.train_members", fails)
+    monkeypatch.setattr("torchace.lab.tuning.optuna_search.train_members", fails)
     outcome = invoke("tune", "pets.csv", "--target", "pet", "--trials", 2, *FAST)
     assert_one_sentence(outcome, "No trial was completed")
     assert "2 failed" in outcome.out

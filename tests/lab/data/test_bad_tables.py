@@ -26,8 +26,8 @@ from torchace.lab.data import (
     infer_schema,
     iterate_table,
     learn_encoding,
-    partition,
     read_table,
+    train_val_test_split,
 )
 
 GOOD = b"age,fur,pet\n1,long,cat\n2,short,dog\n"
@@ -461,42 +461,45 @@ def parts(*words: Any) -> pd.Series:
 
 
 PARTITIONS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
-    "too much": (lambda: partition(LABELS, fractions=(0.6, 0.6, 0.2)), ("0.6, 0.6, 0.2", "add up to 1")),
-    "two fractions": (lambda: partition(LABELS, fractions=(0.8, 0.2)), ("0.8, 0.2", "three")),
-    "a negative fraction": (lambda: partition(LABELS, fractions=(1.2, 0.2, -0.4)), ("-0.4",)),
-    "a fraction of NaN": (lambda: partition(LABELS, fractions=(0.6, 0.4, float("nan"))), ("nan",)),
-    "no training": (lambda: partition(LABELS, fractions=(0.0, 0.5, 0.5)), ("above 0",)),
-    "no validation": (lambda: partition(LABELS, fractions=(0.5, 0.0, 0.5)), ("above 0",)),
-    "too few rows": (lambda: partition(torch.zeros(2)), ("2 rows", "test part")),
+    "too much": (lambda: train_val_test_split(LABELS, fractions=(0.6, 0.6, 0.2)), ("0.6, 0.6, 0.2", "add up to 1")),
+    "two fractions": (lambda: train_val_test_split(LABELS, fractions=(0.8, 0.2)), ("0.8, 0.2", "three")),
+    "a negative fraction": (lambda: train_val_test_split(LABELS, fractions=(1.2, 0.2, -0.4)), ("-0.4",)),
+    "a fraction of NaN": (lambda: train_val_test_split(LABELS, fractions=(0.6, 0.4, float("nan"))), ("nan",)),
+    "no training": (lambda: train_val_test_split(LABELS, fractions=(0.0, 0.5, 0.5)), ("above 0",)),
+    "no validation": (lambda: train_val_test_split(LABELS, fractions=(0.5, 0.0, 0.5)), ("above 0",)),
+    "too few rows": (lambda: train_val_test_split(torch.zeros(2)), ("2 rows", "test part")),
     "too few rows for validation": (
-        lambda: partition(torch.zeros(10), fractions=(0.89, 0.01, 0.1)),
+        lambda: train_val_test_split(torch.zeros(10), fractions=(0.89, 0.01, 0.1)),
         ("9 rows", "validation part"),
     ),
     "a share of nearly nothing": (
-        lambda: partition(torch.zeros(10), fractions=(0.999, 0.001, 0.0)),
+        lambda: train_val_test_split(torch.zeros(10), fractions=(0.999, 0.001, 0.0)),
         ("10 rows", "validation part of 0.1% from them"),
     ),
-    "another word": (lambda: partition(LABELS, column=parts("train", "tst")), ("'part'", "row 2", "'tst'")),
-    "no word": (lambda: partition(LABELS, column=parts("train", "test", None)), ("'part'", "row 3", "nothing")),
+    "another word": (lambda: train_val_test_split(LABELS, column=parts("train", "tst")), ("'part'", "row 2", "'tst'")),
+    "no word": (
+        lambda: train_val_test_split(LABELS, column=parts("train", "test", None)),
+        ("'part'", "row 3", "nothing"),
+    ),
     "no word of a later chunk": (
-        lambda: partition(LABELS, column=parts("NA").set_axis(pd.RangeIndex(100, 130))),
+        lambda: train_val_test_split(LABELS, column=parts("NA").set_axis(pd.RangeIndex(100, 130))),
         ("'part'", "row 101"),
     ),
-    "a number": (lambda: partition(LABELS, column=pd.Series([0] * 30, name="fold")), ("'fold'", "'0'")),
+    "a number": (lambda: train_val_test_split(LABELS, column=pd.Series([0] * 30, name="fold")), ("'fold'", "'0'")),
     "no row for training": (
-        lambda: partition(LABELS, column=pd.Series(["test", "val"] * 15, name="part")),
+        lambda: train_val_test_split(LABELS, column=pd.Series(["test", "val"] * 15, name="part")),
         ("'part'", "no row for train"),
     ),
     "no row for testing": (
-        lambda: partition(LABELS, column=pd.Series(["train", "val"] * 15, name="part")),
+        lambda: train_val_test_split(LABELS, column=pd.Series(["train", "val"] * 15, name="part")),
         ("'part'", "no row for test"),
     ),
     "a class for testing alone": (
-        lambda: partition(torch.tensor([0, 1, 0] * 10), column=parts(), classes=("cat", "dog")),
+        lambda: train_val_test_split(torch.tensor([0, 1, 0] * 10), column=parts(), classes=("cat", "dog")),
         ("'dog'", "row 2", "test part", "training part"),
     ),
     "a class for validation alone": (
-        lambda: partition(torch.tensor([0, 0, 1] * 10), column=parts()),
+        lambda: train_val_test_split(torch.tensor([0, 0, 1] * 10), column=parts()),
         ("'1'", "row 3", "validation part", "training part"),
     ),
 }
@@ -506,7 +509,7 @@ PARTITIONS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ("call", "words"),
     [
         pytest.param(*case, id=f"{kind}: {name}")
-        for kind, cases in (("schema", SCHEMAS), ("encoding", ENCODINGS), ("partition", PARTITIONS))
+        for kind, cases in (("schema", SCHEMAS), ("encoding", ENCODINGS), ("train_val_test_split", PARTITIONS))
         for name, case in cases.items()
     ],
 )

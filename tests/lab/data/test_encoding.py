@@ -29,8 +29,8 @@ from torchace.lab.data import (
     infer_schema,
     iterate_table,
     learn_encoding,
-    partition,
     read_table,
+    train_val_test_split,
 )
 from torchace.lab.data.encoding import mean_and_std
 from torchace.models import TableEncoder
@@ -373,7 +373,7 @@ def check_table(columns: dict[str, list[str]], target: str, delimiter: str, seed
             frame = read_table(path)
             schema = infer_schema(frame, target.strip())
             targets = schema.targets(frame)
-            parts = partition(targets, seed=seed)
+            parts = train_val_test_split(targets, seed=seed)
             encoding = learn_encoding(schema, frame.iloc[parts.train.numpy()])
         except DataError as error:
             return one_sentence_of_any_table(error)

@@ -97,7 +97,7 @@ def fit(
 
     from torchace.lab.cli.fit_progress import FitProgress
     from torchace.lab.tables.fit import TableFit
-    from torchace.lab.tables.table import open_table
+    from torchace.lab.tables.table import load_table
     from torchace.lab.training.loop import Interrupted
 
     settings = _settings(target, task, drop, number, category, split_column, validation, test, seed)
@@ -105,17 +105,17 @@ def fit(
     wanted = None if diversity == "auto" else _fraction(diversity, "--diversity")
     device = device_of(device)
     directory = _directory(out, "models", _stem(data))
-    table = open_table(data, settings)
+    table = load_table(data, settings)
     job = TableFit(table, _for_task(plan, table.task), wanted, directory, settings.to_json(), seed, device)
     if job.is_finished():
         say(f"{directory} holds this very model already.")
-        job.clear()
+        job.remove_work()
         show(directory)
         return
     for note in table.schema.notes:
         say(note)
     try:
-        with job.locked():
+        with job.lock():
             with Stopper() as stopper, FitProgress(console) as progress:
                 job.train(progress, stopper)
             from torchace.lab.report import write_report
@@ -166,7 +166,7 @@ def tune(
     """Search λ, or λ with everything else, on held-out rows. Interrupted, it goes on when repeated."""
     from torchace.lab.cli.fit_progress import FitProgress, TrialProgress
     from torchace.lab.tables.search import TableSearch
-    from torchace.lab.tables.table import open_table
+    from torchace.lab.tables.table import load_table
     from torchace.lab.training.loop import Interrupted
 
     if trials is None and storage is not None:
@@ -175,21 +175,19 @@ def tune(
     plan = _plan(members, hidden, epochs, batch_size, learning_rate, weight_decay, patience, batches, precision)
     device = device_of(device)
     directory = _directory(out, "runs", f"tune-{_stem(data)}")
-    table = open_table(data, settings)
+    table = load_table(data, settings)
     job = TableSearch(table, _for_task(plan, table.task), directory, seed, device)
     for note in table.schema.notes:
         say(note)
     try:
         if trials is None:
             with Stopper() as stopper, FitProgress(console) as progress:
-                tuned = job.diversity(num_seeds=seeds, rounds=rounds, watch=progress.searched, stop=stopper)
+                tuned = job.tune_diversity(num_seeds=seeds, rounds=rounds, callback=progress, stop=stopper)
             wide().print(_candidates(tuned.to_json()))
             say(tuned.sentence)
         else:
             with Stopper() as stopper, TrialProgress(console, trials) as bar:
-                found = job.everything(
-                    trials, storage=storage, study=study, pruning=pruning, watch=bar.finished, stop=stopper
-                )
+                found = job.run_study(trials, storage=storage, study=study, pruning=pruning, callback=bar, stop=stopper)
             wide().print(_trials(found.to_json()))
             if found.best is None:
                 raise ValueError("No trial was completed, so there is no best one; see the table.")

@@ -258,7 +258,7 @@ class Gain(ResultModel):
     is given, new samples. Where the samples chose λ among several, it holds for all `choices` of them together.
     """
 
-    split: Split = "test"
+    split: str = "test"
     mean: Number
     low: Number | None = None
     high: Number | None = None

@@ -41,9 +41,7 @@ def is_compiled(train: TrainSection, steps: int, device: torch.device | str) -> 
     return torch.device(device).type == "cuda" and steps >= STEPS_THAT_REPAY_COMPILING
 
 
-def build_network(
-    arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.device | str, *, compile: bool = False
-) -> RunGroup:
+def build_network(arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.device | str) -> RunGroup:
     """The runs of these seeds, with initial weights that depend on seed and member alone."""
     dtype = torch.float64 if arm.train.precision == "float64" else torch.float32
     check_memory(_parameters(arm.model, data) * len(seeds), dtype, device)
@@ -51,8 +49,6 @@ def build_network(
     network = RunGroup([ensembles[seed] for seed in seeds]).to(device=device, dtype=dtype)
     if torch.device(device).type == "cuda" and arm.model.network == "resnet":
         network.to(memory_format=torch.channels_last)
-    if compile:
-        network.compile()
     return network
 
 

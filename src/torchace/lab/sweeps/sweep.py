@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,11 @@ from torchace.lab.sweeps.networks import (
     make_train_config,
 )
 from torchace.lab.training.checkpoint import weights_digest
+from torchace.lab.training.distributed import SingleProcess
 from torchace.lab.training.evaluate import evaluate, predict_logits
 from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, Failure, FitResult, fit
 from torchace.lab.training.run_group import RunGroup
+from torchace.lab.training.shard import gather_network, shard_network
 
 WRITE_EVERY = 1.0  # seconds, in which groups that are done share one writing of experiment.json
 
@@ -53,6 +55,7 @@ class Sweep:
     experiment: Experiment
     directory: Path
     device: str = "cpu"
+    ranks: SingleProcess = field(default_factory=SingleProcess, kw_only=True)  # processes that train a group together
 
     def run(self, callback: Callback | None = None, stop: Callable[[], bool] = lambda: False) -> dict[Run, Failure]:
         """Trains what is not finished yet and returns the runs that failed.
@@ -241,10 +244,12 @@ class Sweep:
         seeds = [run.seed for run in group.runs]
         batches = data.batches(arm)
         train_config = make_train_config(arm.train, batches.steps_per_epoch)
-        network = build_network(arm, data.dataset, seeds, self.device, compile=group.compile)
+        network = shard_network(build_network(arm, data.dataset, seeds, self.device), self.ranks)
+        if group.compile:
+            network.compile()
         every = self.experiment.checkpoint
         checkpoints = store.checkpoints(group, config_digest(arm))
-        if checkpoints.remove_foreign():
+        if self.ranks.is_first and checkpoints.remove_foreign():
             callback.on_group_restart(group)
         fitted = fit(
             network,
@@ -258,8 +263,10 @@ class Sweep:
         )
         start = time.monotonic()
         predicted = self._predicted(arm, data, network)
-        self._write_results(store, group, arm, data, network, fitted, train_config.steps, predicted)
-        checkpoints.remove()
+        trained = gather_network(network)
+        if trained is not None:  # the first rank writes
+            self._write_results(store, group, arm, data, trained, fitted, train_config.steps, predicted)
+            checkpoints.remove()
         return fitted.seconds + time.monotonic() - start
 
     def _predicted(self, arm: Arm, data: LoadedData, network: RunGroup) -> Predicted:

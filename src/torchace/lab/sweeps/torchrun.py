@@ -1,7 +1,7 @@
-"""A sweep on several processes that torchrun started: each group is trained by all of them together.
+"""A sweep on several processes that torchrun started, which train each group together.
 
-The first rank plans, writes and prints as a sweep in one process does. The others receive the next group, train
-their part of it, and write nothing.
+The first rank plans, writes and prints like a sweep in one process. The others receive the next group, train their part
+of it, and write nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -26,8 +25,7 @@ from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.config import ConfigError
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import LoadedData
-from torchace.lab.sweeps.networks import build_network, make_train_config
-from torchace.lab.sweeps.sweep import Sweep, config_digest
+from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.distributed import (
     RankLost,
     Ranks,
@@ -37,18 +35,17 @@ from torchace.lab.training.distributed import (
     parse_layout,
     should_report,
 )
-from torchace.lab.training.loop import CheckpointPolicy, Failure, fit
-from torchace.lab.training.shard import gather_network, shard_network
+from torchace.lab.training.loop import Failure
 
 
 @contextmanager
 def process_group(parallel: str | None) -> Iterator[int | None]:
-    """This process's rank among those that torchrun started; None for a process by itself.
+    """Join the processes that torchrun started; gives this process's rank, or None for a single process.
 
-    An error that several ranks run into is raised in one of them; the others end in silence.
+    An error that several ranks have is raised in one of them; the others exit silently.
 
     Args:
-        parallel: What `--parallel` says.
+        parallel: Value of `--parallel`.
     """
     if not is_launched():
         if parallel is not None:
@@ -63,7 +60,7 @@ def process_group(parallel: str | None) -> Iterator[int | None]:
         yield None
         return
     store = connect()
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         yield dist.get_rank()
     except Exception as error:
@@ -75,21 +72,21 @@ def process_group(parallel: str | None) -> Iterator[int | None]:
     dist.destroy_process_group()
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    """What SIGTERM does where nobody waits for it; torchrun sends it to those that are left when a rank dies."""
-    if not RankLost.happened:  # else: not before this one has said so
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """Handle SIGTERM, which torchrun sends to the other ranks when one dies."""
+    if not RankLost.happened:  # else this rank ends once it has reported that
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
 def rank_sweep(experiment: Experiment, directory: Path, device: str, parallel: str | None) -> RankSweep:
-    """This process's share of a sweep.
+    """Create this rank's part of a sweep.
 
     Args:
-        experiment: What is run.
-        directory: Where the results are written, by the first rank.
+        experiment: The same on every rank.
+        directory: Run directory, written by the first rank.
         device: `cpu`; `cuda`, a GPU for each process of a machine; or `cuda:N`, one that they share.
-        parallel: What is spread over ranks, see `parse_layout`; the batch unless given.
+        parallel: See `parse_layout`; by default the batch is split.
     """
     check_same(
         {
@@ -120,16 +117,16 @@ class RankSweep(Sweep):
     ranks: Ranks = field(kw_only=True)
 
     def run(self, callback: Callback | None = None, stop: Callable[[], bool] = lambda: False) -> dict[Run, Failure]:
-        """Trains what is not finished yet; the first rank returns the runs that failed. See `Sweep.run`."""
+        """Train unfinished runs; return those that failed, on the first rank. See `Sweep.run`."""
         if self.ranks.is_first:
             failures = super().run(callback, stop)
-            self.ranks.broadcast(None)  # nothing comes any more
+            self.ranks.broadcast(None)  # no more groups
             return failures
         arms = {arm.name: arm for arm in self.experiment.complete_arms()}
         data = self._prepared(arms)
-        store = RunStore(self.directory)  # of which this rank reads nothing and writes nothing
-        while (told := self.ranks.broadcast()) is not None:
-            group = GroupPlan(told["id"], tuple(Run(**run) for run in told["runs"]), told["compile"])
+        store = RunStore(self.directory)  # neither read nor written by this rank
+        while (plan := self.ranks.broadcast()) is not None:
+            group = GroupPlan(plan["id"], tuple(Run(**run) for run in plan["runs"]), plan["compile"])
             arm = arms[group.runs[0].arm]
             self._do(store, group, arm, data[arm.name], Callback(), stop)
         return {}
@@ -138,10 +135,10 @@ class RankSweep(Sweep):
         for arm in arms.values():
             _check(arm, self.ranks)
         if not self.ranks.is_first:
-            self.ranks.broadcast()
+            self.ranks.broadcast()  # wait for the download
             return super()._prepared(arms)
         prepared = super()._prepared(arms)
-        self.ranks.broadcast("data are there")  # one process downloads them
+        self.ranks.broadcast()
         return prepared
 
     def _hardware(self) -> dict[str, Any]:
@@ -156,53 +153,13 @@ class RankSweep(Sweep):
         callback: Callback,
         stop: Callable[[], bool],
     ) -> Iterator[tuple[GroupPlan | None, float]]:
-        def announced() -> Iterator[GroupPlan]:
-            for group in groups:
-                self.ranks.broadcast(asdict(group))
-                yield group
-
-        return super()._work(store, announced(), arms, data, callback, stop)  # type: ignore[arg-type]
-
-    def _do(
-        self,
-        store: RunStore,
-        group: GroupPlan,
-        arm: Arm,
-        data: LoadedData,
-        callback: Callback,
-        stop: Callable[[], bool],
-    ) -> float:
-        seeds = [run.seed for run in group.runs]
-        batches = data.batches(arm)
-        train_config = make_train_config(arm.train, batches.steps_per_epoch)
-        network = shard_network(build_network(arm, data.dataset, seeds, self.device), self.ranks)
-        if group.compile:
-            network.compile()
-        every = self.experiment.checkpoint
-        checkpoints = store.checkpoints(group, config_digest(arm))
-        if self.ranks.is_first and checkpoints.remove_foreign():
-            callback.on_group_restart(group)
-        fitted = fit(
-            network,
-            batches,
-            train_config,
-            diversities=[run.diversity for run in group.runs],
-            seeds=seeds,
-            checkpoint_policy=CheckpointPolicy(checkpoints, every.steps, every.seconds),
-            on_progress=(lambda progress: callback.on_step(group, progress)) if self.ranks.is_first else None,
-            stop=stop,
-        )
-        start = time.monotonic()
-        predicted = self._predicted(arm, data, network)
-        trained = gather_network(network)
-        if trained is not None:
-            self._write_results(store, group, arm, data, trained, fitted, train_config.steps, predicted)
-            checkpoints.remove()
-        return fitted.seconds + time.monotonic() - start
+        for group in groups:
+            self.ranks.broadcast(asdict(group))
+            yield from super()._work(store, [group], arms, data, callback, stop)
 
 
 def _check(arm: Arm, ranks: Ranks) -> None:
-    """Refuse what cannot be spread like that, before anything is computed."""
+    """Refuse arms that cannot be split over these ranks, before any training."""
     if arm.train.batch_size < ranks.data:
         raise ConfigError(
             f"train.batch_size: expected at least {ranks.data}, a sample for each rank, but got {arm.train.batch_size}."
