@@ -171,9 +171,7 @@ def _below_a_file(folder: Path) -> Path:
         (lambda folder: "redis://me:geheim@host", r"There is no driver for the storage redis://me:\*\*\*@host"),
     ],
 )
-def test_unusable_storage_is_one_sentence(
-    tmp_path: Path, storage: Callable[[Path], str | Path], message: str
-) -> None:
+def test_unusable_storage_is_one_sentence(tmp_path: Path, storage: Callable[[Path], str | Path], message: str) -> None:
     with pytest.raises(StorageError, match=message) as caught:
         found(1, storage(tmp_path))
     assert "\n" not in str(caught.value)
