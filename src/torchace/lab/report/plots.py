@@ -58,7 +58,7 @@ def _score(results: Results, key: str, group: str) -> FigureSpec | None:
     levels = [(arm, next(iter(found.values()))) for arm, found in series if (arm, found) not in swept]
     if not swept:
         return None
-    caption = f"Mean over seeds; bars: 95 % t interval of each mean. {metric.reading}"
+    caption = f"Mean over seeds; bars: 95 % t interval of each mean. {formats.capitalize(metric.reading)}"
     if results.paper and any(key in row.values for row in results.paper.rows):
         caption += f" Open diamonds: {results.paper.table} of the paper."
     parts = [
