@@ -17,7 +17,8 @@ from torchace.lab.report.arrays import (
     join_predictions,
     reliability,
 )
-from torchace.lab.report.drawing import (
+from torchace.lab.report.formats import at, capitalize
+from torchace.lab.report.plots import (
     DASHED,
     arms_with_figures,
     color_of,
@@ -25,7 +26,6 @@ from torchace.lab.report.drawing import (
     short_label,
     two_diversities,
 )
-from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.results import Results
 from torchace.lab.report.statistics import best_diversity
 from torchace.lab.report.tables import Table, make_table

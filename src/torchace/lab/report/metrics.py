@@ -189,12 +189,7 @@ TASKS = {task.name: task for task in (CLASSIFICATION, REGRESSION)}
 
 
 def add_derived(values: Mapping[str, float]) -> dict[str, float]:
-    """Return a split's metrics with those that follow from them: errors, roots, and the share averaged away.
-
-    Example:
-        >>> add_derived({"mse": 4.0, "member_mse": 5.0, "ambiguity": 1.0})
-        {'mse': 4.0, 'member_mse': 5.0, 'ambiguity': 1.0, 'rmse': 2.0, 'member_rmse': 2.23606797749979, 'averaged': 0.2}
-    """
+    """Return a split's metrics with those that follow from them: errors, roots, and the share averaged away."""
     found = dict(values)
     for key in ("accuracy", "member_accuracy"):
         if key in values:
@@ -209,15 +204,7 @@ def add_derived(values: Mapping[str, float]) -> dict[str, float]:
 
 def choose_units(metrics: Mapping[str, Metric], values: Mapping[str, Sequence[float]]) -> dict[str, Metric]:
     """Return metrics with decimals, and where needed a power of ten, that fit values in the target's units.
-
     All metrics of one unit share the power of ten, so that a table's columns can be compared.
-
-    Example:
-        >>> choose_units(REGRESSION.metrics, {"rmse": [54.2171]})["rmse"].value(54.2171)
-        '54.22'
-        >>> mse = choose_units(REGRESSION.metrics, {"mse": [2.951e9]})["mse"]
-        >>> mse.label, mse.number(2.951e9)
-        ('MSE, ×10⁹', '2.951')
     """
     found = dict(metrics)
     for power, lead in ((1, "rmse"), (2, "mse")):
