@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from torchace import _checks
 from torchace.lab.data import Split, hashed_key, permutation, stratified_split
-from torchace.lab.data.encoding import Encoding, NumberColumn
+from torchace.lab.data.encoding import Encoding, NumberColumn, TargetScale
 from torchace.lab.data.table_schema import Column, Schema, Target
 from torchace.lab.store import finite
 from torchace.lab.training.chunks import chunk_rows, collect_chunks
@@ -350,7 +350,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         statistics = zip(names, encoder.mean.tolist(), encoder.std.tolist(), strict=True)
         columns = tuple(NumberColumn(name, mean, std, False) for name, mean, std in statistics)
         # a regressor's members answer in the targets' own units: there is nothing left to scale
-        return Encoding(schema, columns, *((0.0, 1.0) if self._task == "regression" else ()))
+        return Encoding(schema, columns, TargetScale(0.0, 1.0) if self._task == "regression" else None)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

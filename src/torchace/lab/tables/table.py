@@ -98,9 +98,9 @@ def encoder_of(encoding: Encoding) -> TableEncoder:
 
 
 def target_moments(encoding: Encoding) -> Moments | None:
-    if encoding.target_mean is None or encoding.target_std is None:
+    if encoding.target is None:
         return None
-    return Moments(*(torch.tensor([v], dtype=torch.float64) for v in (encoding.target_mean, encoding.target_std)))
+    return Moments(*(torch.tensor([v], dtype=torch.float64) for v in (encoding.target.mean, encoding.target.std)))
 
 
 def open_table(path: Path, settings: TableSettings) -> Table:
@@ -155,7 +155,7 @@ def _encoded(path: Path, frame: DataFrame, schema: Schema, targets: Tensor, part
 
 def _check_size(encoding: Encoding) -> None:
     """A target whose squared errors are numbers."""
-    std = encoding.target_std
+    std = None if encoding.target is None else encoding.target.std
     if std is not None and not LEAST_STD < std < MOST_STD:
         raise DataError(
             f"The target {encoding.schema.target.name!r} varies by {std:.1g}, and the square of that is hardly a "
