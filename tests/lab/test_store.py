@@ -191,7 +191,7 @@ def test_jobs_that_share_a_name_or_mix_arms(second: tuple[str, str], tmp_path: P
 @pytest.mark.parametrize(
     "place",
     ["lock", "jobs.json", "experiment.json", "log.jsonl", "runs", "checkpoints", "checkpoints/main-0", "report"]
-    + ["tensorboard", "runs/main-l0.5-s3.json", "checkpoints/main-0/manifest.json", "cohorts", "search"],
+    + ["tensorboard", "runs/main-l0.5-s3.json", "checkpoints/main-0/manifest.json", "groups", "search"],
 )
 def test_links_in_a_run_directory_are_refused(place: str, tmp_path: Path, outside: Path) -> None:
     link = tmp_path / "out" / place

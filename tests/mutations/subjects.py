@@ -32,7 +32,7 @@ from torchace._files import PathError, json_digest
 from torchace.diagnosis import diagnose_file
 from torchace.lab.data import DataError, infer_schema, load, read_table
 from torchace.lab.data.sources import SOURCES
-from torchace.lab.report import ReportError, read_results, rich_table
+from torchace.lab.report import ResultFileError, read_results, rich_table
 from torchace.lab.report.render import markdown
 from torchace.lab.store import RunStoreError
 from torchace.lab.sweeps.config import ConfigError, load_experiment
@@ -164,7 +164,7 @@ def _read_runs(folder: Path) -> object:
         results = read_results(folder / "run")
         rich_table(results)
         markdown(results)
-    except ReportError as error:
+    except ResultFileError as error:
         problems.append(error)
     Sweep(_experiment(), folder / "run").run()
     if problems:
@@ -304,7 +304,7 @@ SUBJECTS: dict[str, Subject] = {
         forge=_forge_checkpoint,
     ),
     "run directory": Subject(
-        _write_runs, _read_runs, (ReportError, RunStoreError, PathError), files="run/**/*.*", is_text=True
+        _write_runs, _read_runs, (ResultFileError, RunStoreError, PathError), files="run/**/*.*", is_text=True
     ),
     "TOML": Subject(
         lambda folder: (folder / "e.toml").write_text(TOML) and None,

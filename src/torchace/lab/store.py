@@ -33,7 +33,7 @@ FORMAT = 1
 # What a sweep writes beside experiment.json, which is the first of it.
 WRITTEN = ("checkpoints", "jobs.json", "log.jsonl", "report", "runs", "tensorboard")
 # What sweeps, searches and fits write to: none of it may be a link.
-OURS = (*WRITTEN, "cohorts", "experiment.json", "fingerprint.json", "fit.json", "lock", "model", "search")
+OURS = (*WRITTEN, "groups", "experiment.json", "fingerprint.json", "fit.json", "lock", "model", "search")
 
 
 class RunStoreError(ValueError):

@@ -16,8 +16,8 @@ from torchace.functional import ensemble_log_probs, ensemble_probs
 from torchace.nn.base import EnsembleModule
 from torchace.nn.ensemble import Ensemble
 from torchace.nn.members import as_list, call_members, check_modules, check_shared_parameters
-from torchace.nn.recomputed import copy_module, recompute
 from torchace.nn.stacked import StackedEnsemble
+from torchace.nn.stacked_state import copy_module, recompute_weights
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -291,4 +291,4 @@ def _copy_with(module: nn.Module, tensors: dict[int, Tensor]) -> nn.Module:
     memo: dict[int, Any] = {
         i: nn.Parameter(t, requires_grad=parameters[i]) if i in parameters else t for i, t in tensors.items()
     }
-    return recompute(copy_module(module, memo))
+    return recompute_weights(copy_module(module, memo))

@@ -39,7 +39,6 @@ try:
         Stopper,
         complain,
         console,
-        device_of,
         interruptible,
         say,
         wide,
@@ -87,7 +86,9 @@ def run(
         if rank is not None and ray is not None:
             raise ValueError("Expected torchrun or --ray, but got both: Ray starts processes of its own.")
         directory = out or Path("runs") / chosen.name
-        device = device_of(device) if ray is None else device  # of this machine, or of the cluster's
+        from torchace.lab.training.members import resolve_device
+
+        device = resolve_device(device) if ray is None else device  # of this machine, or of the cluster's
 
         from torchace.lab.cli.sweep_progress import SweepProgress
         from torchace.lab.store import RunStoreError

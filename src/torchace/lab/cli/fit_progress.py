@@ -10,9 +10,9 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
 from torchace.lab.cli.terminal import printable
-from torchace.lab.tables.fit import FitWatcher
+from torchace.lab.tables.fit import FitCallback
 from torchace.lab.training.loop import Progress
-from torchace.lab.tuning.tuning import Stage
+from torchace.lab.tuning.search import SearchCallback, SearchStage
 
 
 class _Display:
@@ -42,24 +42,24 @@ class _Display:
         self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
-class FitProgress(_Display, FitWatcher):
+class FitProgress(_Display, FitCallback):
     """The rounds of a search for λ, then the training of the model."""
 
-    def searched(self, stage: Stage, share: float) -> None:
+    def on_search(self, stage: SearchStage, fraction: float) -> None:
         if stage.purpose == "gain":
             what = "λ on fresh seeds"
         else:
             what = f"search for λ, round {stage.number}"
         note = f"{len(stage.diversities)} λ x {len(stage.seeds)} seeds"
-        self.bars.update(self.task, description=what, total=1.0, completed=share, note=note)
+        self.bars.update(self.task, description=what, total=1.0, completed=fraction, note=note)
 
-    def trained(self, progress: Progress) -> None:
+    def on_step(self, progress: Progress) -> None:
         value = progress.score[0]
         note = "" if value is None else f"training score {value:.4f}"
         self.bars.update(self.task, description="the model", total=progress.steps, completed=progress.step, note=note)
 
 
-class TrialProgress(_Display):
+class TrialProgress(_Display, SearchCallback):
     """The trials of a study."""
 
     def __init__(self, console: Console, trials: int) -> None:
@@ -67,7 +67,7 @@ class TrialProgress(_Display):
         self.trials = trials
         self.bars.update(self.task, description="trials", total=trials)
 
-    def finished(self, number: int, value: float | None, best: float | None) -> None:
+    def on_trial(self, number: int, value: float | None, best: float | None) -> None:
         note = "" if best is None else f"best {best:.4g}"
         self.bars.update(self.task, completed=min(number + 1, self.trials), note=note)
         if self.bars.disable:

@@ -118,6 +118,23 @@ class RunResult(ResultFile):
     cpu: str | None = None
     threads: Count | None = None
 
+    @property
+    def finished(self) -> bool:
+        """Whether the run did not fail."""
+        return self.status == "finished"
+
+    @property
+    def scores(self) -> dict[str, dict[str, float]]:
+        """Metrics by name, by split: test, validation, train; without splits that were not scored."""
+        splits = {} if self.metrics is None else dict(self.metrics)
+        return {split: scores.values for split, scores in splits.items() if scores is not None}
+
+    @property
+    def members(self) -> tuple[float, ...]:
+        """Each member's accuracy or MSE on the test set, on the validation set where that was not scored."""
+        scored = self.metrics and (self.metrics.test or self.metrics.validation)
+        return scored.members if scored else ()
+
 
 @dataclass(frozen=True)
 class RunKey:
@@ -207,7 +224,7 @@ class ArmSummary(ResultModel):
     """One way of training, at several λ; the others are compared with a `baseline`. A fit has one arm, its model."""
 
     name: str
-    label: str = ""
+    label: str
     role: Literal["sweep", "model"] = "sweep"
     num_members: Count
     batches: str = "shared"
@@ -232,6 +249,28 @@ class PaperRow(ResultModel):
     cross_entropy: Annotated[Number, Field(ge=0)] | None = None
     member_accuracy: Diversity | None = None
     member_cross_entropy: Annotated[Number, Field(ge=0)] | None = None
+
+    @property
+    def title(self) -> str:
+        """The label, K and λ where there is none."""
+        diversity = "" if self.diversity is None else f", λ={self.diversity:g}"
+        return self.label or f"K={self.num_members}{diversity}"
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The metrics of the row as shares; an error gives the accuracy too."""
+        keys = ("accuracy", "cross_entropy", "member_accuracy", "member_cross_entropy")
+        found = {key: value for key in keys if (value := getattr(self, key)) is not None}
+        if self.error is not None:
+            found |= {"error": self.error / 100, "accuracy": 1 - self.error / 100}
+        return found
+
+    def matches(self, arm: ArmSummary, diversity: float) -> bool:
+        """Whether this row is compared with an arm at one λ."""
+        if self.arms is not None and arm.name not in self.arms:
+            return False
+        same_diversity = self.diversity is None or abs(self.diversity - diversity) < 1e-9
+        return self.num_members == arm.num_members and same_diversity
 
 
 class PaperTable(ResultModel):
@@ -258,7 +297,7 @@ class Gain(ResultModel):
     is given, new samples. Where the samples chose λ among several, it holds for all `choices` of them together.
     """
 
-    split: Split = "test"
+    split: str = "test"
     mean: Number
     low: Number | None = None
     high: Number | None = None
@@ -353,7 +392,10 @@ def read_result(path: Path, model: type[File], name: str = "") -> File:
         parsed = parse_json(data)
         text = data.decode()
     except FileNotFoundError:
-        raise ResultFileError(f"There is no {name} in {str(path).removesuffix(name)}.") from None
+        folder = str(path).removesuffix(name)
+        raise ResultFileError(
+            f"Found no {name} in {folder}; give the directory that `torchace run` or `torchace fit` wrote."
+        ) from None
     except OSError as error:
         raise ResultFileError(f"Could not read {name}: {error.strerror}.") from None
     except ValueError:

@@ -1,4 +1,4 @@
-"""Locks that every process at work on a study shares, and that the system lifts when a process dies."""
+"""Locks that all processes of a study share; the operating system or the server releases them when a process dies."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sqlalchemy.exc import DBAPIError
 
 
 class StudyLock:
-    """No lock: whether other processes are at work is not known."""
+    """No lock: other processes are not visible."""
 
     @contextmanager
-    def alone(self) -> Iterator[bool]:
-        """Whether no other process is at work on the study; none begins before the context ends."""
+    def exclusive(self) -> Iterator[bool]:
+        """Whether no other process works on the study; none starts before the context ends."""
         yield False
 
     def close(self) -> None:
-        """Lift the lock."""
+        """Release the lock."""
 
 
 class FileLock(StudyLock):
@@ -32,49 +32,49 @@ class FileLock(StudyLock):
         fcntl.flock(file, fcntl.LOCK_SH)
 
     @contextmanager
-    def alone(self) -> Iterator[bool]:
-        alone = True
+    def exclusive(self) -> Iterator[bool]:
+        acquired = True
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            alone = False
+            acquired = False
         try:
-            yield alone
+            yield acquired
         finally:
-            fcntl.flock(self.file, fcntl.LOCK_SH)  # also after a refusal, which may have lifted it
+            fcntl.flock(self.file, fcntl.LOCK_SH)  # also after a refusal, which may have released it
 
     def close(self) -> None:
         self.file.close()
 
 
 class ServerLock(StudyLock):
-    """An advisory lock of PostgreSQL: it ends with the connection, so with the process."""
+    """An advisory lock of PostgreSQL: it ends with the connection."""
 
     def __init__(self, engine: Engine, study_name: str) -> None:
         digest = hashlib.sha256(f"torchace {study_name}".encode()).digest()
         self.key = int.from_bytes(digest[:8], signed=True)
         self.connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        self._ask("pg_advisory_lock_shared")
+        self._select("pg_advisory_lock_shared")
 
     @contextmanager
-    def alone(self) -> Iterator[bool]:
+    def exclusive(self) -> Iterator[bool]:
         try:
-            alone = self._ask("pg_try_advisory_lock")
+            acquired = self._select("pg_try_advisory_lock")
         except DBAPIError as error:
             if not error.connection_invalidated:
                 raise
-            self.connection.rollback()  # the server was away: the lock went with the connection
-            self._ask("pg_advisory_lock_shared")
-            alone = self._ask("pg_try_advisory_lock")
+            self.connection.rollback()  # the server restarted: the lock was lost with the connection
+            self._select("pg_advisory_lock_shared")
+            acquired = self._select("pg_try_advisory_lock")
         try:
-            yield alone
+            yield acquired
         finally:
-            if alone:
-                self._ask("pg_advisory_unlock")
+            if acquired:
+                self._select("pg_advisory_unlock")
 
     def close(self) -> None:
         self.connection.invalidate()
         self.connection.close()
 
-    def _ask(self, function: str) -> bool:
+    def _select(self, function: str) -> bool:
         return bool(self.connection.execute(text(f"SELECT {function}(:key)"), {"key": self.key}).scalar())

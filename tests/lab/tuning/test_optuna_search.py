@@ -21,9 +21,11 @@ from optuna.trial import TrialState
 
 from torchace.lab.data import Split
 from torchace.lab.training.loop import Interrupted
-from torchace.lab.training.members import MemberPlan, Trained, train_members
-from torchace.lab.tuning import search as search_module
-from torchace.lab.tuning.search import DIMENSIONS, SearchResult, SearchSpace, plan_of, search
+from torchace.lab.training.members import MemberPlan, TrainedGroup, train_members
+from torchace.lab.tuning import optuna_search
+from torchace.lab.tuning.optuna_search import OptunaSearch, StudyResult
+from torchace.lab.tuning.search import SearchCallback, SearchProblem
+from torchace.lab.tuning.search_space import DIMENSIONS, SearchSpace, apply_values
 from torchace.lab.tuning.storage import StorageError, _reason
 
 PLAN = MemberPlan("classification", num_members=2, hidden=(6,), epochs=6, batch_size=16, learning_rate=0.02)
@@ -40,6 +42,13 @@ def samples(count: int, start: int = 0, task: str = "classification") -> Split:
 TRAIN, VALIDATION = samples(48), samples(40, 1)
 
 
+class Recorder(SearchCallback):
+    """Calls a function after every trial."""
+
+    def __init__(self, on_trial: Callable[..., object]) -> None:
+        self.on_trial = on_trial  # type: ignore[method-assign, assignment]
+
+
 def found(
     trials: int,
     storage: str | Path | None = None,
@@ -47,18 +56,23 @@ def found(
     space: SearchSpace = SPACE,
     plan: MemberPlan = PLAN,
     train: Split = TRAIN,
+    seed: int = 0,
+    watch: Callable[..., object] | None = None,
+    stop: Callable[[], bool] = lambda: False,
     **options: Any,
-) -> SearchResult:
-    return search(space, plan, train, VALIDATION, 2, trials=trials, storage=storage, **{"num_seeds": 2, **options})
+) -> StudyResult:
+    problem = SearchProblem(plan, train, VALIDATION, 2, seed)
+    search = OptunaSearch(problem, trials, space, storage, **{"num_seeds": 2, **options})
+    return search.run(None if watch is None else Recorder(watch), stop)
 
 
-def states(result: SearchResult) -> list[str]:
+def states(result: StudyResult) -> list[str]:
     return [trial.state for trial in result.trials]
 
 
 def value_alone(params: Any, seeds: tuple[int, ...] = (0, 1), plan: MemberPlan = PLAN) -> float:
     """The mean score of trainings one by one."""
-    chosen, diversity = plan_of(plan, params)
+    chosen, diversity = apply_values(plan, params)
     scores = [
         train_members(chosen, TRAIN, 2, diversities=[diversity], seeds=[seed], validation=VALIDATION).scores(VALIDATION)
         for seed in seeds
@@ -80,13 +94,13 @@ def test_values_are_those_of_every_plan_trained_alone(patience: int | None) -> N
     values = [trial.value for trial in result.trials if trial.value is not None]
     assert result.best is not None
     assert result.best.value == min(values)
-    assert (result.plan, result.diversity) == plan_of(plan, result.best.params)
+    assert (result.plan, result.diversity) == apply_values(plan, result.best.params)
 
 
 def test_regression_is_scored_by_squared_error() -> None:
     train, validation = samples(40, task="regression"), samples(40, 1, "regression")
     plan = replace(PLAN, task="regression")
-    result = search(SPACE, plan, train, validation, 1, trials=2, num_seeds=1)
+    result = OptunaSearch(SearchProblem(plan, train, validation, 1), 2, SPACE, num_seeds=1).run()
     assert result.plan is not None
     assert result.diversity is not None
     alone = train_members(result.plan, train, 1, diversities=[result.diversity], seeds=[0])
@@ -282,31 +296,31 @@ def test_a_training_that_fails_is_failed_not_infinite(tmp_path: Path) -> None:
 
 
 def test_one_failed_seed_fails_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoilt(*args: Any, network: Any, **options: Any) -> Trained:
+    def spoilt(*args: Any, network: Any, **options: Any) -> TrainedGroup:
         with torch.no_grad():
             next(network.parameters())[-1] = torch.inf  # the last seed's last member
         return train_members(*args, network=network, **options)
 
-    monkeypatch.setattr(search_module, "train_members", spoilt)
+    monkeypatch.setattr(optuna_search, "train_members", spoilt)
     result = found(1)
     assert states(result) == ["failed"]
     assert result.trials[0].failure == "NaN or Inf in loss or gradient"
 
 
 def test_no_memory_fails_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    def greedy(*args: Any, **options: Any) -> Trained:
+    def greedy(*args: Any, **options: Any) -> TrainedGroup:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(search_module, "train_members", greedy)
+    monkeypatch.setattr(optuna_search, "train_members", greedy)
     assert [(trial.state, trial.failure) for trial in found(2).trials] == [("failed", "out of memory")] * 2
 
 
 def test_other_errors_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any, **options: Any) -> Trained:
+    def broken(*args: Any, **options: Any) -> TrainedGroup:
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as patched:
-        patched.setattr(search_module, "train_members", broken)
+        patched.setattr(optuna_search, "train_members", broken)
         with pytest.raises(RuntimeError, match="a bug"):
             found(2, tmp_path / "study.db")
     assert states(found(2, tmp_path / "study.db")) == ["failed", "complete", "complete"]
@@ -467,7 +481,7 @@ def test_killed_it_loses_no_finished_trial(tmp_path: Path) -> None:
 # -- a storage that fails ---------------------------------------------------------------------------------------------
 
 
-def ended(result: SearchResult) -> list[tuple[str, Any, float | None]]:
+def ended(result: StudyResult) -> list[tuple[str, Any, float | None]]:
     """The trials that count."""
     return [(t.state, t.params, t.value) for t in result.trials if t.state in ("complete", "pruned")]
 
@@ -532,7 +546,7 @@ def test_no_room_in_the_file_itself(tmp_path: Path) -> None:
 
     sqlalchemy.event.listen(sqlalchemy.Engine, "connect", limit)
     try:
-        with pytest.raises(StorageError, match=r"\(database or disk is full\).*repeat the command to go on") as caught:
+        with pytest.raises(StorageError, match=r"\(database or disk is full\).*repeat the command to resume") as caught:
             found(100, file, num_seeds=1, plan=plan)
     finally:
         sqlalchemy.event.remove(sqlalchemy.Engine, "connect", limit)
