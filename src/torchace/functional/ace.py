@@ -83,7 +83,7 @@ def amended_cross_entropy(
     _checks.check_diversity(diversity)
     _checks.check_reduction(reduction)
     _checks.check_fraction(label_smoothing, "label_smoothing")
-    _checks.check_ignore_index(ignore_index)
+    _checks.check_int(ignore_index, "ignore_index")
     _checks.check_target(target, logits, ignore_index=ignore_index)
     like = _like(logits)
     given = _constants(target, member_weights, sample_weight, weight, mixture)

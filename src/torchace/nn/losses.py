@@ -38,7 +38,7 @@ class MemberLoss(nn.Module):
         self.diversity = diversity
         self.reduction = reduction
         if member_weights is not None:
-            member_weights = _checks._weights_tensor(member_weights)
+            member_weights = _checks.member_weights_tensor(member_weights)
             member_weights = _checks.as_member_weights(member_weights, member_weights.numel(), like=member_weights)
         self.register_buffer("member_weights", member_weights)
         for name, value in options.items():

@@ -7,137 +7,113 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from torchace._figures import DARK, DPI, LIGHT, WIDTH, FigureSpec, render
 from torchace._files import PathError, refuse_links, remove_abandoned, write_atomic
-from torchace.lab.report._fields import ReportError, extra
-from torchace.lab.report.array_plots import pictures
-from torchace.lab.report.columns import all_classes, folded, schema_tables, target_facts
-from torchace.lab.report.contested_cases import disputed_table
-from torchace.lab.report.drawing import DARK, DPI, LIGHT, WIDTH, Sketch, render
-from torchace.lab.report.findings import findings, headline, remarks
-from torchace.lab.report.plots import drawn_arms, plots
-from torchace.lab.report.render import markdown
+from torchace.lab.report.array_plots import array_figures
+from torchace.lab.report.plots import lambda_figures
+from torchace.lab.report.render import contents, markdown
 from torchace.lab.report.results import Results, read_results
-from torchace.lab.report.search_findings import search_figures, search_table, search_verdict
-from torchace.lab.report.setup import arm_table, configuration, facts, failure_table
-from torchace.lab.report.tables import arm_title, detail_table, difference_tables, result_table
+from torchace.lab.report.setup import fold
+from torchace.lab.schema.results import ResultFileError
 
 
 @dataclass(frozen=True)
 class Image:
     """A figure, drawn for light and dark pages."""
 
-    sketch: Sketch
+    spec: FigureSpec
     light: bytes
     dark: bytes
 
     @property
     def width(self) -> int:
+        """Pixels."""
         return round(WIDTH * DPI)
 
     @property
     def height(self) -> int:
-        return round(self.sketch.height * DPI)
+        """Pixels."""
+        return round(self.spec.height * DPI)
 
     @property
     def light_uri(self) -> str:
-        return _uri(self.light)
+        """The figure for light pages as a data URI."""
+        return f"data:image/png;base64,{base64.b64encode(self.light).decode()}"
 
     @property
     def dark_uri(self) -> str:
-        return _uri(self.dark)
+        """The figure for dark pages as a data URI."""
+        return f"data:image/png;base64,{base64.b64encode(self.dark).decode()}"
 
 
 def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
-    """Draws a run directory's report.
+    """Write the report of a run directory.
 
-    Each file is written under a temporary name and renamed, the page last: a report that is being drawn again is never
-    half there.
+    Each file is written under a temporary name and renamed, the page last: an earlier report is never half replaced.
 
     Args:
-        directory: What `torchace run` wrote.
+        directory: A run directory of `torchace run` or `torchace fit`.
         out: The folder to write to; `report` inside the directory unless given.
 
     Returns:
-        The path of the page, `index.html`; beside it lie `results.md` and, for each figure, `NAME.png` and
+        The path of the page, `index.html`; beside it are `results.md` and, for each figure, `NAME.png` and
         `NAME-dark.png`.
 
     Raises:
-        ReportError: The directory holds no readable experiment, or the folder cannot be written.
+        ResultFileError: The directory has no readable experiment, or the folder cannot be written.
     """
     results = read_results(directory)
     if out is None:
         try:
             refuse_links(Path(directory), ["report"])
         except PathError as error:
-            raise ReportError(str(error)) from None
-    images = [Image(sketch, render(sketch, LIGHT), render(sketch, DARK)) for sketch in figures(results)]
-    page = page_html(results, images)
+            raise ResultFileError(str(error)) from None
+    images = [Image(spec, render(spec, LIGHT), render(spec, DARK)) for spec in figures(results)]
     folder = Path(directory) / "report" if out is None else Path(out)
+    files = {f"{image.spec.name}.png": image.light for image in images}
+    files |= {f"{image.spec.name}-dark.png": image.dark for image in images}
+    files |= {"results.md": markdown(results).encode(), "index.html": page_html(results, images).encode()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for image in images:
-            _write(folder / f"{image.sketch.name}.png", image.light)
-            _write(folder / f"{image.sketch.name}-dark.png", image.dark)
-        _write(folder / "results.md", markdown(results).encode())
-        _write(folder / "index.html", page.encode())
+        for name, content in files.items():
+            _write(folder / name, content)
     except OSError as error:
-        raise ReportError(f"Could not write the report to {folder}: {error.strerror or error}.") from error
+        raise ResultFileError(f"Could not write the report to {folder}: {error.strerror or error}.") from error
     return folder / "index.html"
 
 
-def figures(results: Results) -> list[Sketch]:
-    """All figures of a run directory, in the order to show them."""
-    return search_figures(results) + plots(results) + pictures(results)
+def figures(results: Results) -> list[FigureSpec]:
+    """Return all figures of a run directory, in the order of the page."""
+    return lambda_figures(results) + array_figures(results)
 
 
 def page_html(results: Results, images: list[Image]) -> str:
-    """The page's text.
-
-    Args:
-        results: A run directory.
-        images: Its figures.
-
-    Returns:
-        One HTML document; every name that comes from a file is escaped.
-    """
-    with extra("jinja2"):
+    """Return the page, one HTML document; all text from files is escaped."""
+    try:
         from jinja2 import Environment, StrictUndefined
+    except ImportError as error:
+        raise ImportError("The report needs jinja2: pip install 'torchace[tool]'.") from error
 
     source = resources.files("torchace.lab.report").joinpath("template.html").read_text(encoding="utf-8")
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_unbroken
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_keep_percent
     )
     groups: dict[str, list[Image]] = {}
     for image in images:
-        groups.setdefault(image.sketch.group, []).append(image)
+        groups.setdefault(image.spec.group, []).append(image)
+    content = contents(results)
     return environment.from_string(source).render(
-        results=results,
-        findings=[(arm_title(arm), headline(results, arm), about) for arm, about in findings(results)],
-        remarks=remarks(results),
-        result_table=result_table(results),
-        difference_tables=difference_tables(results),
-        detail_table=detail_table(results),
-        arm_table=arm_table(results),
-        failure_table=failure_table(results),
-        facts=facts(results),
-        configuration=configuration(results),
+        experiment=results.experiment,
+        uncertainty_title=results.task.uncertainty_title,
         groups=groups,
-        search_verdict=search_verdict(results),
-        search_table=search_table(results),
-        disputed_table=disputed_table(results, drawn_arms(results)),
-        target_facts=target_facts(results),
-        all_classes=all_classes(results),
-        schema_tables=[folded(table) for table in schema_tables(results)],
+        folded_tables=[fold(table) for table in content["column_tables"]],
+        **content,
     )
 
 
-def _unbroken(value: object) -> object:
-    """Keeps a number and its percent sign on one line."""
+def _keep_percent(value: object) -> object:
+    """Keep a number and its percent sign on one line."""
     return value.replace(" %", "\u00a0%") if isinstance(value, str) else value
-
-
-def _uri(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def _write(path: Path, content: bytes) -> None:

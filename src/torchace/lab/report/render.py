@@ -1,27 +1,65 @@
-"""A report as Markdown, and its main table for the terminal."""
+"""The contents of a report, shared by all its forms; as Markdown, and its main table for the terminal."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torchace.lab.report._fields import extra
-from torchace.lab.report.columns import schema_tables, target_facts
-from torchace.lab.report.contested_cases import disputed_table
+from torchace.lab.report import setup
+from torchace.lab.report.array_plots import contested_table
 from torchace.lab.report.findings import findings, headline, remarks
-from torchace.lab.report.plots import drawn_arms
+from torchace.lab.report.formats import at
+from torchace.lab.report.model_findings import model_findings, model_headline
 from torchace.lab.report.results import Results
-from torchace.lab.report.search_findings import search_table, search_verdict
-from torchace.lab.report.setup import arm_table, configuration, facts, failure_table
-from torchace.lab.report.tables import Cell, Column, Table, arm_title, detail_table, difference_tables, result_table
+from torchace.lab.report.tables import (
+    Cell,
+    Column,
+    Table,
+    arm_title,
+    detail_table,
+    difference_tables,
+    result_table,
+    search_table,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
-    from rich.text import Text
+
+SHORT_HEADINGS = {"Cross entropy": "CE", "Accuracy": "Acc.", "Disagreement, %": "Disagr.\n%", "Seeds": "n"}
+
+
+def contents(results: Results) -> dict[str, Any]:
+    """Collect findings, facts and tables: what the page and the Markdown show."""
+    found = []
+    for arm in results.arms:
+        if arm.role == "model":
+            found.append((arm_title(arm), model_headline(results, arm), model_findings(results, arm)))
+        elif about := findings(results, arm):
+            found.append((arm_title(arm), headline(results, arm), about))
+    search = results.search
+    return {
+        "findings_title": "In short" if results.model else "The effect of λ",
+        "findings": found,
+        "remarks": remarks(results),
+        "search_sentence": (search.sentence or f"The {search.split} data chose {at(search.chosen)}.") if search else "",
+        "search_table": search_table(results),
+        "result_table": result_table(results),
+        "difference_tables": difference_tables(results),
+        "detail_table": detail_table(results),
+        "contested_table": contested_table(results),
+        "target_facts": setup.target_facts(results),
+        "all_classes": setup.all_classes(results),
+        "notes": setup.notes(results),
+        "column_tables": setup.column_tables(results),
+        "arm_table": setup.arm_table(results),
+        "facts": setup.facts(results),
+        "configuration": setup.configuration(results),
+        "failure_table": setup.failure_table(results),
+    }
 
 
 def markdown(results: Results) -> str:
-    """A complete results page: findings, tables, paired differences, the data of a fit, setup, failed runs.
+    """Return a complete results page: findings, tables, paired differences, the data of a fit, setup, failed runs.
 
     Args:
         results: A run directory.
@@ -29,69 +67,64 @@ def markdown(results: Results) -> str:
     Returns:
         GitHub-flavoured Markdown that ends with a newline.
     """
-    parts = [f"# {_escaped(results.title)}"]
-    if results.description:
-        parts.append(_escaped(results.description))
-    parts.append(f"## {'In short' if results.is_fit else 'What the knob did'}")
-    for arm, about in findings(results):
-        parts.append(f"### {_escaped(arm_title(arm))}")
-        if verdict := headline(results, arm):
-            parts.append(_escaped(verdict))
-        parts.append("\n".join(f"- **{_escaped(finding.topic)}.** {_escaped(finding.text)}" for finding in about))
-    parts.append(f"### {'The whole fit' if results.is_fit else 'All arms'}")
-    parts.append("\n".join(f"- **{_escaped(f.topic)}.** {_escaped(f.text)}" for f in remarks(results)))
-    if verdict := search_verdict(results):
-        parts += ["## The search for λ", _escaped(verdict)]
-        if searched := search_table(results):
-            parts.append(table_markdown(searched))
-    parts += ["## Results", table_markdown(result_table(results))]
-    if differences := difference_tables(results):
+    content, experiment = contents(results), results.experiment
+    parts = [f"# {_escape(experiment.title or experiment.name)}", _escape(experiment.description)]
+    parts.append(f"## {content['findings_title']}")
+    for title, sentence, about in content["findings"]:
+        parts += [f"### {_escape(title)}", _escape(sentence), _finding_list(about)]
+    parts += [f"### {'The whole fit' if results.model else 'All arms'}", _finding_list(content["remarks"])]
+    if content["search_sentence"]:
+        parts += ["## The search for λ", _escape(content["search_sentence"])]
+        parts.append(table_markdown(content["search_table"]) if content["search_table"] else "")
+    parts += ["## Results", table_markdown(content["result_table"])]
+    if content["difference_tables"]:
         parts.append("## Paired differences")
-        for table in differences:
-            parts += [f"### {_escaped(table.caption)}", table_markdown(table)]
-    details = detail_table(results)
-    parts += [f"## {details.caption}", table_markdown(details)]
-    if disputed := disputed_table(results, drawn_arms(results)):
-        parts += [f"## {disputed.caption}", table_markdown(disputed)]
-    if results.data.schema:
-        parts += ["## The data", _listed(target_facts(results))]
-        for table in schema_tables(results):
-            parts += [f"### {table.caption}", table_markdown(table)]
-        if notes := results.data.schema.notes:
-            parts.append("\n".join(f"- {_escaped(note)}" for note in notes))
-    parts += ["## Setup", table_markdown(arm_table(results))]
-    parts.append(_listed(facts(results)))
-    if config := configuration(results).replace("<", "\\u003c"):  # the same to JSON, and no tag to any reader
+        parts += [f"### {_escape(t.caption)}\n\n{table_markdown(t)}" for t in content["difference_tables"]]
+    for table in (content["detail_table"], content["contested_table"]):
+        parts.append(f"## {table.caption}\n\n{table_markdown(table)}" if table else "")
+    if content["target_facts"]:
+        parts += ["## The data", _fact_list(content["target_facts"])]
+        parts += [f"### {table.caption}\n\n{table_markdown(table)}" for table in content["column_tables"]]
+        parts.append("\n".join(f"- {_escape(note)}" for note in content["notes"]))
+    parts += ["## Setup", table_markdown(content["arm_table"]), _fact_list(content["facts"])]
+    if config := content["configuration"].replace("<", "\\u003c"):  # the same to JSON, and no tag to any reader
         fence = "`" * (3 + max((len(ticks) for ticks in re.findall("`{3,}", config)), default=0))
         parts.append(f"{fence}json\n{config}\n{fence}")
-    if failures := failure_table(results):
-        parts += [f"## {failures.caption}", table_markdown(failures)]
-    return "\n\n".join(parts) + "\n"
+    if failures := content["failure_table"]:
+        parts.append(f"## {failures.caption}\n\n{table_markdown(failures)}")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _finding_list(about: list[Any]) -> str:
+    return "\n".join(f"- **{_escape(finding.topic)}.** {_escape(finding.text)}" for finding in about)
+
+
+def _fact_list(pairs: list[tuple[str, str]]) -> str:
+    return "\n".join(f"- **{_escape(heading)}**: {_escape(text)}" for heading, text in pairs)
 
 
 def table_markdown(table: Table) -> str:
-    """A table as Markdown, its sections as rows of their own, its note below.
-
-    Args:
-        table: A table.
-
-    Returns:
-        The lines, without a final newline.
-    """
+    """Return a table as Markdown without a final newline: its sections as rows of their own, its note below."""
     heads = [f"{column.group}: {column.label}" if column.group else column.label for column in table.columns]
-    aligned = [":--" if kind == "text" else "--:" for kind in table.kinds]
-    lines = [_line([_escaped(head) for head in heads]), _line(aligned)]
+    lines = [[_escape(head) for head in heads], [":--" if kind == "text" else "--:" for kind in table.kinds]]
     for section in table.sections:
         if section.title:
-            lines.append(_line([f"**{_escaped(section.title)}**"] + [""] * (len(heads) - 1)))
-        for row in section.rows:
-            lines.append(_line([f"**{_escaped(c.text)}**" if c.strong else _escaped(c.text) for c in row]))
-    note = f"\n\n{_escaped(table.note)}" if table.note else ""
-    return "\n".join(lines) + note
+            lines.append([f"**{_escape(section.title)}**"] + [""] * (len(heads) - 1))
+        lines += [[f"**{_escape(c.text)}**" if c.strong else _escape(c.text) for c in row] for row in section.rows]
+    note = f"\n\n{_escape(table.note)}" if table.note else ""
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + note
+
+
+def _escape(text: str) -> str:
+    """Return text that Markdown shows unchanged, on one line."""
+    text = re.sub(r"([\\`*_\[\]|~])", r"\\\1", " ".join(text.split()))
+    text = re.sub(r"&(?=#?\w+;)", "&amp;", text)
+    text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
+    return re.sub(r"^(#|>|[+-](?=\s))", r"\\\1", text)
 
 
 def rich_table(results: Results) -> RichTable:
-    """The result table for a terminal.
+    """Return the result table for a terminal.
 
     Args:
         results: A run directory.
@@ -99,10 +132,12 @@ def rich_table(results: Results) -> RichTable:
     Returns:
         A `rich.table.Table`, to print with a `rich.console.Console`.
     """
-    with extra("rich"):
+    try:
         from rich.box import SIMPLE_HEAD
         from rich.table import Table as RichTable
         from rich.text import Text
+    except ImportError as error:
+        raise ImportError("Tables in a terminal need rich: pip install 'torchace[tool]'.") from error
 
     table = result_table(results)
     # the paper's numbers for single members stay on the page: a terminal is narrow
@@ -110,16 +145,15 @@ def rich_table(results: Results) -> RichTable:
     note = "Mean ± standard deviation over seeds; bold: best of its arm."
     if results.paper:
         note += f" paper: {results.paper.table} of Shoham and Permuter (2020)."
-    drawn = RichTable(
-        title=Text(results.title), caption=Text(note), box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
-    )
-    heads = [_rich_head(table.columns[i]) for i in shown]
+    title = Text(results.experiment.title or results.experiment.name)
+    drawn = RichTable(title=title, caption=Text(note), box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    heads = [_short_heading(table.columns[i]) for i in shown]
     rows = [row for section in table.sections for row in section.rows]
     texts = [
-        [*head.split("\n"), *(_rich_text(table, i, row[i]) for row in rows)]
+        [*head.split("\n"), *(_short_text(table.columns[i], row[i]) for row in rows)]
         for i, head in zip(shown, heads, strict=True)
     ]
-    # the arms' titles stand in the first column and give way to the numbers where eighty characters hold both
+    # the arms' titles are in the first column and are narrowed where eighty characters hold both
     room = 78 - sum(2 + max(map(len, column)) for column in texts[1:])
     drawn.add_column(Text(heads[0]), min_width=10, max_width=room if 10 <= room <= 28 else 28, overflow="fold")
     for head in heads[1:]:
@@ -128,40 +162,20 @@ def rich_table(results: Results) -> RichTable:
         drawn.add_section()
         drawn.add_row(Text(section.title, style="italic", overflow="fold"))
         for row in section.rows:
-            drawn.add_row(*(_rich_cell(table, i, row[i]) for i in shown))
+            cells = [Text(_short_text(table.columns[i], row[i]), style=_style(row[i])) for i in shown]
+            drawn.add_row(Text("  ") + cells[0], *cells[1:])
     return drawn
 
 
-def _rich_head(column: Column) -> str:
-    short = {"Cross entropy": "CE", "Accuracy": "Acc.", "Disagreement, %": "Disagr.\n%", "Seeds": "n"}
-    label = short.get(column.label, column.label.replace(", ×", "\n×"))
+def _short_heading(column: Column) -> str:
+    label = SHORT_HEADINGS.get(column.label, column.label.replace(", ×", "\n×"))
     return f"Member\n{label}" if column.group == "One member" else label
 
 
-def _rich_cell(table: Table, index: int, cell: Cell) -> Text:
-    from rich.text import Text
-
-    style = "bold" if cell.strong else "dim" if cell.kind == "paper" else ""
-    text = _rich_text(table, index, cell)
-    return Text(text if index else f"  {text}", style=style)
+def _short_text(column: Column, cell: Cell) -> str:
+    """Return mean and deviation of the ensemble, and of single members the mean alone."""
+    return cell.text if column.group in ("", "Ensemble") else cell.text.split(" ±")[0]
 
 
-def _rich_text(table: Table, index: int, cell: Cell) -> str:
-    """What a terminal shows of a cell: of the ensemble mean and deviation, of single members the mean."""
-    return cell.text if table.columns[index].group in ("", "Ensemble") else cell.text.split(" ±")[0]
-
-
-def _listed(pairs: list[tuple[str, str]]) -> str:
-    return "\n".join(f"- **{heading}**: {_escaped(text)}" for heading, text in pairs)
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _escaped(text: str) -> str:
-    """Text that Markdown shows as it is, on one line."""
-    text = re.sub(r"([\\`*_\[\]|~])", r"\\\1", " ".join(text.split()))
-    text = re.sub(r"&(?=#?\w+;)", "&amp;", text)
-    text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
-    return re.sub(r"^(#|>|[+-](?=\s))", r"\\\1", text)
+def _style(cell: Cell) -> str:
+    return "bold" if cell.strong else "dim" if cell.kind == "paper" else ""
