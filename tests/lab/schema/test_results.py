@@ -11,8 +11,8 @@ from tests.lab.report.fits import FitSpec, write_fit
 from torchace._files import with_checksum
 from torchace.lab.schema.results import (
     ExperimentResult,
-    Job,
-    JobList,
+    GroupPlan,
+    PlanFile,
     ResultFileError,
     RunKey,
     RunResult,
@@ -121,19 +121,19 @@ def test_text_becomes_printable(tmp_path: Path) -> None:
 
 
 def test_jobs(tmp_path: Path) -> None:
-    jobs = JobList(jobs=(Job(id="a-0", runs=(RunKey("a", 0, 1), RunKey("a", 0.3, 1)), compile=True),))
+    jobs = PlanFile(jobs=(GroupPlan(id="a-0", runs=(RunKey("a", 0, 1), RunKey("a", 0.3, 1)), compile=True),))
     (tmp_path / "jobs.json").write_bytes(jobs.to_json())
-    assert read_result(tmp_path / "jobs.json", JobList) == jobs
+    assert read_result(tmp_path / "jobs.json", PlanFile) == jobs
     assert [run.id for run in jobs.jobs[0].runs] == ["a-l0-s1", "a-l0.3-s1"]
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"arm": "../a"}, {"seed": True}, {"seed": -1}, {"seed": 2**31}, {"diversity": 1.5}, {"diversity": "0"}],
+    [{"arm": "../a"}, {"seed": True}, {"seed": -1}, {"seed": 2**63}, {"diversity": 1.5}, {"diversity": "0"}],
 )
 def test_jobs_with_damaged_runs_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     run = {"arm": "a", "diversity": 0.0, "seed": 1, **changes}
     content = with_checksum({"format": 1, "jobs": [{"id": "a-0", "runs": [run]}]})
     (tmp_path / "jobs.json").write_text(json.dumps(content))
     with pytest.raises(ResultFileError, match=r"jobs\.json is damaged: expected jobs\.0\.runs\.0\."):
-        read_result(tmp_path / "jobs.json", JobList)
+        read_result(tmp_path / "jobs.json", PlanFile)

@@ -18,8 +18,8 @@ from torchace.lab.schema.results import (
     DataSummary,
     DiversitySearch,
     ExperimentResult,
-    JobList,
     PaperTable,
+    PlanFile,
     ResultFileError,
     RunResult,
     read_result,
@@ -242,6 +242,6 @@ def _merge_stated(stated: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) 
 def _planned(directory: Path, experiment: ExperimentResult) -> int:
     """Return how many runs were planned: those in jobs.json, else every λ with every seed."""
     try:
-        return len({run for job in read_result(directory / "jobs.json", JobList).jobs for run in job.runs})
+        return len({run for job in read_result(directory / "jobs.json", PlanFile).jobs for run in job.runs})
     except ResultFileError:
         return sum(len(set(arm.diversities)) for arm in experiment.arms) * len(set(experiment.seeds))

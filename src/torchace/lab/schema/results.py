@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from torchace._files import CHECKSUM, JSON_BYTES, is_unchanged, parse_json, read_bounded, with_checksum
@@ -23,7 +23,6 @@ T = TypeVar("T")
 Items = Annotated[tuple[T, ...], Field(strict=False)]  # a list in JSON
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(gt=-LARGEST, lt=LARGEST, allow_inf_nan=False)]
-Seed = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 Diversity = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]  # part of a path
 
@@ -142,7 +141,7 @@ class RunKey:
 
     arm: Name
     diversity: Diversity
-    seed: Seed
+    seed: Annotated[Count, Field(strict=True)]
 
     @property
     def id(self) -> str:
@@ -151,20 +150,34 @@ class RunKey:
         return f"{self.arm}-l{repr(self.diversity + 0.0).removesuffix('.0')}-s{self.seed}"
 
 
-class Job(ResultModel):
-    """Runs that are trained together, fixed when they are first planned."""
-
-    model_config = ConfigDict(strict=False)  # a dataclass from an object
+@dataclass(frozen=True)
+class GroupPlan:
+    """A run group: runs of one arm that are trained together, fixed when they are first planned."""
 
     id: Name
     runs: Annotated[tuple[RunKey, ...], Field(min_length=1)]
-    compile: Annotated[bool, Field(strict=True)] = False
+    compile: Annotated[bool, Field(strict=True)] = False  # fixed too: a run resumes as it began
+
+    def __post_init__(self) -> None:
+        if len({run.arm for run in self.runs}) != 1:
+            raise ValueError("expected runs of one arm in a group.")
+
+    @property
+    def arm(self) -> str:
+        """The name of the arm."""
+        return self.runs[0].arm
 
 
-class JobList(ResultFile):
-    """The runs that were planned: `jobs.json`."""
+class PlanFile(ResultFile):
+    """The run groups that were planned: `jobs.json`."""
 
-    jobs: Items[Job]
+    jobs: Items[GroupPlan]
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        if len({group.id for group in self.jobs}) < len(self.jobs):
+            raise ValueError("expected every group to have a name of its own.")
+        return self
 
 
 # -- the experiment ----------------------------------------------------------------------------------------------------
@@ -380,7 +393,7 @@ def read_result(path: Path, model: type[File], name: str = "") -> File:
 
     Args:
         path: The file.
-        model: `ExperimentResult`, `RunResult` or `JobList`.
+        model: `ExperimentResult`, `RunResult` or `PlanFile`.
         name: The file's name in errors, `path.name` unless given.
 
     Raises:
