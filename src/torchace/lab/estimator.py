@@ -20,7 +20,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from torch import Tensor, nn
 
 from torchace.lab.data import Split, hashed_key, permutation, stratified_split
-from torchace.lab.data.encoding import Encoding, NumberColumn
+from torchace.lab.data.encoding import Encoding, NumberColumn, TargetScale
 from torchace.lab.data.table_schema import Column, Schema, Target
 from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters
 from torchace.lab.store import finite
@@ -320,7 +320,7 @@ class Estimator(_Fitted):
         statistics = zip(names, encoder.mean.tolist(), encoder.std.tolist(), strict=True)
         columns = tuple(NumberColumn(name, mean, std, False) for name, mean, std in statistics)
         # the members of a regressor predict in the targets' own units
-        return Encoding(schema, columns, *((0.0, 1.0) if self._task == "regression" else ()))
+        return Encoding(schema, columns, TargetScale(0.0, 1.0) if self._task == "regression" else None)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
