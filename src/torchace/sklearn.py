@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self, cast
 
@@ -26,6 +27,7 @@ except ModuleNotFoundError as error:
 __all__ = ["ACEClassifier", "NCLRegressor"]
 
 
+@dataclass(eq=False, repr=False)
 class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     """An ensemble of fully connected networks trained jointly with Amended Cross Entropy.
 
@@ -68,44 +70,7 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 
     _task = "classification"
 
-    def __init__(
-        self,
-        num_members: int = 10,
-        *,
-        hidden: int | tuple[int, ...] = (64,),
-        diversity: float | str = 0.5,
-        epochs: int = 100,
-        batch_size: int = 128,
-        learning_rate: float = 3e-3,
-        weight_decay: float = 1e-2,
-        schedule: str | None = None,
-        batches: str = "shared",
-        early_stopping: bool = False,
-        validation_fraction: float = 0.2,
-        patience: int = 10,
-        class_weight: Any = None,
-        random_state: Any = None,
-        device: str = "auto",
-        n_jobs: int | None = None,
-    ) -> None:
-        super().__init__(
-            num_members,
-            hidden=hidden,
-            diversity=diversity,
-            epochs=epochs,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            schedule=schedule,
-            batches=batches,
-            early_stopping=early_stopping,
-            validation_fraction=validation_fraction,
-            patience=patience,
-            random_state=random_state,
-            device=device,
-            n_jobs=n_jobs,
-        )
-        self.class_weight = class_weight
+    class_weight: Any = field(default=None, kw_only=True)
 
     def partial_fit(
         self,

@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, Self, cast
 
 import numpy as np
@@ -19,10 +19,10 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from torchace import _checks
 from torchace.lab.data import Split, hashed_key, permutation, stratified_split
-from torchace.lab.data.encoding import Encoding, NumberColumn
+from torchace.lab.data.encoding import Encoding, NumberColumn, TargetScale
 from torchace.lab.data.table_schema import Column, Schema, Target
+from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters
 from torchace.lab.store import finite
 from torchace.lab.training.chunks import chunk_rows, collect_chunks
 from torchace.lab.training.config import make_optimizer
@@ -31,7 +31,6 @@ from torchace.lab.training.scaling import Scaler, SplitScaler, assemble_ensemble
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
 from torchace.lab.tuning.search import SearchProblem
 from torchace.models.encoder import TableEncoder
-from torchace.models.mlp import hidden_widths
 from torchace.nn import Ensemble
 from torchace.saving import ModelFileError, load_model, save_model
 
@@ -54,48 +53,53 @@ class _TrainingState:
         return replace(self, weight=self.weight + weight, samples=self.samples + len(samples))
 
 
-class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
-    """The common base of the estimators; subclasses encode the targets."""
+class _Fitted(BaseEstimator, ABC):  # type: ignore[misc]
+    """Attributes of a trained estimator, and the encoding of its targets."""
 
     _task: ClassVar[str]
     _num_outputs: int
     _network: nn.Module
     _state: _TrainingState
+    ensemble_: Ensemble
+    tuning_: TunedDiversity | None
 
-    def __init__(
-        self,
-        num_members: int = 10,
-        *,
-        hidden: int | tuple[int, ...] = (64,),
-        diversity: float | str = 0.5,
-        epochs: int = 100,
-        batch_size: int = 128,
-        learning_rate: float = 3e-3,
-        weight_decay: float = 1e-2,
-        schedule: str | None = None,
-        batches: str = "shared",
-        early_stopping: bool = False,
-        validation_fraction: float = 0.2,
-        patience: int = 10,
-        random_state: Any = None,
-        device: str = "auto",
-        n_jobs: int | None = None,
-    ) -> None:
-        self.num_members = num_members
-        self.hidden = hidden
-        self.diversity = diversity
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.schedule = schedule
-        self.batches = batches
-        self.early_stopping = early_stopping
-        self.validation_fraction = validation_fraction
-        self.patience = patience
-        self.random_state = random_state
-        self.device = device
-        self.n_jobs = n_jobs
+    @abstractmethod
+    def _learn_targets(self, y: NDArray[Any]) -> None:
+        """Learn the classes, or the number of targets."""
+
+    @abstractmethod
+    def _encode_targets(self, y: NDArray[Any]) -> NDArray[Any]:
+        """Class indices `(N,)` or numbers `(N, M)`."""
+
+    @abstractmethod
+    def _targets_to_json(self) -> dict[str, Any]:
+        """What `_learn_targets` has learnt."""
+
+    @abstractmethod
+    def _targets_from_json(self, content: Mapping[str, Any]) -> None:
+        """Restore what `_targets_to_json` returned."""
+
+
+@dataclass(eq=False, repr=False)
+class Estimator(_Fitted):
+    """The common base of the estimators; the fields are their parameters."""
+
+    num_members: int = 10
+    _: KW_ONLY
+    hidden: int | tuple[int, ...] = (64,)
+    diversity: float | str = 0.5
+    epochs: int = 100
+    batch_size: int = 128
+    learning_rate: float = 3e-3
+    weight_decay: float = 1e-2
+    schedule: str | None = None
+    batches: str = "shared"
+    early_stopping: bool = False
+    validation_fraction: float = 0.2
+    patience: int = 10
+    random_state: Any = None
+    device: str = "auto"
+    n_jobs: int | None = None
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -146,6 +150,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         scaler = SplitScaler.fit(train)
         train, validation, test = (self._scale(scaler, part, plan) for part in (train, validation, test))
         variance = 1.0 if scaler.targets is None else float(scaler.targets.std.square().mean())
+        variance = variance if 1e-50 < variance < 1e50 else 1.0  # scores of scaled targets, which do not overflow
         problem = SearchProblem(plan, train, validation, self._num_outputs, seed)
         return GridSearch(problem, test=test, test_name="held-out", score_scale=variance).run()
 
@@ -204,39 +209,13 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
 
     def _plan(self) -> MemberPlan:
         """The checked parameters."""
-        for name in ("num_members", "epochs", "batch_size", "patience"):
-            _checks.check_count(_to_python(getattr(self, name)), name)
-        for name in ("learning_rate", "weight_decay"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float | np.floating) or not 0 <= value < np.inf:
-                raise ValueError(f"Expected `{name}` to be a number of at least 0, but got {value!r}.")
-        if isinstance(self.diversity, str):
-            _checks.check_choice(self.diversity, "diversity", ("auto",))
-        else:
-            _checks.check_diversity(self.diversity)
-        if self.schedule is not None:
-            _checks.check_choice(self.schedule, "schedule", ("constant", "cosine"))
-        _checks.check_choice(self.batches, "batches", ("shared", "exchanged", "separate"))
-        if self.batches == "separate" and self.diversity != 0:
-            raise ValueError(
-                "λ > 0 needs members that see each other's predictions: with batches='separate' set diversity=0, or "
-                "use batches='exchanged'."
-            )
+        names = Hyperparameters.model_fields.keys() & self.get_params()
+        values = {name: _to_python(getattr(self, name)) for name in names}
+        if isinstance(values["hidden"], int):
+            values["hidden"] = [values["hidden"]]
+        plan = MemberPlan.from_hyperparameters(self._task, check_hyperparameters("`{}`".format, **values))
         resolve_device(self.device)
-        if not 0 < self.validation_fraction < 1:
-            raise ValueError(f"Expected `validation_fraction` between 0 and 1, but got {self.validation_fraction!r}.")
-        return MemberPlan(
-            self._task,
-            num_members=int(self.num_members),
-            hidden=tuple(hidden_widths(_to_python(self.hidden))),
-            epochs=int(self.epochs),
-            batch_size=int(self.batch_size),
-            learning_rate=float(self.learning_rate),
-            weight_decay=float(self.weight_decay),
-            schedule=self.schedule,
-            batches=self.batches,
-            patience=int(self.patience) if self.early_stopping else None,
-        )
+        return plan if self.early_stopping else replace(plan, patience=None)
 
     def _validate(
         self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any
@@ -341,7 +320,7 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
         statistics = zip(names, encoder.mean.tolist(), encoder.std.tolist(), strict=True)
         columns = tuple(NumberColumn(name, mean, std, False) for name, mean, std in statistics)
         # the members of a regressor predict in the targets' own units
-        return Encoding(schema, columns, *((0.0, 1.0) if self._task == "regression" else ()))
+        return Encoding(schema, columns, TargetScale(0.0, 1.0) if self._task == "regression" else None)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -371,24 +350,6 @@ class Estimator(BaseEstimator, ABC):  # type: ignore[misc]
             raise ModelFileError(f"{path} describes no {cls.__name__} that this version can read.") from error
         estimator.ensemble_ = ensemble
         return estimator
-
-    # -- targets ------------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _learn_targets(self, y: NDArray[Any]) -> None:
-        """Learn the classes, or the number of targets."""
-
-    @abstractmethod
-    def _encode_targets(self, y: NDArray[Any]) -> NDArray[Any]:
-        """Class indices `(N,)` or numbers `(N, M)`."""
-
-    @abstractmethod
-    def _targets_to_json(self) -> dict[str, Any]:
-        """What `_learn_targets` has learnt."""
-
-    @abstractmethod
-    def _targets_from_json(self, content: Mapping[str, Any]) -> None:
-        """Restore what `_targets_to_json` returned."""
 
 
 def _encoder(scaler: Scaler) -> TableEncoder:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab.sweeps.cases import ledger_of, leftovers
+from tests.lab.sweeps.cases import leftovers, stored_files
 from tests.support.fork_server import ForkServer
 from tests.support.held import CHECKPOINT
 from torchace._files import PARTIAL
@@ -95,7 +95,7 @@ def _steps(names: list[str]) -> list[int]:
 def written(directory: Path) -> dict[str, Any]:
     """Everything but times and how often the state was saved."""
     assert leftovers(directory) == []
-    store = ledger_of(directory)
+    store = stored_files(directory)
     del store["experiment.json"]["config"]["checkpoint"]
     return store
 

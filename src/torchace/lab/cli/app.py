@@ -39,7 +39,6 @@ try:
         Stopper,
         complain,
         console,
-        device_of,
         interruptible,
         say,
         wide,
@@ -79,7 +78,7 @@ def run(
             raise ModuleNotFoundError(name=package)
 
     from torchace.lab.sweeps.config import load_experiment
-    from torchace.lab.sweeps.torchrun import process_group, rank_sweep
+    from torchace.lab.sweeps.torchrun import RankExecutor, process_group
 
     with process_group(parallel) as rank:  # one of several processes that train together; None: the only one
         console.quiet = bool(rank)
@@ -87,12 +86,15 @@ def run(
         if rank is not None and ray is not None:
             raise ValueError("Expected torchrun or --ray, but got both: Ray starts processes of its own.")
         directory = out or Path("runs") / chosen.name
-        device = device_of(device) if ray is None else device  # of this machine, or of the cluster's
+        from torchace.lab.training.members import resolve_device
+
+        device = resolve_device(device) if ray is None else device  # of this machine, or of the cluster's
 
         from torchace.lab.cli.sweep_progress import SweepProgress
         from torchace.lab.store import RunStoreError
         from torchace.lab.sweeps.callbacks import CallbackList, EventLog, TensorBoard
-        from torchace.lab.sweeps.sweep import Sweep, Unfinished
+        from torchace.lab.sweeps.executor import Executor, UnfinishedRunsError
+        from torchace.lab.sweeps.sweep import Sweep
         from torchace.lab.training.loop import Interrupted
 
         if not resume and (directory / "experiment.json").exists():
@@ -104,19 +106,20 @@ def run(
                 trackers = [] if rank else [EventLog(directory), *([TensorBoard(directory)] if tensorboard else [])]
                 progress = CallbackList([bars, *trackers])
                 if rank is not None:
-                    failures = rank_sweep(chosen, directory, device, parallel).run(progress, stopper)
+                    executor: Executor = RankExecutor(chosen, device, parallel)
+                    failures = Sweep(chosen, directory, executor).run(progress, stopper)
                 elif ray is None:
-                    failures = Sweep(chosen, directory, device).run(progress, stopper)
+                    failures = Sweep(chosen, directory, Executor(device)).run(progress, stopper)
                 else:
-                    from torchace.lab.sweeps.ray import ray_sweep
+                    from torchace.lab.sweeps.ray import connect_ray
 
-                    with ray_sweep(chosen, directory, device, ray) as sweep:
-                        failures = sweep.run(progress, stopper)
+                    with connect_ray(ray, device, directory, stopper) as executor:
+                        failures = Sweep(chosen, directory, executor).run(progress, stopper)
         except Interrupted:
             if not rank:
                 complain(f"Interrupted. Everything so far is in {directory}; repeat the command to go on.")
             raise typer.Exit(INTERRUPTED) from None
-        except Unfinished as error:
+        except UnfinishedRunsError as error:
             if any(directory.glob("runs/*.json")):
                 _report(directory)
             for lost, reason in error.reasons.items():

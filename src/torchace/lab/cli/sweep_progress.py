@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 
 from torchace.lab.cli.terminal import printable
-from torchace.lab.store import GroupPlan, Run
+from torchace.lab.schema.results import GroupPlan, RunKey
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.training.loop import Progress
 
@@ -75,7 +75,7 @@ class SweepProgress(Callback):
         self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
-def _named(runs: Sequence[Run]) -> str:
+def _named(runs: Sequence[RunKey]) -> str:
     lambdas = sorted({run.diversity for run in runs})
     seeds = sorted({run.seed for run in runs})
     some = ", ".join(f"{value:g}" for value in lambdas) if len(lambdas) < 4 else f"{lambdas[0]:g}…{lambdas[-1]:g}"

@@ -18,7 +18,6 @@ from torchace.lab.cli.terminal import (
     check_report,
     complain,
     console,
-    device_of,
     interruptible,
     printable,
     say,
@@ -26,8 +25,8 @@ from torchace.lab.cli.terminal import (
 )
 
 if TYPE_CHECKING:
+    from torchace.lab.schema.hyperparameters import Hyperparameters
     from torchace.lab.tables.table import TableSettings
-    from torchace.lab.training.members import MemberPlan
 
 SCORES = {
     "accuracy": "accuracy",
@@ -90,7 +89,7 @@ def fit(
     batches: Batches = "shared",
     precision: Precision = "float64",
     seed: Seed = 0,
-    device: Device = "cpu",
+    device: Device = "auto",
 ) -> None:
     """Train an ensemble on a table, find λ, and write a model and a report. Interrupted, it goes on when repeated."""
     check_report()
@@ -99,14 +98,27 @@ def fit(
     from torchace.lab.tables.fit import TableFit
     from torchace.lab.tables.table import load_table
     from torchace.lab.training.loop import Interrupted
+    from torchace.lab.training.members import MemberPlan, resolve_device
 
     settings = _settings(target, task, drop, number, category, split_column, validation, test, seed)
-    plan = _plan(members, hidden, epochs, batch_size, learning_rate, weight_decay, patience, batches, precision)
-    wanted = None if diversity == "auto" else _fraction(diversity, "--diversity")
-    device = device_of(device)
+    values = _plan(
+        diversity,
+        members,
+        hidden,
+        patience,
+        epochs=epochs,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        batches=batches,
+        precision=precision,
+    )
+    chosen = None if values.diversity == "auto" else float(values.diversity)
+    where = resolve_device(device)
     directory = _directory(out, "models", _stem(data))
     table = load_table(data, settings)
-    job = TableFit(table, _for_task(plan, table.task), wanted, directory, settings.to_json(), seed, device)
+    plan = MemberPlan.from_hyperparameters(table.task, values)
+    job = TableFit(table, plan, chosen, directory, settings.to_json(), seed, where)
     if job.is_finished():
         say(f"{directory} holds this very model already.")
         job.remove_work()
@@ -161,22 +173,34 @@ def tune(
     batches: Batches = "shared",
     precision: Precision = "float64",
     seed: Seed = 0,
-    device: Device = "cpu",
+    device: Device = "auto",
 ) -> None:
     """Search λ, or λ with everything else, on held-out rows. Interrupted, it goes on when repeated."""
     from torchace.lab.cli.fit_progress import FitProgress, TrialProgress
     from torchace.lab.tables.search import TableSearch
     from torchace.lab.tables.table import load_table
     from torchace.lab.training.loop import Interrupted
+    from torchace.lab.training.members import MemberPlan, resolve_device
 
     if trials is None and storage is not None:
         raise ValueError("--storage is for a search of several things: give --trials too.")
     settings = _settings(target, task, drop, number, category, split_column, validation, test, seed)
-    plan = _plan(members, hidden, epochs, batch_size, learning_rate, weight_decay, patience, batches, precision)
-    device = device_of(device)
+    values = _plan(
+        "auto",
+        members,
+        hidden,
+        patience,
+        epochs=epochs,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        batches=batches,
+        precision=precision,
+    )
+    where = resolve_device(device)
     directory = _directory(out, "runs", f"tune-{_stem(data)}")
     table = load_table(data, settings)
-    job = TableSearch(table, _for_task(plan, table.task), directory, seed, device)
+    job = TableSearch(table, MemberPlan.from_hyperparameters(table.task, values), directory, seed, where)
     for note in table.schema.notes:
         say(note)
     try:
@@ -196,8 +220,8 @@ def tune(
             given |= {"patience": patience, "batches": batches, "precision": precision, "seed": seed, "device": device}
             say(f"To train with the best: {_command(found, data, target, given)}")
     except Interrupted:
-        where = directory if storage is None else "the storage"  # its address may hold a password
-        complain(f"Interrupted. Everything so far is kept in {where}; repeat the command to go on.")
+        place = directory if storage is None else "the storage"  # its address may hold a password
+        complain(f"Interrupted. Everything so far is kept in {place}; repeat the command to go on.")
         raise typer.Exit(INTERRUPTED) from None
     say(f"Written to {directory / 'tune.json'}.")
 
@@ -323,40 +347,21 @@ def _settings(
     return TableSettings(target, task, tuple(drop or ()), kinds, split_column, validation, test, seed)
 
 
-def _plan(
-    members: int,
-    hidden: str,
-    epochs: int,
-    batch_size: int,
-    learning_rate: float,
-    weight_decay: float,
-    patience: int,
-    batches: str,
-    precision: str,
-) -> MemberPlan:
-    from torchace.lab.training.members import MemberPlan
+def _plan(diversity: str, members: int, hidden: str, patience: int, **values: Any) -> Hyperparameters:
+    """Check the hyperparameters."""
+    from torchace.lab.schema.hyperparameters import check_hyperparameters
 
-    if not re.fullmatch(r"\s*([1-9]\d{0,5}\s*(,\s*[1-9]\d{0,5}\s*)*)?", hidden):
+    if not re.fullmatch(r"\s*([0-9]{1,6}\s*(,\s*[0-9]{1,6}\s*)*)?", hidden):
         raise ValueError(f"Expected --hidden as widths such as 64 or 64,32, but got {hidden!r}.")
-    if not 0 < learning_rate < float("inf"):
-        raise ValueError(f"Expected --learning-rate above 0, but got {learning_rate:g}.")
-    if not 0 <= weight_decay < float("inf"):
-        raise ValueError(f"Expected --weight-decay of at least 0, but got {weight_decay:g}.")
-    if batches not in ("shared", "exchanged"):
-        raise ValueError(f"Expected --batches shared or exchanged, but got {batches!r}.")
-    if precision not in ("float32", "float64"):
-        raise ValueError(f"Expected --precision float32 or float64, but got {precision!r}.")
-    return MemberPlan(
-        "classification",
+    if values["batches"] == "separate":
+        raise ValueError("Expected --batches shared or exchanged, but got 'separate'.")
+    return check_hyperparameters(
+        lambda name: f"--{name.removeprefix('num_').replace('_', '-')}",
+        diversity="auto" if diversity == "auto" else _number(diversity),
         num_members=members,
-        hidden=tuple(int(width) for width in hidden.split(",") if width.strip()),
-        epochs=epochs,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        batches=batches,
+        hidden=[int(width) for width in hidden.split(",") if width.strip()],
         patience=patience or None,
-        precision=precision,
+        **values,
     )
 
 
@@ -382,20 +387,12 @@ def _check_written(out: Path, option: str, model: Path, data: Path | None = None
         raise ValueError(f"{out} is in the model's directory, which stays as it is. Choose another {option}.")
 
 
-def _for_task(plan: MemberPlan, task: str) -> MemberPlan:
-    from dataclasses import replace
-
-    return replace(plan, task=task)
-
-
-def _fraction(text: str, option: str) -> float:
+def _number(text: str) -> float | str:
+    """A number, or the text for the error message."""
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise ValueError(f"Expected {option} to be a number in [0, 1] or auto, but got {text!r}.")
-    return value + 0.0
+        return text
 
 
 # -- to what is printed -----------------------------------------------------------------------------------------------

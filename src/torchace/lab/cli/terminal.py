@@ -58,22 +58,6 @@ def check_report() -> None:
             raise ModuleNotFoundError(name=package)
 
 
-def device_of(name: str) -> str:
-    """A device to train on; `auto` is cuda where there is one."""
-    import torch
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        if torch.device(name).type not in ("cpu", "cuda"):
-            raise RuntimeError("torchace trains on cpu and cuda")
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(f"Cannot use the device {name!r}: {reason}. Use cpu, cuda, cuda:N or auto.") from error
-    return name
-
-
 @contextmanager
 def interruptible(message: str) -> Iterator[None]:
     """For work that a signal may break off at any point: SIGINT or SIGTERM ends the command with a message."""

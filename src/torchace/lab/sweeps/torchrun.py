@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
@@ -20,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from torchace.lab.schema.experiment import Arm, Experiment
-from torchace.lab.store import GroupPlan, Run, RunStore
+from torchace.lab.schema.results import GroupPlan
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.config import ConfigError
-from torchace.lab.sweeps.environment import hardware, versions
+from torchace.lab.sweeps.environment import versions
+from torchace.lab.sweeps.executor import Executor, Plan, Stop, train_group
 from torchace.lab.sweeps.loaded_data import LoadedData
-from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.distributed import (
     RankLost,
     Ranks,
@@ -35,7 +34,6 @@ from torchace.lab.training.distributed import (
     parse_layout,
     should_report,
 )
-from torchace.lab.training.loop import Failure
 
 
 @contextmanager
@@ -79,83 +77,65 @@ def _terminate(number: int, frame: FrameType | None) -> None:
         os.kill(os.getpid(), number)
 
 
-def rank_sweep(experiment: Experiment, directory: Path, device: str, parallel: str | None) -> RankSweep:
-    """Create this rank's part of a sweep.
+class RankExecutor(Executor):
+    """Train each run group on all ranks together; the first rank plans and writes, the others only train.
 
     Args:
-        experiment: The same on every rank.
-        directory: Run directory, written by the first rank.
+        experiment: The experiment, the same on all ranks.
         device: `cpu`; `cuda`, a GPU for each process of a machine; or `cuda:N`, one that they share.
-        parallel: See `parse_layout`; by default the batch is split.
+        parallel: What is spread over ranks, see `parse_layout`; the batch by default.
     """
-    check_same(
-        {
-            "experiment": json.dumps(experiment.model_dump(mode="json"), sort_keys=True),
-            "--parallel": parallel or "data",
-            "--device": device,
-            "version of torchace, torch and Python": json.dumps(versions(), sort_keys=True),
-        }
-    )
-    backend = None
-    if device == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        if local >= torch.cuda.device_count():
-            raise ValueError(
-                f"Expected a GPU for each process, but this machine has {torch.cuda.device_count()}. "
-                f"Use --nproc-per-node={torch.cuda.device_count()}, or --device cpu."
-            )
-        device = f"cuda:{local}"
-    elif device.startswith("cuda"):
-        backend = "gloo"  # NCCL refuses processes that share a GPU
-    return RankSweep(experiment, directory, device, ranks=Ranks(parallel or "data", device=device, backend=backend))
 
+    def __init__(self, experiment: Experiment, device: str, parallel: str | None) -> None:
+        check_same(
+            {
+                "experiment": json.dumps(experiment.model_dump(mode="json"), sort_keys=True),
+                "--parallel": parallel or "data",
+                "--device": device,
+                "version of torchace, torch and Python": json.dumps(versions(), sort_keys=True),
+            }
+        )
+        backend = None
+        if device == "cuda":
+            local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+            if local >= count:
+                raise ValueError(
+                    f"Expected a GPU for each process, but this machine has {count}. "
+                    f"Use --nproc-per-node={count}, or --device cpu."
+                )
+            device = f"cuda:{local}"
+        elif device.startswith("cuda"):
+            backend = "gloo"  # NCCL refuses processes that share a GPU
+        super().__init__(device)
+        self.ranks = Ranks(parallel or "data", device=device, backend=backend)
+        self.is_first = self.ranks.is_first
 
-@dataclass(frozen=True)
-class RankSweep(Sweep):
-    """A sweep whose groups are trained by all ranks together."""
-
-    ranks: Ranks = field(kw_only=True)
-
-    def run(self, callback: Callback | None = None, stop: Callable[[], bool] = lambda: False) -> dict[Run, Failure]:
-        """Train unfinished runs; return those that failed, on the first rank. See `Sweep.run`."""
-        if self.ranks.is_first:
-            failures = super().run(callback, stop)
-            self.ranks.broadcast(None)  # no more groups
-            return failures
-        arms = {arm.name: arm for arm in self.experiment.complete_arms()}
-        data = self._prepared(arms)
-        store = RunStore(self.directory)  # neither read nor written by this rank
-        while (plan := self.ranks.broadcast()) is not None:
-            group = GroupPlan(plan["id"], tuple(Run(**run) for run in plan["runs"]), plan["compile"])
-            arm = arms[group.runs[0].arm]
-            self._do(store, group, arm, data[arm.name], Callback(), stop)
-        return {}
-
-    def _prepared(self, arms: dict[str, Arm]) -> dict[str, LoadedData]:
+    def load_data(self, arms: Mapping[str, Arm]) -> dict[str, LoadedData]:
         for arm in arms.values():
             _check(arm, self.ranks)
-        if not self.ranks.is_first:
-            self.ranks.broadcast()  # wait for the download
-            return super()._prepared(arms)
-        prepared = super()._prepared(arms)
-        self.ranks.broadcast()
-        return prepared
+        if not self.is_first:
+            self.ranks.broadcast()  # until the first rank has downloaded the data
+            return super().load_data(arms)
+        loaded = super().load_data(arms)
+        self.ranks.broadcast("loaded")
+        return loaded
 
-    def _hardware(self) -> dict[str, Any]:
-        return {**hardware(self.device), "processes": self.ranks.size}
+    def hardware(self) -> dict[str, Any]:
+        return {**super().hardware(), "processes": self.ranks.size}
 
-    def _work(
-        self,
-        store: RunStore,
-        groups: Sequence[GroupPlan],
-        arms: Mapping[str, Arm],
-        data: Mapping[str, LoadedData],
-        callback: Callback,
-        stop: Callable[[], bool],
+    def train(
+        self, plan: Plan, groups: Sequence[GroupPlan], callback: Callback, stop: Stop
     ) -> Iterator[tuple[GroupPlan | None, float]]:
+        if not self.is_first:
+            while (content := self.ranks.broadcast()) is not None:
+                group = GroupPlan(**content)
+                train_group(plan, group, Callback(), stop, self.ranks)
+            return
         for group in groups:
             self.ranks.broadcast(asdict(group))
-            yield from super()._work(store, [group], arms, data, callback, stop)
+            callback.on_group_start(group)
+            yield group, train_group(plan, group, callback, stop, self.ranks)
+        self.ranks.broadcast(None)
 
 
 def _check(arm: Arm, ranks: Ranks) -> None:

@@ -21,7 +21,8 @@ import torch
 
 from torchace._files import PARTIAL, fsync_directory, json_digest, read_json, refuse_links, write_atomic
 from torchace.lab.data import Split
-from torchace.lab.store import OURS, Run, RunStore, RunStoreError, finite
+from torchace.lab.schema.results import ExperimentResult, RunKey, RunResult
+from torchace.lab.store import OURS, RunStore, RunStoreError, finite
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.tables.model import TableModel, evaluate_chunks
 from torchace.lab.tables.table import Table
@@ -198,7 +199,7 @@ class TableFit:
         if diversity is None:
             tuned = self._search(train, validation, test).run(callback, stop)
             diversity = tuned.diversity
-        run = Run("model", diversity, self.seed)
+        run = RunKey("model", diversity, self.seed)
         owner = {"runs": [[run.arm, run.diversity, run.seed]], "config_sha256": json_digest(self.request())}
         checkpoints = Checkpoints(self.work / "checkpoints" / "model", owner=owner)
         if not store.is_finished(run) or not self._model.exists():
@@ -226,7 +227,7 @@ class TableFit:
             cache=SearchCache(self.work / "search", SAVE_EVERY),
         )
 
-    def _save(self, store: RunStore, run: Run, trained: TrainedGroup, tuned: TunedDiversity | None) -> None:
+    def _save(self, store: RunStore, run: RunKey, trained: TrainedGroup, tuned: TunedDiversity | None) -> None:
         """Save the trained model, then its result file, which marks the run as finished."""
         if (failure := trained.failure(0)) is not None:
             member = "" if failure.member is None else f", member {failure.member}"
@@ -268,7 +269,7 @@ class TableFit:
             "versions": versions(),
             **hardware(self.device),
         }
-        store.write_result(run, content, arrays)
+        store.write_result(RunResult.model_validate(content), arrays)
 
     def _evaluate(self, trained: TrainedGroup) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Scores on the validation and test parts in the target's units, and the arrays of the last of them."""
@@ -289,7 +290,7 @@ class TableFit:
                 arrays["disputed_row"] = rows[arrays["disputed_index"]] + 1  # counted from 1 in the file
         return scores, arrays
 
-    def _experiment(self, run: Run, tuned: TunedDiversity | None, seconds: float) -> dict[str, Any]:
+    def _experiment(self, run: RunKey, tuned: TunedDiversity | None, seconds: float) -> ExperimentResult:
         """The content of experiment.json."""
         table, plan, target = self.table, self.plan, self.table.schema.target
         widths = [table.train.x.shape[1], *plan.hidden, table.num_outputs]
@@ -305,7 +306,7 @@ class TableFit:
             "baseline": False,
             "seeds": [run.seed],
         }
-        return {
+        content = {
             "name": self.out.name,
             "title": f"{target.name}, from {table.name}",
             "description": f"{plan.num_members} networks trained jointly to predict {target.name}.",
@@ -329,3 +330,4 @@ class TableFit:
             "started": read_json(self._request_file)["started"],
             "seconds": seconds,
         }
+        return ExperimentResult.model_validate(content)

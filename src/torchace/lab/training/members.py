@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from torchace.lab.data import Batches, Split
+from torchace.lab.schema.hyperparameters import Hyperparameters
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.early_stopping import ValidationSet, validation_losses
 from torchace.lab.training.loop import Failure, FitResult, fit
@@ -43,6 +44,12 @@ class MemberPlan:
     label_smoothing: float = 0.0
     patience: int | None = None  # epochs without improvement on held-out samples; None: no early stopping
     precision: str = "float64"
+
+    @classmethod
+    def from_hyperparameters(cls, task: str, values: Hyperparameters) -> MemberPlan:
+        """Return the plan of checked hyperparameters."""
+        names = [field.name for field in fields(cls) if field.name in Hyperparameters.model_fields]
+        return cls(task, **{name: getattr(values, name) for name in names})
 
     def train_config(self, num_samples: int) -> TrainConfig:
         """The training configuration for `num_samples` samples."""
