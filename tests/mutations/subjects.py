@@ -32,15 +32,14 @@ from torchace._files import PathError, json_digest
 from torchace.diagnosis import diagnose_file
 from torchace.lab.data import DataError, infer_schema, load, read_table
 from torchace.lab.data.sources import SOURCES
-from torchace.lab.report import ResultFileError, read_results, rich_table
-from torchace.lab.report.render import markdown
+from torchace.lab.report import ResultFileError, markdown, read_results, rich_table
 from torchace.lab.store import RunStoreError
 from torchace.lab.sweeps.config import ConfigError, load_experiment
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.checkpoint import CheckpointError, Checkpoints, weights_digest
 from torchace.lab.training.loop import CheckpointPolicy, fit
 from torchace.saving import ModelFileError, load_model, save_model
-from torchace.saving.kinds import plain_form
+from torchace.saving.kinds import unstack
 
 Forge = Callable[[Path, random.Random], None]
 
@@ -80,7 +79,7 @@ def _model(kind: str) -> Subject:
 
     def read(folder: Path) -> object:
         ensemble = load_model(folder / "model")
-        values = sorted(bits(tensor)[2] for tensor in plain_form(ensemble).state_dict().values())
+        values = sorted(bits(tensor)[2] for tensor in unstack(ensemble).state_dict().values())
         return values, json.dumps(ensemble.manifest, sort_keys=True)
 
     return Subject(write, read, (ModelFileError,), is_text=True, has_checksum=True, forge=_forge_manifest)
@@ -90,7 +89,7 @@ def _forge_manifest(folder: Path, rng: random.Random) -> None:
     file = folder / "model" / "manifest.json"
     with contextlib.suppress(ValueError, RecursionError):  # what cannot be sealed stays as it was
         manifest = mutate_json(json.loads(file.read_text()), rng)
-        manifest["sha256"] = _model_files.seal(manifest)
+        manifest["sha256"] = _model_files.manifest_digest(manifest)
         file.write_text(json.dumps(manifest))
 
 
