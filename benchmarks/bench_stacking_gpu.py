@@ -29,15 +29,16 @@ from torch import Tensor, nn
 from torchace.functional import amended_cross_entropy
 from torchace.lab.data import Batches, CropFlip, Split
 from torchace.lab.training.config import TrainConfig, make_optimizer
-from torchace.lab.training.cuda_graph import EAGER_STEPS, Stepper
+from torchace.lab.training.cuda_graph import EAGER_STEPS, graph_on_gpu
 from torchace.lab.training.run_group import RunGroup
+from torchace.lab.training.step import TrainStep
 from torchace.models import cifar_resnet, mlp
 from torchace.nn import SMOC, Ensemble, StackedEnsemble
 from torchace.nn.stacking import Decision
 
 CLASSES, HEADS, DIVERSITY = 10, 10, 0.1
 GIB = 1 << 30
-RECIPE = TrainConfig(steps=64_000, optimizer="sgd", learning_rate=0.1, weight_decay=1e-4, precision="bf16")
+TRAIN_CONFIG = TrainConfig(steps=64_000, optimizer="sgd", learning_rate=0.1, weight_decay=1e-4, precision="bf16")
 
 
 def resnet18() -> nn.Module:
@@ -146,8 +147,8 @@ def resnet_training(runs: int, split: Split, device: str, depth: int, batch: int
         network.compile()
     network.set_seeds(list(range(runs)))
     batches = Batches(split, batch, normalize=((125.3, 123.0, 113.9), (63.0, 62.1, 66.7)), augment=CropFlip())
-    optimizer = make_optimizer(RECIPE, list(network.parameters()))
-    stepper = Stepper(network, optimizer, RECIPE)
+    optimizer = make_optimizer(TRAIN_CONFIG, list(network.parameters()))
+    train_step = graph_on_gpu(TrainStep(network, optimizer, TRAIN_CONFIG))
     diversity = torch.full((runs,), DIVERSITY, device=device)
     active = torch.ones(runs, dtype=torch.bool, device=device)
     taken = 0
@@ -155,7 +156,7 @@ def resnet_training(runs: int, split: Split, device: str, depth: int, batch: int
     def step() -> None:
         nonlocal taken
         x, y = batches.batch_many(list(range(runs)), *batches.locate(taken))
-        stepper(x, y, None, diversity, active)
+        train_step(x, y, None, diversity, active)
         taken += 1
 
     return step

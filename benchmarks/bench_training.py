@@ -64,7 +64,7 @@ CASES = [Case("digits", 64, 64, 20, 3e-3), Case("mnist", 784, 128, 3, 1e-3, limi
 @cache
 def data(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Vectors and labels, to train on and to test on; every column scaled, as `ACEClassifier` does itself."""
-    found = load(case.data) if case.limit is None else load(case.data).limited(case.limit)
+    found = load(case.data) if case.limit is None else load(case.data).limit(case.limit)
     x, test_x = (part.x.flatten(1).float() for part in (found.train, found.test))
     mean, std = x.mean(0), x.std(0, correction=0)
     std[std == 0] = 1.0  # a pixel that is the same in all images

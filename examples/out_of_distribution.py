@@ -14,7 +14,8 @@ from sklearn.model_selection import train_test_split
 import torchace as ace
 from torchace.lab.data import Split
 from torchace.lab.training.members import MemberPlan, train_members
-from torchace.lab.tuning.tuning import tune_diversity
+from torchace.lab.tuning.grid_search import GridSearch
+from torchace.lab.tuning.search import SearchProblem
 
 SEEDS = range(5)
 PLAN = MemberPlan("classification", num_members=10, hidden=(16,), epochs=30, learning_rate=0.01, precision="float32")
@@ -41,7 +42,7 @@ def corrupted(x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def main() -> dict[str, dict[float, list[float]]]:
     train, held_out, test = data()
-    tuned = tune_diversity(PLAN, train, held_out, 10, seed=1, num_seeds=3, num_fresh=3)
+    tuned = GridSearch(SearchProblem(PLAN, train, held_out, 10, seed=1), num_seeds=3, num_fresh=3).run()
     print(tuned.sentence)
     diversities = [0.0, tuned.diversity] if tuned.diversity else [0.0, 0.5]
     runs = [(diversity, seed) for seed in SEEDS for diversity in diversities]

@@ -364,7 +364,7 @@ def test_numbers_to_predict_are_not_rounded_to_bf16(tmp_path):
     ensemble = stack_classifiers(bert(num_labels=1), 2, link="identity").bfloat16()
     trainer = made(ensemble, tmp_path, diversity=0.5)
     labels = torch.arange(1000.0, 1008.0)
-    assert torch.equal(trainer._fitting(labels, torch.zeros(2, 8, 1, dtype=torch.bfloat16)), labels[:, None])
+    assert torch.equal(trainer._as_loss_target(labels, torch.zeros(2, 8, 1, dtype=torch.bfloat16)), labels[:, None])
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------

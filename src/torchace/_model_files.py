@@ -1,26 +1,33 @@
-"""A model directory on the disk: written whole or not at all, and read only as it was written.
+"""Model directories on the disk: written atomically, and read only if unaltered.
 
-It holds `weights.safetensors` and `manifest.json`; the manifest has the size and SHA-256 of the weights, and a SHA-256
-of its own content. Nothing here knows what an ensemble is.
+A directory holds `weights.safetensors` and `manifest.json`; the manifest has the size and SHA-256 of the weights, and a
+SHA-256 of its own content. Nothing here depends on the kind of ensemble.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import math
 import os
 import secrets
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from torchace._files import JSON_BYTES, PARTIAL, file_lock, parse_json, read_bounded, remove_abandoned
+from torchace._files import (
+    JSON_BYTES,
+    PARTIAL,
+    file_lock,
+    fsync_directory,
+    parse_json,
+    read_bounded,
+    remove_abandoned,
+)
 
 Json = dict[str, Any]
 
@@ -47,40 +54,42 @@ FIELDS: dict[str, tuple[type, ...]] = {
 
 
 class ModelFileError(ValueError):
-    """A model directory that cannot be written or must not be loaded: one sentence on what is wrong and what to do."""
+    """A model directory that cannot be written or loaded; the message says why and what to do."""
 
 
-def resolved(path: str | os.PathLike[str]) -> Path:
+def resolve_path(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(os.path.realpath(path))
     except (OSError, ValueError) as error:  # a loop of links; a null character
         raise ModelFileError(f"{os.fspath(path)!r} is not a path that can be used; choose another.") from error
 
 
-def dumped(value: Any) -> str:
-    """JSON of which there is one for each content: keys in order, no spaces, no NaN."""
+def to_json(value: Any) -> str:
+    """Serialize in one canonical form: keys in order, no spaces, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def seal(manifest: Json) -> str:
-    """The SHA-256 of a manifest's content, itself left out."""
-    return hashlib.sha256(dumped({key: manifest[key] for key in manifest if key != "sha256"}).encode()).hexdigest()
+def manifest_digest(manifest: Json) -> str:
+    """SHA-256 of a manifest's content, without that digest itself."""
+    return hashlib.sha256(to_json({key: manifest[key] for key in manifest if key != "sha256"}).encode()).hexdigest()
 
 
-# -- writing ----------------------------------------------------------------------------------------------------------
+def describe_tensor(tensor: Tensor) -> Json:
+    """Shape and type of a tensor, as in the manifest."""
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
 def write_model(path: Path, manifest: Json, weights: bytes) -> None:
-    """Writes a directory beside `path`, flushes it to the disk and renames it; a model at `path` is replaced."""
+    """Write a directory beside `path`, flush it to the disk and rename it; a model at `path` is replaced."""
     manifest = {**manifest, "weights": {"bytes": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}}
-    manifest["sha256"] = seal(manifest)
-    text = "{\n" + ",\n".join(f"{dumped(key)}: {dumped(value)}" for key, value in manifest.items()) + "\n}\n"
+    manifest["sha256"] = manifest_digest(manifest)
+    text = "{\n" + ",\n".join(f"{to_json(key)}: {to_json(value)}" for key, value in manifest.items()) + "\n}\n"
     if len(text) > JSON_BYTES:
         raise ModelFileError(
             f"The model's description has {len(text):,} bytes, more than the {JSON_BYTES:,} that can be loaded; keep "
             "less in `extra`, or save its parts as models of their own."
         )
-    _refuse_to_replace(path)
+    _check_replaceable(path)
     remove_abandoned(path, _discard)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
     try:
@@ -90,8 +99,8 @@ def write_model(path: Path, manifest: Json, weights: bytes) -> None:
             with file_lock(temporary):
                 _write(temporary / WEIGHTS, weights)
                 _write(temporary / MANIFEST, text.encode())
-                _flush_directory(temporary)
-                _put_in_place(temporary, path)
+                fsync_directory(temporary)
+                _replace(temporary, path)
         finally:
             with contextlib.suppress(OSError):
                 if temporary.exists():
@@ -103,26 +112,20 @@ def write_model(path: Path, manifest: Json, weights: bytes) -> None:
         ) from error
 
 
-def _refuse_to_replace(path: Path) -> None:
-    """Anything at `path` but a model, and a model with other files beside its own."""
+def _check_replaceable(path: Path) -> None:
+    """Refuse to replace anything but an intact model without other files."""
     if not os.path.lexists(path):
         return
-    cause: Exception | None = None
     try:
-        if path.is_dir() and set(os.listdir(path)) <= {MANIFEST, WEIGHTS}:
-            read_manifest(path)
-            return
+        if not path.is_dir() or set(os.listdir(path)) - {MANIFEST, WEIGHTS}:
+            raise ModelFileError(f"{path} is not the directory of a model.")
+        read_manifest(path)
     except (OSError, ModelFileError) as error:
-        cause = error
-        system = error.__cause__ if isinstance(error, ModelFileError) else error
-        if isinstance(system, OSError) and not isinstance(system, FileNotFoundError):
-            raise ModelFileError(
-                f"{path} exists and cannot be read ({system.strerror}), so it is not replaced; see to that, or choose "
-                "another path."
-            ) from system
-    raise ModelFileError(
-        f"{path} exists and is not an intact model, which could be replaced; remove it or choose another path."
-    ) from cause
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+        reason = f" ({cause.strerror})" if isinstance(cause, OSError) else ""
+        raise ModelFileError(
+            f"{path} exists and is not an intact model{reason}, so it is kept; remove it or choose another path."
+        ) from cause
 
 
 def _write(file: Path, data: bytes) -> None:
@@ -132,35 +135,23 @@ def _write(file: Path, data: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def _flush_directory(directory: Path) -> None:
-    if hasattr(os, "O_DIRECTORY"):  # not on Windows, which cannot open one
-        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that has no such thing
-                raise
-        finally:
-            os.close(handle)
+def _replace(temporary: Path, path: Path) -> None:
+    """Rename a complete directory to `path`, where a model may be.
 
-
-def _put_in_place(temporary: Path, path: Path) -> None:
-    """Renames a complete directory to `path`, where a model may be.
-
-    One directory cannot be renamed onto another that is not empty, so the old one is set aside first; should the
-    machine stop right then, `directory_of` finds it there.
+    A directory cannot be renamed onto another that is not empty, so the old one is renamed first; should the machine
+    stop between the two renames, `find_model` finds it there.
     """
     previous = _previous(path)
     replacing = path.exists()
     moved = False
     if replacing:
         if previous.exists():
-            _discard(previous)  # left by a save that stopped after it was no longer needed
+            _discard(previous)  # left by a save that stopped after its renames
         os.rename(path, previous)
     try:
         os.rename(temporary, path)
         moved = True
-        _flush_directory(path.parent)
+        fsync_directory(path.parent)
     except BaseException:
         if moved:
             os.rename(path, temporary)
@@ -177,17 +168,15 @@ def _previous(path: Path) -> Path:
 
 
 def _discard(directory: Path) -> None:
-    """Removes a model directory, the manifest first so that what is left never loads, and nothing but its two files."""
+    """Remove a model directory and its two files; the manifest first, so that what remains never loads."""
     for name in (MANIFEST, WEIGHTS):
         (directory / name).unlink(missing_ok=True)
     directory.rmdir()
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
-def directory_of(path: Path) -> Path:
-    """The model at `path`, or the one it had before a save that stopped between its two renames."""
+def find_model(path: str | os.PathLike[str]) -> Path:
+    """The model at `path`, or the previous one if a save stopped between its two renames."""
+    path = resolve_path(path)
     try:
         if not os.path.lexists(path):
             if (_previous(path) / MANIFEST).is_file():
@@ -201,11 +190,11 @@ def directory_of(path: Path) -> Path:
 
 
 def read_manifest(directory: Path) -> Json:
-    """The manifest as it was written: complete, unaltered, of a format known here."""
+    """Read a manifest that is complete, unaltered and of a known format."""
     file = directory / MANIFEST
     data = _read(file, JSON_BYTES)
     try:
-        manifest = parse_json(data, object_pairs_hook=_unique, parse_constant=_no_constant)
+        manifest = parse_json(data)
     except ValueError as error:
         raise ModelFileError(f"{file} is not the JSON that was written; {REPAIR}.") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -214,47 +203,45 @@ def read_manifest(directory: Path) -> Json:
     if type(version) is int and version > FORMAT_VERSION:
         raise ModelFileError(f"{file} has format {version}, newer than {FORMAT_VERSION}; update torchace to load it.")
     try:
-        intact = manifest.get("sha256") == seal(manifest)
-    except ValueError:  # 1e999 is read as infinity
+        intact = manifest.get("sha256") == manifest_digest(manifest)
+    except ValueError:  # NaN, or 1e999, which is read as infinity
         intact = False
     if not intact:
         raise ModelFileError(f"{file} was altered after it was written; {REPAIR}.")
-    _check_fields(manifest, file)
     del manifest["sha256"]
+    invalid = [name for name, types in FIELDS.items() if type(manifest.get(name, ...)) not in types]
+    if len(manifest) > len(FIELDS):
+        invalid.append("set of fields")
+    if not invalid and not 0 <= (manifest["diversity"] or 0) <= 1:
+        invalid.append("diversity")
+    if not invalid and not all(type(name) is str for name in manifest["class_names"] or ()):
+        invalid.append("class_names")
+    if invalid:
+        raise ModelFileError(f"{file} has no valid {', '.join(invalid)}; {REPAIR}.")
     return manifest
 
 
 def read_weights(directory: Path, manifest: Json) -> dict[str, Tensor]:
-    """The tensors that the manifest lists, bit for bit."""
+    """Read the tensors that the manifest lists, bit for bit."""
     file = directory / WEIGHTS
     expected = manifest["weights"]
-    _check_size(file, manifest)
-    data = _read(file, expected["bytes"])
-    if len(data) != expected["bytes"] or hashlib.sha256(data).hexdigest() != expected["sha256"]:
-        raise ModelFileError(f"{file} does not have the size and SHA-256 that the manifest says; {REPAIR}.")
-    try:
-        tensors = {name: tensor.clone() for name, tensor in load_safetensors(data).items()}
-    except Exception as error:  # safetensors' own, and what torch says of shapes and types
-        raise ModelFileError(f"{file} is not a safetensors file that can be read; {REPAIR}.") from error
-    if {name: listing(tensor) for name, tensor in tensors.items()} != manifest["tensors"]:
-        raise ModelFileError(f"{file} holds other tensors than the manifest lists; {REPAIR}.")
-    return tensors
-
-
-def _check_size(file: Path, manifest: Json) -> None:
-    """Refuses a file that says it has more bytes than its tensors take, before any of them is read."""
-    try:
+    try:  # refuse more bytes than the tensors take, before any of them is read
         sizes = [math.prod(t["shape"]) * getattr(torch, t["dtype"]).itemsize for t in manifest["tensors"].values()]
-        fits = manifest["weights"]["bytes"] <= sum(sizes) + JSON_BYTES  # the names and shapes stand in the file too
+        fits = 0 <= expected["bytes"] <= sum(sizes) + JSON_BYTES  # the names and shapes are in the file too
     except (KeyError, TypeError, AttributeError):
         fits = False
     if not fits:
         raise ModelFileError(f"{file} is listed with other bytes than its tensors take; {REPAIR}.")
-
-
-def listing(tensor: Tensor) -> Json:
-    """How the manifest lists a tensor."""
-    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    data = _read(file, expected["bytes"])
+    if len(data) != expected["bytes"] or hashlib.sha256(data).hexdigest() != expected.get("sha256"):
+        raise ModelFileError(f"{file} does not have the size and SHA-256 that the manifest says; {REPAIR}.")
+    try:
+        tensors = {name: tensor.clone() for name, tensor in load_safetensors(data).items()}
+    except Exception as error:  # of safetensors, and of torch for shapes and types
+        raise ModelFileError(f"{file} is not a safetensors file that can be read; {REPAIR}.") from error
+    if {name: describe_tensor(tensor) for name, tensor in tensors.items()} != manifest["tensors"]:
+        raise ModelFileError(f"{file} holds other tensors than the manifest lists; {REPAIR}.")
+    return tensors
 
 
 def _read(file: Path, limit: int) -> bytes:
@@ -263,40 +250,5 @@ def _read(file: Path, limit: int) -> bytes:
     except FileNotFoundError as error:
         raise ModelFileError(f"There is no {file}, so the model is not complete; {REPAIR}.") from error
     except (OSError, MemoryError) as error:
-        why = getattr(error, "strerror", None) or "too large"
-        raise ModelFileError(f"{file} cannot be read ({why}); check its permissions, or {REPAIR}.") from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> Json:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        raise ValueError("A key stands twice in one object.")
-    return content
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON.")
-
-
-def _check_fields(manifest: Json, file: Path) -> None:
-    """The types of everything in a manifest, whoever wrote it."""
-    wrong = [name for name, types in FIELDS.items() if name not in manifest or type(manifest[name]) not in types]
-    if len(manifest) > len(FIELDS) + 1:  # the SHA-256 is the one more
-        wrong.append("set of fields")
-    if not wrong:
-        weights, alpha, names = manifest["weights"], manifest["member_weights"], manifest["class_names"]
-        valid = {
-            "format_version": manifest["format_version"] >= 1,
-            "num_members": manifest["num_members"] >= 1,
-            "diversity": manifest["diversity"] is None or 0 <= manifest["diversity"] <= 1,
-            "class_names": all(type(name) is str for name in names or ()),
-            "weights": {key: type(value) for key, value in weights.items()} == {"bytes": int, "sha256": str},
-            "member_weights": alpha is None
-            or (
-                {key: type(value) for key, value in alpha.items()} == {"dtype": str, "values": list}
-                and all(type(value) is float for value in alpha["values"])
-            ),
-        }
-        wrong = [name for name, holds in valid.items() if not holds]
-    if wrong:
-        raise ModelFileError(f"{file} has no valid {', '.join(wrong)}; {REPAIR}.")
+        reason = getattr(error, "strerror", None) or "too large"
+        raise ModelFileError(f"{file} cannot be read ({reason}); check its permissions, or {REPAIR}.") from error

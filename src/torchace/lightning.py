@@ -1,4 +1,4 @@
-"""For Lightning users: a module that trains any ensemble with any loss of the library, and a schedule for λ."""
+"""Lightning: a module that trains any ensemble with any loss of the library, and a schedule for λ."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from torchace import _checks
 from torchace.metrics.task_metrics import TaskMetrics
 from torchace.nn.base import EnsembleModule
-from torchace.nn.loss_registry import MemberLoss, check_pair, set_diversity, share_member_weights
+from torchace.nn.losses import MemberLoss, attach_loss
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 else:
-    # The two packages refuse each other's modules, so whichever was imported first is the one to use.
+    # The two packages refuse each other's modules: use the one that is imported already.
     try:
         if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
             from pytorch_lightning import Callback, LightningModule, Trainer
@@ -32,19 +32,17 @@ __all__ = ["ACEModule", "DiversitySchedule"]
 
 TARGETS = ("labels", "label", "target", "targets", "y")
 INTERVALS = ("epoch", "step")
-# what a progress bar has room for
-SHOWN = ("accuracy", "cross_entropy", "mean_squared_error")
+PROGRESS_BAR = ("accuracy", "cross_entropy", "mean_squared_error")
 
 
 class ACEModule(LightningModule):
-    """Trains an ensemble with one of the library's losses, and logs what it is worth.
+    """Trains an ensemble with one of the library's losses and logs its scores.
 
-    In every split (`train`, `val`, `test`; `val_1`, ... for further loaders) it logs the ensemble's scores, its
-    members' and how much they differ, once an epoch: `val_accuracy`, `val_cross_entropy`, `val_member_accuracy`,
-    `val_member_accuracy_0`, `val_disagreement`, `val_mutual_information`, `val_ambiguity`, ...; for regression
-    `val_mean_squared_error`, `val_member_mean_squared_error`, `val_ambiguity`. At every step it logs `train_loss` and
-    λ as `diversity`. Early stopping and checkpoints monitor `val_cross_entropy` (or `val_mean_squared_error`): the loss
-    is unbounded below and not a score.
+    Once an epoch it logs the scores of each split (`train`, `val`, `test`; `val_1`, ... for further loaders):
+    `val_accuracy`, `val_cross_entropy`, `val_member_accuracy`, `val_member_accuracy_0`, `val_disagreement`,
+    `val_mutual_information`, `val_ambiguity`, ...; for regression `val_mean_squared_error`,
+    `val_member_mean_squared_error`, `val_ambiguity`. At every step it logs `train_loss` and λ as `diversity`. Early
+    stopping and checkpoints monitor `val_cross_entropy` (or `val_mean_squared_error`): the loss is unbounded below.
 
     A batch is `(input, ..., target)`, or a dictionary with the target under `labels`, `label`, `target`, `targets` or
     `y`; for others, override `split_batch`. Predictions are the ensemble's probabilities `(N, C)`.
@@ -56,13 +54,12 @@ class ACEModule(LightningModule):
         ensemble: Any ensemble module of the library.
         loss: `AmendedCrossEntropyLoss`, `BinaryAmendedCrossEntropyLoss` or `NegativeCorrelationLoss`; it holds λ. Its
             member weights become the ensemble's, unless that has its own.
-        optimizer_factory: Called with the ensemble's parameters, gives the optimizer.
-        scheduler_factory: Called with the optimizer, gives a learning rate scheduler, or Lightning's dictionary of one.
+        optimizer_factory: Called with the ensemble's parameters, returns the optimizer.
+        scheduler_factory: Called with the optimizer, returns a learning rate scheduler, or Lightning's dictionary.
         scheduler_interval: Whether the scheduler steps each `"epoch"` or each `"step"`.
-        monitor: What a scheduler such as `ReduceLROnPlateau` watches.
-        train_scores: False leaves out the scores of the training split, which cost a little in every step. They are
-            those of the batches as they were trained on, dropout and augmentation included.
-        hyperparameters: Anything else for the loggers and checkpoints.
+        monitor: The score for a scheduler such as `ReduceLROnPlateau`.
+        train_scores: Whether to log scores of the training split, of the batches with dropout and augmentation.
+        hyperparameters: Further hyperparameters for loggers and checkpoints.
 
     Example:
         >>> from functools import partial
@@ -88,17 +85,16 @@ class ACEModule(LightningModule):
         hyperparameters: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        check_pair(ensemble, loss)
+        attach_loss(ensemble, loss)
         _checks.check_choice(scheduler_interval, "scheduler_interval", INTERVALS)
         self.ensemble = ensemble
         self.loss = loss
         self.optimizer_factory = optimizer_factory
         self.scheduler_factory = scheduler_factory
         self.scheduler_interval = scheduler_interval
-        self.monitor = monitor or ("val_mean_squared_error" if ensemble.link == "identity" else "val_cross_entropy")
+        self.monitor = monitor or f"val_{loss.score}"
         self.train_scores = train_scores
-        share_member_weights(ensemble, loss)
-        self._scores: dict[str, TaskMetrics] = {}
+        self._metrics: dict[str, TaskMetrics] = {}  # by split
         known = {
             "diversity": float(loss.diversity),
             "num_members": ensemble.num_members,
@@ -109,11 +105,11 @@ class ACEModule(LightningModule):
         self.save_hyperparameters({**known, **(hyperparameters or {})})
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The members' logits, `(K, N, C, ...)`."""
+        """Return the members' logits, `(K, N, C, ...)`."""
         return self.ensemble(*args, **kwargs)
 
     def split_batch(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
-        """A batch as positional inputs, named inputs and the target, None where a batch to predict has none."""
+        """Split a batch into positional inputs, named inputs and the target; None if it has no target."""
         if isinstance(batch, Tensor):
             return (batch,), {}, None
         if isinstance(batch, Mapping):
@@ -128,30 +124,31 @@ class ACEModule(LightningModule):
         )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The loss of a batch."""
-        logits, target = self._predicted(batch)
+        """Return the loss of a batch."""
+        logits, target = self._logits_and_target(batch)
         loss = self.loss(logits, target)
         if self.train_scores:
-            self._add("train", logits, target)
+            self._update("train", logits, target)
+        held = self.loss.diversity
+        diversity = held.detach().clone() if isinstance(held, Tensor) else float(held)
         size = logits.shape[1]
         self.log("train_loss", loss, on_step=True, on_epoch=False, prog_bar=True, batch_size=size)
-        self.log("diversity", _diversity_of(self.loss), on_step=True, on_epoch=False, batch_size=size)
+        self.log("diversity", diversity, on_step=True, on_epoch=False, batch_size=size)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Adds a batch to the scores of `val`."""
-        self._add(_split("val", dataloader_idx), *self._predicted(batch))
+        """Add a batch to the scores of `val`."""
+        self._update(f"val_{dataloader_idx}" if dataloader_idx else "val", *self._logits_and_target(batch))
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Adds a batch to the scores of `test`."""
-        self._add(_split("test", dataloader_idx), *self._predicted(batch))
+        """Add a batch to the scores of `test`."""
+        self._update(f"test_{dataloader_idx}" if dataloader_idx else "test", *self._logits_and_target(batch))
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """The ensemble's probabilities, `(N, C, ...)`; for regression its predictions. A target is left out."""
+        """Return the ensemble's probabilities, `(N, C, ...)`; for regression its predictions. A target is ignored."""
         args, kwargs, _ = self.split_batch(batch)
-        if self.ensemble.link == "identity":
-            return self.ensemble.predict(*args, **kwargs)
-        return self.ensemble.predict_proba(*args, **kwargs)
+        predict = self.ensemble.predict if self.ensemble.link == "identity" else self.ensemble.predict_proba
+        return predict(*args, **kwargs)
 
     def on_train_epoch_end(self) -> None:
         self._log_scores("train")
@@ -163,7 +160,7 @@ class ACEModule(LightningModule):
         self._log_scores("test")
 
     def configure_optimizers(self) -> Any:
-        """The optimizer of the factory, and its scheduler if there is one."""
+        """Return the optimizer of the factory, and its scheduler if there is one."""
         optimizer = self.optimizer_factory(self.ensemble.parameters())
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
@@ -173,27 +170,21 @@ class ACEModule(LightningModule):
         if self.scheduler_factory is None:
             return optimizer
         scheduler = self.scheduler_factory(optimizer)
-        if not isinstance(scheduler, dict):
-            scheduler = {"scheduler": scheduler}
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"interval": self.scheduler_interval, "monitor": self.monitor, **scheduler},
-        }
+        options = scheduler if isinstance(scheduler, dict) else {"scheduler": scheduler}
+        defaults = {"interval": self.scheduler_interval, "monitor": self.monitor}
+        return {"optimizer": optimizer, "lr_scheduler": {**defaults, **options}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        alpha = self.ensemble.member_weights
-        checkpoint["torchace"] = {
-            "diversity": float(self.loss.diversity),
-            "member_weights": None if alpha is None else alpha.detach().cpu().clone(),
-        }
+        checkpoint["torchace"] = {"diversity": float(self.loss.diversity)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        saved = checkpoint.get("torchace")
-        if saved is not None:
-            set_diversity(self.loss, saved["diversity"])
+        saved = checkpoint.get("torchace", {})
+        if "diversity" in saved:
+            self.loss.set_diversity(saved["diversity"])
+        if "member_weights" in saved:  # written before they were part of the state dict
             self.ensemble.set_member_weights(saved["member_weights"])
 
-    def _predicted(self, batch: Any) -> tuple[Tensor, Tensor]:
+    def _logits_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
         args, kwargs, target = self.split_batch(batch)
         if target is None:
             raise ValueError(
@@ -202,32 +193,31 @@ class ACEModule(LightningModule):
             )
         return self.ensemble(*args, **kwargs), target
 
-    def _add(self, split: str, logits: Tensor, target: Tensor) -> None:
-        if split not in self._scores:
-            ignore_index = getattr(self.loss, "ignore_index", -100)
-            self._scores[split] = TaskMetrics(self.ensemble.num_members, self.ensemble.link, ignore_index=ignore_index)
-        self._scores[split].update(logits, target, member_weights=self.ensemble.member_weights)
+    def _update(self, split: str, logits: Tensor, target: Tensor) -> None:
+        if split not in self._metrics:
+            self._metrics[split] = TaskMetrics.of_loss(self.ensemble, self.loss)
+        self._metrics[split].update(logits, target, member_weights=self.ensemble.member_weights)
 
     def _log_scores(self, name: str) -> None:
-        for split, metrics in self._scores.items():
-            if split.split("_")[0] != name:
-                continue
-            for score, value in metrics.compute().items():
-                # sync_dist: the processes' values are equal already, and Lightning would warn that it cannot know
-                self.log(f"{split}_{score}", value, sync_dist=True, prog_bar=name == "val" and score in SHOWN)
-            metrics.reset()
+        for split, metrics in self._metrics.items():
+            if split.split("_")[0] == name:
+                for score, value in metrics.compute().items():
+                    # sync_dist avoids a warning: the processes' values are equal already
+                    bar = name == "val" and score in PROGRESS_BAR
+                    self.log(f"{split}_{score}", value, sync_dist=True, prog_bar=bar)
+                metrics.reset()
 
 
 class DiversitySchedule(Callback):
-    """Sets λ of the module's loss while it trains: constant, a linear warm-up, or any function of the time.
+    """Sets λ of the module's loss while it trains: constant, with a linear warm-up, or any function of time.
 
-    λ is a function of the epoch or step at hand, both counted from 0, so that a resumed training goes on where it was.
-    It is logged as `diversity`. Any Lightning module that holds one of the library's losses will do.
+    λ is a function of the current epoch or step, both counted from 0, so that a resumed training continues the
+    schedule. It is logged as `diversity`. Works with any Lightning module that holds one of the library's losses.
 
     Args:
-        diversity: λ, or a function that gives it for an epoch (or step).
-        start: Where a warm-up starts.
-        warmup: After how many epochs (or steps) λ has come from `start` to `diversity`, in a straight line.
+        diversity: λ, or a function that returns it for an epoch (or step).
+        start: λ at the start of a warm-up.
+        warmup: The number of epochs (or steps) in which λ goes linearly from `start` to `diversity`.
         interval: Whether time is counted in `"epoch"` or `"step"` (of the optimizer).
 
     Example:
@@ -252,43 +242,29 @@ class DiversitySchedule(Callback):
         _checks.check_diversity(start)
         if callable(diversity):
             if warmup or start:
-                raise ValueError("Expected no `warmup` or `start` with a function; let the function tell them.")
+                raise ValueError("Expected no `warmup` or `start` with a function; let the function return them.")
         else:
             _checks.check_diversity(diversity)
             if start and not warmup:
-                raise ValueError(f"Expected a `warmup` after which λ={start} is left, but got none. Give warmup=...")
+                raise ValueError(f"Expected a `warmup` with start={start}, but got none. Give warmup=...")
         self.diversity, self.start, self.warmup, self.interval = diversity, start, warmup, interval
 
     def at(self, time: int) -> float:
-        """λ in an epoch, or at a step."""
+        """Return λ in an epoch, or at a step."""
         if callable(self.diversity):
             return float(self.diversity(time))
         share = min(1.0, time / self.warmup) if self.warmup else 1.0
         return (1 - share) * self.start + share * self.diversity
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        losses = [part for part in pl_module.modules() if isinstance(part, MemberLoss)]
+        if not losses:
+            raise ValueError(
+                f"Expected {type(pl_module).__name__} to hold one of the library's losses, but found none. "
+                "Make it an attribute: self.loss = AmendedCrossEntropyLoss(diversity)."
+            )
         value = self.at(trainer.current_epoch if self.interval == "epoch" else trainer.global_step)
-        for loss in losses_in(pl_module):
-            set_diversity(loss, value)
+        for loss in losses:
+            loss.set_diversity(value)
         if not isinstance(pl_module, ACEModule):  # which logs λ itself
             pl_module.log("diversity", value, on_step=True, on_epoch=False, batch_size=1)
-
-
-def losses_in(module: nn.Module) -> list[MemberLoss]:
-    """The library's losses among a module's parts, at least one."""
-    found = [part for part in module.modules() if isinstance(part, MemberLoss)]
-    if not found:
-        raise ValueError(
-            f"Expected {type(module).__name__} to hold one of the library's losses, but found none. "
-            "Make it an attribute: self.loss = AmendedCrossEntropyLoss(diversity)."
-        )
-    return found
-
-
-def _diversity_of(loss: MemberLoss) -> Tensor | float:
-    value = loss.diversity
-    return value.detach().clone() if isinstance(value, Tensor) else float(value)
-
-
-def _split(name: str, dataloader_idx: int) -> str:
-    return f"{name}_{dataloader_idx}" if dataloader_idx else name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self, cast
 
@@ -16,6 +17,8 @@ from torchace.saving import ModelFileError
 try:
     from sklearn.base import ClassifierMixin, RegressorMixin
     from sklearn.utils.class_weight import compute_class_weight
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import column_or_1d
 
     from torchace.lab.estimator import Estimator
 except ModuleNotFoundError as error:
@@ -24,6 +27,7 @@ except ModuleNotFoundError as error:
 __all__ = ["ACEClassifier", "NCLRegressor"]
 
 
+@dataclass(eq=False, repr=False)
 class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     """An ensemble of fully connected networks trained jointly with Amended Cross Entropy.
 
@@ -31,32 +35,30 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 
     Args:
         num_members: K.
-        hidden: The width of the hidden layer, or of several.
-        diversity: λ in [0, 1], or `"auto"`: found on held-out samples (see `tuning_`), then trained on all of them.
-        epochs: How often the samples are gone through, at most.
+        hidden: Width of the hidden layer, or a tuple of widths.
+        diversity: λ in [0, 1], or `"auto"`: chosen on held-out samples (see `tuning_`); the model is trained on all.
+        epochs: Maximum number of epochs.
         batch_size: Samples in a step.
-        learning_rate: AdamW's.
-        weight_decay: AdamW's.
-        schedule: `"cosine"`, along which the learning rate falls to 0, or `"constant"`; None for the first, or for the
-            second where training may stop early.
+        learning_rate: Learning rate of AdamW.
+        weight_decay: Weight decay of AdamW.
+        schedule: `"cosine"` (to 0) or `"constant"`; None: cosine, or constant with early stopping.
         batches: `"shared"`: all members see the same samples in a step; `"exchanged"` and `"separate"`: each its own,
             with and without coupling.
-        early_stopping: Hold out a part of the samples, stop when the ensemble no longer improves on it, and keep the
-            best epoch.
-        validation_fraction: How much is held out, for early stopping and for `diversity="auto"`.
-        patience: Epochs without improvement.
-        class_weight: `"balanced"`, or a weight for each class; None weighs all alike.
-        random_state: An int for the same result every time.
-        device: `"cpu"` or `"cuda"`; predictions are computed on the CPU.
-        n_jobs: CPU threads; torch's own number unless given.
+        early_stopping: Stop when the ensemble no longer improves on held-out samples, and keep the best epoch.
+        validation_fraction: Held-out fraction for early stopping and for `diversity="auto"`.
+        patience: Epochs without improvement before training stops.
+        class_weight: `"balanced"`, or a weight for each class.
+        random_state: An int for reproducible results.
+        device: Device for training: `"cpu"`, `"cuda"`, or `"auto"`: cuda if available. Predictions use the CPU.
+        n_jobs: CPU threads; torch's own number if None.
 
     Attributes:
         classes_: The labels, sorted.
         ensemble_: The trained ensemble, from raw inputs to logits.
         members_: Its members.
         diversity_: λ.
-        tuning_: How λ was found, for `diversity="auto"`.
-        history_: One entry an epoch, with the ensemble's cross entropy in training and on the held-out part.
+        tuning_: The search for λ, for `diversity="auto"`.
+        history_: One entry an epoch, with the ensemble's cross entropy on the training and the validation samples.
 
     Example:
         >>> from sklearn.datasets import load_iris
@@ -66,46 +68,9 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         (True, ['disagreement', 'entropy', 'mutual_information'])
     """
 
-    _task, _link = "classification", "softmax"
+    _task = "classification"
 
-    def __init__(
-        self,
-        num_members: int = 10,
-        *,
-        hidden: int | tuple[int, ...] = (64,),
-        diversity: float | str = 0.5,
-        epochs: int = 100,
-        batch_size: int = 128,
-        learning_rate: float = 3e-3,
-        weight_decay: float = 1e-2,
-        schedule: str | None = None,
-        batches: str = "shared",
-        early_stopping: bool = False,
-        validation_fraction: float = 0.2,
-        patience: int = 10,
-        class_weight: Any = None,
-        random_state: Any = None,
-        device: str = "cpu",
-        n_jobs: int | None = None,
-    ) -> None:
-        super().__init__(
-            num_members,
-            hidden=hidden,
-            diversity=diversity,
-            epochs=epochs,
-            batch_size=batch_size,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            schedule=schedule,
-            batches=batches,
-            early_stopping=early_stopping,
-            validation_fraction=validation_fraction,
-            patience=patience,
-            random_state=random_state,
-            device=device,
-            n_jobs=n_jobs,
-        )
-        self.class_weight = class_weight
+    class_weight: Any = field(default=None, kw_only=True)
 
     def partial_fit(
         self,
@@ -114,13 +79,13 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         classes: ArrayLike | None = None,
         sample_weight: ArrayLike | None = None,
     ) -> Self:
-        """One more epoch, on these samples alone.
+        """Train one more epoch, on these samples alone.
 
-        The first call needs to know all `classes`, and its samples decide how inputs are scaled.
+        The first call needs all `classes` (those of `y` unless given), and its samples determine the scaling.
         """
-        first = self._is_first()
-        with self._replaced() as new:
-            X, y = new._validated(X, y, first=first)
+        first = self._is_first_call()
+        with self._replace_when_done() as new:
+            X, y = new._validate(X, y, reset=first)
             if first:
                 new._learn_targets(y if classes is None else np.asarray(classes))
             elif classes is not None and not np.array_equal(self.classes_, np.unique(np.asarray(classes))):
@@ -129,36 +94,50 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
                 raise ValueError(
                     "Expected `class_weight` to be a dict or None for partial_fit: 'balanced' needs all samples."
                 )
-            new._go_on(X, y, sample_weight, first)
+            new._partial_fit(X, y, sample_weight, first)
         return self
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """The ensemble's probabilities, `(N, C)`, in the order of `classes_`."""
-        return self._predicted(X, lambda logits: _log_probs(logits).exp_())[0]
+        return self._predict(X, lambda logits: _log_probs(logits).exp_())[0]
 
     def predict_log_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """The logarithm of the ensemble's probabilities, `(N, C)`."""
-        return self._predicted(X, _log_probs)[0]
+        return self._predict(X, _log_probs)[0]
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         """The most probable labels, `(N,)`."""
-        (codes,) = self._predicted(X, lambda logits: _log_probs(logits).argmax(1))
+        (codes,) = self._predict(X, lambda logits: _log_probs(logits).argmax(1))
         return cast(NDArray[Any], self.classes_[codes])
 
     def predict_uncertainty(self, X: ArrayLike) -> dict[str, NDArray[np.float64]]:
-        """How sure the ensemble is of each sample, `(N,)` each.
+        """The uncertainty of each prediction, `(N,)` each.
 
         Returns:
-            `entropy` of the ensemble's probabilities (all there is to doubt), `mutual_information` (the part of it that
-            comes from members who differ) and `disagreement` (pairs of members with different answers).
+            `entropy` of the ensemble's probabilities (total uncertainty), `mutual_information` (epistemic uncertainty:
+            the part due to members that differ) and `disagreement` (the share of pairs of members that predict
+            different labels).
         """
-        measures = {
-            "entropy": predictive_entropy,
-            "mutual_information": mutual_information,
-            "disagreement": disagreement,
-        }
-        found = self._predicted(X, *(partial(measure, reduction="none") for measure in measures.values()))
-        return dict(zip(measures, found, strict=True))
+        names = ("entropy", "mutual_information", "disagreement")
+        measures = (predictive_entropy, mutual_information, disagreement)
+        return dict(zip(names, self._predict(X, *(partial(m, reduction="none") for m in measures)), strict=True))
+
+    def _validate(
+        self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        samples, labels = super()._validate(X, y, reset=reset, **options)
+        check_classification_targets(labels)
+        return samples, column_or_1d(labels, warn=True)
+
+    def _sample_weight(self, X: NDArray[Any], y: NDArray[Any], sample_weight: ArrayLike | None) -> NDArray[Any] | None:
+        weight = super()._sample_weight(X, y, sample_weight)
+        if self.class_weight is None:
+            return weight
+        seen = np.unique(y)  # a later call of partial_fit may lack some classes
+        options = {} if weight is None or self.class_weight != "balanced" else {"sample_weight": weight}
+        by_class = dict(zip(seen, compute_class_weight(self.class_weight, classes=seen, y=y, **options), strict=True))
+        scale = np.array([by_class[label] for label in y], dtype=np.float64)
+        return scale if weight is None else scale * weight
 
     def _learn_targets(self, y: NDArray[Any]) -> None:
         self.classes_ = np.unique(y)
@@ -166,24 +145,14 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
             raise ValueError(f"Expected at least two classes in `y`, but got one class: {self.classes_[0]!r}.")
         self._num_outputs = len(self.classes_)
 
-    def _encoded_targets(self, y: NDArray[Any]) -> NDArray[Any]:
-        places = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
-        unknown = self.classes_[places] != y
+    def _encode_targets(self, y: NDArray[Any]) -> NDArray[Any]:
+        codes = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
+        unknown = self.classes_[codes] != y
         if unknown.any():
             raise ValueError(f"Expected labels out of {self.classes_}, but got {y[unknown][0]!r}.")
-        return places.astype(np.int64)
+        return codes.astype(np.int64)
 
-    def _weights(self, X: NDArray[Any], y: NDArray[Any], sample_weight: ArrayLike | None) -> NDArray[Any] | None:
-        weight = super()._weights(X, y, sample_weight)
-        if self.class_weight is None:
-            return weight
-        seen = np.unique(y)  # a later call of partial_fit need not hold every class
-        options = {} if weight is None or self.class_weight != "balanced" else {"sample_weight": weight}
-        of_class = dict(zip(seen, compute_class_weight(self.class_weight, classes=seen, y=y, **options), strict=True))
-        scale = np.array([of_class[label] for label in y], dtype=np.float64)
-        return scale if weight is None else scale * weight
-
-    def _targets_as_json(self) -> dict[str, Any]:
+    def _targets_to_json(self) -> dict[str, Any]:
         values = self.classes_.tolist()
         if not all(isinstance(value, str | int | float | bool) for value in values):
             raise ModelFileError(
@@ -200,35 +169,15 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
     """An ensemble of fully connected networks trained jointly with Negative Correlation Learning.
 
     Inputs and targets are scaled inside. Data that fit in one batch are trained full-batch; float64 input is trained in
-    float64.
-
-    Args:
-        num_members: K.
-        hidden: The width of the hidden layer, or of several.
-        diversity: λ in [0, 1], or `"auto"`: found on held-out samples (see `tuning_`), then trained on all of them.
-        epochs: How often the samples are gone through, at most.
-        batch_size: Samples in a step.
-        learning_rate: AdamW's.
-        weight_decay: AdamW's.
-        schedule: `"cosine"`, along which the learning rate falls to 0, or `"constant"`; None for the first, or for the
-            second where training may stop early.
-        batches: `"shared"`: all members see the same samples in a step; `"exchanged"` and `"separate"`: each its own,
-            with and without coupling.
-        early_stopping: Hold out a part of the samples, stop when the ensemble no longer improves on it, and keep the
-            best epoch.
-        validation_fraction: How much is held out, for early stopping and for `diversity="auto"`.
-        patience: Epochs without improvement.
-        random_state: An int for the same result every time.
-        device: `"cpu"` or `"cuda"`; predictions are computed on the CPU.
-        n_jobs: CPU threads; torch's own number unless given.
+    float64. The parameters are those of `ACEClassifier` without `class_weight`.
 
     Attributes:
         ensemble_: The trained ensemble, from raw inputs to predictions in the targets' own units.
         members_: Its members.
         diversity_: λ.
-        tuning_: How λ was found, for `diversity="auto"`.
-        history_: One entry an epoch, with the ensemble's squared error (of scaled targets) in training and on the
-            held-out part.
+        tuning_: The search for λ, for `diversity="auto"`.
+        history_: One entry an epoch, with the ensemble's squared error (of scaled targets) on the training samples and
+            the validation samples.
 
     Example:
         >>> from sklearn.datasets import load_diabetes
@@ -238,7 +187,7 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         (True, (442,))
     """
 
-    _task, _link = "regression", "identity"
+    _task = "regression"
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -246,40 +195,45 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         return tags
 
     def partial_fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
-        """One more epoch, on these samples alone; those of the first call decide how inputs and targets are scaled."""
-        first = self._is_first()
-        with self._replaced() as new:
-            X, y = new._validated(X, y, first=first)
+        """Train one more epoch, on these samples alone; those of the first call determine the scaling."""
+        first = self._is_first_call()
+        with self._replace_when_done() as new:
+            X, y = new._validate(X, y, reset=first)
             if first:
                 new._learn_targets(y)
-            new._go_on(X, y, sample_weight, first)
+            new._partial_fit(X, y, sample_weight, first)
         return self
 
     def predict(self, X: ArrayLike) -> NDArray[np.float64]:
         """The members' mean prediction, `(N,)`, or `(N, M)` for several targets."""
-        return self._shaped(self._predicted(X, lambda f: f.mean(0))[0])
+        return self._squeeze(self._predict(X, lambda predictions: predictions.mean(0))[0])
 
     def predict_uncertainty(self, X: ArrayLike) -> dict[str, NDArray[np.float64]]:
-        """How far the members are from each other, in the targets' units: `spread`, their standard deviation."""
-        return {"spread": self._shaped(self._predicted(X, lambda f: f.std(0, correction=0))[0])}
+        """The members' standard deviation in the targets' units, as `spread`."""
+        return {"spread": self._squeeze(self._predict(X, lambda predictions: predictions.std(0, correction=0))[0])}
 
-    def _shaped(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        return values if self._several else values[:, 0]
+    def _squeeze(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return values if self._is_multi_output else values[:, 0]
+
+    def _validate(
+        self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        return super()._validate(X, y, reset=reset, y_numeric=True, multi_output=True, **options)
 
     def _learn_targets(self, y: NDArray[Any]) -> None:
-        self._several = y.ndim == 2
-        self._num_outputs = y.shape[1] if self._several else 1
+        self._is_multi_output = y.ndim == 2
+        self._num_outputs = y.shape[1] if self._is_multi_output else 1
 
-    def _encoded_targets(self, y: NDArray[Any]) -> NDArray[Any]:
-        if (y.ndim == 2) != self._several or (self._several and y.shape[1] != self._num_outputs):
+    def _encode_targets(self, y: NDArray[Any]) -> NDArray[Any]:
+        if (y.ndim == 2) != self._is_multi_output or y.size != len(y) * self._num_outputs:
             raise ValueError(f"Expected `y` as in the first call, with {self._num_outputs} targets, but got {y.shape}.")
         return y.astype(np.float64).reshape(len(y), self._num_outputs)
 
-    def _targets_as_json(self) -> dict[str, Any]:
-        return {"several": self._several, "num_outputs": self._num_outputs}
+    def _targets_to_json(self) -> dict[str, Any]:
+        return {"several": self._is_multi_output, "num_outputs": self._num_outputs}
 
     def _targets_from_json(self, content: Mapping[str, Any]) -> None:
-        self._several, self._num_outputs = bool(content["several"]), int(content["num_outputs"])
+        self._is_multi_output, self._num_outputs = bool(content["several"]), int(content["num_outputs"])
 
 
 def _log_probs(logits: Tensor) -> Tensor:

@@ -162,12 +162,12 @@ SOFTMAX: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"logits": torch.zeros(0, 3, 4)},
         ValueError,
-        r"Expected `logits` with at least one member and one class, but got \(0, 3, 4\)\.",
+        r"Expected `logits` with at least one member, but got \(0, 3, 4\)\.",
     ),
     (
         {"logits": torch.zeros(2, 3, 0)},
         ValueError,
-        r"Expected `logits` with at least one member and one class, but got \(2, 3, 0\)\.",
+        r"Expected `logits` with at least one class, but got \(2, 3, 0\)\.",
     ),
     # target: shape
     (
@@ -192,7 +192,7 @@ SOFTMAX: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"target": TARGET.float()},
         TypeError,
-        r"Expected class indices of an integer type, but got `target` of type torch\.float32 and shape \(3,\)\. "
+        r"Expected class indices of an integer type in `target` of shape \(3,\), but got torch\.float32\. "
         r"Convert it: target\.long\(\)\.",
     ),
     (
@@ -210,8 +210,8 @@ SOFTMAX: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"target": torch.zeros(3, 4, dtype=torch.long)},
         TypeError,
-        r"Expected class probabilities of a floating-point type, but got `target` of type torch\.int64 and shape "
-        r"\(3, 4\)\. Convert them: target\.float\(\); or give class indices of shape \(3,\)\.",
+        r"Expected probabilities of a floating-point type in `target` of shape \(3, 4\), but got torch\.int64\. "
+        r"Convert it: target\.float\(\)\.",
     ),
     # target: values
     (
@@ -233,8 +233,8 @@ SOFTMAX: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"target": torch.zeros(3, 5)},
         ValueError,
-        r"Expected class probabilities of shape \(3, 4\) to match `logits` \(2, 3, 4\), "
-        r"but got `target` of shape \(3, 5\)\.",
+        r"Expected `target` of shape \(3,\) \(class indices\) or \(3, 4\) \(class probabilities\) for `logits` "
+        r"\(2, 3, 4\), but got \(3, 5\)\. The target has no member axis: all members share it\.",
     ),
     (
         {"target": torch.full((3, 4), -0.1)},

@@ -1,82 +1,77 @@
+import hashlib
 import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from torchace._files import PathError
-from torchace.lab.store import GroupPlan, Run, RunStore, RunStoreError
-from torchace.lab.training.loop import Failure
+from torchace.lab.schema.results import Failure, GroupPlan, RunKey, RunResult
+from torchace.lab.store import RunStore, RunStoreError
 
-RUN = Run("main", 0.5, 3)
-CONTENT = {"format": 1, "status": "finished", "failure": None}
+RUN = RunKey("main", 0.5, 3)
 
 
 def test_names_tell_all_runs_apart() -> None:
     close = [0.0, 0.1, 0.1 + 1e-12, 0.1234567, 0.12345671, 1e-7, 1.0, math.nextafter(1.0, 0)]
-    names = {Run("main", value, 0).id for value in close}
+    names = {RunKey("main", value, 0).id for value in close}
     assert len(names) == len(close)
-    assert Run("main", 0.0, 0).id == Run("main", -0.0, 0).id == "main-l0-s0"
-    assert Run("main", 0.05, 12).id == "main-l0.05-s12"
+    assert RunKey("main", 0.0, 0).id == RunKey("main", -0.0, 0).id == "main-l0-s0"
+    assert RunKey("main", 0.05, 12).id == "main-l0.05-s12"
 
 
-def test_a_finished_run_is_one_file(tmp_path: Path) -> None:
+def result(**changes: Any) -> RunResult:
+    content = {"run": RUN.id, "arm": RUN.arm, "diversity": RUN.diversity, "seed": RUN.seed, "status": "finished"}
+    return RunResult.model_validate({**content, **changes})
+
+
+def test_a_finished_run_is_one_file_and_its_arrays(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     assert not store.is_finished(RUN)
-    store.write_result(RUN, CONTENT, {"a": torch.zeros(2)})
+    scores = {"accuracy": 0.9, "disagreement": math.nan, "members": [0.8, 1.0]}
+    store.write_result(result(metrics={"test": scores}), {"a": torch.zeros(2)})
     assert store.is_finished(RUN)
     assert store.failure(RUN) is None
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
-        "main-l0.5-s3.json",
-        "main-l0.5-s3.safetensors",
-    ]
+    files = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert files == ["main-l0.5-s3.json", "main-l0.5-s3.safetensors"]
+    content = json.loads((tmp_path / "runs" / files[0]).read_text())
+    assert content["metrics"]["test"] == {"accuracy": 0.9, "disagreement": None, "members": [0.8, 1.0]}
+    assert content["arrays_sha256"] == hashlib.sha256((tmp_path / "runs" / files[1]).read_bytes()).hexdigest()
 
 
 def test_a_failure_is_read_back(tmp_path: Path) -> None:
-    store = RunStore(tmp_path)
-    failure = Failure("NaN", 2, 17)
-    store.write_result(RUN, {**CONTENT, "status": "failed", "failure": vars(failure)}, {})
-    assert store.failure(RUN) == failure
+    failure = Failure(message="NaN", member=2, step=17)
+    RunStore(tmp_path).write_result(result(status="failed", failure=failure), {})
+    assert RunStore(tmp_path).failure(RUN) == failure
 
 
-def test_nan_is_null(tmp_path: Path) -> None:
-    RunStore(tmp_path).write_result(RUN, {**CONTENT, "a": [math.nan, {"b": -math.inf}], "c": (1.5, math.inf)}, {})
-    content = json.loads((tmp_path / "runs" / "main-l0.5-s3.json").read_text())
-    assert content["a"] == [None, {"b": None}]
-    assert content["c"] == [1.5, None]
-
-
-def test_jobs_are_read_back(tmp_path: Path) -> None:
+def test_groups_are_read_back(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     assert store.groups() == []
-    jobs = [
-        GroupPlan("main-0", (RUN, Run("main", 0.1 + 1e-12, 2**31 - 1))),
-        GroupPlan("other-0", (Run("other", 0.0, 0),), True),
+    groups = [
+        GroupPlan("main-0", (RUN, RunKey("main", 0.1 + 1e-12, 2**31 - 1))),
+        GroupPlan("other-0", (RunKey("other", 0.0, 0),), True),
     ]
-    store.write_groups(jobs)
-    assert store.groups() == jobs
+    store.write_groups(groups)
+    assert store.groups() == groups
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "",
         "{",
         "[]",
-        "null",
-        "{}",
         '{"format": 2, "jobs": []}',
         '{"format": 1}',
-        '{"format": 1, "jobs": 3}',
-        '{"format": 1, "jobs": [{}]}',
         '{"format": 1, "jobs": [{"id": "a", "runs": []}]}',
         '{"format": 1, "jobs": [{"id": "a", "runs": [{"arm": "a", "diversity": "x", "seed": 0}]}]}',
         "\x00\xff\xfe",
     ],
 )
-def test_damaged_jobs_are_one_sentence(text: str, tmp_path: Path) -> None:
+def test_damaged_groups_are_one_sentence(text: str, tmp_path: Path) -> None:
     (tmp_path / "jobs.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(RunStoreError, match=r"jobs.json (is damaged|was not written by this version)") as caught:
         RunStore(tmp_path).groups()
@@ -121,9 +116,9 @@ def test_a_directory_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
 
 def test_cleaning_up_keeps_what_counts(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
-    done, undone = GroupPlan("main-0", (RUN,)), GroupPlan("main-1", (Run("main", 0.0, 0),))
+    done, undone = GroupPlan("main-0", (RUN,)), GroupPlan("main-1", (RunKey("main", 0.0, 0),))
     store.write_groups([done, undone])
-    store.write_result(RUN, CONTENT, {})
+    store.write_result(result(), {})
     for job in (done, undone):
         (tmp_path / "checkpoints" / job.id).mkdir(parents=True)
         (tmp_path / "checkpoints" / job.id / "manifest.json").write_text("{}")
@@ -154,7 +149,7 @@ def outside(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["{outside}", "../../outside", "..", ".", "", "a/b", "/", "a\0b", 3, None, ["a"], "é"])
+@pytest.mark.parametrize("name", ["{outside}", "../../outside", "..", "", "a/b", "a\0b", None])
 @pytest.mark.parametrize("key", ["id", "arm"])
 def test_names_from_a_file_are_no_paths(key: str, name: object, tmp_path: Path, outside: Path) -> None:
     name = name.format(outside=outside) if isinstance(name, str) else name
@@ -169,7 +164,7 @@ def test_names_from_a_file_are_no_paths(key: str, name: object, tmp_path: Path, 
 
 @pytest.mark.parametrize(
     "change",
-    [{"seed": 1e999}, {"seed": -1}, {"seed": 2**31}, {"seed": 0.5}, {"seed": True}, {"seed": "../0"}]
+    [{"seed": 1e999}, {"seed": -1}, {"seed": 2**63}, {"seed": 0.5}, {"seed": True}, {"seed": "../0"}]
     + [{"diversity": value} for value in (math.inf, math.nan, -0.1, 1.1, "0.5", None)],
 )
 def test_runs_that_cannot_be(change: dict[str, object], tmp_path: Path) -> None:
@@ -190,8 +185,7 @@ def test_jobs_that_share_a_name_or_mix_arms(second: tuple[str, str], tmp_path: P
 
 @pytest.mark.parametrize(
     "place",
-    ["lock", "jobs.json", "experiment.json", "log.jsonl", "runs", "checkpoints", "checkpoints/main-0", "report"]
-    + ["tensorboard", "runs/main-l0.5-s3.json", "checkpoints/main-0/manifest.json", "cohorts", "search"],
+    ["lock", "jobs.json", "runs", "checkpoints/main-0", "report", "runs/main-l0.5-s3.json"],
 )
 def test_links_in_a_run_directory_are_refused(place: str, tmp_path: Path, outside: Path) -> None:
     link = tmp_path / "out" / place
@@ -220,7 +214,7 @@ def test_a_lock_that_is_something_else_is_kept(tmp_path: Path) -> None:
 
 def test_only_our_files_are_removed(tmp_path: Path) -> None:
     store, job = RunStore(tmp_path), GroupPlan("main-0", (RUN,))
-    store.write_result(RUN, CONTENT, {})
+    store.write_result(result(), {})
     folder = tmp_path / "checkpoints" / "main-0"
     folder.mkdir(parents=True)
     for name in ("manifest.json", "state-12.safetensors", "notes.txt", "state-of-the-art.pdf", ".state-1.x.7.partial"):
@@ -237,7 +231,7 @@ def test_only_our_files_are_removed(tmp_path: Path) -> None:
 )
 def test_a_result_that_was_changed_is_one_sentence(change: dict[str, object], tmp_path: Path) -> None:
     store = RunStore(tmp_path)
-    store.write_result(RUN, {**CONTENT, "accuracy": 0.9}, {})
+    store.write_result(result(), {})
     assert store.failure(RUN) is None
     file = tmp_path / "runs" / f"{RUN.id}.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
@@ -248,5 +242,5 @@ def test_a_result_that_was_changed_is_one_sentence(change: dict[str, object], tm
 
 def test_results_without_a_checksum_stay_readable(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / f"{RUN.id}.json").write_text(json.dumps(CONTENT))
+    (tmp_path / "runs" / f"{RUN.id}.json").write_text(result().model_dump_json())
     assert RunStore(tmp_path).failure(RUN) is None

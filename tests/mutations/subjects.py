@@ -32,15 +32,14 @@ from torchace._files import PathError, json_digest
 from torchace.diagnosis import diagnose_file
 from torchace.lab.data import DataError, infer_schema, load, read_table
 from torchace.lab.data.sources import SOURCES
-from torchace.lab.report import ReportError, read_results, rich_table
-from torchace.lab.report.render import markdown
+from torchace.lab.report import ResultFileError, markdown, read_results, rich_table
 from torchace.lab.store import RunStoreError
 from torchace.lab.sweeps.config import ConfigError, load_experiment
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.checkpoint import CheckpointError, Checkpoints, weights_digest
 from torchace.lab.training.loop import CheckpointPolicy, fit
 from torchace.saving import ModelFileError, load_model, save_model
-from torchace.saving.kinds import plain_form
+from torchace.saving.kinds import unstack
 
 Forge = Callable[[Path, random.Random], None]
 
@@ -80,7 +79,7 @@ def _model(kind: str) -> Subject:
 
     def read(folder: Path) -> object:
         ensemble = load_model(folder / "model")
-        values = sorted(bits(tensor)[2] for tensor in plain_form(ensemble).state_dict().values())
+        values = sorted(bits(tensor)[2] for tensor in unstack(ensemble).state_dict().values())
         return values, json.dumps(ensemble.manifest, sort_keys=True)
 
     return Subject(write, read, (ModelFileError,), is_text=True, has_checksum=True, forge=_forge_manifest)
@@ -90,7 +89,7 @@ def _forge_manifest(folder: Path, rng: random.Random) -> None:
     file = folder / "model" / "manifest.json"
     with contextlib.suppress(ValueError, RecursionError):  # what cannot be sealed stays as it was
         manifest = mutate_json(json.loads(file.read_text()), rng)
-        manifest["sha256"] = _model_files.seal(manifest)
+        manifest["sha256"] = _model_files.manifest_digest(manifest)
         file.write_text(json.dumps(manifest))
 
 
@@ -164,7 +163,7 @@ def _read_runs(folder: Path) -> object:
         results = read_results(folder / "run")
         rich_table(results)
         markdown(results)
-    except ReportError as error:
+    except ResultFileError as error:
         problems.append(error)
     Sweep(_experiment(), folder / "run").run()
     if problems:
@@ -234,9 +233,8 @@ def _sources() -> None:
         for files in (mnist.train, mnist.test)
     )
     SOURCES["mnist"] = replace(mnist, train=train, test=test)
-    binary = {name: hashlib.sha256(data).hexdigest() for name, data in cifar_files("binary").items()}
-    python = {name: hashlib.md5(data).hexdigest() for name, data in cifar_files("python").items()}
-    SOURCES["cifar10"] = replace(cifar, binary=binary, python=python)
+    batches = {name: hashlib.sha256(data).hexdigest() for name, data in cifar_files().items()}
+    SOURCES["cifar10"] = replace(cifar, batches=batches)
 
 
 def _images(name: str, files: Callable[[], dict[str, bytes]]) -> Subject:
@@ -255,7 +253,7 @@ def _images(name: str, files: Callable[[], dict[str, bytes]]) -> Subject:
 def _archive() -> dict[str, bytes]:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        for name, data in cifar_files("binary").items():
+        for name, data in cifar_files().items():
             member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
@@ -305,7 +303,7 @@ SUBJECTS: dict[str, Subject] = {
         forge=_forge_checkpoint,
     ),
     "run directory": Subject(
-        _write_runs, _read_runs, (ReportError, RunStoreError, PathError), files="run/**/*.*", is_text=True
+        _write_runs, _read_runs, (ResultFileError, RunStoreError, PathError), files="run/**/*.*", is_text=True
     ),
     "TOML": Subject(
         lambda folder: (folder / "e.toml").write_text(TOML) and None,
@@ -320,8 +318,7 @@ SUBJECTS: dict[str, Subject] = {
     "packed NPZ": _table(".packed.npz", has_checksum=True),
     "idx": _images("mnist", lambda: {f"{name}.gz": packed(data) for name, data in mnist_files().items()}),
     "unpacked idx": _images("mnist", mnist_files),
-    "CIFAR-10, binary": _images("cifar10", lambda: cifar_files("binary")),
-    "CIFAR-10, Python": _images("cifar10", lambda: cifar_files("python")),
+    "CIFAR-10, binary": _images("cifar10", cifar_files),
     "CIFAR-10, archive": _images("cifar10", _archive),
     "predictions, NPZ": _predictions(".npz"),
     "predictions, packed NPZ": _predictions(".packed.npz"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchace.functional import amended_cross_entropy, ensemble_log_probs, ensemble_probs
 from torchace.nn import SMOC, Ensemble, MemberParallelEnsemble, StackedEnsemble
-from torchace.nn.base import average_shared_gradients
+from torchace.nn.members import average_shared_gradients
 
 EXACT = {"rtol": 0, "atol": 1e-12}  # float64, a few hundred operations on numbers of order 1
 
@@ -372,18 +372,34 @@ def test_set_member_weights(kind):
     ensemble = ensembles("softmax")[kind].eval()
     x = torch.randn(5, 6)
     uniform = ensemble.predict_proba(x)
-    keys = list(ensemble.state_dict())
     ensemble.set_member_weights([0.0, 0.0, 1.0])
     torch.testing.assert_close(ensemble.predict_proba(x), ensemble(x)[2].softmax(1).detach())
     # a call's own weights win over those set
     torch.testing.assert_close(ensemble.predict_proba(x, member_weights=torch.full((3,), 1 / 3)), uniform)
     assert torch.equal(copy.deepcopy(ensemble).predict_proba(x), ensemble.predict_proba(x))
-    assert list(ensemble.state_dict()) == keys
     doubled = copy.deepcopy(ensemble).double()
     assert doubled.member_weights.dtype is torch.float64
     torch.testing.assert_close(doubled.predict_proba(x.double()).float(), ensemble.predict_proba(x))
     ensemble.set_member_weights(None)
     assert torch.equal(ensemble.predict_proba(x), uniform)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dict_keeps_member_weights(kind):
+    weighted, uniform = ensembles("softmax")[kind].eval(), ensembles("softmax")[kind].eval()
+    old, new = dict(uniform.state_dict()), uniform.state_dict()  # as saved before weights were part of it, and after
+    weighted.set_member_weights([0.2, 0.3, 0.5])
+    saved = weighted.state_dict()
+    assert saved["member_weights"].tolist() == pytest.approx([0.2, 0.3, 0.5])
+    uniform.load_state_dict(saved)
+    x = torch.randn(5, 6)
+    assert torch.equal(uniform.predict_proba(x), weighted.predict_proba(x))
+    uniform.load_state_dict(old)
+    assert uniform.member_weights.tolist() == pytest.approx([0.2, 0.3, 0.5])  # unknown: those set stay
+    uniform.load_state_dict(new)
+    assert uniform.member_weights is None
+    with pytest.raises(RuntimeError, match="member_weights"):
+        uniform.load_state_dict({**old, "member_weights": torch.ones(2) / 2})
 
 
 def test_set_member_weights_detaches_and_checks():

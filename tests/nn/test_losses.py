@@ -16,7 +16,7 @@ from torchace.nn import (
     MemberWeights,
     NegativeCorrelationLoss,
 )
-from torchace.nn.loss_registry import set_diversity
+from torchace.nn.losses import LOSSES, attach_loss
 
 K, N, C = 3, 6, 4
 ALPHA = [0.2, 0.3, 0.5]  # not representable: float32 weights would show in float64
@@ -168,7 +168,7 @@ def test_wrong_types(call) -> None:
 @pytest.mark.parametrize("kind", [AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, NegativeCorrelationLoss])
 def test_whole_numbers_in_tensors(kind):
     loss = kind(torch.tensor(0), member_weights=torch.tensor([1, 0])).to("cpu")
-    set_diversity(loss, 0.5)
+    loss.set_diversity(0.5)
     assert loss.diversity == 0.5
     assert loss.member_weights.tolist() == [1.0, 0.0]
 
@@ -176,3 +176,45 @@ def test_whole_numbers_in_tensors(kind):
 def test_weights_that_were_learnt_come_without_their_history():
     loss = AmendedCrossEntropyLoss(0.5, member_weights=MemberWeights(2)())
     assert not copy.deepcopy(loss).member_weights.requires_grad
+
+
+def test_repr_shows_options():
+    loss = AmendedCrossEntropyLoss(0.5, member_weights=[0.25, 0.75], label_smoothing=0.1, reduction="sum")
+    expected = "diversity=0.5, member_weights=[0.25, 0.75], label_smoothing=0.1, reduction='sum'"
+    assert repr(loss) == f"AmendedCrossEntropyLoss({expected})"
+    assert repr(NegativeCorrelationLoss(0.5)) == "NegativeCorrelationLoss(diversity=0.5)"
+
+
+def test_set_diversity_keeps_a_tensor():
+    held = torch.tensor(0.2)
+    loss = AmendedCrossEntropyLoss(held)
+    loss.set_diversity(0.75)
+    assert loss.diversity is held
+    assert held == 0.75
+    loss = NegativeCorrelationLoss(0.2)
+    loss.set_diversity(0.75)
+    assert loss.diversity == 0.75
+    with pytest.raises(ValueError, match=r"`diversity` in \[0, 1\]"):
+        loss.set_diversity(-0.1)
+    assert loss.diversity == 0.75
+
+
+@pytest.mark.parametrize("link", LOSSES)
+@pytest.mark.parametrize("other", LOSSES)
+def test_a_loss_trains_ensembles_of_its_link(link, other):
+    ensemble = Ensemble([nn.Linear(2, 3)], link=link)
+    if link == other:
+        attach_loss(ensemble, LOSSES[other](0.5))
+        return
+    with pytest.raises(ValueError, match=rf"Expected an ensemble with link='{other}' for .* but got link='{link}'"):
+        attach_loss(ensemble, LOSSES[other](0.5))
+
+
+def test_member_weights_of_a_loss_become_the_ensembles():
+    ensemble = Ensemble([nn.Linear(2, 3), nn.Linear(2, 3)])
+    attach_loss(ensemble, AmendedCrossEntropyLoss(0.5))
+    assert ensemble.member_weights is None
+    attach_loss(ensemble, AmendedCrossEntropyLoss(0.5, member_weights=[0.25, 0.75]))
+    assert ensemble.member_weights.tolist() == [0.25, 0.75]
+    attach_loss(ensemble, AmendedCrossEntropyLoss(0.5, member_weights=[1.0, 0.0]))
+    assert ensemble.member_weights.tolist() == [0.25, 0.75]  # it has its own

@@ -88,7 +88,7 @@ def train_whole(count: int, weights: list[float] | None, link: str) -> dict[str,
 def results_of(ensemble: nn.Module) -> dict[str, Any]:
     return {
         "gradients": {name: p.grad.clone() for name, p in ensemble.named_parameters() if p.grad is not None},
-        "weights": {name: value.clone() for name, value in ensemble.state_dict().items()},
+        "weights": {n: value.clone() for n, value in ensemble.state_dict().items() if n != "member_weights"},
     }
 
 

@@ -54,11 +54,6 @@ def to_pickle_of_torch(file: Path) -> None:
     torch.save({"weight": torch.zeros(3)}, file)
 
 
-def twice(file: Path) -> None:
-    text = file.read_text()
-    file.write_text(text.replace("{", '{"link": "sigmoid",', 1))
-
-
 def nan(file: Path) -> None:
     file.write_text(file.read_text().replace('"diversity": 0.5', '"diversity": NaN'))
 
@@ -90,8 +85,7 @@ MANIFESTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a list": (lambda file: file.write_text("[]"), "is not a manifest of torchace"),
     "of another tool": (lambda file: file.write_text("{}"), "is not a manifest of torchace"),
     "newer": (newer, "update torchace"),
-    "a key twice": (twice, "not the JSON"),
-    "NaN": (nan, "not the JSON"),
+    "NaN": (nan, "altered"),
     "infinity": (infinity, "altered"),
     "deep": (deep, "not the JSON"),
     "many digits": (many_digits, "not the JSON"),
@@ -199,7 +193,6 @@ ABSURD: dict[str, Callable[[Any], None]] = {
     "class names": set_in("class_names", to=[1]),
     "member weights": set_in("member_weights", "values", to=[0.5, 0.6]),
     "member weights of huge numbers": set_in("member_weights", "values", to=[1e300, 1.0]),
-    "integers for member weights": set_in("member_weights", "values", to=[1, 0]),
     "more member weights": set_in("member_weights", "values", to=[0.5, 0.25, 0.25]),
     "a type of member weights": set_in("member_weights", "dtype", to="int8"),
     "size": set_in("weights", "bytes", to=10**18),
@@ -219,7 +212,6 @@ ABSURD: dict[str, Callable[[Any], None]] = {
     "layers": set_in("architecture", "members", 0, "hidden", to=[1] * 1_000_000),
     "depth": set_in("architecture", "members", 0, to={"name": "cifar_resnet", "depth": 6 * HUGE + 2}),
     "trunk": set_in("architecture", "trunk", to={"name": "mlp", "in_features": 4, "hidden": [4], "num_classes": 4}),
-    "format version": set_in("format_version", to=0),
     "a truth value for the version": set_in("format_version", to=True),
     "another field": set_in("code", to="import os"),
     "a field less": lambda manifest: manifest.pop("extra"),

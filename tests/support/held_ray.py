@@ -10,36 +10,31 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 FREE = 12  # steps that a worker makes before it may have to wait
 
 
-def held_sweep(must_wait: Callable[[str, int], bool]) -> type:
-    """A `Sweep` whose jobs wait while they must.
+def held_link(must_wait: Callable[[str, int], bool]) -> type:
+    """A `DriverLink` whose run groups wait while they must.
 
     Args:
-        must_wait: Of a job's name and its attempt, asked again and again by the worker.
+        must_wait: Called again and again by the worker with the group's name and its attempt.
     """
-    from torchace.lab.sweeps.sweep import Sweep
+    from torchace.lab.sweeps.ray_worker import DriverLink
 
     # Defined in here, a class travels by value: workers need not find the tests.
-    class Held(Sweep):
-        def _do(self, store: Any, job: Any, arm: Any, data: Any, callback: Any, stop: Any) -> float:
+    class Held(DriverLink):
+        steps = -1  # of this attempt
+
+        def stop(self) -> bool:
             import ray
 
-            made = -1  # steps of this attempt
-
-            def waiting() -> bool:
-                nonlocal made
-                made += 1
-                told = (made, arm.train.steps, [0.0] * len(job.runs))  # perhaps the first that the driver hears of it
-                while made >= FREE and not callback.stopping and must_wait(job.id, callback.attempt):
-                    callback.stopping = ray.get(callback.mailbox.tell.remote(job.id, callback.attempt, told))
-                    threading.Event().wait(0.02)  # a busy worker would keep others from their work
-                return stop()  # type: ignore[no-any-return]
-
-            return super()._do(store, job, arm, data, callback, waiting)
+            self.steps += 1
+            progress = (self.steps, 60, [0.0, 0.0])  # perhaps the first that the driver receives
+            while self.steps >= FREE and not self.stopping and must_wait(self.group, self.attempt):
+                self.stopping = ray.get(self.mailbox.put_progress.remote(self.group, self.attempt, progress))
+                threading.Event().wait(0.02)  # a busy worker would keep others from their work
+            return super().stop()
 
     return Held
 
@@ -49,7 +44,7 @@ def main() -> None:
     from torchace.lab.sweeps import ray as on_ray
 
     go = Path(sys.argv.pop(1))
-    on_ray.Sweep = held_sweep(lambda job, attempt: job.startswith("calm") and not go.exists())  # type: ignore[misc]
+    on_ray.DriverLink = held_link(lambda job, attempt: job.startswith("calm") and not go.exists())  # type: ignore[misc]
     cli.main()
 
 

@@ -101,7 +101,7 @@ def reseal(path: Path, change: Callable[[Any], None]) -> None:
     """Alters a manifest as someone would who knows the format."""
     manifest = json.loads((path / "manifest.json").read_text())
     change(manifest)
-    manifest["sha256"] = files.seal(manifest)
+    manifest["sha256"] = files.manifest_digest(manifest)
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 

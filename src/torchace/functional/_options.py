@@ -47,7 +47,7 @@ def resolve_options(
     _checks.check_logits(logits)
     _checks.check_reduction(reduction)
     _checks.check_fraction(label_smoothing, "label_smoothing")
-    _checks.check_ignore_index(ignore_index)
+    _checks.check_int(ignore_index, "ignore_index")
     _checks.check_target(target, logits, ignore_index=ignore_index)
     lam, alpha, mixture = resolve_coupling(logits, diversity, member_weights, mixture)
     like, num_members = _like(logits), logits.shape[0]

@@ -40,7 +40,7 @@ def fit_member_weights(
         tensor([1., 0.])
     """
     _checks.check_logits(log_probs, "log_probs")
-    _checks.check_ignore_index(ignore_index)
+    _checks.check_int(ignore_index, "ignore_index")
     if _checks.check_target(target, log_probs, ignore_index=ignore_index):
         raise TypeError("Expected class indices in `target`, but got class probabilities. Use target.argmax(1).")
     _checks.check_count(max_steps, "max_steps")
@@ -100,7 +100,7 @@ def mixture_cross_entropy(
     """
     _checks.check_logits(logits)
     _checks.check_reduction(reduction)
-    _checks.check_ignore_index(ignore_index)
+    _checks.check_int(ignore_index, "ignore_index")
     probabilities = _checks.check_target(target, logits, ignore_index=ignore_index)
     log_q = F.log_softmax(logits.detach(), 2, dtype=compute_dtype(logits))
     _checks.as_member_weights(member_weights, logits.shape[0], like=log_q)

@@ -1,4 +1,4 @@
-"""A run directory: what is finished is in it, one file a run, and is never computed again."""
+"""The run directory: one file for each finished run, never computed again; shared by sweeps, searches and fits."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import ValidationError
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from torchace._files import (
     CHECKSUM,
-    is_name,
     is_unchanged,
     read_json,
     refuse_links,
@@ -26,56 +25,44 @@ from torchace._files import (
     with_checksum,
     write_atomic,
 )
-from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.loop import Failure
+from torchace.lab.schema.errors import describe_error
+from torchace.lab.schema.results import (
+    FORMAT,
+    ExperimentResult,
+    Failure,
+    GroupPlan,
+    PlanFile,
+    ResultFile,
+    RunKey,
+    RunResult,
+)
+from torchace.lab.training.checkpoint import MANIFEST, Checkpoints
 
-FORMAT = 1
-# What a sweep writes beside experiment.json, which is the first of it.
+# What a sweep writes after experiment.json.
 WRITTEN = ("checkpoints", "jobs.json", "log.jsonl", "report", "runs", "tensorboard")
 # What sweeps, searches and fits write to: none of it may be a link.
-OURS = (*WRITTEN, "cohorts", "experiment.json", "fingerprint.json", "fit.json", "lock", "model", "search")
+OURS = (*WRITTEN, "groups", "experiment.json", "fingerprint.json", "fit.json", "lock", "model", "search")
+
+File = TypeVar("File", bound=ResultFile)
 
 
 class RunStoreError(ValueError):
-    """A run directory that cannot be used: one sentence that says why and what to do."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training: an arm of the experiment, one λ, one seed."""
-
-    arm: str
-    diversity: float
-    seed: int
-
-    @property
-    def id(self) -> str:
-        # all digits: two λ that differ in the tenth must not share a file; + 0.0 makes -0.0 a 0.0
-        return f"{self.arm}-l{repr(self.diversity + 0.0).removesuffix('.0')}-s{self.seed}"
-
-
-@dataclass(frozen=True)
-class GroupPlan:
-    """Runs that are trained together. Who is in it is fixed when it is first written down."""
-
-    id: str
-    runs: tuple[Run, ...]
-    compile: bool = False  # decided with it, so that a run that resumes is computed as it began
-
-    def __post_init__(self) -> None:
-        if not is_name(self.id) or len({run.arm for run in self.runs}) != 1:
-            raise ValueError(f"Expected a group with a name and runs of one arm, but got {self.id!r}.")
+    """A run directory that cannot be used; one sentence with the reason and what to do."""
 
 
 class RunStore:
-    """The files of one experiment."""
+    """The files of one experiment.
+
+    Args:
+        directory: The run directory, created when it is locked.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps other processes out for as long as this one works; the system lifts the lock when it dies."""
+        """Lock the directory against other processes; the system releases the lock when this one dies."""
         refuse_links(self.directory, OURS)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -87,126 +74,100 @@ class RunStore:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 file.seek(0)
-                who = file.read().strip() or "another one"
+                owner = file.read().strip() or "another one"
                 raise RunStoreError(
-                    f"Process {who} is at work in {self.directory}. Wait for it, or choose another --out."
+                    f"Process {owner} is at work in {self.directory}. Wait for it, or choose another --out."
                 ) from error
             except OSError as error:
                 raise RunStoreError(f"Cannot lock {self.directory}: {error.strerror}. Choose another --out.") from error
             file.seek(0)
             if not file.read(20).strip().isdigit() and os.fstat(file.fileno()).st_size:
-                raise RunStoreError(f"{self.directory} holds something else already ('lock'). Choose another --out.")
+                raise self._foreign("lock")
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
             yield
 
     def refuse_foreign(self) -> None:
-        """Refuses a directory where a sweep would write over what is no sweep's."""
+        """Raise where a sweep would overwrite files that no sweep wrote."""
         foreign = [name for name in WRITTEN if os.path.lexists(self.directory / name)]
         if foreign and not (self.directory / "experiment.json").exists():
-            raise RunStoreError(
-                f"{self.directory} holds something else already ({foreign[0]!r}). Choose another --out."
-            )
+            raise self._foreign(foreign[0])
 
-    # -- the experiment -----------------------------------------------------------------------------------------------
+    def _foreign(self, name: str) -> RunStoreError:
+        return RunStoreError(f"{self.directory} holds something else already ({name!r}). Choose another --out.")
 
-    def experiment(self) -> dict[str, Any] | None:
-        """What was written about the experiment; None in a new directory."""
-        file = self.directory / "experiment.json"
-        if not file.exists():
-            return None
-        return read_record(file)
+    def experiment(self) -> ExperimentResult | None:
+        """Return the experiment that the directory holds; None in a new directory."""
+        return _load(self.directory / "experiment.json", ExperimentResult, "the directory")
 
-    def write_experiment(self, content: Mapping[str, Any]) -> None:
-        write_record(self.directory / "experiment.json", content)
-
-    # -- run groups --------------------------------------------------------------------------------------------------
+    def write_experiment(self, result: ExperimentResult) -> None:
+        """Write `experiment.json`."""
+        write_atomic(self.directory / "experiment.json", result.to_json())
 
     def groups(self) -> list[GroupPlan]:
-        file = self.directory / "jobs.json"
-        if not file.exists():
-            return []
-        content = read_record(file)
-        try:
-            groups = [
-                GroupPlan(group["id"], tuple(map(_run_of, group["runs"])), group.get("compile", False) is True)
-                for group in content["jobs"]
-            ]
-            if len({group.id for group in groups}) < len(groups):
-                raise ValueError("two groups of one name")
-            if not all(group.runs for group in groups):
-                raise ValueError("a group without runs")
-        except (KeyError, TypeError, ValueError, OverflowError) as error:  # a seed that is infinite
-            raise RunStoreError(f"{file} is damaged. Choose another --out, or remove the directory.") from error
-        return groups
+        """Return the run groups that were planned so far."""
+        file = _load(self.directory / "jobs.json", PlanFile, "the directory")
+        return [] if file is None else list(file.jobs)
 
-    def write_groups(self, groups: list[GroupPlan]) -> None:
-        listed = [
-            {
-                "id": group.id,
-                "runs": [{"arm": r.arm, "diversity": r.diversity, "seed": r.seed} for r in group.runs],
-                "compile": group.compile,
-            }
-            for group in groups
-        ]
-        write_record(self.directory / "jobs.json", {"jobs": listed})
+    def write_groups(self, groups: Sequence[GroupPlan]) -> None:
+        """Write `jobs.json`."""
+        write_atomic(self.directory / "jobs.json", PlanFile(jobs=tuple(groups)).to_json())
 
     def checkpoints(self, group: GroupPlan, config_sha256: str | None = None) -> Checkpoints:
-        """Where a group's state is saved, for its runs under this configuration alone."""
+        """Return the checkpoints of a run group, valid for its runs with this configuration alone."""
         runs = [[run.arm, run.diversity, run.seed] for run in group.runs]
         owner = {"runs": runs, "config_sha256": config_sha256}
         return Checkpoints(self.directory / "checkpoints" / group.id, owner=owner)
 
-    # -- runs ---------------------------------------------------------------------------------------------------------
+    def checkpoint_seconds(self, groups: Sequence[GroupPlan]) -> dict[str, float]:
+        """Return the training time in each unfinished group's checkpoint, by group."""
+        found = {}
+        for group in groups:
+            with suppress(OSError, ValueError, LookupError, TypeError):  # none, or one that its group will refuse
+                manifest = json.loads((self.checkpoints(group).directory / MANIFEST).read_bytes())
+                found[group.id] = float(manifest["progress"]["seconds"])
+        return found
 
-    def is_finished(self, run: Run) -> bool:
+    def is_finished(self, run: RunKey) -> bool:
+        """Whether the run's result is written."""
         return self._file(run).exists()
 
-    def failure(self, run: Run) -> Failure | None:
-        """Why a finished run failed; None where it did not."""
-        content = read_record(self._file(run))
-        try:
-            return Failure(**content["failure"]) if content["status"] == "failed" else None
-        except (KeyError, TypeError) as error:
-            raise RunStoreError(f"{self._file(run)} is damaged. Remove that file to run it again.") from error
+    def result(self, run: RunKey) -> RunResult | None:
+        """Return the result of a run; None where it is not finished."""
+        return _load(self._file(run), RunResult)
 
-    def write_result(self, run: Run, content: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> None:
-        """Writes a run down as done: the arrays first, then the file that says so, with checksums of both."""
-        data = save_safetensors(dict(arrays)) if arrays else None
-        if data is not None:
+    def failure(self, run: RunKey) -> Failure | None:
+        """Return why a finished run failed; None where it did not."""
+        result = self.result(run)
+        if result is None or result.status == "finished":
+            return None
+        return result.failure or Failure(message="no reason given")
+
+    def write_result(self, result: RunResult, arrays: Mapping[str, Tensor]) -> None:
+        """Write a finished run: the arrays first, then its file with checksums of both."""
+        run = RunKey(result.arm, result.diversity, result.seed)
+        digest = None
+        if arrays:
+            data = save_safetensors(dict(arrays))
             write_atomic(self._file(run).with_suffix(".safetensors"), data)
-        digest = None if data is None else hashlib.sha256(data).hexdigest()
-        write_record(self._file(run), {**content, "arrays_sha256": digest})
+            digest = hashlib.sha256(data).hexdigest()
+        write_atomic(self._file(run), result.model_copy(update={"arrays_sha256": digest}).to_json())
 
-    def clean(self, groups: list[GroupPlan]) -> None:
-        """Removes what a killed process left: half-written files, and checkpoints of groups that are finished."""
+    def clean(self, groups: Sequence[GroupPlan]) -> None:
+        """Remove what a killed process left: partial files, and checkpoints of finished groups."""
         for folder in (self.directory, self.directory / "runs"):
             remove_partial(folder)
         for group in groups:
             if all(self.is_finished(run) for run in group.runs):
                 self.checkpoints(group).remove()
 
-    def _file(self, run: Run) -> Path:
+    def _file(self, run: RunKey) -> Path:
         return self.directory / "runs" / f"{run.id}.json"
 
 
-def _run_of(content: Mapping[str, Any]) -> Run:
-    """A run as it was written, refused where it would be no part of a path."""
-    arm, diversity, seed = content["arm"], content["diversity"], content["seed"]
-    if not is_name(arm) or type(seed) is not int or not 0 <= seed < 2**31 or not 0 <= diversity <= 1:
-        raise ValueError("no such run")
-    return Run(arm, float(diversity), seed)
-
-
-def write_record(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a result file as JSON, with its format and a checksum; NaN and Inf become null."""
-    whole = with_checksum(finite({"format": FORMAT, **content}))
-    write_atomic(file, (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode())
-
-
 def finite(value: Any) -> Any:
-    """NaN and Inf as null: JSON has no word for them."""
+    """Return JSON content with NaN and Inf replaced by null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -216,8 +177,14 @@ def finite(value: Any) -> Any:
     return value
 
 
+def write_record(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a file as JSON, with its format and a checksum; NaN and Inf become null."""
+    whole = with_checksum(finite({"format": FORMAT, **content}))
+    write_atomic(file, (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode())
+
+
 def read_record(file: Path, remedy: str = "that file to run it again") -> dict[str, Any]:
-    """Return the content of a file that `write_record` wrote, its format and checksum checked.
+    """Return the content of a JSON file, its format and checksum checked.
 
     Args:
         file: The file.
@@ -234,3 +201,14 @@ def read_record(file: Path, remedy: str = "that file to run it again") -> dict[s
     if CHECKSUM in content and not is_unchanged(content):  # earlier versions wrote none
         raise RunStoreError(f"{file} was changed after it was written. Choose another --out, or remove {remedy}.")
     return content
+
+
+def _load(file: Path, model: type[File], remedy: str = "that file to run it again") -> File | None:
+    """Read a result file; None where there is none."""
+    if not file.exists():
+        return None
+    try:
+        return model.model_validate(read_record(file, remedy))
+    except ValidationError as error:
+        reason = describe_error(error, model).rstrip(".")
+        raise RunStoreError(f"{file} is damaged ({reason}). Choose another --out, or remove {remedy}.") from error

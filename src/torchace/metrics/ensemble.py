@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,20 +15,48 @@ from torchace import _checks
 from torchace.functional import ambiguity, disagreement, ensemble_log_probs, mutual_information
 from torchace.functional.calibration import CalibrationBins, bins_error, brier_scores, calibration_bins
 
-# What is summed over samples, one number each
-SUMS = ("accuracy", "cross_entropy", "brier", "disagreement", "mutual_information", "ambiguity")
-# What is summed over samples, one number a member
-MEMBER_SUMS = ("accuracy", "cross_entropy", "brier")
+SCORES = ("accuracy", "cross_entropy", "brier", "disagreement", "mutual_information", "ambiguity")
+MEMBER_SCORES = ("accuracy", "cross_entropy", "brier")
 
 
 class NoSamples(ValueError):
-    """Nothing was added, or nothing that counts."""
+    """No sample was added, or none that counts."""
 
     def __init__(self) -> None:
         super().__init__("Expected at least one sample before compute(), but none was added.")
 
 
-class EnsembleMetrics(Metric):
+class MemberMetric(Metric):
+    """Base class of metrics of K members: states are float64 sums over samples."""
+
+    is_differentiable = False
+    higher_is_better = None
+    full_state_update = False
+
+    member_score: ClassVar[str]  # the name of the score in `members`
+    samples: Tensor
+    sums: Tensor
+    member_sums: Tensor
+
+    def __init__(self, num_members: int, shapes: dict[str, tuple[int, ...]], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.num_members = num_members
+        for name, shape in {"samples": (), **shapes}.items():
+            self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """Keep the axis of `members` for one member, which torchmetrics removes."""
+        wrapped = super()._wrap_compute(compute)
+
+        @functools.wraps(wrapped)
+        def with_member_axis() -> dict[str, Tensor]:
+            scores = wrapped()
+            return {**scores, "members": scores["members"].reshape(self.num_members)}
+
+        return with_member_axis
+
+
+class EnsembleMetrics(MemberMetric):
     """Scores of an ensemble and its members, accumulated over batches.
 
     `compute()` returns a dict:
@@ -46,6 +74,7 @@ class EnsembleMetrics(Metric):
         num_classes: C.
         num_bins: Bins of the calibration error.
         ignore_index: Class index that does not count.
+        **kwargs: Options of `torchmetrics.Metric`.
 
     Example:
         >>> metrics = EnsembleMetrics(num_members=2, num_classes=2)
@@ -55,13 +84,7 @@ class EnsembleMetrics(Metric):
         (tensor(1.), tensor([1., 0.]), tensor(1.))
     """
 
-    is_differentiable = False
-    higher_is_better = None
-    full_state_update = False
-
-    samples: Tensor
-    sums: Tensor
-    member_sums: Tensor
+    member_score = "member_accuracy"
     bins: Tensor
     member_bins: Tensor
     nonfinite: Tensor
@@ -69,27 +92,24 @@ class EnsembleMetrics(Metric):
     def __init__(
         self, num_members: int, num_classes: int, *, num_bins: int = 15, ignore_index: int = -100, **kwargs: Any
     ) -> None:
-        super().__init__(**kwargs)
-        _checks.check_count(num_members, "num_members")
-        _checks.check_count(num_classes, "num_classes")
-        _checks.check_count(num_bins, "num_bins")
-        self.num_members, self.num_classes = num_members, num_classes
-        self.num_bins, self.ignore_index = num_bins, ignore_index
-        # float64: a sum over many samples keeps the digits of its terms
+        for name, count in {"num_members": num_members, "num_classes": num_classes, "num_bins": num_bins}.items():
+            _checks.check_count(count, name)
         shapes = {
-            "samples": (),
-            "sums": (len(SUMS),),
-            "member_sums": (len(MEMBER_SUMS), num_members),
+            "sums": (len(SCORES),),
+            "member_sums": (len(MEMBER_SCORES), num_members),
             "bins": (3, num_bins),
             "member_bins": (num_members, 3, num_bins),
             "nonfinite": (num_members,),
         }
-        for name, shape in shapes.items():
-            self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+        super().__init__(num_members, shapes, **kwargs)
+        self.num_classes, self.num_bins, self.ignore_index = num_classes, num_bins, ignore_index
+
+    def extra_repr(self) -> str:
+        return f"num_members={self.num_members}, num_classes={self.num_classes}"
 
     @torch.no_grad()
     def update(self, logits: Tensor, target: Tensor, *, member_weights: Tensor | Sequence[float] | None = None) -> None:
-        """Adds a batch.
+        """Add a batch.
 
         Args:
             logits: Members' logits, `(K, N, C, ...)`.
@@ -104,7 +124,12 @@ class EnsembleMetrics(Metric):
             )
         if _checks.check_target(target, logits, ignore_index=self.ignore_index):
             raise TypeError("Expected class indices in `target`, but got class probabilities. Use target.argmax(1).")
-        logits, target, valid = self._samples(logits, target)
+        # dense outputs as rows, (K, M, C) and (M,); ignored samples are zeros
+        target = target.reshape(-1).long()
+        valid = target != self.ignore_index
+        target = target.masked_fill(~valid, 0)
+        logits = logits.movedim(2, -1).reshape(self.num_members, -1, self.num_classes)
+        logits = torch.where(valid[:, None], logits, 0)
         _checks.check_finite(logits)
         self.nonfinite += (~torch.isfinite(logits)).flatten(1).any(1)
 
@@ -112,57 +137,38 @@ class EnsembleMetrics(Metric):
         q = log_q.exp()
         log_mixture = ensemble_log_probs(logits, member_weights=member_weights)
         mixture = log_mixture.exp()
-        own = target.expand(self.num_members, -1)
         scores = [
             log_mixture.argmax(1) == target,
-            -log_mixture.gather(1, target[:, None]).squeeze(1),
+            F.nll_loss(log_mixture, target, reduction="none"),
             brier_scores(mixture, target),
             disagreement(logits, reduction="none"),
             mutual_information(logits, member_weights=member_weights, reduction="none"),
             ambiguity(logits, target, member_weights=member_weights, reduction="none"),
         ]
         members = [
-            logits.argmax(2) == own,
-            -log_q.gather(2, own[..., None]).squeeze(2),
+            logits.argmax(2) == target,
+            -log_q.gather(2, target.expand(self.num_members, -1)[..., None]).squeeze(2),
             torch.stack([brier_scores(member, target) for member in q]),
         ]
+        bins = [torch.stack(calibration_bins(p, target, self.num_bins, counted=valid)) for p in (mixture, *q)]
         self.samples += valid.sum()
         self.sums += torch.stack([(score * valid).sum(dtype=torch.float64) for score in scores])
         self.member_sums += torch.stack([(score * valid).sum(1, dtype=torch.float64) for score in members])
-        self.bins += torch.stack(calibration_bins(mixture, target, self.num_bins, counted=valid))
-        bins = [torch.stack(calibration_bins(member, target, self.num_bins, counted=valid)) for member in q]
-        self.member_bins += torch.stack(bins)
+        self.bins += bins[0]
+        self.member_bins += torch.stack(bins[1:])
 
     def compute(self) -> dict[str, Tensor]:
-        """The scores of everything added so far, float32 scalars and `members` `(K,)`."""
+        """Return the scores of all samples added, float32 scalars and `members` `(K,)`."""
         bad = self.nonfinite.nonzero().flatten().tolist()
         if bad:
             raise ValueError(_checks.nonfinite_message(bad))
         if self.samples == 0:
             raise NoSamples
-        scores = dict(zip(SUMS, self.sums / self.samples, strict=True))
+        scores = dict(zip(SCORES, self.sums / self.samples, strict=True))
         means = self.member_sums / self.samples  # (3, K)
         scores["calibration_error"] = bins_error(CalibrationBins(*self.bins))
-        scores |= {f"member_{name}": mean for name, mean in zip(MEMBER_SUMS, means.mean(1), strict=True)}
+        scores |= {f"member_{name}": mean for name, mean in zip(MEMBER_SCORES, means.mean(1), strict=True)}
         errors = [bins_error(CalibrationBins(*bins)) for bins in self.member_bins]
         scores["member_calibration_error"] = torch.stack(errors).mean()
-        scores["members"] = means[MEMBER_SUMS.index("accuracy")]
+        scores["members"] = means[MEMBER_SCORES.index("accuracy")]
         return {name: score.float() for name, score in scores.items()}
-
-    def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """As torchmetrics does, but `members` keeps its axis where it is one number, which torchmetrics squeezes."""
-        wrapped = super()._wrap_compute(compute)
-
-        @functools.wraps(wrapped)
-        def with_member_axis() -> dict[str, Tensor]:
-            scores = wrapped()
-            return {**scores, "members": scores["members"].reshape(self.num_members)}
-
-        return with_member_axis
-
-    def _samples(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Dense outputs as rows, `(K, M, C)` and `(M,)`, and which of them count; those that do not are zeros."""
-        logits = logits.movedim(2, -1).reshape(self.num_members, -1, self.num_classes)
-        target = target.reshape(-1).long()
-        valid = target != self.ignore_index
-        return torch.where(valid[:, None], logits, 0), target.masked_fill(~valid, 0), valid

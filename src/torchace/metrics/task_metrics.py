@@ -1,4 +1,4 @@
-"""Scores for every link of an ensemble, as flat numbers that a logger takes."""
+"""Scores for ensembles of every link, as scalars for a logger."""
 
 from __future__ import annotations
 
@@ -7,23 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from torchace import _checks
 from torchace.functional import ensemble_probs
-from torchace.functional._members import along_members
-from torchace.metrics.ensemble import EnsembleMetrics, NoSamples
+from torchace.metrics.ensemble import EnsembleMetrics, MemberMetric, NoSamples
 
 
-class RegressionMetrics(Metric):
+class RegressionMetrics(MemberMetric):
     r"""Scores of an ensemble of regressors, accumulated over batches.
 
     `compute()` returns a dict: `mean_squared_error` of the ensemble, `member_mean_squared_error` (the mean over
     members), `ambiguity` (the members' mean squared distance from the ensemble, $\sum_k \alpha^k (F^k - \bar F)^2$) and
     `members`, the mean squared error of each, `(K,)`.
-
-    Args:
-        num_members: K.
 
     Example:
         >>> metrics = RegressionMetrics(num_members=2)
@@ -32,27 +27,20 @@ class RegressionMetrics(Metric):
         (tensor(1.), tensor(1.))
     """
 
-    is_differentiable = False
-    higher_is_better = None
-    full_state_update = False
-
-    elements: Tensor
-    sums: Tensor
-    member_sums: Tensor
+    member_score = "member_mean_squared_error"
 
     def __init__(self, num_members: int, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
         _checks.check_count(num_members, "num_members")
-        self.num_members = num_members
-        # float64: a sum over many samples keeps the digits of its terms
-        for name, shape in {"elements": (), "sums": (2,), "member_sums": (num_members,)}.items():
-            self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+        super().__init__(num_members, {"sums": (2,), "member_sums": (num_members,)}, **kwargs)
+
+    def extra_repr(self) -> str:
+        return f"num_members={self.num_members}"
 
     @torch.no_grad()
     def update(
         self, predictions: Tensor, target: Tensor, *, member_weights: Tensor | Sequence[float] | None = None
     ) -> None:
-        """Adds a batch.
+        """Add a batch.
 
         Args:
             predictions: Members' predictions, `(K, N, ...)`.
@@ -65,17 +53,17 @@ class RegressionMetrics(Metric):
         values = predictions.double()
         mean = ensemble_probs(values, member_weights=member_weights, link="identity")
         alpha = _checks.as_member_weights(member_weights, self.num_members, like=values)
-        spread = (along_members(alpha, values) * (values - mean).square()).sum()
-        self.elements += target.numel()
-        self.sums += torch.stack([(mean - target).square().sum(), spread])
+        spread = (values - mean).square().flatten(1).sum(1)
+        self.samples += target.numel()
+        self.sums += torch.stack([(mean - target).square().sum(), alpha @ spread])
         self.member_sums += (values - target).square().flatten(1).sum(1)
 
     def compute(self) -> dict[str, Tensor]:
-        """The scores of everything added so far, float32 scalars and `members` `(K,)`."""
-        if self.elements == 0:
+        """Return the scores of all samples added, float32 scalars and `members` `(K,)`."""
+        if self.samples == 0:
             raise NoSamples
-        error, spread = self.sums / self.elements
-        members = self.member_sums / self.elements
+        error, spread = self.sums / self.samples
+        members = self.member_sums / self.samples
         scores = {
             "mean_squared_error": error,
             "member_mean_squared_error": members.mean(),
@@ -86,18 +74,13 @@ class RegressionMetrics(Metric):
 
 
 class TaskMetrics(nn.Module):
-    """The scores that suit an ensemble's link, under names that a logger takes; sizes come from the first batch.
+    """The scores for an ensemble's link, one scalar each; sizes come from the first batch.
 
     - `"softmax"`: those of `EnsembleMetrics`. A target of class probabilities is scored by its most likely class.
-    - `"sigmoid"`: the same, each output a choice between no and yes; a target above 0.5 is a yes.
+    - `"sigmoid"`: the same, with each output as two classes; a target above 0.5 is the second one.
     - `"identity"`: those of `RegressionMetrics`.
 
-    `members` becomes one number a member: `member_accuracy_0`, ..., or `member_mean_squared_error_0`, ...
-
-    Args:
-        num_members: K.
-        link: The ensemble's link.
-        ignore_index: Class index that does not count.
+    `members` becomes one scalar for each member: `member_accuracy_0`, ..., or `member_mean_squared_error_0`, ...
 
     Example:
         >>> metrics = TaskMetrics(num_members=2, link="sigmoid")
@@ -110,13 +93,18 @@ class TaskMetrics(nn.Module):
         super().__init__()
         _checks.check_choice(link, "link", _checks.LINKS)
         self.num_members, self.link, self.ignore_index = num_members, link, ignore_index
-        self.metrics: Metric | None = None
+        self.metrics: MemberMetric | None = None
+
+    @classmethod
+    def of_loss(cls, ensemble: Any, loss: Any) -> TaskMetrics:
+        """Return the metrics for an ensemble that a loss trains."""
+        return cls(ensemble.num_members, ensemble.link, ignore_index=getattr(loss, "ignore_index", -100))
 
     @torch.no_grad()
     def update(
         self, outputs: Tensor, target: Tensor, *, member_weights: Tensor | Sequence[float] | None = None
     ) -> None:
-        """Adds a batch: the members' outputs `(K, N, ...)`, their target, and the weights of the members."""
+        """Add a batch: the members' outputs `(K, N, ...)` and their target."""
         outputs = outputs.detach()
         if self.link == "sigmoid":
             # softmax over (0, z) is sigmoid(z): two classes for each output, (K, N, 2, ...)
@@ -125,28 +113,25 @@ class TaskMetrics(nn.Module):
         elif self.link == "softmax" and target.is_floating_point() and target.shape == outputs.shape[1:]:
             target = target.argmax(1)
         if self.metrics is None:
-            self.metrics = self._sized(outputs)
+            if self.link == "identity":
+                self.metrics = RegressionMetrics(self.num_members)
+            else:
+                self.metrics = EnsembleMetrics(self.num_members, outputs.shape[2], ignore_index=self.ignore_index)
         self.metrics = self.metrics.to(outputs.device)  # which may change between training and prediction
         self.metrics.update(outputs, target, member_weights=member_weights)
 
     def compute(self) -> dict[str, Tensor]:
-        """The scores of everything added since the last reset, one scalar each; none where nothing counted."""
+        """Return the scores since the last reset; none if no sample counted."""
         if self.metrics is None or not self.metrics.update_called:
             return {}
         try:
             scores: dict[str, Tensor] = self.metrics.compute()
-        except NoSamples:  # all of them are ignored, here and on all other ranks
+        except NoSamples:  # all are ignored, on all ranks
             return {}
-        name = "member_mean_squared_error" if self.link == "identity" else "member_accuracy"
-        each = {f"{name}_{k}": value for k, value in enumerate(scores["members"].reshape(-1))}
-        return {**{key: value for key, value in scores.items() if key != "members"}, **each}
+        members = scores.pop("members")
+        return scores | {f"{self.metrics.member_score}_{k}": value for k, value in enumerate(members)}
 
     def reset(self) -> None:
-        """Forgets everything added."""
+        """Forget all samples."""
         if self.metrics is not None:
             self.metrics.reset()
-
-    def _sized(self, outputs: Tensor) -> Metric:
-        if self.link == "identity":
-            return RegressionMetrics(self.num_members)
-        return EnsembleMetrics(self.num_members, outputs.shape[2], ignore_index=self.ignore_index)

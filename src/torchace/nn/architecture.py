@@ -1,4 +1,4 @@
-"""Which members can be stacked: those of one architecture, which differ in parameters and buffers alone."""
+"""Checks that members can be stacked: one architecture, differing in parameters and buffers only."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ import numpy as np
 from torch import Tensor, nn
 
 from torchace.nn.comparison import NotComparable, NotStackable, StateComparison
-from torchace.nn.recomputed import recomputed_names
+from torchace.nn.stacked_state import recomputed_names
 
-# Of each hook: what else is known about it, under its number, which differs between layers.
+# Each kind of hook, with the attributes that hold its flags by the hook's number, which differs between layers.
 HOOKS: dict[str, tuple[str, ...]] = {
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
-    "_backward_hooks": (),
-    "_backward_pre_hooks": (),
-    "_state_dict_hooks": (),
-    "_state_dict_pre_hooks": (),
-    "_load_state_dict_pre_hooks": (),
-    "_load_state_dict_post_hooks": (),
+    **dict.fromkeys(("_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks"), ()),
+    **dict.fromkeys(("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"), ()),
 }
 # compared by themselves, or (the last) not copied
 REGISTERED = ("_parameters", "_buffers", "_modules", "_compiled_call_impl")
@@ -27,57 +23,28 @@ ADVICE = "Use Ensemble(members) for members that differ"
 
 
 def check_layers(members: list[nn.Module]) -> None:
-    """Refuse at once what is known not to work under `vmap`."""
+    """Refuse layers that are known to fail when computed for all members at once."""
     for k, member in enumerate(members):
         if not isinstance(member, nn.Module):
             raise TypeError(f"Expected members to be modules, but member {k} is {type(member).__name__}.")
         for name, parameter in member.named_parameters():
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                raise not_vectorisable(
-                    member, name.rpartition(".")[0], f"the hooks of its parameter {name!r} would never be called"
-                )
+                why = f"the hooks of its parameter {name!r} would never be called"
+                raise not_stackable(member, name.rpartition(".")[0], why)
     member = members[0]
     for name, layer in member.named_modules():
         if isinstance(layer, nn.Embedding) and layer.sparse:
-            raise not_vectorisable(member, name, "sparse gradients have no batched form")
+            raise not_stackable(member, name, "sparse gradients have no batched form")
         if any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=False)):
-            raise not_vectorisable(member, name, "its parameters are not initialised yet; run it once before")
+            raise not_stackable(member, name, "its parameters are not initialized yet; run it once before")
         old_style = any("spectral_norm" in type(hook).__module__ for hook in layer._forward_pre_hooks.values())
         if old_style or type(layer).__name__ == "_SpectralNorm":
             owner = name.split(".parametrizations.")[0]
-            raise not_vectorisable(member, owner, "spectral normalisation changes its buffers as vmap cannot follow")
+            raise not_stackable(member, owner, "spectral normalization changes its buffers in a way vmap cannot follow")
 
 
-def check_one_architecture(members: list[nn.Module]) -> None:
-    """Refuse members that differ in anything but the values of parameters and buffers."""
-    first = {name: (layer, _plain_state(layer)) for name, layer in members[0].named_modules()}
-    for k, member in enumerate(members[1:] or members, min(1, len(members) - 1)):  # one member: with itself
-        layers = dict(member.named_modules())
-        if list(layers) != list(first):
-            raise ValueError(
-                f"Expected members of one architecture, but member {k} has other layers than member 0. {ADVICE}."
-            )
-        comparison = StateComparison(member, members[0])
-        for name, layer in layers.items():
-            _check_layer(comparison, k, name, layer, *first[name])
-        for kind in ("parameters", "buffers"):
-            ours = [(n, _described(t)) for n, t in getattr(member, f"named_{kind}")()]
-            theirs = [(n, _described(t)) for n, t in getattr(members[0], f"named_{kind}")()]
-            for (name, here), (other_name, there) in zip(ours, theirs, strict=False):
-                if (name, here) != (other_name, there):
-                    raise ValueError(
-                        f"Expected members of one architecture, but {name!r} is {here} in member {k} and "
-                        f"{other_name!r} is {there} in member 0. {ADVICE}."
-                    )
-            if len(ours) != len(theirs):
-                raise ValueError(
-                    f"Expected members of one architecture, but member {k} has {len(ours)} {kind} and member 0 has "
-                    f"{len(theirs)}. {ADVICE}."
-                )
-
-
-def not_vectorisable(root: nn.Module, name: str, why: str) -> ValueError:
-    """The error for a layer that `vmap` cannot compute."""
+def not_stackable(root: nn.Module, name: str, why: str) -> ValueError:
+    """Return the error for a layer that cannot be computed for all members at once."""
     layer = root.get_submodule(name)
     where = f"layer {name!r} ({type(layer).__name__})" if name else f"the member ({type(layer).__name__})"
     return ValueError(
@@ -86,78 +53,92 @@ def not_vectorisable(root: nn.Module, name: str, why: str) -> ValueError:
     )
 
 
+def check_one_architecture(members: list[nn.Module]) -> None:
+    """Refuse members that differ in anything but the values of parameters and buffers."""
+    first = {name: (layer, _plain_state(layer)) for name, layer in members[0].named_modules()}
+    for k, member in enumerate(members[1:] or members, min(1, len(members) - 1)):  # one member: with itself
+        layers = dict(member.named_modules())
+        if list(layers) != list(first):
+            raise _different(f"member {k} has other layers than member 0. {ADVICE}")
+        comparison = StateComparison(member, members[0])
+        for name, layer in layers.items():
+            _check_layer(comparison, k, name, layer, *first[name])
+        for kind in ("parameters", "buffers"):
+            ours, theirs = (
+                [(name, _describe(tensor)) for name, tensor in getattr(m, f"named_{kind}")()]
+                for m in (member, members[0])
+            )
+            for (name, here), (other_name, there) in zip(ours, theirs, strict=False):
+                if (name, here) != (other_name, there):
+                    raise _different(
+                        f"{name!r} is {here} in member {k} and {other_name!r} is {there} in member 0. {ADVICE}"
+                    )
+            if len(ours) != len(theirs):
+                raise _different(f"member {k} has {len(ours)} {kind} and member 0 has {len(theirs)}. {ADVICE}")
+
+
+def _different(how: str) -> ValueError:
+    return ValueError(f"Expected members of one architecture, but {how}.")
+
+
 def _check_layer(
     comparison: StateComparison, k: int, name: str, layer: nn.Module, first: nn.Module, expected: dict[str, Any]
 ) -> None:
-    """Refuse a layer of member `k` that is not what it is in member 0: its class, settings and hooks."""
+    """Refuse a layer of member `k` whose class, settings or hooks differ from those in member 0."""
     state = _plain_state(layer)
+    place = f"layer {name!r}" if name else "the whole"
     attribute = "__class__"
     try:
-        same = comparison.same_type(type(layer), type(first))
-        if not same or layer.extra_repr() != first.extra_repr():
-            raise ValueError(
-                f"Expected members of one architecture, but {_named(name)} is {_one_line(layer)} in member {k} and "
-                f"{_one_line(first)} in member 0. {ADVICE}."
-            )
+        if not comparison.same_type(type(layer), type(first)) or layer.extra_repr() != first.extra_repr():
+            ours, theirs = (f"{type(layer).__name__}({layer.extra_repr()})" for layer in (layer, first))
+            raise _different(f"{place} is {ours} in member {k} and {theirs} in member 0. {ADVICE}")
         for attribute in dict.fromkeys([*state, *expected]):
-            missing = [n for n, held in ((k, state), (0, expected)) if attribute not in held]
-            if missing or not comparison.equal(state[attribute], expected[attribute]):
-                one, other = (_shown(held, attribute) for held in (state, expected))
-                values = [held[attribute] for held in (state, expected) if attribute in held]
-                advice = f", or register the numbers that differ as a buffer: register_buffer({attribute!r}, tensor)"
-                raise ValueError(
-                    f"Expected members of one architecture, but {attribute!r} of {_named(name)} is {one} in member {k} "
-                    f"and {other} in member 0. {ADVICE}{advice if any(map(_is_numbers, values)) else ''}."
-                )
+            values = [held[attribute] for held in (state, expected) if attribute in held]
+            if len(values) < 2 or not comparison.equal(*values):
+                ours, theirs = (_quote(held, attribute) for held in (state, expected))
+                advice = ADVICE
+                if any(map(_is_numeric, values)):
+                    advice += (
+                        f", or register the numbers that differ as a buffer: register_buffer({attribute!r}, tensor)"
+                    )
+                raise _different(f"{attribute!r} of {place} is {ours} in member {k} and {theirs} in member 0. {advice}")
     except (NotComparable, NotStackable) as error:
-        raise ValueError(
-            f"Expected members of one architecture, but {attribute!r} of {_named(name)} in member {k} holds {error}. "
-            "Use Ensemble(members), which leaves members as they are."
+        raise _different(
+            f"{attribute!r} of {place} in member {k} holds {error}. Use Ensemble(members), which does not copy members"
         ) from error
 
 
 def _plain_state(layer: nn.Module) -> dict[str, Any]:
-    """What a layer holds beside registered layers, parameters and buffers; hooks in order, without their numbers."""
-    extras = {extra for names in HOOKS.values() for extra in names}
-    left_out = {*REGISTERED, *extras, *recomputed_names(layer)}
+    """Return a layer's attributes without registered ones; hooks in order, without their numbers."""
+    flags = {flag for names in HOOKS.values() for flag in names}
+    left_out = {*REGISTERED, *flags, *recomputed_names(layer)}
     if isinstance(layer, nn.RNNBase):
         left_out |= {"_flat_weights", "_flat_weight_refs"}  # its parameters once more
     state = {name: value for name, value in vars(layer).items() if name not in left_out}
-    for name, known in HOOKS.items():
-        hooks = state.get(name, {})
-        flags = [vars(layer).get(extra, {}) for extra in known]
+    for name, flag_names in HOOKS.items():
+        flagged = [vars(layer).get(flag, {}) for flag in flag_names]
         state[name] = [
-            (hook, *(number in flag for flag in flags))
-            for number, hook in hooks.items()
-            if not recomputed_names(layer, [hook])  # which depends on parameters and buffers alone
+            (hook, *(number in numbers for numbers in flagged))
+            for number, hook in state.get(name, {}).items()
+            if not recomputed_names(layer, [hook])  # depends on parameters and buffers alone
         ]
     return state
 
 
-def _is_numbers(value: Any) -> bool:
-    """Whether a value could be a buffer: numbers, alone in a tensor, array or list."""
+def _is_numeric(value: Any) -> bool:
+    """Whether a value could be a buffer: numbers in a tensor, array, list or dictionary."""
     if isinstance(value, dict):
-        return any(map(_is_numbers, value.values()))
+        return any(map(_is_numeric, value.values()))
     if isinstance(value, (list, tuple, range, set)):
-        return all(isinstance(item, (int, float)) or _is_numbers(item) for item in value)
+        return all(isinstance(item, (int, float)) or _is_numeric(item) for item in value)
     return isinstance(value, (Tensor, np.ndarray))
 
 
-def _shown(state: dict[str, Any], attribute: str) -> str:
-    if attribute not in state:
-        return "missing"
-    text = " ".join(repr(state[attribute]).split())
+def _quote(state: dict[str, Any], attribute: str) -> str:
+    text = " ".join(repr(state[attribute]).split()) if attribute in state else "missing"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _described(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
     return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}{', frozen' if frozen else ''}"
-
-
-def _named(name: str) -> str:
-    return f"layer {name!r}" if name else "the whole"
-
-
-def _one_line(layer: nn.Module) -> str:
-    return f"{type(layer).__name__}({layer.extra_repr()})"

@@ -1,7 +1,7 @@
-"""Whether two members hold the same plain state: whatever is no registered layer, parameter or buffer.
+"""Comparison of the plain state of two members: what is not a registered layer, parameter or buffer.
 
-A stacked module has one such state for all members, a copy of the first member's. So two states are the same here only
-where a copy of one can stand for the other.
+A stacked module has one such state for all members, a copy of the first member's. So two states are equal here only
+where a copy of one can replace the other.
 """
 
 from __future__ import annotations
@@ -19,51 +19,38 @@ from torch import Tensor, fx, nn
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
 CODE = (
-    "co_code",
-    "co_names",
-    "co_varnames",
-    "co_freevars",
-    "co_cellvars",
-    "co_argcount",
-    "co_posonlyargcount",
-    "co_kwonlyargcount",
-    "co_flags",
+    *("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_argcount", "co_posonlyargcount"),
+    *("co_kwonlyargcount", "co_flags"),
 )
-# what a class has of its own whatever it does
-CLASS_NAMES = {
-    "__module__",
-    "__dict__",
-    "__weakref__",
-    "__doc__",
-    "__annotations__",
-    "__slotnames__",
-    "_abc_impl",
-}
+# attributes of a class that do not change its behaviour
+CLASS_NAMES = {"__module__", "__dict__", "__weakref__", "__doc__", "__annotations__", "__slotnames__", "_abc_impl"}
 
 
 class NotComparable(Exception):
-    """A value that may or may not be the same in both members; says what it is."""
+    """A value that may or may not be equal in both members; the message describes it."""
 
 
 class NotStackable(Exception):
-    """A value that a stacked module would not hold for each member; says why."""
+    """A value that a stacked module would not hold for each member; the message says why."""
 
 
 class StateComparison:
     """Compares values of two members of one architecture.
 
-    A layer, parameter or buffer of the member itself is the same where it has the same name in both. Anything else is
-    compared by value: containers by their items, functions by their code and what they hold, other objects by the
-    state that `copy` and `pickle` see, or by their own `__eq__`.
+    A layer, parameter or buffer of the member itself equals that of the same name. Other values are compared by
+    content: containers by their items, functions by their code and what they hold, other objects by the state that
+    `copy` and `pickle` see, or by their own `__eq__`.
     """
 
     def __init__(self, one: nn.Module, other: nn.Module) -> None:
-        self._names = _names_by_id(one), _names_by_id(other)
-        # pairs found equal, or being compared (a cycle); the values are kept, since a free id is given again
+        self._names = tuple(
+            {id(v): n for n, v in [*m.named_modules(), *m.named_parameters(), *m.named_buffers()]} for m in (one, other)
+        )
+        # pairs found equal or being compared (a cycle); holds the values, because the id of a freed one is reused
         self._pairs: dict[tuple[int, int, bool], tuple[Any, Any]] = {}
 
     def equal(self, a: Any, b: Any, *, copied: bool = True) -> bool:
-        """Whether two values are the same.
+        """Return whether two values are equal.
 
         Args:
             a: A value in the first member.
@@ -71,7 +58,7 @@ class StateComparison:
             copied: Whether a deep copy of a member copies this value too; what a function holds is not copied.
         """
         if type(a) in ATOMS:
-            return type(a) is type(b) and bool(a == b or (a != a and b != b))  # not a number equals itself here
+            return type(a) is type(b) and bool(a == b or (a != a and b != b))  # NaN equals itself here
         if isinstance(a, (Tensor, nn.Module)) and isinstance(b, (Tensor, nn.Module)):
             name, other_name = self._names[0].get(id(a)), self._names[1].get(id(b))
             if name is not None or other_name is not None:
@@ -92,7 +79,7 @@ class StateComparison:
         return same
 
     def same_type(self, a: type, b: type) -> bool:
-        """Whether two classes do the same: parametrised layers and traced modules have a class of their own each."""
+        """Return whether two classes do the same: each parametrized or traced module has a class of its own."""
         if a is b:
             return True
         if (a.__module__, a.__qualname__) != (b.__module__, b.__qualname__):
@@ -116,7 +103,7 @@ class StateComparison:
         if type(a) in (list, tuple):
             return self._equal_items(a, b, copied)
         if type(a) in (set, frozenset):
-            return len(a) == len(b) and all(any(self._tried(x, y, copied) for y in b) for x in a)
+            return len(a) == len(b) and all(any(self._equal_or_unknown(x, y, copied) for y in b) for x in a)
         if isinstance(a, types.FunctionType):
             return self._equal_functions(a, b)
         if isinstance(a, (types.MethodType, types.BuiltinMethodType)) and a is not b:
@@ -129,9 +116,9 @@ class StateComparison:
             return all(self.equal(getattr(a, p, None), getattr(b, p, None), copied=False) for p in parts)
         if isinstance(a, weakref.ref):
             return self.equal(a(), b(), copied=False)
-        if isinstance(a, fx.Graph):  # of a traced module; what its steps call stands in them
-            steps = [[(node.name, node.op, node.target) for node in graph.nodes] for graph in (a, b)]
-            return str(a) == str(b) and self.equal(*steps)
+        if isinstance(a, fx.Graph):  # of a traced module
+            nodes = [[(node.name, node.op, node.target) for node in graph.nodes] for graph in (a, b)]
+            return str(a) == str(b) and self.equal(*nodes)
         if isinstance(a, Iterator):
             raise NotComparable(f"a {type(a).__name__}, whose position cannot be compared")
         return self._equal_objects(a, b, copied)
@@ -139,28 +126,27 @@ class StateComparison:
     def _equal_items(self, a: Any, b: Any, copied: bool) -> bool:
         return len(a) == len(b) and all(self.equal(x, y, copied=copied) for x, y in zip(a, b, strict=True))
 
-    def _tried(self, a: Any, b: Any, copied: bool) -> bool:
+    def _equal_or_unknown(self, a: Any, b: Any, copied: bool) -> bool:
         try:
             return self.equal(a, b, copied=copied)
         except NotComparable:
             return False
 
     def _equal_functions(self, a: types.FunctionType, b: types.FunctionType) -> bool:
-        """The same code, default values, enclosed values and, for functions of two modules, global names."""
+        """Compare code, default values, enclosed values and, for functions of two modules, global names."""
         if not self.equal(a.__code__, b.__code__):
             return False
         names = [] if a.__globals__ is b.__globals__ else _global_names(a.__code__)
         held = [
-            (f.__defaults__, f.__kwdefaults__, vars(f), _enclosed(f), [f.__globals__.get(name) for name in names])
+            (f.__defaults__, f.__kwdefaults__, vars(f), _enclosed_values(f), [f.__globals__.get(n) for n in names])
             for f in (a, b)
         ]
         return self.equal(*held, copied=False)
 
     def _equal_objects(self, a: Any, b: Any, copied: bool) -> bool:
-        """The same state as `copy` and `pickle` see it, or the same by the type's own `__eq__`."""
+        """Compare the state that `copy` and `pickle` see, or use the type's own `__eq__`."""
         try:
-            states = [_state(value) for value in (a, b)]
-            if self.equal(*states, copied=copied):
+            if self.equal(_object_state(a), _object_state(b), copied=copied):
                 return True
             comparable = True
         except NotComparable:
@@ -170,12 +156,6 @@ class StateComparison:
         if not comparable:
             raise NotComparable(f"a {type(a).__name__}, which cannot be compared")
         return False
-
-
-def _names_by_id(member: nn.Module) -> dict[int, str]:
-    """The names of a member's layers, parameters and buffers."""
-    named = [*member.named_modules(), *member.named_parameters(), *member.named_buffers()]
-    return {id(value): name for name, value in named}
 
 
 def _equal_tensors(a: Tensor, b: Tensor) -> bool:
@@ -192,8 +172,8 @@ def _equal_tensors(a: Tensor, b: Tensor) -> bool:
         raise NotComparable(f"a tensor of layout {a.layout} and type {a.dtype}, which cannot be compared") from None
 
 
-def _enclosed(function: types.FunctionType) -> list[Any]:
-    """The values of the outer variables that a function uses; None for one without a value yet."""
+def _enclosed_values(function: types.FunctionType) -> list[Any]:
+    """Return the values of the outer variables that a function uses; None for one without a value yet."""
     values = []
     for cell in function.__closure__ or ():
         try:
@@ -210,8 +190,8 @@ def _global_names(code: types.CodeType) -> list[str]:
     return [*code.co_names, *inner]
 
 
-def _state(value: Any) -> list[Any]:
-    """What makes an object again: a function, its arguments, attributes and items."""
+def _object_state(value: Any) -> list[Any]:
+    """Return what recreates an object: a function, its arguments, attributes and items."""
     if isinstance(value, types.ModuleType):
         return [value.__name__]
     try:
@@ -220,13 +200,12 @@ def _state(value: Any) -> list[Any]:
         if isinstance(state, str):  # the name of a global object
             return [state]
         return [list(part) if isinstance(part, Iterator) else part for part in state]
-    except Exception as error:  # of any kind: an object's own refusal to be copied
+    except Exception as error:  # an object may refuse to be copied with any error
         raise NotComparable(str(error)) from error
 
 
 def _equal_by_type(a: Any, b: Any) -> bool:
-    """Whether an object's own `__eq__`, if it has one, says that they are equal."""
     try:
-        return "__eq__" in {name for kind in type(a).__mro__[:-1] for name in vars(kind)} and (a == b) is True
-    except Exception:  # of any kind: it compares arrays, or something that cannot be
+        return any("__eq__" in vars(kind) for kind in type(a).__mro__[:-1]) and (a == b) is True
+    except Exception:  # an `__eq__` may fail with any error
         return False

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from torch import Tensor, nn
 
 from torchace import _checks
-from torchace.nn.base import (
+from torchace.nn.base import EnsembleModule
+from torchace.nn.members import (
     BATCHES,
-    EnsembleModule,
     as_list,
     average_shared_gradients,
+    call_members,
+    check_modules,
     check_own_batches,
     check_shared_parameters,
-    check_unchanged,
-    shared_tensors,
     stack_outputs,
     tensor_versions,
 )
-from torchace.nn.checkpoints import MakeModel, PathLike, load_members
+
+if TYPE_CHECKING:
+    from torchace.nn.checkpoints import MakeModel, PathLike
 
 
 class Ensemble(EnsembleModule):
@@ -31,8 +33,8 @@ class Ensemble(EnsembleModule):
 
     Args:
         members: Modules that return logits `(N, C, ...)`, the same shape for all. They may share frozen parameters and
-            constant buffers, but no trained parameter: what is trained together is the `trunk`.
-        trunk: What the members share, if anything.
+            constant buffers, but no trained parameter: a trained shared part is the `trunk`.
+        trunk: The part that the members share, if any.
         link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
 
     Example:
@@ -45,12 +47,10 @@ class Ensemble(EnsembleModule):
 
     def __init__(self, members: Iterable[nn.Module], trunk: nn.Module | None = None, link: str = "softmax") -> None:
         members = as_list(members)
-        for k, member in enumerate(members):
-            if not isinstance(member, nn.Module):
-                raise TypeError(f"Expected members to be modules, but member {k} is {type(member).__name__}.")
-        shares = check_shared_parameters(members, trunk)
+        check_modules(dict(enumerate(members)))
+        shared = check_shared_parameters(members, trunk)
         super().__init__(len(members), link)
-        self._shares = shares  # frozen parameters or buffers, which must stay as they are
+        self._has_shared_tensors = bool(shared)  # frozen parameters or buffers, which must stay constant
         self.trunk = trunk
         self.members = nn.ModuleList(members)
 
@@ -65,27 +65,27 @@ class Ensemble(EnsembleModule):
         state_key: str | None = None,
         prefix: str | None = None,
     ) -> Self:
-        """An ensemble of models that were trained before, each from a file of its weights.
+        """Build an ensemble of trained models, each from a file of its weights.
 
         A file is `.safetensors`, or one of `torch.save` (`.pt`, `.pth`, `.ckpt`, ...), read with `weights_only=True`: a
-        state dict, or a checkpoint that has one, Lightning's for one. A directory that `save_model` wrote for an
-        `Ensemble` of one member will do as well. Names may start with what a wrapper adds (`model.`, `module.`,
-        `_orig_mod.`). Names and shapes must be the model's, all of them; whole pickled models are refused.
+        state dict, or a checkpoint that contains one, such as Lightning's. A directory that `save_model` wrote for an
+        `Ensemble` of one member works too. Prefixes that wrappers add to names (`model.`, `module.`, `_orig_mod.`) are
+        removed. All names and shapes must match the model's; whole pickled models are refused.
 
         Args:
             make_model: Makes one model, whose weights are then replaced; or a list of such functions, one for each
                 path, for models of several architectures.
-            paths: One file a member.
-            trunk: What the members share, if anything, with its weights.
+            paths: One file for each member.
+            trunk: The part that the members share, if any, with its weights.
             link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
-            state_key: Under which key of a file the state dict is, where it has several.
-            prefix: What stands before the model's names, where a file has weights beside the model's.
+            state_key: The key of the state dict in a file that has several.
+            prefix: The prefix of the model's names in a file that has other weights too.
 
         Returns:
             The ensemble; its members are in evaluation mode.
 
         Raises:
-            ModelFileError: A file cannot be read, or does not fit; one sentence that names the file and the weight.
+            ModelFileError: A file cannot be read or does not match; the message names the file and the weight.
 
         Example:
             >>> import tempfile
@@ -99,22 +99,23 @@ class Ensemble(EnsembleModule):
             >>> ensemble.predict_proba(x).shape
             torch.Size([50, 2])
         """
+        from torchace.nn.checkpoints import load_members  # here: it would slow down `import torchace`
+
         return cls(load_members(make_model, paths, state_key=state_key, prefix=prefix), trunk, link)
 
     def forward(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Tensor:
-        """The members' logits, `(K, N, C, ...)`.
+        """Return the members' logits, `(K, N, C, ...)`.
 
         Args:
-            *args: What the trunk, or each member, takes.
-            batches: `"shared"`: all members see one input. `"separate"`: one batch a member, `(K, N, ...)`.
+            *args: Input of the trunk, or of each member.
+            batches: `"shared"`: all members see one input. `"separate"`: one batch for each member, `(K, N, ...)`.
             **kwargs: Likewise.
         """
         _checks.check_choice(batches, "batches", BATCHES)
         compute = self._forward_separate if batches == "separate" else self._forward_shared
-        if not self._shares or not _checks.is_eager():
+        if not self._has_shared_tensors or not _checks.is_eager():
             return compute(*args, **kwargs)
-        check_shared_parameters(list(self.members), self.trunk)  # they may have been unfrozen
-        shared = shared_tensors(list(self.members), self.trunk)
+        shared = check_shared_parameters(list(self.members), self.trunk)  # they may have been unfrozen
         before = {name: tensor_versions([tensor]) for name, tensor in shared.items()}
         logits = compute(*args, **kwargs)
         for name, tensor in shared.items():
@@ -129,27 +130,17 @@ class Ensemble(EnsembleModule):
     def _forward_shared(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.trunk is not None:
             args, kwargs = (average_shared_gradients(self.trunk(*args, **kwargs), self.num_members),), {}
-        seen = [*args, *kwargs.values()]
-        before = tensor_versions(seen)
-        outputs = []
-        for k, member in enumerate(self.members):
-            outputs.append(member(*args, **kwargs))
-            if k < self.num_members - 1:
-                check_unchanged(seen, before, k)
-        return stack_outputs(outputs)
+        return call_members(dict(enumerate(self.members)), args, kwargs)
 
     def _forward_separate(self, x: Tensor, **kwargs: Any) -> Tensor:
         check_own_batches(x, self.num_members)
-        if self.trunk is None:
-            return stack_outputs([member(own, **kwargs) for member, own in zip(self.members, x, strict=True)])
-        # one pass of the trunk over all batches, so that it is computed once here too
-        shared = average_shared_gradients(self.trunk(x.flatten(0, 1), **kwargs), self.num_members)
-        if not isinstance(shared, Tensor):
-            raise TypeError(
-                f"Expected the trunk to return one tensor with batches='separate', but got {type(shared).__name__}."
-            )
-        own_shared = shared.unflatten(0, x.shape[:2])
-        return stack_outputs([member(own) for member, own in zip(self.members, own_shared, strict=True)])
+        if self.trunk is not None:  # one pass over all batches
+            features = average_shared_gradients(self.trunk(x.flatten(0, 1), **kwargs), self.num_members)
+            if not isinstance(features, Tensor):
+                got = type(features).__name__
+                raise TypeError(f"Expected the trunk to return one tensor with batches='separate', but got {got}.")
+            x, kwargs = features.unflatten(0, x.shape[:2]), {}
+        return stack_outputs([member(own, **kwargs) for member, own in zip(self.members, x, strict=True)])
 
     def __len__(self) -> int:
         return len(self.members)

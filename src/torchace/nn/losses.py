@@ -2,68 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from torchace import _checks
 from torchace.functional import amended_cross_entropy, binary_amended_cross_entropy, negative_correlation
-from torchace.nn.base import apply_keeping_dtype
+from torchace.nn.base import EnsembleModule, apply_keeping_dtype
+
+Weights = Tensor | Sequence[float] | None
 
 
-class _MemberLoss(nn.Module):
-    """What the three losses hold in common: λ, α and the reduction."""
+class MemberLoss(nn.Module):
+    """Base class of the losses: λ, α, the reduction, and the options of one function.
+
+    Attributes:
+        link: The link of the ensembles that the loss trains.
+        score: The score by which to compare models; the loss itself is unbounded below.
+    """
+
+    function: ClassVar[Callable[..., Tensor]]
+    defaults: ClassVar[dict[str, Any]] = {}  # the function's further options; None for a tensor
+    link: ClassVar[str]
+    score: ClassVar[str] = "cross_entropy"
 
     member_weights: Tensor | None
+    _diversity: float
+    _diversity_tensor: Tensor | None
 
-    def __init__(
-        self, diversity: float | Tensor, member_weights: Tensor | Sequence[float] | None, reduction: str
-    ) -> None:
+    def __init__(self, diversity: float | Tensor, member_weights: Weights, reduction: str, **options: Any) -> None:
         super().__init__()
         _checks.check_reduction(reduction)
         self.diversity = diversity
         self.reduction = reduction
         if member_weights is not None:
-            member_weights = _checks._weights_tensor(member_weights)
+            member_weights = _checks.member_weights_tensor(member_weights)
             member_weights = _checks.as_member_weights(member_weights, member_weights.numel(), like=member_weights)
         self.register_buffer("member_weights", member_weights)
+        for name, value in options.items():
+            if self.defaults[name] is not None:
+                setattr(self, name, value)
+                continue
+            if value is not None:
+                _checks.check_tensor(value, name)
+            self.register_buffer(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        apply = super()._apply
         names = ("member_weights", "_diversity_tensor")
-        moved = super()._apply
-        return apply_keeping_dtype(self, names, lambda: moved(fn, recurse))  # type: ignore[no-untyped-call]
+        return apply_keeping_dtype(self, names, lambda: apply(fn, recurse))  # type: ignore[no-untyped-call]
 
     @property
     def diversity(self) -> float | Tensor:
         """λ; may be set between steps. A tensor does not make `torch.compile` compile again."""
-        return self._diversity_tensor if self._diversity_tensor is not None else self._diversity_number
+        return self._diversity if self._diversity_tensor is None else self._diversity_tensor
 
     @diversity.setter
     def diversity(self, value: float | Tensor) -> None:
         _checks.check_diversity(value)
-        if isinstance(value, Tensor):
-            if not value.is_floating_point():  # it may be 0 now and 0.5 later
-                value = value.to(torch.get_default_dtype())
-            self.register_buffer("_diversity_tensor", value, persistent=False)
-            self._diversity_number = float("nan")
+        tensor = value if isinstance(value, Tensor) else None
+        if tensor is not None and not tensor.is_floating_point():  # it may be 0 now and 0.5 later
+            tensor = tensor.to(torch.get_default_dtype())
+        self.register_buffer("_diversity_tensor", tensor, persistent=False)
+        self._diversity = float("nan") if isinstance(value, Tensor) else value
+
+    def set_diversity(self, value: float) -> None:
+        """Set λ; a λ held as a tensor is changed in place, so that a compiled step stays compiled."""
+        _checks.check_diversity(value)
+        if self._diversity_tensor is None:
+            self.diversity = value
         else:
-            self.register_buffer("_diversity_tensor", None, persistent=False)
-            self._diversity_number = value
+            with torch.no_grad():
+                self._diversity_tensor.fill_(value)
 
-    _diversity_tensor: Tensor | None
-    _diversity_number: float
-
-    def _weights(self, member_weights: Tensor | Sequence[float] | None) -> Tensor | Sequence[float] | None:
-        return self.member_weights if member_weights is None else member_weights
+    def forward(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        *,
+        sample_weight: Tensor | None = None,
+        member_weights: Weights = None,
+        mixture: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss of the members' outputs `(K, N, ...)`; see the function in `torchace.functional`."""
+        return type(self).function(
+            logits,
+            target,
+            self.diversity,
+            member_weights=self.member_weights if member_weights is None else member_weights,
+            sample_weight=sample_weight,
+            mixture=mixture,
+            reduction=self.reduction,
+            **{name: getattr(self, name) for name in self.defaults},
+        )
 
     def extra_repr(self) -> str:
-        return f"diversity={float(self.diversity):g}, reduction={self.reduction!r}"
+        shown = {"diversity": f"{float(self.diversity):g}"}
+        for name, default in {"member_weights": None, **self.defaults, "reduction": "mean"}.items():
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                shown[name] = str([round(number, 4) for number in value.flatten().tolist()])
+            elif value != default:
+                shown[name] = repr(value)
+        return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
-class AmendedCrossEntropyLoss(_MemberLoss):
-    """`functional.amended_cross_entropy` with its options held.
+class AmendedCrossEntropyLoss(MemberLoss):
+    """`functional.amended_cross_entropy` as a module.
 
     Args:
         diversity: λ in [0, 1], a number or a 0-dimensional tensor. The attribute may be changed between steps.
@@ -76,59 +123,34 @@ class AmendedCrossEntropyLoss(_MemberLoss):
 
     Example:
         >>> loss = AmendedCrossEntropyLoss(0.5, label_smoothing=0.1)
+        >>> loss
+        AmendedCrossEntropyLoss(diversity=0.5, label_smoothing=0.1)
         >>> loss(torch.zeros(3, 4, 2), torch.tensor([0, 1, 0, 1]))
         tensor(1.3863)
     """
 
-    weight: Tensor | None
+    function = staticmethod(amended_cross_entropy)
+    defaults: ClassVar = {"weight": None, "ignore_index": -100, "label_smoothing": 0.0, "detach_others": True}
+    link = "softmax"
 
     def __init__(
         self,
         diversity: float | Tensor,
         *,
-        member_weights: Tensor | Sequence[float] | None = None,
+        member_weights: Weights = None,
         weight: Tensor | None = None,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         detach_others: bool = True,
         reduction: str = "mean",
     ) -> None:
-        super().__init__(diversity, member_weights, reduction)
         _checks.check_fraction(label_smoothing, "label_smoothing")
-        if weight is not None:
-            _checks.check_tensor(weight, "weight")
-        self.register_buffer("weight", weight)
-        self.ignore_index = ignore_index
-        self.label_smoothing = label_smoothing
-        self.detach_others = detach_others
-
-    def forward(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        *,
-        sample_weight: Tensor | None = None,
-        member_weights: Tensor | Sequence[float] | None = None,
-        mixture: Tensor | None = None,
-    ) -> Tensor:
-        """The loss of logits `(K, N, C, ...)`; see `functional.amended_cross_entropy`."""
-        return amended_cross_entropy(
-            logits,
-            target,
-            self.diversity,
-            member_weights=self._weights(member_weights),
-            sample_weight=sample_weight,
-            weight=self.weight,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-            mixture=mixture,
-            detach_others=self.detach_others,
-            reduction=self.reduction,
-        )
+        options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        super().__init__(diversity, member_weights, reduction, **options, detach_others=detach_others)
 
 
-class BinaryAmendedCrossEntropyLoss(_MemberLoss):
-    """`functional.binary_amended_cross_entropy` with its options held.
+class BinaryAmendedCrossEntropyLoss(MemberLoss):
+    """`functional.binary_amended_cross_entropy` as a module.
 
     Args:
         diversity: λ in [0, 1], a number or a 0-dimensional tensor. The attribute may be changed between steps.
@@ -141,45 +163,23 @@ class BinaryAmendedCrossEntropyLoss(_MemberLoss):
         tensor(2.0794)
     """
 
-    pos_weight: Tensor | None
+    function = staticmethod(binary_amended_cross_entropy)
+    defaults: ClassVar = {"pos_weight": None}
+    link = "sigmoid"
 
     def __init__(
         self,
         diversity: float | Tensor,
         *,
-        member_weights: Tensor | Sequence[float] | None = None,
+        member_weights: Weights = None,
         pos_weight: Tensor | None = None,
         reduction: str = "mean",
     ) -> None:
-        super().__init__(diversity, member_weights, reduction)
-        if pos_weight is not None:
-            _checks.check_tensor(pos_weight, "pos_weight")
-        self.register_buffer("pos_weight", pos_weight)
-
-    def forward(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        *,
-        sample_weight: Tensor | None = None,
-        member_weights: Tensor | Sequence[float] | None = None,
-        mixture: Tensor | None = None,
-    ) -> Tensor:
-        """The loss of logits `(K, N, ...)`; see `functional.binary_amended_cross_entropy`."""
-        return binary_amended_cross_entropy(
-            logits,
-            target,
-            self.diversity,
-            member_weights=self._weights(member_weights),
-            sample_weight=sample_weight,
-            pos_weight=self.pos_weight,
-            mixture=mixture,
-            reduction=self.reduction,
-        )
+        super().__init__(diversity, member_weights, reduction, pos_weight=pos_weight)
 
 
-class NegativeCorrelationLoss(_MemberLoss):
-    """`functional.negative_correlation` with its options held.
+class NegativeCorrelationLoss(MemberLoss):
+    """`functional.negative_correlation` as a module.
 
     Args:
         diversity: λ in [0, 1], a number or a 0-dimensional tensor. The attribute may be changed between steps.
@@ -191,31 +191,38 @@ class NegativeCorrelationLoss(_MemberLoss):
         tensor(5.)
     """
 
-    def __init__(
-        self,
-        diversity: float | Tensor,
-        *,
-        member_weights: Tensor | Sequence[float] | None = None,
-        reduction: str = "mean",
-    ) -> None:
+    function = staticmethod(negative_correlation)
+    link = "identity"
+    score = "mean_squared_error"
+
+    def __init__(self, diversity: float | Tensor, *, member_weights: Weights = None, reduction: str = "mean") -> None:
         super().__init__(diversity, member_weights, reduction)
 
-    def forward(
-        self,
-        predictions: Tensor,
-        target: Tensor,
-        *,
-        sample_weight: Tensor | None = None,
-        member_weights: Tensor | Sequence[float] | None = None,
-        mixture: Tensor | None = None,
-    ) -> Tensor:
-        """The loss of predictions `(K, N, ...)`; see `functional.negative_correlation`."""
-        return negative_correlation(
-            predictions,
-            target,
-            self.diversity,
-            member_weights=self._weights(member_weights),
-            sample_weight=sample_weight,
-            mixture=mixture,
-            reduction=self.reduction,
+    def forward(self, predictions: Tensor, target: Tensor, **options: Any) -> Tensor:  # type: ignore[override]
+        """Return the loss of predictions `(K, N, ...)`; see `functional.negative_correlation`."""
+        return super().forward(predictions, target, **options)
+
+
+KINDS = (AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, NegativeCorrelationLoss)
+LOSSES: dict[str, Callable[..., MemberLoss]] = {kind.link: kind for kind in KINDS}
+
+
+def attach_loss(ensemble: object, loss: object) -> None:
+    """Check that a loss suits an ensemble; its member weights become the ensemble's, unless that has its own."""
+    if not isinstance(ensemble, EnsembleModule):
+        raise TypeError(
+            f"Expected an ensemble module, but got {type(ensemble).__name__}. "
+            "Wrap models in Ensemble([...]), or one model in stack_classifiers(model, num_members)."
         )
+    if not isinstance(loss, MemberLoss):
+        names = ", ".join(kind.__name__ for kind in KINDS)
+        raise TypeError(f"Expected `loss` to be one of {names}, but got {type(loss).__name__}.")
+    if loss.reduction == "none":
+        raise ValueError("Expected a loss with reduction='mean' or 'sum', but got 'none'.")
+    if ensemble.link != loss.link:
+        raise ValueError(
+            f"Expected an ensemble with link={loss.link!r} for {type(loss).__name__}, but got link={ensemble.link!r}. "
+            f"Build the ensemble with link={loss.link!r}."
+        )
+    if loss.member_weights is not None and ensemble.member_weights is None:
+        ensemble.set_member_weights(loss.member_weights)

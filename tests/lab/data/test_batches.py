@@ -41,9 +41,6 @@ def test_an_epoch_goes_through_all_samples(split, options):
     assert len(seen) == len(set(seen)) == (50 if keeps_last else 48)
     shape = (192,) if options.get("flatten") else (3, 8, 8)
     assert all(x.shape == (len(y), *shape) and x.dtype == options.get("dtype", torch.float32) for x, y in parts)
-    assert [y.tolist() for y in (batches.indices(0, step) for step in range(len(parts)))] == [
-        y.tolist() for _, y in parts
-    ]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -209,7 +206,7 @@ def test_the_same_on_a_gpu(split, options):
 def test_samples_put_in_order_at_once_are_the_same(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     split = Split(torch.arange(84, dtype=torch.uint8).view(21, 1, 2, 2), torch.arange(21))
     at_once = Batches(split, 4, **options)
-    monkeypatch.setattr(batches_module, "GATHERED", 0)
+    monkeypatch.setattr(batches_module, "GATHER_BYTES", 0)
     batch_by_batch = Batches(split, 4, **options)
     for epoch in (0, 3):
         for step in range(at_once.steps_per_epoch):
@@ -223,7 +220,7 @@ def test_samples_put_in_order_at_once_are_the_same(options: dict[str, Any], monk
                 assert ours.is_contiguous()
 
 
-def test_a_batch_may_be_changed_by_whoever_has_it() -> None:
+def test_a_batch_is_a_copy() -> None:
     split = Split(torch.arange(10.0).view(10, 1), torch.arange(10))
     batches = Batches(split, 4)
     x, y = batches.batch(0, 1)

@@ -29,8 +29,8 @@ from torchace.lab.data import (
     infer_schema,
     iterate_table,
     learn_encoding,
-    partition,
     read_table,
+    train_val_test_split,
 )
 from torchace.lab.data.encoding import mean_and_std
 from torchace.models import TableEncoder
@@ -297,9 +297,9 @@ def test_json_round_trip(target):
     assert again == encoding
     assert same(again.matrix(frame), encoding.matrix(frame))
     if target == "size":
-        assert (again.target_mean, again.target_std) == mean_and_std(frame["size"].to_numpy())
+        assert (again.target.mean, again.target.std) == mean_and_std(frame["size"].to_numpy())
     else:
-        assert again.target_mean is None
+        assert again.target is None
 
 
 @pytest.mark.parametrize("target", ["pet", "age"])
@@ -373,7 +373,7 @@ def check_table(columns: dict[str, list[str]], target: str, delimiter: str, seed
             frame = read_table(path)
             schema = infer_schema(frame, target.strip())
             targets = schema.targets(frame)
-            parts = partition(targets, seed=seed)
+            parts = train_val_test_split(targets, seed=seed)
             encoding = learn_encoding(schema, frame.iloc[parts.train.numpy()])
         except DataError as error:
             return one_sentence_of_any_table(error)
@@ -400,7 +400,7 @@ def check_table(columns: dict[str, list[str]], target: str, delimiter: str, seed
         assert all(str(label) == label for label in schema.target.labels(targets))
     else:
         assert targets.isfinite().all()
-        assert 0 < encoding.target_std < math.inf
+        assert 0 < encoding.target.std < math.inf
     trained = encoder.double()(matrix[parts.train])
     numbers = sum(isinstance(c, NumberColumn) and c.std > 0 for c in encoding.columns)
     assert trained[:, :numbers].abs().max() <= 1e4 if numbers else True

@@ -16,7 +16,7 @@ import pytest
 
 from tests.lab.data import writers
 from torchace.lab.data import DataError, cache_dir, load
-from torchace.lab.data.files import fetch
+from torchace.lab.data.files import download
 from torchace.lab.data.sources import SOURCES
 
 RETRIEVE = pooch.retrieve
@@ -85,7 +85,7 @@ def test_download_of_cifar(server, monkeypatch):
 
     url, folder = server
     archive = folder / "cifar-10-binary.tar.gz"
-    write_archive(archive, writers.cifar_files("binary"))
+    write_archive(archive, writers.cifar_files())
     monkeypatch.setitem(SOURCES, "cifar10", replace(writers.small_cifar(), urls=(url,), sha256=sha256(archive)))
     check_small_cifar(load("cifar10", progress=False))
     archive.unlink()
@@ -94,7 +94,7 @@ def test_download_of_cifar(server, monkeypatch):
 
 def refused(url: str, *, name: str = "file.gz", folder: Path | None = None, digest: str = "0" * 64) -> str:
     with pytest.raises(DataError) as error:
-        fetch("MNIST", name, urls=[url], sha256=digest, folder=folder or cache_dir(), progress=False)
+        download("MNIST", name, urls=[url], sha256=digest, folder=folder or cache_dir(), progress=False)
     sentence = str(error.value)
     assert "\n" not in sentence
     assert name in sentence

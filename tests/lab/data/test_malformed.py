@@ -15,9 +15,9 @@ import pytest
 
 from tests.lab.data import writers
 from tests.lab.data.damage import HTML, POINTER, flipped, mutations, refused, tarred, zipped
-from tests.lab.data.writers import idx, images, labels, packed, python_batch
+from tests.lab.data.writers import idx, images, labels, packed
 from torchace.lab.data import DataError, load
-from torchace.lab.data.sources import FASHION_MNIST, MNIST, SOURCES
+from torchace.lab.data.sources import SOURCES
 
 pytestmark = pytest.mark.usefixtures("small_sources")
 
@@ -132,12 +132,10 @@ NOT_FILES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("make", NOT_FILES.values(), ids=NOT_FILES)
-@pytest.mark.parametrize(
-    ("name", "file"), [("mnist", "t10k-labels-idx1-ubyte.gz"), ("cifar10", "test_batch.bin"), ("cifar10", "test_batch")]
-)
+@pytest.mark.parametrize(("name", "file"), [("mnist", "t10k-labels-idx1-ubyte.gz"), ("cifar10", "test_batch.bin")])
 def test_what_is_no_file(tmp_path, name, file, make):
     writers.write_mnist(tmp_path)
-    writers.write_cifar(tmp_path, "binary" if file.endswith(".bin") else "python")
+    writers.write_cifar(tmp_path)
     (tmp_path / file).unlink()
     make(tmp_path / file)
     refused(name, tmp_path, file)
@@ -146,7 +144,7 @@ def test_what_is_no_file(tmp_path, name, file, make):
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
 def test_permission_denied(tmp_path, name, monkeypatch):
     writers.write_mnist(tmp_path)
-    writers.write_cifar(tmp_path, "binary")
+    writers.write_cifar(tmp_path)
 
     def closed(
         path: Path, mode: str, **options: object
@@ -171,7 +169,7 @@ def test_a_disk_that_fails(tmp_path, monkeypatch):
     def fails(*args: object, **options: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("torchace.lab.data.idx._parsed", fails)
+    monkeypatch.setattr("torchace.lab.data.idx._check_header", fails)
     assert "Input/output error" in refused("mnist", tmp_path, "train-images-idx3-ubyte.gz")
 
 
@@ -184,7 +182,7 @@ def test_a_line_break_in_a_name(tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("source", [MNIST, FASHION_MNIST], ids=lambda source: source.name)
+@pytest.mark.parametrize("source", [SOURCES["mnist"], SOURCES["fashion_mnist"]], ids=lambda source: source.name)
 def test_content_that_is_not_the_official_one(tmp_path, monkeypatch, source):
     """Well-formed files of the right size with other pixels are not MNIST, nor Fashion-MNIST."""
     monkeypatch.setitem(SOURCES, source.name, source)
@@ -199,7 +197,7 @@ def test_content_that_is_not_the_official_one(tmp_path, monkeypatch, source):
     assert f"not the official file of {source.title}" in refused(source.name, tmp_path, "train-images-idx3-ubyte")
 
 
-@pytest.mark.parametrize("source", [MNIST, FASHION_MNIST], ids=lambda source: source.name)
+@pytest.mark.parametrize("source", [SOURCES["mnist"], SOURCES["fashion_mnist"]], ids=lambda source: source.name)
 def test_every_official_file_has_a_known_content_and_comes_by_https_first(source):
     assert all(file.content is not None for file in (*source.train, *source.test))
     assert source.urls[0].startswith("https://")
@@ -210,14 +208,14 @@ def test_every_official_file_has_a_known_content_and_comes_by_https_first(source
     [
         ("mnist", "train-labels-idx1-ubyte.gz", packed(LABELS)),
         ("mnist", "train-images-idx3-ubyte.gz", IMAGES),
-        ("cifar10", "data_batch_2", python_batch(2)),
+        ("cifar10", "data_batch_2.bin", writers.binary_batch(2)),
     ],
-    ids=["packed labels", "plain images", "python batch"],
+    ids=["packed labels", "plain images", "batch"],
 )
 def test_random_damage(tmp_path, name, file, original):
     """Whatever is done to a file, it is read or refused in one sentence; no other error comes out."""
     writers.write_mnist(tmp_path)
-    writers.write_cifar(tmp_path, "python")
+    writers.write_cifar(tmp_path)
     sentences = []
     for altered in mutations(original, 300, seed=0):
         (tmp_path / file).write_bytes(altered)

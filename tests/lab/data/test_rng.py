@@ -1,4 +1,4 @@
-"""Draws are functions of their keys: against plain Python integers, across processes, and in distribution."""
+"""Random draws as functions of their keys: against plain Python integers, across processes, and in distribution."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchace.lab.data import generator, hashed_key, order, permutation
+from torchace.lab.data import hashed_key, permutation
 from torchace.lab.data.rng import permutations, random_bits, random_integers
 
 MASK = (1 << 64) - 1
@@ -43,7 +43,12 @@ def test_bits_are_splitmix64(keys, count):
     assert random_integers(keys, count, high).tolist() == expected
 
 
-def test_keys_are_told_apart():
+def order(seed: int, epoch: int, num_samples: int, stream: int = 0) -> torch.Tensor:
+    """Order of the samples in an epoch, as `Batches` draws it."""
+    return permutation(seed, "order", epoch, stream, count=num_samples)
+
+
+def test_different_keys_hash_differently():
     keys = [(0,), (1,), (-1,), (0, 0), (0, "0"), (0, ""), (0, "", ""), (0, "ab", "c"), (0, "a", "bc"), (0, 1, 2),
             (0, 12), (0, "i1:"), (2**70,), (0, "é")]  # fmt: skip
     hashed = [hashed_key(*key) for key in keys]
@@ -62,7 +67,6 @@ def test_orders_are_permutations_that_differ():
     orders = [order(seed, epoch, 100, stream=stream) for seed, epoch, stream in itertools.product(range(3), repeat=3)]
     assert all(sorted(each.tolist()) == list(range(100)) for each in orders)
     assert len({tuple(each.tolist()) for each in orders}) == 27
-    assert torch.equal(order(1, 2, 100), order(1, 2, 100, stream=0))
 
 
 def test_orders_are_uniform():
@@ -82,25 +86,18 @@ def test_integers_are_uniform():
     assert float(((counts - 10_000) ** 2 / 10_000).sum()) < 8 + 6 * 4  # chi-square of 8 degrees of freedom
 
 
-def test_generator_is_a_function_of_its_keys():
-    first, again, other = (
-        torch.rand(5, generator=generator(3, *keys)) for keys in (("init", 0), ("init", 0), ("init", 1))
-    )
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+def test_the_global_generator_is_not_used():
     before = torch.random.get_rng_state()
-    generator(0).seed()
     permutation(0, count=3)
-    assert torch.equal(before, torch.random.get_rng_state())  # torch's own generator is left alone
+    assert torch.equal(before, torch.random.get_rng_state())
 
 
 PROGRAM = """
 import hashlib, torch
-from torchace.lab.data import Batches, CropFlip, Split, generator, hashed_key, order
+from torchace.lab.data import Batches, CropFlip, Split, hashed_key, permutation
 digest = hashlib.sha256()
 digest.update(str(hashed_key(7, "purpose", 3)).encode())
-digest.update(order(7, 3, 1000).numpy().tobytes())
-digest.update(torch.rand(10, generator=generator(7, "init")).numpy().tobytes())
+digest.update(permutation(7, "order", 3, 0, count=1000).numpy().tobytes())
 split = Split((torch.arange(50 * 3 * 64) % 251).to(torch.uint8).view(50, 3, 8, 8), torch.arange(50) % 10)
 batches = Batches(split, 8, seed=3, normalize=((100.0,), (50.0,)), augment=CropFlip(2))
 for tensor in (*batches.batch(4, 2), *batches.batch_many([0, 9], 1, 5, streams=[2, 0])):
@@ -120,7 +117,7 @@ def test_the_same_in_every_process():
     assert len(digests) == 1
 
 
-def test_the_same_for_ever():
+def test_fixed_values():
     """Values written down once: a change of these changes every result."""
     assert hashed_key(0) == HASHED_0
     assert order(0, 0, 10).tolist() == ORDER_0

@@ -10,7 +10,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from torchace.lab.data.sources import CIFAR10, MNIST, CifarSource, IdxSource
+from torchace.lab.data.sources import SOURCES, CifarSource, IdxSource
+
+MNIST, CIFAR10 = SOURCES["mnist"], SOURCES["cifar10"]
+assert isinstance(MNIST, IdxSource)
+assert isinstance(CIFAR10, CifarSource)
 
 TRAIN, TEST = 20, 10  # samples in the small MNIST
 COUNT = 3  # images in a batch of the small CIFAR-10
@@ -27,9 +31,7 @@ def small_mnist() -> IdxSource:
 
 def small_cifar() -> CifarSource:
     """CIFAR-10 with batches of three images; no known content."""
-    return replace(
-        CIFAR10, count=COUNT, binary=dict.fromkeys(CIFAR10.binary, ""), python=dict.fromkeys(CIFAR10.python, "")
-    )
+    return replace(CIFAR10, count=COUNT, batches=dict.fromkeys(CIFAR10.batches, ""))
 
 
 def images(count: int, shape: tuple[int, ...] = (28, 28), seed: int = 0) -> NDArray[np.uint8]:
@@ -73,62 +75,12 @@ def binary_batch(number: int) -> bytes:
     return np.concatenate([classes[:, None], pixels.reshape(COUNT, -1)], 1).tobytes()
 
 
-def text(value: bytes) -> bytes:
-    """Python 2's str in a pickle."""
-    return b"U" + bytes([len(value)]) + value if len(value) < 256 else b"T" + struct.pack("<i", len(value)) + value
+def cifar_files() -> dict[str, bytes]:
+    """The six files of `small_cifar`."""
+    return {name: binary_batch(i) for i, name in enumerate(CIFAR10.batches, 1)}
 
 
-def number(value: int) -> bytes:
-    if 0 <= value < 256:
-        return b"K" + bytes([value])
-    return b"M" + struct.pack("<H", value) if 0 <= value < 65536 else b"J" + struct.pack("<i", value)
-
-
-def array(
-    pixels: NDArray[np.uint8],
-    *,
-    shape: tuple[int, int] | None = None,
-    dtype: bytes = b"u1",
-    fortran: bytes = b"\x89",
-    data: bytes | None = None,
-    function: bytes = b"cnumpy.core.multiarray\n_reconstruct\n",
-) -> bytes:
-    """numpy's array as Python 2 pickled it: _reconstruct(ndarray, (0,), 'b'), then its state."""
-    rows, columns = shape or (len(pixels), pixels[0].size)
-    return (
-        function + b"q\x07cnumpy\nndarray\nq\x08K\x00\x85" + text(b"b") + b"\x87Rq\x09"
-        b"(K\x01" + number(rows) + number(columns) + b"\x86"
-        b"cnumpy\ndtype\nq\x0a" + text(dtype) + b"K\x00K\x01\x87Rq\x0b"
-        b"(K\x03" + text(b"|") + b"NNN" + number(-1) + number(-1) + b"K\x00tb"
-        + fortran + text(pixels.tobytes() if data is None else data) + b"tb"
-    )  # fmt: skip
-
-
-def python_batch(
-    batch: int, *, classes: bytes | None = None, pixels: bytes | None = None, extra: bytes = b"", end: bytes = b"u."
-) -> bytes:
-    """A batch of the Python version as Python 2's cPickle wrote it, protocol 2; parts can be put in its place."""
-    x, y = cifar_arrays(batch)
-    if classes is None:
-        classes = b"]q\x05(" + b"".join(number(int(label)) for label in y) + b"e"
-    names = b"]q\x0c(" + b"".join(text(b"image_s_%06d.png" % i) + b"q" + bytes([20 + i]) for i in range(COUNT)) + b"e"
-    return (
-        b"\x80\x02}q\x01("
-        + text(b"batch_label") + b"q\x02" + text(b"training batch %d of 5" % batch) + b"q\x03"
-        + text(b"labels") + b"q\x04" + classes
-        + text(b"data") + b"q\x06" + (array(x) if pixels is None else pixels)
-        + text(b"filenames") + names + extra + end
-    )  # fmt: skip
-
-
-def cifar_files(version: str) -> dict[str, bytes]:
-    """The six files of `small_cifar`, "binary" or "python"."""
-    if version == "binary":
-        return {name: binary_batch(i) for i, name in enumerate(CIFAR10.binary, 1)}
-    return {name: python_batch(i) for i, name in enumerate(CIFAR10.python, 1)}
-
-
-def write_cifar(folder: Path, version: str) -> None:
+def write_cifar(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, data in cifar_files(version).items():
+    for name, data in cifar_files().items():
         (folder / name).write_bytes(data)

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from torchace.lab.report.drawing import LIGHT, Sketch
+from torchace._figures import LIGHT, FigureSpec
 
 
-def drawn(sketch: Sketch) -> Figure:
-    """The figure of a sketch, drawn on nothing."""
+def drawn(spec: FigureSpec) -> Figure:
+    """The figure, drawn without a canvas."""
     figure = Figure(layout="constrained")
-    sketch.draw(figure, LIGHT)
+    spec.draw(figure, LIGHT)
     return figure
 
 

@@ -98,8 +98,7 @@ def hostile_fit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = directory / "experiment.json"
     content = json.loads(file.read_text())
     content["data"]["classes"] = names[:3]
-    for arm, name in zip(content["arms"], names, strict=False):
-        arm["label"] = name
+    content["arms"][0]["label"] = HOSTILE[0]
     file.write_text(json.dumps(content))
     return directory
 

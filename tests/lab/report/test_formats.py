@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchace.lab.report.formats import METRICS, REGRESSION, cut, fitted, number, quantity
+from torchace.lab.report.formats import count, duration, join, number, p_value, quantity, shorten, timestamp
+from torchace.lab.report.metrics import REGRESSION, choose_units
 
 SUPERSCRIPT = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 
@@ -24,7 +25,7 @@ sizes = st.floats(-80, 80).map(lambda power: 10.0**power)
 
 @given(sizes)
 def test_an_error_of_any_size_is_written_to_four_digits(size: float) -> None:
-    metrics = fitted(REGRESSION, {"rmse": [size], "mse": [size * size] if size < 1e40 else [1.0]})
+    metrics = choose_units(REGRESSION.metrics, {"rmse": [size], "mse": [size * size] if size < 1e40 else [1.0]})
     text = metrics["rmse"].value(size)
     assert _read(text) == pytest.approx(size, rel=0.6e-3)  # half of the fourth digit, at worst of 1.000
     assert len(text) <= 14
@@ -38,35 +39,32 @@ def test_a_quantity_is_read_as_what_it_is(value: float) -> None:
     assert len(quantity(value)) <= 14
 
 
-def test_numbers_of_one_unit_share_their_power_of_ten() -> None:
-    metrics = fitted(REGRESSION, {"rmse": [2.5e8], "spread": [3.1e4], "mse": [6.25e16], "mae": []})
-    assert [metrics[key].label for key in ("rmse", "mae", "spread")] == ["RMSE, ×10⁶", "MAE, ×10⁶", "Spread, ×10⁶"]
-    assert metrics["spread"].number(3.1e4) == "0.03100"
-    assert metrics["mse"].label == "MSE, ×10¹⁵"
-    assert metrics["r2"] == REGRESSION["r2"]
-
-
-def test_usual_sizes_have_no_power_of_ten() -> None:
-    metrics = fitted(REGRESSION, {"rmse": [54321.7, 51234.1], "spread": [0.0123]})
-    assert metrics["rmse"].value(54321.7) == "54,322"
-    assert metrics["spread"].value(0.0123) == "0.01230"
-
-
-@pytest.mark.parametrize("values", [{}, {"rmse": []}, {"rmse": [0.0, 0.0]}, {"rmse": [1e-310]}])
-def test_nothing_measured_or_no_error_at_all(values: dict[str, list[float]]) -> None:
-    assert fitted(REGRESSION, values)["rmse"].value(0.0) == "0.000"
-
-
-def test_classifiers_are_written_as_before() -> None:
-    assert fitted(METRICS, {"cross_entropy": [1e9]}) == METRICS
-
-
 @given(st.text(max_size=400), st.integers(8, 100))
-def test_a_cut_name_is_short_and_one_line(text: str, most: int) -> None:
-    found = cut(text, most)
+def test_a_shortened_name_is_short_and_one_line(text: str, most: int) -> None:
+    found = shorten(text, most)
     assert 1 <= len(found) <= most
     assert "\n" not in found
 
 
-def test_numbers_with_many_digits_have_commas() -> None:
+def test_numbers() -> None:
+    assert (number(0.97981, 4), number(-0.5, 1), number(0.5, 1, signed=True)) == ("0.9798", "−0.5", "+0.5")
     assert (number(-1234567.8, 1), number(0.0, 0), number(-0.4, 0)) == ("−1,234,567.8", "0", "0")
+    assert [quantity(x) for x in (38.5912, 0, 1984, -54321.7)] == ["38.59", "0", "1984", "−54,322"]
+    assert [quantity(x) for x in (0.00001234, 6.02e23)] == ["1.234×10⁻⁵", "6.02×10²³"]
+
+
+def test_texts() -> None:
+    assert [shorten(text, 9) for text in ("length", "a" * 30 + "z" * 30, " ")] == ["length", "aaaaaa…zz", "(blank)"]
+    assert [timestamp(text) for text in ("2026-01-31T12:00:07+00:00", "now")] == ["2026-01-31 12:00 UTC", "now"]
+    seconds = (42.4, 90, 60, 7260, 7200, 0.345, None)
+    expected = ["42 s", "1 min 30 s", "1 min", "2 h 1 min", "2 h", "0.34 s", "–"]
+    assert [duration(value) for value in seconds] == expected
+    assert [count(1, "seed"), count(60000, "image"), count(2, "entry", "entries")] == [
+        "1 seed", "60,000 images", "2 entries",
+    ]  # fmt: skip
+    assert [join(["0.1"]), join(["0.1", "0.3"]), join(["0.1", "0.3", "0.5"])] == [
+        "0.1",
+        "0.1 and 0.3",
+        "0.1, 0.3 and 0.5",
+    ]
+    assert [p_value(p) for p in (0.00002, 0.0412, None)] == ["<0.001", "0.041", "–"]

@@ -21,12 +21,10 @@ from PIL import Image
 import torchace.lab.report
 from tests.lab.report import synthetic
 from tests.lab.report.fits import FitSpec, write_fit
-from torchace.lab.report import ReportError, markdown, read_results, write_report
-from torchace.lab.report.array_plots import pictures
-from torchace.lab.report.drawing import DARK, LIGHT, Sketch, Theme, render
+from torchace._figures import DARK, LIGHT, FigureSpec, Theme, render
+from torchace.lab.report import ResultFileError, markdown, read_results, write_report
 from torchace.lab.report.page import Image as PageImage
 from torchace.lab.report.page import figures, page_html
-from torchace.lab.report.plots import plots
 
 PACKAGE = Path(torchace.lab.report.__file__).parent
 
@@ -56,7 +54,7 @@ def written(pages: Callable[[str], Path]) -> Path:
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws nothing, for tests of everything else."""
-    monkeypatch.setattr("torchace.lab.report.page.render", lambda sketch, theme: sketch.name.encode())
+    monkeypatch.setattr("torchace.lab.report.page.render", lambda spec, theme: spec.name.encode())
 
 
 def test_writes_page_figures_and_markdown(written: Path) -> None:
@@ -158,7 +156,7 @@ def test_a_failed_write_leaves_the_old_page_and_no_litter(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ReportError, match=r"Could not write the report to .*: No space left on device"):
+    with pytest.raises(ResultFileError, match=r"Could not write the report to .*: No space left on device"):
         write_report(single_seed, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert page.exists()
@@ -167,7 +165,7 @@ def test_a_failed_write_leaves_the_old_page_and_no_litter(
 @pytest.mark.usefixtures("no_figures")
 def test_an_unwritable_place_is_one_sentence(single_seed: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ReportError, match="Could not write the report to"):
+    with pytest.raises(ResultFileError, match="Could not write the report to"):
         write_report(single_seed, tmp_path / "file" / "report")
 
 
@@ -176,9 +174,9 @@ def test_figures_differ_by_theme_and_leave_matplotlib_alone(single_seed: Path) -
 
     before = dict(matplotlib.rcParams)
     results = read_results(single_seed)
-    sketches = plots(results) + pictures(results)
-    assert "disputed" not in [sketch.name for sketch in sketches]  # no images
-    light, dark = render(sketches[0], LIGHT), render(sketches[0], DARK)
+    specs = figures(results)
+    assert "disputed" not in [spec.name for spec in specs]  # no images
+    light, dark = render(specs[0], LIGHT), render(specs[0], DARK)
     corners = [Image.open(io.BytesIO(png)).convert("RGB").getpixel((0, 0)) for png in (light, dark)]
     assert corners == [(255, 255, 255), (0x16, 0x19, 0x1D)]
     assert dict(matplotlib.rcParams) == before
@@ -189,24 +187,21 @@ def test_a_report_is_not_written_elsewhere(single_seed: Path, tmp_path: Path) ->
     shutil.copytree(single_seed, directory, ignore=shutil.ignore_patterns("report"))
     (tmp_path / "mine").mkdir()
     (directory / "report").symlink_to(tmp_path / "mine")
-    with pytest.raises(ReportError, match="report is a symbolic link"):
+    with pytest.raises(ResultFileError, match="report is a symbolic link"):
         write_report(directory)
     assert list((tmp_path / "mine").iterdir()) == []
 
 
 def test_no_module_of_the_report_imports_torch() -> None:
-    shared = PACKAGE.parent.with_name("_statistics.py")
-    for path in (*PACKAGE.rglob("*.py"), shared):
+    root = PACKAGE.parents[1]
+    shared = [root / "_statistics.py", root / "_figures.py", root / "_files.py", *(root / "lab/schema").glob("*.py")]
+    ours = tuple(f"torchace.{name}" for name in ("lab.report", "lab.schema", "_files", "_figures", "_statistics"))
+    for path in (*PACKAGE.rglob("*.py"), *shared):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
                 assert name.split(".")[0] != "torch"
-                ours = (
-                    "torchace.lab.report",
-                    "torchace._files",
-                    f"torchace.{shared.stem}",
-                )  # none of them imports torch
                 assert not name.startswith("torchace") or name.startswith(ours), f"{path.name}: {name}"
 
 
@@ -224,7 +219,7 @@ assert "Digits" in markdown(results)
 rich_table(results)
 print(write_report(sys.argv[2], sys.argv[3]))
 """
-    command = [sys.executable, "-c", script, str(PACKAGE.parent), str(single_seed), str(tmp_path)]
+    command = [sys.executable, "-c", script, str(PACKAGE.parents[1]), str(single_seed), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == tmp_path / "index.html"
@@ -236,23 +231,14 @@ def test_a_missing_package_is_one_sentence(single_seed: Path, monkeypatch: pytes
         write_report(single_seed)
 
 
-LAMBDA_FIGURES = {"rmse", "mae", "spread", "ambiguity", "averaged", "members_1", "search", "search_difference"}
-
-
 def _figures(page: Path) -> set[str]:
     return {path.stem for path in page.parent.glob("*.png") if not path.stem.endswith("-dark")}
 
 
-def test_the_figures_of_a_regression(pages: Callable[[str], Path]) -> None:
-    page = pages("regression_fit")
-    assert _figures(page) == LAMBDA_FIGURES | {"predicted_2", "uncertainty_1", "alone", "matrix_1"}
-    assert {path.suffix for path in page.parent.iterdir()} == {".html", ".md", ".png"}
-
-
-def test_the_figures_of_a_classification(pages: Callable[[str], Path]) -> None:
-    expected = {"error", "cross_entropy", "disagreement", "mutual_information", "ambiguity", "members_1"}
-    expected |= {"search", "search_difference", "reliability_1", "alone", "matrix_1"}
-    assert _figures(pages("classification_fit")) == expected
+def test_the_figures_of_fits(pages: Callable[[str], Path]) -> None:
+    search = {"search", "search_difference", "alone", "matrix_0"}
+    assert _figures(pages("regression_fit")) == search | {"predicted_0", "uncertainty_0"}
+    assert _figures(pages("classification_fit")) == search | {"reliability_0"}
 
 
 @pytest.mark.parametrize("name", ["regression_fit", "classification_fit"])
@@ -270,14 +256,20 @@ def test_the_page_of_a_fit_states_what_a_reader_needs(pages: Callable[[str], Pat
     text = _Page(pages("regression_fit").read_text(encoding="utf-8")).text.replace("\u00a0", " ")
     for heading in ("In short", "The search for λ", "Results on the test set", "The data", "Diversity and uncertainty"):
         assert heading in text
-    for part in ("Explains", "That is beyond the noise.", "0.3 (chosen)", "living_area", "sensor_13", "and 204 more"):
+    for part in (
+        "The model explains",
+        "lowers the loss on the test samples.",
+        "0.3 (chosen)",
+        "sensor_13",
+        "and 204 more",
+    ):
         assert part in text
     for part in ("price, a number", "Every row has another value.", "Categories seen fewer than five times", "R²"):
         assert part in text
-    for absent in ("Reliability", "cross entropy", "Accuracy", "Cases in dispute"):
+    for absent in ("Reliability", "cross entropy", "Accuracy", "Contested cases"):
         assert absent not in text
     text = _Page(pages("classification_fit").read_text(encoding="utf-8")).text
-    for part in ("Cases in dispute", "Row of the file", "Diversity and calibration", "one of 3 classes"):
+    for part in ("Contested cases", "Row of the file", "Diversity and calibration", "one of 3 classes"):
         assert part in text
     for absent in ("R²", "RMSE", "squared"):
         assert absent not in text
@@ -295,7 +287,7 @@ def test_long_lists_are_folded(pages: Callable[[str], Path]) -> None:
 def test_a_table_with_thousands_of_columns_has_a_page(tmp_path: Path) -> None:
     columns = [{"name": f"pixel{i}", "kind": "number", "mean": i, "std": 1} for i in range(20_000)]
     schema = {"target": {"name": "y", "classes": [f"c{i}" for i in range(5000)]}, "columns": columns}
-    directory = write_fit(tmp_path / "fit", FitSpec(arms=["model"], arrays=False, schema=schema))
+    directory = write_fit(tmp_path / "fit", FitSpec(arrays=False, schema=schema))
     page = write_report(directory)
     assert page.stat().st_size < 1_000_000
     assert "19,000 more are not listed." in page.read_text(encoding="utf-8")
@@ -303,49 +295,34 @@ def test_a_table_with_thousands_of_columns_has_a_page(tmp_path: Path) -> None:
 
 
 EDGES = {
-    "the model alone": FitSpec(arms=["model"]),
-    "a classifier alone": FitSpec(task="classification", arms=["model"]),
-    "λ given, checked": FitSpec(arms=["check", "model"], chosen=0.5),
     "λ=0 chosen": FitSpec(chosen=0.0),
-    "one member": FitSpec(arms=["model"], num_members=1),
-    "one member of a classifier": FitSpec(task="classification", arms=["model"], num_members=1, chosen=0.0),
+    "one member of a classifier": FitSpec(task="classification", num_members=1, chosen=0.0, search=None),
     "large numbers": FitSpec(scale=1e40, search_seeds=[0]),
     "small numbers": FitSpec(scale=1e-60, search_seeds=[0]),
-    "one test row": FitSpec(arms=["check", "model"], test=1),
-    "no arrays": FitSpec(arrays=False, search_seeds=[0]),
-    "a failed model": FitSpec(failed=[("model", 0.3, 7)], search_seeds=[0]),
-    "a failed check": FitSpec(failed=[("check", 0.3, seed) for seed in range(100, 105)], search_seeds=[0]),
-    "no schema": FitSpec(arms=["model"], overrides={"data": {"name": "x.npz", "train": 9, "test": 240}}),
-    "no test": FitSpec(arms=["model"], overrides={"data": {"name": "x.npz", "train": 9, "test": 0}}),
-    "an empty schema": FitSpec(arms=["model"], schema={"target": {"name": ""}, "columns": []}),
-    "a search alone": FitSpec(arms=["search"], search_seeds=[0]),
-    "a regression's sweep": FitSpec(arms=["sweep"], check_seeds=[1, 2]),
-    "a check called baseline": FitSpec(arms=["check", "model"], check_seeds=[1, 2]),
+    "one test row": FitSpec(test=1, search=None),
+    "a failed model": FitSpec(failed=[(0.3, 7)], search_seeds=[0]),
+    "no schema": FitSpec(search=None, overrides={"data": {"name": "x.npz", "train": 9, "test": 240}}),
+    "no test": FitSpec(search=None, overrides={"data": {"name": "x.npz", "train": 9, "test": 0}}),
+    "an empty schema": FitSpec(search=None, schema={"target": {"name": ""}, "columns": []}),
+    "a regression's sweep": FitSpec(arm="sweep", sweep_seeds=[1, 2]),
 }
 
 
-def _light_alone(sketch: Sketch, theme: Theme) -> bytes:
+def _light_alone(spec: FigureSpec, theme: Theme) -> bytes:
     """Half of the drawing, for tests with many pages."""
-    return render(sketch, theme) if theme is LIGHT else b""
+    return render(spec, theme) if theme is LIGHT else b""
 
 
 @pytest.mark.parametrize("name", EDGES)
 def test_fits_of_all_kinds_have_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchace.lab.report.page.render", _light_alone)
     directory = write_fit(tmp_path / "fit", EDGES[name])
-    if "baseline" in name:
-        content = json.loads((directory / "experiment.json").read_text())
-        content["arms"][0]["baseline"] = True
-        (directory / "experiment.json").write_text(json.dumps(content))
     results = read_results(directory)
     assert results.damaged == ()
-    written = write_report(directory)
-    page = _Page(written.read_text(encoding="utf-8"))
+    page = _Page(write_report(directory).read_text(encoding="utf-8"))
     assert len(page.all("img")) == len(page.all("figure"))
-    if "baseline" in name:  # it is still what the figures are drawn from
-        assert {"members_0", "uncertainty_0", "matrix_0"} <= _figures(written)
     assert not re.search(r"\b(nan|inf|None)\b", page.text)
-    assert ("The data" in page.text) == (results.data.schema is not None)
+    assert ("The data" in page.text) == (results.data.table is not None)
     assert ("The search for λ" in page.text) == (results.search is not None)
 
 
@@ -362,7 +339,7 @@ def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 @pytest.mark.parametrize("task", ["regression", "classification"])
 def test_damage_anywhere_is_a_sentence_or_a_page(task: str, tmp_path: Path) -> None:
-    spec = FitSpec(task=task, arrays=False, search_seeds=[0], check_seeds=[5, 6], test=40)
+    spec = FitSpec(task=task, arrays=False, search_seeds=[0], test=40)
     directory = write_fit(tmp_path / "fit", spec)
     rng = random.Random(task)
     refused = []
@@ -379,10 +356,10 @@ def test_damage_anywhere_is_a_sentence_or_a_page(task: str, tmp_path: Path) -> N
         try:
             results = read_results(directory)
             assert all("\n" not in damaged.reason for damaged in results.damaged)
-            images = [PageImage(sketch, b"", b"") for sketch in figures(results)]
+            images = [PageImage(spec, b"", b"") for spec in figures(results)]
             assert page_html(results, images)
             assert markdown(results)
-        except ReportError as error:
+        except ResultFileError as error:
             refused.append(str(error))
         file.write_text(whole)
     assert 0 < len(refused) < 60

@@ -1,66 +1,94 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from tests.lab.report.artists import drawn, holds
-from tests.lab.report.fits import FitSpec, write_fit
+from tests.lab.report.fits import FitSpec, validation_loss, write_fit
+from torchace._figures import FigureSpec
 from torchace.lab.report import Results, read_results
-from torchace.lab.report.drawing import Sketch
-from torchace.lab.report.plots import plots
+from torchace.lab.report.plots import lambda_figures, lambda_positions
 
 
-def _by_name(results: Results) -> dict[str, Sketch]:
-    return {sketch.name: sketch for sketch in plots(results)}
+def _by_name(results: Results) -> dict[str, FigureSpec]:
+    return {spec.name: spec for spec in lambda_figures(results)}
 
 
-@pytest.mark.parametrize("key", ["rmse", "mae", "spread", "ambiguity", "averaged"])
-def test_a_check_is_drawn_seed_by_seed(regression_fit: Path, regression_results: Results, key: str) -> None:
-    def value(diversity: str, seed: int) -> float:
-        run = json.loads((regression_fit / "runs" / f"check-l{diversity}-s{seed}.json").read_text())
-        test = run["metrics"]["test"]
-        return 100 * test["ambiguity"] / test["member_mse"] if key == "averaged" else test[key]
-
-    figure = drawn(_by_name(regression_results)[key])
-    pairs = np.array([[value(diversity, seed) for diversity in ("0", "0.3")] for seed in range(100, 105)])
-    for pair in pairs:
-        assert holds(figure, [0, 0.3], pair)
-    assert holds(figure, [0, 0.3], pairs.mean(0))
-    assert (figure.axes[0].get_ylim()[0] == 0) == (key in ("spread", "ambiguity", "averaged"))
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return read_results(write_fit(tmp_path_factory.mktemp("sweep") / "run", FitSpec(arm="sweep", arrays=False)))
 
 
-def test_members_of_regressors_are_drawn_by_the_root_of_their_error(
-    regression_fit: Path, regression_results: Results
-) -> None:
-    sketch = _by_name(regression_results)["members_1"]
-    tests = [
-        json.loads((regression_fit / "runs" / f"check-l0.3-s{seed}.json").read_text())["metrics"]["test"]
-        for seed in range(100, 105)
-    ]
-    together = np.mean([np.sqrt(test["mse"]) for test in tests])
-    alone = np.mean([np.sqrt(test["member_mse"]) for test in tests])
-    assert f"at λ=0.3 {together:.2f} against {alone:.2f}" in sketch.alt
-    dots = np.sqrt([member for test in tests for member in test["members"]])
-    assert any(np.array_equal(line.get_ydata(), dots) for line in drawn(sketch).axes[0].lines)
+def test_figures_of_a_sweep(sweep: Results) -> None:
+    specs = _by_name(sweep)
+    names = {"rmse", "mae", "difference_mse", "difference_mae", "spread", "ambiguity", "averaged", "members_0"}
+    assert set(specs) == names
+    assert specs["rmse"].title == "Ensemble root mean squared error against λ"
+    for key in ("rmse", "spread", "averaged"):
+        figure, scale = drawn(specs[key]), sweep.metrics[key].scale
+        values = [np.array(list(sweep.values(sweep.arms[0], d, key).values())) * scale for d in (0.0, 0.3, 0.9)]
+        assert holds(figure, [0, 0.3, 0.9], [value.mean() for value in values])
+        ends = stats.t.interval(0.95, 4, loc=values[2].mean(), scale=stats.sem(values[2]))
+        assert holds(figure, [0.9, 0.9], ends)
+        assert (figure.axes[0].get_ylim()[0] == 0) == (key != "rmse")
 
 
-def test_a_regressions_sweep_has_its_paired_differences(tmp_path: Path) -> None:
-    results = read_results(write_fit(tmp_path / "run", FitSpec(arms=["sweep"], arrays=False)))
-    sketches = _by_name(results)
-    assert {"rmse", "mae", "difference_mse", "difference_mae", "spread", "ambiguity", "averaged", "members_0"} == set(
-        sketches
-    )
-    assert sketches["difference_mse"].title == "Mean squared error: paired difference to λ=0"
-    assert sketches["rmse"].title == "Ensemble root mean squared error against λ"
-    values = {d: results.values(results.arms[0], d, "mse") for d in (0.0, 0.9)}
+def test_paired_differences(sweep: Results) -> None:
+    spec = _by_name(sweep)["difference_mse"]
+    assert spec.title == "Mean squared error: paired difference to λ=0"
+    values = {d: sweep.values(sweep.arms[0], d, "mse") for d in (0.0, 0.9)}
     difference = np.mean([values[0.9][seed] - values[0.0][seed] for seed in values[0.0]])
-    assert holds(drawn(sketches["difference_mse"]), 0.9, difference)
+    assert holds(drawn(spec), 0.9, difference)
 
 
-def test_one_lambda_of_a_fit_has_nothing_on_its_axis(tmp_path: Path) -> None:
-    for arms in (["model"], ["check", "model"]):
-        spec = FitSpec(arms=arms, arrays=False, chosen=0.0)
-        assert plots(read_results(write_fit(tmp_path / arms[0], spec))) == []
+def test_members_of_regressors_are_drawn_by_the_root_of_their_error(sweep: Results) -> None:
+    spec = _by_name(sweep)["members_0"]
+    runs = sweep.finished(sweep.arms[0], 0.3)
+    ensemble = np.mean([np.sqrt(sweep.scores(run)["mse"]) for run in runs])
+    members = np.mean([np.sqrt(sweep.scores(run)["member_mse"]) for run in runs])
+    assert f"at λ=0.3 {ensemble:.2f} against {members:.2f}" in spec.alt
+    dots = np.sqrt([value for run in runs for value in run.members])
+    assert any(np.array_equal(line.get_ydata(), dots) for line in drawn(spec).axes[0].lines)
+
+
+def test_the_papers_numbers_are_drawn(table1_results: Results) -> None:
+    figure = drawn(_by_name(table1_results)["cross_entropy"])
+    # the six λ are evenly spaced
+    assert holds(figure, range(6), [0.0669, 0.0663, 0.0664, 0.0658, 0.0649, 0.0659])
+
+
+def test_a_search_shows_every_seed_the_mean_and_the_choice(regression_results: Results) -> None:
+    specs = _by_name(regression_results)
+    assert set(specs) == {"search", "search_difference"}  # a model alone has nothing else on its λ axis
+    assert regression_results.search is not None
+    diversities = list(regression_results.search.scores)
+    scores = {d: [validation_loss(FitSpec(), d, seed) for seed in (0, 1, 2)] for d in diversities}
+    figure = drawn(specs["search"])
+    for seed in (0, 1, 2):
+        assert holds(figure, diversities, [values[seed] for values in scores.values()])
+    means = {d: np.mean(values) for d, values in scores.items()}
+    assert holds(figure, diversities, list(means.values()))
+    assert holds(figure, 0.3, means[0.3])  # the ring
+    assert holds(figure, [0, 1], [means[0.0]] * 2)  # the level of λ=0, from edge to edge
+    assert "Chosen: λ=0.3." in specs["search"].alt
+    paired = drawn(specs["search_difference"])
+    difference = np.subtract(scores[0.7], scores[0.0])
+    assert holds(paired, [0.7] * 3, difference)
+    assert holds(paired, 0.7, difference.mean())
+    assert holds(paired, [0.7] * 2, stats.t.interval(0.95, 2, loc=difference.mean(), scale=stats.sem(difference)))
+
+
+@pytest.mark.parametrize("search", [{"chosen": 0.35}, {"candidates": [{"diversity": 0.2, "scores": {"0": 5.0}}]}, None])
+def test_searches_without_the_choice_without_zero_or_none(tmp_path: Path, search: dict[str, object] | None) -> None:
+    results = read_results(write_fit(tmp_path / "fit", FitSpec(arrays=False, search=search)))
+    for spec in lambda_figures(results):
+        drawn(spec)
+    assert bool(_by_name(results)) == (search is not None)
+
+
+def test_lambda_values_too_close_are_evenly_spaced() -> None:
+    assert lambda_positions([0, 0.5, 1]) == ({0: 0, 0.5: 0.5, 1: 1}, True)
+    assert lambda_positions([0, 0.001, 0.5]) == ({0: 0.0, 0.001: 1.0, 0.5: 2.0}, False)

@@ -10,8 +10,15 @@ from scipy import stats
 
 from tests.lab.report import synthetic
 from torchace.lab.report import Results, read_results
-from torchace.lab.report.phrases import evidence
-from torchace.lab.report.statistics import Comparison, compare, family, lowest, paired_difference, summary
+from torchace.lab.report.findings import findings
+from torchace.lab.report.statistics import (
+    Comparison,
+    best_diversity,
+    compare,
+    paired_difference,
+    paired_differences,
+    summarize,
+)
 from torchace.lab.report.tables import difference_tables
 
 # Two implementations of the t distribution, each good to about 1e-12.
@@ -21,14 +28,14 @@ CLOSE = 1e-9
 @pytest.mark.parametrize("n", [2, 3, 5, 20])
 def test_summary_is_scipys(n: int) -> None:
     values = np.random.default_rng(n).normal(0.07, 0.001, n)
-    found = summary(values.tolist())
+    found = summarize(values.tolist())
     interval = stats.t.interval(0.95, n - 1, loc=values.mean(), scale=stats.sem(values))
     assert (found.n, found.mean, found.sd) == (n, pytest.approx(values.mean()), pytest.approx(values.std(ddof=1)))
     assert found.interval == pytest.approx(interval, rel=CLOSE)
 
 
 def test_one_value_has_no_spread() -> None:
-    found = summary([0.3])
+    found = summarize([0.3])
     assert (found.n, found.mean, found.sd, found.interval) == (1, 0.3, None, None)
 
 
@@ -64,7 +71,7 @@ def test_equal_differences_have_no_interval_and_say_so(offset: float) -> None:
     reference = {seed: 0.1 * seed + 0.3 for seed in range(4)}
     found = paired_difference({seed: value + offset for seed, value in reference.items()}, reference)
     assert found is not None
-    assert (found.sd, found.interval, found.p) == (0.0, None, None)
+    assert (found.interval, found.p, found.margin) == (None, None, None)
     assert "the same in every seed" in found.note
 
 
@@ -73,16 +80,16 @@ def test_family_is_corrected_for_its_tests() -> None:
     reference = dict(enumerate(rng.normal(0.1, 0.01, 6)))
     series = {d: {s: v + rng.normal(-0.01 * d, 0.002) for s, v in reference.items()} for d in (0.1, 0.3, 0.7)}
     series[0.5] = {0: 0.4}  # one pair: reported, not tested, not counted
-    found = family(series, reference)
+    found = paired_differences(series, reference)
     assert [difference.diversity for difference in found] == [0.1, 0.3, 0.5, 0.7]
     tested = [difference for difference in found if difference.p is not None]
-    assert [d.corrected for d in tested] == pytest.approx([min(1, 3 * d.p) for d in tested if d.p is not None])
     for difference in tested:
         values = series[difference.diversity]
         expected = stats.ttest_rel([values[s] for s in range(6)], [reference[s] for s in range(6)])
         wide = expected.confidence_interval(1 - 0.05 / 3)
-        assert difference.together == pytest.approx((wide.low, wide.high), rel=1e-7)
-    assert (found[2].corrected, found[2].together) == (None, None)
+        assert difference.joint_interval == pytest.approx((wide.low, wide.high), rel=1e-7)
+        assert difference.p == pytest.approx(min(1, 3 * expected.pvalue), rel=1e-7)
+    assert (found[2].p, found[2].joint_interval) == (None, None)
 
 
 def test_intervals_hold_together() -> None:
@@ -91,8 +98,9 @@ def test_intervals_hold_together() -> None:
     missed = rejected = 0
     for _ in range(400):
         reference = dict(enumerate(rng.normal(size=5)))
-        found = family({d: {s: v + rng.normal() for s, v in reference.items()} for d in (1, 2, 3, 4, 5)}, reference)
-        missed += any(d.together is not None and not d.together[0] <= 0 <= d.together[1] for d in found)
+        series = {d: {s: v + rng.normal() for s, v in reference.items()} for d in (1, 2, 3, 4, 5)}
+        found = paired_differences(series, reference)
+        missed += any(d.p is not None and d.p < 0.05 for d in found)
         rejected += any(d.significant for d in found)
     # independent tests: 400 x 4.9 % = 20 expected, four standard deviations of 4.3 above
     assert missed <= 37
@@ -100,18 +108,20 @@ def test_intervals_hold_together() -> None:
     assert missed == rejected  # the smallest p decides both
 
 
-def test_the_verdict_the_interval_and_the_p_value_agree() -> None:
+def test_interval_margin_and_p_value_agree() -> None:
     rng = np.random.default_rng(2)
     verdicts = []
     for _ in range(100):
         reference = dict(enumerate(rng.normal(size=4)))
         series = {d: {s: v + rng.normal(0.8 * d, 0.5) for s, v in reference.items()} for d in (0.0, 1.0, 2.0)}
         samples = {d: {s: rng.normal(v - reference[s], 1, 20) for s, v in by.items()} for d, by in series.items()}
-        for difference in family(series, reference) + family(series, reference, samples):
-            assert difference.together is not None
-            assert difference.corrected is not None
-            assert difference.significant == (not difference.together[0] <= 0 <= difference.together[1])
-            assert difference.significant == (difference.corrected < 0.05)
+        for difference in paired_differences(series, reference) + paired_differences(series, reference, samples):
+            assert difference.joint_interval is not None
+            assert difference.p is not None
+            assert difference.margin is not None
+            assert difference.significant == (not difference.joint_interval[0] <= 0 <= difference.joint_interval[1])
+            assert difference.significant == (difference.p < 0.05)
+            assert difference.significant == (abs(difference.mean) > difference.margin)
             verdicts.append(difference.significant)
     assert set(verdicts) == {True, False}
 
@@ -130,6 +140,10 @@ def _with_samples(directory: Path, spread: float, count: int = 50) -> Path:
     return directory
 
 
+def _cross_entropy_text(results: Results) -> str:
+    return next(f.text for f in findings(results, results.arms[0]) if f.topic == "Cross entropy")
+
+
 def test_differences_are_for_new_samples_where_these_were_recorded(tmp_path: Path) -> None:
     arm = synthetic.ArmSpec("a", "a", 2, [0, 0.5], lambda d: 0.2 - 0.02 * d, lambda d: 0.05)
     directory = synthetic.write(tmp_path / "run", synthetic.Spec("x", "x", [arm]))
@@ -143,7 +157,7 @@ def test_differences_are_for_new_samples_where_these_were_recorded(tmp_path: Pat
     results, seeds = read()
     assert seeds.differences[0].samples is None
     assert seeds.differences[0].significant
-    assert "over 5 seeds alone)" in evidence(results.metrics["cross_entropy"], seeds.differences[0], seeds)
+    assert "The interval covers 5 seeds alone." in _cross_entropy_text(results)
     _with_samples(directory, spread=1e-5)
     _, sure = read()
     assert sure.differences[0].samples == 50
@@ -153,11 +167,10 @@ def test_differences_are_for_new_samples_where_these_were_recorded(tmp_path: Pat
     # each seed gains as much as before, on samples that say little
     assert unsure.differences[0].mean == pytest.approx(seeds.differences[0].mean, rel=1e-12)
     assert not unsure.differences[0].significant
-    assert "over 5 seeds and 50 test samples)" in evidence(
-        results.metrics["cross_entropy"], unsure.differences[0], unsure
-    )
+    assert "It is not significant" in _cross_entropy_text(results)
+    assert "The interval covers 5 seeds and 50 test samples." in _cross_entropy_text(results)
     note = difference_tables(results)[0].note
-    assert "Intervals of cross entropy are for new seeds and new test samples" in note
+    assert "Intervals of cross entropy cover new seeds and new test samples" in note
     assert "all others cover seeds alone" in note
     # what is no part of the score, or not of all samples, is left alone
     experiment = json.loads((directory / "experiment.json").read_text())
@@ -200,4 +213,4 @@ def test_lowest_compares_equal_seeds(tmp_path: Path) -> None:
             run["metrics"]["test"]["cross_entropy"] = number
             path.write_text(json.dumps(run))
     results = read_results(directory)
-    assert lowest(results, results.arms[0]) == 0.3
+    assert best_diversity(results, results.arms[0]) == 0.3

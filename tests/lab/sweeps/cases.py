@@ -14,12 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from torchace.lab.schema.experiment import Experiment
-from torchace.lab.store import Run
-from torchace.lab.sweeps import sweep
+from torchace.lab.schema.results import Failure, RunKey
+from torchace.lab.sweeps import executor
 from torchace.lab.sweeps.config import parse_experiment
 from torchace.lab.sweeps.networks import build_network
 from torchace.lab.sweeps.sweep import Sweep
-from torchace.lab.training.loop import Failure
 from torchace.lab.training.run_group import RunGroup
 
 PYTHONPATH = os.pathsep.join(str(Path(__file__).parents[3] / folder) for folder in ("src", ""))
@@ -40,11 +39,11 @@ def small(**sections: Any) -> Experiment:
     return parse_experiment(content)
 
 
-def run(directory: Path, stop: Callable[[], bool] = lambda: False, **sections: Any) -> dict[Run, Failure]:
+def run(directory: Path, stop: Callable[[], bool] = lambda: False, **sections: Any) -> dict[RunKey, Failure]:
     return Sweep(small(**sections), directory).run(stop=stop)
 
 
-def ledger_of(directory: Path) -> dict[str, Any]:
+def stored_files(directory: Path) -> dict[str, Any]:
     """Everything a sweep wrote but its times."""
     found: dict[str, Any] = {}
     for file in sorted(directory.glob("*.json")) + sorted(directory.glob("runs/*.json")):
@@ -69,24 +68,23 @@ def leftovers(directory: Path) -> list[str]:
 
 def poison(monkeypatch: Any, diversity: float, seed: int, member: int) -> None:
     """From now on that member of that run starts with Inf."""
+    train_group, group = executor.train_group, None
 
     def spoilt(arm: Any, data: Any, seeds: list[int], device: str, **options: Any) -> RunGroup:
         network = build_network(arm, data, seeds, device, **options)
-        job = getattr(sweep, "_job_of_the_test", None)
-        for r, one in enumerate(job.runs if job is not None and len(job.runs) == len(seeds) else ()):
-            if (one.diversity, one.seed) == (diversity, seed):
+        for r, run in enumerate(() if group is None else group.runs):
+            if (run.diversity, run.seed) == (diversity, seed):
                 with torch.no_grad():
                     network.members.stacked.fc.weight[r * network.num_members + member] = torch.inf  # type: ignore[union-attr]
         return network
 
-    real = Sweep._do
+    def noted(plan: Any, current: Any, *args: Any) -> float:
+        nonlocal group
+        group = current
+        return train_group(plan, current, *args)
 
-    def noted(self: Sweep, store: Any, job: Any, *args: Any) -> float:
-        monkeypatch.setattr(sweep, "_job_of_the_test", job, raising=False)
-        return real(self, store, job, *args)
-
-    monkeypatch.setattr(sweep, "build_network", spoilt)
-    monkeypatch.setattr(Sweep, "_do", noted)
+    monkeypatch.setattr(executor, "build_network", spoilt)
+    monkeypatch.setattr(executor, "train_group", noted)
 
 
 def command(*arguments: str, module: str = "torchace", **options: Any) -> subprocess.Popen[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab.sweeps.cases import ledger_of, leftovers
+from tests.lab.sweeps.cases import leftovers, stored_files
 from tests.support.fork_server import ForkServer
 from tests.support.held import CHECKPOINT
 from torchace._files import PARTIAL
@@ -95,7 +95,7 @@ def _steps(names: list[str]) -> list[int]:
 def written(directory: Path) -> dict[str, Any]:
     """Everything but times and how often the state was saved."""
     assert leftovers(directory) == []
-    store = ledger_of(directory)
+    store = stored_files(directory)
     del store["experiment.json"]["config"]["checkpoint"]
     return store
 
@@ -160,7 +160,7 @@ def test_told_to_stop(
             pass
         code, _, err = sweeping.end(number)
         assert code == 3
-        assert err == f"Interrupted. Everything so far is in {directory}; repeat the command to go on.\n"
+        assert err == f"Interrupted. Everything so far is in {directory}; repeat the command to resume.\n"
         assert not sweeping.is_torn()
     assert finish(started(sweep_file, directory)) == undisturbed
 

@@ -103,7 +103,8 @@ def test_float64_where_asked_for() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
 def test_compiled_networks_compute_the_same() -> None:
-    network = build_network(arm("separate"), DIGITS, [7, 8], "cpu", compile=True)
+    network = build_network(arm("separate"), DIGITS, [7, 8], "cpu")
+    network.compile()
     plain = build_network(arm("separate"), DIGITS, [7, 8], "cpu")
     assert network._compiled_call_impl is not None
     x = torch.randn(2, 5, 1, 8, 8)

@@ -24,15 +24,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.lab.sweeps.cases import command, ledger_of, leftovers
-from tests.support.held_ray import FREE, held_sweep
+from tests.lab.sweeps.cases import command, leftovers, stored_files
+from tests.support.held_ray import FREE, held_link
 from torchace.lab.cli import app as cli
-from torchace.lab.cli.sweep_progress import SweepProgress
+from torchace.lab.cli.progress import SweepProgress
 from torchace.lab.schema.experiment import Experiment
-from torchace.lab.store import GroupPlan, Run, RunStore
+from torchace.lab.schema.results import GroupPlan, RunKey
+from torchace.lab.store import RunStore
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.config import load_experiment
-from torchace.lab.sweeps.sweep import Sweep, Unfinished
+from torchace.lab.sweeps.executor import Executor, UnfinishedRunsError
+from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.loop import Interrupted, Progress
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
@@ -42,15 +44,17 @@ import ray
 from ray.cluster_utils import Cluster
 
 from torchace.lab.sweeps import ray as on_ray
-from torchace.lab.sweeps.ray import RayAddressError, RaySweep, ray_sweep
-from torchace.lab.sweeps.ray_worker import _folder
+from torchace.lab.sweeps import ray_cluster
+from torchace.lab.sweeps.ray import RayExecutor, connect_ray
+from torchace.lab.sweeps.ray_cluster import RayAddressError, join_cluster
+from torchace.lab.sweeps.ray_worker import _temporary_directory
 
 pytestmark = pytest.mark.extended
 
 KILLS = 10
 PATIENCE = 300.0  # seconds until a process that does not do what it should is given up
 
-# Two jobs whose runs fail at once, then four that last, or wait to be killed: see `held_sweep`.
+# Two jobs whose runs fail at once, then four that last, or wait to be killed: see `held_link`.
 SWEEP = """
 [model]
 hidden = [256]
@@ -139,7 +143,7 @@ def short_folder() -> tempfile.TemporaryDirectory[str]:
 @pytest.fixture(scope="module")
 def joined(nodes: Nodes) -> Iterator[Nodes]:
     """This process is a driver: several sweeps have the same workers, which import torch once."""
-    on_ray._join(nodes.address)
+    join_cluster(nodes.address)
     try:
         yield nodes
     finally:
@@ -172,7 +176,7 @@ def undisturbed(experiment: Experiment, tmp_path_factory: pytest.TempPathFactory
     directory = tmp_path_factory.mktemp("undisturbed") / "out"
     failures = Sweep(experiment, directory).run()
     assert [run.arm for run in failures] == ["wild"] * FAILED
-    return ledger_of(directory)
+    return stored_files(directory)
 
 
 class Counting(Callback):
@@ -198,7 +202,7 @@ def finished_whole(sweep: Sweep, callback: Counting, undisturbed: dict[str, Any]
 
 
 def same(directory: Path, undisturbed: dict[str, Any]) -> bool:
-    ours, theirs = ledger_of(directory), {**undisturbed}
+    ours, theirs = stored_files(directory), {**undisturbed}
     for store in (ours, theirs):  # how often the state was saved is no part of a result
         store["experiment.json"] = {**store["experiment.json"], "config": None}
     assert leftovers(directory) == []
@@ -219,8 +223,8 @@ Hold = Callable[[Callable[[str, int], bool]], None]
 
 @pytest.fixture
 def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
-    """From now on the workers of this test wait while they must, see `held_sweep`."""
-    return lambda must_wait: monkeypatch.setattr(on_ray, "Sweep", held_sweep(must_wait))
+    """From now on the workers of this test wait while they must, see `held_link`."""
+    return lambda must_wait: monkeypatch.setattr(on_ray, "DriverLink", held_link(must_wait))
 
 
 # -- the same numbers, whoever dies -----------------------------------------------------------------------------------
@@ -240,7 +244,7 @@ def test_two_nodes_give_what_one_machine_gives(
 
     hold(lambda job, attempt: job.startswith("calm") and not go.exists())  # or one node may do it all
     callback, start = Looking(), time.monotonic()
-    finished_whole(RaySweep(experiment, directory), callback, undisturbed)
+    finished_whole(Sweep(experiment, directory, RayExecutor()), callback, undisturbed)
     assert len(at_work) == 2
     assert callback.deaths == []
     # how long it took, not what all jobs took together
@@ -274,7 +278,7 @@ def test_ten_workers_killed(
 
     callback = Killing()
     callback.seen, callback.killed = set(), []
-    finished_whole(RaySweep(saved_every(1, experiment), tmp_path), callback, undisturbed)
+    finished_whole(Sweep(saved_every(1, experiment), tmp_path, RayExecutor()), callback, undisturbed)
     assert callback.deaths == ["WorkerCrashedError"] * KILLS
 
 
@@ -293,7 +297,7 @@ def test_a_node_dies(
 
     callback = Pulling()
     try:
-        finished_whole(RaySweep(experiment, tmp_path / "out"), callback, undisturbed)
+        finished_whole(Sweep(experiment, tmp_path / "out", RayExecutor()), callback, undisturbed)
     finally:
         for node in nodes:
             joined.cluster.remove_node(node)
@@ -315,11 +319,11 @@ def test_a_job_that_dies_again_and_again_is_given_up_and_the_others_go_on(
                 worker.kill()
 
     hold(lambda job, attempt: job == "calm-3" and attempt <= 2)
-    monkeypatch.setattr(on_ray, "DEATHS", 2)
-    sweep, callback = RaySweep(saved_every(None, experiment), tmp_path), Killing()
-    with pytest.raises(Unfinished) as caught:
+    monkeypatch.setattr(on_ray, "MAX_DEATHS", 2)
+    sweep, callback = Sweep(saved_every(None, experiment), tmp_path, RayExecutor()), Killing()
+    with pytest.raises(UnfinishedRunsError) as caught:
         sweep.run(callback)
-    lost = [Run("calm", 0.5, 2), Run("calm", 0.5, 3)]
+    lost = [RunKey("calm", 0.5, 2), RunKey("calm", 0.5, 3)]
     why = "its worker died 2 times in a row without a new checkpoint (WorkerCrashedError)"
     assert caught.value.reasons == dict.fromkeys(lost, why)
     assert [run for run in _runs(tmp_path) if not RunStore(tmp_path).is_finished(run)] == lost
@@ -331,7 +335,7 @@ def test_a_job_that_dies_again_and_again_is_given_up_and_the_others_go_on(
     assert same(tmp_path, undisturbed)
 
 
-def _runs(directory: Path) -> list[Run]:
+def _runs(directory: Path) -> list[RunKey]:
     return [run for job in RunStore(directory).groups() for run in job.runs]
 
 
@@ -350,7 +354,7 @@ def test_stopped_with_a_checkpoint_and_a_damaged_one(
             self.step = self.step or progress.step * (job.id == "calm-0")
 
     hold(lambda job, attempt: job == "calm-0")  # which is not done before the sweep is told to stop
-    sweep, callback, start = RaySweep(saved_every(None, experiment), tmp_path), Stopping(), time.monotonic()
+    sweep, callback, start = Sweep(saved_every(None, experiment), tmp_path, RayExecutor()), Stopping(), time.monotonic()
     with pytest.raises(Interrupted):
         sweep.run(callback, stop=lambda: callback.step > 0)
     (state,) = tmp_path.glob("checkpoints/calm-0/state-*.safetensors")
@@ -361,15 +365,16 @@ def test_stopped_with_a_checkpoint_and_a_damaged_one(
     assert spent <= recorded(tmp_path) <= time.monotonic() - start
     monkeypatch.undo()
     # once: neither a sweep on this machine nor another one on Ray counts it again
-    for other in (Sweep, RaySweep):
-        shutil.copytree(tmp_path, tmp_path.with_name(other.__name__))
+    for executor in (Executor(), RayExecutor()):
+        copy = tmp_path.with_name(type(executor).__name__)
+        shutil.copytree(tmp_path, copy)
         before, resumed = recorded(tmp_path), time.monotonic()
-        other(saved_every(None, experiment), tmp_path.with_name(other.__name__)).run()
-        assert before < recorded(tmp_path.with_name(other.__name__)) <= before + time.monotonic() - resumed
+        Sweep(saved_every(None, experiment), copy, executor).run()
+        assert before < recorded(copy) <= before + time.monotonic() - resumed
 
     whole = state.read_bytes()
     state.write_bytes(whole[:-1] + b"?")
-    with pytest.raises(Unfinished) as caught:
+    with pytest.raises(UnfinishedRunsError) as caught:
         sweep.run()
     assert [run for run in _runs(tmp_path) if not RunStore(tmp_path).is_finished(run)] == list(caught.value.reasons)
     assert set(caught.value.reasons.values()) == {
@@ -383,14 +388,14 @@ def test_stopped_with_a_checkpoint_and_a_damaged_one(
 
 def test_a_checkpoint_of_an_earlier_worker_is_not_taken(joined: Nodes, tmp_path: Path) -> None:
     """Ray may give up a worker that lives, cut off from the others, and it goes on saving."""
-    job = GroupPlan("main-0", (Run("main", 0.0, 0),))
+    job = GroupPlan("main-0", (RunKey("main", 0.0, 0),))
     never = lambda *_: False  # noqa: E731
-    dispatch = on_ray._Dispatch(RunStore(tmp_path), deque(), never, on_ray._mailbox(), Callback(), never)
-    dispatch.flights = {"task": (job, 2)}
+    dispatch = on_ray._Dispatch(RunStore(tmp_path), deque(), never, on_ray.start_mailbox(), Callback(), never)
+    dispatch.running = {"task": (job, 2)}
     for attempt, name in ((2, "state-9.safetensors"), (1, "state-6.safetensors"), (3, "state-12.safetensors")):
         files = {name: b"", "manifest.json": name.encode()}
-        ray.get(dispatch.mailbox.keep.remote(job.id, attempt, files))
-        dispatch._hear()
+        ray.get(dispatch.mailbox.put_checkpoint.remote(job.id, attempt, files))
+        dispatch._fetch_mail()
     kept = sorted((tmp_path / "checkpoints" / job.id).iterdir())
     assert [path.name for path in kept] == ["manifest.json", "state-9.safetensors"]
     assert kept[0].read_bytes() == b"state-9.safetensors"
@@ -422,12 +427,12 @@ def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 )
 def test_a_device_the_cluster_does_not_have(joined: Nodes, device: str, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        on_ray._device(device)
-    assert on_ray._device("auto") == on_ray._device("cpu") == "cpu"
+        on_ray.choose_device(device)
+    assert on_ray.choose_device("auto") == on_ray.choose_device("cpu") == "cpu"
 
 
 def test_more_threads_than_a_node_has_cores(joined: Nodes, experiment: Experiment, tmp_path: Path) -> None:
-    sweep = RaySweep(experiment, tmp_path / "out", workers=on_ray._Workers(threads=3))
+    sweep = Sweep(experiment, tmp_path / "out", RayExecutor(threads=3))
     with pytest.raises(ValueError, match=r"takes 3 CPUs.* the largest node has 1\. Set OMP_NUM_THREADS=1 or less"):
         sweep.run()
     assert not (tmp_path / "out").exists()
@@ -437,9 +442,9 @@ def test_more_threads_than_a_node_has_cores(joined: Nodes, experiment: Experimen
 def test_a_gpu_that_torch_does_not_see(joined: Nodes, experiment: Experiment, tmp_path: Path) -> None:
     node = joined.add(num_gpus=1)
     try:
-        assert (on_ray._device("auto"), on_ray._device("cpu")) == ("cuda", "cpu")
+        assert (on_ray.choose_device("auto"), on_ray.choose_device("cpu")) == ("cuda", "cpu")
         with pytest.raises(ValueError, match=r"cannot train on cuda \(AssertionError: Torch not compiled with CUDA"):
-            RaySweep(experiment, tmp_path / "out", on_ray._device("auto")).run()
+            Sweep(experiment, tmp_path / "out", RayExecutor(on_ray.choose_device("auto"))).run()
     finally:
         joined.cluster.remove_node(node)
     assert not (tmp_path / "out").exists()
@@ -467,13 +472,13 @@ def test_an_address_that_nobody_answers_at(
 
 
 def test_somebody_else_answers_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_ray, "JOIN", 3.0)  # long enough for Ray to be imported and to ask
+    monkeypatch.setattr(ray_cluster, "JOIN_SECONDS", 3.0)  # long enough for Ray to be imported and to ask
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(RayAddressError, match=rf"Cannot join .* {address} \(it did not answer within 3 seconds\)"):
-            on_ray._join(address)
+            join_cluster(address)
 
 
 def test_a_cluster_that_fails_once_to_start_a_process_for_us(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,14 +489,14 @@ def test_a_cluster_that_fails_once_to_start_a_process_for_us(monkeypatch: pytest
         if outcome := outcomes.pop(0):
             raise outcome
 
-    monkeypatch.setattr(on_ray, "_reach", lambda address: None)
+    monkeypatch.setattr(ray_cluster, "_check_reachable", lambda address: None)
     monkeypatch.setattr(ray, "init", init)
-    on_ray._join("ray://there:10001")
+    join_cluster("ray://there:10001")
     assert outcomes == []
 
     outcomes[:] = [failure, failure, None]  # one that always fails is not asked for ever
     with pytest.raises(RayAddressError, match=r"Cannot join .* \(RuntimeError: Starting Ray client failed\)\. From"):
-        on_ray._join("ray://there:10001")
+        join_cluster("ray://there:10001")
     assert outcomes == [None]
 
 
@@ -500,10 +505,10 @@ def test_runs_that_were_given_up_are_named(
 ) -> None:
     @contextmanager
     def unlucky(*arguments: Any) -> Iterator[None]:
-        raise Unfinished({Run("main", 0.5, 1): "its worker died"})
+        raise UnfinishedRunsError({RunKey("main", 0.5, 1): "its worker died"})
         yield
 
-    monkeypatch.setattr(on_ray, "ray_sweep", unlucky)
+    monkeypatch.setattr(on_ray, "connect_ray", unlucky)
     assert typed("run", sweep_file, "--out", tmp_path, "--ray", "local") == (
         1,
         "",
@@ -512,12 +517,12 @@ def test_runs_that_were_given_up_are_named(
     )
 
 
-def test_a_cluster_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experiment: Experiment) -> None:
-    for name in ("_join", "_device"):
+def test_a_cluster_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("join_cluster", "choose_device"):
         monkeypatch.setattr(on_ray, name, lambda given: given)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     lost = rf"Lost the Ray cluster at ray://there:10001\. Everything so far is in {tmp_path}; repeat the command"
-    with pytest.raises(RayAddressError, match=lost), ray_sweep(experiment, tmp_path, "cpu", "ray://there:10001"):
+    with pytest.raises(RayAddressError, match=lost), connect_ray("ray://there:10001", "cpu", tmp_path):
         raise ConnectionError("Failed to reconnect within the reconnection grace period (30s)")
 
 
@@ -527,7 +532,7 @@ def test_a_worker_clears_up_after_killed_ones(tmp_path: Path, monkeypatch: pytes
     dead.wait()
     for name in (f"{dead.pid}-a", f"{os.getpid()}-b", "x-c"):
         (tmp_path / f"torchace-worker-{name}").mkdir()
-    with _folder() as folder:
+    with _temporary_directory() as folder:
         assert folder.is_dir()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"torchace-worker-{os.getpid()}-b",
@@ -544,14 +549,14 @@ def test_without_ray(sweep_file: Path, tmp_path: Path) -> None:
 
 
 def test_a_local_sweep_does_not_know_of_ray() -> None:
-    code = "import sys, torchace.lab.cli, torchace.lab.cli.sweep_progress; print('ray' in sys.modules)"
+    code = "import sys, torchace.lab.cli, torchace.lab.cli.progress; print('ray' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"
 
 
 def test_several_jobs_at_once_have_a_bar_each() -> None:
     screen = io.StringIO()
-    jobs = [GroupPlan(f"main-{seed}", (Run("main", 0.5, seed),)) for seed in range(2)]
+    jobs = [GroupPlan(f"main-{seed}", (RunKey("main", 0.5, seed),)) for seed in range(2)]
     with SweepProgress(Console(file=screen, force_terminal=True, width=120)) as progress:
         progress.on_plan(0, 2)
         for step, job in enumerate(jobs, 3):
@@ -650,7 +655,7 @@ def test_a_driver_is_killed_and_stopped_and_repeated_from_outside(
     driver.process.terminate()
     code, _, err = driver.end()
     assert code == cli.INTERRUPTED
-    assert err == f"Interrupted. Everything so far is in {driver.directory}; repeat the command to go on.\n"
+    assert err == f"Interrupted. Everything so far is in {driver.directory}; repeat the command to resume.\n"
 
     done = len(driver.results())
     port = nodes.cluster.head_node._ray_params.ray_client_server_port

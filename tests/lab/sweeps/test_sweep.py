@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.lab.sweeps.cases import ledger_of, leftovers, poison, run, small
+from tests.lab.sweeps.cases import leftovers, poison, run, small, stored_files
 from torchace import _files as files
 from torchace._files import with_checksum
-from torchace.lab.store import GroupPlan, Run, RunStore, RunStoreError
+from torchace.lab.schema.results import GroupPlan, RunKey, RunResult
+from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.config import ConfigError, load_experiment
+from torchace.lab.sweeps.executor import Plan
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.checkpoint import CheckpointError
 from torchace.lab.training.loop import Interrupted, Progress
@@ -55,7 +57,7 @@ def test_every_run_is_written_down_once(tmp_path: Path) -> None:
     callback = heard(tmp_path)
     assert callback.jobs == ["main-0"]
     assert callback.counts == [0, 4, 4]
-    store = ledger_of(tmp_path)
+    store = stored_files(tmp_path)
     names = [f"main-l{diversity}-s{seed}" for diversity in ("0", "0.5") for seed in (0, 1)]
     assert {name for name in store if "main" in name} == {
         *(f"runs/{name}.json" for name in names),
@@ -80,7 +82,7 @@ def test_every_run_is_written_down_once(tmp_path: Path) -> None:
 
 def test_a_validation_part_is_scored(tmp_path: Path) -> None:
     run(tmp_path, data={"validation": 0.25})
-    store = ledger_of(tmp_path)
+    store = stored_files(tmp_path)
     assert store["experiment.json"]["data"]["train"] == 150
     assert store["experiment.json"]["data"]["validation"] == 50
     scores = store["runs/main-l0-s0.json"]["metrics"]
@@ -92,7 +94,7 @@ def test_a_validation_part_is_scored(tmp_path: Path) -> None:
 
 def test_one_member_has_no_disagreement(tmp_path: Path) -> None:
     assert run(tmp_path, model={"num_members": 1}, sweep={"diversities": [0.0], "seeds": [0]}) == {}
-    assert ledger_of(tmp_path)["runs/main-l0-s0.json"]["status"] == "finished"
+    assert stored_files(tmp_path)["runs/main-l0-s0.json"]["status"] == "finished"
 
 
 @pytest.mark.parametrize("kind", ["shared", "exchanged", "separate"])
@@ -103,7 +105,7 @@ def test_all_kinds_of_batches_and_models(kind: str, model: dict[str, Any], tmp_p
     diversities = [0.0] if kind == "separate" else [0.0, 0.5]
     failures = run(tmp_path, model=model, train={"batches": kind, "steps": 3}, sweep={"diversities": diversities})
     assert failures == {}
-    assert ledger_of(tmp_path)["runs/main-l0-s0.json"]["batches"] == kind
+    assert stored_files(tmp_path)["runs/main-l0-s0.json"]["batches"] == kind
 
 
 def test_jobs_have_the_size_asked_for(tmp_path: Path) -> None:
@@ -141,7 +143,7 @@ def test_more_seeds_train_only_the_new_ones(tmp_path: Path) -> None:
     callback = heard(tmp_path, sweep={"seeds": [0, 1, 2]})
     assert (callback.jobs, callback.counts) == (["main-1"], [4, 6, 6])
     assert {path: path.read_bytes() for path in before} == before
-    experiment = ledger_of(tmp_path)["experiment.json"]
+    experiment = stored_files(tmp_path)["experiment.json"]
     assert experiment["seeds"] == [0, 1, 2]
 
 
@@ -149,7 +151,7 @@ def test_another_diversity_trains_only_the_new_one_and_the_old_ones_stay(tmp_pat
     run(tmp_path)
     callback = heard(tmp_path, sweep={"diversities": [0.9]})
     assert (callback.jobs, callback.counts) == (["main-1"], [0, 2, 2])
-    assert ledger_of(tmp_path)["experiment.json"]["arms"][0]["diversities"] == [0.0, 0.5, 0.9]
+    assert stored_files(tmp_path)["experiment.json"]["arms"][0]["diversities"] == [0.0, 0.5, 0.9]
     assert len(list(tmp_path.glob("runs/*.json"))) == 6
 
 
@@ -158,7 +160,7 @@ def test_a_new_seed_is_what_it_would_be_in_a_sweep_of_its_own(tmp_path: Path) ->
     run(tmp_path / "a", sweep={"seeds": [2]})
     run(tmp_path / "b", sweep={"seeds": [2]})
     for name in ("runs/main-l0-s2.json", "runs/main-l0.5-s2.json"):
-        ours, theirs = ledger_of(tmp_path / "a")[name], ledger_of(tmp_path / "b")[name]
+        ours, theirs = stored_files(tmp_path / "a")[name], stored_files(tmp_path / "b")[name]
         assert {**ours, "job": None} == {**theirs, "job": None}
 
 
@@ -168,7 +170,7 @@ def test_an_unfinished_job_is_trained_whole_though_less_is_asked_for(tmp_path: P
         run(tmp_path / "b", after(6))
     callback = heard(tmp_path / "b", sweep={"seeds": [0]})
     assert (callback.jobs, callback.counts) == (["main-0"], [0, 4, 4])
-    ours, theirs = ledger_of(tmp_path / "a"), ledger_of(tmp_path / "b")
+    ours, theirs = stored_files(tmp_path / "a"), stored_files(tmp_path / "b")
     assert {name: value for name, value in ours.items() if "runs" in name} == {
         name: value for name, value in theirs.items() if "runs" in name
     }
@@ -197,10 +199,10 @@ def test_an_unfinished_job_that_nobody_asks_for_is_left_alone(tmp_path: Path) ->
 )
 def test_another_configuration_is_refused(sections: dict[str, Any], key: str, tmp_path: Path) -> None:
     run(tmp_path)
-    before = ledger_of(tmp_path)
+    before = stored_files(tmp_path)
     with pytest.raises(RunStoreError, match=key):
         run(tmp_path, **sections)
-    assert ledger_of(tmp_path) == before
+    assert stored_files(tmp_path) == before
 
 
 def test_words_and_saving_may_change(tmp_path: Path) -> None:
@@ -209,7 +211,7 @@ def test_words_and_saving_may_change(tmp_path: Path) -> None:
     arms[0]["label"] = "two"
     callback = heard(tmp_path, arms=arms, title="T", description="D", checkpoint={"steps": 3}, paper={"table": "1"})
     assert callback.jobs == []
-    assert ledger_of(tmp_path)["experiment.json"]["title"] == "T"
+    assert stored_files(tmp_path)["experiment.json"]["title"] == "T"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "config": 3}', '{"format": 9}'])
@@ -234,7 +236,7 @@ def test_interrupted_anywhere_and_resumed(tmp_path: Path) -> None:
         except Interrupted:
             interruptions += 1
     assert interruptions == 5  # two steps at a time, twelve in all
-    assert ledger_of(tmp_path / "a") == ledger_of(tmp_path / "b")
+    assert stored_files(tmp_path / "a") == stored_files(tmp_path / "b")
     assert leftovers(tmp_path / "b") == []
 
 
@@ -242,22 +244,23 @@ def test_many_runs_are_looked_up_in_linear_time(tmp_path: Path, monkeypatch: pyt
     looks = 0
     is_finished = RunStore.is_finished
 
-    def counted(self: RunStore, run: Run) -> bool:
+    def counted(self: RunStore, run: RunKey) -> bool:
         nonlocal looks
         looks += 1
         return is_finished(self, run)
 
-    class Skipping(Sweep):
-        def _do(self, store: RunStore, job: GroupPlan, *args: Any) -> float:
-            for one in job.runs:
-                store.write_result(one, {"format": 1, "status": "finished"}, {})
-            return 1.0
+    def skip(plan: Plan, group: GroupPlan, *args: Any) -> float:
+        for one in group.runs:
+            content: dict[str, Any] = {"run": one.id, "arm": one.arm, "diversity": one.diversity, "seed": one.seed}
+            plan.store.write_result(RunResult(status="finished", **content), {})
+        return 1.0
 
     monkeypatch.setattr(RunStore, "is_finished", counted)
+    monkeypatch.setattr("torchace.lab.sweeps.executor.train_group", skip)
     monkeypatch.setattr("torchace.lab.sweeps.sweep.WRITE_EVERY", 1e9)
     runs = 200
     experiment = load_experiment("digits", ["sweep.diversities=[0]", "sweep.cohort_size=1"], seeds=range(runs))
-    assert Skipping(experiment, tmp_path).run() == {}
+    assert Sweep(experiment, tmp_path).run() == {}
     assert looks <= 4 * runs
     written = json.loads((tmp_path / "experiment.json").read_text())
     assert (written["seconds"], written["counted"]) == (runs, {})
@@ -294,11 +297,11 @@ def test_seconds_include_earlier_attempts(tmp_path: Path) -> None:
 
 def test_a_lost_result_is_made_again(tmp_path: Path) -> None:
     run(tmp_path)
-    before = ledger_of(tmp_path)
+    before = stored_files(tmp_path)
     (tmp_path / "runs" / "main-l0.5-s1.json").unlink()
     callback = heard(tmp_path)
     assert (callback.jobs, callback.counts) == (["main-0"], [3, 4, 4])
-    assert ledger_of(tmp_path) == before
+    assert stored_files(tmp_path) == before
 
 
 def test_a_damaged_checkpoint_is_one_sentence_and_the_results_stay(tmp_path: Path) -> None:
@@ -313,7 +316,7 @@ def test_a_damaged_checkpoint_is_one_sentence_and_the_results_stay(tmp_path: Pat
         file.unlink()
     state.parent.rmdir()  # as it says
     run(tmp_path / "b", sweep={"cohort_size": 2})
-    assert ledger_of(tmp_path / "a") == ledger_of(tmp_path / "b")
+    assert stored_files(tmp_path / "a") == stored_files(tmp_path / "b")
 
 
 class Restarts(Callback):
@@ -347,7 +350,7 @@ def test_nothing_goes_on_from_the_weights_of_others(
     callback = Restarts()
     Sweep(small(**now), tmp_path / "theirs").run(callback)
     assert callback.jobs == ["main-0"]
-    assert ledger_of(tmp_path / "theirs") == ledger_of(tmp_path / "expected")
+    assert stored_files(tmp_path / "theirs") == stored_files(tmp_path / "expected")
     assert leftovers(tmp_path / "theirs") == []
 
 
@@ -385,7 +388,7 @@ def test_a_full_disk_at_any_moment(call: int, tmp_path: Path, monkeypatch: pytes
         with pytest.raises(OSError, match="No space left on device"):
             run(tmp_path / "b", **sections)
     run(tmp_path / "b", **sections)
-    assert ledger_of(tmp_path / "a") == ledger_of(tmp_path / "b")
+    assert stored_files(tmp_path / "a") == stored_files(tmp_path / "b")
     assert leftovers(tmp_path / "b") == []
 
 
@@ -397,7 +400,7 @@ def test_a_failed_run_leaves_the_others_bit_identical(tmp_path: Path, monkeypatc
     poison(monkeypatch, 0.5, 1, member=1)
     failures = run(tmp_path / "b")
     assert [(r.diversity, r.seed, f.member, f.step) for r, f in failures.items()] == [(0.5, 1, 1, 0)]
-    ours, theirs = ledger_of(tmp_path / "a"), ledger_of(tmp_path / "b")
+    ours, theirs = stored_files(tmp_path / "a"), stored_files(tmp_path / "b")
     failed = theirs.pop("runs/main-l0.5-s1.json")
     assert (failed["status"], failed["metrics"], failed["weights_sha256"]) == ("failed", None, None)
     assert failed["history"][0]["train_cross_entropy"] is None
@@ -420,7 +423,7 @@ def test_a_failure_survives_an_interruption(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(Interrupted):
             run(tmp_path / "b", after(4))
     assert run(tmp_path / "b") == expected
-    assert ledger_of(tmp_path / "a") == ledger_of(tmp_path / "b")
+    assert stored_files(tmp_path / "a") == stored_files(tmp_path / "b")
 
 
 def test_weights_that_overflow_in_the_last_step_are_a_failure(tmp_path: Path) -> None:

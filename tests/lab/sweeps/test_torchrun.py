@@ -21,7 +21,7 @@ from tests.support.processes import team
 from torchace.lab.cli import app as cli
 from torchace.lab.sweeps.config import ConfigError, load_experiment
 from torchace.lab.sweeps.sweep import Sweep
-from torchace.lab.sweeps.torchrun import RankSweep, _check, rank_sweep
+from torchace.lab.sweeps.torchrun import RankExecutor, _check
 from torchace.lab.training.loop import Interrupted
 
 pytestmark = pytest.mark.extended
@@ -199,7 +199,7 @@ def test_told_to_stop_and_finished_by_more_processes(
     job.wait_until(lambda: saved_steps(directory) == [EVERY])
     job.process.send_signal(signal.SIGTERM)  # torchrun passes it on
     assert job.end() != 0
-    assert job.said() == [f"Interrupted. Everything so far is in {directory}; repeat the command to go on.\n", ""]
+    assert job.said() == [f"Interrupted. Everything so far is in {directory}; repeat the command to resume.\n", ""]
     (stopped,) = saved_steps(directory)
     assert EVERY <= stopped < 3 * EVERY
     known = len(events(directory))
@@ -287,9 +287,14 @@ def test_experiments_that_cannot_be_spread(sections: dict[str, Any], ranks: tupl
     _check(arm, SimpleNamespace(members=1, data=2))  # type: ignore[arg-type]
 
 
+def rank_sweep(folder: str, sections: dict[str, Any], layout: str) -> Sweep:
+    experiment = small(**sections)
+    return Sweep(experiment, Path(folder), RankExecutor(experiment, "cpu", layout))
+
+
 def refused(folder: str, sections: dict[str, Any], layout: str) -> str:
     try:
-        rank_sweep(small(**sections), Path(folder), "cpu", layout).run()
+        rank_sweep(folder, sections, layout).run()
     except ConfigError as error:
         return str(error)
     return ""
@@ -308,7 +313,7 @@ def started_with(sections: list[dict[str, Any]], parallel: list[str], folder: st
 
     rank = dist.get_rank()
     try:
-        rank_sweep(small(**sections[rank]), Path(folder), "cpu", parallel[rank])
+        rank_sweep(folder, sections[rank], parallel[rank])
     except ValueError as error:
         return str(error)
     return ""
@@ -326,10 +331,9 @@ def test_ranks_with_different_configurations(tmp_path: Path) -> None:
 
 
 def swept(folder: str, sections: dict[str, Any], layout: str) -> bool:
-    sweep = rank_sweep(small(**sections), Path(folder), "cpu", layout)
-    assert isinstance(sweep, RankSweep)
+    sweep = rank_sweep(folder, sections, layout)
     failures = sweep.run()
-    return sweep.ranks.is_first or failures == {}
+    return sweep.executor.is_first or failures == {}
 
 
 ARMS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from tests.lab.cli.cases import fake_report, write_table
 from tests.lab.sweeps.cases import TIMES
 from torchace.lab.tables.fit import TableFit
 from torchace.lab.tables.model import TableModel
-from torchace.lab.tables.table import TableSettings, open_table
+from torchace.lab.tables.table import TableSettings, load_table
 from torchace.lab.training.members import MemberPlan
 
 TINY: dict[str, Any] = {"num_members": 2, "hidden": (4,), "epochs": 1}
@@ -24,14 +24,14 @@ def job(data: Path, target: str, out: Path, diversity: float | None = 0.5, **opt
     """A fit of a file; options are those of the plan, of the table, `seed`."""
     settings = {name: options.pop(name) for name in list(options) if name in TableSettings.__dataclass_fields__}
     wanted = TableSettings(target, **settings)
-    table = open_table(data, wanted)
+    table = load_table(data, wanted)
     plan = MemberPlan(table.task, **{**TINY, **options})
     return TableFit(table, plan, diversity, out, wanted.to_json(), wanted.seed)
 
 
 def done(fit: TableFit) -> TableModel:
     """The whole of a fit, with a page instead of a report."""
-    with fit.locked():
+    with fit.lock():
         fit.train()
         fake_report(fit.work)
         fit.publish()

@@ -25,10 +25,10 @@ from torchace.lab.data import DataError
 from torchace.lab.data.tables import read_table
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.tables import fit as table_fit
-from torchace.lab.tables.fit import FitWatcher, TableFit, TrainingFailed
+from torchace.lab.tables.fit import FitCallback, TableFit, TrainingFailed
 from torchace.lab.tables.model import TableModel
 from torchace.lab.training.loop import Interrupted, Progress
-from torchace.lab.tuning.tuning import Stage
+from torchace.lab.tuning.search import SearchStage
 
 Kind = tuple[str, Callable[..., Any], str]
 KINDS = [("pets.csv", pets, "pet"), ("houses.csv", houses, "price")]
@@ -159,7 +159,7 @@ def test_a_given_diversity_is_not_searched(data: Path, tmp_path: Path, monkeypat
     def searched(*args: Any, **options: Any) -> None:
         raise AssertionError("searched")
 
-    monkeypatch.setattr(table_fit, "tune_diversity", searched)
+    monkeypatch.setattr(table_fit.GridSearch, "run", searched)
     model = done(job(data, "pet", tmp_path / "out", 0.3))
     assert (model.diversity, model.record["search"]) == (0.3, None)
     with pytest.raises(AssertionError, match="searched"):
@@ -176,24 +176,24 @@ def test_a_searched_diversity_is_the_one_that_is_trained(data: Path, tmp_path: P
     assert weights_of(tmp_path / "out") == weights_of(tmp_path / "given")
 
 
-def test_a_watcher_sees_all_of_it(data: Path, tmp_path: Path) -> None:
-    class Watcher(FitWatcher):
+def test_a_recorder_sees_all_of_it(data: Path, tmp_path: Path) -> None:
+    class Recorder(FitCallback):
         def __init__(self) -> None:
             self.stages: list[tuple[int, str, float]] = []
             self.steps: list[Progress] = []
 
-        def searched(self, stage: Stage, share: float) -> None:
-            self.stages.append((stage.number, stage.purpose, share))
+        def on_search(self, stage: SearchStage, fraction: float) -> None:
+            self.stages.append((stage.number, stage.purpose, fraction))
 
-        def trained(self, progress: Progress) -> None:
+        def on_step(self, progress: Progress) -> None:
             self.steps.append(progress)
 
-    watcher, fit = Watcher(), job(data, "pet", tmp_path / "out", None, epochs=3)
-    with fit.locked():
-        fit.train(watcher)
-    finished = dict.fromkeys(stage[:2] for stage in watcher.stages if stage[2] == 1.0)
+    recorder, fit = Recorder(), job(data, "pet", tmp_path / "out", None, epochs=3)
+    with fit.lock():
+        fit.train(recorder)
+    finished = dict.fromkeys(stage[:2] for stage in recorder.stages if stage[2] == 1.0)
     assert list(finished)[:2] == [(1, "search"), (2, "search")]
-    assert watcher.steps[-1].step == watcher.steps[-1].steps
+    assert recorder.steps[-1].step == recorder.steps[-1].steps
 
 
 # -- stopped, and gone on ---------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_stopped_again_and_again_it_ends_where_it_would_have(
         fit = job(path, target, tmp_path / out / "model", diversity, **options)
         stops = 0
         while out == "stopped" and not (fit.work / "model").exists():
-            with fit.locked():
+            with fit.lock():
                 try:
                     fit.train(stop=StopAfter(7))
                 except Interrupted:
@@ -284,7 +284,7 @@ def test_killed_at_every_file_operation(module: Any, name: str, after: bool, dat
         assert is_complete(fit.out) or died
         if not fit.is_finished():
             done(fit)
-        fit.clear()
+        fit.remove_work()
         assert is_complete(fit.out)
         assert written(fit.out) == written(expected.out)
         assert [path.name for path in fit.out.parent.iterdir()] == ["out"]
@@ -295,7 +295,7 @@ def test_killed_at_every_file_operation(module: Any, name: str, after: bool, dat
 
 def test_what_a_killed_process_was_saving_is_removed(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
-    with fit.locked():
+    with fit.lock():
         fit.train()
     half = fit.work / ".model.0123456789abcdef.partial"
     shutil.copytree(fit.work / "model", half)
@@ -360,12 +360,10 @@ def test_a_finished_model_is_known_again(data: Path, tmp_path: Path) -> None:
 def test_other_settings_are_refused(other: dict[str, Any], data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     done(fit)
-    with pytest.raises(
-        RunStoreError, match=r"out holds something else already\. Choose another --out, or remove it\.$"
-    ):
+    with pytest.raises(RunStoreError, match=r"out holds something else already\. Choose another --out"):
         job(data, "pet", tmp_path / "out", **other).is_finished()
     unfinished = job(data, "pet", tmp_path / "unfinished")
-    with unfinished.locked():
+    with unfinished.lock():
         pass
     before = everything_in(tmp_path)
     with pytest.raises(RunStoreError, match=r"unfinished\.work holds an unfinished fit of other data or settings\."):
@@ -382,7 +380,7 @@ def test_other_data_under_the_same_name_are_refused(data: Path, tmp_path: Path) 
 
 def test_two_at_once_are_refused(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
-    with fit.locked(), pytest.raises(RunStoreError, match=f"Process {os.getpid()} is at work in .*out.work"):
+    with fit.lock(), pytest.raises(RunStoreError, match=f"Process {os.getpid()} is at work in .*out.work"):
         done(job(data, "pet", tmp_path / "out"))
 
 
@@ -391,9 +389,7 @@ def test_another_process_may_be_faster(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     assert not fit.is_finished()
     done(job(data, "pet", tmp_path / "out"))
-    with pytest.raises(
-        RunStoreError, match=r"Another process has just finished .*out\. Repeat the command to see it\."
-    ):
+    with pytest.raises(RunStoreError, match=r"Another process has just finished .*out\. Repeat the command"):
         done(fit)
     assert is_complete(fit.out)
     assert not fit.work.exists()
@@ -406,18 +402,18 @@ def test_somebody_elses_working_directory_is_not_touched(name: str, data: Path, 
     (fit.work / name / "years of work").write_text("!")
     before = everything_in(tmp_path)
     with pytest.raises(
-        RunStoreError, match=f"out.work, where a fit would work, holds something else already .'{name}'"
+        RunStoreError, match=f"out.work, the working directory of a fit, holds something else already .'{name}'"
     ):
         done(fit)
-    fit.clear()
+    fit.remove_work()
     assert everything_in(tmp_path) == before
 
 
 def test_another_fits_working_directory_is_not_cleared(data: Path, tmp_path: Path) -> None:
-    with job(data, "pet", tmp_path / "out", epochs=2).locked():
+    with job(data, "pet", tmp_path / "out", epochs=2).lock():
         pass
     before = everything_in(tmp_path)
-    job(data, "pet", tmp_path / "out").clear()
+    job(data, "pet", tmp_path / "out").remove_work()
     assert everything_in(tmp_path) == before
 
 
@@ -447,7 +443,7 @@ def test_a_link_is_refused_at_once(data: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["", "lock", "search", "search/checkpoints/x", "model", "checkpoints/model"])
 def test_links_where_a_fit_works_are_refused(place: str, data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
-    with fit.locked():
+    with fit.lock():
         pass
     if place in ("", "lock"):
         (fit.work / "lock").unlink()
@@ -460,13 +456,13 @@ def test_links_where_a_fit_works_are_refused(place: str, data: Path, tmp_path: P
     before = everything_in(outside)
     with pytest.raises(PathError, match="is a symbolic link"):
         done(fit)
-    fit.clear()
+    fit.remove_work()
     assert everything_in(outside) == before
 
 
 def test_what_is_not_a_fits_own_is_left_in_its_place(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
-    with fit.locked():
+    with fit.lock():
         (fit.work / "notes.txt").write_text("mine")
     done(fit)
     assert is_complete(tmp_path / "out")
@@ -516,7 +512,7 @@ def test_a_training_that_fails_is_one_sentence(diversity: float | None, data: Pa
 
 def test_a_damaged_checkpoint_is_one_sentence(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out", epochs=5)
-    with fit.locked(), pytest.raises(Interrupted):
+    with fit.lock(), pytest.raises(Interrupted):
         fit.train(stop=StopAfter(2))
     state = next((fit.work / "checkpoints" / "model").glob("state-*"))
     state.write_bytes(state.read_bytes()[:-1])

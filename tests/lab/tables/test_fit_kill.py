@@ -28,7 +28,7 @@ pytestmark = pytest.mark.extended
 
 KILLS = int(os.environ.get("TORCHACE_KILLS", "5"))
 
-# Long enough to be killed in: three rounds of cohorts, then the model.
+# Long enough to be killed in: three rounds of groups, then the model.
 SETTINGS = ("--target", "pet", "--members", "3", "--hidden", "16", "--epochs", "6", "--batch-size", "8")
 FIT = ("fit", "pets.csv", *SETTINGS, "--out", "model")
 TUNE = ("tune", "pets.csv", *SETTINGS, "--seeds", "2", "--out", "search")
@@ -61,7 +61,7 @@ class Killing:
     usual: Undisturbed
     draw: random.Random
     kills: int = 0
-    kept: dict[str, tuple[int, bytes]] = field(default_factory=dict)  # finished cohorts, and when they were written
+    kept: dict[str, tuple[int, bytes]] = field(default_factory=dict)  # finished groups, and when they were written
 
     def again(self) -> bool:
         """Starts the command and kills it; whether it was done before."""
@@ -84,7 +84,7 @@ class Killing:
         self.kills += code != 0
         return code == 0
 
-    def check_cohorts(self, store: Path) -> None:
+    def check_groups(self, store: Path) -> None:
         """What was finished is still there and was not trained again."""
         if not store.exists():
             return
@@ -123,7 +123,7 @@ def test_a_killed_fit(server: ForkServer, tmp_path: Path) -> None:
             # never anything that loads but is not complete
             assert is_complete(folder / "model") or not done
             if not done:
-                killing.check_cohorts(folder / "model.work" / "search" / "cohorts")
+                killing.check_groups(folder / "model.work" / "search" / "groups")
                 halfway += bool(checkpoints(folder))
         kills, fits = killing.kills, fits + 1
         finished(server, FIT, folder)  # a killed process may have put the model in place and left its working directory
@@ -149,7 +149,7 @@ def test_a_killed_search_for_lambda(server: ForkServer, tmp_path: Path) -> None:
         done = False
         while not done:
             done = killing.again() if killing.kills < KILLS else finished(server, TUNE, folder)
-            killing.check_cohorts(folder / "search" / "search" / "cohorts")
+            killing.check_groups(folder / "search" / "search" / "groups")
             file = folder / "search" / "tune.json"
             assert not file.exists() or json.loads(file.read_text()) == expected
         assert json.loads(file.read_text()) == expected
@@ -227,14 +227,13 @@ def checkpoints(folder: Path) -> set[tuple[Path, int]]:
 def test_told_to_stop(command: tuple[str, ...], where: str, result: str, server: ForkServer, tmp_path: Path) -> None:
     undisturbed(server, command, tmp_path / "undisturbed")
     folder = prepared(tmp_path / "stopped")
-    verb = "is" if command is FIT else "is kept"
     for number in (signal.SIGTERM, signal.SIGINT):
         before = checkpoints(folder)
         process = server.start(*command, folder=folder, every=0.0, held=(CHECKPOINT, 1))
         assert process.wait_until(lambda before=before: not checkpoints(folder) <= before)
         code, out, err = process.end(number)
         assert (code, out) == (3, "")
-        assert err == f"Interrupted. Everything so far {verb} in {where}; repeat the command to go on.\n"
+        assert err == f"Interrupted. Everything so far is in {where}; repeat the command to resume.\n"
         assert not (folder / result).exists()
     assert finished(server, command, folder)
     assert (folder / result).read_bytes() == (tmp_path / "undisturbed" / result).read_bytes()
@@ -242,11 +241,11 @@ def test_told_to_stop(command: tuple[str, ...], where: str, result: str, server:
 
 def test_trials_that_are_told_to_stop(server: ForkServer, tmp_path: Path) -> None:
     folder = prepared(tmp_path / "stopped")
-    told = "torchace.lab.cli.fit_progress:TrialProgress.finished"
+    told = "torchace.lab.cli.progress:TrialProgress.on_trial"
     command = server.start(*TRIALS, folder=folder, held=(told, 2))
     assert command.wait_until(lambda: "Trial 1" in (folder / "stdout").read_text())
     code, _, err = command.end(signal.SIGTERM)
-    assert (code, err) == (3, "Interrupted. Everything so far is kept in study; repeat the command to go on.\n")
+    assert (code, err) == (3, "Interrupted. Everything so far is in study; repeat the command to resume.\n")
     before = complete(folder / "study" / "study.db")
     assert len(before) == 2
     assert finished(server, TRIALS, folder)

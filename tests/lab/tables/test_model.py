@@ -208,7 +208,7 @@ def resealed(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """A manifest that was altered by somebody who knows how it is sealed."""
     manifest = json.loads((path / "manifest.json").read_text())
     change(manifest)
-    manifest["sha256"] = files.seal(manifest)
+    manifest["sha256"] = files.manifest_digest(manifest)
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 

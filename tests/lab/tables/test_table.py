@@ -13,14 +13,14 @@ import torch
 
 from tests.lab.cli.cases import houses, pets, write_table
 from torchace.lab.data import DataError
-from torchace.lab.tables.table import Table, TableSettings, on_device, open_table, squared_scale
+from torchace.lab.tables.table import Table, TableSettings, load_table
 from torchace.lab.training.members import MemberPlan
 
 SUFFIXES = (".csv", ".parquet", ".npz")
 
 
 def opened(frame: pd.DataFrame, folder: Path, target: str = "pet", suffix: str = ".csv", **settings: Any) -> Table:
-    return open_table(write_table(frame, folder / f"table{suffix}"), TableSettings(target, **settings))
+    return load_table(write_table(frame, folder / f"table{suffix}"), TableSettings(target, **settings))
 
 
 def same(one: Table, other: Table) -> bool:
@@ -64,7 +64,7 @@ def test_the_file_is_known_by_its_name_and_content(tmp_path: Path) -> None:
 def test_a_file_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write_table(pets(), tmp_path / "pets.csv")
-    assert open_table(Path("~/pets.csv"), TableSettings("pet")).name == "pets.csv"
+    assert load_table(Path("~/pets.csv"), TableSettings("pet")).name == "pets.csv"
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -143,10 +143,7 @@ def test_statistics_are_those_of_the_training_part(make: Any, target: str, tmp_p
         other.loc[tested, target] *= 100
     ours, theirs = (opened(frame, tmp_path, target, split_column="part") for frame in (kept, other))
     assert ours.encoding.columns == theirs.encoding.columns
-    assert (ours.encoding.target_mean, ours.encoding.target_std) == (
-        theirs.encoding.target_mean,
-        theirs.encoding.target_std,
-    )
+    assert ours.encoding.target == theirs.encoding.target
     assert torch.equal(ours.train.x, theirs.train.x)
     assert torch.equal(ours.train.y, theirs.train.y)
     assert not torch.equal(ours.test.x, theirs.test.x)
@@ -162,17 +159,17 @@ def test_features_and_targets_are_scaled_by_the_training_part(tmp_path: Path) ->
     assert abs(table.train.y.mean()) < 1e-12
     assert abs(table.train.y.std(correction=0) - 1) < 1e-12
     assert abs(table.test.y.mean()) > 1e-6
-    assert table.targets is not None
-    prices = table.test.y * table.targets.std + table.targets.mean
+    assert table.target_scaler is not None
+    prices = table.target_scaler.inverse_transform(table.test.y)
     expected = houses(200)["price"].to_numpy()[table.test_rows.numpy()]
     torch.testing.assert_close(prices.squeeze(1), torch.from_numpy(expected), rtol=1e-12, atol=0)
-    assert squared_scale(table.targets) == pytest.approx(table.targets.std.item() ** 2)
+    assert table.target_variance == pytest.approx(table.target_scaler.std.item() ** 2)
 
 
 def test_classes_have_no_scale(tmp_path: Path) -> None:
     table = opened(pets(), tmp_path)
-    assert table.targets is None
-    assert squared_scale(None) == 1
+    assert table.target_scaler is None
+    assert table.target_variance == 1
     assert table.num_outputs == 3
 
 
@@ -180,16 +177,18 @@ def test_classes_have_no_scale(tmp_path: Path) -> None:
 def test_targets_whose_squares_are_no_numbers_are_refused(size: float, tmp_path: Path) -> None:
     frame = houses()
     frame["price"] = frame["price"] / frame["price"].max() * size
-    with pytest.raises(DataError, match=r"^The target 'price' varies by .*; give it in other units\.$"):
+    with pytest.raises(
+        DataError, match=r"^The target 'price' has a standard deviation of .*; give it in other units\.$"
+    ):
         opened(frame, tmp_path, "price")
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_parts_are_given_in_the_plans_precision(precision: str, tmp_path: Path) -> None:
     plan = MemberPlan("regression", precision=precision)
-    part = on_device(opened(houses(), tmp_path, "price").train, plan, "cpu")
+    part = opened(houses(), tmp_path, "price").parts(plan, "cpu")[0]
     assert str(part.x.dtype) == str(part.y.dtype) == f"torch.{precision}"
-    labels = on_device(opened(pets(), tmp_path).train, plan, "cpu").y
+    labels = opened(pets(), tmp_path).parts(plan, "cpu")[0].y
     assert labels.dtype == torch.int64
 
 
@@ -197,7 +196,7 @@ def test_the_training_part_is_described(tmp_path: Path) -> None:
     """Counts and means are those of the training rows alone."""
     frame = pets(part=np.array(["train", "train", "test", "validation"])[np.arange(60) % 4])
     table = opened(frame, tmp_path, split_column="part")
-    columns = {column["name"]: column for column in table.described["columns"]}
+    columns = {column["name"]: column for column in table.description["columns"]}
     train = frame[frame["part"] == "train"]
     assert columns["age"]["mean"] == pytest.approx(train["age"].mean())
     assert columns["age"]["missing"] == train["age"].isna().sum()

@@ -21,6 +21,14 @@ from torchace.lab.training.loop import CheckpointPolicy, fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.nn import Ensemble
 
+PROGRESS: dict[str, Any] = {
+    "step": 1,
+    "seconds": 0.5,
+    "stopped": [False],
+    "history": [],
+    "failures": {},
+    "tally": {"sums": ["nan"], "weights": [1.0], "steps": 1},
+}
 ARGUMENTS: dict[str, Any] = {"diversities": [0.5], "seeds": [5]}
 
 
@@ -60,7 +68,7 @@ def test_an_optimizers_state_comes_back(tmp_path: Path) -> None:
         optimizer = make_optimizer(train_config(optimizer=name), list(network.parameters()))
         network(torch.ones(1, 2, 6, dtype=torch.float64)).sum().backward()
         optimizer.step()
-        Checkpoints(tmp_path / name).save(network, optimizer, {"step": 1})
+        Checkpoints(tmp_path / name).save(network, optimizer, PROGRESS)
         other = make_optimizer(train_config(optimizer=name), list(network.parameters()))
         Checkpoints(tmp_path / name).load(network, other)
         ours, theirs = optimizer.state_dict()["state"], other.state_dict()["state"]
@@ -194,13 +202,13 @@ OWNER = {"runs": [["main", 0.5, 5]], "config_sha256": "00"}
 def test_a_checkpoint_of_others_is_refused_or_removed(other: dict[str, Any] | None, tmp_path: Path) -> None:
     network = group_of([5])
     optimizer = make_optimizer(train_config(), list(network.parameters()))
-    Checkpoints(tmp_path / "a", owner=OWNER).save(network, optimizer, {"step": 1})
+    Checkpoints(tmp_path / "a", owner=OWNER).save(network, optimizer, PROGRESS)
     theirs = Checkpoints(tmp_path / "a", owner=other)
     with pytest.raises(CheckpointError, match=r"belongs to other runs or to another configuration\. Remove") as caught:
         theirs.load(network, optimizer)
     assert "\n" not in str(caught.value)
     assert not Checkpoints(tmp_path / "a", owner=OWNER).remove_foreign()
-    assert Checkpoints(tmp_path / "a", owner=OWNER).load(network, optimizer) == {"step": 1}
+    assert Checkpoints(tmp_path / "a", owner=OWNER).load(network, optimizer) == PROGRESS
     assert theirs.remove_foreign()
     assert theirs.load(network, optimizer) is None
 
@@ -302,9 +310,9 @@ def test_moments_keep_the_memory_format_of_their_parameters(tmp_path: Path) -> N
         return network, optimizer
 
     network, optimizer = training()
-    Checkpoints(tmp_path).save(network, optimizer, {"step": 1})
+    Checkpoints(tmp_path).save(network, optimizer, PROGRESS)
     again, fresh = training()
-    assert Checkpoints(tmp_path).load(again, fresh) == {"step": 1}
+    assert Checkpoints(tmp_path).load(again, fresh) == PROGRESS
     for parameter in again.parameters():
         moment = fresh.state[parameter]["momentum_buffer"]
         assert moment.stride() == parameter.stride()
@@ -322,7 +330,7 @@ FORGED: dict[str, tuple[tuple[str, ...], Any]] = {
     "failures that are a list": (("progress", "failures"), [1]),
     "a failure of no run": (("progress", "failures"), {"7": {"message": "x", "member": 0, "step": 1}}),
     "a history of numbers": (("progress", "history"), [1]),
-    "sums that are no numbers": (("progress", "tally"), {"sums": ["x"], "steps": 1}),
+    "sums that are no numbers": (("progress", "tally"), {"sums": ["x"], "weights": [1.0], "steps": 1}),
     "no progress": (("progress",), None),
 }
 

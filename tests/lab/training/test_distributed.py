@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import tempfile
@@ -26,7 +27,8 @@ from torchace.lab.training.early_stopping import ValidationSet
 from torchace.lab.training.evaluate import evaluate, predict_logits
 from torchace.lab.training.loop import CheckpointPolicy, FitResult, Interrupted, fit
 from torchace.lab.training.run_group import RunGroup
-from torchace.lab.training.shard import RankStepper, Shard, SharedCheckpoints, gather_network, make_shard
+from torchace.lab.training.shard import gather_network, shard_network, shard_state
+from torchace.lab.training.step import TrainStep
 from torchace.models import mlp
 from torchace.nn import SMOC, Ensemble
 from torchace.nn.base import EnsembleModule
@@ -92,7 +94,7 @@ def make_train_config(case: dict[str, Any]) -> TrainConfig:
 def trained(case: dict[str, Any], layout: str | None, folder: str | None = None, backend: str | None = None) -> Any:
     """A training in one process, or this rank's part of it; what it left behind, on the first rank."""
     whole = network_of(case.get("kind", "separate"), case.get("hidden", 5), case.get("count", 3))
-    network = whole if layout is None else make_shard(whole, Ranks(layout, backend=backend))
+    network = whole if layout is None else shard_network(whole, Ranks(layout, backend=backend))
     batches = batches_of(case.get("size", BATCH), case.get("loss", "ace"), case.get("weighted", False))
     held_out = None
     if "patience" in case:
@@ -100,8 +102,9 @@ def trained(case: dict[str, Any], layout: str | None, folder: str | None = None,
         held_out = ValidationSet(Split(x, y), case["patience"])
     checkpoint_policy = None
     if folder is not None:
-        kept = Checkpoints(Path(folder)) if layout is None else SharedCheckpoints(Path(folder), whole)
-        checkpoint_policy = CheckpointPolicy(kept, every_steps=case.get("every"), every_seconds=None)
+        checkpoint_policy = CheckpointPolicy(
+            Checkpoints(Path(folder)), every_steps=case.get("every"), every_seconds=None
+        )
     asked: list[int] = []
 
     def stop() -> bool:
@@ -120,12 +123,12 @@ def trained(case: dict[str, Any], layout: str | None, folder: str | None = None,
             seeds=SEEDS,
             validation=held_out,
             checkpoint_policy=checkpoint_policy,
-            watch=lambda progress: told.append(progress.step),
+            on_progress=lambda progress: told.append(progress.step),
             stop=stop,
         )
     except Interrupted:
         interrupted = True
-    finished = network if layout is None else gather_network(network, whole)  # type: ignore[arg-type]
+    finished = gather_network(network)
     if finished is None:
         return {"interrupted": interrupted}
     return {
@@ -210,7 +213,7 @@ def test_ranks_without_each_other_are_not_one_process() -> None:
 
 
 def batch_norm() -> dict[str, Tensor]:
-    network = make_shard(network_of("norm"), Ranks("data"))
+    network = shard_network(network_of("norm"), Ranks("data"))
     fit(network, batches_of(BATCH, "ace", False), make_train_config({}), diversities=LAMBDAS, seeds=SEEDS)
     return network.state_dict()
 
@@ -233,7 +236,7 @@ def dropout_of_twins() -> dict[str, Tensor]:
     """Two members with the same weights on two ranks, and one step."""
     twins = [_members(1, dropout=0.5)[0], _members(1, dropout=0.5)[0]]
     assert torch.equal(twins[0].fc.weight, twins[1].fc.weight)  # type: ignore[union-attr]
-    network = make_shard(run_group([twins]), Ranks("members"))
+    network = shard_network(run_group([twins]), Ranks("members"))
     fit(network, batches_of(BATCH, "ace", False), make_train_config({"steps": 1}), diversities=[0.0], seeds=[3])
     return network.state_dict()
 
@@ -247,7 +250,7 @@ def test_dropout_masks_are_each_ranks_own() -> None:
 
 
 def predicted(kind: str, layout: str, count: int) -> tuple[Tensor, dict[str, Any]]:
-    network = make_shard(network_of(kind), Ranks(layout))
+    network = shard_network(network_of(kind), Ranks(layout))
     x = batches_of(BATCH, "ace", False).split.x[:count]
     y = batches_of(BATCH, "ace", False).split.y[:count]
     logits, target = predict_logits(network, [(x[:5], y[:5]), (x[5:], y[5:])] if count > 5 else [(x, y)])
@@ -274,9 +277,9 @@ def test_every_sample_is_predicted_by_every_member_once(kind: str, size: int, la
 
 def sent_in_a_step(layout: str, case: dict[str, Any]) -> tuple[list[tuple[str, int]], int]:
     """What a rank sends in its second step, and how many parameters it trains."""
-    network = make_shard(network_of("separate", case["hidden"]), Ranks(layout, backend="counting"))
+    network = shard_network(network_of("separate", case["hidden"]), Ranks(layout, backend="counting"))
     config = make_train_config(case)
-    stepper = RankStepper(network, make_optimizer(config, list(network.parameters())), config)
+    stepper = TrainStep(network, make_optimizer(config, list(network.parameters())), config)
     batches = batches_of(BATCH, "ace", False)
     own = case.get("batches", "shared") != "shared"
     seeds, streams = (SEEDS, [0, 0]) if not own else ([3, 3, 3, 4, 4, 4], [0, 1, 2] * 2)
@@ -343,11 +346,11 @@ def test_a_whole_training_sends_no_parameters_until_it_is_done() -> None:
 def poisoned(layout: str | None, where: str) -> Any:
     """Member 2 of the second run holds Inf from the start, or gets it in the first step's gradient."""
     network = network_of("separate")
-    part = network if layout is None else make_shard(network, Ranks(layout))
+    part = network if layout is None else shard_network(network, Ranks(layout))
     weight = part.members.stacked.fc.weight  # type: ignore[union-attr]
     inf = torch.zeros_like(network.members.stacked.fc.weight)  # type: ignore[union-attr]
     inf[5] = torch.inf
-    mine = part.shard_state({"inf": inf})["inf"] if isinstance(part, Shard) else inf
+    mine = shard_state(part, {"inf": inf})["inf"]
     if where == "weight":
         with torch.no_grad():
             weight += mine
@@ -402,18 +405,18 @@ def stops_together(folder: str) -> list[int]:
     told = [False]
     before = signal.signal(signal.SIGTERM, lambda *_: told.__setitem__(0, True))
     whole = network_of("separate")
-    network = make_shard(whole, Ranks("members"))
-    real = RankStepper.__call__
+    network = shard_network(whole, Ranks("members"))
+    real = TrainStep.__call__
 
-    def noted(self: RankStepper, *inputs: Any) -> Any:
+    def noted(self: TrainStep, *inputs: Any) -> Any:
         made.append(len(made))
         if dist.get_rank() == 1 and len(made) == 5:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(self, *inputs)
 
-    RankStepper.__call__ = noted  # type: ignore[method-assign]
+    TrainStep.__call__ = noted  # type: ignore[method-assign]
     try:
-        checkpoint_policy = CheckpointPolicy(SharedCheckpoints(Path(folder), whole), every_seconds=None)
+        checkpoint_policy = CheckpointPolicy(Checkpoints(Path(folder)), every_seconds=None)
         data = batches_of(BATCH, "ace", False)
         config = make_train_config({"steps": 100_000})
         fit(
@@ -428,7 +431,7 @@ def stops_together(folder: str) -> list[int]:
     except Interrupted:
         return made
     finally:
-        RankStepper.__call__ = real  # type: ignore[method-assign]
+        TrainStep.__call__ = real  # type: ignore[method-assign]
         signal.signal(signal.SIGTERM, before)
     return []
 
@@ -437,7 +440,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
     first, second = team().run(2, stops_together, str(tmp_path))
     assert first == second
     assert len(first) >= 5
-    manifest = Checkpoints(tmp_path)._read()[0]
+    manifest = json.loads((tmp_path / "manifest.json").read_text())["progress"]
     assert manifest["step"] == len(first)
 
 
@@ -539,18 +542,10 @@ def test_layouts_that_do_not_fit(text: str, message: str) -> None:
 def refused() -> list[str]:
     ranks = Ranks("members")
     calls: list[Callable[[], Any]] = [
-        lambda: make_shard(run_group([[mlp(FEATURES, 3, CLASSES)]]), ranks),
-        lambda: make_shard(network_of("smoc"), ranks),
-        lambda: make_shard(network_of("trunk"), ranks),
+        lambda: shard_network(run_group([[mlp(FEATURES, 3, CLASSES)]]), ranks),
+        lambda: shard_network(network_of("smoc"), ranks),
+        lambda: shard_network(network_of("trunk"), ranks),
         lambda: trained({"size": 1}, "data"),
-        lambda: fit(
-            make_shard(network_of("separate"), ranks),
-            batches_of(BATCH, "ace", False),
-            make_train_config({}),
-            diversities=LAMBDAS,
-            seeds=SEEDS,
-            checkpoint_policy=CheckpointPolicy(Checkpoints(Path("nowhere"))),
-        ),
     ]
     found = []
     for call in calls:
@@ -575,5 +570,4 @@ def test_wrong_use() -> None:
         ]
         * 2,
         "Expected batches of at least 2 samples, one for each rank, but got 1.",
-        "Expected SharedCheckpoints for one rank's part, but got Checkpoints, which all ranks would write.",
     ]

@@ -106,12 +106,12 @@ def test_the_schedule_is_what_the_optimizer_sees(monkeypatch: pytest.MonkeyPatch
     )
     seen = []
 
-    class Watched(loop.Stepper):
+    class Watched(loop.TrainStep):
         def __call__(self, *args: Any) -> Any:
             seen.append((self.optimizer.param_groups[0]["lr"], float(args[3][0])))
             return super().__call__(*args)
 
-    monkeypatch.setattr(loop, "Stepper", Watched)
+    monkeypatch.setattr(loop, "TrainStep", Watched)
     fit(group_of([5]), batches(), settings, diversities=[0.5], seeds=[5])
     assert seen == [(settings.learning_rate_at(step), 0.5) for step in range(12)]
 
@@ -119,7 +119,7 @@ def test_the_schedule_is_what_the_optimizer_sees(monkeypatch: pytest.MonkeyPatch
 def test_history_has_one_entry_an_epoch() -> None:
     scores: list[float] = []
     network = group_of([5, 6])
-    fitted = fit(network, batches(), train_config("shared", 12), diversities=[0.5, 0.5], seeds=[5, 6], watch=None)
+    fitted = fit(network, batches(), train_config("shared", 12), diversities=[0.5, 0.5], seeds=[5, 6], on_progress=None)
     assert [(e["epoch"], e["step"]) for e in fitted.history] == [(1, 5), (2, 10), (3, 12)]
     assert all(len(e["score"]) == 2 for e in fitted.history)
     scores = [e["score"][0] for e in fitted.history]
@@ -130,7 +130,7 @@ def test_history_has_one_entry_an_epoch() -> None:
 
 def test_the_watcher_hears_of_the_last_step() -> None:
     heard: list[Progress] = []
-    fit(group_of([5]), batches(), train_config("shared", 12), diversities=[0.5], seeds=[5], watch=heard.append)
+    fit(group_of([5]), batches(), train_config("shared", 12), diversities=[0.5], seeds=[5], on_progress=heard.append)
     assert (heard[-1].step, heard[-1].steps) == (12, 12)
     assert len(heard) < 12  # at most ten times a second
     assert all(isinstance(value, float) for value in heard[-1].score)
@@ -169,7 +169,7 @@ def test_a_run_that_fails_leaves_the_others_bit_identical(kind: str, value: floa
 
 
 def test_a_failure_on_the_way_is_dated(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Spoiler(loop.Stepper):
+    class Spoiler(loop.TrainStep):
         steps = 0
 
         def __call__(self, *args: Any) -> Any:
@@ -178,7 +178,7 @@ def test_a_failure_on_the_way_is_dated(monkeypatch: pytest.MonkeyPatch) -> None:
             self.steps += 1
             return super().__call__(*args)
 
-    monkeypatch.setattr(loop, "Stepper", Spoiler)
+    monkeypatch.setattr(loop, "TrainStep", Spoiler)
     fitted = fit(group_of([5, 6]), batches(), train_config(), diversities=[0.5, 0.5], seeds=[5, 6])
     assert {r: (f.member, f.step) for r, f in fitted.failures.items()} == {1: (1, 7)}
 
@@ -186,7 +186,7 @@ def test_a_failure_on_the_way_is_dated(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_training_ends_where_all_runs_have_failed() -> None:
     network = poisoned(poisoned(group_of([5, 6]), 0, 0), 1, 1)
     heard: list[Progress] = []
-    fitted = fit(network, batches(), train_config(), diversities=[0, 0.5], seeds=[5, 6], watch=heard.append)
+    fitted = fit(network, batches(), train_config(), diversities=[0, 0.5], seeds=[5, 6], on_progress=heard.append)
     assert {r: f.member for r, f in fitted.failures.items()} == {0: 0, 1: 1}
     assert heard == []
 

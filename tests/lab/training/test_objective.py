@@ -11,7 +11,13 @@ from torch import Tensor
 from tests.lab.training.cases import BATCH, CLASSES, FEATURES, MEMBERS, group_of, members, train_config, weights
 from torchace.lab.data import Batches, Split
 from torchace.lab.training.loop import fit
-from torchace.lab.training.objective import member_losses, mean_over_samples, ensemble_predictions, compute_objective, ensemble_scores
+from torchace.lab.training.objective import (
+    compute_objective,
+    ensemble_predictions,
+    ensemble_scores,
+    mean_over_samples,
+    member_losses,
+)
 
 KINDS = ["shared", "exchanged", "separate"]
 # float64 sums in another order, through 20 steps of Adam

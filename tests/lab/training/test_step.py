@@ -28,9 +28,9 @@ from torchace.lab.data import Batches
 from torchace.lab.training import step as step_module
 from torchace.lab.training.config import TrainConfig, make_optimizer
 from torchace.lab.training.loop import fit
-from torchace.lab.training.nonfinite import all_finite, first_nonfinite
+from torchace.lab.training.nonfinite import all_finite, first_nonfinite, nonfinite_member
 from torchace.lab.training.run_group import RunGroup
-from torchace.lab.training.step import StepResult, train_step
+from torchace.lab.training.step import StepResult, TrainStep
 from torchace.models import mlp
 from torchace.nn import SMOC, Ensemble
 
@@ -149,7 +149,7 @@ def one_step(kind: str, diversity: float, network: RunGroup, **options: object) 
     if kind == "shared":
         x, y = x[:, 0], y[:, 0]
     lam = torch.full((network.num_runs,), diversity, dtype=torch.float64)
-    return train_step(network, optimizer, x, y, None, lam, torch.ones(network.num_runs, dtype=torch.bool), settings)
+    return TrainStep(network, optimizer, settings)(x, y, None, lam, torch.ones(network.num_runs, dtype=torch.bool))
 
 
 def own_batch(runs: int = 1) -> tuple[Tensor, Tensor]:
@@ -205,7 +205,7 @@ def test_a_stopped_run_does_not_move_and_the_others_do() -> None:
     x, y = own_batch(2)
     before = [weights(network, r) for r in range(2)]
     active = torch.tensor([False, True])
-    train_step(network, optimizer, x[:, 0], y[:, 0], None, torch.tensor([0.5, 0.5]).double(), active, settings)
+    TrainStep(network, optimizer, settings)(x[:, 0], y[:, 0], None, torch.tensor([0.5, 0.5]).double(), active)
     assert_same(weights(network, 0), before[0], within=0)
     assert any(not value.equal(before[1][name]) for name, value in weights(network, 1).items())
 
@@ -223,7 +223,7 @@ def test_bf16_keeps_weights_and_losses_in_float32(kind: str) -> None:
         x, y = own_batch()
         x, y = (x[:, 0], y[:, 0]) if kind == "shared" else (x, y)
         lam = torch.tensor([diversity])
-        result = train_step(network, optimizer, x.float(), y, None, lam, torch.ones(1, dtype=torch.bool), settings)
+        result = TrainStep(network, optimizer, settings)(x.float(), y, None, lam, torch.ones(1, dtype=torch.bool))
         assert result.losses.dtype == torch.float32
         assert all(p.dtype == torch.float32 for p in network.parameters())
         results[precision] = result.losses, weights(network, 0)
@@ -244,7 +244,9 @@ class TestFaults:
             parameter.grad = torch.zeros_like(parameter)
 
     def found(self) -> list[int]:
-        return first_nonfinite(self.network, self.logits, self.losses).tolist()
+        codes = first_nonfinite(self.network, self.logits, self.losses).tolist()
+        members = [nonfinite_member(code, MEMBERS) for code in codes]
+        return [-1 if code < 0 else MEMBERS if k is None else k for code, k in zip(codes, members, strict=True)]
 
     def test_nobody(self) -> None:
         assert self.found() == [-1, -1, -1]
@@ -349,7 +351,7 @@ def test_exchanged_batches_take_a_members_own_share_from_its_training_mode(layer
     network.register_forward_hook(look)
     optimizer = make_optimizer(settings, list(network.parameters()))
     lam_of_run, active = torch.tensor([lam], dtype=torch.float64), torch.tensor([True])
-    losses = train_step(network, optimizer, x, y if loss == "ace" else p, None, lam_of_run, active, settings).losses
+    losses = TrainStep(network, optimizer, settings)(x, y if loss == "ace" else p, None, lam_of_run, active).losses
     z, gradient = seen  # (K, B, C)
     for k, other in enumerate(reversed(plain)):
         with torch.no_grad():

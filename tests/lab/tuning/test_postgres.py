@@ -20,11 +20,11 @@ import sqlalchemy
 import torch
 from optuna.trial import FrozenTrial, TrialState
 
-from tests.lab.tuning.test_search import PLAN, SPACE, ended, found, states, value_alone
+from tests.lab.tuning.test_optuna_search import PLAN, SPACE, ended, found, states, value_alone
 from tests.support import postgres
+from torchace.lab.tuning import optuna_search
 from torchace.lab.tuning import postgres as postgres_module
-from torchace.lab.tuning import search as search_module
-from torchace.lab.tuning.search import SearchResult
+from torchace.lab.tuning.optuna_search import StudyResult
 from torchace.lab.tuning.storage import StorageError
 
 pytestmark = [
@@ -56,13 +56,13 @@ def work(url: str, folder: str, name: str) -> None:
     place = Path(folder)
     finished: list[int] = []
     asked = 0
-    objective = search_module._Objective.__call__
+    objective = optuna_search._Objective.__call__
 
     def noted(self: Any, trial: optuna.Trial) -> float:
         (place / f"{name}.trial").write_text(str(trial.number))
         return objective(self, trial)
 
-    search_module._Objective.__call__ = noted  # type: ignore[method-assign]
+    optuna_search._Objective.__call__ = noted  # type: ignore[method-assign]
 
     def watch(number: int, *_: Any) -> None:
         nonlocal asked
@@ -176,12 +176,12 @@ def test_a_server_that_goes_away_loses_no_finished_trial(server: postgres.Server
         if len(seen) == 2:
             server.stop()
 
-    with pytest.raises(StorageError, match="Finished trials are kept: repeat the command to go on") as caught:
+    with pytest.raises(StorageError, match="Finished trials are kept: repeat the command to resume") as caught:
         found(4, server.url(), study_name="lost", watch=watch, pruning=False)
     assert "\n" not in str(caught.value)
     assert postgres.PASSWORD not in str(caught.value)
     server.start()
-    result: SearchResult = found(4, server.url(), study_name="lost", pruning=False)
+    result: StudyResult = found(4, server.url(), study_name="lost", pruning=False)
     assert states(result) == ["complete"] * 4
     assert [trial.value for trial in result.trials[:2]] == seen
 
@@ -207,7 +207,7 @@ def at(trial: int, step: int, act: Callable[[], None]) -> dict[str, Any]:
 UNDISTURBED: dict[str, Any] = {"pruning": False, "num_seeds": 1}
 
 
-def assert_as_undisturbed(result: SearchResult, count: int) -> None:
+def assert_as_undisturbed(result: StudyResult, count: int) -> None:
     assert ended(result) == ended(found(count, **UNDISTURBED))
     assert "running" not in states(result)
     assert "waiting" not in states(result)
@@ -241,8 +241,8 @@ def test_a_frozen_server_is_reported(
     server: postgres.Server, epochs: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """At the end of a trial, or in the middle of one that writes nothing but signs of life."""
-    assert 30 + postgres_module.SILENCE < 60  # between two signs of life, and until the second is given up
-    monkeypatch.setattr(postgres_module, "SILENCE", 0.5)
+    assert 30 + postgres_module.ANSWER_TIMEOUT < 60  # between two signs of life, and until the second is given up
+    monkeypatch.setattr(postgres_module, "ANSWER_TIMEOUT", 0.5)
     with ExitStack() as stack:
         options = at(0, 5, lambda: stack.enter_context(server.frozen()))
         options |= {"plan": replace(PLAN, epochs=epochs), "space": replace(SPACE, width=2, num_layers=1, num_members=1)}

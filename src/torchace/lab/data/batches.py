@@ -10,48 +10,48 @@ from torch import Tensor
 
 from torchace._checks import check_count, shape_of
 from torchace.lab.data.augment import CropFlip
-from torchace.lab.data.rng import hashed_key, order_key, permutations, random_integers
+from torchace.lab.data.rng import hashed_key, permutations, random_integers
 from torchace.lab.data.splits import Split
 
 Statistics = tuple[Sequence[float], Sequence[float]]
-GATHERED = 1 << 26  # bytes of samples that are put in an epoch's order at once
+GATHER_BYTES = 1 << 26  # an epoch whose samples take no more is put in order at once
 
 
 class _Epoch(NamedTuple):
-    """What one epoch draws for S streams, each tensor `(S, N)`."""
+    """Random draws of one epoch for S streams, each tensor `(S, N)`."""
 
     order: Tensor
-    augment: tuple[Tensor, ...]  # rows and columns to crop at, and flips; none without augmentation
-    gathered: tuple[Tensor, Tensor] | None  # samples and labels in this order, prepared; None where they are too large
+    augment: tuple[Tensor, ...]  # rows and columns to crop at, and flips; empty without augmentation
+    gathered: tuple[Tensor, Tensor] | None  # transformed samples and labels in this order; None if too large
 
 
 class Batches:
-    """Batches of a split, each a function of (seed, epoch, step, stream) alone.
+    """Shuffled batches of a split, each a function of (seed, epoch, step, stream) alone.
 
-    There is no state to store: any batch can be asked for at any time, in any order, in any process, and has the same
-    bits. Shuffling, cropping, mirroring and normalising happen on the device, for the whole batch at once; a step reads
+    There is no state to store: any batch can be computed at any time, in any order, in any process, with the same bits.
+    Shuffling, cropping, flipping and normalising happen on the device, for the whole batch at once; a step reads
     nothing back from it.
 
     The last, smaller batch of an epoch is left out unless `drop_last=False`: batches of one size can be stacked and
-    captured in a CUDA graph, and since every epoch has its own order, no sample is left out for good.
+    captured in a CUDA graph, and every epoch has its own order.
 
     Args:
-        split: The samples. They are moved to the device once and stay there as they are (uint8 for images).
+        split: The samples. They are moved to the device once and keep their type (uint8 for images).
         batch_size: Samples in a batch.
-        seed: The seed of `batch`; `batch_many` is given its own.
-        device: Where the batches are made; where the split lies unless said.
+        seed: Seed of `batch`; `batch_many` takes its own.
+        device: Device of the batches; that of the split unless given.
         normalize: Mean and standard deviation, each one number or one for each channel (axis 1 of `x`), in the units of
-            `x`: see `Dataset.normalization`. None converts to `dtype` alone.
-        augment: Crop and mirror images at random.
-        dtype: Floating-point type of the batches. They are computed in float32, or in float64 if that is asked for.
+            `x`: see `Dataset.normalization`. None only converts to `dtype`.
+        augment: Random crops and flips of images.
+        dtype: Floating-point type of the batches, computed in float32 (or float64).
         flatten: Return samples as vectors, `(B, D)`.
         drop_last: Leave out the last batch of an epoch if it is smaller.
 
     Example:
         >>> split = Split(torch.arange(10).view(10, 1), torch.arange(10))
         >>> batches = Batches(split, 4, seed=7)
-        >>> batches.steps_per_epoch
-        2
+        >>> batches
+        Batches(samples=10, batch_size=4, steps_per_epoch=2, seed=7, augment=None, device=cpu)
         >>> x, y = batches.batch(epoch=0, step=1)
         >>> x.shape, x.dtype, bool((x[:, 0] == y).all())
         (torch.Size([4, 1]), torch.float32, True)
@@ -87,9 +87,15 @@ class Batches:
         self.seed = seed
         self.augment = augment
         self.drop_last = drop_last
-        self._prepare = Preparation(self.split, normalize=normalize, dtype=dtype, flatten=flatten)
+        self._transform = _Transform(self.split, normalize=normalize, dtype=dtype, flatten=flatten)
         self._epoch = -1
-        self._drawn: dict[tuple[tuple[int, int], ...], _Epoch] = {}  # of the epoch last asked for
+        self._draws: dict[tuple[tuple[int, int], ...], _Epoch] = {}  # of the last epoch
+
+    def __repr__(self) -> str:
+        return (
+            f"Batches(samples={len(self.split)}, batch_size={self.batch_size}, steps_per_epoch={self.steps_per_epoch}, "
+            f"seed={self.seed}, augment={self.augment}, device={self.device})"
+        )
 
     @property
     def device(self) -> torch.device:
@@ -101,17 +107,17 @@ class Batches:
         return full + (left > 0 and not self.drop_last)
 
     def locate(self, global_step: int) -> tuple[int, int]:
-        """The epoch and the step within it of a step counted from the start of training."""
+        """Epoch, and step within it, of a step counted from the start of training."""
         check_count(global_step, "global_step", least=0)
         return divmod(global_step, self.steps_per_epoch)
 
     def batch(self, epoch: int, step: int, *, stream: int = 0) -> tuple[Tensor, Tensor]:
-        """One batch: samples `(B, ...)` of a floating-point type and their labels `(B,)`.
+        """Return one batch: samples `(B, ...)` of a floating-point type and their labels `(B,)`.
 
         Args:
             epoch: Counted from 0.
             step: Within the epoch, in [0, steps_per_epoch).
-            stream: Several streams of one seed go through the samples in orders of their own.
+            stream: Streams of one seed go through the samples in different orders.
         """
         x, y = self.batch_many([self.seed], epoch, step, streams=stream)
         return x[0], y[0]
@@ -119,37 +125,34 @@ class Batches:
     def batch_many(
         self, seeds: Sequence[int], epoch: int, step: int, *, streams: int | Sequence[int] = 0
     ) -> tuple[Tensor, Tensor]:
-        """The batches of several seeds at once: `(S, B, ...)` and `(S, B)`, bit for bit what `batch` gives for each.
+        """Return the batches of several seeds at once: `(S, B, ...)` and `(S, B)`, bit for bit those of `batch`.
 
         Args:
-            seeds: One seed for each batch; a seed may come several times.
+            seeds: One seed for each batch; a seed may occur several times.
             epoch: Counted from 0.
             step: Within the epoch, in [0, steps_per_epoch).
             streams: One stream for all, or one for each seed: `seeds=[3, 3], streams=[0, 1]` gives two independent
                 batches of seed 3.
         """
-        drawn, part = self._draws(seeds, epoch, step, streams)
-        if drawn.gathered is not None:
-            x, y = drawn.gathered
+        draws, part = self._draws_of(seeds, epoch, step, streams)
+        if draws.gathered is not None:
+            x, y = draws.gathered
             return x[:, part].clone(), y[:, part].clone()  # copies: a network may change its input
-        return self._gather(drawn.order[:, part], tuple(draw[:, part].reshape(-1) for draw in drawn.augment))
+        return self._gather(draws.order[:, part], tuple(draw[:, part].reshape(-1) for draw in draws.augment))
 
     def weights_many(
         self, seeds: Sequence[int], epoch: int, step: int, *, streams: int | Sequence[int] = 0
     ) -> Tensor | None:
-        """The weights `(S, B)` of the samples that `batch_many` gives; None where samples have none."""
+        """Return the weights `(S, B)` of the samples of `batch_many`; None if the split has none."""
         if self.split.weight is None:
             return None
-        drawn, part = self._draws(seeds, epoch, step, streams)
-        return self.split.weight[drawn.order[:, part]]
+        draws, part = self._draws_of(seeds, epoch, step, streams)
+        return self.split.weight[draws.order[:, part]]
 
-    def indices(self, epoch: int, step: int, *, stream: int = 0) -> Tensor:
-        """Which samples of the split are in a batch, `(B,)`."""
-        drawn, part = self._draws([self.seed], epoch, step, stream)
-        return drawn.order[0, part]
-
-    def _draws(self, seeds: Sequence[int], epoch: int, step: int, streams: int | Sequence[int]) -> tuple[_Epoch, slice]:
-        """What the epoch draws for these seeds and streams, and which part of it is the step's."""
+    def _draws_of(
+        self, seeds: Sequence[int], epoch: int, step: int, streams: int | Sequence[int]
+    ) -> tuple[_Epoch, slice]:
+        """Random draws of an epoch for these seeds and streams, and the slice of the step."""
         check_count(epoch, "epoch", least=0)
         check_count(step, "step", least=0)
         if step >= self.steps_per_epoch:
@@ -165,40 +168,42 @@ class Batches:
             raise ValueError(f"Expected one stream for each of {len(seeds)} seeds, but got {len(streams)} streams.")
         if epoch != self._epoch:
             self._epoch = epoch
-            self._drawn.clear()
+            self._draws.clear()
         pairs = tuple(zip(seeds, streams, strict=True))
-        if pairs not in self._drawn:
-            self._drawn[pairs] = self._draw(pairs, epoch)
-        return self._drawn[pairs], slice(step * self.batch_size, (step + 1) * self.batch_size)
+        if pairs not in self._draws:
+            self._draws[pairs] = self._draw(pairs, epoch)
+        return self._draws[pairs], slice(step * self.batch_size, (step + 1) * self.batch_size)
+
+    def _draw(self, pairs: Sequence[tuple[int, int]], epoch: int) -> _Epoch:
+        count = len(self.split)
+
+        def keys(purpose: str) -> list[int]:
+            return [hashed_key(seed, purpose, epoch, stream) for seed, stream in pairs]
+
+        order = permutations(keys("order"), count, device=self.device)
+        if self.augment is None:
+            size = order.numel() * self.split.x[0].numel() * self._transform.dtype.itemsize
+            return _Epoch(order, (), self._gather(order) if size <= GATHER_BYTES else None)
+        places = 2 * self.augment.padding + 1
+        rows, columns, flips = (
+            random_integers(keys(purpose), count, high, device=self.device)
+            for purpose, high in (("crop row", places), ("crop column", places), ("flip", 2))
+        )
+        return _Epoch(order, (rows, columns, flips == 1), None)
 
     def _gather(self, indices: Tensor, augment: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:
-        """Samples and labels at some places `(S, B)`, as a network takes them."""
+        """Return transformed samples and labels at indices `(S, B)`."""
         flat = indices.reshape(-1)
         x = self.split.x.index_select(0, flat)  # (S·B, ...)
         if self.augment is not None:
             x = self.augment(x, *augment)
-        x = self._prepare(x)
+        x = self._transform(x)
         y = self.split.y.index_select(0, flat)
         return x.view(*indices.shape, *x.shape[1:]), y.view(*indices.shape, *y.shape[1:])
 
-    def _draw(self, pairs: Sequence[tuple[int, int]], epoch: int) -> _Epoch:
-        count = len(self.split)
-        order = permutations([order_key(seed, epoch, stream) for seed, stream in pairs], count, device=self.device)
-        if self.augment is None:
-            size = order.numel() * self.split.x[0].numel() * self._prepare.dtype.itemsize
-            return _Epoch(order, (), self._gather(order) if size <= GATHERED else None)
 
-        def integers(purpose: str, high: int) -> Tensor:
-            keys = [hashed_key(seed, purpose, epoch, stream) for seed, stream in pairs]
-            return random_integers(keys, count, high, device=self.device)
-
-        places = 2 * self.augment.padding + 1
-        crops_and_flips = integers("crop row", places), integers("crop column", places), integers("flip", 2) == 1
-        return _Epoch(order, crops_and_flips, None)
-
-
-class Preparation:
-    """Samples as a network takes them: of a floating-point type, normalised, flat if asked for."""
+class _Transform:
+    """Conversion of samples to a floating-point type, normalised, flattened if requested."""
 
     def __init__(self, split: Split, *, normalize: Statistics | None, dtype: torch.dtype, flatten: bool) -> None:
         if not dtype.is_floating_point:
@@ -218,7 +223,7 @@ class Preparation:
         return x.flatten(1) if self.flatten else x
 
     def _column(self, values: Sequence[float], x: Tensor) -> Tensor:
-        """One number for each channel, shaped to meet axis 1 of `x`."""
+        """One number for each channel, shaped to broadcast along axis 1 of `x`."""
         if len(values) != 1 and (x.ndim < 2 or len(values) != x.shape[1]):
             raise ValueError(
                 f"Expected `normalize` with 1 number or one for each channel of samples {shape_of(x)}, "
@@ -237,7 +242,7 @@ def chunks(
     dtype: torch.dtype = torch.float32,
     flatten: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """A split in order, for evaluation: all samples, the last chunk smaller, nothing random.
+    """Iterate over a split in order, for evaluation: all samples, the last chunk smaller, nothing random.
 
     The options are those of `Batches`.
 
@@ -248,5 +253,5 @@ def chunks(
     """
     check_count(size, "size")
     split = split if device is None else split.to(device)
-    prepare = Preparation(split, normalize=normalize, dtype=dtype, flatten=flatten)
-    return ((prepare(x), y) for x, y in zip(split.x.split(size), split.y.split(size), strict=True))
+    transform = _Transform(split, normalize=normalize, dtype=dtype, flatten=flatten)
+    return ((transform(x), y) for x, y in zip(split.x.split(size), split.y.split(size), strict=True))

@@ -1,9 +1,9 @@
-"""CSV files, row by row: every cell a text, and every irregularity named by its row.
+"""CSV files, some rows at a time, every cell a text.
 
-Spaces after a delimiter and behind a closing quotation mark belong to the layout of the file, not to the cell: `a, b`
-holds `b`, and in `a, "b, c" ,d` the quotation marks count. Cells that are kept beside predictions come without them
-too. A space that is part of a text stands in quotation marks, `a," b"`, and comes through; as a category it is the same
-as without (see `cells`).
+pyarrow parses the cells. Before that, each block of the file is checked for what pyarrow accepts silently (text behind
+a closing quotation mark, a quotation mark that is never closed), and spaces that belong to the layout are removed:
+those after a delimiter and those behind a closing quotation mark, so that `a, "b, c" ,d` has three cells. A space that
+is part of a text stands in quotation marks, `a," b"`.
 """
 
 from __future__ import annotations
@@ -17,170 +17,167 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from torchace._files import CHUNK_BYTES, TABLE_COLUMNS, check_gzip, error_reason, open_regular
+from torchace._files import CHUNK_BYTES, check_gzip, error_reason, open_regular
+from torchace.lab.data.columns import check_names
 from torchace.lab.data.errors import DataError
-from torchace.lab.data.messages import first_duplicate, quote
+from torchace.lab.data.messages import quote
 from torchace.lab.data.packages import arrow
 
-_LINE_LIMIT = 1 << 24  # characters; a file without line breaks is not read into memory whole
+if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-untyped]
+
+_BLOCK_BYTES = 1 << 20
+_LINE_BYTES = 1 << 24  # a file without line breaks is not read into memory whole
 _SAMPLE_ROWS = 20
+_DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab"}
 
 
-def csv_chunks(path: Path, rows: int) -> Iterator[dict[str, Any]]:
-    """The columns of a CSV file as texts, some rows at a time."""
+def csv_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
+    """Iterate over the rows of a CSV file, at most `rows` at a time."""
     pa = arrow()
-    _check_packed(path)
-    delimiter = "\t" if ".tsv" in path.name.lower() else _delimiter(path)
-    count = 0  # rows of data so far
     try:
-        with _opened(path) as stream:
-            reader = _reader(stream, delimiter)
-            names = _checked_names(next(_filled(reader), []), path)
-            filled = _filled(reader, blank_is_missing=len(names) == 1)
+        with _open(path) as stream:
+            delimiter = "\t" if ".tsv" in path.name.lower() else _find_delimiter(stream.peek(_BLOCK_BYTES))
+            blocks = _complete_rows(stream, delimiter, path)
+            lines = io.StringIO(next(blocks, b"").decode(), newline="")
+            names = _read_header(lines, delimiter, path)
             rows = max(1, min(rows, CHUNK_BYTES // (8 * len(names))))
-            while chunk := list(itertools.islice(filled, rows)):
-                for row in chunk:
-                    count += 1
-                    if len(row) != len(names):
-                        raise _ragged(path, count, len(row), len(names), delimiter)
-                columns = zip(*chunk, strict=True)
-                arrays = [pa.array(column, pa.large_string()).to_pandas() for column in columns]
-                yield dict(zip(names, arrays, strict=True))
-    except _NotText as error:
-        raise DataError(f"{path} is not UTF-8 text in line {error.line}; save it as UTF-8.") from None
+            count, pending = 0, None
+            for block in itertools.chain([lines.read().encode()], blocks):
+                table, bad_row = _parse(block, names, delimiter)
+                count += len(table)
+                pending = table if pending is None else pa.concat_tables([pending, table])
+                while len(pending) >= rows:
+                    yield pending.slice(0, rows).to_pandas()
+                    pending = pending.slice(rows)
+                if bad_row is not None:
+                    raise _wrong_width(path, count + 1, bad_row, delimiter)
+            if pending is not None and len(pending):
+                yield pending.to_pandas()
     except csv.Error as error:
-        raise _malformed(path, reader.line_num, str(error)) from None
+        raise DataError(f"{path} is not a CSV file that can be read ({error}); write it anew.") from None
     except (OSError, EOFError, zlib.error) as error:  # gzip's own errors are among them
         raise DataError(
             f"{path} cannot be read to its end ({error_reason(error)}); copy it again or write it anew."
         ) from None
 
 
-def _delimiter(path: Path) -> str:
-    """Of comma, semicolon and tab, the one by which the first rows have most columns, all of them as many."""
-    best, most = ",", 1
-    for delimiter in ",;\t":
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[io.BufferedReader]:
+    is_packed = path.name.lower().endswith(".gz")
+    if is_packed:
         try:
-            with _opened(path) as stream:
-                rows = list(itertools.islice(_filled(_reader(stream, delimiter)), _SAMPLE_ROWS))
-        except (csv.Error, _NotText, OSError, EOFError, zlib.error):
-            continue  # the reading proper says what is wrong
-        widths = {len(row) for row in rows}
-        if len(widths) == 1 and max(widths) > most:
-            best, most = delimiter, max(widths)
+            check_gzip(path)
+        except OSError as error:
+            raise DataError(f"{path} is refused ({error_reason(error)}); unpack it if it is what you expect.") from None
+    with open_regular(path) as file:
+        content: Any = gzip.GzipFile(fileobj=file) if is_packed else file
+        with io.BufferedReader(content, _BLOCK_BYTES) as stream:
+            yield stream
+
+
+def _find_delimiter(sample: bytes) -> str:
+    """Delimiter that gives the first rows most columns, all of them as many; failing that, the header's."""
+    text = sample.decode("utf-8-sig", errors="replace")
+    best, most = ",", 1
+    for delimiter in _DELIMITERS:
+        with contextlib.suppress(csv.Error):
+            reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True)
+            widths = {len(row) for row in itertools.islice(_not_blank(reader), _SAMPLE_ROWS)}
+            if len(widths) == 1 and max(widths) > most:
+                best, most = delimiter, max(widths)
     if most > 1:
         return best
-    # No delimiter fits all rows: then that of the header, so that the row which does not fit can be named.
-    with _opened(path) as stream:
+    header = next((line for line in text.splitlines() if line.strip()), "")
+    return max(_DELIMITERS, key=re.sub(r'"[^"]*"', "", header).count)
+
+
+def _not_blank(rows: Iterable[list[str]]) -> Iterator[list[str]]:
+    return (row for row in rows if len(row) > 1 or (row and row[0].strip()))
+
+
+def _complete_rows(stream: io.BufferedReader, delimiter: str, path: Path) -> Iterator[bytes]:
+    """Read blocks that end with a row, check them, and remove the spaces of the layout."""
+    mark, space = re.escape(delimiter), " " if delimiter == "\t" else r"[ \t]"
+    quoted = rf'(\A|[{mark}\r\n]) *+"((?:[^"]|"")*+)("?){space}*+(?=([{mark}\r\n]|\Z)?)'
+    quoted_cells = re.compile(quoted.encode())
+    layout = re.compile(rf'{quoted}|({mark}) ++(?!")|(\A|[\r\n]) ++(?![\r\n"]|\Z)'.encode())
+    rest, line, block = b"", 1, stream.read(_BLOCK_BYTES).removeprefix(b"\xef\xbb\xbf")
+    while rest or block:
+        following = stream.read(_BLOCK_BYTES)
+        data = rest + block
+        # \r and \n that end one line must stay together
+        end = 1 + max(data.rfind(b"\n"), data.rfind(b"\r", 0, len(data) - 1)) if following else len(data)
         try:
-            header = next((line for line in _lines(stream) if line.strip()), "")
-        except (_NotText, OSError, EOFError, zlib.error):
-            header = ""
-    return max(",;\t", key=re.sub(r'"[^"]*"', "", header).count)
+            data[:end].decode()
+        except UnicodeDecodeError as error:
+            wrong = line + _count_lines(data[: error.start])
+            raise DataError(f"{path} is not UTF-8 text in line {wrong}; save it as UTF-8.") from None
+        end = _check_quotes(data[:end], quoted_cells, path, line, is_last=not following)
+        rows, rest, block = data[:end], data[end:], following
+        line += _count_lines(rows)
+        if b'"' in rows or b" " in rows:
+            rows = layout.sub(lambda m: m[5] or m[6] or b"" if m[2] is None else b'%b"%b"' % (m[1], m[2]), rows)
+        if rows:
+            yield rows
+        if len(rest) > _LINE_BYTES:
+            raise DataError(f"{path} has more than {_LINE_BYTES:,} bytes in line {line}; write one row on each line.")
 
 
-def _is_packed(path: Path) -> bool:
-    return path.name.lower().endswith(".gz")
+def _count_lines(data: bytes) -> int:
+    return data.count(b"\n") + data.count(b"\r") - data.count(b"\r\n")
 
 
-def _check_packed(path: Path) -> None:
-    try:
-        if _is_packed(path):
-            check_gzip(path)
-    except OSError as error:
-        raise DataError(f"{path} is refused ({error_reason(error)}); unpack it if it is what you expect.") from None
+def _check_quotes(data: bytes, quoted_cells: re.Pattern[bytes], path: Path, line: int, *, is_last: bool) -> int:
+    """Check cells in quotation marks; return where the first row begins that goes on in the next block."""
+    row_start = last = 0
+    limit = csv.field_size_limit()
+    for match in quoted_cells.finditer(data) if b'"' in data else ():
+        start, text, closing, after = match.start(), match[2], match[3], match[4]
+        row_start = max(row_start, 1 + data.rfind(b"\n", last, start + 1), 1 + data.rfind(b"\r", last, start + 1))
+        last = match.end()
+        if closing and after is not None and len(text) <= limit:
+            continue
+        wrong = line + _count_lines(data[:last])
+        if len(text) > limit:
+            raise DataError(
+                f"{path} has a value of more than {limit:,} characters in line {wrong}; close the quotation mark "
+                "before it, or leave the column out."
+            )
+        if closing:
+            raise DataError(
+                f"{path} has something behind a closing quotation mark in line {wrong}; take it out, and write a "
+                "quotation mark that belongs to a value twice."
+            )
+        if is_last:
+            raise DataError(f"{path} has a quotation mark that is never closed; close it, or take it out.")
+        return row_start
+    return len(data)
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[TextIO]:
-    """UTF-8 with or without a byte order mark; bytes that are no UTF-8 come through as lone surrogates."""
-    with open_regular(path) as file:
-        content: Any = gzip.GzipFile(fileobj=file) if _is_packed(path) else file
-        yield io.TextIOWrapper(content, encoding="utf-8-sig", errors="surrogateescape", newline="")
-
-
-def _reader(stream: TextIO, delimiter: str) -> Any:
-    lines = _without_gaps(_lines(stream), delimiter)
-    return csv.reader(lines, delimiter=delimiter, strict=True, skipinitialspace=True)
-
-
-def _without_gaps(lines: Iterable[str], delimiter: str) -> Iterator[str]:
-    """Lines without the spaces between a closing quotation mark and what ends its cell, which `csv` refuses."""
-    space = " " if delimiter == "\t" else r"[ \t]"
-    rest = rf'(?:[^"]|"")*+)(?:"{space}*(?={delimiter}|[\r\n]*\Z)|(\Z))'  # of a cell in quotation marks
-    cell = re.compile(rf'((?:\A|{delimiter}) *"{rest}')
-    begun = re.compile(rf"\A({rest}")
-    is_open = False  # whether a cell goes on in the next line
-
-    def closed(match: re.Match[str]) -> str:
-        nonlocal is_open
-        is_open = match[2] is not None
-        return match[1] if is_open else f'{match[1]}"'
-
-    for line in lines:
-        if is_open and '"' in line:
-            end = match.end() if (match := begun.match(line)) is not None else 0
-            is_open = False
-            line = begun.sub(closed, line[:end]) + (cell.sub(closed, line[end:]) if end < len(line) else "")
-        elif not is_open and '"' in line:
-            line = cell.sub(closed, line)
-        yield line
-
-
-def _filled(rows: Iterable[list[str]], *, blank_is_missing: bool = False) -> Iterator[list[str]]:
-    """Rows without blank lines; in a table of one column, `""` and spaces are a missing value."""
-    return (row for row in rows if len(row) > 1 or (row and (blank_is_missing or row[0].strip())))
-
-
-class _NotText(Exception):
-    def __init__(self, line: int) -> None:
-        super().__init__(line)
-        self.line = line
-
-
-def _lines(stream: TextIO) -> Iterator[str]:
-    """The lines of a file, however they end."""
-    for number in itertools.count(1):
-        line = stream.readline(_LINE_LIMIT)
-        if not line:
-            return
-        if len(line) == _LINE_LIMIT:
-            raise csv.Error(f"line contains {_LINE_LIMIT} characters or more")
-        if not line.isascii():
-            try:
-                line.encode()
-            except UnicodeEncodeError:
-                raise _NotText(number) from None
-        yield line
-
-
-def _checked_names(header: list[str], path: Path) -> list[str]:
-    """The column names in the first row."""
-    names = [name.strip() for name in header]
-    if len(names) > TABLE_COLUMNS:
-        raise DataError(f"{path} has {len(names):,} columns, but a table may have {TABLE_COLUMNS:,}; leave some out.")
+def _read_header(lines: io.StringIO, delimiter: str, path: Path) -> list[str]:
+    """Read the column names in the first row that is not blank."""
+    names = [name.strip() for name in next(_not_blank(csv.reader(lines, delimiter=delimiter)), [])]
     if not any(names):
         raise DataError(f"{path} is empty; give a file with column names in its first row and data below.")
-    for place, name in enumerate(names, start=1):
-        if not name:
-            raise DataError(
-                f"{path} has no name for column {place}; give it one in the first row, or write the file without "
-                "pandas's index (index=False)."
-            )
+    if "" in names:
+        raise DataError(
+            f"{path} has no name for column {1 + names.index('')}; give it one in the first row, or write the file "
+            "without pandas's index (index=False)."
+        )
     if _is_data(names):
         raise DataError(
             f"{path} seems to have no column names, since its first row is {quote(', '.join(names))}; put a row of "
             "names above it."
         )
-    if (twice := first_duplicate(names)) is not None:
-        raise DataError(f"{path} has two columns named {quote(twice)}; rename one of them.")
+    check_names(names, path)
     return names
 
 
 def _is_data(names: list[str]) -> bool:
-    """Whether a first row is one of data: numbers alone, other than the numbers by which columns may be called."""
+    """Whether a first row is data: only numbers, other than whole numbers that may be names of columns."""
     try:
         [float(name) for name in names]
     except ValueError:
@@ -188,25 +185,36 @@ def _is_data(names: list[str]) -> bool:
     return not all(name.isdecimal() for name in names) or len(set(names)) < len(names)
 
 
-def _ragged(path: Path, row: int, found: int, expected: int, delimiter: str) -> DataError:
-    mark = {",": "comma", ";": "semicolon", "\t": "tab"}[delimiter]
-    return DataError(
-        f"{path} has {found} {'value' if found == 1 else 'values'} in row {row}, but {expected} column "
-        f"{'name' if expected == 1 else 'names'}; correct that row (a value with a {mark} in it needs quotation marks)."
+def _parse(block: bytes, names: list[str], delimiter: str) -> tuple[Any, Any]:
+    """Parse complete rows: an Arrow table of the rows before the first of another width, and that row if any."""
+    pa, pa_csv = arrow(), arrow("pyarrow.csv")
+    schema = pa.schema([(name, pa.large_string()) for name in names])
+    if not block:
+        return schema.empty_table(), None
+    bad: list[Any] = []
+    blank = 0
+
+    def skip(row: Any) -> str:
+        nonlocal blank
+        if row.text.strip():
+            bad.append(row)
+        elif not bad:
+            blank += 1
+        return "skip"
+
+    table = pa_csv.read_csv(
+        pa.BufferReader(block),
+        pa_csv.ReadOptions(column_names=names, use_threads=False, block_size=len(block) + 1),
+        pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip),
+        pa_csv.ConvertOptions(column_types=schema, strings_can_be_null=False, check_utf8=False),
     )
+    return (table.slice(0, bad[0].number - 1 - blank), bad[0]) if bad else (table, None)
 
 
-def _malformed(path: Path, line: int, why: str) -> DataError:
-    if "expected after" in why:
-        return DataError(
-            f"{path} has something behind a closing quotation mark in line {line}; take it out, and write a "
-            "quotation mark that belongs to a value twice."
-        )
-    if "unexpected end" in why:
-        return DataError(f"{path} has a quotation mark that is never closed; close it, or take it out.")
-    if "field limit" in why or "line contains" in why:
-        return DataError(
-            f"{path} has a value of more than {csv.field_size_limit():,} characters in line {line}; close the "
-            "quotation mark before it, or leave the column out."
-        )
-    return DataError(f"{path} is no CSV file that can be read at line {line} ({why}); write it anew.")
+def _wrong_width(path: Path, number: int, row: Any, delimiter: str) -> DataError:
+    found, expected = row.actual_columns, row.expected_columns
+    return DataError(
+        f"{path} has {found} {'value' if found == 1 else 'values'} in row {number}, but {expected} column "
+        f"{'name' if expected == 1 else 'names'}; correct that row (a value with a {_DELIMITERS[delimiter]} in it "
+        "needs quotation marks)."
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,9 +17,10 @@ from torch import Tensor
 from torchace._checks import check_choice, check_count
 from torchace.lab.data.cifar import read_archive, read_folder
 from torchace.lab.data.errors import DataError, check_labels, damaged, require_extra
-from torchace.lab.data.files import fetch, find, missing, search_path
+from torchace.lab.data.files import download as download_file
+from torchace.lab.data.files import find, not_found, search_path
 from torchace.lab.data.idx import read_idx
-from torchace.lab.data.sources import FASHION_MNIST, MNIST, SOURCES, CifarSource, IdxFile, IdxSource
+from torchace.lab.data.sources import SOURCES, CifarSource, IdxFile, IdxSource
 from torchace.lab.data.splits import Split, stratified_split
 
 NAMES = ("digits", *SOURCES)
@@ -36,10 +36,10 @@ class Normalization(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A data set in memory: what to train on, what to test on, and what a network must know of it.
+    """A data set in memory.
 
     `mean` and `std` are those of the official training part, for each channel, in the units of `x` (0 to `max_value`).
-    They stay the same when a validation part is split off or the training part is limited, so that such runs compare.
+    They stay the same after `validation_split` and `limit`, so that runs with and without them compare.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Dataset:
         return len(self.class_names)
 
     def normalization(self, kind: str = "standard") -> Normalization:
-        """What `Batches` and `chunks` take as `normalize`.
+        """Return mean and standard deviation for the argument `normalize` of `Batches` and `chunks`.
 
         Args:
             kind: "standard" gives every channel of the training part mean 0 and variance 1; "unit" scales to [0, 1].
@@ -71,11 +71,11 @@ class Dataset:
         return Normalization(self.mean, self.std)
 
     def validation_split(self, size: int | float, *, seed: int = 0) -> tuple[Split, Split]:
-        """Part of the training samples held out, every class in proportion: `(train, validation)`.
+        """Hold out part of the training samples, every class in proportion: `(train, validation)`.
 
         Args:
-            size: How many to hold out: an int counts samples, a float is a fraction.
-            seed: Chooses which.
+            size: Number of validation samples (int) or fraction (float).
+            seed: Seed of the draw.
 
         Example:
             >>> train, validation = load("digits").validation_split(297, seed=0)
@@ -84,8 +84,8 @@ class Dataset:
         """
         return stratified_split(self.train, size, seed=seed)
 
-    def limited(self, count: int, *, seed: int | None = None) -> Dataset:
-        """The same data set with fewer training samples: the first `count`, or with a seed, `count` in proportion."""
+    def limit(self, count: int, *, seed: int | None = None) -> Dataset:
+        """Keep the first `count` training samples, or with a seed, `count` drawn with every class in proportion."""
         check_count(count, "count")
         if count > len(self.train):
             raise ValueError(f"Expected `count` of at most {len(self.train)} training samples, but got {count}.")
@@ -101,22 +101,21 @@ def load(
     download: bool = True,
     progress: bool = True,
 ) -> Dataset:
-    """A data set by name.
+    """Load a data set by name.
 
-    `digits` comes with scikit-learn and is always there: 1,797 images of 8 x 8, of which 500 are held out as the test
-    part, every class in proportion, always the same. The others are read from their original files, which are looked
-    for in `$TORCHACE_DATA` (`mnist/`, torchvision's `MNIST/raw/` and their like, or the folder itself), then in the
-    user's cache, and are then downloaded with a known hash. A file that is found is used if it is whole; a damaged one
-    is an error, never passed over.
+    `digits` comes with scikit-learn: 1,797 images of 8 x 8, of which the same 500 are always the test part, every class
+    in proportion. The others are read from their original files in `$TORCHACE_DATA` (`mnist/`, torchvision's
+    `MNIST/raw/` and similar folders, or the folder itself), then in the user's cache, and are otherwise downloaded with
+    a known hash. A damaged file is an error.
 
     Args:
-        name: "digits", "mnist", "fashion_mnist" or "cifar10".
-        directory: Looked into in the place of `$TORCHACE_DATA`.
-        download: Whether files that are not found may be downloaded.
+        name: "digits", "mnist", "fashion_mnist" or "cifar10" (binary version).
+        directory: Folder to search instead of `$TORCHACE_DATA`.
+        download: Whether missing files may be downloaded.
         progress: Whether a download shows a progress bar.
 
     Raises:
-        DataError: One sentence: which file, where it was looked for, what to do.
+        DataError: A file is missing or damaged.
 
     Example:
         >>> digits = load("digits")
@@ -132,10 +131,10 @@ def load(
     source = SOURCES[name]
     path = search_path(source.name, source.folders, directory)
     if isinstance(source, CifarSource):
-        parts = _cifar_parts(source, path, download, progress)
+        train, test = _cifar_parts(source, path, download, progress)
     else:
-        parts = _idx_parts(source, path, download, progress)
-    return _dataset(source.name, *parts, class_names=source.class_names, max_value=255)
+        train, test = _idx_parts(source, path, download, progress)
+    return _dataset(source.name, train, test, class_names=source.class_names, max_value=255)
 
 
 def _digits() -> Dataset:
@@ -146,23 +145,18 @@ def _digits() -> Dataset:
     return _dataset("digits", train, test, class_names=tuple("0123456789"), max_value=16)
 
 
-def _idx_parts(source: IdxSource, path: Sequence[Path], download: bool, progress: bool) -> tuple[Split, Split]:
-    # All four are located first: what is missing is known before anything is read.
-    files = {file.name: _idx_located(source, file, path, download, progress) for file in (*source.train, *source.test)}
-    train, test = (
-        [_idx_array(source, file, files[file.name]) for file in part] for part in (source.train, source.test)
-    )
-    return _split(train[0][:, None], train[1]), _split(test[0][:, None], test[1])
-
-
-def _idx_located(source: IdxSource, file: IdxFile, path: Sequence[Path], download: bool, progress: bool) -> Path:
-    names = (f"{file.name}.gz", file.name, file.name.replace("-idx", ".idx"))
-    found = find(path, names)
-    if found is None and not download:
-        raise missing(source.title, names[0], path)
-    return found or fetch(
-        source.title, names[0], urls=source.urls, sha256=file.sha256, folder=path[-1], progress=progress
-    )
+def _idx_parts(source: IdxSource, path: list[Path], may_download: bool, progress: bool) -> list[Split]:
+    # All four are located first: a missing file is known before anything is read.
+    located = {}
+    for file in (*source.train, *source.test):
+        names = (f"{file.name}.gz", file.name, file.name.replace("-idx", ".idx"))
+        found = find(path, names)
+        located[file.name] = found or _download(source, names[0], file.sha256, path, may_download, progress)
+    splits = []
+    for part in (source.train, source.test):
+        images, labels = (_idx_array(source, file, located[file.name]) for file in part)
+        splits.append(_split(images[:, None], labels))
+    return splits
 
 
 def _idx_array(source: IdxSource, file: IdxFile, path: Path) -> NDArray[np.uint8]:
@@ -170,38 +164,42 @@ def _idx_array(source: IdxSource, file: IdxFile, path: Path) -> NDArray[np.uint8
     if array.ndim == 1:
         check_labels(array, path, len(source.class_names))
     digest = hashlib.sha256(array.data).hexdigest()
-    # MNIST's and Fashion-MNIST's files have the same names.
-    for other in (MNIST, FASHION_MNIST):
-        if other.name != source.name and digest in {known.content for known in (*other.train, *other.test)}:
+    # MNIST's and Fashion-MNIST's files have the same names
+    for other in (o for o in SOURCES.values() if isinstance(o, IdxSource) and o.name != source.name):
+        if digest in {known.content for known in (*other.train, *other.test)}:
             raise damaged(path, f"belongs to {other.title}, not to {source.title}")
     if file.content is not None and digest != file.content:
         raise damaged(path, f"is not the official file of {source.title}: its content has the wrong SHA-256")
     return array
 
 
-def _cifar_parts(source: CifarSource, path: Sequence[Path], download: bool, progress: bool) -> tuple[Split, Split]:
-    archives = (source.archive, "cifar-10-python.tar.gz")
-    batches = None
-    for folder in path:
-        for inner in ("cifar-10-batches-bin", "cifar-10-batches-py", "."):
-            if find([folder / inner], [*source.binary, *source.python]):
-                batches = read_folder(folder / inner, source)
-                break
-        else:
-            if archive := find([folder], archives):
-                batches = read_archive(archive, source)
-        if batches is not None:
-            break
-    else:
-        if not download:
-            raise missing(source.title, source.archive, path)
-        archive = fetch(
-            source.title, source.archive, urls=source.urls, sha256=source.sha256, folder=path[-1], progress=progress
-        )
+def _cifar_parts(source: CifarSource, path: list[Path], may_download: bool, progress: bool) -> list[Split]:
+    folders = [folder / inner for folder in path for inner in ("cifar-10-batches-bin", ".")]
+    batch = find(folders, list(source.batches))
+    archive = find(path, [source.archive])
+    if batch is not None:
+        batches = read_folder(batch.parent, source)
+    elif archive is not None:
         batches = read_archive(archive, source)
-    assert batches is not None
+    else:
+        python_names = ["cifar-10-batches-py", "cifar-10-python.tar.gz", *(Path(name).stem for name in source.batches)]
+        if (found := find(path, python_names)) is not None:
+            raise DataError(
+                f"{found} is the Python version of {source.title}, which is a pickle and never loaded; use the binary "
+                f"version ({source.archive}), or remove this one to have it downloaded."
+            )
+        archive = _download(source, source.archive, source.sha256, path, may_download, progress)
+        batches = read_archive(archive, source)
     x, y = (np.concatenate([batch[part] for batch in batches[:-1]]) for part in (0, 1))
-    return _split(x, y), _split(*batches[-1])
+    return [_split(x, y), _split(*batches[-1])]
+
+
+def _download(
+    source: IdxSource | CifarSource, name: str, sha256: str, path: list[Path], may_download: bool, progress: bool
+) -> Path:
+    if not may_download:
+        raise not_found(source.title, name, path)
+    return download_file(source.title, name, urls=source.urls, sha256=sha256, folder=path[-1], progress=progress)
 
 
 def _split(x: NDArray[np.uint8], y: NDArray[np.uint8]) -> Split:

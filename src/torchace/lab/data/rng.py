@@ -1,12 +1,11 @@
 """Random draws that are functions of their keys alone.
 
-Nothing here has a state that advances: the draw for (seed, epoch, step, purpose) can be made at any time, in any
-process, on any device, and is always the same. So a run resumes bit for bit with no random state stored, and every λ of
-one seed sees the same batches.
+Nothing here has a state: the draw for (seed, epoch, step, purpose) can be made at any time, in any process, on any
+device, and is always the same. So a run resumes bit for bit without a stored random state, and every λ of one seed sees
+the same batches.
 
 Keys are hashed by SHA-256 to 64 bits; the draws of one key are SplitMix64 (Steele, Lea, Flood, 2014) at the counters
-0, 1, 2, … from there, computed in plain integer arithmetic, so that they depend neither on torch's version nor on the
-device nor on the number of threads.
+0, 1, 2, … from there, in integer arithmetic that depends neither on torch's version nor on device or threads.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def hashed_key(seed: int, *keys: Key) -> int:
-    """The 64 bits, as a signed number, from which all draws of these keys start.
+    """Hash a seed and keys to 64 bits, as a signed number, from which all draws of these keys start.
 
     Args:
         seed: The run's seed.
-        keys: Whole numbers and words that tell one draw from another: epoch, step, purpose.
+        keys: Whole numbers and words that distinguish draws: epoch, step, purpose.
 
     Example:
         >>> hashed_key(0, "order", 3) == hashed_key(0, "order", 3)
@@ -51,21 +50,8 @@ def hashed_key(seed: int, *keys: Key) -> int:
     return int.from_bytes(digest.digest()[:8], "little", signed=True)
 
 
-def generator(seed: int, *keys: Key, device: torch.device | str = "cpu") -> torch.Generator:
-    """A fresh `torch.Generator` for these keys, for draws that torch makes itself (initial weights, dropout).
-
-    torch seeds its CPU generator with 32 bits, so that of 65,000 generators two may well be equal, and its draws differ
-    between devices and may differ between versions. The functions below have neither limit.
-
-    Example:
-        >>> torch.rand(2, generator=generator(0, "init")).equal(torch.rand(2, generator=generator(0, "init")))
-        True
-    """
-    return torch.Generator(device).manual_seed(hashed_key(seed, *keys))
-
-
 def random_bits(keys: Sequence[int], count: int, *, device: torch.device | str = "cpu") -> Tensor:
-    """`count` draws of 64 random bits for each hashed key, `(len(keys), count)` of int64; no two in a row are equal.
+    """Draw `count` times 64 random bits for each hashed key, `(len(keys), count)` of int64; no two in a row are equal.
 
     Example:
         >>> random_bits([0], 2)
@@ -73,18 +59,18 @@ def random_bits(keys: Sequence[int], count: int, *, device: torch.device | str =
     """
     start = torch.tensor(keys, dtype=torch.int64, device=device)[:, None]
     z = start + torch.arange(1, count + 1, dtype=torch.int64, device=device) * _GAMMA
-    z = (z ^ _shifted(z, 30)) * _MIX_1
-    z = (z ^ _shifted(z, 27)) * _MIX_2
-    return z ^ _shifted(z, 31)
+    z = (z ^ _shift_right(z, 30)) * _MIX_1
+    z = (z ^ _shift_right(z, 27)) * _MIX_2
+    return z ^ _shift_right(z, 31)
 
 
 def random_integers(keys: Sequence[int], count: int, high: int, *, device: torch.device | str = "cpu") -> Tensor:
-    """`count` whole numbers in [0, high) for each hashed key, `(len(keys), count)`; uniform to within high / 2^32."""
-    return _shifted(random_bits(keys, count, device=device), 32) * high >> 32
+    """Draw `count` integers in [0, high) for each hashed key, `(len(keys), count)`; uniform to within high / 2^32."""
+    return _shift_right(random_bits(keys, count, device=device), 32) * high >> 32
 
 
 def permutations(keys: Sequence[int], count: int, *, device: torch.device | str = "cpu") -> Tensor:
-    """A random order of 0, …, count - 1 for each hashed key, `(len(keys), count)`.
+    """Random permutation of 0, …, count - 1 for each hashed key, `(len(keys), count)`.
 
     The bits of one key are all different (SplitMix64 is one-to-one in its counter): sorting them has one result.
     """
@@ -92,7 +78,7 @@ def permutations(keys: Sequence[int], count: int, *, device: torch.device | str 
 
 
 def permutation(seed: int, *keys: Key, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """A random order of 0, …, count - 1, a function of the keys alone.
+    """Random permutation of 0, …, count - 1, a function of the keys alone.
 
     Example:
         >>> permutation(0, "example", count=5)
@@ -101,23 +87,6 @@ def permutation(seed: int, *keys: Key, count: int, device: torch.device | str = 
     return permutations([hashed_key(seed, *keys)], count, device=device)[0]
 
 
-def order(seed: int, epoch: int, num_samples: int, *, stream: int = 0, device: torch.device | str = "cpu") -> Tensor:
-    """The order in which an epoch goes through the samples, `(num_samples,)`.
-
-    Args:
-        seed: The run's seed.
-        epoch: Counted from 0.
-        num_samples: How many samples there are.
-        stream: Tells apart several orders of one seed and epoch.
-        device: Where the order is computed; it is the same everywhere.
-    """
-    return permutations([order_key(seed, epoch, stream)], num_samples, device=device)[0]
-
-
-def order_key(seed: int, epoch: int, stream: int) -> int:
-    return hashed_key(seed, "order", epoch, stream)
-
-
-def _shifted(z: Tensor, by: int) -> Tensor:
-    """z >> by on the bits as an unsigned number."""
+def _shift_right(z: Tensor, by: int) -> Tensor:
+    """Shift the bits of z as an unsigned number."""
     return (z >> by) & ((1 << (64 - by)) - 1)

@@ -1,21 +1,33 @@
-"""Samples and their labels, and how a part of them is taken with every class in proportion."""
+"""Samples with their labels, and how they are split into training, validation and test parts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchace._checks import check_tensor, shape_of
-from torchace.lab.data.rng import permutation
+from torchace.lab.data.errors import DataError
+from torchace.lab.data.messages import quote, row_number
+from torchace.lab.data.parsing import texts
+from torchace.lab.data.rng import hashed_key, permutation
+
+if TYPE_CHECKING:
+    from pandas import Series  # type: ignore[import-untyped]
+
+PARTS = ("train", "validation", "test")
+_PART_CODES = {"train": 0, "training": 0, "validation": 1, "valid": 1, "val": 1, "test": 2}
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
     """Samples `x`, `(N, ...)`, and their labels `y`, `(N,)` of int64 (or targets of a floating-point type).
 
-    Images are `(N, C, H, W)` of uint8. `weight`, `(N,)`, says how much a sample counts; all the same unless given.
+    Images are `(N, C, H, W)` of uint8. `weight`, `(N,)`, holds sample weights; uniform unless given.
 
     Example:
         >>> split = Split(torch.zeros(3, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 1]))
@@ -51,29 +63,37 @@ class Split:
         return self.x.shape[0]
 
     def take(self, indices: Tensor) -> Split:
-        """The samples at these positions, in this order."""
+        """Return the samples at these indices, in this order."""
         return Split(self.x[indices], self.y[indices], None if self.weight is None else self.weight[indices])
 
     def to(self, device: torch.device | str) -> Split:
-        """This split on a device; itself, not a copy, if it is there already."""
+        """Move the split to a device; itself, not a copy, if it is there already."""
         if self.x.device == torch.empty(0, device=device).device:  # "cuda" and "cuda:0" may be one device
             return self
         return Split(self.x.to(device), self.y.to(device), None if self.weight is None else self.weight.to(device))
 
 
+class SplitIndices(NamedTuple):
+    """Row indices of each part, sorted, int64; no row is in two parts."""
+
+    train: Tensor
+    validation: Tensor
+    test: Tensor
+
+
 def stratified_split(split: Split, size: int | float, *, seed: int) -> tuple[Split, Split]:
-    """Take a part of the samples, every class in proportion, at random: a function of labels, size and seed alone.
+    """Take a random part of the samples, every class in proportion: a function of labels, size and seed alone.
 
     Class c gives n_c · size / N samples, rounded so that they add up (largest remainders first, then lower classes).
     Both parts keep the order of the samples.
 
     Args:
         split: Samples with class indices.
-        size: How many to take: an int counts samples, a float is a fraction.
-        seed: Chooses which.
+        size: Number of samples to take (int) or fraction (float).
+        seed: Seed of the draw.
 
     Returns:
-        The rest, and what was taken.
+        The rest, and the samples taken.
 
     Example:
         >>> split = Split(torch.arange(10), torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 1, 1]))
@@ -81,7 +101,7 @@ def stratified_split(split: Split, size: int | float, *, seed: int) -> tuple[Spl
         >>> rest.y, taken.y
         (tensor([0, 0, 0, 1, 1]), tensor([0, 0, 0, 1, 1]))
     """
-    count = checked_size(size, len(split))
+    count = _check_size(size, len(split))
     labels = split.y.cpu()
     if labels.dtype != torch.int64 or labels.ndim != 1 or int(labels.min()) < 0:
         raise ValueError(
@@ -96,8 +116,7 @@ def stratified_split(split: Split, size: int | float, *, seed: int) -> tuple[Spl
     return split.take(~taken), split.take(taken)
 
 
-def checked_size(size: int | float, available: int) -> int:
-    """A number of samples or a fraction of them, as a number that leaves at least one."""
+def _check_size(size: int | float, available: int) -> int:
     if isinstance(size, bool) or not isinstance(size, int | float):
         raise TypeError(f"Expected `size` to be a number of samples or a fraction, but got {type(size).__name__}.")
     if isinstance(size, float) and not 0.0 < size < 1.0:
@@ -111,10 +130,134 @@ def checked_size(size: int | float, available: int) -> int:
 
 
 def _quotas(counts: list[int], total: int) -> list[int]:
-    """`total` shared out in proportion to `counts`, in whole numbers."""
+    """Divide `total` in proportion to `counts`, in whole numbers."""
     available = sum(counts)
     quotas = [count * total // available for count in counts]
     by_remainder = sorted(range(len(counts)), key=lambda label: (-(counts[label] * total % available), label))
     for label in by_remainder[: total - sum(quotas)]:
         quotas[label] += 1
     return quotas
+
+
+def train_val_test_split(
+    targets: Tensor,
+    *,
+    seed: int = 0,
+    fractions: Sequence[float] = (0.6, 0.2, 0.2),
+    column: Series | None = None,
+    classes: Sequence[object] = (),
+) -> SplitIndices:
+    """Split the rows of a table: a function of the targets, the fractions and the seed alone.
+
+    Classes are split in proportion, and every class has a row in the training part. Numbers are split at random.
+
+    A `column` with the part of every row (`train`, `validation` or `test`, in capitals or not; also `training`, `valid`
+    and `val`) decides instead. If it has no validation row, some training rows are drawn for validation, in proportion
+    to the fractions.
+
+    Args:
+        targets: Class indices of int64, or numbers of a floating-point type, `(N,)`.
+        seed: Seed of the draw.
+        fractions: Fractions of training, validation and test rows; they add up to 1. The last may be 0.
+        column: The part of every row; leave it out of the schema with `infer_schema(..., drop=[column.name])`.
+        classes: Names of the class indices, for error messages.
+
+    Raises:
+        DataError: The rows cannot be split so.
+
+    Example:
+        >>> targets = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1, 1])
+        >>> train, validation, test = train_val_test_split(targets, seed=0)
+        >>> targets[train], targets[validation], targets[test]
+        (tensor([0, 0, 0, 1, 1, 1]), tensor([0, 1]), tensor([0, 1]))
+    """
+    check_tensor(targets, "targets")
+    if targets.ndim != 1 or not (targets.dtype == torch.int64 or targets.is_floating_point()):
+        raise ValueError(
+            "Expected `targets` of shape (N,), class indices of int64 or numbers of a floating-point type, but got "
+            f"{targets.dtype} of shape {shape_of(targets)}."
+        )
+    targets = targets.cpu()
+    shares = [float(fraction) for fraction in fractions]
+    if not (len(shares) == 3 and abs(sum(shares) - 1) < 1e-9 and shares[0] > 0 and shares[1] > 0 and shares[2] >= 0):
+        raise DataError(
+            f"The fractions {', '.join(f'{share:g}' for share in shares)} are not three that add up to 1; give those "
+            "of training, validation and test, the first two above 0."
+        )
+    if column is None:
+        train, test = _take(torch.arange(len(targets)), targets, shares[2], "test", seed)
+        validation = train[:0]
+    else:
+        train, validation, test = _named_parts(column, targets, needs_test=shares[2] > 0)
+    if not len(validation):
+        train, validation = _take(train, targets, shares[1] / (shares[0] + shares[1]), "validation", seed)
+    parts = SplitIndices(train, validation, test)
+    if targets.is_floating_point():
+        return parts
+    if column is None:
+        return _train_all_classes(targets, parts)
+    _check_trained(targets, parts, column, classes)
+    return parts
+
+
+def _take(rows: Tensor, targets: Tensor, share: float, part: str, seed: int) -> tuple[Tensor, Tensor]:
+    """Draw a share of some rows: the rest, and the rows drawn."""
+    if share == 0:
+        return rows, rows[:0]
+    count = round(share * len(rows))
+    if not 0 < count < len(rows):
+        raise DataError(
+            f"{len(rows)} rows are too few to take a {part} part of {100 * share:.4g}% from them; give more rows, or "
+            "other fractions."
+        )
+    key = hashed_key(seed, part)
+    if not targets.is_floating_point():
+        rest, taken = stratified_split(Split(rows, targets[rows]), count, seed=key)
+        return rest.x, taken.x
+    is_taken = torch.zeros(len(rows), dtype=torch.bool)
+    is_taken[permutation(key, count=len(rows))[:count]] = True
+    return rows[~is_taken], rows[is_taken]
+
+
+def _train_all_classes(targets: Tensor, parts: SplitIndices) -> SplitIndices:
+    """Move one row of every class that the training part lacks into it."""
+    train, *others = parts
+    for label in sorted(set(targets.unique().tolist()) - set(targets[train].tolist())):
+        moved = next(row for part in others for row in part.tolist() if targets[row] == label)
+        train = torch.cat([train, torch.tensor([moved])]).sort().values
+        others = [part[part != moved] for part in others]
+    return SplitIndices(train, *others)
+
+
+def _named_parts(column: Series, targets: Tensor, *, needs_test: bool) -> SplitIndices:
+    """Rows of each part according to a column of the file."""
+    name, cells = quote(column.name), texts(column)
+    if len(cells) != len(targets):
+        raise ValueError(f"Expected `column` with {len(targets)} rows as `targets` has, but got {len(cells)}.")
+    codes = np.asarray([-1 if cell is None else _PART_CODES.get(cell.lower(), -1) for cell in cells.to_pylist()])
+    if (codes < 0).any():
+        wrong = int(np.flatnonzero(codes < 0)[0])
+        found = quote(column.iloc[wrong]) if cells[wrong].is_valid else "nothing"
+        raise DataError(
+            f"Column {name} has {found} in row {row_number(column, wrong)}, which is not a part; write train, "
+            "validation or test in every row."
+        )
+    parts = SplitIndices(*(torch.from_numpy(np.flatnonzero(codes == code)) for code in range(len(PARTS))))
+    for part, rows in zip(PARTS, parts, strict=True):
+        if not len(rows) and (part == "train" or (part == "test" and needs_test)):
+            raise DataError(
+                f"Column {name} has no row for {part}; write {part} in some, or leave the column out to have the rows "
+                "drawn."
+            )
+    return parts
+
+
+def _check_trained(targets: Tensor, parts: SplitIndices, column: Series, classes: Sequence[object]) -> None:
+    seen = set(targets[parts.train].tolist())
+    for part, rows in (("validation", parts.validation), ("test", parts.test)):
+        for row in rows.tolist():
+            if (label := int(targets[row])) not in seen:
+                raise DataError(
+                    f"The class {quote(classes[label] if classes else label)} is in the {part} part (row "
+                    f"{row_number(column, row)}) but not in the training part; put a row of it there."
+                )

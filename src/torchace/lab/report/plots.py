@@ -1,21 +1,24 @@
-"""Figures of scores and diversity against λ."""
+"""Figures with λ on the x axis: scores, differences, diversity, members, and the search for λ."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torchace._figures import FigureSpec, Theme, legend
 from torchace.lab.report import formats
-from torchace.lab.report.drawing import MARKERS, Sketch, Theme, lambda_axis, legend, name, places
 from torchace.lab.report.findings import COLLAPSED
-from torchace.lab.report.formats import Metric
-from torchace.lab.report.phrases import capital, covered
-from torchace.lab.report.results import Arm, Results
-from torchace.lab.report.statistics import Comparison, Summary, compare, lowest
-from torchace.lab.report.tables import summarize
+from torchace.lab.report.formats import at, capitalize
+from torchace.lab.report.metrics import Metric
+from torchace.lab.report.results import Results
+from torchace.lab.report.statistics import Summary, best_diversity, compare, summarize
+from torchace.lab.report.tables import search_differences, summary_of
+from torchace.lab.schema.results import ArmSummary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,264 +26,334 @@ if TYPE_CHECKING:
 
 Series = dict[float, Summary]
 
-
-def plots(results: Results) -> list[Sketch]:
-    """The figures with λ on their axis.
-
-    Args:
-        results: A run directory.
-
-    Returns:
-        The ensemble's scores, their paired differences, diversity, and members beside the ensemble; figures without
-        data are left out.
-    """
-    task = results.task
-    found: list[Sketch | None] = []
-    # a fit may have been checked at one λ alone, or not at all: then there is nothing to draw against λ
-    if not results.is_fit or any(len(results.diversities(arm)) > 1 for arm in results.swept):
-        found += [_against(results, key, "scores") for key in task.curves]
-        found += [_differences(results, key) for key in task.differences if key != task.spread]
-        found += [_against(results, key, "diversity") for key in task.diversity]
-        found += [_members(results, arm) for arm in drawn_arms(results) if arm.role != "model"]
-    return [sketch for sketch in found if sketch]
+MARKERS = ("o", "s", "^", "D", "v", "P")
+DASHED = (0, (4, 3))
+SEED_STYLE: dict[str, Any] = {"lw": 0.7, "alpha": 0.5, "marker": ".", "ms": 5}
 
 
-def drawn_arms(results: Results) -> list[Arm]:
-    """The arms that get figures of their own: those with members, baselines only where there is nothing else."""
-    several = [arm for arm in results.tested if arm.num_members > 1 and results.diversities(arm)]
-    return [arm for arm in several if not arm.baseline or arm.role == "check"] or several
+def short_label(text: str, width: int = 30) -> str:
+    """Return a label short enough for a legend."""
+    return textwrap.shorten(text, width, placeholder="…") or text[: width - 1] + "…"
 
 
-def shown(results: Results, arm: Arm) -> list[float]:
-    """Two values of λ worth a picture: the smallest and the one of lowest loss, or the largest."""
-    diversities = results.diversities(arm)
-    best = lowest(results, arm)
+def color_of(results: Results, arm: ArmSummary, theme: Theme) -> str:
+    """Return an arm's colour, the same in every figure."""
+    return theme.palette[results.arms.index(arm) % len(theme.palette)]
+
+
+def marker_of(results: Results, arm: ArmSummary) -> str:
+    """Return an arm's marker, the same in every figure."""
+    return MARKERS[results.arms.index(arm) % len(MARKERS)]
+
+
+def arms_with_figures(results: Results) -> list[ArmSummary]:
+    """Return the arms with several members; baselines only where there is nothing else."""
+    several = [arm for arm in results.arms if arm.num_members > 1 and results.diversities(arm)]
+    return [arm for arm in several if not arm.baseline] or several
+
+
+def figure_title(results: Results, title: str, arm: ArmSummary) -> str:
+    """Return a figure's title, with the arm's label where several arms have this figure."""
+    return title if len(arms_with_figures(results)) == 1 else f"{title}: {short_label(arm.label)}"
+
+
+def two_diversities(results: Results, arm: ArmSummary) -> list[float]:
+    """Return the smallest λ, and that of the lowest loss or else the largest."""
+    diversities, best = results.diversities(arm), best_diversity(results, arm)
     if not diversities or best is None:
         return []
     return sorted({diversities[0], best if best != diversities[0] else diversities[-1]})
 
 
-def titled(results: Results, title: str, arm: Arm) -> str:
-    """A figure's title, with the arm's label where there are several."""
-    return title if len(drawn_arms(results)) == 1 else f"{title}: {name(arm.label)}"
+def lambda_positions(values: Iterable[float]) -> tuple[dict[float, float], bool]:
+    """Return an x position for each λ, and whether they are to scale: values that are too close are evenly spaced."""
+    ordered = sorted(set(values))
+    gaps = [b - a for a, b in pairwise(ordered)]
+    if not gaps or min(gaps) >= 0.09 * (ordered[-1] - ordered[0]):
+        return {value: value for value in ordered}, True
+    return {value: float(i) for i, value in enumerate(ordered)}, False
 
 
-def colour(results: Results, arm: Arm, theme: Theme) -> str:
-    """An arm's colour, the same in every figure."""
-    return theme.palette[results.arms.index(arm) % len(theme.palette)]
+@dataclass(frozen=True)
+class LambdaPlot:
+    """Axes with λ on the x axis; values are multiplied by `scale`, shifts are in steps between two λ."""
+
+    axes: Axes
+    positions: Mapping[float, float]
+    scale: float
+
+    @classmethod
+    def create(cls, figure: Figure, values: Iterable[float], label: str, scale: float) -> LambdaPlot:
+        """Add axes with ticks at the values of λ, thinned where there are many."""
+        axes = figure.add_subplot()
+        positions, to_scale = lambda_positions(values)
+        ticks = list(positions)[:: -(-len(positions) // 12) or 1]
+        axes.set_xticks([positions[value] for value in ticks], [formats.diversity(value) for value in ticks])
+        axes.set_xlabel("diversity λ" if to_scale else "diversity λ (evenly spaced)")
+        axes.set_ylabel(label)
+        axes.grid(axis="x", visible=False)
+        return cls(axes, positions, scale)
+
+    def x(self, diversity: float, shift: float = 0.0) -> float:
+        """Return the x position of a λ."""
+        step = min((b - a for a, b in pairwise(self.positions.values())), default=1.0)
+        return self.positions[diversity] + shift * step
+
+    def line(self, values: Mapping[float, float], *, shift: float = 0.0, **style: Any) -> Any:
+        """Draw values by λ."""
+        x = [self.x(diversity, shift) for diversity in values]
+        return self.axes.plot(x, [self.scale * value for value in values.values()], **style)[0]
+
+    def bars(
+        self,
+        intervals: Mapping[float, tuple[float, float] | None],
+        *,
+        shift: float = 0.0,
+        cap: float = 0.0,
+        **style: Any,
+    ) -> None:
+        """Draw intervals by λ as vertical bars, with caps of `cap` points."""
+        for diversity, ends in intervals.items():
+            if ends:
+                x, y = [self.x(diversity, shift)] * 2, [self.scale * end for end in ends]
+                self.axes.plot(x, y, **style)
+                if cap:
+                    self.axes.plot(x, y, ls="", marker="_", ms=2 * cap, color=style.get("color"))
 
 
-def marker(results: Results, arm: Arm) -> str:
-    """An arm's marker, the same in every figure."""
-    return MARKERS[results.arms.index(arm) % len(MARKERS)]
+def lambda_figures(results: Results) -> list[FigureSpec]:
+    """Return the figures of a search, and those of an experiment's scores and diversity; without empty ones."""
+    task = results.task
+    found: list[FigureSpec | None] = [_search(results), _search_difference(results)]
+    if results.model is None:
+        found += [_score(results, key, "scores") for key in task.curves]
+        found += [_difference(results, key) for key in (task.score, task.loss)]
+        found += [_score(results, key, "diversity") for key in task.diversity]
+        found += [_members(results, arm) for arm in arms_with_figures(results)]
+    return [spec for spec in found if spec]
 
 
-def _series(results: Results, arm: Arm, key: str) -> Series:
-    if arm.num_members == 1 and key in results.task.diversity:
-        return {}
-    found = {diversity: summarize(results, arm, diversity, key) for diversity in results.diversities(arm)}
+def _series(results: Results, arm: ArmSummary, key: str) -> Series:
+    found = {diversity: summary_of(results, arm, diversity, key) for diversity in results.diversities(arm)}
     return {diversity: summary for diversity, summary in found.items() if summary}
 
 
-def _lines(results: Results, key: str) -> tuple[dict[Arm, Series], dict[Arm, Summary]]:
-    """Arms drawn as points at their λ, and baselines drawn as a level."""
-    series = {arm: found for arm in results.swept if (found := _series(results, arm, key))}
-    levels = {arm: next(iter(found.values())) for arm, found in series.items() if arm.baseline and len(found) == 1}
-    swept = {arm: found for arm, found in series.items() if arm not in levels}
-    return (swept, levels) if swept else (series, {})
-
-
-def _against(results: Results, key: str, group: str) -> Sketch | None:
+def _score(results: Results, key: str, group: str) -> FigureSpec | None:
+    """A metric against λ: arms as lines with intervals, baselines with one λ as levels, the paper's numbers."""
     metric = results.metrics[key]
-    swept, levels = _lines(results, key)
+    series = [(arm, found) for arm in results.arms if (found := _series(results, arm, key))]
+    swept = [(arm, found) for arm, found in series if not arm.baseline or len(found) > 1] or series
+    levels = [(arm, next(iter(found.values()))) for arm, found in series if (arm, found) not in swept]
     if not swept:
         return None
-    caption = f"Mean over seeds; bars: 95 % t interval of the mean, each for itself. {results.task.readings[key]}"
-    if any(arm.role == "check" for arm in swept):
-        caption += " Thin lines: one seed each."
-    if results.paper and any(key in row.numbers for row in results.paper.rows):
+    caption = f"Mean over seeds; bars: 95 % t interval of each mean. {formats.capitalize(metric.reading)}"
+    if results.paper and any(key in row.values for row in results.paper.rows):
         caption += f" Open diamonds: {results.paper.table} of the paper."
-    told = [
-        f"{arm.label}: " + ", ".join(f"{metric.value(s.mean)} at λ={formats.diversity(d)}" for d, s in found.items())
-        for arm, found in swept.items()
+    parts = [
+        f"{arm.label}: " + ", ".join(f"{metric.value(s.mean)} at {at(d)}" for d, s in found.items())
+        for arm, found in swept
     ]
-    told += [f"{arm.label} (baseline): {metric.value(level.mean)}" for arm, level in levels.items()]
-    title = capital(f"{'ensemble ' if group == 'scores' else ''}{metric.noun}")
-    alt = f"{title} against λ. {'; '.join(told)}."
-    draw = partial(_draw_against, results, metric, swept, levels)
-    return Sketch(key, group, f"{title} against λ", caption, alt, draw)
+    parts += [f"{arm.label} (baseline): {metric.value(level.mean)}" for arm, level in levels]
+    title = f"{capitalize(('ensemble ' if group == 'scores' else '') + metric.noun)} against λ"
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        diversities = [diversity for _, found in swept for diversity in found]
+        plot = LambdaPlot.create(figure, diversities, metric.label, metric.scale)
+        axes, handles = plot.axes, {}
+        for index, (arm, found) in enumerate(swept):
+            shift = 0.07 * (index - (len(swept) - 1) / 2)
+            color, means = color_of(results, arm, theme), {d: s.mean for d, s in found.items()}
+            plot.bars({d: s.interval for d, s in found.items()}, shift=shift, cap=2.5, color=color, lw=1.2)
+            line = plot.line(means, shift=shift, color=color, marker=marker_of(results, arm))
+            handles[short_label(arm.label)] = line
+        for arm, level in levels:
+            color = color_of(results, arm, theme)
+            handles[short_label(arm.label)] = axes.axhline(
+                level.mean * metric.scale, color=color, ls=(0, (4, 1.6)), lw=1.4
+            )
+            if level.interval:
+                axes.axhspan(*(end * metric.scale for end in level.interval), color=color, alpha=0.12, lw=0)
+        if key in results.task.diversity:
+            axes.set_ylim(bottom=0)  # a diversity near zero looks like one
+        if key == "disagreement" and axes.get_ylim()[1] < 4 * 100 * COLLAPSED:
+            axes.set_ylim(top=max(axes.get_ylim()[1], 115 * COLLAPSED))
+            handles["collapsed below this"] = axes.axhline(100 * COLLAPSED, color=theme.quiet, lw=1.2, ls=(0, (1, 1.5)))
+        if paper := _draw_paper(results, metric, {arm.num_members for arm, _ in swept}, plot, theme):
+            handles["paper"] = paper
+        legend(figure, list(handles.values()), list(handles))
+
+    return FigureSpec(key, group, title, caption, f"{title}. {'; '.join(parts)}.", draw)
 
 
-def _draw_against(
-    results: Results,
-    metric: Metric,
-    swept: dict[Arm, Series],
-    levels: dict[Arm, Summary],
-    figure: Figure,
-    theme: Theme,
-) -> None:
-    axes = figure.add_subplot()
-    at, to_scale = places(sorted({diversity for found in swept.values() for diversity in found}))
-    width = _spacing(at)
-    shown: dict[str, Any] = {}
-    for index, (arm, found) in enumerate(swept.items()):
-        shift = 0.07 * width * (index - (len(swept) - 1) / 2)
-        x = [at[diversity] + shift for diversity in found]
-        y = np.array([summary.mean for summary in found.values()]) * metric.scale
-        ends = [s.interval or (s.mean, s.mean) for s in found.values()]
-        bars = np.abs(np.array(ends).T * metric.scale - y)
-        style: dict[str, Any] = {"color": colour(results, arm, theme), "marker": marker(results, arm)}
-        if arm.role == "check":
-            _draw_seeds(results, arm, metric, {diversity: at[diversity] + shift for diversity in found}, axes, theme)
-        shown[name(arm.label)] = axes.errorbar(x, y, yerr=bars, capsize=2.5, elinewidth=1.2, **style)
-    for arm, level in levels.items():
-        shade = colour(results, arm, theme)
-        shown[name(arm.label)] = axes.axhline(level.mean * metric.scale, color=shade, ls=(0, (4, 1.6)), lw=1.4)
-        if level.interval:
-            axes.axhspan(*(end * metric.scale for end in level.interval), color=shade, alpha=0.12, lw=0)
-    axes.set_ylabel(metric.label)
-    lambda_axis(axes, at, to_scale)
-    if metric.key in results.task.diversity:
-        axes.set_ylim(bottom=0)  # a diversity near zero shall look like one
-    if metric.key == "disagreement" and axes.get_ylim()[1] < 4 * 100 * COLLAPSED:
-        axes.set_ylim(top=max(axes.get_ylim()[1], 115 * COLLAPSED))
-        shown["collapsed below this"] = axes.axhline(100 * COLLAPSED, color=theme.quiet, lw=1.2, ls=(0, (1, 1.5)))
-    if paper := _draw_paper(results, metric, list(swept), at, axes, theme):
-        shown["paper"] = paper
-    legend(figure, list(shown.values()), list(shown))
-
-
-def _draw_seeds(results: Results, arm: Arm, metric: Metric, at: dict[float, float], axes: Axes, theme: Theme) -> None:
-    """A line a seed: what differs between seeds and what λ changes, side by side."""
-    values = {diversity: results.values(arm, diversity, metric.key) for diversity in at}
-    for seed in sorted({seed for found in values.values() for seed in found}):
-        points = {at[d]: found[seed] * metric.scale for d, found in values.items() if seed in found}
-        axes.plot(list(points), list(points.values()), color=theme.quiet, lw=0.7, alpha=0.6, marker=".", ms=5, mew=0)
-
-
-def _spacing(at: dict[float, float]) -> float:
-    steps = np.diff(sorted(at.values()))
-    return float(steps.min()) if steps.size else 1.0
-
-
-def _draw_paper(
-    results: Results, metric: Metric, arms: Sequence[Arm], at: dict[float, float], axes: Axes, theme: Theme
-) -> Any:
-    """The paper's numbers; one far off our range is named at the edge instead of flattening everything else."""
-    sizes = {arm.num_members for arm in arms}
+def _draw_paper(results: Results, metric: Metric, sizes: set[int], plot: LambdaPlot, theme: Theme) -> Any:
+    """Draw the paper's numbers; one far off the range is written at the edge and does not stretch the axis."""
     points = {
-        at[row.diversity]: row.numbers[metric.key] * metric.scale
+        row.diversity: row.values[metric.key] * metric.scale
         for row in (results.paper.rows if results.paper else ())
-        if row.diversity in at and row.num_members in sizes and metric.key in row.numbers
+        if row.diversity in plot.positions and row.num_members in sizes and metric.key in row.values
     }
     if not points:
         return None
-    low, high = axes.get_ylim()
+    low, high = plot.axes.get_ylim()
     reach = 1.5 * (high - low)
-    near = {x: y for x, y in points.items() if low - reach <= y <= high + reach}
-    mark: dict[str, Any] = {"ls": "", "marker": "D", "mfc": "none", "mec": theme.quiet, "mew": 1.2}
-    [handle] = axes.plot(list(near), list(near.values()), **mark)
-    low, high = axes.get_ylim()
-    for x, y in points.items():
-        if x not in near:
-            above = y > high
-            edge, align, arrow = (high, "top", "↑") if above else (low, "bottom", "↓")
+    near = {d: y / metric.scale for d, y in points.items() if d is not None and low - reach <= y <= high + reach}
+    handle = plot.line(near, ls="", marker="D", mfc="none", mec=theme.quiet, mew=1.2)
+    low, high = plot.axes.get_ylim()
+    for diversity, y in points.items():
+        if diversity is not None and diversity not in near:
+            edge, align, arrow = (high, "top", "↑") if y > high else (low, "bottom", "↓")
             text = f"paper {arrow}\n{formats.number(y, metric.digits)}"
-            axes.text(x, edge, text, ha="center", va=align, fontsize=8, color=theme.quiet)
-    axes.set_ylim(low, high)
+            plot.axes.text(plot.x(diversity), edge, text, ha="center", va=align, fontsize=8, color=theme.quiet)
+    plot.axes.set_ylim(low, high)
     return handle
 
 
-def _differences(results: Results, key: str) -> Sketch | None:
+def _difference(results: Results, key: str) -> FigureSpec | None:
+    """Paired differences to λ=0 with their joint intervals."""
     metric = results.metrics[key]
-    # a check of one λ has its seeds drawn against λ already
-    arms = [arm for arm in results.swept if arm.role != "check"]
-    found = [comparison for arm in arms if (comparison := compare(results, arm, key))]
-    if not any(comparison.tests for comparison in found):
+    found = [comparison for arm in results.arms if (comparison := compare(results, arm, key))]
+    tested = [d for comparison in found for d in comparison.differences if d.joint_interval]
+    if not tested:
         return None
-    told = [
+    covered = "seeds, and test samples where these were recorded"
+    if len({d.samples is None for d in tested}) == 1:
+        covered = "seeds alone" if tested[0].samples is None else "seeds and test samples"
+    caption = (
+        "Each λ against λ=0 of the same arm, paired by seed; below the line is better. Bars: 95 % intervals that hold "
+        f"for all λ of an arm together, over {covered}. Filled: significant."
+    )
+    parts = [
         f"{c.arm.label}: "
         + ", ".join(
-            f"{metric.difference(d.mean)} at λ={formats.diversity(d.diversity)}"
-            + (" (beyond the noise)" if d.significant else "")
+            f"{metric.difference(d.mean)} at {at(d.diversity)}{' (significant)' if d.significant else ''}"
             for d in c.differences
         )
         for c in found
     ]
-    caption = (
-        "Each λ against λ=0 of the same arm, seed by seed; below the line is better. Bars: 95 % intervals that hold "
-        f"for all λ of an arm together, over {covered(found)}. Filled: beyond the noise."
-    )
-    title = f"{capital(metric.noun)}: paired difference to λ=0"
-    alt = f"{title}. {'; '.join(told)}."
-    return Sketch(
-        f"difference_{key}", "scores", title, caption, alt, partial(_draw_differences, results, metric, found)
-    )
+    title = f"{capitalize(metric.noun)}: paired difference to λ=0"
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        diversities = [d.diversity for comparison in found for d in comparison.differences]
+        plot = LambdaPlot.create(figure, diversities, metric.difference_label, metric.scale)
+        plot.axes.axhline(0, color=theme.quiet, lw=1)
+        for index, comparison in enumerate(found):
+            color, marker = color_of(results, comparison.arm, theme), marker_of(results, comparison.arm)
+            shift = 0.16 * (index - (len(found) - 1) / 2)
+            plot.bars({d.diversity: d.joint_interval for d in comparison.differences}, shift=shift, color=color, lw=1.4)
+            for d in comparison.differences:
+                face = color if d.significant else theme.paper
+                style = {"marker": marker, "color": color, "mfc": face, "mew": 1.3, "ms": 6.5}
+                plot.line({d.diversity: d.mean}, shift=shift, **style)
+            plot.axes.plot([], [], marker=marker, ls="", color=color, label=short_label(comparison.arm.label))
+        plot.axes.margins(x=0.08)
+        legend(figure, *plot.axes.get_legend_handles_labels())
+
+    return FigureSpec(f"difference_{key}", "scores", title, caption, f"{title}. {'; '.join(parts)}.", draw)
 
 
-def _draw_differences(
-    results: Results, metric: Metric, found: Sequence[Comparison], figure: Figure, theme: Theme
-) -> None:
-    axes = figure.add_subplot()
-    at, to_scale = places(sorted({d.diversity for comparison in found for d in comparison.differences}))
-    width = _spacing(at)
-    axes.axhline(0, color=theme.quiet, lw=1)
-    for index, comparison in enumerate(found):
-        shade = colour(results, comparison.arm, theme)
-        shape = marker(results, comparison.arm)
-        shift = 0.16 * width * (index - (len(found) - 1) / 2)
-        for difference in comparison.differences:
-            x, y = at[difference.diversity] + shift, difference.mean * metric.scale
-            if difference.together:
-                axes.plot([x, x], [end * metric.scale for end in difference.together], color=shade, lw=1.4)
-            face = shade if difference.significant else theme.paper
-            axes.plot([x], [y], marker=shape, color=shade, mfc=face, mew=1.3, ms=6.5)
-        axes.plot([], [], marker=shape, ls="", color=shade, label=name(comparison.arm.label))
-    axes.set_ylabel(metric.label.replace(", %", ", points"))
-    axes.margins(x=0.08)
-    lambda_axis(axes, at, to_scale)
-    legend(figure, *axes.get_legend_handles_labels())
-
-
-def _members(results: Results, arm: Arm) -> Sketch | None:
+def _members(results: Results, arm: ArmSummary) -> FigureSpec | None:
+    """Every member's error beside the ensemble's."""
     metric = results.metrics[results.task.error]
-    ensemble, alone = _series(results, arm, metric.key), _series(results, arm, f"member_{metric.key}")
-    if not ensemble or not alone:
+    ensemble, members = _series(results, arm, metric.key), _series(results, arm, f"member_{metric.key}")
+    if not ensemble or not members:
         return None
-    told = ", ".join(
-        f"at λ={formats.diversity(d)} {metric.value(ensemble[d].mean)} against {metric.value(alone[d].mean)}"
+    parts = ", ".join(
+        f"at {at(d)} {metric.value(ensemble[d].mean)} against {metric.value(members[d].mean)}"
         for d in ensemble
-        if d in alone
+        if d in members
     )
-    title = titled(results, "Members and ensemble", arm)
-    return Sketch(
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        plot = LambdaPlot.create(figure, ensemble, metric.label, metric.scale)
+        for diversity in ensemble:
+            runs = results.finished(arm, diversity)
+            errors = [metric.scale * results.task.member_error(value) for run in runs for value in run.members]
+            # spread evenly, not at random: the same page from the same files
+            shifts = 0.3 * (np.linspace(0, 1, len(errors)) - 0.5) if len(errors) > 1 else np.zeros(len(errors))
+            x = [plot.x(diversity, float(shift)) for shift in shifts]
+            plot.axes.plot(x, errors, ls="", marker=".", ms=5, color=theme.quiet, alpha=0.5, mew=0)
+        plot.axes.plot([], [], ls="", marker=".", color=theme.quiet, label="a member")
+        for found, style, label in ((members, "--", "members' mean"), (ensemble, "-", "ensemble")):
+            means = {d: summary.mean for d, summary in found.items() if d in ensemble}
+            plot.line(means, ls=style, marker="o", color=color_of(results, arm, theme), label=label)
+        legend(figure, *plot.axes.get_legend_handles_labels())
+
+    return FigureSpec(
         f"members_{results.arms.index(arm)}",
         "members",
-        title,
-        "Every dot is a member of one seed. What lies between the two lines is what averaging the members is worth.",
-        f"{capital(metric.noun)} of the ensemble against the mean of its members, {arm.label}: {told}.",
-        partial(_draw_members, results, arm, metric, ensemble, alone),
+        figure_title(results, "Members and ensemble", arm),
+        "Every dot is a member of one seed. The gap between the two lines is the gain from averaging.",
+        f"{capitalize(metric.noun)} of the ensemble against the mean of its members, {arm.label}: {parts}.",
+        draw,
     )
 
 
-def _draw_members(
-    results: Results, arm: Arm, metric: Metric, ensemble: Series, alone: Series, figure: Figure, theme: Theme
-) -> None:
-    axes = figure.add_subplot()
-    at, to_scale = places(sorted(ensemble))
-    width, shade = _spacing(at), colour(results, arm, theme)
-    for diversity in ensemble:
-        runs = results.finished(arm, diversity)
-        errors = metric.scale * np.array([results.task.member_error(value) for run in runs for value in run.members])
-        # spread evenly, not at random: the same page from the same files
-        spread = (
-            at[diversity] + 0.3 * width * (np.linspace(0, 1, len(errors)) - 0.5) if len(errors) > 1 else at[diversity]
-        )
-        axes.plot(spread * np.ones(len(errors)), errors, ls="", marker=".", ms=5, color=theme.quiet, alpha=0.5, mew=0)
-    axes.plot([], [], ls="", marker=".", color=theme.quiet, label="a member")
-    for found, style, label in ((alone, "--", "members' mean"), (ensemble, "-", "ensemble")):
-        y = [metric.scale * summary.mean for summary in found.values()]
-        axes.plot([at[d] for d in found], y, ls=style, marker="o", color=shade, label=label)
-    axes.set_ylabel(metric.label)
-    lambda_axis(axes, at, to_scale)
-    legend(figure, *axes.get_legend_handles_labels())
+def _search(results: Results) -> FigureSpec | None:
+    """The validation score of every λ that a search tried."""
+    search = results.search
+    if search is None or not search.scores:
+        return None
+    metric, scores, chosen = results.metrics[search.metric], search.scores, search.chosen
+    means = {diversity: summarize(list(values.values())).mean for diversity, values in scores.items()}
+    title = f"{capitalize(search.split)} {metric.noun} against λ"
+    parts = ", ".join(f"{metric.value(mean)} at {at(diversity)}" for diversity, mean in means.items())
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        plot = LambdaPlot.create(figure, means, metric.label, metric.scale)
+        for seed in sorted({seed for values in scores.values() for seed in values}):
+            by_lambda = {d: values[seed] for d, values in scores.items() if seed in values}
+            plot.line(by_lambda, color=theme.quiet, mew=0, **SEED_STYLE)
+        plot.axes.plot([], [], color=theme.quiet, label="a seed", **SEED_STYLE)
+        if 0.0 in means:
+            plot.axes.axhline(means[0.0] * metric.scale, color=theme.quiet, lw=1.2, ls=DASHED, label="λ=0")
+        plot.line(means, color=theme.palette[0], marker="o", lw=2, label="mean")
+        if chosen in means:
+            plot.line({chosen: means[chosen]}, label=f"chosen, {at(chosen)}", **_ring(theme))
+        plot.axes.margins(x=0.06)
+        legend(figure, *plot.axes.get_legend_handles_labels())
+
+    caption = (
+        f"Thin lines and dots: one seed each. Thick line: their mean. Ring: the chosen λ, {formats.diversity(chosen)}. "
+        "Dashed: the level of λ=0. Lower is better."
+    )
+    alt = f"{title}, mean over seeds: {parts}. Chosen: {at(chosen)}."
+    return FigureSpec("search", "search", title, caption, alt, draw)
+
+
+def _search_difference(results: Results) -> FigureSpec | None:
+    """The paired difference to λ=0 of every λ that a search tried."""
+    search = results.search
+    differences: Sequence[Any] = search_differences(search) if search else ()
+    if search is None or not differences:
+        return None
+    metric, scores, zero = results.metrics[search.metric], search.scores, search.scores[0.0]
+    parts = ", ".join(f"{metric.difference(d.mean)} at {at(d.diversity)}" for d in differences)
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        diversities = [d.diversity for d in differences]
+        plot = LambdaPlot.create(figure, diversities, metric.difference_label, metric.scale)
+        plot.axes.axhline(0, color=theme.quiet, lw=1.2, ls=DASHED)
+        for d in differences:
+            values = scores[d.diversity]
+            dots = [metric.scale * (values[seed] - zero[seed]) for seed in sorted(values.keys() & zero.keys())]
+            x = [plot.x(d.diversity)] * len(dots)
+            plot.axes.plot(x, dots, ls="", marker=".", ms=6, color=theme.quiet, mew=0)
+            plot.bars({d.diversity: d.interval}, color=theme.palette[0], lw=1.4, alpha=0.7)
+            plot.line({d.diversity: d.mean}, marker="o", color=theme.palette[0])
+            if d.diversity == search.chosen:
+                plot.line({d.diversity: d.mean}, **_ring(theme))
+        plot.axes.margins(x=0.06)
+
+    return FigureSpec(
+        "search_difference",
+        "search",
+        "The same as a paired difference to λ=0",
+        "Each λ minus λ=0 of the same seed, which removes the differences between seeds. Bars: 95 % t interval of each "
+        "mean over seeds. Below the line is better.",
+        f"Paired difference of the {search.split} {metric.noun} to λ=0, mean over seeds: {parts}.",
+        draw,
+    )
+
+
+def _ring(theme: Theme) -> dict[str, Any]:
+    return {"ls": "", "marker": "o", "ms": 13, "mfc": "none", "mec": theme.palette[1], "mew": 2}

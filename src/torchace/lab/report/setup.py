@@ -1,67 +1,76 @@
-"""What was run, on what, and what went wrong: the facts of a report."""
+"""The setup of a run directory: data, arms, hardware and failures, as facts and tables."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torchace.lab.report import formats
-from torchace.lab.report.formats import NONE
-from torchace.lab.report.results import Data, Results
-from torchace.lab.report.tables import Cell, Column, Section, Table
+from torchace.lab.report.formats import NONE, quantity
+from torchace.lab.report.results import Results
+from torchace.lab.report.tables import Table, make_table
+from torchace.lab.schema.results import ColumnSummary, DataSummary
+
+MOST = 1000  # columns of a kind, or classes, that are listed
+
+Facts = list[tuple[str, str]]
 
 
-def facts(results: Results) -> list[tuple[str, str]]:
-    """Data, seeds, hardware, versions and time, as pairs of a heading and a text.
-
-    Args:
-        results: A run directory.
-
-    Returns:
-        The pairs, in the order to show them.
-    """
+def facts(results: Results) -> Facts:
+    """Data, seeds, hardware, versions and time, as headings with their texts."""
+    experiment = results.experiment
     found = [("Data", _data(results.data))]
     if any(results.data_of(arm) != results.data for arm in results.arms):
         found = [(f"Data of “{arm.label}”", _data(results.data_of(arm))) for arm in results.arms]
-    found.append(("Seeds", _seeds(results)))
-    found.append(("Hardware", _pairs(results.hardware)))
-    found.append(("Versions", _pairs(results.versions)))
-    time = formats.duration(results.seconds)
-    if results.started:
-        time += f", started {formats.moment(results.started)}"
-    found.append(("Time", time))
-    return found
+    seeds = experiment.seeds
+    time = formats.duration(experiment.seconds)
+    if experiment.started:
+        time += f", started {formats.timestamp(experiment.started)}"
+    return [
+        *found,
+        ("Seeds", f"{len(seeds)} ({', '.join(map(str, seeds))})" if seeds else NONE),
+        ("Hardware", _pairs(experiment.hardware)),
+        ("Versions", _pairs(experiment.versions)),
+        ("Time", time),
+    ]
 
 
-def _data(data: Data) -> str:
-    sizes = [f"{data.train:,} to train"]
-    if data.validation:
-        sizes.append(f"{data.validation:,} to validate")
-    sizes.append(f"{data.test:,} to test")
-    text = f"{data.name}: {', '.join(sizes)}"
+def _data(data: DataSummary) -> str:
+    text = f"{data.name}: {_sizes(data)}"
     if data.classes:
-        text += f"; {formats.count(len(data.classes), 'class', 'classes')} ({_shortened(data.classes)})"
+        listed = ", ".join(data.classes[:10])
+        rest = f", and {len(data.classes) - 10} more" if len(data.classes) > 10 else ""
+        text += f"; {formats.count(len(data.classes), 'class', 'classes')} ({listed}{rest})"
     if data.image_shape:
         text += f"; images {' × '.join(str(side) for side in data.image_shape)}"
     return text
 
 
+def _sizes(data: DataSummary) -> str:
+    validation = [f"{data.validation:,} to validate"] if data.validation else []
+    return ", ".join([f"{data.train:,} to train", *validation, f"{data.test:,} to test"])
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return "; ".join(f"{key} {value}" for key, value in values.items() if value not in (None, "")) or NONE
+
+
 def arm_table(results: Results) -> Table:
     """The arms: network, parameters, batches, λ."""
     rows = [
-        (
-            Cell(f"{arm.label}{' (baseline)' if arm.baseline else ''}", kind="text"),
-            Cell(str(arm.num_members)),
-            Cell(arm.network or NONE, kind="text"),
-            Cell(NONE if arm.parameters is None else f"{arm.parameters:,}"),
-            Cell(arm.batches, kind="text"),
-            Cell(", ".join(formats.diversity(value) for value in sorted(set(arm.diversities))), kind="text"),
-        )
+        [
+            f"{arm.label}{' (baseline)' if arm.baseline else ''}",
+            str(arm.num_members),
+            arm.network or NONE,
+            NONE if arm.parameters is None else f"{arm.parameters:,}",
+            arm.batches,
+            ", ".join(formats.diversity(value) for value in sorted(set(arm.diversities))),
+        ]
         for arm in results.arms
     ]
-    columns = tuple(Column(label) for label in ("Arm", "K", "Network", "Parameters", "Batches", "λ"))
-    return Table("Arms", columns, (Section("", tuple(rows)),))
+    return make_table("Arms", ("Arm", "K", "Network", "Parameters", "Batches", "λ"), [("", rows)], kinds="tntntt")
 
 
 def failure_table(results: Results) -> Table | None:
@@ -69,50 +78,111 @@ def failure_table(results: Results) -> Table | None:
     labels = {arm.name: arm.label for arm in results.arms}
     rows = []
     for run in results.failed:
-        failure = run.failure
-        places = []
-        if failure and failure.step is not None:
-            places.append(f"step {failure.step:,}")
-        if failure and failure.member is not None:
-            places.append(f"member {failure.member}")
-        rows.append(
-            (
-                Cell(run.name, kind="text"),
-                Cell(labels[run.arm], kind="text"),
-                Cell(formats.diversity(run.diversity)),
-                Cell(str(run.seed)),
-                Cell(", ".join(places) or NONE, kind="text"),
-                Cell(failure.message if failure else NONE, kind="text"),
-            )
-        )
-    for damaged in results.damaged:
-        blank = Cell(NONE)
-        rows.append((Cell(damaged.file, kind="text"), blank, blank, blank, blank, Cell(damaged.reason, kind="text")))
+        step, member = (run.failure.step, run.failure.member) if run.failure else (None, None)
+        places = [] if step is None else [f"step {step:,}"]
+        places += [] if member is None else [f"member {member}"]
+        message = run.failure.message if run.failure else NONE
+        diversity = formats.diversity(run.diversity)
+        rows.append([run.run, labels[run.arm], diversity, str(run.seed), ", ".join(places) or NONE, message])
+    rows += [[damaged.file, NONE, NONE, NONE, NONE, damaged.reason] for damaged in results.damaged]
     if not rows:
         return None
-    columns = tuple(Column(label) for label in ("Run or file", "Arm", "λ", "Seed", "Where", "What happened"))
-    return Table("Failed runs and damaged files", columns, (Section("", tuple(rows)),))
+    columns = ("Run or file", "Arm", "λ", "Seed", "Where", "What happened")
+    return make_table("Failed runs and damaged files", columns, [("", rows)], kinds="ttnntt")
 
 
 def configuration(results: Results) -> str:
     """The experiment's configuration as indented JSON, empty where there is none."""
-    return json.dumps(results.config, indent=2, ensure_ascii=False, default=str) if results.config else ""
+    config = results.experiment.config
+    return json.dumps(config, indent=2, ensure_ascii=False, default=str) if config else ""
 
 
-def _shortened(items: tuple[str, ...] | list[str], most: int = 10) -> str:
-    shown = ", ".join(items[:most])
-    return f"{shown}, and {len(items) - most} more" if len(items) > most else shown
+# -- the columns of a user's table -------------------------------------------------------------------------------------
 
 
-def _seeds(results: Results) -> str:
-    if all(arm.seeds is None for arm in results.arms):
-        return _counted(results.seeds)
-    return "; ".join(f"{arm.label}: {_counted(results.seeds_of(arm))}" for arm in results.arms)
+def target_facts(results: Results) -> Facts:
+    """The target, the kinds of columns it is predicted from, and the rows; empty where the data is no table."""
+    table = results.data.table
+    if table is None:
+        return []
+    classes = table.target.classes
+    kind = "a number" if results.task.name == "regression" else "a class"
+    if classes:
+        names = ", ".join(formats.shorten(label, 40) for label in classes[:10])
+        more = ", …" if len(classes) > 10 else ""
+        kind = f"one of {formats.count(len(classes), 'class', 'classes')}: {names}{more}"
+    parts = [
+        formats.count(len(columns), noun, plural)
+        for kind_, noun, plural in (("number", "number", ""), ("category", "category", "categories"))
+        if (columns := table.of_kind(kind_))
+    ]
+    used = formats.join(parts) if parts else "nothing"
+    if dropped := len(table.of_kind("dropped")):
+        used += f"; {formats.count(dropped, 'column')} left out"
+    target = f"{formats.shorten(table.target.name, 80)}, {kind}"
+    return [("Target", target), ("Predicted from", used), ("Rows", _sizes(results.data))]
 
 
-def _counted(seeds: tuple[int, ...]) -> str:
-    return f"{len(seeds)} ({', '.join(str(seed) for seed in seeds)})" if seeds else NONE
+def all_classes(results: Results) -> str:
+    """All classes of a target with more than ten, in one line; else empty."""
+    classes = results.data.table.target.classes if results.data.table else ()
+    if len(classes) <= 10:
+        return ""
+    rest = f", and {len(classes) - MOST:,} more" if len(classes) > MOST else ""
+    return ", ".join(formats.shorten(label, 80) for label in classes[:MOST]) + rest
 
 
-def _pairs(values: Mapping[str, Any]) -> str:
-    return "; ".join(f"{key} {value}" for key, value in values.items() if value not in (None, "")) or NONE
+def notes(results: Results) -> list[str]:
+    """Notes on how the table was read."""
+    return [note for note in results.data.table.notes if note.strip()] if results.data.table else []
+
+
+def column_tables(results: Results) -> list[Table]:
+    """The columns of the data: a table of numbers, of categories, and of columns that were left out."""
+    if results.data.table is None:
+        return []
+    kinds = {
+        "number": ("Numbers", ("Mean ± SD", "Range"), "tnnn"),
+        "category": ("Categories", ("Values", "Most frequent"), "tntn"),
+        "dropped": ("Left out", ("Why",), "ttn"),
+    }
+    tables = []
+    for kind, (caption, labels, letters) in kinds.items():
+        columns = results.data.table.of_kind(kind)
+        rows = [
+            [formats.shorten(column.name, 80), *_column_cells(column), _missing(column.missing, results.data.train)]
+            for column in columns[:MOST]
+        ]
+        note = f"{len(columns) - MOST:,} more are not listed." if len(columns) > MOST else ""
+        if rows:
+            heads = ("Column", *labels, "Missing")
+            tables.append(make_table(f"{caption} ({len(columns):,})", heads, [("", rows)], note, letters))
+    return tables
+
+
+def _column_cells(column: ColumnSummary) -> Sequence[str]:
+    if column.kind == "dropped":
+        return [formats.shorten(column.why, 300) if column.why else NONE]
+    if column.kind == "category":
+        shown = [f"{formats.shorten(label, 40)} ({count:,})" for label, count in column.categories]
+        total = max(column.num_categories, len(shown))
+        rest = f", and {total - len(shown):,} more" if shown and total > len(shown) else ""
+        return [f"{total:,}", ", ".join(shown) + rest or NONE]
+    mean = NONE if column.mean is None else quantity(column.mean)
+    mean += "" if column.mean is None or column.std is None else f" ± {quantity(column.std)}"
+    known = column.min is not None and column.max is not None
+    return [mean, f"{quantity(column.min)} to {quantity(column.max)}" if known else NONE]  # type: ignore[arg-type]
+
+
+def _missing(missing: int, rows: int) -> str:
+    share = f" ({formats.number(100 * missing / rows, 1)} %)" if missing and rows else ""
+    return f"{missing:,}{share}"
+
+
+def fold(table: Table, most: int = 12) -> tuple[Table, Table | None]:
+    """Split a long table into its first rows and the rest; None where it is short."""
+    [section] = table.sections
+    if len(section.rows) <= most + 3:
+        return table, None
+    head, rest = (replace(section, rows=rows) for rows in (section.rows[:most], section.rows[most:]))
+    return replace(table, sections=(head,), note=""), replace(table, sections=(rest,))

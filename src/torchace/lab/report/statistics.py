@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import cast
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from torchace._statistics import MeanEstimate, mean_over_seeds, mean_over_seeds_and_samples
 from torchace.lab.report.arrays import Array
-from torchace.lab.report.results import Arm, Results
+from torchace.lab.report.results import Results
+from torchace.lab.schema.results import ArmSummary
 
-LEVEL = 0.95
+ALPHA = 0.05
+
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -23,75 +26,86 @@ class Summary:
     n: int
     mean: float
     sd: float | None
-    interval: tuple[float, float] | None
+    interval: Interval | None
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A paired difference over common seeds.
+    """A mean paired difference over common seeds, one of `tests` that are corrected together (Bonferroni).
 
-    `interval` is the two-sided 95 % interval of this difference alone, `together` that of its whole family (Bonferroni:
-    all hold at once with 95 %), `p` the same test's, `corrected` the same times the number of tests. `samples` is how
-    many test samples they cover beside the seeds; None: seeds alone. All four are None where there is nothing to test;
-    `note` says why.
+    `estimate` is None where there is nothing to test; `note` says why.
     """
 
     diversity: float
     n: int
     mean: float
-    sd: float | None
-    interval: tuple[float, float] | None
-    together: tuple[float, float] | None
-    p: float | None
-    corrected: float | None
-    note: str
-    samples: int | None = None
-    estimate: MeanEstimate | None = field(default=None, repr=False, compare=False)
+    estimate: MeanEstimate | None = None
+    note: str = ""
+    tests: int = 1
+
+    @cached_property
+    def interval(self) -> Interval | None:
+        """The 95 % interval of this difference alone."""
+        return None if self.estimate is None else self.estimate.interval(ALPHA)
+
+    @cached_property
+    def joint_interval(self) -> Interval | None:
+        """The interval that holds for all tests together with 95 %."""
+        return None if self.estimate is None else self.estimate.interval(ALPHA / self.tests)
+
+    @cached_property
+    def p(self) -> float | None:
+        """The p value of the same test, corrected for the number of tests."""
+        return None if self.estimate is None else min(1.0, self.tests * self.estimate.p)
+
+    @property
+    def samples(self) -> int | None:
+        """The number of test samples that the interval covers beside the seeds; None for seeds alone."""
+        return None if self.estimate is None else self.estimate.samples
 
     @property
     def significant(self) -> bool:
-        """Whether the family's interval leaves out zero: the corrected p is then below 0.05."""
-        return self.together is not None and not self.together[0] <= 0 <= self.together[1]
+        """Whether the joint interval leaves out zero: p is then below 0.05."""
+        return self.joint_interval is not None and not self.joint_interval[0] <= 0 <= self.joint_interval[1]
+
+    @property
+    def margin(self) -> float | None:
+        """The distance from the mean to the end of the joint interval that is nearer to zero.
+
+        Mean ± margin contains zero exactly where the interval does.
+        """
+        if self.joint_interval is None:
+            return None
+        return self.joint_interval[1] - self.mean if self.mean < 0 else self.mean - self.joint_interval[0]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences of one arm's λ to one reference, in one metric: a family, corrected together."""
+    """The differences of one arm's λ to one reference, in one metric: a family of tests."""
 
-    arm: Arm
-    reference: Arm
+    arm: ArmSummary
+    reference: ArmSummary
     reference_diversity: float
     metric: str
     differences: tuple[Difference, ...]
 
     @property
     def tests(self) -> int:
-        """How many tests the correction counts."""
-        return sum(difference.p is not None for difference in self.differences)
+        """The number of tests that the correction counts."""
+        return sum(difference.estimate is not None for difference in self.differences)
 
-    def at(self, diversity: float) -> Difference | None:
-        """The difference at one λ."""
+    def at(self, diversity: float | None) -> Difference | None:
+        """Return the difference at one λ."""
         return next((d for d in self.differences if d.diversity == diversity), None)
 
 
-def summary(values: Sequence[float]) -> Summary:
-    """Mean, standard deviation (n - 1) and the 95 % t interval of the mean.
-
-    Args:
-        values: One number a seed, at least one.
-
-    Returns:
-        The summary.
-
-    Example:
-        >>> summary([0.10, 0.12, 0.14]).mean
-        0.12
-    """
-    n, mean, sd = _moments(values)
-    if sd is None:
-        return Summary(n, mean, None, None)
+def summarize(values: Sequence[float]) -> Summary:
+    """Return mean, standard deviation (n - 1) and the 95 % t interval of the mean, of at least one value."""
+    n, mean = len(values), math.fsum(values) / len(values)
     estimate = mean_over_seeds(values)
-    return Summary(n, mean, sd, None if estimate is None else estimate.interval(1 - LEVEL))
+    if estimate is None:
+        return Summary(n, mean, None, None)
+    return Summary(n, mean, estimate.error * math.sqrt(n), estimate.interval(ALPHA))
 
 
 def paired_difference(
@@ -100,110 +114,83 @@ def paired_difference(
     diversity: float = 0.0,
     samples: Mapping[int, Array] | None = None,
 ) -> Difference | None:
-    """The mean of `values - reference` over the seeds both have.
+    """Return the mean of `values - reference` over the seeds of both, None without a common seed.
 
     Args:
         values: A number by seed.
-        reference: What to subtract, by seed.
-        diversity: The λ to note in the result.
-        samples: The same differences sample by sample, `(N,)` by seed. Where every common seed has them, the interval
-            is for new samples too.
-
-    Returns:
-        The difference on its own (`together` and `corrected` are None), or None without a common seed.
+        reference: The number to subtract, by seed.
+        diversity: The λ of the values.
+        samples: The differences sample by sample, `(N,)` by seed. Where all common seeds have them, the interval
+            covers new samples too.
     """
     seeds = sorted(values.keys() & reference.keys())
     if not seeds:
         return None
-    n, mean, sd = _moments([values[seed] - reference[seed] for seed in seeds])
-    estimate = mean_over_seeds([values[seed] - reference[seed] for seed in seeds])
+    differences = [values[seed] - reference[seed] for seed in seeds]
+    mean = math.fsum(differences) / len(seeds)
+    estimate = mean_over_seeds(differences)
     if estimate is None:
-        return Difference(diversity, n, mean, None, None, None, None, None, "one seed: no interval")
+        return Difference(diversity, len(seeds), mean, note="one seed: no interval")
     if samples is not None and samples.keys() >= set(seeds):
         estimate = mean_over_seeds_and_samples(np.stack([samples[seed] for seed in seeds])) or estimate
-    # differences that are equal but for rounding leave no noise to measure the mean against
+    # differences that are equal but for rounding have no noise to compare the mean with
     if estimate.error <= 1e-12 * max(abs(v) for v in [*values.values(), *reference.values()]):
-        return Difference(diversity, n, mean, 0.0, None, None, None, None, "the same in every seed: no interval")
-    estimate = replace(estimate, mean=mean)  # of the scores as they were written
-    interval = estimate.interval(1 - LEVEL)
-    return Difference(
-        diversity, n, mean, sd, interval, None, estimate.p, None, "", samples=estimate.samples, estimate=estimate
-    )
+        return Difference(diversity, len(seeds), mean, note="the same in every seed: no interval")
+    return Difference(diversity, len(seeds), mean, replace(estimate, mean=mean))
 
 
-def family(
+def paired_differences(
     series: Mapping[float, Mapping[int, float]],
     reference: Mapping[int, float],
     samples: Mapping[float, Mapping[int, Array]] | None = None,
 ) -> tuple[Difference, ...]:
-    """Every λ's paired difference to one reference, corrected for their number.
-
-    Args:
-        series: For each λ a number by seed.
-        reference: What they are compared with, by seed.
-        samples: For each λ the differences sample by sample, see `paired_difference`.
-
-    Returns:
-        The differences in ascending λ; a λ without a common seed is left out.
-    """
-    samples = samples or {}
-    found = [paired_difference(series[d], reference, d, samples.get(d)) for d in sorted(series)]
+    """Return every λ's paired difference to one reference, in ascending λ, corrected for their number."""
+    found = [paired_difference(series[d], reference, d, (samples or {}).get(d)) for d in sorted(series)]
     differences = [difference for difference in found if difference is not None]
-    tests = sum(difference.p is not None for difference in differences)
-    return tuple(_corrected(difference, tests) for difference in differences)
+    tests = max(1, sum(difference.estimate is not None for difference in differences))
+    return tuple(replace(difference, tests=tests) for difference in differences)
 
 
-def compare(
-    results: Results, arm: Arm, metric: str, reference: Arm | None = None, split: str = "test"
-) -> Comparison | None:
-    """An arm's λ against its own λ=0, or against another arm's λ=0.
-
-    Args:
-        results: A run directory.
-        arm: The arm whose λ are compared.
-        metric: A key of the runs' metrics.
-        reference: Another arm; compared at its λ=0, or at its only λ. None: the arm itself.
-        split: "test", "validation" or "train".
+def compare(results: Results, arm: ArmSummary, metric: str, reference: ArmSummary | None = None) -> Comparison | None:
+    """Compare an arm's λ on the test set with its own λ=0, or with the λ=0 or only λ of another arm.
 
     Returns:
-        One family of differences, or None where there is nothing to compare: what was tested on other samples, for one.
+        One family of differences; None where there is nothing to compare, such as other test samples.
     """
-    key = (arm.name, metric, None if reference is None else reference.name, split)
-    if key not in results.comparisons:
-        results.comparisons[key] = _compare(results, arm, metric, reference, split)
-    return cast("Comparison | None", results.comparisons[key])
+    key = ("compare", arm.name, metric, reference and reference.name)
+    if key not in results.cache:
+        results.cache[key] = _compare(results, arm, metric, reference)
+    found: Comparison | None = results.cache[key]
+    return found
 
 
-def _compare(results: Results, arm: Arm, metric: str, reference: Arm | None, split: str) -> Comparison | None:
-    anchor = arm if reference is None else reference
-    if not results.data_of(arm).is_tested_as(results.data_of(anchor)):
+def _compare(results: Results, arm: ArmSummary, metric: str, reference: ArmSummary | None) -> Comparison | None:
+    anchor = reference or arm
+    if not results.data_of(arm).has_same_test_set(results.data_of(anchor)):
         return None
     at = results.diversities(anchor)
     if not at or (at[0] != 0 and (reference is None or len(at) > 1)):
         return None
     diversities = [diversity for diversity in results.diversities(arm) if reference is not None or diversity != at[0]]
-    series = {diversity: results.values(arm, diversity, metric, split) for diversity in diversities}
+    series = {diversity: results.values(arm, diversity, metric) for diversity in diversities}
     samples: dict[float, dict[int, Array]] = {}
-    if split == "test" and (level := results.sample_scores(anchor, at[0], metric)):
+    if level := results.sample_scores(anchor, at[0], metric):
         for diversity in diversities:
             here = results.sample_scores(arm, diversity, metric)
             samples[diversity] = {seed: here[seed] - level[seed] for seed in here.keys() & level.keys()}
-    differences = family(series, results.values(anchor, at[0], metric, split), samples)
+    differences = paired_differences(series, results.values(anchor, at[0], metric), samples)
     return Comparison(arm, anchor, at[0], metric, differences) if differences else None
 
 
-def lowest(results: Results, arm: Arm, metric: str | None = None, split: str = "test") -> float | None:
-    """The λ at which the mean over seeds of a metric (the task's loss) is lowest, None where nothing was measured."""
+def best_diversity(results: Results, arm: ArmSummary, metric: str | None = None, split: str = "test") -> float | None:
+    """Return the λ with the lowest mean over seeds of a metric (the task's loss), None where nothing was measured."""
     means = comparable_means(results, arm, metric or results.task.loss, split)
     return min(means, key=means.__getitem__) if means else None
 
 
-def comparable_means(results: Results, arm: Arm, metric: str, split: str = "test") -> dict[float, float]:
-    """A metric's mean over seeds, for every λ at which it was measured.
-
-    Where some seeds are missing at some λ, only seeds that every λ has are counted, if there are any.
-    """
-    series = _measured(results, arm, metric, split)
+def comparable_means(results: Results, arm: ArmSummary, metric: str, split: str = "test") -> dict[float, float]:
+    """Return a metric's mean by λ, over the seeds that every λ has, or over each λ's own where there are none."""
+    series = _by_diversity(results, arm, metric, split)
     common = set.intersection(*(set(values) for values in series.values())) if series else set()
     return {
         diversity: math.fsum(values[seed] for seed in (common or values)) / len(common or values)
@@ -211,28 +198,12 @@ def comparable_means(results: Results, arm: Arm, metric: str, split: str = "test
     }
 
 
-def unequal_seeds(results: Results, arm: Arm) -> bool:
+def has_unequal_seeds(results: Results, arm: ArmSummary) -> bool:
     """Whether some λ of an arm have seeds that others lack."""
-    return len({frozenset(values) for values in _measured(results, arm, results.task.loss).values()}) > 1
+    return len({frozenset(values) for values in _by_diversity(results, arm, results.task.loss).values()}) > 1
 
 
-def _measured(results: Results, arm: Arm, metric: str, split: str = "test") -> dict[float, dict[int, float]]:
-    """A metric by λ and seed, for every λ at which it was measured."""
+def _by_diversity(results: Results, arm: ArmSummary, metric: str, split: str = "test") -> dict[float, dict[int, float]]:
+    """Return a metric by λ and seed, for every λ at which it was measured."""
     series = {diversity: results.values(arm, diversity, metric, split) for diversity in results.diversities(arm)}
     return {diversity: values for diversity, values in series.items() if values}
-
-
-def _moments(values: Sequence[float]) -> tuple[int, float, float | None]:
-    n = len(values)
-    mean = math.fsum(values) / n
-    if n < 2:
-        return n, mean, None
-    return n, mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
-
-
-def _corrected(difference: Difference, tests: int) -> Difference:
-    """A difference with the interval and the p value that hold for a family of so many."""
-    if difference.estimate is None or difference.p is None:
-        return difference
-    together = difference.estimate.interval((1 - LEVEL) / tests)
-    return replace(difference, together=together, corrected=min(1.0, tests * difference.p))

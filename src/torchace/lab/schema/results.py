@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from torchace._files import CHECKSUM, JSON_BYTES, is_unchanged, parse_json, read_bounded, with_checksum
@@ -23,7 +23,6 @@ T = TypeVar("T")
 Items = Annotated[tuple[T, ...], Field(strict=False)]  # a list in JSON
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(gt=-LARGEST, lt=LARGEST, allow_inf_nan=False)]
-Seed = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 Diversity = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]  # part of a path
 
@@ -118,6 +117,23 @@ class RunResult(ResultFile):
     cpu: str | None = None
     threads: Count | None = None
 
+    @property
+    def finished(self) -> bool:
+        """Whether the run did not fail."""
+        return self.status == "finished"
+
+    @property
+    def scores(self) -> dict[str, dict[str, float]]:
+        """Metrics by name, by split: test, validation, train; without splits that were not scored."""
+        splits = {} if self.metrics is None else dict(self.metrics)
+        return {split: scores.values for split, scores in splits.items() if scores is not None}
+
+    @property
+    def members(self) -> tuple[float, ...]:
+        """Each member's accuracy or MSE on the test set, on the validation set where that was not scored."""
+        scored = self.metrics and (self.metrics.test or self.metrics.validation)
+        return scored.members if scored else ()
+
 
 @dataclass(frozen=True)
 class RunKey:
@@ -125,7 +141,7 @@ class RunKey:
 
     arm: Name
     diversity: Diversity
-    seed: Seed
+    seed: Annotated[Count, Field(strict=True)]
 
     @property
     def id(self) -> str:
@@ -134,20 +150,34 @@ class RunKey:
         return f"{self.arm}-l{repr(self.diversity + 0.0).removesuffix('.0')}-s{self.seed}"
 
 
-class Job(ResultModel):
-    """Runs that are trained together, fixed when they are first planned."""
-
-    model_config = ConfigDict(strict=False)  # a dataclass from an object
+@dataclass(frozen=True)
+class GroupPlan:
+    """A run group: runs of one arm that are trained together, fixed when they are first planned."""
 
     id: Name
     runs: Annotated[tuple[RunKey, ...], Field(min_length=1)]
-    compile: Annotated[bool, Field(strict=True)] = False
+    compile: Annotated[bool, Field(strict=True)] = False  # fixed too: a run resumes as it began
+
+    def __post_init__(self) -> None:
+        if len({run.arm for run in self.runs}) != 1:
+            raise ValueError("expected runs of one arm in a group.")
+
+    @property
+    def arm(self) -> str:
+        """The name of the arm."""
+        return self.runs[0].arm
 
 
-class JobList(ResultFile):
-    """The runs that were planned: `jobs.json`."""
+class PlanFile(ResultFile):
+    """The run groups that were planned: `jobs.json`."""
 
-    jobs: Items[Job]
+    jobs: Items[GroupPlan]
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        if len({group.id for group in self.jobs}) < len(self.jobs):
+            raise ValueError("expected every group to have a name of its own.")
+        return self
 
 
 # -- the experiment ----------------------------------------------------------------------------------------------------
@@ -207,7 +237,7 @@ class ArmSummary(ResultModel):
     """One way of training, at several λ; the others are compared with a `baseline`. A fit has one arm, its model."""
 
     name: str
-    label: str = ""
+    label: str
     role: Literal["sweep", "model"] = "sweep"
     num_members: Count
     batches: str = "shared"
@@ -232,6 +262,28 @@ class PaperRow(ResultModel):
     cross_entropy: Annotated[Number, Field(ge=0)] | None = None
     member_accuracy: Diversity | None = None
     member_cross_entropy: Annotated[Number, Field(ge=0)] | None = None
+
+    @property
+    def title(self) -> str:
+        """The label, K and λ where there is none."""
+        diversity = "" if self.diversity is None else f", λ={self.diversity:g}"
+        return self.label or f"K={self.num_members}{diversity}"
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The metrics of the row as shares; an error gives the accuracy too."""
+        keys = ("accuracy", "cross_entropy", "member_accuracy", "member_cross_entropy")
+        found = {key: value for key in keys if (value := getattr(self, key)) is not None}
+        if self.error is not None:
+            found |= {"error": self.error / 100, "accuracy": 1 - self.error / 100}
+        return found
+
+    def matches(self, arm: ArmSummary, diversity: float) -> bool:
+        """Whether this row is compared with an arm at one λ."""
+        if self.arms is not None and arm.name not in self.arms:
+            return False
+        same_diversity = self.diversity is None or abs(self.diversity - diversity) < 1e-9
+        return self.num_members == arm.num_members and same_diversity
 
 
 class PaperTable(ResultModel):
@@ -258,7 +310,7 @@ class Gain(ResultModel):
     is given, new samples. Where the samples chose λ among several, it holds for all `choices` of them together.
     """
 
-    split: Split = "test"
+    split: str = "test"
     mean: Number
     low: Number | None = None
     high: Number | None = None
@@ -341,7 +393,7 @@ def read_result(path: Path, model: type[File], name: str = "") -> File:
 
     Args:
         path: The file.
-        model: `ExperimentResult`, `RunResult` or `JobList`.
+        model: `ExperimentResult`, `RunResult` or `PlanFile`.
         name: The file's name in errors, `path.name` unless given.
 
     Raises:
@@ -353,7 +405,10 @@ def read_result(path: Path, model: type[File], name: str = "") -> File:
         parsed = parse_json(data)
         text = data.decode()
     except FileNotFoundError:
-        raise ResultFileError(f"There is no {name} in {str(path).removesuffix(name)}.") from None
+        folder = str(path).removesuffix(name)
+        raise ResultFileError(
+            f"Found no {name} in {folder}; give the directory that `torchace run` or `torchace fit` wrote."
+        ) from None
     except OSError as error:
         raise ResultFileError(f"Could not read {name}: {error.strerror}.") from None
     except ValueError:

@@ -1,21 +1,22 @@
-"""What a sweep does, for other programs: a log of events as JSONL, always, and TensorBoard on request."""
+"""Callbacks of a sweep: the log of events as JSONL, always, and TensorBoard on request."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from torchace._files import check_regular, read_json
-from torchace.lab.store import GroupPlan, Run
+from torchace._files import check_regular
+from torchace.lab.schema.results import GroupPlan, RunKey
+from torchace.lab.store import RunStore
 from torchace.lab.training.loop import Progress
 
 LOG = "log.jsonl"
-EVERY = 5.0  # seconds between two lines about the progress of a group
+LOG_EVERY = 5.0  # seconds between two progress lines of a group
 BLOCK = 65_536  # bytes that are searched for a newline at a time
 
 
@@ -41,50 +42,39 @@ class Callback:
         """A checkpoint of other runs was removed; the run group starts from its first step."""
 
 
+def _call_all(event: str) -> Callable[..., None]:
+    def call(self: CallbackList, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(*arguments)
+
+    return call
+
+
 class CallbackList(Callback):
     """Call several callbacks in order."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = callbacks
 
-    def on_plan(self, done: int, total: int) -> None:
-        for callback in self.callbacks:
-            callback.on_plan(done, total)
-
-    def on_group_start(self, group: GroupPlan) -> None:
-        for callback in self.callbacks:
-            callback.on_group_start(group)
-
-    def on_step(self, group: GroupPlan, progress: Progress) -> None:
-        for callback in self.callbacks:
-            callback.on_step(group, progress)
-
-    def on_group_end(self, group: GroupPlan, done: int) -> None:
-        for callback in self.callbacks:
-            callback.on_group_end(group, done)
-
-    def on_worker_lost(self, group: GroupPlan, reason: str) -> None:
-        for callback in self.callbacks:
-            callback.on_worker_lost(group, reason)
-
-    def on_group_restart(self, group: GroupPlan) -> None:
-        for callback in self.callbacks:
-            callback.on_group_restart(group)
+    on_plan = _call_all("on_plan")
+    on_group_start = _call_all("on_group_start")
+    on_step = _call_all("on_step")
+    on_group_end = _call_all("on_group_end")
+    on_worker_lost = _call_all("on_worker_lost")
+    on_group_restart = _call_all("on_group_restart")
 
 
 class EventLog(Callback):
-    """`log.jsonl` in the run directory: a line an event, with its time; a sweep that goes on appends.
-
-    Half a line, which a process left that was killed as it wrote, is removed first: every line is one event.
+    """`log.jsonl` in the run directory: one event a line, with its time; a resumed sweep appends.
 
     Events: `planned`, `started`, `stepped` (every few seconds), `run` (a run's scores), `finished`, `died`,
-    `restarted`.
+    `restarted`. A partial last line, left by a process that was killed while it wrote, is removed first.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._last: dict[str, float] = {}
-        self._has_begun = False
+        self._is_open = False
 
     def on_plan(self, done: int, total: int) -> None:
         self._write("planned", done=done, total=total)
@@ -94,25 +84,18 @@ class EventLog(Callback):
 
     def on_step(self, group: GroupPlan, progress: Progress) -> None:
         now = time.monotonic()
-        if now - self._last.get(group.id, -EVERY) >= EVERY:
+        if now - self._last.get(group.id, -LOG_EVERY) >= LOG_EVERY:
             self._last[group.id] = now
             scores = dict(zip((run.id for run in group.runs), progress.score, strict=True))
             self._write("stepped", job=group.id, step=progress.step, steps=progress.steps, train_cross_entropy=scores)
 
     def on_group_end(self, group: GroupPlan, done: int) -> None:
         for run in group.runs:
-            result = read_result(self.directory, run)
+            result = RunStore(self.directory).result(run)
             if result is not None:
-                test = (result["metrics"] or {}).get("test")
-                self._write(
-                    "run",
-                    run=run.id,
-                    diversity=run.diversity,
-                    seed=run.seed,
-                    status=result["status"],
-                    seconds=result["seconds"],
-                    test=test,
-                )
+                content = result.model_dump(mode="json", include={"diversity", "seed", "status", "seconds"})
+                scores = None if result.metrics is None else result.metrics.model_dump(mode="json")["test"]
+                self._write("run", run=run.id, **content, test=scores)
         self._write("finished", job=group.id, done=done)
 
     def on_worker_lost(self, group: GroupPlan, reason: str) -> None:
@@ -122,20 +105,20 @@ class EventLog(Callback):
         self._write("restarted", job=group.id)
 
     def _write(self, event: str, **content: Any) -> None:
-        when = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": when, "event": event, **content}, ensure_ascii=False)
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line = json.dumps({"time": now, "event": event, **content}, ensure_ascii=False)
         log = self.directory / LOG
         if log.exists():
-            check_regular(log)  # a pipe would wait for ever
+            check_regular(log)  # a pipe would block
         with open(log, "ab") as file:
-            if not self._has_begun:
-                _remove_torn_line(log)
-                self._has_begun = True
+            if not self._is_open:
+                _remove_partial_line(log)
+                self._is_open = True
             file.write(f"{line}\n".encode())
 
 
-def _remove_torn_line(path: Path) -> None:
-    """Cuts a file off behind its last newline."""
+def _remove_partial_line(path: Path) -> None:
+    """Truncate a file after its last newline."""
     with open(path, "r+b") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -150,7 +133,7 @@ def _remove_torn_line(path: Path) -> None:
 
 
 class TensorBoard(Callback):
-    """Scalars under `tensorboard/RUN` in the run directory: training as it goes, scores when a run is done."""
+    """Scalars under `tensorboard/RUN` in the run directory: training scores while it runs, test scores at its end."""
 
     def __init__(self, directory: Path) -> None:
         try:
@@ -168,30 +151,21 @@ class TensorBoard(Callback):
 
     def on_group_end(self, group: GroupPlan, done: int) -> None:
         for run in group.runs:
-            result = read_result(self.directory, run)
+            result = RunStore(self.directory).result(run)
             if result is None:
                 continue
             writer = self._writer(run, 0)
-            for entry in result["history"]:
+            for entry in result.history:
                 if entry["train_cross_entropy"] is not None:
-                    writer.add_scalar("train/cross_entropy", entry["train_cross_entropy"], entry["step"])
-            for split, scores in (result["metrics"] or {}).items():
-                for name, value in (scores or {}).items():
-                    if isinstance(value, float):
-                        writer.add_scalar(f"{split}/{name}", value, result["steps"])
+                    writer.add_scalar("train/cross_entropy", entry["train_cross_entropy"], int(entry["step"] or 0))
+            for split, scores in result.metrics or ():
+                for name, value in ({} if scores is None else scores.values).items():
+                    writer.add_scalar(f"{split}/{name}", value, result.steps)
             writer.close()
             self._writers.pop(run.id)
 
-    def _writer(self, run: Run, step: int) -> Any:
+    def _writer(self, run: RunKey, step: int) -> Any:
         if run.id not in self._writers:
-            # what an interrupted process wrote from this step on is written again
+            # events that an interrupted process wrote from this step on are written again
             self._writers[run.id] = self._make(str(self.directory / "tensorboard" / run.id), purge_step=step)
         return self._writers[run.id]
-
-
-def read_result(directory: Path, run: Run) -> dict[str, Any] | None:
-    """What was written down about a run; None where it is not finished."""
-    try:
-        return read_json(directory / "runs" / f"{run.id}.json")
-    except FileNotFoundError:
-        return None

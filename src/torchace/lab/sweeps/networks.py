@@ -1,28 +1,30 @@
-"""From a configuration and a seed to a network: the same weights for every λ of one seed."""
+"""Networks from a configuration and a seed: the same initial weights for every λ of one seed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from torchace.lab.data import Dataset, hashed_key
+from torchace.lab.data import Dataset
 from torchace.lab.schema.experiment import Arm, ModelSection, TrainSection
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.memory import check_memory, count_parameters
 from torchace.lab.training.run_group import RunGroup
+from torchace.lab.training.seeding import torch_seed
 from torchace.models import cifar_resnet, mlp
 from torchace.nn import SMOC, Ensemble
 from torchace.nn.base import EnsembleModule
 from torchace.nn.branching import branch
 
-STEPS_THAT_REPAY_COMPILING = 20_000
+MIN_COMPILED_STEPS = 20_000
+# settings that have another form in a TrainConfig, or none
+_CONVERTED = {"epochs", "steps", "batch_size", "milestones", "diversity_warmup_epochs", "compile"}
 
 
 def default_group_size(model: ModelSection, device: torch.device | str) -> int:
-    """How many runs to train as one network where the experiment does not say.
+    """Return how many runs to train as one network unless the experiment says it.
 
     Convolutions fill a GPU with a few runs, and the cache of a CPU with one.
     """
@@ -32,67 +34,49 @@ def default_group_size(model: ModelSection, device: torch.device | str) -> int:
 
 
 def is_compiled(train: TrainSection, steps: int, device: torch.device | str) -> bool:
-    """Whether a training of so many steps is compiled: as asked for, or on a GPU where it takes less time in all.
+    """Whether to compile a training of so many steps: as configured, or on a GPU where it saves time.
 
     Compiling takes about 0.4 s a layer and saves about 30 µs a layer and step (eight ResNet-110 on an H200).
     """
     if train.compile != "auto":
         return train.compile
-    return torch.device(device).type == "cuda" and steps >= STEPS_THAT_REPAY_COMPILING
+    return torch.device(device).type == "cuda" and steps >= MIN_COMPILED_STEPS
 
 
-def build_network(
-    arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.device | str, *, compile: bool = False
-) -> RunGroup:
-    """The runs of these seeds, with initial weights that depend on seed and member alone."""
+def build_network(arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.device | str) -> RunGroup:
+    """Return the runs of these seeds, with initial weights that depend on seed and member alone."""
     dtype = torch.float64 if arm.train.precision == "float64" else torch.float32
-    check_memory(_parameters(arm.model, data) * len(seeds), dtype, device)
+    check_memory(_count_run_parameters(arm.model, data) * len(seeds), dtype, device)
     ensembles = {seed: _ensemble(arm.model, data, seed) for seed in set(seeds)}
     network = RunGroup([ensembles[seed] for seed in seeds]).to(device=device, dtype=dtype)
     if torch.device(device).type == "cuda" and arm.model.network == "resnet":
         network.to(memory_format=torch.channels_last)
-    if compile:
-        network.compile()
     return network
 
 
 def make_train_config(train: TrainSection, steps_per_epoch: int) -> TrainConfig:
-    """The training section with epochs turned into steps."""
-    steps = train.steps if train.steps is not None else (train.epochs or 0) * steps_per_epoch
+    """Return the training section with epochs converted to steps."""
     return TrainConfig(
-        steps=steps,
-        batches=train.batches,
-        optimizer=train.optimizer,
-        learning_rate=train.learning_rate,
-        momentum=train.momentum,
-        nesterov=train.nesterov,
-        weight_decay=train.weight_decay,
-        schedule=train.schedule,
+        steps=train.steps if train.steps is not None else (train.epochs or 0) * steps_per_epoch,
         milestones=tuple(train.milestones),
-        decay=train.decay,
-        warmup_steps=train.warmup_steps,
-        warmup_learning_rate=train.warmup_learning_rate,
         diversity_warmup_steps=round(train.diversity_warmup_epochs * steps_per_epoch),
-        label_smoothing=train.label_smoothing,
-        detach_others=train.detach_others,
-        precision=train.precision,
+        **train.model_dump(exclude=_CONVERTED),
     )
 
 
 def describe_network(model: ModelSection, data: Dataset) -> str:
-    """The network in a few words, for the report."""
-    inputs = data.train.x[0].numel()
+    """Return the network in a few words, for the report."""
     if model.network == "mlp":
-        name = "MLP " + "-".join(str(width) for width in (inputs, *model.hidden, data.num_classes))
+        widths = (data.train.x[0].numel(), *model.hidden, data.num_classes)
+        name = "MLP " + "-".join(str(width) for width in widths)
     else:
         name = f"ResNet-{model.depth}" + ("" if model.width == 16 else f" ({model.width} channels)")
     if model.kind == "smoc" and model.num_members > 1:
-        heads = f"{model.num_members} heads" + ("" if model.rank is None else f" of rank {model.rank}")
-        name += f", {heads}"
+        name += f", {model.num_members} heads" + ("" if model.rank is None else f" of rank {model.rank}")
     if model.kind == "branch":
         name += f", branched at {model.at}"
     if model.head_scale != 1:
-        name += f", head started at {model.head_scale:.3g} of its size"
+        name += f", initial head weights times {model.head_scale:.3g}"
     return name
 
 
@@ -102,23 +86,23 @@ def _network(model: ModelSection, data: Dataset, num_classes: int | None) -> nn.
     return cifar_resnet(model.depth, num_classes, width=model.width, in_channels=data.image_shape[0])
 
 
-def _members(model: ModelSection, data: Dataset, seed: int) -> list[nn.Module]:
-    members = []
-    for k in range(model.num_members):
-        with _seeded(seed, "member", k):
-            members.append(_scaled(_network(model, data, data.num_classes), model.head_scale))
-    return members
+def _smoc(model: ModelSection, data: Dataset) -> SMOC:
+    trunk = _network(model, data, None)
+    return SMOC(trunk, int(trunk.num_features), data.num_classes, model.num_members, model.rank)  # type: ignore[arg-type]
 
 
 def _ensemble(model: ModelSection, data: Dataset, seed: int) -> EnsembleModule:
     if model.kind == "separate":
-        return Ensemble(_members(model, data, seed))
-    with _seeded(seed, "ensemble", 0):
+        members = []
+        for k in range(model.num_members):
+            with torch_seed(seed, "member", k):
+                members.append(_network(model, data, data.num_classes))
+                _scale(members[-1].get_submodule("fc"), model.head_scale)
+        return Ensemble(members)
+    with torch_seed(seed, "ensemble", 0):
         if model.kind == "smoc":
-            trunk = _network(model, data, None)
-            features = int(trunk.num_features)  # type: ignore[arg-type]
-            smoc = SMOC(trunk, features, data.num_classes, model.num_members, model.rank)
-            _scaled(smoc, model.head_scale)
+            smoc = _smoc(model, data)
+            _scale(smoc.head, model.head_scale)
             return smoc
 
         def fresh() -> nn.Module:
@@ -127,33 +111,20 @@ def _ensemble(model: ModelSection, data: Dataset, seed: int) -> EnsembleModule:
         return branch(fresh(), model.num_members, at=model.at, reinitialize=fresh)
 
 
-def _parameters(model: ModelSection, data: Dataset) -> int:
-    """How many parameters one run has at least, from networks that take no memory."""
+def _count_run_parameters(model: ModelSection, data: Dataset) -> int:
+    """Return a lower bound of one run's parameters, from networks that take no memory."""
     with torch.device("meta"):
         if model.kind == "smoc":
-            trunk = _network(model, data, None)
-            features = int(trunk.num_features)  # type: ignore[arg-type]
-            return count_parameters(SMOC(trunk, features, data.num_classes, model.num_members, model.rank))
+            return count_parameters(_smoc(model, data))
         network = _network(model, data, data.num_classes)
     if model.kind == "separate":
         return model.num_members * count_parameters(network)
-    after = dict(network.named_modules()).get(model.at)  # branched there: this layer, if no other, is each member's own
-    return count_parameters(network) + (0 if after is None else (model.num_members - 1) * count_parameters(after))
+    own = dict(network.named_modules()).get(model.at)  # this layer, at least, is each member's own
+    return count_parameters(network) + (0 if own is None else (model.num_members - 1) * count_parameters(own))
 
 
-def _scaled(module: nn.Module, scale: float) -> nn.Module:
-    """Multiplies the classifier's initial weights."""
+@torch.no_grad()
+def _scale(head: nn.Module, scale: float) -> None:
     if scale != 1:
-        head = module.head if isinstance(module, SMOC) else module.get_submodule("fc")
-        with torch.no_grad():
-            for parameter in head.parameters():
-                parameter.mul_(scale)
-    return module
-
-
-@contextmanager
-def _seeded(seed: int, purpose: str, index: int) -> Iterator[None]:
-    """Draws inside depend on these alone, and leave torch's own random state as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(hashed_key(seed, purpose, index))
-        yield
+        for parameter in head.parameters():
+            parameter.mul_(scale)

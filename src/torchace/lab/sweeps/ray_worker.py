@@ -1,6 +1,6 @@
-"""What a worker of a Ray cluster does: a group as a local sweep would, in a folder of its own.
+"""A worker of a Ray cluster: it trains a run group like a local sweep, in a temporary directory.
 
-Results are what the task returns. Progress and checkpoints go to the driver's mailbox.
+Results are the task's return value. Progress and checkpoints go to the driver's mailbox.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,135 +18,132 @@ import torch
 from torch import Tensor
 
 from torchace._files import write_atomic
-from torchace.lab.schema.experiment import Arm
-from torchace.lab.store import GroupPlan, Run, RunStore
+from torchace.lab.schema.results import GroupPlan, RunResult
+from torchace.lab.store import RunStore
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.environment import hardware, versions
+from torchace.lab.sweeps.executor import Plan, train_group
 from torchace.lab.sweeps.loaded_data import LoadedData
-from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.checkpoint import MANIFEST, CheckpointError, Checkpoints
 from torchace.lab.training.loop import Interrupted, Progress
 
+PREFIX = "torchace-worker-"
+
 Files = dict[str, bytes]  # a checkpoint: its files by name
-Results = list[tuple[Run, Mapping[str, Any], Mapping[str, Tensor]]]  # of a group, as `RunStore.write_result` takes them
+Results = list[tuple[RunResult, Mapping[str, Tensor]]]
 
 
-def train(
-    sweep: Sweep, group: GroupPlan, arm: Arm, data: LoadedData, files: Files, line: Line, threads: int
-) -> Results | None:
-    """Does a group, from its checkpoint if there is one; None when it was told to stop.
-
-    Args:
-        sweep: What it is a part of.
-        group: What to train.
-        arm: How.
-        data: What on.
-        files: The newest checkpoint, which an earlier worker left.
-        line: To the driver.
-        threads: The driver's number of threads.
-    """
-    torch.set_num_threads(threads)  # bits depend on it
-    line.tell(None)
-    with _folder() as folder:
-        store = _Collected(folder, line)
-        write_files(store.checkpoints(group).directory, files)
-        try:
-            sweep._do(store, group, arm, data, line, line.stop)
-        except Interrupted:
-            return None
-        except CheckpointError as error:
-            there, here = sweep.directory / "checkpoints" / group.id, store.checkpoints(group).directory
-            raise CheckpointError(str(error).replace(str(here), str(there))) from None
-        return store.results
-
-
-class Line(Callback):
-    """From a worker to the driver: how far it is, and its checkpoints. Back comes whether to stop."""
+class DriverLink(Callback):
+    """Send a worker's progress and checkpoints to the driver's mailbox; the reply says whether to stop."""
 
     def __init__(self, mailbox: Any, group: str, attempt: int) -> None:
         self.mailbox, self.group, self.attempt = mailbox, group, attempt
-        self.answer: Any = None
         self.stopping = False
+        self._reply: Any = None
 
     def on_step(self, group: GroupPlan, progress: Progress) -> None:
-        import ray  # here: who has none learns it from `runs.ray`
+        import ray  # here: without Ray, `sweeps.ray` explains what to install
 
-        if self.answer is not None:
-            if not ray.wait([self.answer], timeout=0)[0]:
-                return  # training does not wait for who watches it
-            self.stopping = ray.get(self.answer)
-        self.tell((progress.step, progress.steps, progress.score))
+        if self._reply is not None:
+            if not ray.wait([self._reply], timeout=0)[0]:
+                return  # training does not wait for the driver
+            self.stopping = ray.get(self._reply)
+        self.send_progress((progress.step, progress.steps, progress.score))
 
-    def tell(self, progress: Any) -> None:
-        self.answer = self.mailbox.tell.remote(self.group, self.attempt, progress)
+    def send_progress(self, progress: Any) -> None:
+        self._reply = self.mailbox.put_progress.remote(self.group, self.attempt, progress)
 
-    def keep(self, files: Files) -> None:
+    def send_checkpoint(self, files: Files) -> None:
         import ray
 
-        self.stopping = ray.get(self.mailbox.keep.remote(self.group, self.attempt, files))
+        self.stopping = ray.get(self.mailbox.put_checkpoint.remote(self.group, self.attempt, files))
 
     def stop(self) -> bool:
         return self.stopping
 
 
-class _Collected(RunStore):
-    """A group's results in memory, its checkpoints in a folder and on their way to the driver."""
+def train(plan: Plan, group: GroupPlan, data: LoadedData, files: Files, link: DriverLink, threads: int) -> Any:
+    """Train a run group in a worker and return its `Results`; None when the driver stopped it.
 
-    def __init__(self, directory: Path, line: Line) -> None:
+    Args:
+        plan: The driver's plan without its data.
+        group: The runs.
+        data: The data of the group's arm.
+        files: The newest checkpoint of an earlier worker, if any.
+        link: The connection to the driver.
+        threads: The driver's number of threads.
+    """
+    torch.set_num_threads(threads)  # bits depend on it
+    link.send_progress(None)
+    with _temporary_directory() as folder:
+        store = _MemoryStore(folder, link)
+        here = store.checkpoints(group).directory
+        write_checkpoint(here, files)
+        try:
+            train_group(replace(plan, data={group.arm: data}, store=store), group, link, link.stop)
+        except Interrupted:
+            return None
+        except CheckpointError as error:
+            there = plan.store.checkpoints(group).directory
+            raise CheckpointError(str(error).replace(str(here), str(there))) from None
+        return store.results
+
+
+class _MemoryStore(RunStore):
+    """A group's results in memory, its checkpoints in a folder and sent to the driver."""
+
+    def __init__(self, directory: Path, link: DriverLink) -> None:
         super().__init__(directory)
-        self.line = line
+        self.link = link
         self.results: Results = []
 
     def checkpoints(self, group: GroupPlan, config_sha256: str | None = None) -> Checkpoints:
-        plain = super().checkpoints(group, config_sha256)
-        return _Sent(plain.directory, self.line.keep, owner=plain.owner)
+        local = super().checkpoints(group, config_sha256)
+        return _SentCheckpoints(local.directory, self.link.send_checkpoint, owner=local.owner)
 
-    def write_result(self, run: Run, content: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> None:
-        self.results.append((run, content, {name: value.cpu() for name, value in arrays.items()}))
+    def write_result(self, result: RunResult, arrays: Mapping[str, Tensor]) -> None:
+        self.results.append((result, {name: value.cpu() for name, value in arrays.items()}))
 
 
 @dataclass(frozen=True)
-class _Sent(Checkpoints):
-    """Checkpoints that somebody else receives too."""
-
+class _SentCheckpoints(Checkpoints):
     send: Callable[[Files], None]
 
     def save(self, *arguments: Any, **options: Any) -> None:
         super().save(*arguments, **options)
-        self.send(files_of(self.directory))
+        self.send(read_checkpoint(self.directory))
 
 
 @contextmanager
-def _folder() -> Iterator[Path]:
-    """A temporary folder; those that killed workers left on this machine are removed."""
-    start = "torchace-worker-"
-    for left in Path(tempfile.gettempdir()).glob(f"{start}*"):
-        process = left.name.removeprefix(start).partition("-")[0]
-        if process.isdigit() and not _lives(int(process)):
+def _temporary_directory() -> Iterator[Path]:
+    """Create a temporary directory; remove those that killed workers left on this machine."""
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        process = left.name.removeprefix(PREFIX).partition("-")[0]
+        if process.isdigit() and not _is_alive(int(process)):
             shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"{start}{os.getpid()}-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as folder:
         yield Path(folder)
 
 
-def _lives(process: int) -> bool:
+def _is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is somebody else's
+    except PermissionError:  # of another user
         return True
     return True
 
 
-def files_of(directory: Path) -> Files:
-    """The checkpoint in a folder; nothing where there is none."""
+def read_checkpoint(directory: Path) -> Files:
+    """Return the files of the checkpoint in a directory; empty where there is none."""
     if not (directory / MANIFEST).exists():
         return {}
     return {file.name: file.read_bytes() for file in (*directory.glob("state-*.safetensors"), directory / MANIFEST)}
 
 
-def write_files(directory: Path, files: Files) -> None:
-    """Puts a checkpoint in the place of an older one, the manifest last."""
+def write_checkpoint(directory: Path, files: Files) -> None:
+    """Replace the checkpoint in a directory, the manifest last."""
     for name in sorted(files, key=lambda name: name == MANIFEST):
         write_atomic(directory / name, files[name])
     for old in directory.glob("state-*.safetensors"):
@@ -154,7 +151,7 @@ def write_files(directory: Path, files: Files) -> None:
             old.unlink(missing_ok=True)
 
 
-def introduced(device: str, threads: int) -> tuple[str, dict[str, Any]]:
-    """The version of torchace, the processor and the device of a worker."""
+def probe(device: str, threads: int) -> tuple[str, dict[str, Any]]:
+    """Return a worker's version of torchace and its hardware."""
     torch.set_num_threads(threads)
     return versions()["torchace"], hardware(device)

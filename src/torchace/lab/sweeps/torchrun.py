@@ -1,7 +1,7 @@
-"""A sweep on several processes that torchrun started: each group is trained by all of them together.
+"""A sweep on several processes that torchrun started, which train each group together.
 
-The first rank plans, writes and prints as a sweep in one process does. The others receive the next group, train
-their part of it, and write nothing.
+The first rank plans, writes and prints like a sweep in one process. The others receive the next group, train their part
+of it, and write nothing.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
@@ -21,13 +19,12 @@ import torch
 import torch.distributed as dist
 
 from torchace.lab.schema.experiment import Arm, Experiment
-from torchace.lab.store import GroupPlan, Run, RunStore
+from torchace.lab.schema.results import GroupPlan
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.config import ConfigError
-from torchace.lab.sweeps.environment import hardware, versions
+from torchace.lab.sweeps.environment import versions
+from torchace.lab.sweeps.executor import Executor, Plan, Stop, train_group
 from torchace.lab.sweeps.loaded_data import LoadedData
-from torchace.lab.sweeps.networks import build_network, make_train_config
-from torchace.lab.sweeps.sweep import Sweep, config_digest
 from torchace.lab.training.distributed import (
     RankLost,
     Ranks,
@@ -37,18 +34,16 @@ from torchace.lab.training.distributed import (
     parse_layout,
     should_report,
 )
-from torchace.lab.training.loop import CheckpointPolicy, Failure, fit
-from torchace.lab.training.shard import SharedCheckpoints, gather_network, make_shard
 
 
 @contextmanager
 def process_group(parallel: str | None) -> Iterator[int | None]:
-    """This process's rank among those that torchrun started; None for a process by itself.
+    """Join the processes that torchrun started; gives this process's rank, or None for a single process.
 
-    An error that several ranks run into is raised in one of them; the others end in silence.
+    An error that several ranks have is raised in one of them; the others exit silently.
 
     Args:
-        parallel: What `--parallel` says.
+        parallel: Value of `--parallel`.
     """
     if not is_launched():
         if parallel is not None:
@@ -63,7 +58,7 @@ def process_group(parallel: str | None) -> Iterator[int | None]:
         yield None
         return
     store = connect()
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         yield dist.get_rank()
     except Exception as error:
@@ -75,138 +70,76 @@ def process_group(parallel: str | None) -> Iterator[int | None]:
     dist.destroy_process_group()
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    """What SIGTERM does where nobody waits for it; torchrun sends it to those that are left when a rank dies."""
-    if not RankLost.happened:  # else: not before this one has said so
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """Handle SIGTERM, which torchrun sends to the other ranks when one dies."""
+    if not RankLost.happened:  # else this rank ends once it has reported that
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
-def rank_sweep(experiment: Experiment, directory: Path, device: str, parallel: str | None) -> RankSweep:
-    """This process's share of a sweep.
+class RankExecutor(Executor):
+    """Train each run group on all ranks together; the first rank plans and writes, the others only train.
 
     Args:
-        experiment: What is run.
-        directory: Where the results are written, by the first rank.
+        experiment: The experiment, the same on all ranks.
         device: `cpu`; `cuda`, a GPU for each process of a machine; or `cuda:N`, one that they share.
-        parallel: What is spread over ranks, see `parse_layout`; the batch unless given.
+        parallel: What is spread over ranks, see `parse_layout`; the batch by default.
     """
-    check_same(
-        {
-            "experiment": json.dumps(experiment.model_dump(mode="json"), sort_keys=True),
-            "--parallel": parallel or "data",
-            "--device": device,
-            "version of torchace, torch and Python": json.dumps(versions(), sort_keys=True),
-        }
-    )
-    backend = None
-    if device == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        if local >= torch.cuda.device_count():
-            raise ValueError(
-                f"Expected a GPU for each process, but this machine has {torch.cuda.device_count()}. "
-                f"Use --nproc-per-node={torch.cuda.device_count()}, or --device cpu."
-            )
-        device = f"cuda:{local}"
-    elif device.startswith("cuda"):
-        backend = "gloo"  # NCCL refuses processes that share a GPU
-    return RankSweep(experiment, directory, device, ranks=Ranks(parallel or "data", device=device, backend=backend))
 
+    def __init__(self, experiment: Experiment, device: str, parallel: str | None) -> None:
+        check_same(
+            {
+                "experiment": json.dumps(experiment.model_dump(mode="json"), sort_keys=True),
+                "--parallel": parallel or "data",
+                "--device": device,
+                "version of torchace, torch and Python": json.dumps(versions(), sort_keys=True),
+            }
+        )
+        backend = None
+        if device == "cuda":
+            local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+            if local >= count:
+                raise ValueError(
+                    f"Expected a GPU for each process, but this machine has {count}. "
+                    f"Use --nproc-per-node={count}, or --device cpu."
+                )
+            device = f"cuda:{local}"
+        elif device.startswith("cuda"):
+            backend = "gloo"  # NCCL refuses processes that share a GPU
+        super().__init__(device)
+        self.ranks = Ranks(parallel or "data", device=device, backend=backend)
+        self.is_first = self.ranks.is_first
 
-@dataclass(frozen=True)
-class RankSweep(Sweep):
-    """A sweep whose groups are trained by all ranks together."""
-
-    ranks: Ranks = field(kw_only=True)
-
-    def run(self, callback: Callback | None = None, stop: Callable[[], bool] = lambda: False) -> dict[Run, Failure]:
-        """Trains what is not finished yet; the first rank returns the runs that failed. See `Sweep.run`."""
-        if self.ranks.is_first:
-            failures = super().run(callback, stop)
-            self.ranks.broadcast(None)  # nothing comes any more
-            return failures
-        arms = {arm.name: arm for arm in self.experiment.complete_arms()}
-        data = self._prepared(arms)
-        store = RunStore(self.directory)  # of which this rank reads nothing and writes nothing
-        while (told := self.ranks.broadcast()) is not None:
-            group = GroupPlan(told["id"], tuple(Run(**run) for run in told["runs"]), told["compile"])
-            arm = arms[group.runs[0].arm]
-            self._do(store, group, arm, data[arm.name], Callback(), stop)
-        return {}
-
-    def _prepared(self, arms: dict[str, Arm]) -> dict[str, LoadedData]:
+    def load_data(self, arms: Mapping[str, Arm]) -> dict[str, LoadedData]:
         for arm in arms.values():
             _check(arm, self.ranks)
-        if not self.ranks.is_first:
-            self.ranks.broadcast()
-            return super()._prepared(arms)
-        prepared = super()._prepared(arms)
-        self.ranks.broadcast("data are there")  # one process downloads them
-        return prepared
+        if not self.is_first:
+            self.ranks.broadcast()  # until the first rank has downloaded the data
+            return super().load_data(arms)
+        loaded = super().load_data(arms)
+        self.ranks.broadcast("loaded")
+        return loaded
 
-    def _hardware(self) -> dict[str, Any]:
-        return {**hardware(self.device), "processes": self.ranks.size}
+    def hardware(self) -> dict[str, Any]:
+        return {**super().hardware(), "processes": self.ranks.size}
 
-    def _work(
-        self,
-        store: RunStore,
-        groups: Sequence[GroupPlan],
-        arms: Mapping[str, Arm],
-        data: Mapping[str, LoadedData],
-        callback: Callback,
-        stop: Callable[[], bool],
+    def train(
+        self, plan: Plan, groups: Sequence[GroupPlan], callback: Callback, stop: Stop
     ) -> Iterator[tuple[GroupPlan | None, float]]:
-        def announced() -> Iterator[GroupPlan]:
-            for group in groups:
-                self.ranks.broadcast(asdict(group))
-                yield group
-
-        return super()._work(store, announced(), arms, data, callback, stop)  # type: ignore[arg-type]
-
-    def _do(
-        self,
-        store: RunStore,
-        group: GroupPlan,
-        arm: Arm,
-        data: LoadedData,
-        callback: Callback,
-        stop: Callable[[], bool],
-    ) -> float:
-        seeds = [run.seed for run in group.runs]
-        batches = data.batches(arm)
-        train_config = make_train_config(arm.train, batches.steps_per_epoch)
-        whole = build_network(arm, data.dataset, seeds, self.device)
-        network = make_shard(whole, self.ranks)
-        if group.compile:
-            network.compile()
-        kept = whole if self.ranks.is_first and self.ranks.members > 1 else None
-        del whole  # a rank needs its own members; the first one all of them, for what it writes
-        every = self.experiment.checkpoint
-        whose = store.checkpoints(group, config_digest(arm))
-        if self.ranks.is_first and whose.remove_foreign():
-            callback.on_group_restart(group)
-        checkpoints = SharedCheckpoints(whose.directory, kept, owner=whose.owner)
-        fitted = fit(
-            network,
-            batches,
-            train_config,
-            diversities=[run.diversity for run in group.runs],
-            seeds=seeds,
-            checkpoint_policy=CheckpointPolicy(checkpoints, every.steps, every.seconds),
-            watch=(lambda progress: callback.on_step(group, progress)) if self.ranks.is_first else None,
-            stop=stop,
-        )
-        start = time.monotonic()
-        predicted = self._predicted(arm, data, network)
-        trained = gather_network(network, kept)
-        if trained is not None:
-            self._write_results(store, group, arm, data, trained, fitted, train_config.steps, predicted)
-            checkpoints.remove()
-        return fitted.seconds + time.monotonic() - start
+        if not self.is_first:
+            while (content := self.ranks.broadcast()) is not None:
+                group = GroupPlan(**content)
+                train_group(plan, group, Callback(), stop, self.ranks)
+            return
+        for group in groups:
+            self.ranks.broadcast(asdict(group))
+            callback.on_group_start(group)
+            yield group, train_group(plan, group, callback, stop, self.ranks)
+        self.ranks.broadcast(None)
 
 
 def _check(arm: Arm, ranks: Ranks) -> None:
-    """Refuse what cannot be spread like that, before anything is computed."""
+    """Refuse arms that cannot be split over these ranks, before any training."""
     if arm.train.batch_size < ranks.data:
         raise ConfigError(
             f"train.batch_size: expected at least {ranks.data}, a sample for each rank, but got {arm.train.batch_size}."

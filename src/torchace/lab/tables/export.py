@@ -1,4 +1,4 @@
-"""A model of a table as one ONNX graph: from raw encoded rows to the ensemble's answer and its uncertainty."""
+"""Export a model of a table as one ONNX graph, from the raw matrix to predictions and their uncertainty."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,75 +19,62 @@ import torch
 from torch import Tensor, nn
 
 from torchace._files import remove_abandoned, write_atomic
-from torchace.functional import disagreement, ensemble_log_probs, mutual_information, predictive_entropy
-from torchace.lab.tables.model import TableModel
+from torchace.lab.data.encoding import CategoryColumn
+from torchace.lab.tables.model import CLASSIFIER_OUTPUTS, REGRESSOR_OUTPUTS, TableModel
 
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-WITHIN = 1e-6  # what the graph's answers may differ by from torch's, for numbers of about 1
-ROWS = (1, 2, 7, 64)  # batches that are compared
+TOLERANCE = 1e-6  # between onnxruntime's and torch's outputs, for numbers of about 1
+BATCH_SIZES = (1, 2, 7, 64)  # for the comparison
 
 
 class ExportError(ValueError):
-    """A graph that could not be made, or does not answer as the model does."""
+    """The graph cannot be made, or its outputs differ from the model's."""
 
 
 class _Graph(nn.Module):
-    """What the graph computes."""
+    """The exported module."""
 
     def __init__(self, model: TableModel) -> None:
         super().__init__()
         self.ensemble = model.ensemble
         self.is_classifier = model.is_classifier
+        self.outputs = CLASSIFIER_OUTPUTS if model.is_classifier else REGRESSOR_OUTPUTS
 
     def forward(self, raw: Tensor) -> tuple[Tensor, ...]:
         logits = self.ensemble(raw)  # (K, N, C)
-        if not self.is_classifier:
-            return logits.mean(0).squeeze(1), logits.std(0, correction=0).squeeze(1)
-        return (
-            ensemble_log_probs(logits).exp(),
-            predictive_entropy(logits, reduction="none"),
-            mutual_information(logits, reduction="none"),
-            disagreement(logits, reduction="none"),
-        )
-
-    @property
-    def outputs(self) -> list[str]:
-        if not self.is_classifier:
-            return ["prediction", "spread"]
-        return ["probabilities", "entropy", "mutual_information", "disagreement"]
+        return tuple(output(logits) for output in self.outputs.values())
 
 
 def export_onnx(model: TableModel, path: Path, *, seed: int = 0) -> float:
-    """Writes the graph, after onnxruntime has given the same answers as torch.
+    """Write the graph after comparing onnxruntime's outputs with torch's.
 
-    The input `raw` is the matrix of `Encoding.matrix`, `(N, F)` of float64: numbers as they are, NaN where missing, and
-    categories as their codes; the graph's metadata hold the columns, the codes and the classes as JSON.
+    The input `raw` is the matrix of `Encoding.matrix`, `(N, F)` of float64: numbers, NaN where missing, and categories
+    as codes. The graph's metadata hold the columns, the codes and the classes as JSON.
 
     Args:
         model: The model.
-        path: The file, written whole or not at all.
-        seed: Of the rows that are compared.
+        path: The file, written completely or not at all.
+        seed: Seed of the rows for the comparison.
 
     Returns:
-        The largest difference that was seen.
+        The largest difference.
 
     Raises:
-        ExportError: The graph cannot be made, or answers differently.
+        ExportError: The graph cannot be made, or its outputs differ.
     """
-    onnx, _, runtime = (_package(name) for name in PACKAGES)
+    onnx, _, runtime = map(_import_package, ("onnx", "onnxscript", "onnxruntime"))
     graph = _Graph(model).eval()
-    rows = _rows(model, max(ROWS), seed)
-    with _quiet():
+    rows = _random_rows(model, max(BATCH_SIZES), seed)
+    with _silence_exporter():
         try:
             program = torch.onnx.export(
                 graph,
                 (rows[:7],),
                 input_names=["raw"],
-                output_names=graph.outputs,
+                output_names=list(graph.outputs),
                 dynamic_shapes=({0: torch.export.Dim("batch")},),
                 dynamo=True,
             )
-        except Exception as error:  # the exporter raises whatever its stages do
+        except Exception as error:  # the exporter's stages raise errors of many types
             raise ExportError(f"The model cannot be exported: {str(error).splitlines()[0].rstrip('.')}.") from error
         assert program is not None
         proto = program.model_proto
@@ -95,64 +83,62 @@ def export_onnx(model: TableModel, path: Path, *, seed: int = 0) -> float:
         entry.key, entry.value = key, json.dumps(value, ensure_ascii=False)
     data = proto.SerializeToString()
     onnx.checker.check_model(data)
-    worst = _compare(runtime, data, graph, rows)
+    difference = _compare(runtime, data, graph, rows)
     remove_abandoned(path)
     write_atomic(path, data)
-    return worst
+    return difference
 
 
 def _compare(runtime: ModuleType, data: bytes, graph: _Graph, rows: Tensor) -> float:
-    """The largest difference between the graph's answers and torch's, over batches of several sizes."""
+    """The largest difference between onnxruntime's and torch's outputs over batches of several sizes."""
     options = runtime.SessionOptions()
     options.log_severity_level = 3
     session = runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    worst = 0.0
-    for count in ROWS:
-        answers = session.run(None, {"raw": rows[:count].numpy()})
+    largest = 0.0
+    for count in BATCH_SIZES:
+        outputs = session.run(None, {"raw": rows[:count].numpy()})
         with torch.no_grad():
-            expected = graph(rows[:count])
-        for name, ours, theirs in zip(graph.outputs, answers, expected, strict=True):
-            exact = theirs.numpy()
-            if ours.shape != exact.shape:
-                raise ExportError(f"The exported graph gives {name} of shape {ours.shape}, but torch {exact.shape}.")
-            scale = 1.0 if graph.is_classifier else max(1.0, float(np.abs(exact).max()))
-            gap = float(np.abs(ours - exact).max()) / scale
-            if not math.isfinite(gap) or gap > WITHIN:
+            expected = [value.numpy() for value in graph(rows[:count])]
+        for name, ours, theirs in zip(graph.outputs, outputs, expected, strict=True):
+            if ours.shape != theirs.shape:
+                raise ExportError(f"The exported graph gives {name} of shape {ours.shape}, but torch {theirs.shape}.")
+            scale = 1.0 if graph.is_classifier else max(1.0, float(np.abs(theirs).max()))
+            difference = float(np.abs(ours - theirs).max()) / scale
+            if not math.isfinite(difference) or difference > TOLERANCE:
                 raise ExportError(
-                    f"The exported graph's {name} differs from torch's by {gap:.2g}; nothing was written."
+                    f"The exported graph's {name} differs from torch's by {difference:.2g}; nothing was written."
                 )
-            worst = max(worst, gap)
-    return worst
+            largest = max(largest, difference)
+    return largest
 
 
-def _rows(model: TableModel, count: int, seed: int) -> Tensor:
-    """Rows such as the model may meet: numbers around those of training, gaps, and every kind of code."""
+def _random_rows(model: TableModel, count: int, seed: int) -> Tensor:
+    """Rows with numbers around those of training, missing values and all codes."""
     generator = torch.Generator().manual_seed(seed)
     columns = []
     for column in model.encoding.columns:
-        codes = getattr(column, "codes", None)
-        if codes is None:
-            values = torch.randn(count, generator=generator, dtype=torch.float64)
-            values = column.mean + values * (column.std or 1.0)  # type: ignore[union-attr]
-            gaps = torch.rand(count, generator=generator) < 0.1
-            columns.append(torch.where(gaps, torch.nan, values))
+        if isinstance(column, CategoryColumn):
+            columns.append(torch.randint(-1, max(len(column.codes), 1), (count,), generator=generator).double())
         else:
-            columns.append(torch.randint(-1, max(len(codes), 1), (count,), generator=generator).double())
+            values = torch.randn(count, generator=generator, dtype=torch.float64)
+            values = column.mean + values * (column.std or 1.0)
+            missing = torch.rand(count, generator=generator) < 0.1
+            columns.append(torch.where(missing, torch.nan, values))
     return torch.stack(columns, 1)
 
 
 def _metadata(model: TableModel) -> dict[str, Any]:
-    schema = model.encoding.schema
+    target = model.encoding.schema.target
     columns = [{"name": column.name, "codes": getattr(column, "codes", None)} for column in model.encoding.columns]
     return {
         "torchace.columns": columns,
-        "torchace.target": schema.target.name,
-        "torchace.classes": schema.target.class_names,
+        "torchace.target": target.name,
+        "torchace.classes": target.class_names,
         "torchace.diversity": model.diversity,
     }
 
 
-def _package(name: str) -> ModuleType:
+def _import_package(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -160,13 +146,13 @@ def _package(name: str) -> ModuleType:
 
 
 @contextlib.contextmanager
-def _quiet() -> Any:
-    """The exporter talks much, to nobody's profit."""
-    before = logging.root.manager.disable
+def _silence_exporter() -> Iterator[None]:
+    """Silence the exporter's output."""
+    level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(level)

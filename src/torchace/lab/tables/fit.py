@@ -1,7 +1,6 @@
-"""A model for a user's table: λ searched, the ensemble trained, everything put in place at once.
+"""Fit a model for a table: search λ, train the ensemble, publish the model directory in one rename.
 
-While it works, everything is in a directory beside the model's, `NAME.work`; killed at any moment, the same command
-goes on there. The model's directory appears in one rename, when it is complete.
+Until then everything is in a working directory beside it, `NAME.work`, from which a killed fit resumes.
 """
 
 from __future__ import annotations
@@ -22,48 +21,47 @@ import torch
 
 from torchace._files import PARTIAL, fsync_directory, json_digest, read_json, refuse_links, write_atomic
 from torchace.lab.data import Split
-from torchace.lab.store import FORMAT, OURS, Run, RunStore, RunStoreError, finite
+from torchace.lab.schema.results import ExperimentResult, RunKey, RunResult
+from torchace.lab.store import OURS, RunStore, RunStoreError, finite
 from torchace.lab.sweeps.environment import hardware, versions
-from torchace.lab.tables.model import TableModel, score
-from torchace.lab.tables.table import Table, on_device, squared_scale
+from torchace.lab.tables.model import TableModel, evaluate_chunks
+from torchace.lab.tables.table import Table
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.chunks import chunk_rows
-from torchace.lab.training.loop import CheckpointPolicy, Failure, Progress
-from torchace.lab.training.members import MemberPlan, Trained, train_members
-from torchace.lab.training.scaling import finished_ensemble
-from torchace.lab.tuning.search_cache import Trials
-from torchace.lab.tuning.tuning import Stage, TunedDiversity, tune_diversity
+from torchace.lab.training.loop import CheckpointPolicy, Progress
+from torchace.lab.training.members import MemberPlan, TrainedGroup, train_members
+from torchace.lab.training.scaling import assemble_ensemble
+from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
+from torchace.lab.tuning.search import SearchCallback, SearchProblem
+from torchace.lab.tuning.search_cache import SearchCache
 from torchace.saving import ModelFileError
 
 SAVE_EVERY = 30.0  # seconds
 
 
 class TrainingFailed(ValueError):
-    """The model's own training ended in NaN or Inf."""
+    """The training of the model ended in NaN or Inf."""
 
 
-class FitWatcher:
-    """Is told what a fit does; this one does not care."""
+class FitCallback(SearchCallback):
+    """No-op callback; override what you need."""
 
-    def searched(self, stage: Stage, share: float) -> None:
-        """This share of a stage of the search for λ is done."""
-
-    def trained(self, progress: Progress) -> None:
-        """Steps of the model's own training were made."""
+    def on_step(self, progress: Progress) -> None:
+        """Called now and then while the model is trained."""
 
 
 @dataclass(frozen=True)
 class TableFit:
-    """One fit: a table, a plan, λ, and the directory of the model.
+    """A fit of a table.
 
     Attributes:
-        table: What is trained on.
-        plan: What is trained, and how.
-        diversity: λ; None for a search.
-        out: The model's directory.
-        settings: What the user said about the table, for the record.
-        seed: Of the model's training and of the search.
-        device: Where it is trained.
+        table: The data.
+        plan: Architecture and training.
+        diversity: λ; None to search it.
+        out: The model directory.
+        settings: The user's settings of the table, for the record.
+        seed: Seed of the training and of the search.
+        device: The device to train on.
     """
 
     table: Table
@@ -76,30 +74,32 @@ class TableFit:
 
     @property
     def work(self) -> Path:
-        """Where everything is until it is complete."""
+        """The working directory."""
         return self.out.with_name(f"{self.out.name}.work")
 
     @property
-    def _kept(self) -> Path:
+    def _model(self) -> Path:
         return self.work / "model"
 
     @property
-    def _begun(self) -> Path:
+    def _request_file(self) -> Path:
         return self.work / "fit.json"
 
     def request(self) -> dict[str, Any]:
-        """What makes this fit this one: two with the same request give the same model."""
+        """The identity of this fit: two fits with the same request give the same model."""
         plan = {**asdict(self.plan), "hidden": list(self.plan.hidden)}
-        wanted = "auto" if self.diversity is None else self.diversity
+        diversity = "auto" if self.diversity is None else self.diversity
         data = {"name": self.table.name, "sha256": self.table.sha256}
-        return {"data": data, "table": self.settings, "plan": plan, "diversity": wanted, "seed": self.seed}
+        return {"data": data, "table": self.settings, "plan": plan, "diversity": diversity, "seed": self.seed}
+
+    # -- directories --------------------------------------------------------------------------------------------------
 
     def is_finished(self) -> bool:
-        """Whether the model is there already; anything else in its place is refused, before anything is written."""
+        """Whether the model directory is complete; one with other content is refused."""
         if not os.path.lexists(self.out):
             return False
         if self.out.is_dir() and not self.out.is_symlink() and not any(self.out.iterdir()):
-            if os.path.ismount(self.out):  # a directory is renamed to it in the end
+            if os.path.ismount(self.out):  # a directory cannot be renamed to it
                 raise RunStoreError(
                     f"{self.out} is a mount point. Choose a directory in it: --out {self.out / 'model'}."
                 )
@@ -113,60 +113,96 @@ class TableFit:
         return True
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Claims the working directory, or refuses one that another fit has begun."""
-        self._check_work()  # before the lock is written: what is there may be anybody's
+    def lock(self) -> Iterator[None]:
+        """Lock the working directory; refuse one of another fit."""
+        self._check_work()  # before the lock file is written into a foreign directory
         with RunStore(self.work).locked():
             self._check_work()
             if self.is_finished():
-                self.clear()
+                self.remove_work()
                 raise RunStoreError(f"Another process has just finished {self.out}. Repeat the command to see it.")
-            if not self._begun.exists():
+            if not self._request_file.exists():
                 started = datetime.now(UTC).isoformat(timespec="seconds")
                 content = {"request": self.request(), "started": started}
-                write_atomic(self._begun, json.dumps(content, indent=1).encode())
+                write_atomic(self._request_file, json.dumps(content, indent=1).encode())
             yield
 
     def _check_work(self) -> None:
-        """Refuses a working directory that this fit has not begun: it is removed in the end."""
+        """Refuse a working directory of another fit or with other content: it is removed in the end."""
         refuse_links(self.work.parent, [self.work.name])
-        if self._begun.exists():
+        if self._request_file.exists():
             try:
-                before = read_json(self._begun)["request"]
+                request = read_json(self._request_file)["request"]
             except (OSError, ValueError, KeyError, TypeError):
-                before = None
-            if before != self.request():
+                request = None
+            if request != self.request():
                 raise RunStoreError(
                     f"{self.work} holds an unfinished fit of other data or settings. Remove it, or choose another "
                     "--out."
                 )
         elif self.work.is_dir():
-            # a process that was killed at its very start leaves its lock and half of fit.json at most
+            # a process killed at its very start leaves its lock and half of fit.json at most
             foreign = [name for name in sorted(os.listdir(self.work)) if name != "lock" and not name.endswith(PARTIAL)]
             if foreign:
                 raise RunStoreError(
-                    f"{self.work}, where a fit would work, holds something else already ({foreign[0]!r}). "
+                    f"{self.work}, the working directory of a fit, holds something else already ({foreign[0]!r}). "
                     "Choose another --out."
                 )
 
-    def train(self, watcher: FitWatcher | None = None, stop: Callable[[], bool] = lambda: False) -> None:
-        """Searches λ, trains the model, scores it and writes down what a report shows.
+    def publish(self) -> None:
+        """Move the model with its results and its report to the model directory."""
+        for name in ("experiment.json", "runs", "report"):
+            source, copy = self.work / name, self._model / name
+            if source.is_dir():
+                # names with a leading dot are files that a killed process was writing
+                shutil.copytree(source, copy, ignore=shutil.ignore_patterns(".*"), dirs_exist_ok=True)
+            elif source.exists():
+                shutil.copyfile(source, copy)
+        for folder, _, files in os.walk(self._model):
+            for file in files:
+                with open(Path(folder) / file, "rb") as stream:
+                    os.fsync(stream.fileno())
+            fsync_directory(Path(folder))
+        os.rename(self._model, self.out)
+        fsync_directory(self.out.parent)
+        self.remove_work()
+
+    def remove_work(self) -> None:
+        """Remove the working directory, if it belongs to this fit."""
+        try:
+            self._check_work()
+        except ValueError:
+            return
+        with contextlib.suppress(OSError):
+            last = (self._request_file, self.work / "lock")  # the request marks the rest as ours
+            paths = [*self.work.glob(f".*{PARTIAL}"), *(self.work / name for name in OURS)]
+            for path in (*(path for path in paths if path not in last), *last):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            self.work.rmdir()
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train(self, callback: FitCallback | None = None, stop: Callable[[], bool] = lambda: False) -> None:
+        """Search λ, train and score the model, and write the results that a report shows.
 
         Raises:
-            Interrupted: `stop` said yes; what was done is kept.
+            Interrupted: `stop` returned True; finished work is kept.
             TrainingFailed: The training ended in NaN or Inf.
         """
-        watcher, began = watcher or FitWatcher(), time.monotonic()
+        callback, start = callback or FitCallback(), time.monotonic()
         store = RunStore(self.work)
-        for leftover in self.work.glob(f".{self._kept.name}.*{PARTIAL}"):  # of a process killed while it saved
+        for leftover in self.work.glob(f".{self._model.name}.*{PARTIAL}"):  # of a process killed while saving
             shutil.rmtree(leftover)
         store.clean([])
-        train, validation, test = (on_device(part, self.plan, self.device) for part in self._parts())
-        tuned = self._tuned(train, validation, test, watcher, stop) if self.diversity is None else None
-        diversity = self.diversity if tuned is None else tuned.diversity
-        assert diversity is not None
-        run = Run("model", diversity, self.seed)
-        if not store.is_finished(run) or not self._kept.exists():
+        train, validation, test = self.table.parts(self.plan, self.device)
+        tuned, diversity = None, self.diversity
+        if diversity is None:
+            tuned = self._search(train, validation, test).run(callback, stop)
+            diversity = tuned.diversity
+        run = RunKey("model", diversity, self.seed)
+        owner = {"runs": [[run.arm, run.diversity, run.seed]], "config_sha256": json_digest(self.request())}
+        checkpoints = Checkpoints(self.work / "checkpoints" / "model", owner=owner)
+        if not store.is_finished(run) or not self._model.exists():
             trained = train_members(
                 self.plan,
                 train,
@@ -174,184 +210,124 @@ class TableFit:
                 diversities=[diversity],
                 seeds=[self.seed],
                 validation=validation,
-                checkpoint_policy=CheckpointPolicy(self._checkpoints(run), None, SAVE_EVERY),
-                watch=watcher.trained,
+                checkpoint_policy=CheckpointPolicy(checkpoints, None, SAVE_EVERY),
+                on_progress=callback.on_step,
                 stop=stop,
             )
-            self._keep(store, run, trained, tuned)
-        self._checkpoints(run).remove()
-        self._write_experiment(store, run, tuned, time.monotonic() - began)
+            self._save(store, run, trained, tuned)
+        checkpoints.remove()
+        store.write_experiment(self._experiment(run, tuned, time.monotonic() - start))
 
-    def publish(self) -> None:
-        """Puts the complete model in place, with its results and its report."""
-        for name in ("experiment.json", "runs", "report"):
-            source, copy = self.work / name, self._kept / name
-            if source.is_dir():
-                # names with a point are files that a killed process was writing
-                shutil.copytree(source, copy, ignore=shutil.ignore_patterns(".*"), dirs_exist_ok=True)
-            elif source.exists():
-                shutil.copyfile(source, copy)
-        for folder, _, files in os.walk(self._kept):
-            for file in files:
-                with open(Path(folder) / file, "rb") as stream:
-                    os.fsync(stream.fileno())
-            fsync_directory(Path(folder))
-        os.rename(self._kept, self.out)
-        fsync_directory(self.out.parent)
-        self.clear()
-
-    def clear(self) -> None:
-        """Removes the working directory, if it is this fit's."""
-        try:
-            self._check_work()
-        except ValueError:
-            return
-        with contextlib.suppress(OSError):
-            last = (self._begun, self.work / "lock")  # without the former the rest would be anybody's
-            ours = [*self.work.glob(f".*{PARTIAL}"), *(self.work / name for name in OURS)]
-            for path in (*(path for path in ours if path not in last), *last):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-            self.work.rmdir()
-
-    # -- parts --------------------------------------------------------------------------------------------------------
-
-    def _parts(self) -> tuple[Split, Split, Split]:
-        return self.table.train, self.table.validation, self.table.test
-
-    def _checkpoints(self, run: Run) -> Checkpoints:
-        owner = {"runs": [[run.arm, run.diversity, run.seed]], "config_sha256": json_digest(self.request())}
-        return Checkpoints(self.work / "checkpoints" / "model", owner=owner)
-
-    def _tuned(
-        self, train: Split, validation: Split, test: Split, watcher: FitWatcher, stop: Callable[[], bool]
-    ) -> TunedDiversity:
-        targets = self.table.targets
-        return tune_diversity(
-            self.plan,
-            train,
-            validation,
-            self.table.num_outputs,
-            check=test if len(test) else None,
-            seed=self.seed + 1,  # the model's own seed takes no part
-            score_scale=squared_scale(targets),
-            store=Trials(self.work / "search", SAVE_EVERY),
-            watch=watcher.searched,
-            stop=stop,
+    def _search(self, train: Split, validation: Split, test: Split) -> GridSearch:
+        # seed + 1: the model's own seed takes no part in choosing
+        return GridSearch(
+            SearchProblem(self.plan, train, validation, self.table.num_outputs, self.seed + 1),
+            test=test if len(test) else None,
+            score_scale=self.table.target_variance,
+            cache=SearchCache(self.work / "search", SAVE_EVERY),
         )
 
-    def _keep(self, store: RunStore, run: Run, trained: Trained, tuned: TunedDiversity | None) -> None:
-        """Saves the trained model, then writes it down as done."""
+    def _save(self, store: RunStore, run: RunKey, trained: TrainedGroup, tuned: TunedDiversity | None) -> None:
+        """Save the trained model, then its result file, which marks the run as finished."""
         if (failure := trained.failure(0)) is not None:
-            raise TrainingFailed(_failed(failure, run))
-        ensemble = finished_ensemble(trained.ensemble(0), self.table.encoder(), self.table.targets)
-        scores, arrays = self._scores(trained)
-        fitted = trained.fitted
+            member = "" if failure.member is None else f", member {failure.member}"
+            raise TrainingFailed(
+                f"The model's training (λ={run.diversity:g}, seed {run.seed}{member}) ended at step {failure.step} "
+                f"with {failure.message}. Try a smaller --learning-rate."
+            )
+        table, fitted = self.table, trained.fitted
+        ensemble = assemble_ensemble(table.encoder(), trained.ensemble(0), table.target_scaler)
+        scores, arrays = self._evaluate(trained)
         record = {
             "fit": self.request(),
             "search": None if tuned is None else tuned.to_json(),
             "scores": scores,
             "best_epoch": None if fitted.best_epochs is None else fitted.best_epochs[0],
-            "rows": dict(zip(("train", "validation", "test"), map(len, self._parts()), strict=True)),
+            "rows": {"train": len(table.train), "validation": len(table.validation), "test": len(table.test)},
         }
-        if self._kept.exists():  # of a process that was killed right here
-            shutil.rmtree(self._kept)
-        TableModel(ensemble, self.table.encoding, run.diversity, finite(record)).save(self._kept)
-        metric = "train_cross_entropy" if self.table.task == "classification" else "train_mse"
-        store.write_result(
-            run,
-            {
-                "format": FORMAT,
-                "run": run.id,
-                "arm": run.arm,
-                "diversity": run.diversity,
-                "seed": run.seed,
-                "num_members": self.plan.num_members,
-                "batches": self.plan.batches,
-                "status": "finished",
-                "failure": None,
-                "metrics": {"test": scores.get("test"), "validation": scores["validation"], "train": None},
-                "history": [
-                    {"epoch": entry["epoch"], "step": entry["step"], metric: entry["score"][0]}
-                    for entry in fitted.history
-                ],
-                "steps": trained.train_config.steps,
-                "seconds": fitted.seconds,
-                "parameters": sum(p.numel() for p in ensemble.parameters()),
-                "job": "model",
-                "versions": versions(),
-                **hardware(self.device),
-            },
-            arrays,
-        )
+        if self._model.exists():  # of a process that was killed right here
+            shutil.rmtree(self._model)
+        TableModel(ensemble, table.encoding, run.diversity, finite(record)).save(self._model)
+        metric = "train_cross_entropy" if table.task == "classification" else "train_mse"
+        content = {
+            "run": run.id,
+            "arm": run.arm,
+            "diversity": run.diversity,
+            "seed": run.seed,
+            "num_members": self.plan.num_members,
+            "batches": self.plan.batches,
+            "status": "finished",
+            "failure": None,
+            "metrics": {"test": scores.get("test"), "validation": scores["validation"], "train": None},
+            "history": [
+                {"epoch": entry["epoch"], "step": entry["step"], metric: entry["score"][0]} for entry in fitted.history
+            ],
+            "steps": trained.train_config.steps,
+            "seconds": fitted.seconds,
+            "parameters": sum(p.numel() for p in ensemble.parameters()),
+            "job": "model",
+            "versions": versions(),
+            **hardware(self.device),
+        }
+        store.write_result(RunResult.model_validate(content), arrays)
 
-    def _scores(self, trained: Trained) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """How the model does on what it was not trained on, in the target's units."""
+    def _evaluate(self, trained: TrainedGroup) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Scores on the validation and test parts in the target's units, and the arrays of the last of them."""
         stacked = trained.ensemble(0).cpu().double()
         table, scores, arrays = self.table, {}, {}
         parts = {"validation": (table.validation, table.validation_rows), "test": (table.test, table.test_rows)}
         for name, (part, rows) in parts.items():
             if not len(part):
                 continue
-            y, targets = part.y, table.targets
+            y, scaler = part.y, table.target_scaler
             with torch.no_grad():
-                logits = (stacked(x) for x in part.x.split(chunk_rows(stacked, stacked.num_members)))
-                if targets is not None:
-                    logits = (z * targets.std + targets.mean for z in logits)
-                    y = (y * targets.std + targets.mean).squeeze(1)
-                found = score(logits, y)
-            scores[name], arrays = found.metrics, found.arrays
+                logits = map(stacked, part.x.split(chunk_rows(stacked, stacked.num_members)))
+                if scaler is not None:
+                    logits, y = map(scaler.inverse_transform, logits), scaler.inverse_transform(y).squeeze(1)
+                evaluation = evaluate_chunks(logits, y)
+            scores[name], arrays = evaluation.metrics, evaluation.arrays
             if "disputed_index" in arrays:
-                arrays["disputed_row"] = rows[arrays["disputed_index"]] + 1  # as a person counts them in the file
+                arrays["disputed_row"] = rows[arrays["disputed_index"]] + 1  # counted from 1 in the file
         return scores, arrays
 
-    def _write_experiment(self, store: RunStore, run: Run, tuned: TunedDiversity | None, seconds: float) -> None:
-        schema, plan = self.table.schema, self.plan
-        widths = [self.table.train.x.shape[1], *plan.hidden, self.table.num_outputs]
-        fit = read_json(self._begun)
+    def _experiment(self, run: RunKey, tuned: TunedDiversity | None, seconds: float) -> ExperimentResult:
+        """The content of experiment.json."""
+        table, plan, target = self.table, self.plan, self.table.schema.target
+        widths = [table.train.x.shape[1], *plan.hidden, table.num_outputs]
+        arm = {
+            "name": run.arm,
+            "label": "the model",
+            "role": "model",
+            "num_members": plan.num_members,
+            "batches": plan.batches,
+            "network": "MLP " + "-".join(map(str, widths)),
+            "parameters": plan.num_members * sum((i + 1) * o for i, o in itertools.pairwise(widths)),
+            "diversities": [run.diversity],
+            "baseline": False,
+            "seeds": [run.seed],
+        }
         content = {
-            "format": FORMAT,
             "name": self.out.name,
-            "title": f"{schema.target.name}, from {self.table.name}",
-            "description": f"{plan.num_members} networks trained jointly to predict {schema.target.name}.",
-            "task": self.table.task,
+            "title": f"{target.name}, from {table.name}",
+            "description": f"{plan.num_members} networks trained jointly to predict {target.name}.",
+            "task": table.task,
             "data": {
-                "name": self.table.name,
-                "train": len(self.table.train),
-                "validation": len(self.table.validation),
-                "test": len(self.table.test),
-                "classes": schema.target.class_names,
+                "name": table.name,
+                "train": len(table.train),
+                "validation": len(table.validation),
+                "test": len(table.test),
+                "classes": target.class_names,
                 "image_shape": None,
-                "schema": self.table.described,
+                "schema": table.description,
             },
-            "arms": [
-                {
-                    "name": run.arm,
-                    "label": "the model",
-                    "role": "model",
-                    "num_members": plan.num_members,
-                    "batches": plan.batches,
-                    "network": "MLP " + "-".join(map(str, widths)),
-                    "parameters": plan.num_members * sum((i + 1) * o for i, o in itertools.pairwise(widths)),
-                    "diversities": [run.diversity],
-                    "baseline": False,
-                    "seeds": [run.seed],
-                }
-            ],
+            "arms": [arm],
             "seeds": [run.seed],
             "search": None if tuned is None else tuned.to_json(),
             "paper": None,
             "hardware": hardware(self.device),
             "versions": versions(),
             "config": self.request(),
-            "started": fit["started"],
+            "started": read_json(self._request_file)["started"],
             "seconds": seconds,
         }
-        store.write_experiment(content)
-
-
-def _failed(failure: Failure, run: Run) -> str:
-    member = "" if failure.member is None else f", member {failure.member}"
-    return (
-        f"The model's training (λ={run.diversity:g}, seed {run.seed}{member}) ended at step {failure.step} with "
-        f"{failure.message}. Try a smaller --learning-rate."
-    )
+        return ExperimentResult.model_validate(content)

@@ -1,4 +1,4 @@
-"""A trained ensemble with the encoding of its table: what `torchace fit` keeps, and what predicts rows."""
+"""A trained ensemble with the encoding of its table: the content of a model directory of `torchace fit`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,28 @@ from torchace.saving import ModelFileError, load_model, save_model
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
+# of logits (K, n, C), for each sample (n, ...)
+CLASSIFIER_OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "probabilities": lambda logits: ensemble_log_probs(logits).clamp_(max=0).exp_(),  # rounding may leave 1 + 4e-16
+    "entropy": partial(predictive_entropy, reduction="none"),
+    "mutual_information": partial(mutual_information, reduction="none"),
+    "disagreement": partial(disagreement, reduction="none"),
+}
+REGRESSOR_OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "prediction": lambda predictions: predictions.mean((0, 2)),
+    "spread": lambda predictions: predictions.std(0, correction=0).squeeze(1),
+}
+
 
 @dataclass(frozen=True, eq=False)
 class TableModel:
     """An ensemble that predicts rows of a table.
 
     Attributes:
-        ensemble: From the raw matrix of `encoding` to logits, or to predictions in the target's units; in float64.
-        encoding: From rows to the raw matrix.
+        ensemble: Maps the raw matrix of `encoding` to logits, or to predictions in the target's units; in float64.
+        encoding: Maps rows to the raw matrix.
         diversity: λ.
-        record: Everything else that was written down: how it was trained, how it did.
+        record: How the model was trained, and its scores.
     """
 
     ensemble: Ensemble
@@ -41,33 +53,33 @@ class TableModel:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TableModel:
-        """A model directory of `torchace fit`, or of an estimator's `save`.
+        """Load a model directory of `torchace fit`, or of an estimator's `save`.
 
         Raises:
-            ModelFileError: The directory is damaged, or holds a model that was not trained on a table.
+            ModelFileError: The directory is damaged, or its model was not trained on a table.
         """
         ensemble = load_model(path)
         manifest = cast(Mapping[str, Any], ensemble.manifest)
-        extra = manifest["extra"] or {}
-        if not isinstance(ensemble, Ensemble) or "encoding" not in extra or manifest["diversity"] is None:
+        record = dict(manifest["extra"] or {})
+        if not isinstance(ensemble, Ensemble) or "encoding" not in record or manifest["diversity"] is None:
             raise ModelFileError(f"{path} holds no model of a table; read it with torchace.load_model.")
         try:
-            encoding = Encoding.from_json(extra["encoding"])
+            encoding = Encoding.from_json(record.pop("encoding"))
         except DataError as error:
             raise ModelFileError(f"{path} holds a table's description that cannot be read: {error}") from error
-        _check_fit(ensemble, encoding, path)
-        record = {key: value for key, value in extra.items() if key != "encoding"}
-        _check_record(record, path)
+        if not _accepts(ensemble, encoding):
+            raise ModelFileError(f"{path} describes another table than its ensemble was trained on; train it anew.")
+        if not _is_readable(record):
+            raise ModelFileError(f"{path} holds notes on its training that cannot be read; train it anew.")
         return cls(ensemble, encoding, manifest["diversity"], record)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a model directory: complete, or not there."""
-        target = self.encoding.schema.target
+        """Write a model directory, completely or not at all."""
         save_model(
             path,
             self.ensemble,
             diversity=self.diversity,
-            class_names=target.class_names if self.is_classifier else None,
+            class_names=self.encoding.schema.target.class_names if self.is_classifier else None,
             extra={**self.record, "encoding": self.encoding.to_json()},
         )
 
@@ -81,7 +93,7 @@ class TableModel:
 
     @torch.no_grad()
     def _chunks(self, frame: DataFrame) -> Iterator[Tensor]:
-        """The logits of one chunk of rows after another."""
+        """Logits of consecutive chunks of rows."""
         rows = chunk_rows(self.ensemble, self.ensemble.num_members)
         for part in self.encoding.matrix(frame).split(rows):
             yield self.ensemble(part)
@@ -96,63 +108,22 @@ class TableModel:
 
         if not len(frame):
             raise DataError("The table has no rows; nothing can be predicted.")
-        if not self.is_classifier:
-            measures = {"prediction": lambda f: f.mean((0, 2)), "spread": lambda f: f.std(0, correction=0).squeeze(1)}
-            return DataFrame(self._collected(frame, measures), index=frame.index)
-        target = self.encoding.schema.target
-        found = self._collected(
-            frame,
-            {
-                # rounding may leave 1 + 4e-16
-                "probs": lambda z: ensemble_log_probs(z).clamp_(max=0).exp_(),
-                "entropy": partial(predictive_entropy, reduction="none"),
-                "mutual_information": partial(mutual_information, reduction="none"),
-                "disagreement": partial(disagreement, reduction="none"),
-            },
-        )
-        probs = found.pop("probs")
-        columns: dict[str, Any] = {"prediction": target.labels(torch.from_numpy(probs.argmax(1)))}
-        columns |= {f"probability_{name}": probs[:, code] for code, name in enumerate(target.class_names)}
-        return DataFrame(columns | found, index=frame.index)
-
-    def _collected(self, frame: DataFrame, measures: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
-        """What each measure makes of the members' logits, for all rows, as numpy arrays."""
-        found = collect_chunks(self._chunks(frame), len(frame), *measures.values())
-        return {name: values.numpy() for name, values in zip(measures, found, strict=True)}
+        outputs = CLASSIFIER_OUTPUTS if self.is_classifier else REGRESSOR_OUTPUTS
+        values = collect_chunks(self._chunks(frame), len(frame), *outputs.values())
+        columns: dict[str, Any] = {name: value.numpy() for name, value in zip(outputs, values, strict=True)}
+        if self.is_classifier:
+            target, probs = self.encoding.schema.target, columns.pop("probabilities")
+            predicted: dict[str, Any] = {"prediction": target.labels(torch.from_numpy(probs.argmax(1)))}
+            predicted |= {f"probability_{name}": probs[:, code] for code, name in enumerate(target.class_names)}
+            columns = predicted | columns
+        return DataFrame(columns, index=frame.index)
 
     def evaluate(self, frame: DataFrame) -> Evaluation:
         """Scores on rows whose target is known."""
-        return score(self._chunks(frame), self.encoding.targets(frame))
+        return evaluate_chunks(self._chunks(frame), self.encoding.targets(frame))
 
 
-def _check_record(record: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Notes on the training in the form that they are written and shown in."""
-    search, scores = record.get("search"), record.get("scores")
-    valid = search is None or (isinstance(search, Mapping) and isinstance(search.get("sentence"), str))
-    if valid and scores is not None:
-        parts = scores.values() if isinstance(scores, Mapping) else [None]
-        valid = all(isinstance(part, Mapping) and all(map(_is_score, part.values())) for part in parts)
-    if not valid:
-        raise ModelFileError(f"{path} holds notes on its training that cannot be read; train it anew.")
-
-
-def _is_score(value: Any) -> bool:
-    return value is None or isinstance(value, list) or (type(value) in (int, float) and abs(value) < 1e300)
-
-
-def _check_fit(ensemble: Ensemble, encoding: Encoding, path: str | os.PathLike[str]) -> None:
-    """An ensemble that takes the encoding's rows and answers with its classes, or with a number."""
-    outputs = max(1, len(encoding.schema.target.classes))
-    try:
-        with torch.no_grad():
-            fits = ensemble(torch.zeros(1, len(encoding.columns), dtype=torch.float64)).shape[1:] == (1, outputs)
-    except (RuntimeError, ValueError):
-        fits = False
-    if not fits:
-        raise ModelFileError(f"{path} describes another table than its ensemble was trained on; train it anew.")
-
-
-def score(logits: Iterable[Tensor], target: Tensor) -> Evaluation:
+def evaluate_chunks(logits: Iterable[Tensor], target: Tensor) -> Evaluation:
     """Scores of chunks of logits `(K, n, C)` and class indices `(N,)`, or of predictions `(K, n, 1)` and numbers."""
     if target.is_floating_point():
         return evaluate_regression(torch.cat(list(logits), 1).squeeze(2), target)
@@ -161,3 +132,28 @@ def score(logits: Iterable[Tensor], target: Tensor) -> Evaluation:
         evaluator.update(part, target[done : done + part.shape[1]])
         done += part.shape[1]
     return evaluator.compute()
+
+
+def _accepts(ensemble: Ensemble, encoding: Encoding) -> bool:
+    """Whether an ensemble maps the encoding's rows to its classes, or to one number."""
+    outputs = max(1, len(encoding.schema.target.classes))
+    try:
+        with torch.no_grad():
+            return ensemble(torch.zeros(1, len(encoding.columns), dtype=torch.float64)).shape[1:] == (1, outputs)
+    except (RuntimeError, ValueError):
+        return False
+
+
+def _is_readable(record: Mapping[str, Any]) -> bool:
+    """Whether the search and the scores have the form in which they are written and shown."""
+    search, scores = record.get("search"), record.get("scores")
+    if search is not None and not (isinstance(search, Mapping) and isinstance(search.get("sentence"), str)):
+        return False
+    parts = {} if scores is None else scores
+    return isinstance(parts, Mapping) and all(
+        isinstance(part, Mapping) and all(map(_is_score, part.values())) for part in parts.values()
+    )
+
+
+def _is_score(value: Any) -> bool:
+    return value is None or isinstance(value, list) or (type(value) in (int, float) and abs(value) < 1e300)

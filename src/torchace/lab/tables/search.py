@@ -1,4 +1,4 @@
-"""A search on a user's table: for λ, or for λ with everything else."""
+"""A search on a table: for λ, or for λ with other hyperparameters."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torchace._files import refuse_links, remove_abandoned, write_atomic
 from torchace.lab.data import Split
 from torchace.lab.store import RunStoreError, finite
-from torchace.lab.tables.table import Table, on_device, squared_scale
+from torchace.lab.tables.table import Table
 from torchace.lab.training.members import MemberPlan
-from torchace.lab.tuning.search import SearchResult, SearchSpace, search
-from torchace.lab.tuning.search_cache import Trials
-from torchace.lab.tuning.tuning import Stage, TunedDiversity, tune_diversity
+from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
+from torchace.lab.tuning.optuna_search import OptunaSearch, StudyResult
+from torchace.lab.tuning.search import SearchCallback, SearchProblem, SearchResult
+from torchace.lab.tuning.search_cache import SearchCache
 
-KEPT = {"search", "study.db", "study.db.lock", "tune.json"}  # what searches leave in their directory
+CONTENT = {"search", "study.db", "study.db.lock", "tune.json"}  # of a search's directory
 
 
 @dataclass(frozen=True)
 class TableSearch:
-    """A table, the plan the search starts from, and the directory it is kept in."""
+    """A table, the plan that the search starts from, and the directory of the results."""
 
     table: Table
     plan: MemberPlan
@@ -31,73 +31,59 @@ class TableSearch:
     seed: int = 0
     device: str = "cpu"
 
-    def diversity(
+    def tune_diversity(
         self,
         *,
         num_seeds: int,
         rounds: int,
-        watch: Callable[[Stage, float], None] | None = None,
+        callback: SearchCallback | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> TunedDiversity:
-        """λ, and what it is worth on the test part."""
-        self._check()
-        tuned = tune_diversity(
-            self.plan,
-            self._part(self.table.train),
-            self._part(self.table.validation),
-            self.table.num_outputs,
-            check=self._part(self.table.test) if len(self.table.test) else None,
-            seed=self.seed,
+        """Search λ alone, and measure its gain on the test part."""
+        self._check_directory()
+        problem, test = self._problem()
+        search = GridSearch(
+            problem,
+            test=test if len(test) else None,
             num_seeds=num_seeds,
             num_fresh=num_seeds,
             rounds=rounds,
-            score_scale=squared_scale(self.table.targets),
-            store=Trials(self.directory / "search"),
-            watch=watch,
-            stop=stop,
+            score_scale=self.table.target_variance,
+            cache=SearchCache(self.directory / "search"),
         )
-        self._write(tuned.to_json())
-        return tuned
+        result = search.run(callback, stop)
+        self._write(result)
+        return result
 
-    def everything(
+    def run_study(
         self,
         trials: int,
         *,
         storage: str | None,
         study: str,
         pruning: bool,
-        watch: Callable[[int, float | None, float | None], None] | None = None,
+        callback: SearchCallback | None = None,
         stop: Callable[[], bool] = lambda: False,
-    ) -> SearchResult:
-        """λ with widths, rates and the number of members, in an Optuna study."""
-        self._check()
-        found = search(
-            SearchSpace(),
-            self.plan,
-            self._part(self.table.train),
-            self._part(self.table.validation),
-            self.table.num_outputs,
-            trials=trials,
-            storage=storage or self.directory / "study.db",
-            study_name=study,
-            seed=self.seed,
-            pruning=pruning,
-            watch=watch,
-            stop=stop,
-        )
-        self._write(found.to_json())
-        return found
+    ) -> StudyResult:
+        """Search λ with widths, rates and the number of members, in an Optuna study."""
+        self._check_directory()
+        problem, _ = self._problem()
+        where = storage or self.directory / "study.db"
+        result = OptunaSearch(problem, trials, storage=where, study_name=study, pruning=pruning).run(callback, stop)
+        self._write(result)
+        return result
 
-    def _check(self) -> None:
-        """Refuses a directory that holds something else than searches, or links in their place."""
-        if self.directory.is_dir() and (names := os.listdir(self.directory)) and not KEPT & set(names):
+    def _problem(self) -> tuple[SearchProblem, Split]:
+        train, validation, test = self.table.parts(self.plan, self.device)
+        return SearchProblem(self.plan, train, validation, self.table.num_outputs, self.seed), test
+
+    def _check_directory(self) -> None:
+        """Refuse a directory with other content, or links in place of a search's files."""
+        if self.directory.is_dir() and (names := os.listdir(self.directory)) and not CONTENT & set(names):
             raise RunStoreError(f"{self.directory} holds something else already. Choose another --out.")
-        refuse_links(self.directory, (*KEPT, "study.db-journal"))
+        refuse_links(self.directory, (*CONTENT, "study.db-journal"))
 
-    def _part(self, split: Split) -> Split:
-        return on_device(split, self.plan, self.device)
-
-    def _write(self, content: dict[str, Any]) -> None:
+    def _write(self, result: SearchResult) -> None:
         file = self.directory / "tune.json"
         remove_abandoned(file)
-        write_atomic(file, (json.dumps(finite(content), indent=1) + "\n").encode())
+        write_atomic(file, (json.dumps(finite(result.to_json()), indent=1) + "\n").encode())

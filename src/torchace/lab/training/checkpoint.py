@@ -1,26 +1,28 @@
-"""The state of a training between two steps, on the disk."""
+"""Checkpoints: the state of a training between two steps, on the disk."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from torchace._files import is_unchanged, read_bounded, read_json, remove_partial, with_checksum, write_atomic
+from torchace.lab.training.distributed import State
 from torchace.lab.training.early_stopping import EarlyStopping
 from torchace.lab.training.run_group import RunGroup
+from torchace.lab.training.shard import gather_state, shard_state
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -28,19 +30,81 @@ MANIFEST = "manifest.json"
 _STATE = re.compile(r"state-[0-9]{1,19}\.safetensors")
 
 
+def _check_number(text: str) -> str:
+    float(text)
+    return text
+
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Scores = list[FiniteFloat | None]
+NumberText = Annotated[str, AfterValidator(_check_number)]  # JSON has no NaN and no Inf
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Epoch(_Strict):
+    epoch: Count
+    step: Count
+    score: Scores
+    held_out: Scores | None
+
+
+class _Failure(_Strict):
+    message: str
+    member: Count | None
+    step: Count
+
+
+class _EpochStats(_Strict):
+    sums: list[NumberText]
+    weights: list[FiniteFloat]
+    steps: Count
+
+
+class _EarlyStopping(_Strict):
+    best: list[NumberText]
+    best_epoch: list[Count]
+
+
+class _Progress(_Strict):
+    """Everything in a checkpoint beside the tensors; lists have an entry for each run."""
+
+    step: Count
+    seconds: Annotated[float, Field(ge=0, lt=2**53)]
+    stopped: list[bool]
+    history: list[_Epoch]
+    failures: dict[str, _Failure]  # by run
+    tally: _EpochStats
+    stopping: _EarlyStopping | None = None
+
+    def fits(self, num_runs: int) -> bool:
+        """Whether this is the progress of so many runs."""
+        lists: list[Any] = [self.stopped, self.tally.sums, self.tally.weights]
+        for epoch in self.history:
+            lists += [epoch.score, epoch.held_out or epoch.score]
+        if self.stopping is not None:
+            lists += [self.stopping.best, self.stopping.best_epoch]
+        return all(len(values) == num_runs for values in lists) and all(
+            run.isdecimal() and int(run) < num_runs for run in self.failures
+        )
+
+
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: one sentence that says why and what to do."""
+    """A checkpoint that cannot be used."""
 
 
 @dataclass(frozen=True)
 class Checkpoints:
     """The newest checkpoint of one training in a directory: a safetensors file and the manifest that names it.
 
-    The manifest is written last. A process killed at any moment leaves the previous checkpoint or the new one.
+    The manifest is written last. A process killed at any moment leaves the previous checkpoint or the new one. Several
+    ranks write the checkpoint that one process would write, so that any number of ranks can resume from it.
 
     Attributes:
-        directory: Where it is.
-        owner: The runs and the configuration that it belongs to, as JSON holds them; that of others is refused.
+        directory: Directory of the two files.
+        owner: The runs and the configuration of the checkpoint, as JSON; another owner's checkpoint is refused.
     """
 
     directory: Path
@@ -53,13 +117,23 @@ class Checkpoints:
         progress: dict[str, Any],
         stopping: EarlyStopping | None = None,
     ) -> None:
-        """Replaces the checkpoint; `progress` is everything else there is to know, as JSON holds it."""
-        tensors = {f"network.{name}": value for name, value in network.state_dict().items()}
+        """Replace the checkpoint. Called by all ranks.
+
+        Args:
+            network: Its weights are saved.
+            optimizer: Its state is saved.
+            progress: Everything else, as JSON.
+            stopping: Its best weights and scores are saved.
+        """
+        state = {f"network.{name}": value for name, value in network.state_dict().items()}
         if stopping is not None:
-            tensors |= {f"best.{name}": value for name, value in stopping.weights.items()}
+            state |= {f"best.{name}": value for name, value in stopping.weights.items()}
             progress = {**progress, "stopping": stopping.state()}
-        for index, state in optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items() if value is not None}
+        for index, values in optimizer.state_dict()["state"].items():
+            state |= {f"optimizer.{index}.{name}": value for name, value in values.items() if value is not None}
+        tensors = gather_state(network, state)
+        if tensors is None:  # the first rank writes
+            return
         data = save_safetensors({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
         name = f"state-{progress['step']}.safetensors"
         content = {
@@ -77,48 +151,59 @@ class Checkpoints:
     def load(
         self, network: RunGroup, optimizer: torch.optim.Optimizer, stopping: EarlyStopping | None = None
     ) -> dict[str, Any] | None:
-        """Restores the newest checkpoint and returns its progress; None where there is none yet."""
+        """Restore the newest checkpoint and return its progress; None if there is none. Called by all ranks."""
+        ranks = network.ranks
+        progress, tensors = self._read(network.num_runs) if ranks.is_first else (None, None)
+        progress = ranks.broadcast(progress)
+        if progress is None:
+            return None
+        tensors = ranks.broadcast_tensors(tensors)
+        try:
+            state = shard_state(network, tensors)
+            network.load_state_dict(_select("network.", state))
+            _load_optimizer(optimizer, _select("optimizer.", state))
+            if stopping is not None:
+                stopping.load(progress["stopping"], _select("best.", state))
+        except (ValueError, LookupError, TypeError, RuntimeError) as error:
+            raise self._damaged(error) from error
+        return progress
+
+    def _read(self, num_runs: int) -> tuple[dict[str, Any] | None, State | None]:
+        """Progress and tensors of the newest checkpoint, or None twice."""
         remove_partial(self.directory)
         if not (self.directory / MANIFEST).exists():
-            return None
+            return None, None
         if self._is_foreign():
             raise CheckpointError(
                 f"The checkpoint in {self.directory} belongs to other runs or to another configuration. "
                 "Remove that folder to start these runs anew."
             )
         try:
-            progress, tensors = self._read()
-            _check_progress(progress, network.num_runs)
-            network.load_state_dict(_under("network.", tensors))
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            states: dict[int, dict[str, Tensor]] = {}
-            for name, value in _under("optimizer.", tensors).items():
-                index, _, key = name.partition(".")
-                states.setdefault(int(index), {})[key] = _laid_out_as(parameters[int(index)], value)
-            if len({frozenset(state) for state in states.values()}) > 1:
-                raise ValueError("it holds other optimizer states for some parameters than for others")
-            if stopping is not None:
-                stopping.load(progress["stopping"], _under("best.", tensors))
-            optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+            content = self._manifest()
+            if not _Progress.model_validate(content["progress"]).fits(num_runs):
+                raise ValueError("it has another number of runs")
+            state = content["state"]
+            if not _STATE.fullmatch(state["file"]) or type(state["bytes"]) is not int:  # never a path elsewhere
+                raise ValueError(f"{MANIFEST} is not what was written")
+            data = read_bounded(self.directory / state["file"], state["bytes"])
+            if hashlib.sha256(data).hexdigest() != state["sha256"]:
+                raise ValueError(f"{state['file']} is not what was written")
+            return content["progress"], load_safetensors(data)
         except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
-            raise self.damaged(_reason(error)) from error
-        return progress
+            raise self._damaged(error) from error
 
-    def damaged(self, why: str) -> CheckpointError:
-        """The error of a checkpoint that cannot be used."""
+    def _damaged(self, error: Exception) -> CheckpointError:
+        if isinstance(error, OSError):
+            reason = f"{Path(error.filename or '').name}: {error.strerror}"
+        elif isinstance(error, ValidationError):
+            reason = f"{MANIFEST} has no valid {(*error.errors()[0]['loc'], 'progress')[0]}"
+        elif isinstance(error, LookupError | json.JSONDecodeError | UnicodeDecodeError):
+            reason = f"{MANIFEST} is not what was written"
+        else:
+            reason = str(error).split("\n")[0].rstrip(".:")
         return CheckpointError(
-            f"The checkpoint in {self.directory} is damaged ({why}). Remove that folder to start its runs anew."
+            f"The checkpoint in {self.directory} is damaged ({reason}). Remove that folder to start its runs anew."
         )
-
-    def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        content = self._manifest()
-        state = content["state"]
-        if not _STATE.fullmatch(state["file"]) or type(state["bytes"]) is not int:  # never a path elsewhere
-            raise ValueError(f"{MANIFEST} is not what was written")
-        data = read_bounded(self.directory / state["file"], state["bytes"])
-        if hashlib.sha256(data).hexdigest() != state["sha256"]:
-            raise ValueError(f"{state['file']} is not what was written")
-        return content["progress"], load_safetensors(data)
 
     def _manifest(self) -> dict[str, Any]:
         content = read_json(self.directory / MANIFEST)
@@ -127,15 +212,15 @@ class Checkpoints:
         return content
 
     def _is_foreign(self) -> bool:
-        """Whether the checkpoint is sound and belongs to others."""
+        """Whether the checkpoint is intact and has another owner."""
         try:
             return self._manifest().get("owner") != self.owner
-        except (OSError, ValueError, LookupError):  # there is none, or it is damaged: `load` says so
+        except (OSError, ValueError, LookupError):  # missing or damaged: `load` reports it
             return False
 
     def remove(self) -> None:
-        """Removes the checkpoint of a training that is finished, and the folder around it once it is empty."""
-        (self.directory / MANIFEST).unlink(missing_ok=True)  # first: without it the rest is nothing
+        """Remove the checkpoint of a finished training, and the folders around it once they are empty."""
+        (self.directory / MANIFEST).unlink(missing_ok=True)  # first: the other files are nothing without it
         for state in self._states():
             state.unlink(missing_ok=True)
         remove_partial(self.directory)
@@ -144,19 +229,34 @@ class Checkpoints:
                 folder.rmdir()
 
     def remove_foreign(self) -> bool:
-        """Removes a checkpoint that belongs to other runs or to another configuration; whether there was one."""
+        """Remove a checkpoint with another owner; return whether there was one."""
         foreign = self._is_foreign()
         if foreign:
             self.remove()
         return foreign
 
     def _states(self) -> Iterator[Path]:
-        """The files of states, also those that no manifest names."""
+        """Files of states, also those that no manifest names."""
         return (file for file in self.directory.glob("state-*") if _STATE.fullmatch(file.name) and not file.is_dir())
 
 
-def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
-    """A saved moment in its parameter's memory format: fused optimizers refuse channels-last beside plain."""
+def _select(prefix: str, tensors: State) -> State:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, tensors: State) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states: dict[int, State] = {}
+    for name, value in tensors.items():
+        index, _, key = name.partition(".")
+        states.setdefault(int(index), {})[key] = _match_layout(parameters[int(index)], value)
+    if len({frozenset(state) for state in states.values()}) > 1:
+        raise ValueError("it holds other optimizer states for some parameters than for others")
+    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _match_layout(parameter: Tensor, value: Tensor) -> Tensor:
+    """A saved moment in its parameter's memory format: fused optimizers refuse channels-last beside contiguous."""
     if value.numel() == 1 and value.shape != parameter.shape:  # a count of steps
         return value
     if value.shape != parameter.shape:
@@ -164,77 +264,8 @@ def _laid_out_as(parameter: Tensor, value: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def _check_progress(progress: Any, num_runs: int) -> None:
-    """Refuses what no training writes, whatever its checksum."""
-
-    def is_count(value: Any) -> bool:
-        return type(value) is int and 0 <= value < 2**53
-
-    def is_time(value: Any) -> bool:
-        return type(value) in (int, float) and 0 <= value < 2**53
-
-    def of_runs(value: Any, valid: Callable[[Any], bool]) -> bool:
-        return isinstance(value, list) and len(value) == num_runs and all(map(valid, value))
-
-    def is_score(value: Any) -> bool:
-        return value is None or type(value) in (int, float)
-
-    def is_epoch(value: Any) -> bool:
-        return (
-            set(value) == {"epoch", "step", "score", "held_out"}
-            and is_count(value["epoch"])
-            and is_count(value["step"])
-            and of_runs(value["score"], is_score)
-            and (value["held_out"] is None or of_runs(value["held_out"], is_score))
-        )
-
-    def is_failure(run: str, value: Any) -> bool:
-        return (
-            run.isdecimal()
-            and int(run) < num_runs
-            and set(value) == {"message", "member", "step"}
-            and type(value["message"]) is str
-            and (value["member"] is None or is_count(value["member"]))
-            and is_count(value["step"])
-        )
-
-    valid: dict[str, Callable[[Any], bool]] = {
-        "step": is_count,
-        "seconds": is_time,
-        "stopped": lambda value: of_runs(value, lambda one: type(one) is bool),
-        "history": lambda value: type(value) is list and all(map(is_epoch, value)),
-        "failures": lambda value: all(is_failure(run, failure) for run, failure in value.items()),
-        "tally": lambda value: is_count(value["steps"]) and of_runs(value["sums"], _is_number_text),
-        "stopping": lambda value: of_runs(value["best"], _is_number_text) and of_runs(value["best_epoch"], is_count),
-    }
-    try:
-        wrong = [name for name, holds in valid.items() if name in progress and not holds(progress[name])]
-        if "step" not in progress:
-            wrong.append("step")
-    except (LookupError, TypeError, AttributeError, ValueError):
-        wrong = ["progress"]
-    if wrong:
-        raise ValueError(f"{MANIFEST} has no valid {wrong[0]}")
-
-
-def _is_number_text(value: Any) -> bool:
-    return type(value) is str and math.isfinite(float(value) if value not in ("inf", "-inf", "nan") else 0.0)
-
-
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return f"{Path(error.filename or '').name}: {error.strerror}"
-    if isinstance(error, LookupError | json.JSONDecodeError | UnicodeDecodeError):
-        return f"{MANIFEST} is not what was written"
-    return str(error).split("\n")[0].rstrip(".:")
-
-
 def weights_digest(network: RunGroup, run: int) -> str:
-    """A SHA-256 of one run's weights and buffers: two runs with the same digest ended bit-identically."""
+    """SHA-256 of one run's weights and buffers: equal digests mean bit-identical runs."""
     digest = hashlib.sha256()
     for name, value in sorted(network.ensemble(run).state_dict().items()):
         digest.update(name.encode())

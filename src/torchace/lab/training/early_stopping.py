@@ -1,4 +1,4 @@
-"""Early stopping: every run keeps the weights of the epoch at which it was best on held-out samples."""
+"""Early stopping: every run keeps the weights of its best epoch on a validation set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torchace.lab.data import Split
 from torchace.lab.training.chunks import chunk_rows
 from torchace.lab.training.config import TrainConfig
-from torchace.lab.training.objective import mean_over_samples, ensemble_scores
+from torchace.lab.training.objective import ensemble_scores, mean_over_samples
 from torchace.lab.training.run_group import RunGroup
 
 CHUNK = 4096  # samples that all runs predict at once, at most
@@ -21,17 +21,17 @@ CHUNK = 4096  # samples that all runs predict at once, at most
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Samples that are not trained on, as the network takes them, and how long a run may go without improving."""
+    """Samples that are not trained on, and how long a run may go without improving on them."""
 
     split: Split
     patience: int  # epochs
 
 
 class EarlyStopping:
-    """The best epoch of each run so far, by the ensemble's score on held-out samples.
+    """The best epoch of each run so far, by the ensemble's score on the validation set.
 
-    A run that has not improved for `patience` epochs stops; the others go on without it. What a stopped run's weights
-    do from then on does not matter: `restore` gives every run those of its best epoch.
+    A run that has not improved for `patience` epochs stops; the others continue. The weights of a stopped run may
+    change after that: `restore` gives every run those of its best epoch.
     """
 
     def __init__(self, network: RunGroup, validation: ValidationSet, config: TrainConfig) -> None:
@@ -41,36 +41,33 @@ class EarlyStopping:
         self.weights = {name: value.detach().clone() for name, value in network.state_dict().items()}
 
     def update(self, network: RunGroup, epoch: int, stopped: Sequence[bool]) -> tuple[list[float | None], list[bool]]:
-        """Scores the runs after an epoch (counted from 1).
+        """Score the runs after an epoch (counted from 1).
 
         Returns:
             Each run's score, None for NaN, Inf and runs that stopped before; and which runs are stopped now.
         """
         scores = validation_scores(network, self.validation.split, self.config).tolist()
-        # a run that stopped may not profit from others that go on
+        # a stopped run may not profit from the epochs of others
         scores = [math.nan if done else score for score, done in zip(scores, stopped, strict=True)]
         improved = [score < best for score, best in zip(scores, self.best, strict=True)]
         for run, better in enumerate(improved):
             if better:
                 self.best[run], self.best_epoch[run] = scores[run], epoch
         if any(improved):
-            taken = torch.tensor(improved, device=self.validation.split.x.device)
+            runs = torch.tensor(improved, device=self.validation.split.x.device)
             for name, value in network.state_dict().items():
-                mask = _of_runs(network, name, value, taken)
+                mask = runs.repeat_interleave(network.entries_per_run(name)).view(-1, *[1] * (value.ndim - 1))
                 self.weights[name] = torch.where(mask, value.detach(), self.weights[name])
-        now = [
-            done or epoch - best >= self.validation.patience
-            for done, best in zip(stopped, self.best_epoch, strict=True)
-        ]
+        patience = self.validation.patience
+        now = [done or epoch - best >= patience for done, best in zip(stopped, self.best_epoch, strict=True)]
         return [score if math.isfinite(score) else None for score in scores], now
 
     def restore(self, network: RunGroup) -> None:
-        """Gives every run the weights of its best epoch."""
+        """Give every run the weights of its best epoch."""
         network.load_state_dict(self.weights)
 
     def state(self) -> dict[str, Any]:
-        # as text: JSON has no word for Inf
-        return {"best": [repr(value) for value in self.best], "best_epoch": self.best_epoch}
+        return {"best": [repr(value) for value in self.best], "best_epoch": self.best_epoch}  # JSON has no Inf
 
     def load(self, state: dict[str, Any], weights: dict[str, Tensor]) -> None:
         self.best, self.best_epoch = [float(value) for value in state["best"]], list(state["best_epoch"])
@@ -79,7 +76,7 @@ class EarlyStopping:
 
 
 def validation_scores(network: RunGroup, split: Split, config: TrainConfig) -> Tensor:
-    """Each run's cross entropy or squared error on a split, `(R,)`; weighted where samples have weights."""
+    """Each run's cross entropy or squared error on a split, `(R,)`, weighted by the samples' weights."""
     return mean_over_samples(validation_losses(network, split, config), split.weight)
 
 
@@ -96,8 +93,3 @@ def validation_losses(network: RunGroup, split: Split, config: TrainConfig) -> T
         losses[:, part] = ensemble_scores(network.predict(split.x[part]).to(config.dtype), split.y[part], config)
     network.train(training)
     return losses
-
-
-def _of_runs(network: RunGroup, name: str, value: Tensor, taken: Tensor) -> Tensor:
-    """Which entries of a tensor of the network belong to the runs that are taken, to be broadcast against it."""
-    return taken.repeat_interleave(network.entries_per_run(name)).view(-1, *[1] * (value.ndim - 1))

@@ -1,4 +1,4 @@
-"""The loop around the step: batches, schedules, checkpoints, runs that fail, a process that is told to stop."""
+"""The training loop: batches, schedules, checkpoints, failed runs, interruption."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from torch import Tensor
 from torchace.lab.data import Batches
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.config import TrainConfig, make_optimizer, set_learning_rate
-from torchace.lab.training.cuda_graph import Stepper
-from torchace.lab.training.distributed import Ranks, SyncedTimer
+from torchace.lab.training.cuda_graph import graph_on_gpu
+from torchace.lab.training.distributed import detect_lost_rank
 from torchace.lab.training.early_stopping import EarlyStopping, ValidationSet
+from torchace.lab.training.nonfinite import nonfinite_member
 from torchace.lab.training.run_group import RunGroup
-from torchace.lab.training.shard import RankStepper, Shard, SharedCheckpoints
-from torchace.lab.training.step import StepResult
-from torchace.lab.training.timer import Timer
+from torchace.lab.training.step import StepResult, TrainStep
 
 NONFINITE = "NaN or Inf in loss or gradient"
-PROGRESS = {"step", "history", "failures", "seconds", "stopped", "tally"}  # what a checkpoint says beside the weights
+CHECK_EVERY = 100  # steps between two looks at failures on a GPU or of other ranks
 
 
 class Interrupted(Exception):
-    """The process was told to stop; a checkpoint was written."""
+    """The process was asked to stop; a checkpoint was written."""
 
 
 @dataclass
@@ -41,12 +40,12 @@ class Failure:
 
 @dataclass
 class FitResult:
-    """What training left behind beside the weights."""
+    """Results of a training beside the weights."""
 
-    # one entry an epoch: epoch, step, score (R,), validation (R,), with None for NaN, Inf and what was not measured
+    # one entry an epoch: epoch, step, score (R,), held_out (R,), with None for NaN, Inf and values not measured
     history: list[dict[str, Any]] = field(default_factory=list)
     failures: dict[int, Failure] = field(default_factory=dict)  # by run
-    best_epochs: list[int] | None = None  # of each run, where there were held-out samples; counted from 1
+    best_epochs: list[int] | None = None  # of each run, with a validation set; counted from 1
     seconds: float = 0.0
 
 
@@ -58,10 +57,14 @@ class CheckpointPolicy:
     every_steps: int | None = None
     every_seconds: float | None = 60.0
 
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is due after so many steps."""
+        return self.every_steps is not None and step % self.every_steps == 0
+
 
 @dataclass(frozen=True)
 class Progress:
-    """What somebody watching sees after a step."""
+    """Progress of a training, for display."""
 
     step: int
     steps: int
@@ -69,6 +72,7 @@ class Progress:
     score: list[float | None]
 
 
+@detect_lost_rank()
 def fit(
     network: RunGroup,
     batches: Batches,
@@ -80,136 +84,160 @@ def fit(
     optimizer: torch.optim.Optimizer | None = None,
     mean_weight: float | None = None,
     checkpoint_policy: CheckpointPolicy | None = None,
-    watch: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> FitResult:
-    """Trains R runs that differ in λ and seed alone, from the newest checkpoint if there is one.
+    """Train R runs that differ in λ and seed alone, from the newest checkpoint if there is one.
 
     Args:
-        network: The runs, with their initial weights; or, as one rank of several, its `Shard` of them.
-        batches: Where samples come from; every draw is a function of seed, epoch and step.
+        network: The runs with their initial weights; with several ranks, this rank's part of them.
+        batches: Training samples; every draw is a function of seed, epoch and step.
         config: How to train.
         diversities: λ of each run.
         seeds: The seed of each run.
         validation: Samples that decide when a run stops and which epoch's weights it keeps.
-        optimizer: One that has trained this network before, to go on with; a new one unless given.
-        mean_weight: The mean weight of a sample, that weights are relative to; that of the samples in `batches` unless
-            given, for samples that are a part of those trained on.
+        optimizer: One that has trained this network before, to continue with.
+        mean_weight: Mean sample weight that weights are relative to; by default that of the samples in `batches`.
         checkpoint_policy: Where and how often to save.
-        watch: Is told about progress, at most ten times a second.
-        stop: Is asked before every step, or now and then with several ranks; when it says yes, a checkpoint is written
-            and `Interrupted` raised.
+        on_progress: Called at most ten times a second.
+        stop: Called before every step, less often with several ranks; on True, a checkpoint is written and
+            `Interrupted` raised.
     """
-    device = batches.device
-    ranks, num_members = (
-        (network.ranks, network.all_members) if isinstance(network, Shard) else (None, network.num_members)
-    )
-    if ranks is not None and batches.batch_size < ranks.data:
+    if batches.batch_size < network.ranks.data:
         raise ValueError(
-            f"Expected batches of at least {ranks.data} samples, one for each rank, but got {batches.batch_size}."
-        )
-    if (
-        ranks is not None
-        and checkpoint_policy is not None
-        and not isinstance(checkpoint_policy.checkpoints, SharedCheckpoints)
-    ):
-        raise TypeError(
-            "Expected SharedCheckpoints for one rank's part, but got Checkpoints, which all ranks would write."
+            f"Expected batches of at least {network.ranks.data} samples, one for each rank, but got "
+            f"{batches.batch_size}."
         )
     if optimizer is None:
         optimizer = make_optimizer(config, [p for p in network.parameters() if p.requires_grad])
     network.train()
-    stopping = None if validation is None else EarlyStopping(network, validation, config)
-    fitted, start, stopped = FitResult(), 0, [False] * network.num_runs
-    tally = EpochStats(network.num_runs, num_members, device, ranks)
-    if (
-        checkpoint_policy is not None
-        and (saved := checkpoint_policy.checkpoints.load(network, optimizer, stopping)) is not None
-    ):
-        if missing := PROGRESS - set(saved):
-            raise checkpoint_policy.checkpoints.damaged(f"it has no {min(missing)}")
-        start, stopped = saved["step"], saved["stopped"]
-        failures = {int(r): Failure(**f) for r, f in saved["failures"].items()}
-        fitted = FitResult(saved["history"], failures, seconds=saved["seconds"])
-        tally.restore(saved["tally"])
-
-    full = torch.tensor(list(diversities), dtype=config.dtype, device=device)
-    going = [r not in fitted.failures and not stopped[r] for r in range(network.num_runs)]
-    active = torch.tensor(going, device=device)
-    stepper = (
-        RankStepper(network, optimizer, config) if isinstance(network, Shard) else Stepper(network, optimizer, config)
-    )
-    timer = (Timer if ranks is None else SyncedTimer)(
-        stop, None if checkpoint_policy is None else checkpoint_policy.every_seconds
-    )
-    before, began = fitted.seconds, time.monotonic()
-    feed = BatchFeed(batches, seeds, num_members, config, mean_weight)
     network.set_seeds(seeds)
+    training = _Training(network, optimizer, config, validation, checkpoint_policy, batches.device)
+    start = training.load()
+    train_step = graph_on_gpu(TrainStep(network, optimizer, config))
+    timer = network.ranks.timer(stop, None if checkpoint_policy is None else checkpoint_policy.every_seconds)
+    feed = BatchFeed(batches, seeds, network.total_members, config, mean_weight)
+    diversity = torch.tensor(list(diversities), dtype=config.dtype, device=batches.device)
 
-    def note_failures() -> None:
-        tally.share()
-        for run, failure in tally.new_failures(active).items():
-            fitted.failures[run] = failure
-            active[run] = False
-
-    def save(step: int) -> None:
-        if checkpoint_policy is None:
-            return
-        note_failures()  # or a run that resumes would find them later than one that was never interrupted
-        fitted.seconds = before + time.monotonic() - began
-        failures = {str(r): asdict(f) for r, f in fitted.failures.items()}
-        progress = {"step": step, "history": fitted.history, "failures": failures, "seconds": fitted.seconds}
-        checkpoint_policy.checkpoints.save(
-            network, optimizer, {**progress, "stopped": stopped, "tally": tally.state()}, stopping
-        )
-
-    for step in range(start, config.steps if any(going) else start):
+    for step in range(start, config.steps if training.is_active() else start):
         timer.update()
         if timer.should_stop:
-            save(step)
+            training.save(step)
             raise Interrupted
         epoch, within = batches.locate(step)
         x, y, weight = feed(epoch, within)
         set_learning_rate(optimizer, config.learning_rate_at(step))
         share = config.diversity_share_at(step)
         network.step.fill_(step)
-        result = stepper(x, y, weight, full if share == 1 else full * share, active)
-        tally.add(result, step, weight)
+        result = train_step(x, y, weight, diversity if share == 1 else diversity * share, training.active)
+        training.stats.add(result, step, weight)
 
-        last_of_epoch = within == batches.steps_per_epoch - 1 or step == config.steps - 1
-        # On the CPU a failed run is seen at once; on a GPU, and of other ranks, nothing is read but now and then.
-        if tally.seen or last_of_epoch or step % 100 == 99:
-            note_failures()
-            if not bool(active.any()):
+        is_last_step = step == config.steps - 1
+        ends_epoch = is_last_step or within == batches.steps_per_epoch - 1
+        if ends_epoch or training.stats.has_failure or step % CHECK_EVERY == CHECK_EVERY - 1:
+            training.record_failures()
+            if not training.is_active():
                 break
-        if last_of_epoch:
-            entry: dict[str, Any] = {"epoch": epoch + 1, "step": step + 1, "score": tally.mean(), "held_out": None}
-            tally.reset()
-            if stopping is not None:
-                entry["held_out"], stopped = stopping.update(network, epoch + 1, stopped)
-                active &= ~torch.tensor(stopped, device=device)
-            fitted.history.append(entry)
+        if ends_epoch:
+            training.end_epoch(epoch + 1, step + 1)
         if timer.should_report:
-            tally.share()
-        if watch is not None and (timer.should_report or step == config.steps - 1):
+            training.stats.share()
+        if on_progress is not None and (timer.should_report or is_last_step):
             timer.mark_reported()
-            watch(Progress(step + 1, config.steps, tally.mean() if tally.steps else fitted.history[-1]["score"]))
-        if checkpoint_policy is not None and step + 1 < config.steps:
-            steps_due = checkpoint_policy.every_steps is not None and (step + 1) % checkpoint_policy.every_steps == 0
-            if steps_due or timer.should_save:
-                save(step + 1)
-                timer.mark_saved()
-        if last_of_epoch and not bool(active.any()):
+            on_progress(Progress(step + 1, config.steps, training.score()))
+        if checkpoint_policy and not is_last_step and (timer.should_save or checkpoint_policy.is_due(step + 1)):
+            training.save(step + 1)
+            timer.mark_saved()
+        if ends_epoch and not training.is_active():
             break
-    if stopping is not None:
-        stopping.restore(network)
-        fitted.best_epochs = stopping.best_epoch
-    fitted.seconds = before + time.monotonic() - began
-    return fitted
+    return training.finish()
+
+
+class _Training:
+    """The state of a training: results so far, active runs, early stopping; saved in checkpoints."""
+
+    def __init__(
+        self,
+        network: RunGroup,
+        optimizer: torch.optim.Optimizer,
+        config: TrainConfig,
+        validation: ValidationSet | None,
+        policy: CheckpointPolicy | None,
+        device: torch.device,
+    ) -> None:
+        self.network, self.optimizer, self.policy = network, optimizer, policy
+        self.early_stopping = None if validation is None else EarlyStopping(network, validation, config)
+        self.result = FitResult()
+        self.stopped = [False] * network.num_runs
+        self.active = torch.ones(network.num_runs, dtype=torch.bool, device=device)
+        self.stats = EpochStats(network, device)
+        self.began = time.monotonic()  # less the seconds before a resume
+
+    def is_active(self) -> bool:
+        """Whether any run is still trained."""
+        return bool(self.active.any())
+
+    def load(self) -> int:
+        """Load the newest checkpoint; return the step to start with."""
+        if self.policy is None:
+            return 0
+        saved = self.policy.checkpoints.load(self.network, self.optimizer, self.early_stopping)
+        if saved is None:
+            return 0
+        failures = {int(run): Failure(**failure) for run, failure in saved["failures"].items()}
+        self.result = FitResult(saved["history"], failures)
+        self.began -= saved["seconds"]
+        self.stopped = saved["stopped"]
+        self.stats.load(saved["tally"])
+        for run, stopped in enumerate(self.stopped):
+            self.active[run] = not stopped and run not in failures
+        return int(saved["step"])
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint before a step."""
+        if self.policy is None:
+            return
+        self.record_failures()  # or a resumed training would find them later than an uninterrupted one
+        progress = {
+            "step": step,
+            "history": self.result.history,
+            "failures": {str(run): asdict(failure) for run, failure in self.result.failures.items()},
+            "seconds": time.monotonic() - self.began,
+            "stopped": self.stopped,
+            "tally": self.stats.state(),
+        }
+        self.policy.checkpoints.save(self.network, self.optimizer, progress, self.early_stopping)
+
+    def record_failures(self) -> None:
+        self.stats.share()
+        for run, failure in self.stats.failures(self.active).items():
+            self.result.failures[run] = failure
+            self.active[run] = False
+
+    def end_epoch(self, epoch: int, step: int) -> None:
+        """Add an epoch to the history and stop runs that do not improve."""
+        entry: dict[str, Any] = {"epoch": epoch, "step": step, "score": self.stats.mean(), "held_out": None}
+        self.stats.reset()
+        if self.early_stopping is not None:
+            entry["held_out"], self.stopped = self.early_stopping.update(self.network, epoch, self.stopped)
+            self.active &= ~torch.tensor(self.stopped, device=self.active.device)
+        self.result.history.append(entry)
+
+    def score(self) -> list[float | None]:
+        """Scores of the epoch so far, or of the last one."""
+        return self.stats.mean() if self.stats.steps else self.result.history[-1]["score"]
+
+    def finish(self) -> FitResult:
+        """Restore the best weights and return the results."""
+        if self.early_stopping is not None:
+            self.early_stopping.restore(self.network)
+            self.result.best_epochs = self.early_stopping.best_epoch
+        self.result.seconds = time.monotonic() - self.began
+        return self.result
 
 
 class BatchFeed:
-    """The batches of the runs: `(R, B, ...)` where members share them, else `(R, K, B, ...)`."""
+    """Batches of the runs: `(R, B, ...)` where members share them, else `(R, K, B, ...)`."""
 
     def __init__(
         self,
@@ -220,9 +248,9 @@ class BatchFeed:
         mean_weight: float | None = None,
     ) -> None:
         distinct = sorted(set(seeds))
-        self.batches, self.lead = batches, None if config.batches == "shared" else (len(distinct), num_members)
+        self.batches, self.shape = batches, None if config.batches == "shared" else (len(distinct), num_members)
         self.seeds, self.streams = distinct, [0] * len(distinct)
-        if self.lead is not None:  # every member a stream of its own
+        if self.shape is not None:  # a stream for each member
             self.seeds = [seed for seed in distinct for _ in range(num_members)]
             self.streams = [k for _ in distinct for k in range(num_members)]
         # the λ of one seed see the same batch
@@ -237,58 +265,63 @@ class BatchFeed:
         x, y = self.batches.batch_many(self.seeds, epoch, within, streams=self.streams)
         weight = self.batches.weights_many(self.seeds, epoch, within, streams=self.streams)
         if weight is not None:
-            weight = self._arranged(weight / self.mean_weight)
-        return self._arranged(x), self._arranged(y), weight
+            weight = self._arrange(weight / self.mean_weight)
+        return self._arrange(x), self._arrange(y), weight
 
-    def _arranged(self, part: Tensor) -> Tensor:
-        part = part if self.lead is None else part.unflatten(0, self.lead)
-        return part if self.runs is None else part.index_select(0, self.runs)
+    def _arrange(self, values: Tensor) -> Tensor:
+        values = values if self.shape is None else values.unflatten(0, self.shape)
+        return values if self.runs is None else values.index_select(0, self.runs)
 
 
 class EpochStats:
-    """Sums over the steps of an epoch, kept on the device, and the first failure of each run."""
+    """Sums over the steps of an epoch, on the device, and the first failure of each run."""
 
-    def __init__(self, num_runs: int, num_members: int, device: torch.device, ranks: Ranks | None = None) -> None:
-        self.num_members, self.ranks = num_members, ranks
-        self.sums = torch.zeros(num_runs, dtype=torch.float64, device=device)
-        self.steps = 0
+    def __init__(self, network: RunGroup, device: torch.device) -> None:
+        self.num_members, self.ranks = network.total_members, network.ranks
+        self.sums = torch.zeros(network.num_runs, dtype=torch.float64, device=device)
         self.weights = torch.zeros_like(self.sums)  # of the batches, relative to the training set's mean
-        self.seen = False  # whether the last step had a fault, where that can be seen at once
-        self.failed_step = torch.full((num_runs,), -1, device=device)
-        self.failed_member = torch.full((num_runs,), -1, device=device)  # K: what members share; see `RankStepper`
+        self.steps = 0
+        self.has_failure = False  # of the last step, where that is known without a transfer
+        self.failed_step = torch.full((network.num_runs,), -1, device=device)
+        self.failed_code = torch.full((network.num_runs,), -1, device=device)  # see `first_nonfinite`
 
     def add(self, result: StepResult, step: int, weight: Tensor | None) -> None:
         self.sums += result.score
         self.steps += 1
         self.weights += 1.0 if weight is None else weight.flatten(1).mean(1)
-        self.seen = result.nonfinite is not None and result.nonfinite.device.type == "cpu" and self.ranks is None
-        if result.nonfinite is None:
+        codes = result.nonfinite
+        self.has_failure = codes is not None and codes.device.type == "cpu" and self.ranks.size == 1
+        if codes is None:
             return
-        first = (result.nonfinite >= 0) & (self.failed_step < 0)
+        first = (codes >= 0) & (self.failed_step < 0)
         self.failed_step = torch.where(first, step, self.failed_step)
-        self.failed_member = torch.where(first, result.nonfinite, self.failed_member)
+        self.failed_code = torch.where(first, codes, self.failed_code)
 
     def share(self) -> None:
-        """Adds up what the ranks have; the first one keeps the sums, all keep the first failure of any."""
-        if self.ranks is None:
+        """Add up the ranks' sums on the first rank, and keep the first failure of any rank on all of them."""
+        if self.ranks.size == 1:
             return
         last = float(2**40)  # later than any step
         steps = torch.where(self.failed_step < 0, last, self.failed_step.double())
-        told = self.ranks.all_gather([*self.sums.tolist(), *steps.tolist(), *self.failed_member.tolist()])
-        sums, steps, members = (part.to(self.sums.device) for part in told.chunk(3, 1))  # (ranks, R)
+        gathered = self.ranks.all_gather([*self.sums.tolist(), *steps.tolist(), *self.failed_code.tolist()])
+        sums, steps, codes = (part.to(self.sums.device) for part in gathered.chunk(3, 1))  # (ranks, R)
         self.sums = sums.sum(0) if self.ranks.is_first else torch.zeros_like(self.sums)
         first = steps.amin(0)
-        members = torch.where(steps == first, members, torch.inf).amin(0)
+        codes = torch.where(steps == first, codes, torch.inf).amin(0)
         self.failed_step = torch.where(first == last, -1, first).long()
-        self.failed_member = torch.where(first == last, -1, members).long()
+        self.failed_code = torch.where(first == last, -1, codes).long()
 
-    def new_failures(self, active: Tensor) -> dict[int, Failure]:
-        failed = (self.failed_step >= 0) & active
-        found = {}
-        for run in failed.nonzero().flatten().tolist() if bool(failed.any()) else []:
-            member, step = int(self.failed_member[run]) % (self.num_members + 1), int(self.failed_step[run])
-            found[run] = Failure(NONFINITE, member if member < self.num_members else None, step)
-        return found
+    def failures(self, active: Tensor) -> dict[int, Failure]:
+        """Failures of active runs."""
+        runs = ((self.failed_step >= 0) & active).nonzero().flatten().tolist()
+        return {
+            run: Failure(
+                NONFINITE,
+                nonfinite_member(int(self.failed_code[run]), self.num_members),
+                int(self.failed_step[run]),
+            )
+            for run in runs
+        }
 
     def mean(self) -> list[float | None]:
         """The weighted mean of each run's scores; None for NaN and Inf, and where nothing was added."""
@@ -300,12 +333,11 @@ class EpochStats:
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
-        # as text: JSON has no word for NaN
-        sums = [repr(value) for value in self.sums.tolist()]
+        sums = [repr(value) for value in self.sums.tolist()]  # JSON has no NaN
         return {"sums": sums, "weights": self.weights.tolist(), "steps": self.steps}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         self.steps = state["steps"]
         self.weights.copy_(torch.tensor(state["weights"], dtype=torch.float64))
-        if self.ranks is None or self.ranks.is_first:  # the sums of all ranks
+        if self.ranks.is_first:  # it has the sums of all ranks
             self.sums.copy_(torch.tensor([float(value) for value in state["sums"]], dtype=torch.float64))

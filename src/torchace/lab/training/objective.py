@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchace.functional import ncl
-from torchace.kernels import LossOptions, composite, member_terms
+from torchace.kernels import LossOptions, LossResult, composite, member_terms
 from torchace.lab.training.config import TrainConfig
 
 LINKS = {"ace": "softmax", "ncl": "identity"}
@@ -29,6 +29,9 @@ def compute_objective(
     active: Tensor,
     mixture: Tensor | None,
     config: TrainConfig,
+    *,
+    num_members: int | None = None,
+    batch_size: int | None = None,
 ) -> Objective:
     """Losses, scores and the gradient of one training step.
 
@@ -40,37 +43,46 @@ def compute_objective(
             weight of k is then k repeats, in expectation.
         diversity: λ of each run, `(R,)`.
         active: False for a run that was stopped: its gradient is 0, `(R,)`.
-        mixture: The ensemble's predictions on all its members' batches, `(R, K·B, C)`, for exchanged batches.
+        mixture: The ensemble's predictions on all its members' batches, `(R, K·B, C)`, for exchanged batches; on the
+            one batch, `(R, B, C)`, where some of its members are on other ranks.
         config: Which loss.
+        num_members: K of the whole ensemble, where some members are on other ranks.
+        batch_size: Samples of the whole batch, where some are on other ranks: results are shares of its mean.
     """
-    num_runs, num_members, size = logits.shape[:3]
+    num_runs, local_members, size = logits.shape[:3]
+    num_members, batch_size = num_members or local_members, batch_size or size
     own = config.batches != "shared"
-    scale = active.to(config.dtype).view(-1, *[1] * (1 + own)) / size
+    scale = active.to(config.dtype).view(-1, *[1] * (1 + own)) / batch_size
     if weight is not None:
         scale = scale * weight
     if not config.detach_others:  # gradients in the other members have no closed form of their own
         z = logits.detach().requires_grad_()
         with torch.enable_grad():
-            losses = member_losses(z, y, diversity, mixture, config) * (scale if own else scale.unsqueeze(1))
+            losses = member_losses(z, y, diversity, mixture, config, num_members=num_members)
+            losses = (losses * (scale if own else scale.unsqueeze(1))).sum(2)
         (gradient,) = torch.autograd.grad(losses.sum(), z)
         if own:
             logits, y = logits.flatten(1, 2).unsqueeze(1), y.flatten(1, 2)
-        scores = ensemble_scores(logits.to(config.dtype), y, config)
-        return Objective(losses.detach().sum(2), _batch_mean(scores, weight), gradient)
-    rows = _rows(logits, y, diversity, mixture, num_members, config)
-    if own:
-        scale = scale.expand(num_runs, num_members, -1).flatten(0, 1)
-    if config.loss == "ace":
-        found = member_terms(rows.logits, rows.options(scale, config.label_smoothing))
+        found = LossResult(losses.detach(), ensemble_scores(logits.to(config.dtype), y, config), gradient)
     else:
-        found = ncl.closed_form(rows.logits, rows.y, rows.diversity, scale, alpha=rows.alpha, mixture=rows.mixture)
+        rows = _rows(logits, y, diversity, mixture, num_members, config)
+        if own:
+            scale = scale.expand(num_runs, local_members, -1).flatten(0, 1)
+        if config.loss == "ace":
+            found = member_terms(rows.logits, rows.options(scale, config.label_smoothing))
+        else:
+            found = ncl.closed_form(rows.logits, rows.y, rows.diversity, scale, alpha=rows.alpha, mixture=rows.mixture)
     losses, scores, gradient = found
     assert scores is not None
     assert gradient is not None
-    if own:
-        losses, scores = losses.view(num_runs, num_members), scores.view(num_runs, -1)
-        gradient = gradient.squeeze(1).unflatten(0, (num_runs, num_members))
-    return Objective(losses, _batch_mean(scores, weight), gradient)
+    if own and config.detach_others:
+        losses, scores = losses.view(num_runs, local_members), scores.view(num_runs, -1)
+        gradient = gradient.squeeze(1).unflatten(0, (num_runs, local_members))
+    elif not own and mixture is not None:  # the members at hand are not the whole ensemble
+        scores = mixture_scores(mixture, y, config)
+    if weight is not None:
+        scores = scores * weight.flatten(1)
+    return Objective(losses, scores.sum(-1) / (batch_size * num_members if own else batch_size), gradient)
 
 
 def member_losses(
@@ -186,8 +198,3 @@ def _rows(
         mixture = mixture.unflatten(1, logits.shape[1:3]).flatten(0, 1)
     lam = lam.unsqueeze(1).expand(lead).flatten()
     return _Rows(logits.flatten(0, 1).unsqueeze(1), y.flatten(0, 1), lam, alpha, mixture)
-
-
-def _batch_mean(values: Tensor, weight: Tensor | None) -> Tensor:
-    """Values `(R, N)` times weights, divided by the number of samples."""
-    return (values if weight is None else values * weight.flatten(1)).mean(-1)

@@ -1,4 +1,4 @@
-"""The runs that are trained together, as one network: inputs `(R, B, ...)`, logits `(R, K, B, C)`."""
+"""Runs that are trained together as one network: inputs `(R, B, ...)`, logits `(R, K, B, C)`."""
 
 from __future__ import annotations
 
@@ -9,26 +9,39 @@ import torch
 from torch import Tensor, nn
 
 from torchace.lab.data import hashed_key
+from torchace.lab.training.distributed import SingleProcess
 from torchace.nn import SMOC, Ensemble, StackedEnsemble
-from torchace.nn.base import EnsembleModule, average_shared_gradients
+from torchace.nn.base import EnsembleModule
+from torchace.nn.members import average_shared_gradients
 from torchace.nn.stacking import KeyedDraws
 
 
 class RunGroup(nn.Module):
-    """R runs of K members each. Runs share nothing: whatever happens to one leaves the others as they are.
+    """R independent runs of K members each.
 
-    Separate members, and those that part behind a trunk, are one stack of R·K; R trunks are a stack, and R heads of
-    SMOC are another, each of K members. Random numbers in training are a function of (seed, step, layer, member): a run
-    draws the same, whatever is trained beside it.
+    Separate members, and members behind a trunk, are one stack of R·K; R trunks are a stack, and R heads of SMOC are
+    another, each of K members. Random numbers in training are a function of (seed, step, layer, member): a run draws
+    the same numbers in any group.
 
     Args:
         ensembles: One for each run, of one kind: `Ensemble` of members of one architecture, or `SMOC`.
+        ranks: Processes that train the runs together; the ensembles then have the members of this rank.
+        total_members: Number of members of a run on all ranks.
     """
 
-    def __init__(self, ensembles: Sequence[EnsembleModule]) -> None:
+    def __init__(
+        self,
+        ensembles: Sequence[EnsembleModule],
+        *,
+        ranks: SingleProcess | None = None,
+        total_members: int | None = None,
+    ) -> None:
         super().__init__()
         first = ensembles[0]
         self.num_runs, self.num_members, self.link = len(ensembles), first.num_members, first.link
+        self.ranks = SingleProcess() if ranks is None else ranks
+        self.total_members = total_members or self.num_members
+        self.local_members = self.ranks.local_members(self.total_members)
         trunks: list[Any] = [getattr(ensemble, "trunk", None) for ensemble in ensembles]
         self.trunk = None if trunks[0] is None else StackedEnsemble.trusted(trunks)
         self.heads = isinstance(first, SMOC)
@@ -39,7 +52,6 @@ class RunGroup(nn.Module):
             else [member for ensemble in ensembles for member in ensemble],  # type: ignore[attr-defined]
             self.link,
         )
-        self.first_member = 0  # the number of the first of these members in the whole ensemble
         self.seeds = torch.zeros(self.num_runs, dtype=torch.int64)
         self.step = torch.zeros((), dtype=torch.int64)
 
@@ -47,8 +59,8 @@ class RunGroup(nn.Module):
         """Logits `(R, K, B, C)`.
 
         Args:
-            x: A batch a run, `(R, B, ...)`; with `own`, a batch a member, `(R, K, B, ...)`.
-            own: Whether every member has a batch of its own.
+            x: A batch for each run, `(R, B, ...)`; with `own`, for each member, `(R, K, B, ...)`.
+            own: Whether every member has its own batch.
         """
         if self.trunk is None:
             logits = self._compute(self.members, x.flatten(0, 1) if own else x)
@@ -59,7 +71,7 @@ class RunGroup(nn.Module):
             return self._from_features(features)
         if not isinstance(features, Tensor):
             raise TypeError(
-                f"Expected the trunk to return one tensor where members have batches of their own, but got "
+                f"Expected the trunk to return one tensor where members have their own batches, but got "
                 f"{type(features).__name__}."
             )
         features = features.unflatten(1, x.shape[1:3])  # (R, K, B, ...)
@@ -68,13 +80,18 @@ class RunGroup(nn.Module):
         return self._from_features(features.flatten(0, 1))
 
     def predict(self, x: Tensor) -> Tensor:
-        """Logits `(R, K, B, C)` of one input `(B, ...)` for all runs."""
+        """Logits `(R, K, B, C)` of all members for one input `(B, ...)`, the same on every rank."""
+        num_samples = len(x)
+        if num_samples >= self.ranks.data:
+            (x,) = self.ranks.shard_samples(0, x)
         if self.trunk is None:
-            return self.members(x).unflatten(0, (self.num_runs, self.num_members))
-        return self._from_features(self.trunk.compute([x], {}, own=False))
+            logits = self.members(x).unflatten(0, (self.num_runs, self.num_members))
+        else:
+            logits = self._from_features(self.trunk.compute([x], {}, own=False))
+        return self.ranks.gather_logits(logits, self.total_members, num_samples)
 
     def _from_features(self, features: Any) -> Tensor:
-        """Logits of all members, of what their runs' trunks return."""
+        """Logits of all members from their trunks' features."""
         if self.heads:
             return self.members.compute([features], {}, own=True)
         logits = self._compute(self.members, features)
@@ -84,12 +101,12 @@ class RunGroup(nn.Module):
         draws = None
         if self.training:
             # the trunk is no member: it draws as number -1
-            first, count = (-1, 1) if stack is self.trunk else (self.first_member, self.num_members)
+            first, count = (-1, 1) if stack is self.trunk else (self.local_members.start, self.num_members)
             draws = KeyedDraws(self.seeds, torch.arange(first, first + count, device=self.seeds.device), self.step)
         return stack.compute([x], {}, own=True, draws=draws)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """As `nn.Module.to`; a memory format is that of a member's weights."""
+        """Like `nn.Module.to`; a memory format applies to each member's weights."""
         parsed: tuple[Any, Any, bool, Any] = torch._C._nn._parse_to(*args, **kwargs)
         device, dtype, non_blocking, memory_format = parsed
         if device is not None or dtype is not None:
@@ -106,15 +123,17 @@ class RunGroup(nn.Module):
         return self
 
     def set_seeds(self, seeds: Sequence[int]) -> None:
-        """The seeds from which the runs draw random numbers in training."""
+        """Set the seeds of the runs' random numbers in training; ranks with other samples draw other numbers."""
+        if index := self.ranks.data_index:
+            seeds = [hashed_key(seed, "rank", index) for seed in seeds]
         self.seeds.copy_(torch.tensor([hashed_key(seed, "network", 0) for seed in seeds]))
 
     def entries_per_run(self, name: str) -> int:
-        """How many entries of a tensor in `state_dict()` belong to one run."""
+        """Number of entries of a tensor in `state_dict()` that belong to one run."""
         return 1 if self.heads or name.startswith("trunk.") else self.num_members
 
     def ensemble(self, run: int) -> EnsembleModule:
-        """One run's ensemble, by itself; a copy."""
+        """Return a copy of one run's ensemble."""
         first = run * self.num_members
         if self.trunk is None:
             return self.members.take(slice(first, first + self.num_members))

@@ -1,4 +1,4 @@
-"""From raw numbers to what members are trained on, and back: learnt from training samples alone, weights included."""
+"""Standardisation of inputs and targets, learnt from training samples alone, and its inverse in a trained ensemble."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torchace.nn import Ensemble, StackedEnsemble
 
 
 @dataclass(frozen=True)
-class Moments:
-    """Mean and standard deviation of each column; 1 for columns that do not vary."""
+class Scaler:
+    """Mean and standard deviation of each column, `(D,)` in float64; the deviation of a constant column is 1."""
 
-    mean: Tensor  # (D,)
-    std: Tensor  # (D,)
+    mean: Tensor
+    std: Tensor
 
     @classmethod
-    def of(cls, values: Tensor, weight: Tensor | None) -> Moments:
-        """Of a matrix `(N, D)`, in float64; a sample counts by its weight.
+    def fit(cls, values: Tensor, weight: Tensor | None = None) -> Scaler:
+        """Return the scaler of a matrix `(N, D)` with sample weights `(N,)`.
 
         Example:
-            >>> Moments.of(torch.tensor([[1.0, 5.0], [3.0, 5.0]]), None)
-            Moments(mean=tensor([2., 5.], dtype=torch.float64), std=tensor([1., 1.], dtype=torch.float64))
+            >>> Scaler.fit(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
+            Scaler(mean=tensor([2., 5.], dtype=torch.float64), std=tensor([1., 1.], dtype=torch.float64))
         """
         share = torch.ones(len(values), dtype=torch.float64) if weight is None else weight.double()
         share = (share / share.sum())[:, None]
-        scratch = share * values  # one for everything: a large table is in memory twice, not five times
+        scratch = share * values  # reused below: a large table is in memory twice, not five times
         mean = scratch.sum(0)
         std = torch.sub(values, mean, out=scratch).square_().mul_(share).sum(0).sqrt()
         highest, lowest = values.amax(0), values.amin(0)
@@ -40,38 +40,39 @@ class Moments:
             std = scratch.div_(unit).square_().mul_(share).sum(0).sqrt_().mul_(unit)
         return cls(mean, torch.where(constant | (std == 0), 1.0, std))
 
-    def scaled(self, values: Tensor) -> Tensor:
-        """Values in units of these columns, in float64."""
+    def transform(self, values: Tensor) -> Tensor:
         return (values - self.mean).div_(self.std)
+
+    def inverse_transform(self, values: Tensor) -> Tensor:
+        return values * self.std + self.mean
 
 
 @dataclass(frozen=True)
-class Scaling:
-    """How raw vectors, and the targets of a regression, become numbers of about 1."""
+class SplitScaler:
+    """Scalers of a split's inputs and, for regression, of its targets."""
 
-    inputs: Moments
-    targets: Moments | None
+    inputs: Scaler
+    targets: Scaler | None
 
     @classmethod
-    def of(cls, train: Split) -> Scaling:
-        """Learnt from training samples: `x` `(N, D)`; `y` class indices, or numbers `(N, M)`."""
-        targets = Moments.of(train.y, train.weight) if train.y.is_floating_point() else None
-        return cls(Moments.of(train.x, train.weight), targets)
+    def fit(cls, train: Split) -> SplitScaler:
+        """Learn from training samples: `x` `(N, D)`; `y` class indices, or numbers `(N, M)`."""
+        targets = Scaler.fit(train.y, train.weight) if train.y.is_floating_point() else None
+        return cls(Scaler.fit(train.x, train.weight), targets)
 
-    def scaled(self, split: Split, dtype: torch.dtype, device: torch.device | str = "cpu") -> Split:
-        """A raw split as members are trained on it."""
-        y = split.y if self.targets is None else self.targets.scaled(split.y).to(dtype)
+    def transform(self, split: Split, dtype: torch.dtype, device: torch.device | str = "cpu") -> Split:
+        y = split.y if self.targets is None else self.targets.transform(split.y).to(dtype)
         weight = None if split.weight is None else split.weight.to(dtype)
-        return Split(self.inputs.scaled(split.x).to(dtype), y, weight).to(device)
+        return Split(self.inputs.transform(split.x).to(dtype), y, weight).to(device)
 
 
-def finished_ensemble(stacked: StackedEnsemble, encoder: nn.Module, targets: Moments | None) -> Ensemble:
-    """A trained ensemble that takes raw inputs and answers in the targets' own units, on the CPU in float64.
+def assemble_ensemble(encoder: nn.Module, stacked: StackedEnsemble, targets: Scaler | None) -> Ensemble:
+    """Return an ensemble from raw inputs to predictions in the targets' own units, on the CPU in float64.
 
     Args:
-        stacked: The members, trained on encoded inputs.
-        encoder: From raw inputs to what the members were trained on.
-        targets: What the targets of a regression were scaled by: folded into the members' last layers.
+        encoder: Maps raw inputs to the members' inputs.
+        stacked: The trained members.
+        targets: The scaler of the targets of a regression; its inverse is folded into the members' last layers.
     """
     members = [member.cpu().double() for member in stacked.unstack()]
     if targets is not None:

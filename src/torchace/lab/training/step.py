@@ -10,83 +10,95 @@ from torch import Tensor
 
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.nonfinite import all_finite, first_nonfinite
-from torchace.lab.training.objective import member_predictions, compute_objective
+from torchace.lab.training.objective import compute_objective, ensemble_predictions, member_predictions
 from torchace.lab.training.run_group import RunGroup
 
 
 class StepResult(NamedTuple):
-    losses: Tensor  # (R, K): what each member was trained on; not a score
+    """Losses and scores of several ranks add up to those of the step."""
+
+    losses: Tensor  # (R, K): each member's training loss; not a score
     score: Tensor  # (R,): cross entropy or squared error, of the ensemble if its members share a batch, else of them
-    nonfinite: (
-        Tensor | None
-    )  # (R,): -1, or the member that became NaN or Inf; K where what they share did; None: nobody
+    nonfinite: Tensor | None  # (R,): see `first_nonfinite`; None: all finite
 
 
-def train_step(
-    network: RunGroup,
-    optimizer: torch.optim.Optimizer,
-    x: Tensor,  # (R, B, ...), or (R, K, B, ...) with batches of the members' own
-    y: Tensor,  # (R, B), or (R, K, B); for regression (..., outputs)
-    weight: Tensor | None,  # of the samples, as the first axes of y, relative to the training set's mean
-    diversity: Tensor,  # (R,): λ of each run
-    active: Tensor,  # (R,): False for a run that was stopped
-    config: TrainConfig,
-) -> StepResult:
-    """One step of every run. Nothing is read back from the device."""
-    own = config.batches != "shared"
-    others = others_mixture(network, x, config) if config.batches == "exchanged" else None
-    with autocast(x, config):
-        logits = network(x, own=own)  # (R, K, B, C)
-    mixture = None if others is None else own_mixture(others, logits, logits.shape[1], config)
+class TrainStep:
+    """One step of every run, on this rank's members and samples. Nothing is read back from the device."""
 
-    losses, score, gradient = compute_objective(logits.detach(), y, weight, diversity, active, mixture, config)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for p in parameters:
-        p.grad = None
-    logits.backward(gradient)  # every member its own
-    well = all_finite([logits.detach(), losses, *(p.grad for p in parameters)])
-    found = None if well else first_nonfinite(network, logits, losses)
-    optimizer.step()
-    return StepResult(losses, score, found)
+    def __init__(self, network: RunGroup, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
+        self.network, self.optimizer, self.config = network, optimizer, config
+        self.forward = network.ranks.data_parallel(network)
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
+    def __call__(
+        self,
+        x: Tensor,  # (R, B, ...), or (R, K, B, ...) where members have their own batches
+        y: Tensor,  # (R, B), or (R, K, B); for regression (..., outputs)
+        weight: Tensor | None,  # of the samples, with the first axes of y, relative to the training set's mean
+        diversity: Tensor,  # (R,): λ of each run
+        active: Tensor,  # (R,): False for a run that was stopped
+    ) -> StepResult:
+        network, ranks, config = self.network, self.network.ranks, self.config
+        own = config.batches != "shared"
+        axis = 2 if own else 1
+        batch_size = x.shape[axis]
+        x, y, weight = ranks.shard_samples(axis, x, y, weight)
+        others = self._others_mixture(x) if config.batches == "exchanged" else None
+        if own and ranks.members > 1:
+            x, y, weight, others = (t if t is None else t[:, network.local_members] for t in (x, y, weight, others))  # type: ignore[assignment]
 
-@torch.no_grad()
-def others_mixture(network: RunGroup, x: Tensor, config: TrainConfig, *, first: int = 0) -> Tensor:
-    """The other members' share of the ensemble's prediction on each member's batch, `(R, K, B, C)`: Σ_{j≠k} q^j / K.
+        with autocast(x, config):
+            logits = self.forward(x, own=own)  # (R, K, B, C)
+        mixture = self._mixture(logits.detach(), others)
+        losses, score, gradient = compute_objective(
+            logits.detach(),
+            y,
+            weight,
+            diversity,
+            active,
+            mixture,
+            config,
+            num_members=network.total_members,
+            batch_size=batch_size,
+        )
+        for parameter in self.parameters:
+            parameter.grad = None
+        # DistributedDataParallel divides by the number of ranks, but a mean over their samples is a sum of shares
+        logits.backward(gradient if ranks.data == 1 else gradient * ranks.data)  # every member its own
+        nonfinite = None
+        if not all_finite([logits.detach(), losses, *(p.grad for p in self.parameters)]):
+            nonfinite = first_nonfinite(network, logits.detach(), losses)
+        self.optimizer.step()
+        if not own and ranks.members > 1:
+            score = score / ranks.members  # each of these ranks has the whole ensemble's
+        return StepResult(losses, score, nonfinite)
 
-    Args:
-        network: The members, some of them where the rest is on other ranks; every one predicts all batches.
-        x: The batches of all members, `(R, K, B, ...)`.
-        config: Which loss.
-        first: The number of the network's first member in the whole ensemble.
-    """
-    training = network.training
-    network.eval()  # others' samples must not enter a member's batch statistics
-    with autocast(x, config):
-        logits = network(x.flatten(1, 2))
-    network.train(training)
-    q = member_predictions(logits, config).unflatten(2, x.shape[1:3])  # (R, K of this network, K, B, C)
-    q.narrow(2, first, q.shape[1]).diagonal(dim1=1, dim2=2).zero_()  # on its own batch a member is no other
-    return q.sum(1) / x.shape[1]
+    def _mixture(self, logits: Tensor, others: Tensor | None) -> Tensor | None:
+        """The ensemble's prediction, where the loss cannot compute it from the logits of the batch."""
+        network, ranks = self.network, self.network.ranks
+        if others is not None:
+            # a member's own share is its prediction in training mode, with dropout and batch statistics: the gradient's
+            return others.add(member_predictions(logits, self.config) / network.total_members).flatten(1, 2)
+        if ranks.members == 1 or self.config.batches != "shared":
+            return None
+        share = network.num_members / network.total_members
+        return ranks.sum_over_members(share * ensemble_predictions(logits, self.config))  # (R, B, C)
 
-
-def own_mixture(others: Tensor, logits: Tensor, num_members: int, config: TrainConfig) -> Tensor:
-    """The ensemble's prediction on its members' own batches, `(R, K·B, C)` (mathematics, line 2).
-
-    A member's own share is the prediction that its gradient is of, in training mode: dropout and batch statistics make
-    it another than the one that its evaluation mode gives.
-
-    Args:
-        others: See `others_mixture`; of some members, where the rest is on other ranks.
-        logits: Those of the members on their own batches, in training mode, `(R, K, B, C)`.
-        num_members: K of the whole ensemble.
-        config: Which loss.
-    """
-    return others.add(member_predictions(logits.detach(), config) / num_members).flatten(1, 2)
+    @torch.no_grad()
+    def _others_mixture(self, x: Tensor) -> Tensor:
+        """The other members' share of the prediction on each member's batch, `(R, K, B, C)`: Σ_{j≠k} q^j / K."""
+        network = self.network
+        network.eval()  # others' samples must not enter a member's batch statistics
+        with autocast(x, self.config):
+            logits = network(x.flatten(1, 2))
+        network.train()
+        q = member_predictions(logits, self.config).unflatten(2, x.shape[1:3])  # (R, K of this rank, K, B, C)
+        q[:, :, network.local_members].diagonal(dim1=1, dim2=2).zero_()  # no share of its own
+        return network.ranks.sum_over_members(q.sum(1) / network.total_members)
 
 
 def autocast(x: Tensor, config: TrainConfig) -> AbstractContextManager[object]:
-    """What the network is computed in."""
+    """Precision of the network's computation."""
     if config.precision != "bf16":
         return nullcontext()
     return torch.autocast(x.device.type, dtype=torch.bfloat16)

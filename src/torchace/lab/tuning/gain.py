@@ -1,72 +1,92 @@
-"""What a chosen λ is worth: its paired comparison with λ=0 on fresh seeds."""
+"""The gain of a chosen λ: its paired comparison with λ=0 on fresh seeds."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from torchace._statistics import mean_over_seeds, mean_over_seeds_and_samples
+from torchace.lab.schema.results import Gain
 
-ALPHA = 0.05  # how often an interval may miss
+ALPHA = 0.05  # of the intervals
 
 
-@dataclass(frozen=True)
-class Gain:
-    """By how much the chosen λ lowers the score of λ=0, seed by seed on fresh seeds: above zero is better.
+def measure_gain(
+    split: str,
+    baseline: Mapping[int, ArrayLike | None],
+    chosen: Mapping[int, ArrayLike | None],
+    *,
+    weight: NDArray[np.float64] | None = None,
+    num_choices: int = 1,
+) -> Gain | None:
+    """Compare the chosen λ with λ=0, seed by seed; None if no seed finished with both.
 
-    `low` and `high` are a 95 % interval of the mean for new seeds and new samples, None for a single seed. Where
-    `samples` is None it covers the noise between seeds alone. Where the samples chose λ among several it holds for all
-    of these together (`choices` of them, Bonferroni).
+    Args:
+        split: The name of the samples.
+        baseline: Losses at λ=0 by seed, one a sample; or their means, for an interval over seeds alone.
+        chosen: Losses at the chosen λ.
+        weight: Sample weights.
+        num_choices: Number of λ that these very samples chose from; the interval holds for all (Bonferroni).
+
+    Example:
+        >>> gain = measure_gain("test", {5: 0.5, 6: 0.6, 7: 0.7}, {5: 0.4, 6: 0.4, 7: None})
+        >>> round(gain.mean, 6), round(gain.low, 4), round(gain.high, 4), gain.seeds, gain.beyond_noise
+        (0.15, -0.4853, 0.7853, (5, 6), False)
     """
+    pairs = {seed: (baseline[seed], chosen[seed]) for seed in baseline}
+    by_seed = {seed: np.subtract(a, b) for seed, (a, b) in pairs.items() if a is not None and b is not None}
+    if not by_seed:
+        return None
+    differences = np.stack([np.atleast_1d(difference) for difference in by_seed.values()])  # (S, N)
+    means = np.average(differences, axis=1, weights=weight)
+    estimate = mean_over_seeds_and_samples(differences, weight) or mean_over_seeds(means)
+    low, high = (None, None) if estimate is None else estimate.interval(ALPHA / num_choices)
+    return Gain.model_construct(
+        split=split,
+        mean=float(means.mean()),
+        low=low,
+        high=high,
+        seeds=tuple(by_seed),
+        beyond_noise=low is not None and high is not None and (low > 0 or high < 0),
+        samples=None if estimate is None else estimate.samples,
+        choices=num_choices,
+    )
 
-    split: str
-    mean: float
-    low: float | None
-    high: float | None
-    seeds: tuple[int, ...]  # those for which both trainings finished
-    beyond_noise: bool
-    samples: int | None = None
-    choices: int = 1
 
-    @classmethod
-    def of(
-        cls,
-        split: str,
-        baseline: Mapping[int, ArrayLike | None],
-        chosen: Mapping[int, ArrayLike | None],
-        *,
-        weight: NDArray[np.float64] | None = None,
-        choices: int = 1,
-    ) -> Gain | None:
-        """The paired comparison of two λ; None where no seed finished with both.
+def describe_gain(gain: Gain, metric: str, num_fresh: int) -> str:
+    """A sentence without its subject: "lowers the cross entropy … by …: beyond the noise."."""
+    verb, sign = ("lowers", 1) if gain.mean >= 0 else ("raises", -1)
+    seeds = _count(len(gain.seeds), "fresh seed")
+    if len(gain.seeds) < num_fresh:
+        seeds += f"; {num_fresh - len(gain.seeds)} more failed"
+    where = "validation samples that chose it" if gain.split == "validation" else f"{gain.split} samples"
+    if gain.low is None or gain.high is None:
+        (amount,) = _format(abs(gain.mean))
+        return f"{verb} the {metric} on the {where} by {amount} ({seeds}): too few to tell from noise."
+    amount, low, high = _format(abs(gain.mean), *sorted((sign * gain.low, sign * gain.high)))
+    together = "" if gain.choices == 1 else f" for all {gain.choices} λ above 0 together"
+    over = "seeds alone," if gain.samples is None else f"{_count(gain.samples, 'sample')} and"
+    if not gain.beyond_noise:
+        finding = "within the noise, λ=0 would do as well"
+    else:
+        finding = "beyond the noise" if gain.mean > 0 else "beyond the noise, λ=0 does better"
+    return (
+        f"{verb} the {metric} on the {where} by {amount} "
+        f"(95 % interval {low} to {high}{together}, over {over} {seeds}): {finding}."
+    )
 
-        Args:
-            split: What the samples are called.
-            baseline: The losses at λ=0 by seed, one a sample; or their mean, for an interval over seeds alone.
-            chosen: Likewise at the chosen λ.
-            weight: Of the samples.
-            choices: Among how many λ these very samples chose.
 
-        Example:
-            >>> gain = Gain.of("test", {5: 0.5, 6: 0.6, 7: 0.7}, {5: 0.4, 6: 0.4, 7: None})
-            >>> round(gain.mean, 6), round(gain.low, 4), round(gain.high, 4), gain.seeds, gain.beyond_noise
-            (0.15, -0.4853, 0.7853, (5, 6), False)
-            >>> gain = Gain.of("test", {5: [0.9, 0.3, 0.3], 6: [0.9, 0.4, 0.2]}, {5: [0.4] * 3, 6: [0.4] * 3})
-            >>> round(gain.mean, 6), round(gain.low, 4), round(gain.high, 4), gain.samples
-            (0.1, -0.7694, 1.3517, 3)
-        """
-        pairs = {seed: (baseline[seed], chosen[seed]) for seed in baseline}
-        found = {seed: np.subtract(a, b) for seed, (a, b) in pairs.items() if a is not None and b is not None}
-        if not found:
-            return None
-        differences = np.stack([np.atleast_1d(difference) for difference in found.values()])  # (S, N)
-        means = np.average(differences, axis=1, weights=weight)
-        estimate = mean_over_seeds_and_samples(differences, weight) or mean_over_seeds(means)
-        if estimate is None:
-            return cls(split, float(means.mean()), None, None, tuple(found), False, choices=choices)
-        low, high = estimate.interval(ALPHA / choices)
-        beyond = low > 0 or high < 0
-        return cls(split, float(means.mean()), low, high, tuple(found), beyond, estimate.samples, choices)
+def _format(*values: float) -> list[str]:
+    """Numbers with as many decimals as give the largest of them three digits."""
+    largest = max(map(abs, values))
+    size = math.floor(math.log10(largest)) if largest > 0 else 0
+    if not -6 <= size <= 6:
+        return [f"{value:.3g}" for value in values]
+    return [f"{value:.{max(0, 2 - size)}f}" for value in values]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

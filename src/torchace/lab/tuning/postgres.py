@@ -1,65 +1,98 @@
-"""Connections to PostgreSQL that do not wait for ever for a server that is there and does not answer."""
+"""PostgreSQL: connections with a timeout for servers that do not answer, and a lock that all processes share."""
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import URL
+from sqlalchemy import URL, Engine, text
+from sqlalchemy.exc import DBAPIError
 
-CONNECT = 10  # seconds for a connection
-SILENCE = 20.0  # seconds without a word from a server that was asked something
-# a machine or a network that is gone: noticed by the system
+CONNECT_TIMEOUT = 10  # seconds
+ANSWER_TIMEOUT = 20.0  # seconds
+# the operating system notices a machine or a network that is gone
 KEEPALIVE = {"keepalives_idle": 15, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 20_000}
 
 
-def connector(url: URL) -> Callable[[], Any]:
-    """What makes connections for an engine, with psycopg.
+def connection_factory(url: URL) -> Callable[[], Any]:
+    """Return a function that opens psycopg connections for an engine.
 
-    A server may be frozen while the system keeps its sockets open: no timeout of TCP's or of its own helps. Once it was
-    silent for too long, every call on all of these connections fails at once: what follows an error asks it again.
+    A frozen server keeps its sockets open, so that neither TCP's timeouts nor its own help. After one timeout every
+    call on all connections fails at once: error handling would query the server again.
     """
     import psycopg
 
     lost = threading.Event()
+    message = f"the server did not answer within {ANSWER_TIMEOUT:g} seconds"
+
+    def limit(gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Forward psycopg's wait, which polls every tenth of a second, until the timeout."""
+        try:
+            wanted, last_answer = next(gen), time.monotonic()
+            while True:
+                ready = yield wanted
+                if ready:
+                    last_answer = time.monotonic()
+                elif lost.is_set() or time.monotonic() - last_answer > ANSWER_TIMEOUT:
+                    lost.set()
+                    raise TimeoutError(message)
+                wanted = gen.send(ready)
+        except StopIteration as end:
+            return end.value
 
     class Connection(psycopg.Connection[Any]):
         def wait(self, gen: Any, *arguments: Any, **options: Any) -> Any:
             try:
-                return super().wait(_limited(gen, lost), *arguments, **options)
+                return super().wait(limit(gen), *arguments, **options)
             except TimeoutError as error:
                 self.close()
                 raise psycopg.OperationalError(str(error)) from None
 
-    kind = url.get_dialect()
-    positional, named = kind(dbapi=kind.import_dbapi()).create_connect_args(url)  # type: ignore[call-arg]
-    named = {"connect_timeout": CONNECT, **KEEPALIVE, **named}
+    dialect = url.get_dialect()
+    positional, named = dialect(dbapi=dialect.import_dbapi()).create_connect_args(url)  # type: ignore[call-arg]
+    named = {"connect_timeout": CONNECT_TIMEOUT, **KEEPALIVE, **named}
 
     def connect() -> Any:
         if lost.is_set():
-            raise psycopg.OperationalError(_said())
+            raise psycopg.OperationalError(message)
         return Connection.connect(*positional, **named)
 
     return connect
 
 
-def _limited(gen: Generator[Any, Any, Any], lost: threading.Event) -> Generator[Any, Any, Any]:
-    """What psycopg waits for, until nothing came for too long; it asks again every tenth of a second."""
-    try:
-        wanted, heard = next(gen), time.monotonic()
-        while True:
-            ready = yield wanted
-            if ready:
-                heard = time.monotonic()
-            elif lost.is_set() or time.monotonic() - heard > SILENCE:
-                lost.set()
-                raise TimeoutError(_said())
-            wanted = gen.send(ready)
-    except StopIteration as end:
-        return end.value
+class ServerLock:
+    """An advisory lock of PostgreSQL: it ends with the connection."""
 
+    def __init__(self, engine: Engine, study_name: str) -> None:
+        digest = hashlib.sha256(f"torchace {study_name}".encode()).digest()
+        self.key = int.from_bytes(digest[:8], signed=True)
+        self.connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        self._select("pg_advisory_lock_shared")
 
-def _said() -> str:
-    return f"the server did not answer within {SILENCE:g} seconds"
+    @contextmanager
+    def exclusive(self) -> Iterator[bool]:
+        """Whether no other process works on the study; none starts before the context ends."""
+        try:
+            acquired = self._select("pg_try_advisory_lock")
+        except DBAPIError as error:
+            if not error.connection_invalidated:
+                raise
+            self.connection.rollback()  # the server restarted: the lock was lost with the connection
+            self._select("pg_advisory_lock_shared")
+            acquired = self._select("pg_try_advisory_lock")
+        try:
+            yield acquired
+        finally:
+            if acquired:
+                self._select("pg_advisory_unlock")
+
+    def close(self) -> None:
+        self.connection.invalidate()
+        self.connection.close()
+
+    def _select(self, function: str) -> bool:
+        return bool(self.connection.execute(text(f"SELECT {function}(:key)"), {"key": self.key}).scalar())

@@ -1,11 +1,12 @@
-"""Optuna's studies: opened or refused in one sentence, without the password; trials of dead processes marked failed."""
+"""Optuna studies in a file or a database: opening, refusing, recovering trials of dead processes."""
 
 from __future__ import annotations
 
+import fcntl
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -22,23 +23,22 @@ from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError, IntegrityError, NoSuchModuleError, ProgrammingError, SQLAlchemyError
 
 from torchace._files import refuse_links
-from torchace.lab.tuning.postgres import CONNECT, connector
-from torchace.lab.tuning.search_cache import difference
-from torchace.lab.tuning.study_locks import FileLock, ServerLock, StudyLock
+from torchace.lab.tuning.postgres import CONNECT_TIMEOUT, ServerLock, connection_factory
+from torchace.lab.tuning.search import fingerprint_difference
 
-FINGERPRINT = "torchace"  # the study's attribute
-FAILURE = "failure"  # a trial's: why it failed for good
-RETRIES = 3  # of a trial whose process died: it may be what kills it
-ATTEMPTS = 20  # to make the tables, which other processes may be making too
-FAREWELL = 1.0  # seconds until a server has noticed that a process died
+FINGERPRINT = "torchace"  # attribute of a study
+FAILURE = "failure"  # attribute of a trial: why its training failed; such a trial is not tried again
+RETRIES = 3  # of a trial whose process died: the trial may be the cause
+ATTEMPTS = 20  # to create the tables, which other processes may create at the same time
+SERVER_DELAY = 1.0  # seconds until a server notices that a process died
 
 
 class StorageError(ValueError):
-    """A storage that cannot be used: one sentence that says why and what to do."""
+    """A storage that cannot be used, with the reason and what to do."""
 
 
 class _Storage(RDBStorage):
-    """Optuna's storage, whose signs of life do not fail in a thread of their own where no one notices."""
+    """Optuna's storage; an error of its heartbeat thread is kept for the main thread."""
 
     failure: Exception | None = None
 
@@ -49,33 +49,79 @@ class _Storage(RDBStorage):
             self.failure = error
 
 
+class FileLock:
+    """A lock beside an SQLite file that all processes of one machine share; it ends with the process."""
+
+    def __init__(self, database: Path) -> None:
+        name = f"{database.name}.lock"
+        refuse_links(database.parent, [name])
+        try:
+            database.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(database.with_name(name), "a")  # noqa: SIM115
+            fcntl.flock(self.file, fcntl.LOCK_SH)
+        except OSError as error:
+            raise StorageError(f"Cannot write to {database}: {error.strerror}. Choose another file.") from error
+
+    @contextmanager
+    def exclusive(self) -> Iterator[bool]:
+        """Whether no other process works on the study; none starts before the context ends."""
+        acquired = True
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            acquired = False
+        try:
+            yield acquired
+        finally:
+            fcntl.flock(self.file, fcntl.LOCK_SH)  # also after a refusal, which may have released it
+
+    def close(self) -> None:
+        self.file.close()
+
+
 @dataclass(frozen=True)
 class OpenStudy:
     """A study that this process works on."""
 
     study: Study
-    lock: StudyLock
+    lock: FileLock | ServerLock | None
     storage: _Storage | None
 
     def check(self) -> None:
-        """Raise what went wrong with the storage since a trial began."""
+        """Raise the error of the last heartbeat, if there was one."""
         if self.storage is not None and self.storage.failure is not None:
             raise self.storage.failure
 
     def recover(self) -> bool:
-        """Have trials of dead processes tried again, if no other process is at work; whether that is so.
+        """Have trials of dead processes tried again if no other process works on the study; return whether so.
 
-        A process may have died between marking a trial as failed and asking for another attempt. None of this process's
-        own trials may be running.
+        This process must have no running trial of its own. A process may have died after it marked a trial as failed
+        and before it asked for another attempt.
         """
-        with self.lock.alone() as alone:
-            if alone:
-                _recover(self.study)
-            return alone
+        with nullcontext(False) if self.lock is None else self.lock.exclusive() as is_alone:
+            if is_alone:
+                for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+                    with suppress(UpdateFinishedTrialError):
+                        self.study.tell(trial.number, state=TrialState.FAIL)
+                trials = self.study.get_trials(deepcopy=False)
+                retried = set(chain.from_iterable(trial.system_attrs.get("retry_history", ()) for trial in trials))
+                for trial in trials:
+                    failed = trial.state == TrialState.FAIL and FAILURE not in trial.user_attrs
+                    if failed and trial.number not in retried:
+                        retry_trial(self.study, trial.number)
+            return is_alone
+
+    def wait_for_server(self) -> None:
+        """Recover; give a server time to notice that the process of a running trial died."""
+        deadline = time.monotonic() + SERVER_DELAY
+        while not self.recover() and isinstance(self.lock, ServerLock) and time.monotonic() < deadline:
+            if not self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+                break
+            time.sleep(0.1)
 
 
 @contextmanager
-def opened_study(
+def open_study(
     where: str | Path | None,
     name: str,
     fingerprint: Mapping[str, Any],
@@ -84,28 +130,20 @@ def opened_study(
     pruner: BasePruner,
     heartbeat: int,
 ) -> Iterator[OpenStudy]:
-    """A study of this search, made where there is none yet. Its values are minimised.
+    """Open or create a study that minimises.
 
-    Processes at work hold a lock beside an SQLite file or in PostgreSQL, so that one that is alone knows at once whose
-    trials are dead. Beside others it waits for signs of life: trials of a process that gave none for long are marked
-    failed and tried again.
-
-    Args:
-        where: The path of an SQLite file, a URL as Optuna takes it, or None for this process's memory.
-        name: The study's.
-        fingerprint: What makes the search this one.
-        sampler: Proposes parameters.
-        pruner: Stops trials early.
-        heartbeat: Seconds between two signs of life; after three times as long a process is held for dead.
+    All processes of a study hold a lock beside an SQLite file or in PostgreSQL, so that a process that is alone can
+    recover trials of dead ones at once. Beside others, trials without a heartbeat for long are tried again.
 
     Raises:
-        StorageError: The storage cannot be used, or failed on the way.
+        StorageError: The storage cannot be used, failed on the way, or holds another search.
     """
-    url = _url(where)
-    with _quiet(), ExitStack() as stack:
-        lock = _locked(_file(url))
-        stack.callback(lock.close)
-        storage = None if url is None else _connected(url, heartbeat)
+    url = _parse_url(where)
+    with _silence_optuna(), ExitStack() as stack:
+        lock: FileLock | ServerLock | None = None
+        if (file := _sqlite_file(url)) is not None:
+            lock = stack.enter_context(closing(FileLock(file)))
+        storage = None if url is None else _connect(url, heartbeat)
         try:
             study = optuna.create_study(
                 storage=InMemoryStorage() if storage is None else storage,
@@ -114,81 +152,76 @@ def opened_study(
                 pruner=pruner,
                 load_if_exists=True,
             )
-            _claim(study, fingerprint, _shown(url))
+            _check_fingerprint(study, fingerprint, _display(url))
             if storage is not None and storage.engine.dialect.name == "postgresql":
-                lock = ServerLock(storage.engine, name)
-                stack.callback(lock.close)
+                lock = stack.enter_context(closing(ServerLock(storage.engine, name)))
             opened = OpenStudy(study, lock, storage)
-            _await_farewell(opened)
+            opened.wait_for_server()
             yield opened
         except Exception as error:
-            if (lost := _storage_error(error)) is None:
+            if (cause := _storage_cause(error)) is None:
                 raise
             raise StorageError(
-                f"Cannot use the storage {_shown(url)} ({_reason(lost, url)}). "
-                "Finished trials are kept: repeat the command to go on."
+                f"Cannot use the storage {_display(url)} ({_reason(cause, url)}). "
+                "Finished trials are kept: repeat the command to resume."
             ) from error
         finally:
             if storage is not None:
                 storage.engine.dispose()
 
 
-def retry(study: Study, number: int) -> None:
-    """Has a trial that was not finished tried again, with the same parameters, by whoever comes next."""
+def retry_trial(study: Study, number: int) -> None:
+    """Queue another attempt at an unfinished trial, with the same parameters."""
     trial = study.get_trials(deepcopy=True)[number]
     RetryHeartbeatStaleTrialCallback(RETRIES)(study, trial)
 
 
-def retried(trial: FrozenTrial) -> int | None:
-    """The number of the trial that this one is another attempt at; None where it is the first."""
+def first_attempt(trial: FrozenTrial) -> int | None:
+    """The number of the trial that this one repeats; None if it repeats none."""
     return trial.system_attrs.get("failed_trial")
 
 
-# -- addresses --------------------------------------------------------------------------------------------------------
-
-
-def _url(where: str | Path | None) -> URL | None:
+def _parse_url(where: str | Path | None) -> URL | None:
     if where is None:
         return None
     if isinstance(where, Path) or "://" not in where:
         return URL.create("sqlite", database=str(where))
     try:
         return make_url(where)
-    except (ArgumentError, ValueError):  # what it says may hold the password
+    except (ArgumentError, ValueError):  # its message may contain the password
         raise StorageError(
             "Expected a path or a URL as in postgresql+psycopg://user:password@host/database for the storage, "
             "but got a URL that cannot be read."
         ) from None
 
 
-def _file(url: URL | None) -> Path | None:
-    """The SQLite file, if it is one."""
+def _sqlite_file(url: URL | None) -> Path | None:
     if url is None or url.get_backend_name() != "sqlite" or not url.database or url.database == ":memory:":
         return None
     return Path(url.database)
 
 
-def _shown(url: URL | None) -> str:
-    """An address without its password, and without its options, among which there may be one."""
+def _display(url: URL | None) -> str:
+    """An address without its password, and without its options, which may contain one."""
     if url is None:
         return "memory"
-    return str(_file(url) or url.set(query={}).render_as_string(hide_password=True))
+    return str(_sqlite_file(url) or url.set(query={}).render_as_string(hide_password=True))
 
 
 def _reason(error: BaseException, url: URL | None) -> str:
-    """The first line of what the driver said."""
+    """The first line of the driver's message, without passwords."""
     if isinstance(error, StorageInternalError) and error.__cause__ is not None:
-        error = error.__cause__  # Optuna's own words guess at the reason
-    said = str(getattr(error, "orig", None) or error).strip().split("\n")[0].rstrip(".: ")
+        error = error.__cause__  # Optuna's own message is a guess
+    message = str(getattr(error, "orig", None) or error).strip().split("\n")[0].rstrip(".: ")
     if url is not None:
         options = [value for key, value in url.normalized_query.items() if "pass" in key]
         for secret in filter(None, (url.password, *chain.from_iterable(options))):
-            said = said.replace(secret, "***")
-    return said
+            message = message.replace(secret, "***")
+    return message
 
 
-def _storage_error(error: BaseException | None) -> BaseException | None:
-    """The storage's error behind one of Optuna's, which fails itself where the storage fails."""
+def _storage_cause(error: BaseException | None) -> BaseException | None:
+    """The storage's error behind another one, if there is one."""
     while error is not None:
         if isinstance(error, SQLAlchemyError | StorageInternalError | UnicodeError):
             return error
@@ -196,102 +229,55 @@ def _storage_error(error: BaseException | None) -> BaseException | None:
     return None
 
 
-# -- opening ----------------------------------------------------------------------------------------------------------
-
-
-def _connected(url: URL, heartbeat: int) -> _Storage:
+def _connect(url: URL, heartbeat: int) -> _Storage:
     options: dict[str, Any] = {"pool_pre_ping": True}
-    text = url.render_as_string(hide_password=False)
     for attempt in range(ATTEMPTS):
         try:
             if url.get_backend_name() == "sqlite":
                 options["connect_args"] = {"timeout": 60}
             elif url.drivername == "postgresql+psycopg":
-                options["creator"] = connector(url)
+                options["creator"] = connection_factory(url)
             elif url.get_backend_name() == "postgresql":
-                options["connect_args"] = {"connect_timeout": CONNECT}
+                options["connect_args"] = {"connect_timeout": CONNECT_TIMEOUT}
             return _Storage(
-                text.replace("{", "{{").replace("}", "}}"),  # Optuna formats it
+                url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}"),  # Optuna formats it
                 options,
                 heartbeat_interval=heartbeat,
                 grace_period=3 * heartbeat,
                 heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(RETRIES),
             )
         except (NoSuchModuleError, ImportError) as error:
-            what = error.__cause__.name if isinstance(error.__cause__, ImportError) else None
-            advice = f"Install {what}" if what else "Use postgresql+psycopg:// or a path"
-            raise StorageError(f"There is no driver for the storage {_shown(url)}. {advice}.") from error
+            package = error.__cause__.name if isinstance(error.__cause__, ImportError) else None
+            advice = f"Install {package}" if package else "Use postgresql+psycopg:// or a path"
+            raise StorageError(f"There is no driver for the storage {_display(url)}. {advice}.") from error
         except (SQLAlchemyError, StorageInternalError, RuntimeError, UnicodeError) as error:
-            # tables that another process made between our looking and our making them
-            racing = isinstance(error, IntegrityError | ProgrammingError) or "already exists" in str(error)
-            if racing and attempt < ATTEMPTS - 1:
-                time.sleep(0.1)
-                continue
-            raise StorageError(
-                f"Cannot open the storage {_shown(url)} ({_reason(error, url)}). Check the address."
-            ) from error
+            # another process has created a table since Optuna looked for it
+            raced = isinstance(error, IntegrityError | ProgrammingError) or "already exists" in str(error)
+            if not raced or attempt == ATTEMPTS - 1:
+                raise StorageError(
+                    f"Cannot open the storage {_display(url)} ({_reason(error, url)}). Check the address."
+                ) from error
+            time.sleep(0.1)
     raise AssertionError("unreachable")
 
 
-def _claim(study: Study, fingerprint: Mapping[str, Any], where: str) -> None:
-    """Marks a new study as this search's, or refuses one that is not."""
+def _check_fingerprint(study: Study, fingerprint: Mapping[str, Any], where: str) -> None:
+    """Store the fingerprint in a new study; refuse a study of another search."""
     before = study.user_attrs.get(FINGERPRINT)
     foreign = study.directions != [StudyDirection.MINIMIZE] or not isinstance(before, dict | None)
     if before is None and not foreign and not study.get_trials(deepcopy=False):
         study.set_user_attr(FINGERPRINT, dict(fingerprint))
         return
     if before is None or foreign:
-        raise StorageError(
-            f"Study {study.study_name!r} in {where} was not made by torchace. Choose another name for the study."
-        )
-    if (other := difference(before, fingerprint)) is not None:
-        raise StorageError(
-            f"Study {study.study_name!r} in {where} holds a search {other}. Choose another name for the study."
-        )
-
-
-def _locked(file: Path | None) -> StudyLock:
-    """The lock beside an SQLite file, if it is one."""
-    if file is None:
-        return StudyLock()
-    name = f"{file.name}.lock"
-    refuse_links(file.parent, [name])
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(file.with_name(name), "a")  # noqa: SIM115
-    except OSError as error:
-        raise StorageError(f"Cannot write to {file}: {error.strerror}. Choose another file.") from error
-    try:
-        return FileLock(lock)
-    except OSError as error:
-        lock.close()
-        raise StorageError(f"Cannot lock {file}: {error.strerror}. Choose another file.") from error
-
-
-def _await_farewell(opened: OpenStudy) -> None:
-    """Give a server time to notice that the process died which left a trial running."""
-    give_up = time.monotonic() + FAREWELL
-    while not opened.recover() and isinstance(opened.lock, ServerLock) and time.monotonic() < give_up:
-        if not opened.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            break
-        time.sleep(0.1)
-
-
-def _recover(study: Study) -> None:
-    """Mark running trials as failed, which no process runs, and have all of these tried again."""
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        with suppress(UpdateFinishedTrialError):
-            study.tell(trial.number, state=TrialState.FAIL)
-    trials = study.get_trials(deepcopy=False)
-    again = set(chain.from_iterable(trial.system_attrs.get("retry_history", ()) for trial in trials))
-    for trial in trials:
-        if trial.state == TrialState.FAIL and trial.number not in again and FAILURE not in trial.user_attrs:
-            retry(study, trial.number)
+        difference: str | None = "was not made by torchace"
+    elif (difference := fingerprint_difference(before, fingerprint)) is not None:
+        difference = f"holds a search {difference}"
+    if difference is not None:
+        raise StorageError(f"Study {study.study_name!r} in {where} {difference}. Choose another name for the study.")
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without Optuna's log, and its word on what is experimental."""
+def _silence_optuna() -> Iterator[None]:
     level = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.CRITICAL)
     try:

@@ -5,34 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class Draws(Protocol):
-    """Where a followed forward takes its random numbers from."""
-
-    def uniform(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return numbers in [0, 1) of shape `(K, ...)`."""
-
-
-class Half:
+class ConstantDraws:
     """Always 0.5: makes two computations of a network with random layers comparable."""
 
     def uniform(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor of 0.5."""
         return torch.full(shape, 0.5, dtype=dtype, device=device)
 
 
 class KeyedDraws:
-    """Numbers that are a function of (seed, step, call, member, position) alone.
+    """Random numbers that are a function of (seed, step, call, member, position).
 
     Args:
         seeds: The seeds of R runs, `(R,)`.
-        members: The numbers of each run's members, `(M,)`; together there are K = R·M members.
+        members: The indices of each run's members, `(M,)`; together there are K = R·M members.
         step: The step, a tensor of one number: a CUDA graph reads it anew at every replay.
-        part: Which of the K members to draw for; all unless given.
+        part: The members to draw for, of all K; all unless given.
 
     Example:
         >>> step, members = torch.tensor(3), torch.tensor([0, 1])
@@ -42,20 +35,20 @@ class KeyedDraws:
         True
     """
 
-    def __init__(self, seeds: Tensor, members: Tensor, step: Tensor, part: slice | None = None) -> None:
+    def __init__(self, seeds: Tensor, members: Tensor, step: Tensor, part: slice = slice(None)) -> None:
         self.tensors, self.part, self.calls = (seeds, members, step), part, 0
         self._keys: tuple[Tensor, Tensor] | None = None
 
     def __getitem__(self, part: slice) -> KeyedDraws:
-        """The draws of some of the members."""
+        """Return the draws of some of the members."""
         return KeyedDraws(*self.tensors, part)
 
     @contextmanager
-    def seeded(self, reason: str) -> Iterator[None]:
-        """PyTorch's own generator, seeded by run and step, for a network whose calls have no draws of their own.
+    def seed_generator(self, reason: str) -> Iterator[None]:
+        """Seed PyTorch's generator by run and step, for a network whose calls are not followed.
 
         Args:
-            reason: Why that is so, for the error where there are several runs, of which each should draw for itself.
+            reason: Why they are not, for the error where several runs would need draws of their own.
         """
         seeds, _, step = self.tensors
         if len(seeds) > 1:
@@ -67,20 +60,15 @@ class KeyedDraws:
             torch.manual_seed(int(_mix(_mix(seeds[0]) + step)))
             yield
 
-    def _of_members(self) -> tuple[Tensor, Tensor]:
-        """A key and a number for each member, `(K,)`; made when first needed."""
+    def uniform(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return numbers in [0, 1) of shape `(K, ...)`."""
+        self.calls += 1
         if self._keys is None:
             seeds, members, step = self.tensors
-            key = _mix(_mix(_mix(seeds) + (seeds >> 32)) + step)
-            keys = key.repeat_interleave(len(members)), members.repeat(len(seeds))
-            self._keys = keys if self.part is None else (keys[0][self.part], keys[1][self.part])
-        return self._keys
-
-    def uniform(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        self.calls += 1
-        key, members = self._of_members()
-        key = _mix(key + self.calls * 0x9E3779B9)
-        key = _mix(key + members * 0x85EBCA6B).view(-1, 1)  # (K, 1)
+            key = _mix(_mix(_mix(seeds) + (seeds >> 32)) + step).repeat_interleave(len(members))
+            self._keys = key[self.part], members.repeat(len(seeds))[self.part]
+        key, index = self._keys
+        key = _mix(_mix(key + self.calls * 0x9E3779B9) + index * 0x85EBCA6B).view(-1, 1)  # (K, 1)
         position = torch.arange(math.prod(shape[1:]), device=device)
         bits = _mix(_mix(position + key) ^ _mix(key + 0x27D4EB2F))
         return ((bits >> 8).to(dtype) * 2.0**-24).view(shape)
@@ -90,7 +78,7 @@ _BITS = 0xFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Scramble 32 bits, held in 64: every input bit changes about half of the output's."""
+    """Hash 32 bits, held in 64: every input bit changes about half of the output's."""
     x = x & _BITS
     x = ((x ^ (x >> 16)) * 0x45D9F3B) & _BITS
     x = ((x ^ (x >> 16)) * 0x45D9F3B) & _BITS

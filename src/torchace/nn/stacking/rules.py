@@ -1,42 +1,43 @@
-"""Rules for functions without weights: elementwise, shapes, reductions, queries."""
+"""Rules for functions without weights: elementwise, broadcasting, axes, shapes, indexing, queries."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchace.nn.stacking.follow import QUERIES, CannotFollow, Follower, rule, without_rule
-from torchace.nn.stacking.values import CHANNELS, FIRST, LAST, Stacked, for_each, to_first, to_members
+from torchace.nn.stacking.follower import QUERIES, CannotFollow, Follower, Rule, rule
+from torchace.nn.stacking.values import CHANNELS, FIRST, Stacked, expand_groups, pad_axes, to_first, to_members
 
 Func = Callable[..., Any]
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
+SHARED_WRITE = "a member's numbers would be written into a tensor that all members share"
 
 
 def named(*names: str) -> list[Any]:
-    """The functions of these names in `torch`, `torch.nn.functional` and `Tensor`, also those that work in place."""
-    found = []
-    for name in names:
-        for space in (torch, F, Tensor, torch.special, torch.linalg, torch._C._nn):
-            found += [f for f in (getattr(space, name, None), getattr(space, f"{name}_", None)) if callable(f)]
-    return found
+    """Return the functions of these names in `torch`, `torch.nn.functional` and `Tensor`, in-place ones included."""
+    spaces = (torch, F, Tensor, torch.special, torch.linalg, torch._C._nn)
+    found = [getattr(space, f"{name}{end}", None) for name in names for space in spaces for end in ("", "_")]
+    return [f for f in found if callable(f)]
 
 
 def getters(*names: str) -> list[Any]:
-    """The functions behind properties of tensors."""
-    return [getattr(Tensor, name).__get__ for name in names]
+    """Return the functions behind properties of tensors."""
+    return [getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)]
 
 
-def argument(args: Args, kwargs: Kwargs, position: int, name: str, default: Any = None) -> Any:
-    """An argument that may be given by position or by name."""
-    return args[position] if len(args) > position else kwargs.get(name, default)
+def operators(*names: str) -> list[Any]:
+    """Return operator methods of tensors."""
+    return [getattr(Tensor, f"__{name}__") for name in names if hasattr(Tensor, f"__{name}__")]
 
 
-# Elementwise functions of one tensor: the layout does not matter.
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, (Stacked, Tensor))
+
+
+# Elementwise functions of one tensor, in any layout
 
 
 @rule(
@@ -50,28 +51,27 @@ def argument(args: Args, kwargs: Kwargs, position: int, name: str, default: Any 
         *("lgamma", "float", "double", "half", "bfloat16", "long", "int", "bool", "detach", "requires_grad"),
         *("zero", "fill", "deg2rad", "rad2deg", "sinc", "logit"),
     ),
-    *(getattr(Tensor, name) for name in ("__neg__", "__invert__", "__abs__", "__pos__", "cuda", "cpu", "type")),
+    *operators("neg", "invert", "abs", "pos"),
+    *(Tensor.cuda, Tensor.cpu, Tensor.type),
     *getters("data", "real", "imag"),
 )
-def elementwise(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x = args[0] if args else kwargs.pop("input")
-    if not isinstance(x, Stacked) or any(isinstance(v, (Stacked, Tensor)) for v in (*args[1:], *kwargs.values())):
-        return without_rule(follower, func, args, kwargs)
-    return Stacked(func(x.data, *args[1:], **kwargs), x.layout)
+def elementwise(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(x, Stacked) or any(map(_is_tensor, (*args, *kwargs.values()))):
+        return NotImplemented
+    return Stacked(func(x.data, *args, **kwargs), x.layout)
 
 
-@rule(Tensor.contiguous, Tensor.clone, torch.clone, Tensor.to)
-def converted(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, *others = args
-    others = [other.data if isinstance(other, Stacked) else other for other in others]  # its type and device
+@rule(Tensor.contiguous, Tensor.clone, torch.clone, Tensor.to, Tensor.type_as)
+def convert(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    args = tuple(other.data if isinstance(other, Stacked) else other for other in args)  # for its type and device
     if not isinstance(x, Stacked):
-        return func(x, *others, **kwargs)
+        return func(x, *args, **kwargs)
     if x.layout == FIRST:
-        kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}  # of a member's axes
-    return Stacked(func(x.data, *others, **kwargs), x.layout)
+        kwargs.pop("memory_format", None)  # of a member's axes
+    return Stacked(func(x.data, *args, **kwargs), x.layout)
 
 
-# Functions of several tensors that broadcast.
+# Functions of several tensors that broadcast
 
 
 @rule(
@@ -82,84 +82,46 @@ def converted(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any
         *("lerp", "addcmul", "addcdiv", "atan2", "clamp", "clip", "clamp_min", "clamp_max", "hypot", "xlogy"),
         *("float_power", "copysign", "isclose", "heaviside", "logaddexp", "copy"),
     ),
-    *(
-        getattr(Tensor, f"__{prefix}{name}__")
-        for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor")
-        for prefix in ("", "r", "i")
-        if hasattr(Tensor, f"__{prefix}{name}__")
+    *operators(
+        *(f"{p}{n}" for p in ("", "r", "i") for n in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod")),
+        *(f"{p}{n}" for p in ("", "r", "i") for n in ("and", "or", "xor")),
+        *("eq", "ne", "lt", "le", "gt", "ge"),
     ),
-    *(getattr(Tensor, f"__{name}__") for name in ("eq", "ne", "lt", "le", "gt", "ge")),
 )
-def broadcast(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def broadcast(follower: Follower, func: Func, *args: Any, **kwargs: Any) -> Any:
     count = follower.num_members
-    values = [*args, *kwargs.values()]
-    tensors = [v for v in values if isinstance(v, (Stacked, Tensor))]
+    tensors = [v for v in (*args, *kwargs.values()) if _is_tensor(v)]
     stacked = [v for v in tensors if isinstance(v, Stacked)]
-    first = stacked[0]
-    if len(tensors) == 1:
-        return Stacked(_call(func, args, kwargs, {id(first): first.data}), first.layout)
-    if all(isinstance(v, Stacked) and v.layout == LAST and v.data.shape == first.data.shape for v in tensors):
-        return Stacked(_call(func, args, kwargs, {id(v): v.data for v in stacked}), LAST)
-    in_place = _changes_first(func) and len(args) > 0
     ndim = max(v.ndim for v in tensors)
-    if any(v.layout == CHANNELS and v.ndim == ndim for v in stacked):
-        # (N, K, C, ...): the member axis in the middle, as views of the channels
-        if all(
-            isinstance(v, Stacked) and v.layout == CHANNELS and v.data.shape[1] == first.data.shape[1]
-            if v.ndim == ndim
-            else not isinstance(v, Stacked) and v.ndim < ndim - 1
-            for v in tensors
-        ):
-            return Stacked(_call(func, args, kwargs, {id(v): v.data for v in stacked}), CHANNELS)
-        if in_place and (not isinstance(args[0], Stacked) or args[0].layout != CHANNELS):
-            return broadcast_first(follower, func, args, kwargs, tensors, ndim, in_place)
-        aligned = {}
-        for v in tensors:
-            if isinstance(v, Stacked) and v.layout == CHANNELS and v.ndim == ndim:
-                data = v.data.unflatten(1, (count, -1))
-            elif isinstance(v, Stacked):
-                data = _padded(to_members(v, count), ndim).movedim(0, 1)
-            else:
-                data = v.unsqueeze(1) if v.ndim == ndim else v
-            aligned[id(v)] = _scalar_like(data, v, tensors)
-        result = _call(func, args, kwargs, aligned)
-        if in_place:
-            return args[0]
-        return Stacked(result.flatten(1, 2), CHANNELS)
-    return broadcast_first(follower, func, args, kwargs, tensors, ndim, in_place)
-
-
-def broadcast_first(
-    follower: Follower, func: Func, args: Args, kwargs: Kwargs, tensors: list[Any], ndim: int, in_place: bool
-) -> Any:
-    count = follower.num_members
-    firsts = {id(v): to_first(v, count) for v in tensors if isinstance(v, Stacked)}
-    if len({len(data) for data in firsts.values()}) > 1:
-        firsts = {key: for_each(data, count) for key, data in firsts.items()}
-    if in_place and (not isinstance(args[0], Stacked) or len(args[0].data) < max(map(len, firsts.values()))):
-        func, in_place = _out_of_place(func), False  # what members share becomes each one's own
-    aligned = {id(v): v for v in tensors}
-    aligned |= {key: _padded(data, ndim) for key, data in firsts.items()}
-    aligned = {id(v): _scalar_like(aligned[id(v)], v, tensors) for v in tensors}
+    first = stacked[0]
+    if len(tensors) == 1 or (first.layout != FIRST and all(_is_aligned(v, first, ndim) for v in tensors)):
+        return Stacked(_call(func, args, kwargs, {id(v): v.data for v in stacked}), first.layout)
+    data = {id(v): to_first(v, count) for v in stacked}
+    groups = {key: len(d) for key, d in data.items()}
+    if len(set(groups.values())) > 1:
+        data = {key: expand_groups(d, count) for key, d in data.items()}
+    in_place = _is_in_place(func)
+    if in_place and groups.get(id(args[0]), 0) < max(groups.values()):
+        func, in_place = _out_of_place(func), False  # a shared tensor becomes each member's own
+    aligned = {id(v): pad_axes(data[id(v)], ndim) if isinstance(v, Stacked) else v for v in tensors}
+    aligned = {id(v): _promote_like_scalar(aligned[id(v)], v, tensors) for v in tensors}
     result = _call(func, args, kwargs, aligned)
     return args[0] if in_place else Stacked(result)
 
 
-def _call(func: Func, args: Args, kwargs: Kwargs, data: dict[int, Tensor]) -> Any:
-    return func(
-        *(data.get(id(v), v) for v in args),
-        **{name: data.get(id(v), v) for name, v in kwargs.items()},
-    )
+def _is_aligned(value: Any, first: Stacked, ndim: int) -> bool:
+    """Whether a value broadcasts against the data of `first`, which is not in layout `FIRST`."""
+    if isinstance(value, Stacked):
+        return value.layout == first.layout and value.ndim == ndim and value.data.shape[1] == first.data.shape[1]
+    return bool(value.ndim == 0 or (first.layout == CHANNELS and value.ndim < ndim - 1))
 
 
-def _padded(data: Tensor, ndim: int) -> Tensor:
-    """`(K, ...)` with axes of length 1 so that a member has `ndim`."""
-    missing = ndim + 1 - data.ndim
-    return data if missing <= 0 else data.reshape(data.shape[0], *[1] * missing, *data.shape[1:])
+def _call(func: Func, args: Any, kwargs: dict[str, Any], data: dict[int, Tensor]) -> Any:
+    return func(*(data.get(id(v), v) for v in args), **{name: data.get(id(v), v) for name, v in kwargs.items()})
 
 
-def _scalar_like(data: Tensor, value: Any, tensors: list[Any]) -> Tensor:
-    """A member's number does not decide the result's type beside a tensor with axes, as PyTorch has it."""
+def _promote_like_scalar(data: Tensor, value: Any, tensors: list[Any]) -> Tensor:
+    """Cast a member's 0-dimensional tensor, which does not decide the result's type beside a tensor with axes."""
     if not isinstance(value, Stacked) or value.ndim:
         return data
     for other in tensors:
@@ -169,323 +131,251 @@ def _scalar_like(data: Tensor, value: Any, tensors: list[Any]) -> Tensor:
     return data
 
 
-def _changes_first(func: Func) -> bool:
+def _is_in_place(func: Func) -> bool:
     name = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
 
 
 def _out_of_place(func: Func) -> Func:
-    """The function that returns what this one writes into its first argument, as `h + y` for `h += y`."""
+    """Return the function that returns what this one writes into its first argument, as `h + y` for `h += y`."""
     name = func.__name__.strip("_").removeprefix("i") if func.__name__.startswith("__i") else func.__name__[:-1]
     name = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}.get(name, name)
     name = f"bitwise_{name}" if name in ("and", "or", "xor") else name
-    found = getattr(Tensor, name, None)
-    if found is None:
-        raise CannotFollow("a member's numbers would be written into a tensor that all members share")
-    return found
+    if not hasattr(Tensor, name):
+        raise CannotFollow(SHARED_WRITE)
+    return getattr(Tensor, name)
 
 
-# Functions that take an axis: a member's axis d is axis d + 1.
+# Functions along axes: a member's axis d is axis d + 1 with the member axis in front
 
 
-def shifted(dim: Any) -> Any:
-    """A member's axes counted with the member axis in front."""
+def shift(dim: Any) -> Any:
+    """Count a member's axes with the member axis in front."""
     if isinstance(dim, (list, tuple)):
-        return [shifted(d) for d in dim]
+        return [shift(d) for d in dim]
     return dim + 1 if isinstance(dim, int) and dim >= 0 else dim
 
 
-def reduction(position: int) -> Callable[..., Any]:
-    """A rule for functions that reduce or rearrange along `dim`, which is argument `position`."""
+def axis_rule(*axes: tuple[int, str, Any], plain_tensors: bool = False) -> Rule:
+    """Return a rule for functions of one tensor along axes.
 
-    def compute(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-        x = args[0] if args else kwargs.pop("input")
-        if not isinstance(x, Stacked) or any(isinstance(v, (Stacked, Tensor)) for v in (*args[1:], *kwargs.values())):
-            return without_rule(follower, func, args, kwargs)
-        name = "axis" if "axis" in kwargs else "dim"
-        dim = argument(args, kwargs, position, name)
-        if dim is None:
-            return without_rule(follower, func, args, kwargs)
-        dims = dim if isinstance(dim, (list, tuple)) else [dim]
-        if x.layout == CHANNELS and dims and all(d % x.ndim > 1 for d in dims):
-            result = func(x.data, *args[1:], **kwargs)  # axes of space: each channel by itself
-            return _each(result, CHANNELS)
-        data = to_first(x, follower.num_members)
-        if len(args) > position:
-            return _each(func(data, *args[1:position], shifted(dim), *args[position + 1 :], **kwargs), FIRST)
-        return _each(func(data, *args[1:], **{**kwargs, name: shifted(dim)}), FIRST)
+    Args:
+        *axes: Position, name and default of each argument that is an axis; `"all"` for all of a member's axes.
+        plain_tensors: Whether other arguments may be plain tensors.
+    """
+
+    def compute(follower: Follower, func: Func, *given: Any, **kwargs: Any) -> Any:
+        x, args = given[0], list(given)
+        others = (*args[1:], *kwargs.values())
+        refused = Stacked if plain_tensors else (Stacked, Tensor)
+        if not isinstance(x, Stacked) or not x.ndim or any(isinstance(v, refused) for v in others):
+            return NotImplemented
+        found = []
+        for position, argument, default in axes:
+            name = "axis" if "axis" in kwargs else argument
+            dim = args[position] if len(args) > position else kwargs.get(name, default)
+            dim = list(range(x.ndim)) if dim == "all" else dim
+            if dim is None or dim == () or isinstance(dim, bool):
+                return NotImplemented
+            found.append((position, name, dim))
+        flat = [d for _, _, dim in found for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
+        spatial = x.layout == CHANNELS and all(d % x.ndim > 1 for d in flat)  # then axes keep their place
+        for position, name, dim in found:
+            if len(args) > position:
+                args[position] = dim if spatial else shift(dim)
+            else:
+                kwargs[name] = dim if spatial else shift(dim)
+        data = x.data if spatial else to_first(x, follower.num_members)
+        return _wrap(func(data, *args[1:], **kwargs), CHANNELS if spatial else FIRST)
 
     return compute
 
 
-def _each(result: Any, layout: str) -> Any:
+def _wrap(result: Any, layout: str) -> Any:
     if isinstance(result, Tensor):
         return Stacked(result, layout)
     return type(result)([Stacked(part, layout) for part in result])
 
 
-rule(*named("softmax", "log_softmax", "softmin", "logsumexp", "cumsum", "cumprod", "amax", "amin"))(reduction(1))
-rule(*named("max", "min", "argmax", "argmin", "sort", "argsort", "any", "all", "prod", "median", "squeeze"))(
-    reduction(1)
+rule(
+    *named("softmax", "log_softmax", "softmin", "logsumexp", "cumsum", "cumprod", "logcumsumexp", "amax", "amin"),
+    *named("max", "min", "argmax", "argmin", "any", "all", "prod", "median", "squeeze", "glu", "unflatten"),
+)(axis_rule((1, "dim", None)))
+rule(*named("sum", "mean", "var", "std", "count_nonzero"))(axis_rule((1, "dim", "all")))
+rule(*named("unbind", "unsqueeze", "select", "narrow"))(axis_rule((1, "dim", 0)))
+rule(*named("sort", "argsort"))(axis_rule((1, "dim", -1)))
+rule(*named("topk", "diff"))(axis_rule((2, "dim", -1)))
+rule(*named("norm", "normalize", "vector_norm"))(axis_rule((2, "dim", None)))
+rule(*named("chunk", "split", "tensor_split"), torch.functional.split)(axis_rule((2, "dim", 0)))
+rule(*named("roll"))(axis_rule((2, "dims", None)))
+rule(*named("flatten"))(axis_rule((1, "start_dim", 0), (2, "end_dim", -1)))
+rule(*named("transpose", "swapaxes", "swapdims", "movedim", "moveaxis"))(
+    axis_rule((1, "dim0", None), (2, "dim1", None))
 )
-rule(*named("glu", "flip", "logcumsumexp"))(reduction(1))
-rule(*named("norm", "normalize", "vector_norm", "topk"))(reduction(2))
+rule(*named("index_select"))(axis_rule((1, "dim", None), plain_tensors=True))
+rule(*named("repeat_interleave"))(axis_rule((2, "dim", None), plain_tensors=True))
 
 
-@rule(*named("sum", "mean", "var", "std", "count_nonzero"))
-def moments(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    dim = argument(args, kwargs, 1, "dim", kwargs.get("axis"))
-    if isinstance(args[0], Stacked) and dim is None and len(args) == 1:
-        kwargs = {**kwargs, "dim": list(range(args[0].ndim))}
-        if not kwargs["dim"]:
-            return without_rule(follower, func, args, {k: v for k, v in kwargs.items() if k != "dim"})
-    return reduction(1)(follower, func, args, kwargs)
-
-
-@rule(*named("chunk", "split", "tensor_split"), torch.functional.split)
-def pieces(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, sections = (
-        args[0],
-        argument(args, kwargs, 1, "chunks", kwargs.get("split_size_or_sections", kwargs.get("split_size"))),
-    )
-    if not isinstance(x, Stacked) or sections is None:
-        return without_rule(follower, func, args, kwargs)
-    dim = shifted(argument(args, kwargs, 2, "dim", 0))
-    return tuple(Stacked(part) for part in func(to_first(x, follower.num_members), sections, dim))
-
-
-@rule(*named("unbind", "unsqueeze", "select", "narrow", "diff"))
-def along(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    if not isinstance(args[0], Stacked) or any(isinstance(v, (Stacked, Tensor)) for v in args[1:]):
-        return without_rule(follower, func, args, kwargs)
-    dim = shifted(argument(args, kwargs, 1, "dim", 0))
-    kwargs.pop("dim", None)
-    return _each(func(to_first(args[0], follower.num_members), dim, *args[2:], **kwargs), FIRST)
-
-
-@rule(*named("roll"))
-def roll(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    shifts, dims = argument(args, kwargs, 1, "shifts"), argument(args, kwargs, 2, "dims")
-    if dims is None or dims == ():
-        return without_rule(follower, func, args, kwargs)
-    return Stacked(to_first(args[0], follower.num_members).roll(shifts, shifted(dims)))
-
-
-@rule(*named("gather"))
-def gather(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, dim, index = args[0], argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "index")
-    return Stacked(to_members(x, follower.num_members).gather(shifted(dim), to_members(index, follower.num_members)))
-
-
-@rule(*named("index_select"))
-def index_select(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, dim, index = args[0], argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "index")
-    if not isinstance(x, Stacked) or isinstance(index, Stacked):
-        return without_rule(follower, func, args, kwargs)
-    return Stacked(to_first(x, follower.num_members).index_select(dim % x.ndim + 1, index))
-
-
-@rule(*named("transpose", "swapaxes", "swapdims", "movedim", "moveaxis"))
-def two_axes(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, *dims = args
-    dims = [*dims, *kwargs.values()]
-    return Stacked(func(to_first(x, follower.num_members), *map(shifted, dims)))
-
-
-@rule(*named("permute"))
-def permute(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, dims = args[0], _sizes(args, kwargs, "dims")
-    return Stacked(to_first(x, follower.num_members).permute(0, *(d % x.ndim + 1 for d in dims)))
+@rule(*named("permute", "flip"))
+def permute(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    dims = [d % x.ndim + 1 for d in _sizes(args, kwargs)]
+    data = to_first(x, follower.num_members)
+    return Stacked(data.flip(dims) if func.__name__ == "flip" else data.permute(0, *dims))
 
 
 @rule(*getters("T", "mT", "H", "mH"), *named("t", "adjoint"))
-def transposed(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x = args[0]
+def matrix_transpose(follower: Follower, func: Func, x: Any, *_: Any) -> Any:
     if x.ndim != 2 or x.data.is_complex():
-        return without_rule(follower, func, args, kwargs)
+        return NotImplemented
     return Stacked(to_first(x, follower.num_members).mT)
 
 
-def _sizes(args: Args, kwargs: Kwargs, name: str) -> list[Any]:
-    """Sizes given one by one or as a list."""
-    given = list(args[1:]) or [kwargs[name]]
-    return list(given[0]) if isinstance(given[0], (list, tuple)) else given
+@rule(*named("gather"))
+def gather(follower: Follower, func: Func, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
+    count = follower.num_members
+    return Stacked(torch.gather(to_members(x, count), shift(dim), to_members(index, count), **kwargs))
+
+
+# Shapes
+
+
+def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return sizes or axes given one by one, as a list, or by name."""
+    given = args or tuple(kwargs.values())
+    return list(given[0]) if isinstance(given[0], (list, tuple)) else list(given)
 
 
 @rule(*named("reshape", "view"))
-def reshape(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x = args[0]
-    if kwargs.get("dtype") is not None or (len(args) > 1 and isinstance(args[1], torch.dtype)):
-        return without_rule(follower, func, args, kwargs)
-    sizes = _sizes(args, kwargs, "shape" if "shape" in kwargs else "size")
+def reshape(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(v, torch.dtype) for v in (*args, *kwargs.values())):
+        return NotImplemented
     data = to_first(x, follower.num_members)
-    return Stacked(data.reshape(data.shape[0], *sizes))
-
-
-@rule(*named("view_as", "reshape_as", "expand_as"))
-def shaped_as(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, other = args
-    shape = other.shape(follower.num_members) if isinstance(other, Stacked) else other.shape
-    if not isinstance(x, Stacked):
-        return func(x, other.data.new_empty(shape))
-    return (expand if func is Tensor.expand_as else reshape)(follower, func, (x, shape), {})
-
-
-@rule(*named("type_as"))
-def type_as(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    return converted(
-        follower, Tensor.to, (args[0], args[1].data.dtype if isinstance(args[1], Stacked) else args[1].dtype), {}
-    )
-
-
-@rule(*named("flatten"))
-def flatten(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    start, end = argument(args, kwargs, 1, "start_dim", 0), argument(args, kwargs, 2, "end_dim", -1)
-    data = to_first(args[0], follower.num_members)
-    return Stacked(data.unsqueeze(1) if args[0].ndim == 0 else data.flatten(shifted(start), shifted(end)))
-
-
-@rule(*named("unflatten"))
-def unflatten(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    dim, sizes = argument(args, kwargs, 1, "dim"), argument(args, kwargs, 2, "sizes")
-    return Stacked(to_first(args[0], follower.num_members).unflatten(shifted(dim), sizes))
+    return Stacked(data.reshape(data.shape[0], *_sizes(args, kwargs)))
 
 
 @rule(*named("expand", "broadcast_to"))
-def expand(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    sizes = _sizes(args, kwargs, "size")
-    data = _padded(to_first(args[0], follower.num_members), len(sizes))
-    return Stacked(data.expand(-1, *sizes))
+def expand(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    sizes = _sizes(args, kwargs)
+    return Stacked(pad_axes(to_first(x, follower.num_members), len(sizes)).expand(-1, *sizes))
 
 
 @rule(*named("repeat", "tile"))
-def repeat(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    sizes = _sizes(args, kwargs, "repeats" if "repeats" in kwargs else "dims")
-    ndim = max(len(sizes), args[0].ndim)
-    data = _padded(to_first(args[0], follower.num_members), ndim)
-    return Stacked(data.repeat(1, *[1] * (ndim - len(sizes)), *sizes))
+def repeat(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    sizes = _sizes(args, kwargs)
+    ndim = max(len(sizes), x.ndim)
+    return Stacked(pad_axes(to_first(x, follower.num_members), ndim).repeat(1, *[1] * (ndim - len(sizes)), *sizes))
 
 
-@rule(*named("repeat_interleave"))
-def repeat_interleave(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    repeats, dim = argument(args, kwargs, 1, "repeats"), argument(args, kwargs, 2, "dim")
-    if not isinstance(args[0], Stacked) or dim is None or isinstance(repeats, Stacked):
-        return without_rule(follower, func, args, kwargs)
-    return Stacked(to_first(args[0], follower.num_members).repeat_interleave(repeats, shifted(dim)))
+@rule(*named("view_as", "reshape_as", "expand_as"))
+def shape_as(follower: Follower, func: Func, x: Any, other: Any) -> Any:
+    shape = other.shape(follower.num_members) if isinstance(other, Stacked) else other.shape
+    if not isinstance(x, Stacked):
+        return func(x, other.data.new_empty(shape))
+    return (expand if func is Tensor.expand_as else reshape)(follower, func, x, shape)
 
 
 @rule(*named("cat", "concat", "concatenate", "stack"))
-def joined(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    parts = argument(args, kwargs, 0, "tensors")
-    dim = argument(args, kwargs, 1, "dim", kwargs.get("axis", 0))
+def concatenate(follower: Follower, func: Func, tensors: Any, dim: int = 0, *, axis: int | None = None) -> Any:
+    dim = dim if axis is None else axis
     count = follower.num_members
-    if func is not torch.stack and dim == 1 and all(isinstance(p, Stacked) and p.layout == CHANNELS for p in parts):
-        return Stacked(torch.cat([p.data.unflatten(1, (count, -1)) for p in parts], 2).flatten(1, 2), CHANNELS)
-    if func is not torch.stack:  # empty vectors are left out, as by torch.cat
-        parts = [p for p in parts if isinstance(p, Stacked) or p.shape != (0,)]
-    return Stacked(func([to_members(p, count) for p in parts], shifted(dim)))
+    if func is not torch.stack:
+        if dim == 1 and all(isinstance(v, Stacked) and v.layout == CHANNELS for v in tensors):
+            return Stacked(torch.cat([v.data.unflatten(1, (count, -1)) for v in tensors], 2).flatten(1, 2), CHANNELS)
+        tensors = [v for v in tensors if isinstance(v, Stacked) or v.shape != (0,)]  # torch.cat skips empty vectors
+    return Stacked(func([to_members(v, count) for v in tensors], shift(dim)))
+
+
+# Indexing and constants
 
 
 @rule(Tensor.__getitem__)
-def getitem(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, index = args
+def getitem(follower: Follower, func: Func, x: Any, index: Any) -> Any:
     index = index if isinstance(index, tuple) else (index,)
-    arrays = [i for i, part in enumerate(index) if isinstance(part, (Tensor, list, Stacked))]
-    if (
-        len(index) == 1
-        and isinstance(index[0], Stacked)
-        and isinstance(x, Stacked)
-        and not index[0].data.dtype.is_floating_point
-        and index[0].data.dtype != torch.bool
-    ):
-        data, where = (to_members(v, follower.num_members) for v in (x, index[0]))
-        each = torch.arange(follower.num_members, device=data.device).view(-1, *[1] * (where.ndim - 1))
-        return Stacked(data[each, where])
-    apart = arrays and arrays[-1] - arrays[0] + 1 != len(arrays)  # then the result's axes are in another order
-    if not isinstance(x, Stacked) or apart or any(isinstance(part, Stacked) for part in index):
-        return without_rule(follower, func, args, kwargs)
+    if not isinstance(x, Stacked):
+        return NotImplemented
+    stacked = [part for part in index if isinstance(part, Stacked)]
+    if stacked:
+        dtype = stacked[0].data.dtype
+        if len(index) > 1 or dtype.is_floating_point or dtype == torch.bool:
+            return NotImplemented
+        data, where = (to_members(v, follower.num_members) for v in (x, stacked[0]))
+        return Stacked(data[torch.arange(len(data), device=data.device).view(-1, *[1] * (where.ndim - 1)), where])
+    arrays = [i for i, part in enumerate(index) if isinstance(part, (Tensor, list))]
+    if arrays and arrays[-1] - arrays[0] + 1 != len(arrays):  # then the result's axes are in another order
+        return NotImplemented
     return Stacked(to_first(x, follower.num_members)[(slice(None), *index)])
 
 
 @rule(Tensor.__setitem__)
-def setitem(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x, index, value = args
+def setitem(follower: Follower, func: Func, x: Any, index: Any, value: Any) -> None:
     index = index if isinstance(index, tuple) else (index,)
     if not isinstance(x, Stacked) or len(to_first(x, follower.num_members)) != follower.num_members:
-        raise CannotFollow("a member's numbers would be written into a tensor that all members share")
+        raise CannotFollow(SHARED_WRITE)
     if any(isinstance(part, (Tensor, list, Stacked)) for part in index):
         raise CannotFollow("numbers are written to places given by a tensor")
     place = to_first(x, follower.num_members)[(slice(None), *index)]
     if isinstance(value, Stacked):
-        value = _padded(to_members(value, follower.num_members), place.ndim - 1)
+        value = pad_axes(to_members(value, follower.num_members), place.ndim - 1)
     place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
-    return None
 
 
-@rule(*named("zeros_like", "ones_like", "full_like"), Tensor.new_zeros, Tensor.new_ones, Tensor.new_full)
-def constants(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Constants, each member's own: a forward may write into them."""
-    x = args[0]
-    if func.__name__.endswith("_like"):
-        return Stacked(func(to_members(x, follower.num_members), *args[1:], **kwargs))
-    sizes = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
-    rest = args[2:] if isinstance(args[1], (list, tuple)) else ()
+@rule(*named("zeros_like", "ones_like", "full_like"))
+def constant_like(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return Stacked(func(to_members(x, follower.num_members), *args, **kwargs))  # a forward may write into them
+
+
+@rule(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full)
+def new_constant(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    sizes, rest = (args[0], args[1:]) if isinstance(args[0], (list, tuple)) else (args, ())
     return Stacked(func(x.data, (follower.num_members, *sizes), *rest, **kwargs))
 
 
-# What a forward asks of a tensor.
+# Queries
 
 
-@rule(*getters("shape"), Tensor.size)
-def shape(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    sizes = args[0].shape(follower.num_members)
-    dim = argument(args, kwargs, 1, "dim")
-    return sizes if dim is None else sizes[dim]
+def query(*functions: Any) -> Callable[[Rule], Rule]:
+    """Register a rule of functions that compute nothing."""
+    QUERIES.update(functions)
+    return rule(*functions)
 
 
-@rule(*getters("ndim"), Tensor.dim, Tensor.ndimension)
-def ndim(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    return args[0].ndim
+@query(*getters("shape"), Tensor.size)
+def shape(follower: Follower, func: Func, x: Any, dim: Any = None) -> Any:
+    sizes = x.shape(follower.num_members)
+    return sizes if not isinstance(dim, int) else sizes[dim]
 
 
-@rule(Tensor.__len__)
-def length(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    return args[0].shape(follower.num_members)[0]
+@query(*getters("ndim"), Tensor.dim, Tensor.ndimension)
+def ndim(follower: Follower, func: Func, x: Any, *_: Any) -> Any:
+    return x.ndim
 
 
-@rule(Tensor.numel, torch.numel, Tensor.nelement)
-def numel(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    return args[0].shape(follower.num_members).numel()
+@query(Tensor.__len__)
+def length(follower: Follower, func: Func, x: Any) -> Any:
+    return x.shape(follower.num_members)[0]
+
+
+@query(Tensor.numel, torch.numel, Tensor.nelement)
+def numel(follower: Follower, func: Func, x: Any) -> Any:
+    return x.shape(follower.num_members).numel()
 
 
 @rule(
     *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__),
     *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, Tensor.__contains__, torch.is_nonzero),
 )
-def python_value(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """A count that all members hold alike, such as that of BatchNorm, may be read; what a member computes may not."""
-    if id(args[0].data if isinstance(args[0], Stacked) else args[0]) not in follower.buffers:
+def python_value(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Allow reading a buffer that all members hold alike, such as BatchNorm's count; refuse computed values."""
+    if id(x.data if isinstance(x, Stacked) else x) not in follower.buffers:
         raise CannotFollow("what it does is data-dependent, and members' data differ")
-    return without_rule(follower, func, args, kwargs)
+    return NotImplemented
 
 
-def _property(follower: Follower, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    return func(args[0].data, *args[1:], **kwargs)
-
-
-def _register_properties() -> Iterable[Any]:
-    for name in ("dtype", "device", "requires_grad", "is_cuda", "layout", "grad_fn", "is_leaf", "is_sparse", "grad"):
-        yield getattr(Tensor, name).__get__
-    for name in ("is_quantized", "is_mps", "is_meta", "is_nested", "is_xpu", "is_mkldnn", "itemsize", "names"):
-        if hasattr(Tensor, name):
-            yield getattr(Tensor, name).__get__
-    for name in ("is_floating_point", "is_complex", "is_signed", "element_size", "get_device", "is_contiguous"):
-        yield from named(name)
-    yield from (Tensor.__repr__, Tensor.__hash__, Tensor.register_hook, Tensor.is_inference)
-
-
-_properties = list(_register_properties())
-rule(*_properties)(_property)
-QUERIES.update(
-    (*_properties, *getters("shape", "ndim"), Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.__len__, Tensor.numel)
+@query(
+    *getters("dtype", "device", "requires_grad", "is_cuda", "layout", "grad_fn", "is_leaf", "is_sparse", "grad"),
+    *getters("is_quantized", "is_mps", "is_meta", "is_nested", "is_xpu", "is_mkldnn", "itemsize", "names"),
+    *named("is_floating_point", "is_complex", "is_signed", "element_size", "get_device", "is_contiguous"),
+    *(Tensor.__repr__, Tensor.__hash__, Tensor.register_hook, Tensor.is_inference),
 )
+def tensor_property(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(x.data, *args, **kwargs)

@@ -1,12 +1,11 @@
 """Tensors of all members, and where their member axis is.
 
-Inside a followed forward every tensor is one of three:
+In a followed forward a tensor is plain (the same for all members, with a member's shape) or `Stacked` in one of three
+layouts:
 
-- plain: the same for all members, with the shape that a member sees;
-- `FIRST`: `(K, ...)`, the member axis before the axes that a member sees. It may also be `(G, ...)` where G divides K:
-  the first K/G members share the first entry, and so on;
-- `CHANNELS`: `(N, K·C, ...)`, the members among the channels, which is what grouped convolutions take;
-- `LAST`: `(K, D, N)` of vectors `(N, D)`, the batch last, which is what linear layers give.
+- `FIRST`: `(K, ...)`, or `(G, ...)` where G divides K and the first K/G members share the first entry, and so on;
+- `CHANNELS`: `(N, K·C, ...)`, the input of grouped convolutions;
+- `LAST`: `(K, D, N)` for vectors `(N, D)`, the output of linear layers.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ class Stacked:
 
     @property
     def ndim(self) -> int:
-        """The number of axes that a member sees."""
+        """A member's number of axes."""
         return self.data.ndim - (self.layout != CHANNELS)
 
     def shape(self, num_members: int) -> torch.Size:
-        """The shape that a member sees."""
+        """Return a member's shape."""
         shape = self.data.shape
         if self.layout == FIRST:
             return shape[1:]
@@ -42,8 +41,8 @@ class Stacked:
         return torch.Size((shape[0], shape[1] // num_members, *shape[2:]))
 
 
-def to_first(value: Any, num_members: int) -> Tensor:
-    """Return `(G, ...)` of a stacked tensor; a view."""
+def to_first(value: Stacked, num_members: int) -> Tensor:
+    """Return a view `(G, ...)`."""
     if value.layout == FIRST:
         return value.data
     if value.layout == LAST:
@@ -51,26 +50,30 @@ def to_first(value: Any, num_members: int) -> Tensor:
     return value.data.unflatten(1, (num_members, -1)).movedim(1, 0)
 
 
-def for_each(data: Tensor, num_members: int) -> Tensor:
-    """Return `(K, ...)` of `(G, ...)`: the entry of its group for each member."""
-    if data.shape[0] == num_members:
-        return data
-    return data.repeat_interleave(num_members // data.shape[0], 0)
+def expand_groups(data: Tensor, num_members: int) -> Tensor:
+    """Return `(K, ...)` of `(G, ...)`."""
+    return data if data.shape[0] == num_members else data.repeat_interleave(num_members // data.shape[0], 0)
 
 
 def to_members(value: Any, num_members: int) -> Tensor:
-    """Return `(K, ...)` of any value, plain tensors repeated without a copy."""
+    """Return `(K, ...)` of a stacked or plain tensor; plain ones are repeated without a copy."""
     if isinstance(value, Stacked):
-        return for_each(to_first(value, num_members), num_members)
+        return expand_groups(to_first(value, num_members), num_members)
     return value.expand(num_members, *value.shape)
 
 
 def to_channels(value: Any, num_members: int) -> Tensor:
-    """Return `(N, K·C, ...)` of any value that a member sees as `(N, C, ...)`."""
+    """Return `(N, K·C, ...)` of a stacked or plain tensor whose member shape is `(N, C, ...)`."""
     if isinstance(value, Stacked) and value.layout == CHANNELS:
         return value.data
     data = to_members(value, num_members)
-    together = data.movedim(0, 1).flatten(1, 2)
+    merged = data.movedim(0, 1).flatten(1, 2)
     if data.ndim == 5 and data[0].is_contiguous(memory_format=torch.channels_last) and not data[0].is_contiguous():
-        together = together.contiguous(memory_format=torch.channels_last)
-    return together
+        merged = merged.contiguous(memory_format=torch.channels_last)
+    return merged
+
+
+def pad_axes(data: Tensor, ndim: int) -> Tensor:
+    """Return `(K, 1, ..., *shape)` such that a member has at least `ndim` axes."""
+    missing = ndim + 1 - data.ndim
+    return data if missing <= 0 else data.reshape(data.shape[0], *[1] * missing, *data.shape[1:])

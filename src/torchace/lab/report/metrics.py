@@ -1,0 +1,223 @@
+"""Metrics of a classification and a regression: their names, how they are written, where they are shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torchace.lab.report import formats
+from torchace.lab.report.formats import NONE
+
+if TYPE_CHECKING:
+    from torchace.lab.report.statistics import Summary
+
+LOWER_IS_BETTER = "Lower is better."
+MUTUAL_INFORMATION = (
+    "entropy of the ensemble's prediction minus its members' mean entropy: epistemic uncertainty, in nats."
+)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric: its column heading, its noun in a sentence, and its format.
+
+    Values are multiplied by `scale` and get `digits` decimals (differences one more). `power` is 1 for a number in the
+    target's units, 2 for one in their square: `choose_units` adapts their format to their size.
+    """
+
+    key: str
+    label: str
+    noun: str
+    digits: int = 4
+    scale: float = 1.0
+    unit: str = ""
+    difference_unit: str = ""
+    power: int = 0
+    reading: str = LOWER_IS_BETTER  # in a figure's caption
+
+    def number(self, value: float) -> str:
+        """Return a value without its unit."""
+        return formats.number(value * self.scale, self.digits)
+
+    def value(self, value: float) -> str:
+        """Return a value with its unit."""
+        return self.number(value) + self.unit
+
+    def change(self, value: float, *, signed: bool = True) -> str:
+        """Return a difference without its unit."""
+        return formats.number(value * self.scale, self.digits + 1, signed=signed)
+
+    def difference(self, mean: float, margin: float | None = None, *, signed: bool = True) -> str:
+        """Return a difference with its margin, where there is one, and its unit."""
+        error = "" if margin is None else f" ± {self.change(margin, signed=False)}"
+        return self.change(mean, signed=signed) + error + self.difference_unit
+
+    def interval(self, ends: tuple[float, float]) -> str:
+        """Return the two ends of an interval of differences, without unit."""
+        return f"{self.change(ends[0])} to {self.change(ends[1])}"
+
+    def mean_sd(self, summary: Summary | None) -> str:
+        """Return mean ± standard deviation, without unit."""
+        if summary is None:
+            return NONE
+        mean = self.number(summary.mean)
+        return mean if summary.sd is None else f"{mean} ± {self.number(summary.sd)}"
+
+    @property
+    def difference_label(self) -> str:
+        """The heading of a column of differences."""
+        return self.label.replace(", %", ", points")
+
+
+def _percent(key: str, label: str, noun: str, reading: str = LOWER_IS_BETTER) -> Metric:
+    return Metric(key, f"{label}, %", noun, 2, 100.0, " %", " points", reading=reading)
+
+
+def _with_members(*metrics: Metric) -> list[Metric]:
+    """Return metrics of the ensemble, and the same of one member."""
+    members = [replace(m, key=f"member_{m.key}", noun=f"{m.noun} of one member") for m in metrics]
+    return [*metrics, *members]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Metrics of a task and where they are shown; λ is judged by `loss`, single members by `error`.
+
+    `score` is a second score, `spread` the difference between members; every scored run has the `required` metrics.
+    """
+
+    name: str
+    metrics: Mapping[str, Metric]
+    required: tuple[str, ...]
+    loss: str
+    score: str
+    spread: str
+    error: str
+    ensemble: tuple[str, ...]
+    member: tuple[str, ...]
+    curves: tuple[str, ...]
+    details: Mapping[str, tuple[str, ...]]
+    details_title: str
+    uncertainty_title: str
+
+    @property
+    def diversity(self) -> tuple[str, ...]:
+        """The metrics of diversity."""
+        return self.details["Diversity"]
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """The metrics with paired differences."""
+        return self.loss, self.score, self.spread
+
+    def explain(self, keys: Sequence[str]) -> str:
+        """Return how to read the metrics that are not just «lower is better»."""
+        metrics = [self.metrics[key] for key in keys if self.metrics[key].reading != LOWER_IS_BETTER]
+        return " ".join(f"{formats.capitalize(metric.noun)}: {metric.reading}" for metric in metrics)
+
+    def member_error(self, value: float) -> float:
+        """Return a member's accuracy or MSE as a value of `error`."""
+        return math.sqrt(value) if self.error == "rmse" else 1 - value
+
+
+def _task(metrics: Sequence[Metric], **fields: Any) -> Task:
+    return Task(metrics={metric.key: metric for metric in metrics}, **fields)
+
+
+CLASSIFICATION = _task(
+    [
+        *_with_members(
+            Metric("accuracy", "Accuracy", "accuracy"),
+            _percent("error", "Error", "error"),
+            Metric("cross_entropy", "Cross entropy", "cross entropy"),
+            Metric("brier", "Brier score", "Brier score"),
+            Metric("calibration_error", "Calibration error", "calibration error"),
+        ),
+        _percent("disagreement", "Disagreement", "disagreement", "share of test cases on which two members differ."),
+        Metric("mutual_information", "Mutual information", "mutual information", 5, reading=MUTUAL_INFORMATION),
+        Metric(
+            "ambiguity", "Ambiguity", "ambiguity", 5, reading="the members' mean cross entropy minus the ensemble's."
+        ),
+    ],
+    name="classification",
+    required=("accuracy", "cross_entropy"),
+    loss="cross_entropy",
+    score="error",
+    spread="disagreement",
+    error="error",
+    ensemble=("accuracy", "cross_entropy"),
+    member=("member_accuracy", "member_cross_entropy"),
+    curves=("error", "cross_entropy"),
+    details={
+        "Ensemble": ("brier", "calibration_error"),
+        "One member": ("member_brier", "member_calibration_error"),
+        "Diversity": ("disagreement", "mutual_information", "ambiguity"),
+    },
+    details_title="Calibration and diversity",
+    uncertainty_title="Diversity and calibration",
+)
+
+REGRESSION = _task(
+    [
+        Metric("r2", "R²", "R²", reading="share of the target's variance that is explained."),
+        *_with_members(
+            Metric("mse", "MSE", "mean squared error", power=2),
+            Metric("rmse", "RMSE", "root mean squared error", power=1),
+        ),
+        Metric("mae", "MAE", "mean absolute error", power=1),
+        Metric("spread", "Spread", "spread", power=1, reading="standard deviation of the members' predictions."),
+        Metric("ambiguity", "Ambiguity", "ambiguity", power=2, reading="the members' mean MSE minus the ensemble's."),
+        _percent("averaged", "Averaged away", "averaged away", "ambiguity as a share of the members' MSE."),
+    ],
+    name="regression",
+    required=("mse",),
+    loss="mse",
+    score="mae",
+    spread="spread",
+    error="rmse",
+    ensemble=("r2", "rmse", "mae"),
+    member=("member_rmse",),
+    curves=("rmse", "mae"),
+    details={"Ensemble": ("mse",), "One member": ("member_mse",), "Diversity": ("spread", "ambiguity", "averaged")},
+    details_title="Squared error and diversity",
+    uncertainty_title="Diversity and uncertainty",
+)
+
+TASKS = {task.name: task for task in (CLASSIFICATION, REGRESSION)}
+
+
+def add_derived(values: Mapping[str, float]) -> dict[str, float]:
+    """Return a split's metrics with those that follow from them: errors, roots, and the share averaged away."""
+    found = dict(values)
+    for key in ("accuracy", "member_accuracy"):
+        if key in values:
+            found[key.replace("accuracy", "error")] = 1 - values[key]
+    for key in ("mse", "member_mse"):
+        if values.get(key, -1.0) >= 0:
+            found[key.replace("mse", "rmse")] = math.sqrt(values[key])
+    if values.get("member_mse", 0.0) > 0 and "ambiguity" in values:
+        found["averaged"] = values["ambiguity"] / values["member_mse"]
+    return found
+
+
+def choose_units(metrics: Mapping[str, Metric], values: Mapping[str, Sequence[float]]) -> dict[str, Metric]:
+    """Return metrics with decimals, and where needed a power of ten, that fit values in the target's units.
+    All metrics of one unit share the power of ten, so that a table's columns can be compared.
+    """
+    found = dict(metrics)
+    for power, lead in ((1, "rmse"), (2, "mse")):
+        size = formats.order_of_magnitude(values.get(lead, ()))
+        shift = 0 if -3 <= size <= 5 else 3 * (size // 3)
+        unit = f"×{formats.power_of_ten(shift)}"
+        for metric in metrics.values():
+            if metric.power != power:
+                continue
+            own = formats.order_of_magnitude(values.get(metric.key) or values.get(lead, ()))
+            metric = replace(metric, digits=min(6, max(0, 3 - (own - shift))))
+            if shift:
+                label = f"{metric.label}, {unit}"
+                metric = replace(metric, label=label, scale=10.0**-shift, unit=f" {unit}", difference_unit=f" {unit}")
+            found[metric.key] = metric
+    return found

@@ -1,0 +1,182 @@
+"""Executors train the run groups of a plan: here, in this process; on Ray; or on the ranks that torchrun started."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchace._files import json_digest
+from torchace.lab.schema.experiment import Arm, Experiment
+from torchace.lab.schema.results import Failure, GroupPlan, Metrics, RunKey, RunResult, Scores
+from torchace.lab.store import RunStore
+from torchace.lab.sweeps.callbacks import Callback
+from torchace.lab.sweeps.environment import hardware, versions
+from torchace.lab.sweeps.loaded_data import LoadedData
+from torchace.lab.sweeps.networks import build_network, make_train_config
+from torchace.lab.training.checkpoint import weights_digest
+from torchace.lab.training.distributed import SingleProcess
+from torchace.lab.training.evaluate import evaluate, predict_logits
+from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, fit
+from torchace.lab.training.run_group import RunGroup
+from torchace.lab.training.shard import gather_network, shard_network
+
+Stop = Callable[[], bool]
+ALONE = SingleProcess()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that run groups are trained with; arms and data by the arm's name."""
+
+    experiment: Experiment
+    arms: Mapping[str, Arm]
+    data: Mapping[str, LoadedData]
+    store: RunStore
+    device: str
+
+
+class UnfinishedRunsError(Exception):
+    """Runs that could not be finished, each with the reason; all others are finished."""
+
+    def __init__(self, reasons: Mapping[RunKey, str]) -> None:
+        super().__init__("; ".join(f"{run.id}: {reason}" for run, reason in reasons.items()))
+        self.reasons = dict(reasons)
+
+
+class Executor:
+    """Train run groups in this process, one after another; other executors override what differs.
+
+    Attributes:
+        device: Where the groups are trained.
+        is_first: Whether this process plans and writes; False for other ranks, which only train.
+        is_concurrent: Whether groups are trained at the same time, so that their seconds overlap.
+    """
+
+    is_first = True
+    is_concurrent = False
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+
+    def load_data(self, arms: Mapping[str, Arm]) -> dict[str, LoadedData]:
+        """Load the data of every arm, each data set once."""
+        sections = dict.fromkeys(arm.data for arm in arms.values())
+        loaded = {section: LoadedData.load(section, self.device) for section in sections}
+        for arm in arms.values():
+            loaded[arm.data].check_batch_size(arm)
+        return {name: loaded[arm.data] for name, arm in arms.items()}
+
+    def hardware(self) -> dict[str, Any]:
+        """Return the hardware that runs are trained on, for the result files."""
+        return hardware(self.device)
+
+    def train(
+        self, plan: Plan, groups: Sequence[GroupPlan], callback: Callback, stop: Stop
+    ) -> Iterator[tuple[GroupPlan | None, float]]:
+        """Train and store run groups; yield each when it is finished, with the seconds it took.
+
+        The seconds include those before an interruption. A concurrent executor yields the seconds since the previous
+        group instead, and may yield None for seconds without a group.
+        """
+        for group in groups:
+            callback.on_group_start(group)
+            yield group, train_group(plan, group, callback, stop)
+
+
+def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ranks: SingleProcess = ALONE) -> float:
+    """Train a run group from its checkpoint, evaluate its runs and store them; return the seconds of all attempts.
+
+    Args:
+        plan: What the group is part of.
+        group: The runs.
+        callback: Receives progress.
+        stop: Checked between steps; True saves a checkpoint and raises `Interrupted`.
+        ranks: The processes that train the group together; the first one writes files.
+    """
+    arm, data = plan.arms[group.arm], plan.data[group.arm]
+    seeds = [run.seed for run in group.runs]
+    batches = data.batches(arm)
+    config = make_train_config(arm.train, batches.steps_per_epoch)
+    network = shard_network(build_network(arm, data.dataset, seeds, plan.device), ranks)
+    if group.compile:
+        network.compile()
+    checkpoints = plan.store.checkpoints(group, config_digest(arm))
+    if ranks.is_first and checkpoints.remove_foreign():
+        callback.on_group_restart(group)
+    every = plan.experiment.checkpoint
+    fitted = fit(
+        network,
+        batches,
+        config,
+        diversities=[run.diversity for run in group.runs],
+        seeds=seeds,
+        checkpoint_policy=CheckpointPolicy(checkpoints, every.steps, every.seconds),
+        on_progress=lambda progress: callback.on_step(group, progress),
+        stop=stop,
+    )
+    start = time.monotonic()
+    test = predict_logits(network, data.chunks(arm, data.dataset.test))
+    validation = None if data.validation is None else predict_logits(network, data.chunks(arm, data.validation))
+    trained = gather_network(network)
+    if trained is None:  # the first rank writes
+        return 0.0
+    for r, run in enumerate(group.runs):
+        if plan.store.is_finished(run):
+            continue
+        failed = fitted.failures.get(r)
+        failure = _nonfinite_failure(test[0][r], config.steps) if failed is None else Failure(**vars(failed))
+        metrics, arrays = None, {}
+        if failure is None:
+            scored = evaluate(test[0][r], test[1], data.images)
+            held_out = None if validation is None else _scores(evaluate(validation[0][r], validation[1]).metrics)
+            metrics, arrays = Metrics(test=_scores(scored.metrics), validation=held_out), scored.arrays
+        result = RunResult(
+            run=run.id,
+            arm=run.arm,
+            diversity=run.diversity,
+            seed=run.seed,
+            num_members=arm.model.num_members,
+            batches=arm.train.batches,
+            status="finished" if failure is None else "failed",
+            failure=failure,
+            metrics=metrics,
+            history=tuple(
+                {"epoch": entry["epoch"], "step": entry["step"], "train_cross_entropy": entry["score"][r]}
+                for entry in fitted.history
+            ),
+            steps=config.steps,
+            seconds=fitted.seconds / len(group.runs),
+            parameters=count_run_parameters(trained),
+            job=group.id,
+            weights_sha256=weights_digest(trained, r) if failure is None else None,
+            versions=versions(),
+            **hardware(plan.device),
+        )
+        plan.store.write_result(result, arrays)
+    checkpoints.remove()
+    return fitted.seconds + time.monotonic() - start
+
+
+def config_digest(arm: Arm) -> str:
+    """Return a SHA-256 of everything about an arm that its runs depend on."""
+    return json_digest(arm.model_dump(mode="json", include={"data", "model", "train"}))
+
+
+def count_run_parameters(network: RunGroup) -> int:
+    """Return the parameters of one run of a group."""
+    return sum(p.numel() for p in network.parameters()) // network.num_runs
+
+
+def _scores(metrics: Mapping[str, Any]) -> Scores:
+    return Scores.model_validate(metrics)
+
+
+def _nonfinite_failure(logits: Tensor, steps: int) -> Failure | None:
+    """Return the failure of a run whose last step left weights that predict NaN or Inf, `(K, N, C)`."""
+    bad = (~torch.isfinite(logits)).flatten(1).any(1).nonzero().flatten().tolist()
+    return Failure(message=NONFINITE, member=bad[0], step=steps) if bad else None

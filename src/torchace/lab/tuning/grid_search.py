@@ -1,0 +1,278 @@
+"""Grid search for λ: rounds of candidates, each trained as one run group, and the gain of the chosen λ."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchace._checks import check_count, check_fraction
+from torchace.lab.data import Split
+from torchace.lab.schema.results import LARGEST, Candidate, DiversitySearch, Gain
+from torchace.lab.training.early_stopping import CHUNK
+from torchace.lab.training.members import train_members
+from torchace.lab.training.objective import mean_over_samples
+from torchace.lab.tuning.gain import describe_gain, measure_gain
+from torchace.lab.tuning.search import MAX_SEEDS, METRICS, Search, SearchCallback, SearchProblem, SearchStage
+from torchace.lab.tuning.search_cache import SearchCache
+
+CANDIDATES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
+TOLERANCE = 1e-9  # relative: other runs in a group change the last digits of a score
+RESOLUTION = 0.01  # smallest distance between two λ
+MAX_RUNS = 64  # in a run group
+MEMORY = 2**30  # bytes of a run group, about
+
+Scores = Mapping[int, float | None]  # by seed; None for a training that failed
+Losses = dict[float, dict[int, Tensor | None]]  # on every sample, by λ and seed; None for a training that failed
+
+
+def best_diversity(scores: Mapping[float, Scores]) -> float:
+    """Return the λ with the fewest failed trainings, then the lowest mean score, then the smallest λ.
+
+    No one-standard-error rule: a larger λ is neither simpler nor cheaper, and all λ share seeds and samples. The
+    optimism of the best of several is corrected afterwards, by the comparison with λ=0 on fresh seeds.
+
+    Example:
+        >>> best_diversity({0.0: {1: 0.5, 2: 0.7}, 0.3: {1: 0.5, 2: 0.6}, 0.5: {1: 0.1, 2: None}})
+        0.3
+    """
+
+    def rank(diversity: float) -> tuple[int, float]:
+        finished = [score for score in scores[diversity].values() if score is not None]
+        return len(scores[diversity]) - len(finished), fmean(finished) if finished else math.inf
+
+    failed, mean = min(map(rank, scores))
+    return min(d for d in scores if rank(d)[0] == failed and rank(d)[1] <= mean + abs(mean) * TOLERANCE)
+
+
+def refine_candidates(tried: Iterable[float], best: float) -> list[float]:
+    """Return the midpoints between the best λ and its neighbours, 0 and 1 included.
+
+    Example:
+        >>> refine_candidates([0.0, 0.1, 0.3, 0.5], 0.3), refine_candidates([0.0, 0.5, 0.9], 0.9)
+        ([0.2, 0.4], [0.7, 0.95])
+    """
+    grid = sorted({0.0, 1.0, *tried})
+    place = grid.index(best)
+    neighbours = grid[max(place - 1, 0) : place] + grid[place + 1 : place + 2]
+    midpoints = {round((best + other) / 2, 6) for other in neighbours if abs(other - best) >= 2 * RESOLUTION}
+    return sorted(midpoints - set(tried))
+
+
+class TunedDiversity(DiversitySearch):
+    """The result of a grid search: the chosen λ, all candidates, and the gain over λ=0."""
+
+    @property
+    def diversity(self) -> float:
+        """The chosen λ."""
+        return self.chosen
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of a result file."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> TunedDiversity:
+        """Return the result that `to_json` was called on."""
+        return cls.model_validate(content)
+
+
+@dataclass(frozen=True)
+class GridSearch(Search):
+    """Search λ by the ensemble's cross entropy (or squared error) on validation samples.
+
+    Every round trains all its λ with all seeds as one run group; the next round refines around the best. λ=0 is always
+    a candidate. A chosen λ above 0 is trained again beside λ=0 with fresh seeds, and compared seed by seed on samples
+    that took no part in choosing. The comparison never changes the choice: it would become part of it.
+
+    Attributes:
+        problem: Plan, samples and seed.
+        test: Samples to measure the gain on; the validation samples if None, which the result then states.
+        test_name: The name of `test` in the result.
+        num_seeds: Trainings of each λ.
+        num_fresh: Trainings of the chosen λ and of λ=0 in the comparison; 0 skips it.
+        rounds: Maximum number of rounds.
+        candidates: λ of the first round.
+        score_scale: Factor for the scores, such as the variance that a regression's targets were divided by.
+        cache: Where finished groups are stored; an interrupted search resumes from it with the same result.
+
+    Example:
+        >>> x = torch.randn(96, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        >>> data = Split(x, (x.prod(1) > 0).long())
+        >>> plan = MemberPlan("classification", num_members=3, hidden=(4,), epochs=10)
+        >>> problem = SearchProblem(plan, data.take(torch.arange(64)), data.take(torch.arange(64, 96)), 2)
+        >>> result = GridSearch(problem, num_seeds=2, num_fresh=2).run()
+        >>> 0 <= result.diversity <= 1, result.rounds[0]
+        (True, (0.0, 0.1, 0.3, 0.5, 0.7, 0.9))
+    """
+
+    problem: SearchProblem
+    test: Split | None = None
+    test_name: str = "test"
+    num_seeds: int = 3
+    num_fresh: int = 5
+    rounds: int = 2
+    candidates: Sequence[float] = CANDIDATES
+    score_scale: float = 1.0
+    cache: SearchCache | None = None
+
+    def __post_init__(self) -> None:
+        check_count(self.num_seeds, "num_seeds")
+        check_count(self.num_fresh, "num_fresh", least=0)
+        check_count(self.rounds, "rounds")
+        if max(self.num_seeds, self.num_fresh) > MAX_SEEDS:
+            raise ValueError(f"Expected at most {MAX_SEEDS} seeds, but got {max(self.num_seeds, self.num_fresh)}.")
+        for diversity in self.candidates:
+            check_fraction(diversity, "candidates")
+        self.problem.check_coupled()
+        if self.test is not None:
+            self.problem.check_split(self.test, "test")
+
+    def run(self, callback: SearchCallback | None = None, stop: Callable[[], bool] = lambda: False) -> TunedDiversity:
+        problem, max_loss = self.problem, LARGEST / self.score_scale  # what a result file can hold
+        train = _GroupTrainer(problem, self.cache, callback or SearchCallback(), stop, max_loss)
+        seeds, fresh_seeds = problem.training_seeds(self.num_seeds), problem.training_seeds(self.num_fresh, fresh=True)
+        is_single = problem.plan.num_members == 1
+        tried = [0.0] if is_single else sorted({0.0, *(float(diversity) + 0.0 for diversity in self.candidates)})
+        scores: dict[float, Scores] = {}
+        rounds: list[tuple[float, ...]] = []
+        gain, compared = None, False
+        with contextlib.nullcontext() if self.cache is None else self.cache.open(problem.fingerprint(test=self.test)):
+            while tried and len(rounds) < self.rounds:
+                losses = train(SearchStage(len(rounds) + 1, "search", tuple(tried), seeds), problem.validation)
+                scores |= self._scores(losses)
+                rounds.append(tuple(tried))
+                best = best_diversity(scores)
+                tried = [] if is_single else refine_candidates(scores, best)
+            if compared := best > 0 and self.num_fresh > 0:
+                split = problem.validation if self.test is None else self.test
+                losses = train(SearchStage(len(rounds) + 1, "gain", (0.0, best), fresh_seeds), split)
+                gain = self._gain(losses, best, num_choices=len(scores) - 1 if self.test is None else 1)
+        fresh = fresh_seeds if compared else ()
+        return TunedDiversity.model_construct(
+            chosen=best,
+            task=problem.plan.task,
+            metric=METRICS[problem.plan.task],
+            rounds=tuple(rounds),
+            candidates=tuple(Candidate.model_construct(diversity=d, scores=scores[d]) for d in sorted(scores)),
+            seeds=seeds,
+            fresh_seeds=fresh,
+            gain=gain,
+            sentence=_describe(problem, scores, best, gain, len(fresh)),
+        )
+
+    def _scores(self, losses: Losses) -> dict[float, Scores]:
+        """Mean losses on the validation samples, by λ and seed."""
+        weight = self.problem.validation.weight
+        weight = None if weight is None else weight.cpu().double()
+        return {
+            diversity: {
+                seed: None if row is None else self.score_scale * float(mean_over_samples(row[None], weight))
+                for seed, row in by_seed.items()
+            }
+            for diversity, by_seed in losses.items()
+        }
+
+    def _gain(self, losses: Losses, best: float, num_choices: int) -> Gain | None:
+        split = self.problem.validation if self.test is None else self.test
+        name = "validation" if self.test is None else self.test_name
+        weight = None if split.weight is None else split.weight.cpu().numpy()
+        baseline, chosen = (
+            {seed: None if row is None else self.score_scale * row.numpy() for seed, row in losses[diversity].items()}
+            for diversity in (0.0, best)
+        )
+        return measure_gain(name, baseline, chosen, weight=weight, num_choices=num_choices)
+
+
+@dataclass(frozen=True)
+class _GroupTrainer:
+    """Trains the runs of a stage in groups that fit into memory, or reads them from the cache."""
+
+    problem: SearchProblem
+    cache: SearchCache | None
+    callback: SearchCallback
+    stop: Callable[[], bool]
+    max_loss: float  # a larger one, or NaN, is a failed training
+
+    def __call__(self, stage: SearchStage, split: Split) -> Losses:
+        # all λ of a seed side by side: they share batches
+        runs = [(diversity, seed) for seed in stage.seeds for diversity in stage.diversities]
+        rows: list[Tensor | None] = []
+        for group in split_evenly(runs, self._max_runs()):
+            losses = self._train(stage, group, split, start=len(rows) / len(runs), share=len(group) / len(runs))
+            rows += [row if bool((row.abs() < self.max_loss).all()) else None for row in losses]
+        self.callback.on_search(stage, 1.0)
+        by_run = dict(zip(runs, rows, strict=True))
+        return {d: {seed: by_run[d, seed] for seed in stage.seeds} for d in stage.diversities}
+
+    def _train(
+        self, stage: SearchStage, group: Sequence[tuple[float, int]], split: Split, start: float, share: float
+    ) -> Tensor:
+        """Losses `(R, N)` of a group's runs in float64; NaN for those that failed."""
+        name = f"{stage.purpose}-{hashlib.sha256(json.dumps(group).encode()).hexdigest()[:12]}"
+        if self.cache is not None and (finished := self.cache.read(name, (len(group), len(split)))) is not None:
+            return finished
+        problem = self.problem
+        trained = train_members(
+            problem.plan,
+            problem.train,
+            problem.num_outputs,
+            diversities=[diversity for diversity, _ in group],
+            seeds=[seed for _, seed in group],
+            validation=problem.validation,
+            checkpoint_policy=None if self.cache is None else self.cache.checkpoint_policy(name),
+            on_progress=lambda p: self.callback.on_search(stage, start + share * p.step / p.steps),
+            stop=self.stop,
+        )
+        losses = trained.losses(split).double().cpu()
+        losses[sorted(trained.fitted.failures)] = torch.nan
+        if self.cache is not None:
+            self.cache.write(name, losses)
+        return losses
+
+    def _max_runs(self) -> int:
+        """An estimate of how many runs fit into the memory of a group."""
+        plan = self.problem.plan
+        widths = [self.problem.train.x.shape[1], *plan.hidden, self.problem.num_outputs]
+        weights = sum((i + 1) * o for i, o in pairwise(widths))
+        rows = max(plan.batch_size, min(CHUNK, len(self.problem.validation)))
+        # weights, gradients, two moments and the best epoch's weights; activations and their gradients; inputs
+        numbers = plan.num_members * (5 * weights + 2 * rows * sum(widths[1:])) + plan.batch_size * widths[0]
+        return max(1, min(MAX_RUNS, MEMORY // (plan.train_config(1).dtype.itemsize * numbers)))
+
+
+def split_evenly(runs: Sequence[tuple[float, int]], limit: int) -> list[list[tuple[float, int]]]:
+    """Split runs into as few parts as the limit allows, with sizes that differ by one at most."""
+    parts = np.array_split(np.arange(len(runs)), math.ceil(len(runs) / limit))
+    return [[runs[i] for i in part] for part in parts]
+
+
+def _describe(
+    problem: SearchProblem, scores: Mapping[float, Scores], best: float, gain: Gain | None, num_fresh: int
+) -> str:
+    """The result in one sentence."""
+    noun = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[METRICS[problem.plan.task]]
+    if problem.plan.num_members == 1:
+        return "One member cannot differ from others: λ=0."
+    if all(score is None for score in scores[best].values()):
+        return "Every training failed (NaN or Inf), so λ=0. Lower the learning rate."
+    if best == 0:
+        seeds = f"{len(scores[0.0])} seed{'' if len(scores[0.0]) == 1 else 's'}"
+        return (
+            f"No diversity helped: of {len(scores)} values of λ, 0 has the lowest {noun} on the validation samples "
+            f"({seeds})."
+        )
+    if gain is None:
+        why = "its trainings with fresh seeds failed" if num_fresh else "its gain was not measured on fresh seeds"
+        return f"λ={best:g} has the lowest {noun} on the validation samples; {why}."
+    return f"λ={best:g} {describe_gain(gain, noun, num_fresh)}"

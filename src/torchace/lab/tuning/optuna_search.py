@@ -1,0 +1,334 @@
+"""Search λ together with the size of the networks and their training, with Optuna."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from optuna.distributions import BaseDistribution
+from optuna.exceptions import TrialPruned, UpdateFinishedTrialError
+from optuna.pruners import MedianPruner, NopPruner
+from optuna.samplers import BaseSampler, TPESampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from torchace._checks import check_count
+from torchace.lab.data import hashed_key
+from torchace.lab.training.early_stopping import validation_scores
+from torchace.lab.training.loop import NONFINITE, Interrupted
+from torchace.lab.training.members import MemberPlan, new_run_group, train_members
+from torchace.lab.training.run_group import RunGroup
+from torchace.lab.tuning.search import METRICS, Search, SearchCallback, SearchProblem
+from torchace.lab.tuning.search_space import DIMENSIONS, SearchSpace, apply_values
+from torchace.lab.tuning.storage import FAILURE, first_attempt, open_study, retry_trial
+
+DEFAULT_SPACE = SearchSpace()
+NUM_REPORTS = 10  # intermediate scores of a trial, for pruning
+STARTUP_TRIALS = 5  # never pruned; the others are compared with them
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """One trial of a study."""
+
+    number: int
+    state: str  # "complete", "pruned", "failed", "running" or "waiting"
+    value: float | None  # the mean validation score of a complete trial
+    params: Mapping[str, float]  # fixed values included
+    failure: str | None = None  # why its training failed; None too if its process died
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """All trials of a study and the best one; `best`, `plan` and `diversity` are None if no trial is complete.
+
+    The best value was chosen for being low on the validation samples, so it is optimistic.
+    """
+
+    study_name: str
+    task: str
+    trials: tuple[TrialRecord, ...]
+    best: TrialRecord | None
+    plan: MemberPlan | None
+    diversity: float | None
+
+    @classmethod
+    def from_study(cls, study: Study, plan: MemberPlan) -> StudyResult:
+        trials = study.get_trials(deepcopy=False)
+        states = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
+        records = tuple(
+            TrialRecord(
+                trial.number,
+                states.get(trial.state, trial.state.name.lower()),
+                _value(trial),
+                trial.user_attrs.get("values", trial.params),
+                trial.user_attrs.get(FAILURE),
+            )
+            for trial in trials
+        )
+        if (best := _best_trial(trials)) is None:
+            return cls(study.study_name, plan.task, records, None, None, None)
+        chosen, diversity = apply_values(plan, best.user_attrs["values"])
+        return cls(study.study_name, plan.task, records, records[best.number], chosen, diversity)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of a result file."""
+        best = None
+        if self.best is not None and self.plan is not None:
+            plan = {**asdict(self.plan), "hidden": list(self.plan.hidden)}
+            best = {**asdict(self.best), "plan": plan, "diversity": self.diversity}
+        return {
+            "study": self.study_name,
+            "metric": METRICS[self.task],
+            "split": "validation",
+            "best": best,
+            "trials": [asdict(trial) for trial in self.trials],
+        }
+
+
+@dataclass(frozen=True)
+class OptunaSearch(Search):
+    """Search the plan and λ with the lowest cross entropy (or squared error) on validation samples.
+
+    A trial trains its plan with several seeds, the same in every trial, as one run group; its value is their mean
+    score. The first trial is the given plan at λ=0. A study is finished when `trials` trials were completed, pruned or
+    failed; a second run resumes it. Several processes may work on one study; each finishes the trial it has started,
+    so there may be as many more. Suggestions depend on the seed, the trial's place and the trials before it: no two
+    processes suggest the same, and a killed process that is restarted finds what it would have found.
+
+    Attributes:
+        problem: Plan, samples and seed; the plan's own values are where the search starts.
+        trials: How many, earlier ones of the study included.
+        space: What is searched.
+        storage: The path of an SQLite file, a URL as Optuna takes it (PostgreSQL, for many machines), or None.
+        study_name: A storage can hold studies of several names.
+        num_seeds: Trainings of each trial.
+        pruning: Whether to stop trials that are worse than the median of those before them.
+        heartbeat: Seconds between two heartbeats; a process without one for three times as long counts as dead.
+
+    Example:
+        >>> x = torch.randn(96, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        >>> data = Split(x, (x.prod(1) > 0).long())
+        >>> plan = MemberPlan("classification", num_members=3, hidden=(4,), epochs=5)
+        >>> problem = SearchProblem(plan, data.take(torch.arange(64)), data.take(torch.arange(64, 96)), 2)
+        >>> result = OptunaSearch(problem, trials=3, space=SearchSpace(num_members=3, width=(4, 8))).run()
+        >>> [trial.state for trial in result.trials], result.trials[0].params["diversity"], result.plan.num_members
+        (['complete', 'complete', 'complete'], 0.0, 3)
+    """
+
+    problem: SearchProblem
+    trials: int
+    space: SearchSpace = DEFAULT_SPACE
+    storage: str | Path | None = None
+    study_name: str = "torchace"
+    num_seeds: int = 2
+    pruning: bool = True
+    heartbeat: int = 30
+
+    def __post_init__(self) -> None:
+        check_count(self.trials, "trials", least=0)
+        check_count(self.num_seeds, "num_seeds")
+        check_count(self.heartbeat, "heartbeat")
+        if "diversity" in self.space.free:
+            self.problem.check_coupled()
+
+    def run(self, callback: SearchCallback | None = None, stop: Callable[[], bool] = lambda: False) -> StudyResult:
+        problem = self.problem
+        seeds = problem.training_seeds(self.num_seeds)
+        searched = {*DIMENSIONS, "hidden"}
+        fingerprint = {key: value for key, value in problem.fingerprint().items() if key not in searched}
+        pruner = MedianPruner(STARTUP_TRIALS, n_warmup_steps=problem.plan.epochs // 5, n_min_trials=STARTUP_TRIALS)
+        with open_study(
+            self.storage,
+            self.study_name,
+            {**fingerprint, "seeds": list(seeds)},
+            sampler=_SeededSampler(problem.seed, self.space.clip(problem.plan)),
+            pruner=pruner if self.pruning else NopPruner(),
+            heartbeat=self.heartbeat,
+        ) as opened:
+            study = opened.study
+
+            def check_and_stop() -> bool:
+                opened.check()
+                return stop()
+
+            objective = _Objective(self.space, problem, seeds, check_and_stop)
+            opened.recover()
+            while _needs_trial(study, self.trials):
+                if stop():
+                    raise Interrupted
+                number = _run_trial(study, objective)
+                if callback is not None and number is not None:
+                    trials = study.get_trials(deepcopy=False)
+                    best = _best_trial(trials)
+                    callback.on_trial(number, _value(trials[number]), None if best is None else best.value)
+                opened.recover()
+            return StudyResult.from_study(study, problem.plan)
+
+
+def _needs_trial(study: Study, count: int) -> bool:
+    """Whether too few trials are finished, or one waits for another attempt."""
+    trials = study.get_trials(deepcopy=False)
+    waiting = any(trial.state == TrialState.WAITING and first_attempt(trial) is not None for trial in trials)
+    # a trial whose process died does not count: it is tried again
+    finished = [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED) or FAILURE in t.user_attrs]
+    return waiting or len(finished) < count
+
+
+def _run_trial(study: Study, objective: _Objective) -> int | None:
+    """Run one trial and return its number; None if this process was declared dead meanwhile."""
+    count = len(objective.started)
+    try:
+        study.optimize(objective, n_trials=1, catch=(_TrainingFailed,))
+    except (Interrupted, KeyboardInterrupt):
+        for number in objective.started[count:]:
+            retry_trial(study, number)
+        raise
+    except (UpdateFinishedTrialError, ValueError) as error:
+        if error is objective.error or len(objective.started) == count:
+            raise
+        return None  # another process has ended the trial and tries it again
+    return objective.started[-1]
+
+
+def _best_trial(trials: Sequence[FrozenTrial]) -> FrozenTrial | None:
+    """The complete trial with the lowest value; the earlier of equals."""
+    complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    return min(complete, key=lambda trial: (trial.value, trial.number), default=None)
+
+
+def _value(trial: FrozenTrial) -> float | None:
+    return trial.value if trial.state == TrialState.COMPLETE else None
+
+
+class _TrainingFailed(Exception):
+    """NaN, Inf or out of memory: the trial has failed, its value is not infinite."""
+
+
+def _fail(trial: Trial, reason: str) -> _TrainingFailed:
+    trial.set_user_attr(FAILURE, reason)
+    return _TrainingFailed(reason)
+
+
+@dataclass
+class _Objective:
+    """The value of a trial: the mean validation score of its plan over the seeds."""
+
+    space: SearchSpace
+    problem: SearchProblem
+    seeds: Sequence[int]
+    stop: Callable[[], bool]
+    started: list[int] = field(default_factory=list)  # numbers of trials
+    error: Exception | None = None  # of the last trial
+
+    def __call__(self, trial: Trial) -> float:
+        self.started.append(trial.number)
+        self.error = None
+        try:
+            return self._train(trial)
+        except Exception as error:
+            self.error = error
+            raise
+
+    def _train(self, trial: Trial) -> float:
+        values, problem = self.space.suggest(trial), self.problem
+        trial.set_user_attr("values", values)
+        plan, diversity = apply_values(problem.plan, values)
+        train, device = problem.train, problem.train.x.device
+        network = new_run_group(plan, train.x.shape[1], problem.num_outputs, self.seeds).to(device)
+        monitor = _TrialMonitor(plan, problem, network, trial, self.stop)
+        try:
+            trained = train_members(
+                plan,
+                train,
+                problem.num_outputs,
+                diversities=[diversity] * len(self.seeds),
+                seeds=self.seeds,
+                validation=problem.validation,
+                network=network,
+                stop=monitor,
+            )
+        except Interrupted:
+            raise monitor.error or Interrupted from None
+        except (MemoryError, torch.OutOfMemoryError):
+            raise _fail(trial, "out of memory") from None
+        scores = trained.scores(problem.validation)
+        if not all(map(math.isfinite, scores)):
+            raise _fail(trial, NONFINITE)
+        return sum(scores) / len(scores)
+
+
+class _TrialMonitor:
+    """Called before every step: reports the validation score every few epochs and stops if the pruner says so."""
+
+    def __init__(
+        self, plan: MemberPlan, problem: SearchProblem, network: RunGroup, trial: Trial, stop: Callable[[], bool]
+    ) -> None:
+        self.plan, self.network, self.validation = plan, network, problem.validation
+        self.trial, self.stop = trial, stop
+        self.train_config = plan.train_config(len(problem.train))
+        self.steps_per_epoch = plan.steps_per_epoch(len(problem.train))
+        self.interval = math.ceil(plan.epochs / NUM_REPORTS)  # epochs between two reports
+        self.step = 0
+        self.best = [math.inf] * network.num_runs
+        self.error: Exception | None = None  # why the trial stops
+
+    def __call__(self) -> bool:
+        if self.stop():
+            return True
+        if self.step and self.step % (self.interval * self.steps_per_epoch) == 0:
+            self._report(self.step // self.steps_per_epoch)
+        self.step += 1
+        return self.error is not None
+
+    def _report(self, epoch: int) -> None:
+        scores = validation_scores(self.network, self.validation, self.train_config).tolist()
+        if not all(map(math.isfinite, scores)):
+            self.error = _fail(self.trial, NONFINITE)
+            return
+        if self.plan.patience is not None:  # the weights of the best epoch are the ones that count
+            self.best = scores = [min(pair) for pair in zip(scores, self.best, strict=True)]
+        self.trial.report(sum(scores) / len(scores), epoch)
+        if self.trial.should_prune():
+            self.error = TrialPruned()
+
+
+class _SeededSampler(BaseSampler):
+    """Optuna's TPE, seeded for each trial by its place: suggestions do not depend on which process asks.
+
+    The place of a trial is its number among first attempts: a trial that is tried again changes no other's place.
+    """
+
+    def __init__(self, seed: int, first: Mapping[str, float]) -> None:
+        self.seed, self.first = seed, first
+        self.place = -1
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        original = first_attempt(trial)
+        number = trial.number if original is None else original
+        earlier = (other for other in study.get_trials(deepcopy=False) if other.number < number)
+        self.place = sum(first_attempt(other) is None for other in earlier)
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return {} if self.place == 0 else self._tpe().infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        return self._tpe().sample_relative(study, trial, search_space) if search_space else {}
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        if self.place == 0:
+            return self.first[param_name]
+        # seeded by name: a trial that is tried again may have some of its values already
+        return self._tpe(param_name).sample_independent(study, trial, param_name, param_distribution)
+
+    def _tpe(self, *key: str) -> TPESampler:
+        seed = hashed_key(self.seed, "proposal", self.place, *key) % 2**32
+        return TPESampler(multivariate=True, constant_liar=True, seed=seed)

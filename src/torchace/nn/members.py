@@ -1,0 +1,145 @@
+"""Checks of members and their outputs, and gradients of the parts that members share."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchace.functional import average_gradients
+
+BATCHES = ("shared", "separate")
+# types beside tensors that a trunk may return: they carry no gradient
+CONSTANTS = (str, bytes, int, float, complex, range, slice, Enum, np.ndarray, np.generic, torch.dtype, torch.device)
+
+
+def as_list(members: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the members as a list of at least one."""
+    if not isinstance(members, Iterable):
+        raise TypeError(f"Expected a list of members, but got one {type(members).__name__}. Write [member].")
+    found = list(members)
+    if not found:
+        raise ValueError("Expected at least one member, but got none.")
+    return found
+
+
+def check_modules(members: dict[int, nn.Module]) -> None:
+    """Check that members, given by index, are modules."""
+    for k, member in members.items():
+        if not isinstance(member, nn.Module):
+            raise TypeError(f"Expected members to be modules, but member {k} is {type(member).__name__}.")
+
+
+def average_shared_gradients(values: Any, num_members: int) -> Any:
+    """Apply `average_gradients` to every floating-point tensor in a trunk's output.
+
+    Tuples, lists, dictionaries and dataclasses of tensors keep their type. Other types must carry no gradient: a
+    gradient that this function does not see would be K times too large.
+    """
+    if isinstance(values, Tensor):
+        return average_gradients(values, num_members) if values.is_floating_point() else values
+    if isinstance(values, dict):
+        shared = copy.copy(values)  # keeps subclasses such as transformers' outputs
+        for key, value in values.items():
+            shared[key] = average_shared_gradients(value, num_members)
+        return shared
+    if isinstance(values, (tuple, list)):
+        averaged = [average_shared_gradients(value, num_members) for value in values]
+        return type(values)(*averaged) if hasattr(values, "_fields") else type(values)(averaged)  # a named tuple
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        made = copy.copy(values)
+        for field in dataclasses.fields(values):  # object.__setattr__ also sets fields of frozen dataclasses
+            object.__setattr__(made, field.name, average_shared_gradients(getattr(values, field.name), num_members))
+        return made
+    if values is None or isinstance(values, CONSTANTS):
+        return values
+    raise TypeError(
+        "Expected the trunk to return a tensor, or a tuple, list, dict or dataclass of tensors, numbers, strings and "
+        f"None, but got {type(values).__name__}: its gradients could not be averaged over the members. "
+        "Wrap the trunk in a module that returns the tensors that the members need."
+    )
+
+
+def check_shared_parameters(members: Sequence[nn.Module], trunk: nn.Module | None = None) -> dict[str, Tensor]:
+    """Check that no trained parameter belongs to several members, or to the trunk and a member.
+
+    Returns:
+        The frozen parameters and buffers that are shared, by a description of where.
+    """
+    owners: dict[Any, str] = {}
+    shared: dict[str, Tensor] = {}
+    parts = {"the trunk": trunk} if trunk is not None else {}
+    for part, module in (parts | {f"member {k}": member for k, member in enumerate(members)}).items():
+        own = {name: (_storage_key(t), t) for name, t in [*module.named_parameters(), *module.named_buffers()]}
+        for name, (key, tensor) in own.items():
+            if key in owners:
+                shared[f"{name!r} of {part}, the same tensor in {owners[key]},"] = tensor
+        owners.update({key: part for key, _ in own.values()})
+    for name, tensor in shared.items():
+        if tensor.requires_grad:
+            raise ValueError(
+                f"Expected members with parameters of their own, but {name} is trained. For a shared part, "
+                "which gets the mean of the members' gradients, use Ensemble(members, trunk=...) or "
+                "branch(model, num_members, at=...). For separate members, give each its own copy (copy.deepcopy). "
+                "Frozen parameters (requires_grad=False) may be shared."
+            )
+    return shared
+
+
+def _storage_key(tensor: Tensor) -> Any:
+    """Return a key that is equal for tensors in the same memory."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and tensor.numel()
+    return (tensor.device, tensor.data_ptr()) if plain else id(tensor)
+
+
+def tensor_versions(values: Iterable[Any]) -> list[int]:
+    """Return how often each tensor among some values was changed in place."""
+    if torch.compiler.is_compiling():
+        return []
+    return [value._version for value in values if isinstance(value, Tensor) and not value.is_inference()]
+
+
+def call_members(members: dict[int, nn.Module], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Call members, given by index, on the same input; return their outputs as `(K, ...)`."""
+    inputs = [*args, *kwargs.values()]
+    before = tensor_versions(inputs)
+    outputs = []
+    for k, member in members.items():
+        outputs.append(member(*args, **kwargs))
+        if len(outputs) < len(members) and tensor_versions(inputs) != before:
+            raise ValueError(
+                f"Member {k} changed its input in place, which the next members would see. Use layers that do not "
+                "(inplace=False), or give it a copy."
+            )
+    return stack_outputs(outputs)
+
+
+def stack_outputs(outputs: Sequence[Any]) -> Tensor:
+    """Stack the members' outputs, one tensor each, to `(K, ...)`."""
+    for k, output in enumerate(outputs):
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"Member {k} returned {type(output).__name__}, but members must return one tensor of logits. "
+                "Wrap it in a module that returns the logits."
+            )
+        if output.shape != outputs[0].shape:
+            raise ValueError(
+                f"Member {k} returned shape {tuple(output.shape)}, but member 0 returned {tuple(outputs[0].shape)}. "
+                "All members must predict the same classes."
+            )
+    return torch.stack(tuple(outputs))
+
+
+def check_own_batches(x: Tensor, num_members: int) -> None:
+    """Check an input `(K, N, ...)` with one batch for each member."""
+    if x.ndim < 2 or x.shape[0] != num_members:
+        raise ValueError(
+            f"Expected an input of shape ({num_members}, N, ...) with one batch a member for batches='separate', "
+            f"but got {tuple(x.shape)}."
+        )

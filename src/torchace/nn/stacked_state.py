@@ -1,0 +1,108 @@
+"""Tensors of a stacked module: building it from members, taking members out, and replacing its tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
+
+
+def stack_members(members: list[nn.Module]) -> nn.Module:
+    """Return a copy of the first member that holds the parameters and buffers of all members, `(K, ...)`."""
+    parts: dict[int, Any] = {}
+    for first, *others in zip(*(member.parameters() for member in members), strict=True):
+        stacked = torch.stack([first.detach(), *(other.detach() for other in others)])
+        parts[id(first)] = nn.Parameter(stacked, requires_grad=first.requires_grad)
+    for first, *others in zip(*(member.buffers() for member in members), strict=True):
+        parts[id(first)] = torch.stack([first, *others])
+    stacked_module = copy_module(members[0], parts)
+    for layer in stacked_module.modules():
+        if isinstance(layer, nn.RNNBase):  # it would move its weights to one block of memory, as one member's
+            vars(layer)["flatten_parameters"] = _do_nothing
+    return stacked_module
+
+
+def _do_nothing() -> None:
+    """Replace `flatten_parameters`; a function of this module, so that it can be pickled."""
+
+
+def take_members(stacked: nn.Module, index: int | slice | Sequence[int]) -> nn.Module:
+    """Return a copy of a stacked module with some of its members; for a number, that member as a plain module."""
+    parts: dict[int, Any] = {}
+    for parameter in stacked.parameters():
+        parts[id(parameter)] = nn.Parameter(parameter.detach()[index].clone(), requires_grad=parameter.requires_grad)
+    for buffer in stacked.buffers():
+        parts[id(buffer)] = buffer.detach()[index].clone()
+    copied = copy_module(stacked, parts)
+    if not isinstance(index, int):
+        return copied
+    for layer in copied.modules():
+        vars(layer).pop("flatten_parameters", None)
+    return recompute_weights(copied)
+
+
+def named_tensors(module: nn.Module, kind: str) -> dict[str, Tensor]:
+    """Return parameters or buffers by name: tied ones under each of their names, those of a shared layer once.
+
+    `functional_call` with all names of a shared layer would leave its own tensors in the module (torch 2.13).
+    """
+    return {
+        f"{prefix}.{name}".lstrip("."): tensor
+        for prefix, layer in module.named_modules()
+        for name, tensor in getattr(layer, f"named_{kind}")(recurse=False, remove_duplicate=False)
+    }
+
+
+@contextmanager
+def replace_tensors(stacked: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Replace a module's parameters and buffers by name for the duration of the context."""
+    replaced = []
+    for prefix, module in stacked.named_modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    replaced.append((held, name, tensor))
+                    held[name] = tensors[f"{prefix}.{name}".lstrip(".")]
+    try:
+        yield
+    finally:
+        for held, name, tensor in replaced:
+            held[name] = tensor
+
+
+# Weights that a hook computes from parameters and buffers before every forward (old-style weight norm, pruning) are
+# plain attributes. They cannot be copied, because autograd made them; a copy computes its own.
+
+
+def recomputed_names(layer: nn.Module, hooks: Iterable[Any] | None = None) -> list[str]:
+    """Return the attributes of a layer that its hooks, or some of them, compute before every forward."""
+    names = []
+    for hook in layer._forward_pre_hooks.values() if hooks is None else hooks:
+        if isinstance(hook, WeightNorm):
+            names.append(hook.name)
+        elif isinstance(hook, BasePruningMethod):
+            names.append(str(hook._tensor_name))
+    return names
+
+
+def copy_module(module: nn.Module, parts: dict[int, Any]) -> nn.Module:
+    """Return a deep copy with other objects in place of those with these ids, and None for recomputed weights."""
+    for layer in module.modules():
+        for name in recomputed_names(layer):
+            parts[id(vars(layer).get(name))] = None
+    return copy.deepcopy(module, parts)  # deepcopy uses what its memo holds
+
+
+def recompute_weights(module: nn.Module) -> nn.Module:
+    """Compute the recomputed weights of a module from its present tensors and return it."""
+    for layer in module.modules():
+        for hook in layer._forward_pre_hooks.values():
+            if recomputed_names(layer, [hook]):
+                hook(layer, ())
+    return module

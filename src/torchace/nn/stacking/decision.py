@@ -1,0 +1,212 @@
+"""Decides how a stacked module is computed, by comparing two members with the same members alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torchace.nn.stacked_state import take_members
+from torchace.nn.stacking.follower import RANDOM, RANDOM_NAMES, RULES, Follower, Node, name_of
+from torchace.nn.stacking.forward import follow, refuse_checkpointing, track_layers
+from torchace.nn.stacking.random import ConstantDraws
+from torchace.nn.stacking.values import FIRST, Stacked
+
+HEADER = Node("layer", "function", "computed")
+EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)  # random by rule, because they may be filled later
+FILLING = (Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_)
+
+
+@dataclass(frozen=True, repr=False)
+class Decision:
+    """How the members of a stack are computed: a sequence of (layer, function, how), printed as a table.
+
+    Attributes:
+        followed: Whether the forward is followed call by call; otherwise the whole network runs under `vmap`.
+        reason: Why it is not followed.
+        nodes: The calls of the forward. `how` is `"batched"` (for all members at once), `"once"` (the same for all
+            members), `"vmap"` or `"loop"` (member by member).
+        largest: Elements of the largest convolution's output, of one member.
+        random: Whether the members draw random numbers.
+    """
+
+    followed: bool
+    reason: str = ""
+    nodes: tuple[Node, ...] = ()
+    largest: int = 0
+    random: bool = False
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of calls computed in each way."""
+        return dict(Counter(node.how for node in self.nodes))
+
+    def __repr__(self) -> str:
+        if not self.followed:
+            return f"The whole network runs under vmap: {self.reason}."
+        rows = [HEADER, *self.nodes]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        return "\n".join("  ".join(part.ljust(w) for part, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def decide(
+    stacked: nn.Module, num_members: int, token: int, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
+) -> Decision:
+    """Follow two members and compare outputs and gradients with those of the members alone.
+
+    In float64, where rounding cannot be mistaken for a difference, or in the present precision for members that fail in
+    float64. Random numbers are replaced by a constant on both sides. An error that a member raises alone is raised.
+    """
+    devices = {parameter.device for parameter in stacked.parameters()}
+    with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
+        try:
+            with ExitStack() as stack:
+                for kind in {device.type for device in devices}:
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+                return _compare(
+                    stacked, num_members, token, _to_double(list(args)), _to_double(kwargs), own, nn.Module.double
+                )
+        except _MemberError:
+            pass
+        try:
+            return _compare(stacked, num_members, token, list(args), kwargs, own, lambda module: module)
+        except _MemberError as failure:
+            raise failure.error from None
+
+
+class _MemberError(Exception):
+    """A member alone raised an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def _to_double(value: Any) -> Any:
+    return tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, value)
+
+
+def _compare(
+    stacked: nn.Module, num_members: int, token: int, args: list[Any], kwargs: dict[str, Any], own: bool, cast: Any
+) -> Decision:
+    def inputs_of(members: Tensor) -> list[Any]:
+        return tree_map(lambda x: x[members * len(x) // num_members] if own and isinstance(x, Tensor) else x, args)
+
+    chosen = _finite_members(stacked, num_members)
+    alone, random = [], False
+    for k in chosen:
+        member = cast(take_members(stacked, k))
+        try:
+            with _ConstantRandomness() as mode:
+                output = member(*inputs_of(torch.tensor(k)), **kwargs)
+            alone.append((tree_leaves(output), _gradients(output, member)))
+        except Exception as error:
+            raise _MemberError(error) from error
+        random |= mode.random
+    record: list[Node] = []
+    follower = Follower(len(chosen), token, ConstantDraws(), record)
+    together = cast(take_members(stacked, chosen))
+    try:
+        with track_layers(together, follower), refuse_checkpointing():
+            output = follow(together, follower, inputs_of(torch.tensor(chosen)), kwargs, own=own)
+        outputs, gradients = tree_leaves(output), _gradients(output, together)
+    except Exception as error:
+        return Decision(False, str(error).split("\n")[0].rstrip(".") or type(error).__name__, random=random)
+    for place, (own_outputs, own_gradients) in enumerate(alone):
+        difference = _find_difference(place, outputs, gradients, own_outputs, own_gradients)
+        if difference is not None:
+            return Decision(False, difference, random=random)
+    return Decision(True, "", tuple(record), follower.largest, random)
+
+
+def _finite_members(stacked: nn.Module, num_members: int) -> list[int]:
+    """Return the first and the last member without NaN and Inf, which cannot be compared; of all, if there is none."""
+    finite = torch.ones(num_members, dtype=torch.bool)
+    for tensor in (*stacked.parameters(), *stacked.buffers()):
+        finite &= tensor.detach().isfinite().reshape(num_members, -1).all(1).cpu()
+    found = finite.nonzero().flatten().tolist() or [0, num_members - 1]
+    return sorted({found[0], found[-1]})
+
+
+def _gradients(output: Any, module: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of the output, weighted by a bounded and smooth function of its values."""
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    if not outputs or not trained:
+        return {}
+    weights = [x.detach().tanh() + 0.5 for x in outputs]
+    gradients = torch.autograd.grad(outputs, list(trained.values()), weights, allow_unused=True, materialize_grads=True)
+    return dict(zip(trained, gradients, strict=True))
+
+
+def _find_difference(
+    place: int,
+    outputs: list[Any],
+    gradients: dict[str, Tensor],
+    own_outputs: list[Any],
+    own_gradients: dict[str, Tensor],
+) -> str | None:
+    """Return how member `place` differs from the same member alone; None where it does not."""
+    for ours, theirs in zip(outputs, own_outputs, strict=True):
+        if not isinstance(theirs, Tensor) or theirs.isnan().any():
+            continue
+        if ours.shape[1:] != theirs.shape or not _is_close(ours[place], theirs, 1):
+            return "a member gives other outputs by itself"
+    # relative to all gradients too: that of a bias before BatchNorm is rounding alone
+    size = math.hypot(*(float(gradient.double().norm()) for gradient in own_gradients.values()))
+    for name, gradient in own_gradients.items():
+        if math.isfinite(size) and not _is_close(gradients[name][place], gradient, 10, size / 100):
+            return f"a member gives another gradient of {name!r} by itself"
+    return None
+
+
+def _is_close(ours: Tensor, theirs: Tensor, factor: float, size: float = 0.0) -> bool:
+    """Whether two tensors are equal up to rounding, which deep networks amplify; a wrong rule is off by its size."""
+    if theirs.dtype != ours.dtype:
+        return False
+    if not theirs.is_floating_point():
+        return torch.equal(ours, theirs)
+    autocast = torch.is_autocast_enabled(theirs.device.type)
+    eps = torch.finfo(torch.get_autocast_dtype(theirs.device.type) if autocast else theirs.dtype).eps
+    a, b = ours.double(), theirs.double()
+    finite = b.isfinite()
+    if not torch.equal(a.isfinite(), finite):
+        return False
+    a, b = a[finite], b[finite]
+    return bool((a - b).norm() <= factor * eps**0.5 * (b.norm() + size) + eps)
+
+
+class _ConstantRandomness(TorchFunctionMode):
+    """Runs a member alone with the same constant for every random number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.follower = Follower(1, -1, ConstantDraws())
+        self.random = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        random = func in RANDOM or (func is F.scaled_dot_product_attention and kwargs.get("dropout_p", 0) > 0)
+        self.random |= (random and func not in EMPTY) or name_of(func) in RANDOM_NAMES
+        if func in FILLING:
+            RULES[func](self.follower, func, Stacked(args[0][None]), *args[1:], **kwargs)
+            return args[0]
+        if not random:
+            return func(*args, **kwargs)
+        result = RULES[func](self.follower, func, *args, **kwargs)
+        if result is NotImplemented:
+            result = self.follower.compute_without_rule(func, args, kwargs)
+        return result.data[0] if isinstance(result, Stacked) and result.layout == FIRST else result

@@ -1,0 +1,177 @@
+"""Follows one member's forward and computes every call for all members at once.
+
+A `Follower` is a torch function mode: it intercepts every PyTorch call of the forward. Tensors that hold all members
+carry a mark (`values`). A call on plain tensors is made once. Otherwise the function's rule computes it; a function
+without a rule runs under `vmap`, or member by member where `vmap` fails. Python code runs unchanged, so modes, branches
+on shapes and counters are the module's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from torchace.nn.stacking.random import ConstantDraws, KeyedDraws
+from torchace.nn.stacking.values import CHANNELS, FIRST, LAST, Stacked, to_members
+
+# Called with the follower, the function and its arguments, stacked tensors as `Stacked`; returns `NotImplemented` for
+# arguments that it does not support.
+Rule = Callable[..., Any]
+RULES: dict[Any, Rule] = {}
+RANDOM: set[Any] = set()  # functions that draw random numbers: rules compute them on plain tensors too
+QUERIES: set[Any] = set()  # functions that compute nothing; not shown by `explain`
+RANDOM_NAMES = {  # names of all functions that draw random numbers
+    *("bernoulli", "cauchy", "exponential", "geometric", "gumbel_softmax", "log_normal", "multinomial", "normal"),
+    *("poisson", "randint", "randint_like", "randperm", "random", "rrelu", "uniform"),
+}
+WITHOUT_VMAP: set[Any] = {torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu}
+MARK = "_torchace_members"
+
+
+class CannotFollow(Exception):
+    """The forward does something that cannot be computed for all members at once."""
+
+
+class Node(NamedTuple):
+    """One call of a member's forward and how it is computed for all members."""
+
+    layer: str
+    function: str
+    how: str  # "batched", "once", "vmap" or "loop"
+
+
+def rule(*functions: Any) -> Callable[[Rule], Rule]:
+    """Register the rule of some functions."""
+
+    def register(compute: Rule) -> Rule:
+        RULES.update(dict.fromkeys(functions, compute))
+        return compute
+
+    return register
+
+
+class Follower(TorchFunctionMode):
+    """Computes the calls of a member's forward for `num_members` members.
+
+    Args:
+        num_members: K.
+        token: Identifies the ensemble; marks of other ensembles are ignored.
+        draws: Source of random numbers; PyTorch's generator unless given.
+        record: Filled with a `Node` for each call.
+    """
+
+    def __init__(
+        self,
+        num_members: int,
+        token: int,
+        draws: ConstantDraws | KeyedDraws | None = None,
+        record: list[Node] | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_members, self.token, self.draws, self.record = num_members, token, draws, record
+        self.marks = {layout: (token, layout) for layout in (FIRST, CHANNELS, LAST)}
+        self.buffers: set[int] = set()  # ids of the members' buffers
+        self.layer = ""  # name of the running layer, set by `track_layers`
+        self.largest = 0  # elements of the largest convolution's output, of one member
+
+    def mark(self, data: Tensor, layout: str = FIRST) -> Tensor:
+        """Mark a tensor as holding all members."""
+        setattr(data, MARK, self.marks[layout])
+        return data
+
+    def value_of(self, value: Any) -> Any:
+        """Return a marked tensor as `Stacked`, also within lists and tuples, and other values unchanged."""
+        if isinstance(value, Tensor):
+            mark = getattr(value, MARK, None)
+            return Stacked(value, mark[1]) if mark is not None and mark[0] == self.token else value
+        if type(value) in (list, tuple):
+            return type(value)([self.value_of(item) for item in value])
+        return value
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        inputs = [self.value_of(value) for value in args]
+        options = {name: self.value_of(value) for name, value in kwargs.items()} if kwargs else {}
+        if not inputs and "input" in options:
+            inputs.append(options.pop("input"))
+        compute = RULES.get(func)
+        if compute is None and name_of(func) in RANDOM_NAMES:
+            raise CannotFollow(f"{name_of(func)!r} draws random numbers that cannot be drawn for each member")
+        if func not in RANDOM and not _any_stacked(inputs) and not _any_stacked(options.values()):
+            self.note(func, "once")
+            return func(*args, **(kwargs or {}))
+        result = NotImplemented if compute is None else compute(self, func, *inputs, **options)
+        if result is NotImplemented:
+            return self.to_tensors(self.compute_without_rule(func, inputs, options))
+        self.note(func, "batched")
+        return self.to_tensors(result)
+
+    def to_tensors(self, value: Any) -> Any:
+        """Return marked tensors in place of `Stacked`, also within containers."""
+        if type(value) is Stacked:
+            return self.mark(value.data, value.layout)
+        if isinstance(value, dict):
+            return {name: self.to_tensors(item) for name, item in value.items()}
+        if isinstance(value, (list, tuple)) and _any_stacked(value):
+            return type(value)([self.to_tensors(item) for item in value])
+        return value
+
+    def note(self, func: Callable[..., Any], how: str) -> None:
+        """Record how a function is computed."""
+        if self.record is not None and func not in QUERIES:
+            self.record.append(Node(self.layer, name_of(func), how))
+
+    def compute_without_rule(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Compute one function for all members by `vmap`, or member by member where `vmap` fails."""
+        leaves, spec = tree_flatten((list(args), kwargs), is_leaf=lambda value: isinstance(value, Stacked))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Stacked)]
+        data = [to_members(leaves[i], self.num_members) for i in places]
+
+        def compute_member(*parts: Tensor) -> Any:
+            filled = list(leaves)
+            for place, part in zip(places, parts, strict=True):
+                filled[place] = part
+            member_args, member_kwargs = tree_unflatten(filled, spec)
+            return func(*member_args, **member_kwargs)
+
+        if func not in WITHOUT_VMAP:
+            try:
+                results, result_spec = tree_flatten(vmap(compute_member, randomness="different")(*data))
+                self.note(func, "vmap")
+                return tree_unflatten([Stacked(r) if isinstance(r, Tensor) else r for r in results], result_spec)
+            except Exception:
+                pass
+        self.note(func, "loop")
+        members = [tree_flatten(compute_member(*parts)) for parts in zip(*data, strict=True)]
+        combined = []
+        for values in zip(*(flat for flat, _ in members), strict=True):
+            if isinstance(values[0], Tensor):
+                combined.append(Stacked(torch.stack(values)))
+            elif all(value == values[0] for value in values):
+                combined.append(values[0])
+            else:
+                raise CannotFollow(f"members differ in what {name_of(func)!r} returns, which their code depends on")
+        return tree_unflatten(combined, members[0][1])
+
+
+def _any_stacked(values: Iterable[Any]) -> bool:
+    for value in values:  # a loop: this runs at every call of a forward
+        kind = type(value)
+        if kind is Stacked or ((kind is list or kind is tuple) and _any_stacked(value)):
+            return True
+    return False
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return the name of one of PyTorch's functions."""
+    name = getattr(func, "__name__", "") or type(func).__name__
+    if name == "__get__":  # a property of tensors
+        return str(getattr(getattr(func, "__self__", None), "__name__", name))
+    return name.removeprefix("_").rstrip("_") if not name.startswith("__") else name.strip("_")

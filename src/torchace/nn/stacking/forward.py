@@ -1,0 +1,279 @@
+"""Forward of a stacked module, whose tensors are `(K, ...)`: followed call by call, or under `torch.func.vmap`."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import CheckpointFunction
+
+from torchace.nn.architecture import not_stackable
+from torchace.nn.stacked_state import named_tensors, recomputed_names, replace_tensors, take_members
+from torchace.nn.stacking.follower import MARK, CannotFollow, Follower
+from torchace.nn.stacking.random import KeyedDraws
+from torchace.nn.stacking.values import expand_groups, to_members
+
+CHECKPOINT = (
+    "activation checkpointing inside a member cannot be computed for all at once; take it out of the member and "
+    "checkpoint the ensemble: torch.utils.checkpoint.checkpoint(ensemble, x, use_reentrant=False)"
+)
+
+
+def follow(
+    stacked: nn.Module,
+    follower: Follower,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    own: bool,
+    layers: Iterable[nn.Module] | None = None,
+) -> Any:
+    """Run the module's forward once for all members; every tensor returned is `(K, ...)`.
+
+    Args:
+        stacked: The module.
+        follower: Computes its calls.
+        args: Its inputs.
+        kwargs: Its inputs by name, shared by all members.
+        own: Whether `args` are `(G, ...)`, one for each member or group of members.
+        layers: All modules of `stacked`, where they are known.
+    """
+    buffers, recomputed = [], []
+    for module in stacked.modules() if layers is None else layers:
+        if module._forward_pre_hooks:
+            recomputed += [(module, name) for name in recomputed_names(module)]
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                follower.mark(parameter)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                buffers.append((module, name, follower.mark(buffer)))
+                follower.buffers.add(id(buffer))
+    if own:  # views, so that the caller's tensors are not marked
+        args = [tree_map(lambda x: follower.mark(x[:]) if isinstance(x, Tensor) else x, x) for x in args]
+    with follower:
+        output = stacked(*args, **kwargs)
+    for module, name in recomputed:  # a tensor of this call must not be used after it
+        vars(module)[name] = None
+    for module, name, buffer in buffers:
+        now = module._buffers[name]
+        if now is not buffer and now is not None:  # replaced instead of changed in place
+            new = to_members(follower.value_of(now), follower.num_members).detach()
+            if new.shape != buffer.shape:
+                raise CannotFollow(f"the shape of buffer {name!r} changes")
+            module._buffers[name] = buffer.copy_(new)
+    return _unmark(follower, output) if isinstance(output, Tensor) else tree_map(partial(_unmark, follower), output)
+
+
+def _unmark(follower: Follower, output: Any) -> Any:
+    """Return an output as a plain tensor `(K, ...)`."""
+    if not isinstance(output, Tensor):
+        return output
+    data = to_members(follower.value_of(output), follower.num_members)
+    setattr(data, MARK, None)
+    return data
+
+
+@contextmanager
+def track_layers(module: nn.Module, follower: Follower) -> Iterator[None]:
+    """Keep `follower.layer`, the name of the running layer, up to date."""
+    names = {inner: name for name, inner in module.named_modules()}
+    running = [""]
+
+    def enter(inner: nn.Module, _: Any) -> None:
+        running.append(names.get(inner, running[-1]))
+        follower.layer = running[-1]
+
+    def leave(*_: Any) -> None:
+        running.pop()
+        follower.layer = running[-1]
+
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# Followed forwards as one node of a graph that `torch.compile` makes
+
+_ensembles: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_tokens = itertools.count()
+_allowed = False
+
+
+def register_ensemble(ensemble: nn.Module) -> int:
+    """Return a token by which graphs find this ensemble, and which its marks carry."""
+    global _allowed
+    if not _allowed:
+        torch.compiler.allow_in_graph(follow_in_graph)
+        _allowed = True
+    token = next(_tokens)
+    _ensembles[token] = ensemble
+    return token
+
+
+def follow_in_graph(
+    token: int,
+    modes: tuple[bool, ...],
+    own: bool,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    state: dict[str, Tensor],
+    key: tuple[Tensor, Tensor, Tensor] | None,
+) -> Any:
+    """Call `follow` as one function that `torch.compile` does not look into but runs while it traces.
+
+    Args:
+        token: Of the ensemble.
+        modes: Each layer's mode: a change of any compiles anew.
+        own: See `follow`.
+        args: See `follow`.
+        kwargs: See `follow`.
+        state: The ensemble's parameters and buffers by name, which the graph differentiates and writes to.
+        key: The tensors of `KeyedDraws`, where random numbers are not PyTorch's.
+    """
+    ensemble = _ensembles[token]
+    draws = None if key is None else KeyedDraws(*key)
+    with replace_tensors(ensemble.stacked, state):
+        return follow(ensemble.stacked, Follower(ensemble.num_members, token, draws), args, kwargs, own=own)
+
+
+# Whole networks under `vmap`, for a forward that cannot be followed
+
+
+def run_under_vmap(
+    stacked: nn.Module, num_members: int, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
+) -> Any:
+    """Compute all members under `vmap`; the arguments are those of `follow`.
+
+    Raises:
+        ValueError: A layer cannot be computed under `vmap`; its name and the reason.
+    """
+    if own:
+        args = tree_map(lambda x: expand_groups(x, num_members) if isinstance(x, Tensor) else x, list(args))
+    try:
+        return _vmap_members(stacked, args, kwargs, own=own)
+    except Exception as error:
+        stopped = type(error).__name__ == "_StopRecomputationError"  # checkpointing around the call, which is done
+        if torch.compiler.is_compiling() or stopped:
+            raise
+        raise _explain_failure(stacked, error, args, kwargs, own=own) from error
+
+
+def _vmap_members(stacked: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool) -> Any:
+    parameters, buffers = named_tensors(stacked, "parameters"), named_tensors(stacked, "buffers")
+
+    def run_member(parameters: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any) -> Any:
+        state = {**parameters, **buffers}
+        output = functional_call(stacked, state, args, kwargs, tie_weights=False)
+        for name, before in buffers.items():
+            if state[name] is not before:  # functional_call leaves there what the module holds after the call
+                raise _ReplacedBuffer(name)
+        return output
+
+    in_dims = (0, 0, *[0 if own else None] * len(args))
+    with _prepare_for_vmap(stacked):
+        return vmap(run_member, in_dims=in_dims, randomness="different")(parameters, buffers, *args)
+
+
+class _ReplacedBuffer(Exception):
+    """A member replaced a buffer, named by the argument, instead of changing it in place."""
+
+
+def _explain_failure(
+    stacked: nn.Module, error: Exception, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
+) -> Exception:
+    """Return the first member's own error, or one that names the layer that `vmap` cannot compute."""
+    if isinstance(error, _ReplacedBuffer):
+        layer, _, buffer = str(error).rpartition(".")
+        return not_stackable(stacked, layer, f"it replaces its buffer {buffer!r} instead of changing it in place")
+    try:
+        take_members(stacked, 0)(*(tree_map(lambda x: x[0], list(args)) if own else args), **kwargs)
+    except Exception as member_error:
+        return member_error
+    tracker = Follower(1, -1)
+    try:
+        with track_layers(stacked, tracker):
+            _vmap_members(stacked, args, kwargs, own=own)
+    except Exception:
+        return not_stackable(stacked, tracker.layer, str(error).split("\n")[0].rstrip("."))
+    return error
+
+
+@contextmanager
+def _prepare_for_vmap(stacked: nn.Module) -> Iterator[None]:
+    if torch.compiler.is_compiling():
+        yield
+        return
+    layers = list(stacked.modules())
+    with ExitStack() as stack:
+        for layer in layers:
+            averages = isinstance(layer, _BatchNorm) and layer.training and layer.momentum is None
+            if averages and layer.num_batches_tracked is not None:
+                stack.enter_context(_cumulative_average(layer))
+        stack.enter_context(refuse_checkpointing())
+        try:
+            yield
+        finally:
+            for layer in layers:  # a tensor of a call under vmap must not be used after it
+                for name in recomputed_names(layer):
+                    vars(layer)[name] = None
+
+
+@contextmanager
+def _cumulative_average(layer: Any) -> Iterator[None]:
+    """Set `momentum=None` to 1/count, because `vmap` cannot read a count."""
+    counts = layer.num_batches_tracked.unique().tolist()
+    if len(counts) > 1:
+        raise ValueError(
+            f"Expected members that have seen equally many batches for a BatchNorm layer with momentum=None, but got "
+            f"{counts[0]} to {counts[-1]}. Call reset_running_stats() of the layer, or use Ensemble(members)."
+        )
+
+    def count(layer: Any, _: Any) -> None:  # a layer may be called several times
+        counts[0] += 1
+        layer.momentum = 1 / counts[0]
+
+    hook = layer.register_forward_pre_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+        layer.momentum = None
+
+
+@contextmanager
+def refuse_checkpointing() -> Iterator[None]:
+    """Make `checkpoint` inside raise an error at once: its backward would run the forward without the follower."""
+    if not torch.is_grad_enabled():
+        yield
+        return
+    hooks = torch._C._autograd
+    enabled = hooks._saved_tensors_hooks_get_disabled_error_message() is None
+    apply = CheckpointFunction.apply
+    if enabled:
+        hooks._saved_tensors_hooks_disable(CHECKPOINT, False)
+    CheckpointFunction.apply = _raise_checkpoint_error  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CheckpointFunction.apply = apply  # type: ignore[method-assign]
+        if enabled:
+            hooks._saved_tensors_hooks_enable()
+
+
+def _raise_checkpoint_error(*_: Any) -> Any:
+    raise RuntimeError(CHECKPOINT)

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.lab.report.fits import FitSpec, write_fit
+from torchace.lab.report import Results, markdown, read_results, rich_table
+from torchace.lab.report.page import contents, table_markdown
+from torchace.lab.report.tables import Cell, Column, Section, Table, result_table
+
+
+def _printed(results: Results, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(rich_table(results))
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= width
+    return text
+
+
+@pytest.mark.parametrize(
+    "name", ["table1", "table2", "failing", "single_seed", "regression_fit", "classification_fit", "hostile_fit"]
+)
+def test_every_row_is_as_wide_as_its_table(name: str, request: pytest.FixtureRequest) -> None:
+    found = contents(read_results(request.getfixturevalue(name)))
+    tables = [table for table in found.values() if isinstance(table, Table)]
+    tables += [*found["difference_tables"], *found["column_tables"]]
+    assert len(tables) >= 3
+    for table in tables:
+        assert all(len(row) == len(table.columns) for section in table.sections for row in section.rows)
+        assert sum(span for _, span in table.groups) in (0, len(table.columns))
+
+
+def _columns(line: str) -> int:
+    return len(re.split(r"(?<!\\)\|", line)) - 2
+
+
+@pytest.mark.parametrize("name", ["failing", "hostile", "regression_fit", "hostile_fit"])
+def test_markdown_tables_are_rectangular(name: str, request: pytest.FixtureRequest) -> None:
+    text = markdown(read_results(request.getfixturevalue(name)))
+    blocks = re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
+    assert len(blocks) >= 5
+    for block in blocks:
+        lines = block.splitlines()
+        assert re.fullmatch(r"\|( :?--:? \|)+", lines[1])
+        assert {_columns(line) for line in lines} == {_columns(lines[0])}
+
+
+def test_markdown_holds_everything(failing: Path, regression_fit: Path, classification_fit: Path) -> None:
+    text = markdown(read_results(failing))
+    headings = ("The effect of λ", "Results", "Paired differences", "Calibration and diversity", "Setup")
+    for heading in (*headings, "Failed runs and damaged files"):
+        assert f"\n## {heading}\n" in text
+    assert "shared-l0.7-s0" in text
+    assert "NVIDIA H200" in text
+    assert text.endswith("\n")
+    text = markdown(read_results(regression_fit))
+    for heading in ("In short", "The search for λ", "Results", "Squared error and diversity", "The data", "Setup"):
+        assert f"\n## {heading}\n" in text
+    for part in ("0.3 (chosen)", "sensor\\_13", "and 204 more", "Every row has another value.", "- **Target**: price"):
+        assert part in text
+    assert "- Categories seen fewer than five times were put together." in text
+    assert "## The test rows on which members disagree most" in markdown(read_results(classification_fit))
+
+
+@pytest.mark.parametrize("name", ["hostile", "hostile_fit"])
+def test_markdown_cannot_be_broken_out_of(name: str, request: pytest.FixtureRequest) -> None:
+    text = markdown(read_results(request.getfixturevalue(name)))
+    outside = re.sub(r"^(`{3,})json\n.*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert not re.search(r"<[A-Za-z/!?]", outside)
+    assert not re.search(r"(?<!\\)\]\(", outside)
+    assert "\x00" not in text
+
+
+def test_markdown_is_escaped() -> None:
+    table = Table("t", (Column("a|b"),), (Section("", ((Cell("*x* <b> p <0.001", strong=True),),)),))
+    assert table_markdown(table).splitlines() == ["| a\\|b |", "| --: |", "| **\\*x\\* &lt;b> p <0.001** |"]
+
+
+def test_the_sentence_of_a_search(tmp_path: Path, table1_results: Results) -> None:
+    own = read_results(write_fit(tmp_path / "a", FitSpec(arrays=False, search={"sentence": "It pays."})))
+    assert contents(own)["search_sentence"] == "It pays."
+    none = read_results(write_fit(tmp_path / "b", FitSpec(arrays=False, search={"sentence": ""})))
+    assert contents(none)["search_sentence"] == "The validation data chose λ=0.3."
+    assert contents(table1_results)["search_sentence"] == ""
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_in_a_terminal(table1_results: Results, width: int) -> None:
+    text = _printed(table1_results, width)
+    assert ("exchanged batches (K=5)" if width == 120 else "exchanged") in text
+    assert all(word in text for word in ("Acc.", "CE", "paper", "Disagr.", "0.0649", "2.42"))
+
+
+def test_the_terminal_takes_markup_for_text(hostile: Path) -> None:
+    assert "<script>" in _printed(read_results(hostile), 200)
+
+
+@pytest.mark.parametrize("scale", [50.0, 3e9])
+def test_a_regression_in_a_terminal(tmp_path: Path, scale: float) -> None:
+    results = read_results(write_fit(tmp_path / "run", FitSpec(arm="sweep", arrays=False, scale=scale)))
+    text = _printed(results, 80)
+    assert all(word in text for word in ("R²", "RMSE", "MAE", "Spread", "Member", "shared"))
+    assert ("×10⁹" in text) == (scale > 1e6)
+    for row in result_table(results).sections[0].rows:  # no number is broken at eighty characters
+        assert all(cell.text in text for cell in row[2:5])

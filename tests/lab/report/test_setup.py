@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.lab.report import synthetic
+from tests.lab.report.fits import FitSpec, write_fit
+from torchace.lab.report import Results, read_results
+from torchace.lab.report.setup import MOST, all_classes, column_tables, facts, failure_table, fold, target_facts
+from torchace.lab.report.tables import Table
+
+
+def _fit(tmp_path: Path, **schema: Any) -> Results:
+    content = {"target": {"name": "y"}, "columns": [], "notes": [], **schema}
+    return read_results(write_fit(tmp_path / "fit", FitSpec(arrays=False, schema=content)))
+
+
+def _rows(table: Table) -> list[list[str]]:
+    return [[cell.text for cell in row] for row in table.sections[0].rows]
+
+
+def test_facts(table1_results: Results) -> None:
+    found = dict(facts(table1_results))
+    assert found["Data"].startswith("mnist: 60,000 to train, 10,000 to test; 10 classes (0, 1,")
+    assert found["Seeds"] == "5 (0, 1, 2, 3, 4)"
+    assert found["Hardware"] == "device NVIDIA H200; cpu two cores; threads 2"
+    assert found["Time"] == "9.8 s, started 2026-01-31 12:00 UTC"
+
+
+def test_runs_on_several_machines(tmp_path: Path) -> None:
+    arm = synthetic.ArmSpec("a", "a", 2, [0], lambda d: 0.3, lambda d: 0.1)
+    directory = synthetic.write(tmp_path / "run", synthetic.Spec("x", "x", [arm]))
+    for seed in range(5):
+        file = directory / "runs" / f"a-l0-s{seed}.json"
+        own = {"threads": 1 if seed < 2 else 4, "device": "NVIDIA H200", "versions": {"torch": f"2.{seed // 4}"}}
+        file.write_text(json.dumps({**json.loads(file.read_text()), **own}))
+    found = dict(facts(read_results(directory)))
+    assert found["Hardware"] == "device NVIDIA H200; cpu two cores; threads 1 (2 runs), 4 (3 runs)"
+    assert "torch 2.0 (4 runs), 2.1 (1 run)" in found["Versions"]
+
+
+def test_failures_and_damaged_files(failing: Path, table1_results: Results) -> None:
+    table = failure_table(read_results(failing))
+    assert table is not None
+    rows = _rows(table)
+    assert len(rows) == 9
+    assert rows[0] == [
+        "shared-l0.7-s0",
+        "shared batches",
+        "0.7",
+        "0",
+        "step 1,204, member 3",
+        "The loss of member 3 is NaN.",
+    ]
+    assert rows[-1][0] == "runs/shared-l0.3-s0.safetensors"
+    assert failure_table(table1_results) is None
+
+
+def test_a_table_for_each_kind_of_column(regression_results: Results) -> None:
+    tables = column_tables(regression_results)
+    assert [table.caption for table in tables] == ["Numbers (19)", "Categories (3)", "Left out (2)"]
+    numbers, categories, dropped = map(_rows, tables)
+    assert numbers[:5] == [
+        ["living_area", "142.6 ± 51.3", "31 to 412", "0"],
+        ["lot_area", "10,517 ± 9981", "1300 to 215,245", "12 (1.2 %)"],
+        ["year_built", "1971 ± 30.2", "1872 to 2010", "3 (0.3 %)"],
+        ["distance_to_station", "0.00042 ± 0.00031", "0 to 0.0031", "0"],
+        ["income", "5.1×10⁷ ± 2.2×10⁷", "810,000 to 3.9×10⁸", "0"],
+    ]
+    assert categories[0] == ["heating", "4", "gas (512), district (301), oil (96), wood (51)", "40 (4.2 %)"]
+    assert categories[1][2].endswith("H Street (2), and 204 more")
+    assert dropped[0] == ["id", "Every row has another value.", "0"]
+    assert dropped[1] == ["pool", "All values are missing.", "960 (100.0 %)"]
+
+
+def test_the_target(regression_results: Results, classification_results: Results, table1_results: Results) -> None:
+    assert target_facts(regression_results) == [
+        ("Target", "price, a number"),
+        ("Predicted from", "19 numbers and 3 categories; 2 columns left out"),
+        ("Rows", "960 to train, 240 to validate, 240 to test"),
+    ]
+    found = dict(target_facts(classification_results))
+    assert found["Target"] == "species, one of 3 classes: setosa, versicolor, virginica"
+    assert found["Predicted from"] == "2 numbers and 1 category"
+    assert (column_tables(table1_results), target_facts(table1_results), all_classes(table1_results)) == ([], [], "")
+
+
+def test_columns_without_measures(tmp_path: Path) -> None:
+    columns = [{"name": "a", "kind": "number"}, {"name": "b", "kind": "category"}, {"name": "c", "kind": "dropped"}]
+    tables = column_tables(_fit(tmp_path, columns=columns))
+    assert [_rows(table) for table in tables] == [[["a", "–", "–", "0"]], [["b", "0", "–", "0"]], [["c", "–", "0"]]]
+    assert dict(target_facts(_fit(tmp_path / "none")))["Predicted from"] == "nothing"
+
+
+def test_names_that_are_blank_or_long(tmp_path: Path) -> None:
+    names = ["", " \n\t ", "<script>", "a" * 100 + "é" * 200, "line\nbreak"]
+    [table] = column_tables(_fit(tmp_path, columns=[{"name": name, "kind": "number"} for name in names]))
+    found = [row[0] for row in _rows(table)]
+    assert found[:3] == ["(blank)", "(blank)", "<script>"]
+    assert (len(found[3]), found[3][:3], found[3][-2:]) == (80, "aaa", "éé")
+    assert found[4] == "line break"
+
+
+def test_long_tables_are_folded(tmp_path: Path) -> None:
+    for number, shown in ((15, 15), (16, 12), (MOST + 500, 12)):
+        columns = [{"name": f"pixel{i}", "kind": "number"} for i in range(number)]
+        [table] = column_tables(_fit(tmp_path / str(number), columns=columns))
+        head, rest = fold(table)
+        assert len(_rows(head)) == shown
+        assert _rows(head) + (_rows(rest) if rest else []) == _rows(table)
+    assert table.caption == f"Numbers ({MOST + 500:,})"
+    assert rest is not None
+    assert (len(_rows(table)), head.note, rest.note) == (MOST, "", "500 more are not listed.")
+
+
+def test_many_classes_are_named_once_in_full(tmp_path: Path) -> None:
+    classes = [f"class {i}" for i in range(MOST + 1)]
+    results = _fit(tmp_path, target={"name": "y", "classes": classes})
+    text = dict(target_facts(results))["Target"]
+    assert text.startswith("y, one of 1,001 classes: class 0, class 1,")
+    assert text.endswith("class 9, …")
+    assert all_classes(results).split(", ")[:-1] == classes[:MOST]
+    assert all_classes(results).endswith(", and 1 more")
