@@ -150,6 +150,7 @@ class Estimator(_Fitted):
         scaler = SplitScaler.fit(train)
         train, validation, test = (self._scale(scaler, part, plan) for part in (train, validation, test))
         variance = 1.0 if scaler.targets is None else float(scaler.targets.std.square().mean())
+        variance = variance if 1e-50 < variance < 1e50 else 1.0  # scores of scaled targets, which do not overflow
         problem = SearchProblem(plan, train, validation, self._num_outputs, seed)
         return GridSearch(problem, test=test, test_name="held-out", score_scale=variance).run()
 

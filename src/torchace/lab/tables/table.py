@@ -21,7 +21,7 @@ from torchace.lab.training.members import MemberPlan
 from torchace.lab.training.scaling import Scaler
 from torchace.models.encoder import TableEncoder
 
-MIN_STD, MAX_STD = 1e-50, 1e50  # of a regression's target: beyond, its squares are not finite
+MIN_STD, MAX_STD = 1e-45, 1e45  # of a regression's target: beyond, its squares are not finite
 
 
 @dataclass(frozen=True)
