@@ -250,7 +250,7 @@ def test_confident_logits(way: str, largest: float) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("diversity", [0.0, 0.7])
-def test_an_impossible_class_that_nobody_believes_in_adds_nothing(way: str, diversity: float) -> None:
+def test_an_impossible_class_adds_nothing(way: str, diversity: float) -> None:
     case = drawn(3, 4, 20)
     case.diversity = diversity
     case.outputs[:, :, 3] = -torch.inf
@@ -282,7 +282,7 @@ def test_nan_and_inf_show(bad: float, way: str) -> None:
     value, gradient = ours(case, way)
     assert value.isnan()
     assert gradient[1, 0].isnan().any()
-    case.target[0] = -100  # of a sample that does not count they are nobody's concern
+    case.target[0] = -100  # a sample that does not count
     value, gradient = ours(case, way)
     assert value.isfinite()
     assert gradient.isfinite().all()
@@ -378,7 +378,7 @@ def test_no_gradient_is_computed_where_none_is_wanted() -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_as_operators_for_the_compiler(weighted: bool) -> None:
     """Value and gradient are operators of their own; the compiler sees their shapes alone."""
-    from torchace.kernels import ace_gpu_op
+    from torchace.kernels import ace_op_gpu
 
     case = drawn(3, 5, 20, **({"weight": torch.rand(20).double() + 0.5} if weighted else {}))
     weight = case.options.get("weight")
@@ -391,12 +391,12 @@ def test_as_operators_for_the_compiler(weighted: bool) -> None:
         ignore_index=-100,
         reduction="mean",
     )
-    torch.library.opcheck(ace_gpu_op._value, (logits, *ace_gpu_op._to_arguments(options)))
+    torch.library.opcheck(ace_op_gpu._value, (logits, *ace_op_gpu._to_arguments(options)))
     case.options["label_smoothing"] = 0.125
 
     @torch.compile(fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
     def compiled(z: Tensor) -> Tensor:
-        return 2 * ace_gpu_op.total_loss(z * 1.0, options)
+        return 2 * ace_op_gpu.total_loss(z * 1.0, options)
 
     value = compiled(logits)
     value.backward()

@@ -45,9 +45,8 @@ def linear_amended_cross_entropy(
     r"""The Amended Cross Entropy of K linear heads on shared features, never holding all their logits.
 
     Equal to `amended_cross_entropy` of the logits `features @ head_weight.mT + head_bias[:, None]` to rounding, value
-    and gradients, in the memory of a chunk of logits. Gradients are accumulated in float32 for half precision; there is
-    no second derivative. The features' gradient is the sum over members: for a shared trunk, give it
-    `average_gradients(features, K)`.
+    and gradients, in the memory of a chunk of logits. There is no second derivative. The features' gradient is the sum
+    over members: for a shared trunk, give it `average_gradients(features, K)`.
 
     Args:
         features: `(N, D)`.
@@ -73,19 +72,14 @@ def linear_amended_cross_entropy(
         >>> loss = linear_amended_cross_entropy(features, head.weight, head.bias, target, 0.5, chunk_rows=2)
         >>> torch.allclose(loss, ace.amended_cross_entropy(head(features), target, 0.5))
         True
-        >>> loss.backward()
-        >>> features.grad.shape, head.weight.grad.shape
-        (torch.Size([6, 4]), torch.Size([3, 100, 4]))
     """
     _check_shapes(features, head_weight, head_bias)
     _checks.check_choice(reduction, "reduction", ("mean", "sum"))
     if chunk_rows is not None:
         _checks.check_count(chunk_rows, "chunk_rows")
     (num_members, num_classes, _), num_samples = head_weight.shape, len(features)
-    # Options are checked for the whole batch, on logits that take no memory.
-    scalar = torch.empty((), dtype=features.dtype, device=features.device)
     options = resolve_options(
-        scalar.expand(num_members, num_samples, num_classes),
+        features.new_empty(()).expand(num_members, num_samples, num_classes),  # logits that take no memory
         target,
         diversity,
         member_weights=member_weights,
@@ -97,10 +91,7 @@ def linear_amended_cross_entropy(
     )
     if not _checks.is_eager():  # a transform needs the loss as plain operations
         return total_loss(_logits(features, head_weight, head_bias), options)
-    if not torch.is_grad_enabled():  # a Function's forward cannot tell, and would compute gradients
-        features, head_weight, target = features.detach(), head_weight.detach(), target.detach()
-        head_bias = None if head_bias is None else head_bias.detach()
-    if target.requires_grad:
+    if target.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "Expected a `target` that needs no gradient. Give target.detach(), or use amended_cross_entropy of the "
             "logits, which has a gradient in it."
@@ -111,7 +102,9 @@ def linear_amended_cross_entropy(
     rows: int | None = None
     if chunk_rows is not None or not _fits_gpu(features, head_weight, head_bias, target):
         rows = chunk_rows or max(1, CHUNK.get(features.device.type, CHUNK["cpu"]) // (num_members * num_classes))
-    total = _LinearLoss.apply(features, head_weight, head_bias, options, loss_scale, rows)  # type: ignore[no-untyped-call]
+    total = _LinearLoss.apply(  # type: ignore[no-untyped-call]
+        features, head_weight, head_bias, options, loss_scale, rows, torch.is_grad_enabled()
+    )
     return total if empty is None else total + empty
 
 
@@ -133,9 +126,10 @@ class _LinearLoss(torch.autograd.Function):
         options: LossOptions,
         loss_scale: float,
         rows: int | None,
+        with_grad: bool,
     ) -> Tensor:
-        wanted, heads = ctx.needs_input_grad[:3], (features, head_weight, head_bias)
-        ctx.dtypes = [None if source is None else source.dtype for source in heads]
+        wanted = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
+        ctx.dtypes = [None if source is None else source.dtype for source in (features, head_weight, head_bias)]
         ctx.by_classes = rows is None
         if rows is None:
             from torchace.kernels import linear_gpu
@@ -171,7 +165,7 @@ class _LinearLoss(torch.autograd.Function):
             elif grad is not None:  # not rounded to half precision first: a loss scale of 65,536 is infinite there
                 grad = grad.mul_(outputs[0])
             scaled.append(None if grad is None else grad.to(dtype))
-        return *scaled, None, None, None
+        return *scaled, None, None, None, None
 
 
 def _by_rows(

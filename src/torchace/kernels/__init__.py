@@ -19,6 +19,8 @@ from torchace.kernels.available import runs_kernels
 from torchace.kernels.closed_form import LossResult
 from torchace.kernels.options import LossOptions, compute_dtype, fold_mean
 
+__all__ = ["LossOptions", "LossResult", "composite", "member_terms", "total_loss", "value_and_gradient"]
+
 MAX_MEMBERS = 1024  # of the Triton kernels
 STEP_ON_GPU = "triton"  # backend of training steps on a GPU: "triton" or "closed_form"
 
@@ -39,9 +41,9 @@ def total_loss(logits: Tensor, options: LossOptions, constants: Sequence[Tensor]
         if isinstance(options.diversity, Tensor):
             options = options._replace(diversity=readable_diversity(options.diversity, logits.device))
         if torch.compiler.is_compiling():
-            from torchace.kernels import ace_gpu_op
+            from torchace.kernels import ace_op_gpu
 
-            return ace_gpu_op.total_loss(logits, options)
+            return ace_op_gpu.total_loss(logits, options)
         return _apply(logits, options, ace_gpu, constants)
     if not fits_cpu(logits, options):
         return composite.total_loss(logits.unsqueeze(0), options)

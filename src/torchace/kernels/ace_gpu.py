@@ -139,7 +139,7 @@ def _once_tiles(logits: Tensor, vector: int) -> dict[str, Any] | None:
     _, members, samples, classes = logits.shape
     block_c, padded = _next_power(classes), sum(_two_powers(members))
     threads = block_c // vector  # that a sample has work for
-    numbers = padded * block_c + block_c // 2  # exponentials; what all members share is there half the time
+    numbers = padded * block_c + block_c // 2  # exponentials; terms that all members share are live half the time
     warps = _next_power(_ceil_div(numbers, 32 * HELD))
     if warps > MAX_WARPS or 32 * warps > max(32, threads) or padded * vector > HELD:
         return None

@@ -92,7 +92,7 @@ def _read_once(
             )
             z_r = _load_logits(logits + place_r, mask_r, c, CLASSES, VECTOR, ACC)
         label, valid, invalid = _load_labels(target, target_n, ignore_index, n, n < samples, CLASSES, PROBABILITIES)
-        if tl.max(tl.where(valid, 0, 1)) > 0:  # some sample does not count, whatever its logits are
+        if tl.max(tl.where(valid, 0, 1)) > 0:  # samples that do not count may have any logits
             z = tl.where(valid, z, 0.0)
             if REST_K:
                 z_r = tl.where(valid, z_r, 0.0)

@@ -113,7 +113,7 @@ def _read_twice(
     """
     n, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if STAGE == 2:
-        n = samples - 1 - n  # what was read last is still in the cache
+        n = samples - 1 - n  # the logits read last are still in the cache
     k = tl.arange(0, BLOCK_K).to(tl.int64)[None, None, :, None]
     k_r = (BLOCK_K + tl.arange(0, REST_K if REST_K else 1)).to(tl.int64)[None, None, :, None]
     classes = _block_classes(BLOCK_C, VECTOR)
@@ -176,7 +176,7 @@ def _read_twice(
                     block_dots = tl.zeros((BLOCK_C // VECTOR, 1, 1, 1), ACC)
                     mixture_sums = tl.zeros((BLOCK_C // VECTOR, 1, 1, 1), ACC)
                     for past in tl.range(0, SPAN, BLOCK_C, num_stages=1):
-                        # backward: what was read last is still in the cache
+                        # backward: the logits read last are still in the cache
                         c = span * SPAN + (SPAN - BLOCK_C - past) + classes
                         mask, mask_r = (c < CLASSES) & (k < MEMBERS), (c < CLASSES) & (k_r < MEMBERS)
                         t = _load_logits(row + c * logits_c, mask, ACC, "evict_first") - top
@@ -216,7 +216,7 @@ def _read_twice(
                                 block_dots -= _lam_q_dot_t(lam_s_alpha_r, e_dot_t_r, factor_r, SCALE, 2)
                             block_dots += _b_dot_t(b, sum_t, c, CLASSES)
                     dots, sum_mixture = tl.sum(block_dots), tl.sum(mixture_sums)
-            # a span's share of L Σ u: of a mixture what it saw of it, of all else the first has it all
+            # a span's share of L Σ u: its own part of a given mixture; all other terms belong to the first span
             whole = tl.where(span == 0, 1.0, 0.0)
             sums = sum_mixture if MIXTURE else whole
             if not UNIFORM and not MIXTURE:

@@ -124,7 +124,7 @@ def _log_softmax_and_softmax(
     """Both, written to `log_q` and `q` where given.
 
     torch's softmax has a faster exp than `torch.exp`, so for many classes its logarithm is derived from it: the largest
-    probability is the inverse of what all were divided by.
+    probability is the inverse of the softmax denominator.
     """
     if axis == 2:
         log_q = torch.log_softmax(z, axis, out=log_q)
@@ -166,7 +166,7 @@ def _losses_and_gradient(
         losses = _fast_losses(log_q, q, b, strength, per_member=per_member)
         if not math.isfinite(losses.sum().item() if per_member else losses.item()):
             losses = None
-    if losses is None:  # 0·(-inf): a class or sample of weight 0 adds nothing, whatever its logits are
+    if losses is None:  # 0·(-inf): a class or sample of weight 0 adds nothing, even with infinite logits
         if isinstance(s, Tensor):
             q.masked_fill_(s == 0, 0.0)
             b = b.masked_fill(s == 0, 0.0)
@@ -213,8 +213,9 @@ def _shared_terms(
         scale = (scale.unsqueeze(1) if scale.ndim == 2 else scale).unsqueeze(axis)
     if options.has_probabilities:
         wp = _with_member_axis(options.weighted_target(num_classes, q.dtype), axis)
-        s = wp.sum(axis, keepdim=True)
-        return s * scale, (-wp if mixture is None else mixture * (factor * s) - wp) * scale
+        total = wp.sum(axis, keepdim=True)
+        return total * scale, (-wp if mixture is None else mixture * (factor * total) - wp) * scale
+    s: float | Tensor
     index = options.target.unsqueeze(1).unsqueeze(axis)
     hit, s = scale * (smoothing - 1), scale
     if options.weight is not None:

@@ -90,7 +90,7 @@ def _value_and_gradient(
     # fmt: on
     """A part's share of the loss and, in place of its logits, the gradient in them, for one sample.
 
-    ONE_HOT and SPREAD: what the label and all classes have of the target after label smoothing.
+    ONE_HOT and SPREAD: the target after label smoothing, of the label alone and of every class.
     """
     sample = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -213,7 +213,7 @@ def value_and_gradients(
 
 
 def _option_arguments(options: LossOptions, heads: Heads, dtype: torch.dtype) -> dict[str, Any]:
-    """What `_value_and_gradient` reads of the options."""
+    """Arguments of `_value_and_gradient` that come from the options."""
     (num_members, num_classes, _), num_samples = heads.weight.shape, len(heads.features)
     like = torch.empty((), dtype=dtype, device=heads.features.device)
     smoothing, weight, lam, target = options.label_smoothing, options.weight, options.diversity, options.target[0]
@@ -243,7 +243,7 @@ def _option_arguments(options: LossOptions, heads: Heads, dtype: torch.dtype) ->
 
 
 def _chunks(heads: Heads) -> list[Chunk]:
-    """All classes in chunks that take turns in one memory; the first is what is left over, the others are full."""
+    """All classes in chunks that share one buffer; the first holds the remainder, the others are full."""
     (num_members, num_classes, _), num_samples = heads.weight.shape, len(heads.features)
     rows = num_members * num_samples
     most = max(LEAST_CLASSES, LOGITS // (rows * heads.features.element_size()))

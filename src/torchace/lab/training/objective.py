@@ -72,9 +72,10 @@ def compute_objective(
             found = member_terms(rows.logits, rows.options(scale, config.label_smoothing))
         else:
             found = ncl.closed_form(rows.logits, rows.y, rows.diversity, scale, alpha=rows.alpha, mixture=rows.mixture)
-    losses, scores, gradient = found
+    losses, scores = found.losses, found.scores
     assert scores is not None
-    assert gradient is not None
+    assert found.gradient is not None
+    gradient = found.gradient
     if own and config.detach_others:
         losses, scores = losses.view(num_runs, local_members), scores.view(num_runs, -1)
         gradient = gradient.squeeze(1).unflatten(0, (num_runs, local_members))
