@@ -80,8 +80,8 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 class Recording(ACEModule):
     """Keeps the logits of each training step; their gradient is there after its backward."""
 
-    def _predicted(self, batch):
-        logits, target = super()._predicted(batch)
+    def _logits_and_target(self, batch):
+        logits, target = super()._logits_and_target(batch)
         if logits.requires_grad:
             logits.retain_grad()
             self.__dict__.setdefault("seen", []).append((logits, target))

@@ -1,39 +1,52 @@
 """torchace trains ensembles jointly, with one knob for how much the members may differ."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchace import functional, models, nn, saving
+from torchace import functional, nn
 from torchace.functional import *  # noqa: F403
-from torchace.models import cifar_resnet, mlp
 from torchace.nn import *  # noqa: F403
-from torchace.saving import load_model, load_weights, save_model
 
 if TYPE_CHECKING:
+    from torchace import metrics, models, saving
     from torchace.diagnosis import Diagnosis, diagnose
     from torchace.metrics import EnsembleMetrics
+    from torchace.models import cifar_resnet, mlp  # type: ignore[no-redef]  # mypy takes it for the submodule
+    from torchace.saving import ModelFileError, load_model, load_weights, save_model
     from torchace.sklearn import ACEClassifier, NCLRegressor
 
 __version__ = "0.1.0"
 
-# Imported when first used: torchmetrics imports matplotlib and more, and scikit-learn need not be installed.
+# Imported when first used: torchmetrics takes seconds, and scikit-learn may not be installed.
 _LAZY = {
-    "ACEClassifier": "torchace.sklearn",
-    "Diagnosis": "torchace.diagnosis",
-    "EnsembleMetrics": "torchace.metrics",
-    "NCLRegressor": "torchace.sklearn",
-    "diagnose": "torchace.diagnosis",
+    "ACEClassifier": "sklearn",
+    "Diagnosis": "diagnosis",
+    "EnsembleMetrics": "metrics",
+    "ModelFileError": "saving",
+    "NCLRegressor": "sklearn",
+    "cifar_resnet": "models",
+    "diagnose": "diagnosis",
+    "load_model": "saving",
+    "load_weights": "saving",
+    "metrics": "metrics",
+    "mlp": "models",
+    "models": "models",
+    "save_model": "saving",
+    "saving": "saving",
 }
 
 __all__ = [
     "ACEClassifier",
     "Diagnosis",
     "EnsembleMetrics",
+    "ModelFileError",
     "NCLRegressor",
     "cifar_resnet",
     "diagnose",
     "functional",
     "load_model",
     "load_weights",
+    "metrics",
     "mlp",
     "models",
     "nn",
@@ -45,14 +58,23 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    if name == "metrics":
-        return import_module("torchace.metrics")
-    raise AttributeError(f"module 'torchace' has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'torchace' has no attribute {name!r}")
+    try:
+        module = import_module(f"torchace.{_LAZY[name]}")
+    except ImportError as error:
+        return _placeholder(name, str(error))
+    return module if name == _LAZY[name] else getattr(module, name)
 
 
 def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
+
+
+def _placeholder(name: str, message: str) -> type:
+    """Return a class that cannot be instantiated: `hasattr` and `import *` work where an extra is not installed."""
+
+    def missing(cls: type, *args: Any, **kwargs: Any) -> Any:
+        raise ImportError(message)
+
+    return type(name, (), {"__new__": missing, "__doc__": message})

@@ -3,7 +3,7 @@
 from torchace.functional.ace import amended_cross_entropy
 from torchace.functional.binary import binary_amended_cross_entropy
 from torchace.functional.calibration import brier_score, calibration_error
-from torchace.functional.decomposition import bias_variance_covariance
+from torchace.functional.decomposition import BiasVarianceCovariance, bias_variance_covariance
 from torchace.functional.diversity import (
     ambiguity,
     disagreement,
@@ -19,6 +19,7 @@ from torchace.functional.prediction import ensemble_log_probs, ensemble_probs
 from torchace.functional.weights import fit_member_weights, mixture_cross_entropy
 
 __all__ = [
+    "BiasVarianceCovariance",
     "ambiguity",
     "amended_cross_entropy",
     "average_gradients",

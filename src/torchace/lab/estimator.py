@@ -20,7 +20,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from torch import Tensor, nn
 
 from torchace.lab.data import Split, hashed_key, permutation, stratified_split
-from torchace.lab.data.encoding import Encoding, NumberColumn
+from torchace.lab.data.encoding import Encoding, NumberColumn, TargetScale
 from torchace.lab.data.table_schema import Column, Schema, Target
 from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters
 from torchace.lab.store import finite
@@ -150,6 +150,7 @@ class Estimator(_Fitted):
         scaler = SplitScaler.fit(train)
         train, validation, test = (self._scale(scaler, part, plan) for part in (train, validation, test))
         variance = 1.0 if scaler.targets is None else float(scaler.targets.std.square().mean())
+        variance = variance if 1e-50 < variance < 1e50 else 1.0  # scores of scaled targets, which do not overflow
         problem = SearchProblem(plan, train, validation, self._num_outputs, seed)
         return GridSearch(problem, test=test, test_name="held-out", score_scale=variance).run()
 
@@ -319,7 +320,7 @@ class Estimator(_Fitted):
         statistics = zip(names, encoder.mean.tolist(), encoder.std.tolist(), strict=True)
         columns = tuple(NumberColumn(name, mean, std, False) for name, mean, std in statistics)
         # the members of a regressor predict in the targets' own units
-        return Encoding(schema, columns, *((0.0, 1.0) if self._task == "regression" else ()))
+        return Encoding(schema, columns, TargetScale(0.0, 1.0) if self._task == "regression" else None)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

@@ -1,4 +1,4 @@
-"""The paper's networks, the encoder of tables, and their descriptions as plain data."""
+"""The paper's networks, the encoder of tables, and their descriptions as JSON data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchace.models.resnet import CifarResNet, cifar_resnet
 
 __all__ = ["CifarResNet", "TableEncoder", "build", "cifar_resnet", "count_layers", "mlp", "table_encoder"]
 
-# name: (what makes it, how many layers with weights a description stands for)
+# name: (factory, number of layers with weights)
 NETWORKS: dict[str, tuple[Callable[..., nn.Module], Callable[[Mapping[str, Any]], int]]] = {
     "mlp": (mlp, lambda spec: len(hidden_widths(spec["hidden"])) + 1),
     "cifar_resnet": (cifar_resnet, lambda spec: int(spec["depth"])),
@@ -23,10 +23,10 @@ NETWORKS: dict[str, tuple[Callable[..., nn.Module], Callable[[Mapping[str, Any]]
 
 
 def build(architecture: Mapping[str, Any]) -> nn.Module:
-    """A fresh network from its description, the `architecture` that every network of `torchace.models` carries.
+    """Build a network from its `architecture`, which every network of `torchace.models` has as an attribute.
 
     Args:
-        architecture: The network's name and its arguments, as JSON can hold them.
+        architecture: The network's name and its arguments, as JSON types.
 
     Returns:
         The network, with new weights.
@@ -43,7 +43,7 @@ def build(architecture: Mapping[str, Any]) -> nn.Module:
 
 
 def count_layers(architecture: Mapping[str, Any]) -> int:
-    """How many layers with weights a description stands for, without building it: what its cost is bounded by.
+    """Return the number of layers with weights in a description, a bound of the cost of building it.
 
     Example:
         >>> count_layers({"name": "cifar_resnet", "depth": 110})
@@ -54,14 +54,14 @@ def count_layers(architecture: Mapping[str, Any]) -> int:
 
 
 def check_architecture(architecture: object) -> dict[str, Any]:
-    """The arguments in a description; unknown names and arguments are refused."""
+    """Return the arguments in a description; refuse unknown names and arguments."""
     if not isinstance(architecture, Mapping):
         raise TypeError(f"Expected `architecture` to be a mapping, but got {type(architecture).__name__}.")
     arguments = dict(architecture)
     name = arguments.pop("name", None)
     if not isinstance(name, str) or name not in NETWORKS:
-        listed = ", ".join(repr(known) for known in NETWORKS)
-        raise ValueError(f"Expected the name of `architecture` to be one of {listed}, but got {name!r}.")
+        names = ", ".join(repr(known) for known in NETWORKS)
+        raise ValueError(f"Expected the name of `architecture` to be one of {names}, but got {name!r}.")
     parameters = inspect.signature(NETWORKS[name][0]).parameters
     unknown = sorted(str(key) for key in arguments if key not in parameters)
     if unknown:

@@ -10,26 +10,37 @@ from torch import Tensor, nn
 
 from torchace import _checks
 
-# A value this many standard deviations off is taken for one at this distance. Among N rows of the training part none is
-# farther than √N, so training is not touched; a wild value at prediction time stays finite, in half precision too.
+# Standardized values are clipped here. None of N training rows is beyond √N, so training is not affected; an outlier at
+# prediction time stays finite, in half precision too.
 LIMIT = 1e4
 
-_STATISTICS = ("mean", "std", "codes")  # float64, whatever the module is converted to
-_PLACES = ("number_columns", "indicator_columns", "code_columns")
+# the buffers and the number of values in each; columns are int64, statistics float64 whatever the module's type
+BUFFERS = {
+    "mean": "num_numbers",
+    "std": "num_numbers",
+    "codes": "num_codes",
+    "number_columns": "num_numbers",
+    "indicator_columns": "num_indicators",
+    "code_columns": "num_codes",
+}
+
+
+def _dtype(name: str) -> torch.dtype:
+    return torch.int64 if name.endswith("_columns") else torch.float64
 
 
 class TableEncoder(nn.Module):
-    """What `table_encoder` returns: a module without parameters that makes features `(N, D)` of a raw matrix `(N, F)`.
+    """A module without parameters that maps a table's raw matrix `(N, F)` to features `(N, D)`.
 
     The features are, in this order:
 
-    - for each of `number_columns`, `(x - mean) / std`, within ±10,000, and 0 where x is NaN;
+    - for each of `number_columns`, `(x - mean) / std`, clipped to ±10,000, and 0 where x is NaN;
     - for each of `indicator_columns`, 1 where x is NaN, otherwise 0;
     - for each of `code_columns`, 1 where x is the code in `codes`, otherwise 0.
 
-    Statistics stay in float64 and features are computed in float64, whatever `.float()`, `.half()` or `.to(dtype)` the
-    module is in: a time in seconds, 1.7e9, has no second left in float32. Only the finished features have the type that
-    the module was converted to, as those of any other module; float32 at first. Give it the matrix in float64.
+    Statistics and features are computed in float64 whatever `.float()` or `.half()` the module is in: a time in
+    seconds, 1.7e9, has no seconds left in float32. The result has the module's type, float32 at first. Give it the
+    matrix in float64.
 
     Attributes:
         num_features: D.
@@ -55,36 +66,19 @@ class TableEncoder(nn.Module):
             "num_indicators": num_indicators,
             "num_codes": num_codes,
         }
-        self.register_buffer("mean", torch.zeros(num_numbers, dtype=torch.float64))
-        self.register_buffer("std", torch.ones(num_numbers, dtype=torch.float64))
-        self.register_buffer("codes", torch.zeros(num_codes, dtype=torch.float64))
-        self.register_buffer("number_columns", torch.zeros(num_numbers, dtype=torch.int64))
-        self.register_buffer("indicator_columns", torch.zeros(num_indicators, dtype=torch.int64))
-        self.register_buffer("code_columns", torch.zeros(num_codes, dtype=torch.int64))
-        self.register_buffer("like", torch.zeros(0))  # no values: it has the type and the device of the features
+        for name, size in BUFFERS.items():
+            fill = 1 if name == "std" else 0
+            self.register_buffer(name, torch.full((self.architecture[size],), fill, dtype=_dtype(name)))
+        self.register_buffer("like", torch.zeros(0))  # carries the type and device of the features
 
     @classmethod
-    def from_values(
-        cls,
-        *,
-        num_columns: int,
-        mean: Sequence[float],
-        std: Sequence[float],
-        number_columns: Sequence[int],
-        indicator_columns: Sequence[int],
-        code_columns: Sequence[int],
-        codes: Sequence[int],
-    ) -> TableEncoder:
-        """An encoder with statistics: `TableEncoder.from_values(**encoding.encoder_arguments())`.
+    def from_values(cls, *, num_columns: int, **values: Sequence[float]) -> TableEncoder:
+        """Return an encoder with statistics: `TableEncoder.from_values(**encoding.encoder_arguments())`.
 
         Args:
             num_columns: F, the columns of the raw matrix.
-            mean: Of each number that is a feature.
-            std: Likewise, above 0.
-            number_columns: Which column of the raw matrix each of them is.
-            indicator_columns: For which columns it is a feature whether they are NaN.
-            code_columns: For each one-hot feature, the column of the raw matrix.
-            codes: Likewise the code at which the feature is 1.
+            **values: `mean` and `std` of the number columns; `number_columns`, `indicator_columns` and `code_columns`,
+                the column of each feature; `codes`, the code at which each one-hot feature is 1.
 
         Example:
             >>> encoder = TableEncoder.from_values(
@@ -95,26 +89,22 @@ class TableEncoder(nn.Module):
             tensor([[1., 0., 0., 1.],
                     [0., 1., 0., 0.]])
         """
-        encoder = table_encoder(num_columns, len(number_columns), len(indicator_columns), len(code_columns))
-        state = {
-            "mean": torch.tensor(mean, dtype=torch.float64),
-            "std": torch.tensor(std, dtype=torch.float64),
-            "codes": torch.tensor(codes, dtype=torch.float64),
-            "number_columns": torch.tensor(number_columns, dtype=torch.int64),
-            "indicator_columns": torch.tensor(indicator_columns, dtype=torch.int64),
-            "code_columns": torch.tensor(code_columns, dtype=torch.int64),
-        }
+        if values.keys() != BUFFERS.keys():
+            raise TypeError(f"Expected {', '.join(BUFFERS)}, but got {', '.join(values) or 'none'}.")
+        sizes = (len(values[name]) for name in ("number_columns", "indicator_columns", "code_columns"))
+        encoder = table_encoder(num_columns, *sizes)
+        state = {name: torch.tensor(values[name], dtype=_dtype(name)) for name in BUFFERS}
         for name, value in state.items():
             if value.shape != getattr(encoder, name).shape:
                 raise ValueError(f"Expected `{name}` of {len(getattr(encoder, name))} numbers, but got {len(value)}.")
-        wrong = _wrong_values(state, num_columns)
-        if wrong is not None:
-            raise ValueError(wrong)
+        problem = _find_problem(state, num_columns)
+        if problem is not None:
+            raise ValueError(problem)
         encoder.load_state_dict({**state, "like": encoder.like})
         return encoder
 
     def forward(self, raw: Tensor) -> Tensor:
-        """The features `(N, D)` of a raw matrix `(N, F)`."""
+        """Return the features `(N, D)` of a raw matrix `(N, F)`."""
         if raw.ndim != 2 or raw.shape[1] != self.num_columns:
             raise ValueError(
                 f"Expected a raw matrix of shape (N, {self.num_columns}) with one column for each column of the table, "
@@ -122,7 +112,7 @@ class TableEncoder(nn.Module):
             )
         raw = raw.to(torch.float64)
         parts = []
-        # Parts without features are left out, since other runtimes do not like tensors without numbers.
+        # empty parts are left out: some ONNX runtimes refuse tensors without values
         if len(self.number_columns):
             scaled = ((raw.index_select(1, self.number_columns) - self.mean) / self.std).clamp(-LIMIT, LIMIT)
             parts.append(torch.where(scaled.isnan(), torch.zeros_like(scaled), scaled))
@@ -136,8 +126,8 @@ class TableEncoder(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in self.architecture.items() if name != "name")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Moves the values where `fn` moves them, but keeps their types."""
-        before = {name: getattr(self, name) for name in (*_STATISTICS, *_PLACES)}
+        """Move the buffers to other devices, but keep their types."""
+        before = {name: getattr(self, name) for name in BUFFERS}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, value in before.items():
             if getattr(self, name).dtype != value.dtype:
@@ -147,24 +137,24 @@ class TableEncoder(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
     ) -> None:
-        """Also refuses values that no table has taught: they would fail, or mislead, much later."""
+        """Load as any module, and refuse values that no table has."""
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
-        own = {name: state_dict.get(prefix + name) for name in (*_STATISTICS, *_PLACES)}
-        found = {name: value for name, value in own.items() if isinstance(value, Tensor) and not value.is_meta}
-        wrong = _wrong_values(found, self.num_columns)
-        if wrong is not None:
-            lists[-1].append(wrong)
+        given = {name: state_dict.get(prefix + name) for name in BUFFERS}
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor) and not value.is_meta}
+        problem = _find_problem(tensors, self.num_columns)
+        if problem is not None:
+            lists[-1].append(problem)
 
 
-def _wrong_values(values: Mapping[str, Tensor], num_columns: int) -> str | None:
-    """What is wrong with an encoder's values, in words."""
+def _find_problem(values: Mapping[str, Tensor], num_columns: int) -> str | None:
+    """Return a message for the first of an encoder's values that is invalid."""
     for name, value in values.items():
-        dtype = torch.int64 if name in _PLACES else torch.float64
-        if value.dtype != dtype:
-            return f"Expected `{name}` of type {dtype}, but got {value.dtype}."
-        if name in _PLACES and ((value < 0) | (value >= num_columns)).any():
-            return f"Expected `{name}` from 0 to {num_columns - 1}, but got {value.tolist()}."
-        if name in _STATISTICS and not value.isfinite().all():
+        if value.dtype != _dtype(name):
+            return f"Expected `{name}` of type {_dtype(name)}, but got {value.dtype}."
+        if name.endswith("_columns"):
+            if ((value < 0) | (value >= num_columns)).any():
+                return f"Expected `{name}` from 0 to {num_columns - 1}, but got {value.tolist()}."
+        elif not value.isfinite().all():
             return f"Expected finite `{name}`, but got {value.tolist()}."
         if name == "std" and (value <= 0).any():
             return f"Expected `std` above 0, but got {value.tolist()}."
@@ -172,17 +162,16 @@ def _wrong_values(values: Mapping[str, Tensor], num_columns: int) -> str | None:
 
 
 def table_encoder(num_columns: int, num_numbers: int, num_indicators: int, num_codes: int) -> TableEncoder:
-    """A module that makes features of the raw matrix of a table, with statistics that are yet to be given to it.
+    """Return an encoder of tables without statistics; `TableEncoder.from_values` returns one with them.
 
     Args:
         num_columns: F, the columns of the raw matrix.
-        num_numbers: How many of them are numbers that become scaled features.
-        num_indicators: For how many of them it is a feature whether they are missing.
-        num_codes: How many codes of categories become features.
+        num_numbers: The number of scaled number columns.
+        num_indicators: The number of indicators of missing values.
+        num_codes: The number of one-hot features.
 
     Returns:
-        A module that maps a raw matrix `(N, F)` to features `(N, D)`. `TableEncoder.from_values` gives one with
-        statistics.
+        A module that maps a raw matrix `(N, F)` to features `(N, D)`.
 
     Example:
         >>> encoder = table_encoder(num_columns=3, num_numbers=2, num_indicators=1, num_codes=4)

@@ -13,16 +13,16 @@ from torchace import _checks
 def mlp(
     in_features: int, hidden: int | Sequence[int], num_classes: int | None, *, dropout: float = 0.0
 ) -> nn.Sequential:
-    """A fully connected ReLU network; the paper's MNIST network has one hidden layer.
+    """Return a fully connected ReLU network; the paper's MNIST network has one hidden layer.
 
-    A plain chain of `flatten`, `linear1`, `relu1`, `linear2`, ..., `fc`; inputs of more than two axes are flattened. It
-    carries its own description, `architecture`, from which `build` makes it again.
+    An `nn.Sequential` of `flatten`, `linear1`, `relu1`, `linear2`, ..., `fc`. Its attribute `architecture` describes
+    it for `build`.
 
     Args:
         in_features: The number of inputs, all axes but the first multiplied.
         hidden: The width of the hidden layer, or of several; `()` for a linear classifier.
-        num_classes: C; None leaves out the classifier `fc`, for a trunk that returns its `num_features` features.
-        dropout: The probability with which a hidden unit is dropped in training.
+        num_classes: C; None for a trunk without the classifier `fc`, which returns `num_features` features.
+        dropout: The dropout probability of hidden units.
 
     Returns:
         A module that maps `(N, ...)` to logits `(N, C)`.
@@ -53,7 +53,7 @@ def mlp(
     if num_classes is not None:
         layers["fc"] = nn.Linear(features, num_classes)
     network = nn.Sequential(layers)
-    network.num_features = features  # type: ignore[assignment]  # nn.Module takes any attribute, its stub does not
+    network.num_features = features  # type: ignore[assignment]
     network.architecture = {  # type: ignore[assignment]
         "name": "mlp",
         "in_features": in_features,
@@ -65,7 +65,7 @@ def mlp(
 
 
 def hidden_widths(hidden: object) -> list[int]:
-    """The widths of the hidden layers as a list."""
+    """Return the widths of the hidden layers as a list."""
     if isinstance(hidden, int):
         hidden = (hidden,)
     if not isinstance(hidden, Sequence) or isinstance(hidden, str):

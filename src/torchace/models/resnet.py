@@ -1,4 +1,4 @@
-"""The residual networks of He et al. for CIFAR, with the shortcuts that the paper's parameter count implies."""
+"""The residual networks of He et al. for CIFAR."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class BasicBlock(nn.Module):
 
 
 def make_stage(in_channels: int, out_channels: int, num_blocks: int, stride: int) -> nn.Sequential:
-    """`num_blocks` blocks, the first of which projects and strides."""
+    """Return blocks of which the first has a projection and the stride."""
     first = BasicBlock(in_channels, out_channels, stride, project=True)
     rest = (BasicBlock(out_channels, out_channels, 1, project=False) for _ in range(num_blocks - 1))
     return nn.Sequential(first, *rest)
 
 
 class CifarResNet(nn.Module):
-    """What `cifar_resnet` returns; its children run in order.
+    """The network of `cifar_resnet`; its children run in order.
 
     Attributes:
         num_features: The number of features that the classifier `fc` receives.
@@ -67,18 +67,18 @@ class CifarResNet(nn.Module):
         self.flatten = nn.Flatten()
         self.fc: nn.Module = nn.Identity() if num_classes is None else nn.Linear(self.num_features, num_classes)
         for module in self.modules():
-            # no values on the meta device, where drawing normal ones would first import torch's compiler, for 3 s
+            # on the meta device, drawing normal numbers would import torch's compiler for 3 s
             if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")  # variance 2 / fan-in, He et al. 2015
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """The features before the classifier, `(N, num_features)`."""
+        """Return the features before the classifier, `(N, num_features)`."""
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.stage3(self.stage2(self.stage1(x)))
         return self.flatten(self.pool(x))
 
     def forward_head(self, features: Tensor) -> Tensor:
-        """The classifier's logits, `(N, C)`."""
+        """Return the classifier's logits, `(N, C)`."""
         return self.fc(features)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,11 +86,11 @@ class CifarResNet(nn.Module):
 
 
 def cifar_resnet(depth: int, num_classes: int | None = 10, *, width: int = 16, in_channels: int = 3) -> CifarResNet:
-    """A residual network of 6n+2 layers for images of about 32x32 pixels (He et al. 2016).
+    """Return a residual network of 6n+2 layers for images of about 32x32 pixels (He et al. 2016).
 
-    Three stages of n basic blocks with 16, 32 and 64 channels. The first block of every stage, the first stage too, has
-    a projection shortcut (1x1 convolution and batch norm): the paper's ResNet-110 has exactly 1,731,002 parameters.
-    Convolutions have no bias and are drawn as He et al. do; the classifier as any `nn.Linear`, like SMOC's heads.
+    Three stages of n basic blocks with 16, 32 and 64 channels. The first block of every stage has a projection shortcut
+    (1x1 convolution and batch norm), as the paper's parameter count of ResNet-110, 1,731,002, implies. Convolutions
+    have no bias and He et al.'s initialization; the classifier has that of `nn.Linear`, like SMOC's heads.
 
     The children run in order: `conv1`, `bn1`, `relu`, `stage1`, `stage2`, `stage3`, `pool`, `flatten`, `fc`.
 

@@ -1,10 +1,16 @@
 """Losses, ensembles, heads and conversion as modules; no formulas, no optimizers."""
 
+from torchace.nn.base import EnsembleModule
 from torchace.nn.branching import branch
-from torchace.nn.conversion import stack_classifiers
+from torchace.nn.conversion import StackedClassifiers, stack_classifiers
 from torchace.nn.ensemble import Ensemble
 from torchace.nn.heads import SMOC, LowRankStackedLinear, StackedLinear
-from torchace.nn.losses import AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, NegativeCorrelationLoss
+from torchace.nn.losses import (
+    AmendedCrossEntropyLoss,
+    BinaryAmendedCrossEntropyLoss,
+    MemberLoss,
+    NegativeCorrelationLoss,
+)
 from torchace.nn.member_rates import set_member_rates
 from torchace.nn.optimizers import allow_optimizer
 from torchace.nn.parallel import MemberParallelEnsemble
@@ -16,10 +22,13 @@ __all__ = [
     "AmendedCrossEntropyLoss",
     "BinaryAmendedCrossEntropyLoss",
     "Ensemble",
+    "EnsembleModule",
     "LowRankStackedLinear",
+    "MemberLoss",
     "MemberParallelEnsemble",
     "MemberWeights",
     "NegativeCorrelationLoss",
+    "StackedClassifiers",
     "StackedEnsemble",
     "StackedLinear",
     "allow_optimizer",

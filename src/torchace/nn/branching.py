@@ -1,4 +1,4 @@
-"""Members that part anywhere: everything before a named layer is shared, everything from there on is each one's own."""
+"""Members that share the lower part of a model: the model split at a layer, and the upper part copied K times."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch import Tensor, fx, nn
 from torchace import _checks
 from torchace.nn.ensemble import Ensemble
 
-# steps that only look at an input's shape: no reason for a trunk
-LOOKS = (getattr, operator.getitem, "size", "dim")
+# steps that only read the input's shape: they need no trunk
+SHAPE_STEPS = (getattr, operator.getitem, "size", "dim")
 IN_PLACE_OPERATORS = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow, operator.setitem)
+ADVICE = "Move what depends on values or on the mode into a layer, or build the parts: Ensemble(members, trunk=...)."
 
 
 def branch(
@@ -27,33 +28,33 @@ def branch(
     example: Any = None,
     link: str = "softmax",
 ) -> Ensemble:
-    """K members that share everything a model computes before a layer, and have copies from that layer on.
+    """Make K members that share all layers of a model before one layer, and have copies of the layers from there on.
 
     At the model's first layer they are separate models, at its last one they are SMOC. The shared part is computed once
-    and receives the mean of the members' gradients. Parameters keep the names they have in the model, which is not
-    changed.
+    and receives the mean of the members' gradients. Parameters keep their names; the model is not changed.
 
     Members that start from equal weights and see the same samples stay equal, whatever the diversity (but for dropout):
-    unless each has samples of its own, ask for `reinitialize`.
+    use `reinitialize` unless each has its own samples.
 
-    The model's `forward`, and that of the modules around the layer, is followed once (`torch.fx`), so it must call its
-    layers in the same order whatever the input is; what happens inside other modules is free. Its arguments that have
-    default values keep them. Layers that `forward` never calls are left out.
+    The `forward` of the model, and of the modules around the layer, is traced (`torch.fx`): it must call its layers in
+    the same order for every input. Other modules are not traced. Arguments with default values keep these. Layers that
+    `forward` never calls are left out.
 
     Args:
-        model: The model to part, trained or not; it returns logits `(N, C, ...)`.
+        model: The model to split, trained or not; it returns logits `(N, C, ...)`.
         num_members: K.
+        *positional: Not used; a third positional argument is an error.
         at: The name of the layer where the members part, such as `"fc"` or `"stage3.0"`.
-        reinitialize: True: every member's layers draw new weights by their `reset_parameters`, torch's rule for each
-            layer. A function that makes a new model: every member takes the weights of one, for models that have a rule
-            of their own (timm's, `cifar_resnet`).
-        example: An input, or a tuple of inputs, on which every member is compared with the model (in evaluation mode,
-            before they are re-initialised).
+        reinitialize: True: draw new weights for every member with the layers' `reset_parameters`. A function that makes
+            a model: take every member's weights from a new one, for models with an initialization of their own (timm's,
+            `cifar_resnet`).
+        example: An input, or a tuple of inputs, on which every member must equal the model (in evaluation mode, before
+            re-initialization).
         link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
 
     Returns:
-        An ensemble; its `trunk` is None where nothing is computed before the layer. For a network of `torchace.models`
-        its `branched` tells `save_model` what it was made from.
+        An ensemble; its `trunk` is None if nothing is computed before the layer. For a network of `torchace.models`
+        its attribute `branched` describes it for `save_model`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -73,70 +74,68 @@ def branch(
     if not isinstance(reinitialize, bool) and (isinstance(reinitialize, nn.Module) or not callable(reinitialize)):
         got = type(reinitialize).__name__
         raise TypeError(f"Expected `reinitialize` to be True, False or a function that makes a model, but got {got}.")
-    at = _check_layer(model, at)
-    before, after = _split(model, _traced(model, at), at)
-    _check_apart(model, before, after, at)
-    if any(node.op.startswith("call") and node.target not in LOOKS for node in before.nodes):
-        trunk, member = _Part(model, before), _Part(model, after)
-        ensemble = Ensemble([copy.deepcopy(member) for _ in range(num_members)], copy.deepcopy(trunk), link)
+    at = _find_layer(model, at)
+    before, after = _split(model, _trace(model, at), at)
+    if any(node.op.startswith("call") and node.target not in SHAPE_STEPS for node in before.nodes):
+        member, trunk = _SubModel(model, after), copy.deepcopy(_SubModel(model, before))
+        ensemble = Ensemble([copy.deepcopy(member) for _ in range(num_members)], trunk, link)
     else:
         ensemble = Ensemble([copy.deepcopy(model) for _ in range(num_members)], link=link)
     ensemble.training = ensemble.members.training = model.training
-    if hasattr(model, "architecture"):  # a network of torchace.models: what save_model writes down
+    if hasattr(model, "architecture"):
         vars(ensemble)["branched"] = {"architecture": copy.deepcopy(model.architecture), "at": at}
     if example is not None:
         _check_outputs(model, ensemble, example if isinstance(example, tuple) else (example,), at)
-    if reinitialize:
-        for one in ensemble:
-            if reinitialize is True:
-                _reset(one)
-            else:
-                _take_weights(one, reinitialize())
+    for one in ensemble if reinitialize else ():
+        if callable(reinitialize):
+            _load_weights(one, reinitialize())
+        else:
+            _reset_parameters(one)
     return ensemble
 
 
 class _Tracer(fx.Tracer):
-    """Follows `forward` down to one layer; every module that does not hold it is a step of its own."""
+    """Traces `forward` down to one layer; modules that do not contain it are single steps."""
 
     def __init__(self, at: str) -> None:
         super().__init__()
         self.at = at
-        self.switches = _switches()
+        self.modes = _global_modes()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return not self.at.startswith(module_qualified_name + ".")
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> Any:
-        if kind == "placeholder" and args:  # an argument with a default value, which `if` statements may ask for
+        if kind == "placeholder" and args:  # an argument with a default value, on which `if` statements may depend
             return args[0]
-        if _switches() != self.switches:
+        if _global_modes() != self.modes:
             raise ValueError("it switches gradients or autocast on or off around a step, which its parts would not")
         return super().create_proxy(kind, target, args, kwargs, *rest, **named)
 
 
-def _switches() -> tuple[bool, ...]:
+def _global_modes() -> tuple[bool, ...]:
     return torch.is_grad_enabled(), *(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
 
 
-class _Part(fx.GraphModule):
-    """A part of a model: its steps, and those of its layers that they call, modes and saved names as in the model."""
+class _SubModel(fx.GraphModule):
+    """Some steps of a model and the layers they call, with the modes and the saved names of the model."""
 
-    def __init__(self, root: nn.Module, graph: fx.Graph, class_name: str = "Part") -> None:
+    def __init__(self, root: nn.Module, graph: fx.Graph, class_name: str = "SubModel") -> None:
         super().__init__(root, graph, class_name)
         for name, module in self.named_modules():
             module.training = root.get_submodule(name).training
-        # GraphModule makes a saved buffer of every tensor that is no parameter
+        # GraphModule makes every tensor that is not a parameter a persistent buffer
         saved = root.state_dict()
         for name in {str(node.target) for node in graph.nodes if node.op == "get_attr"} - set(saved):
             owner, _, field = name.rpartition(".")
             self.get_submodule(owner).register_buffer(field, self.get_buffer(name), persistent=False)
 
     def _deepcopy_init(self) -> Callable[..., None]:
-        return _Part.__init__
+        return _SubModel.__init__
 
 
-def _check_layer(model: nn.Module, at: str) -> str:
-    """The first name of the layer that `at` names."""
+def _find_layer(model: nn.Module, at: str) -> str:
+    """Return the first name of the layer `at`."""
     if not isinstance(at, str):
         raise TypeError(f"Expected `at` to be the name of a layer, but got {type(at).__name__}.")
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -150,39 +149,34 @@ def _check_layer(model: nn.Module, at: str) -> str:
     return next(str(name) for name, module in model.named_modules() if module is modules[at])
 
 
-def _traced(model: nn.Module, at: str) -> fx.Graph:
-    """The steps of a model's forward, the same in training and evaluation."""
-    advice = (
-        "Move what depends on values or on the mode into a layer, or build the parts: Ensemble(members, trunk=...)."
-    )
+def _trace(model: nn.Module, at: str) -> fx.Graph:
+    """Return the steps of the model's forward, which must be the same in training and evaluation."""
     graphs = []
     for training in (True, False):
-        root = copy.deepcopy(model).train(training)
         try:
-            graphs.append(_Tracer(at).trace(root))
+            graphs.append(_Tracer(at).trace(copy.deepcopy(model).train(training)))
         except Exception as error:
             raise ValueError(
                 f"Cannot follow the forward of {type(model).__name__} down to {at!r} ({type(error).__name__}: "
-                f"{str(error).splitlines()[0] if str(error) else 'no message'}). {advice}"
+                f"{str(error).splitlines()[0] if str(error) else 'no message'}). {ADVICE}"
             ) from error
+    where = f"The forward of {type(model).__name__}, or of a module around {at!r},"
     if str(graphs[0]) != str(graphs[1]):
         raise ValueError(
-            f"The forward of {type(model).__name__}, or of a module around {at!r}, does one thing in training and "
-            "another in evaluation, which its parts could not. Use layers that know their mode (nn.Dropout for "
-            f"F.dropout, nn.BatchNorm2d for F.batch_norm). {advice}"
+            f"{where} does one thing in training and another in evaluation, which its parts could not. Use layers that "
+            f"know their mode (nn.Dropout for F.dropout, nn.BatchNorm2d for F.batch_norm). {ADVICE}"
         )
-    names = {node.target for node in graphs[0].nodes if node.op == "get_attr"}
-    if any("_tensor_constant" in str(name) for name in names):  # where fx keeps what it finds nowhere in the model
+    # fx stores tensors that it finds nowhere in the model under this name
+    if any(node.op == "get_attr" and "_tensor_constant" in str(node.target) for node in graphs[0].nodes):
         raise ValueError(
-            f"The forward of {type(model).__name__}, or of a module around {at!r}, makes a tensor that depends on no "
-            "input (torch.arange, torch.zeros, torch.rand, ...), which would be frozen. Keep it as a buffer "
-            f"(register_buffer). {advice}"
+            f"{where} makes a tensor that depends on no input (torch.arange, torch.rand, ...), which would be frozen. "
+            f"Keep it as a buffer (register_buffer). {ADVICE}"
         )
     return graphs[0]
 
 
 def _split(model: nn.Module, graph: fx.Graph, at: str) -> tuple[fx.Graph, fx.Graph]:
-    """The steps before the first call of a layer, which return what the others need, and the steps from there on."""
+    """Split the steps at the first call of a layer; the first part returns the values that the second needs."""
     nodes = list(graph.nodes)
     cut = next((i for i, node in enumerate(nodes) if node.op == "call_module" and node.target == at), None)
     if cut is None:
@@ -191,14 +185,14 @@ def _split(model: nn.Module, graph: fx.Graph, at: str) -> tuple[fx.Graph, fx.Gra
             f"layers, such as '{at}.0'."
         )
     result = nodes[-1].args[0]
-    if not isinstance(result, fx.Node) or isinstance(result.target, type):  # a container of values, or a class called
+    if not isinstance(result, fx.Node) or isinstance(result.target, type):  # a container, or an object
         raise TypeError(
             f"Expected {type(model).__name__} to return one tensor of logits, but it returns several or an object. "
             "Wrap it in a module that returns the logits."
         )
     first, rest = nodes[:cut], nodes[cut:]
     later = set(rest)
-    # weights are read where they are used; they do not cross
+    # parameters are read in the part that uses them; other values cross
     crossing = [node for node in first if node.op != "get_attr" and later & set(node.users)]
     before, after = fx.Graph(), fx.Graph()
 
@@ -209,8 +203,8 @@ def _split(model: nn.Module, graph: fx.Graph, at: str) -> tuple[fx.Graph, fx.Gra
     before.output(copies[crossing[0]] if len(crossing) == 1 else tuple(copies[node] for node in crossing))
 
     shared = after.placeholder("shared")
-    if any(_in_place(model, node) for node in rest):
-        shared = after.call_function(_own, (shared,))
+    if any(_is_in_place(model, node) for node in rest):
+        shared = after.call_function(_clone, (shared,))
     copies = {}
     for i, node in enumerate(crossing):
         copies[node] = shared if len(crossing) == 1 else after.call_function(operator.getitem, (shared, i))
@@ -219,10 +213,18 @@ def _split(model: nn.Module, graph: fx.Graph, at: str) -> tuple[fx.Graph, fx.Gra
             copies[node] = after.node_copy(node)
     for node in rest:
         copies[node] = after.node_copy(node, copies.__getitem__)
+
+    late = _tensor_names(model, after)
+    for key, name in _tensor_names(model, before).items():
+        if key in late:
+            raise ValueError(
+                f"{name!r} is used both before and after the members part at {at!r}: it can be neither shared nor each "
+                "member's own. Choose a layer before its first use."
+            )
     return before, after
 
 
-def _in_place(model: nn.Module, node: fx.Node) -> bool:
+def _is_in_place(model: nn.Module, node: fx.Node) -> bool:
     """Whether a step may change its input."""
     if node.op == "call_module":
         return any(getattr(layer, "inplace", False) for layer in model.get_submodule(str(node.target)).modules())
@@ -231,15 +233,15 @@ def _in_place(model: nn.Module, node: fx.Node) -> bool:
     return in_place or node.target in IN_PLACE_OPERATORS or bool(node.kwargs.get("inplace"))
 
 
-def _own(shared: Any) -> Any:
-    """A member's own copy of what it shares, where it may change it in place."""
+def _clone(shared: Any) -> Any:
+    """Copy the shared tensors for a member that may change them in place."""
     if isinstance(shared, Tensor):
         return shared.clone()
-    return tuple(_own(value) for value in shared) if type(shared) is tuple else shared
+    return tuple(_clone(value) for value in shared) if type(shared) is tuple else shared
 
 
-def _tensors(model: nn.Module, graph: fx.Graph) -> dict[int, str]:
-    """The names of the parameters and buffers that a graph's steps use, by identity."""
+def _tensor_names(model: nn.Module, graph: fx.Graph) -> dict[int, str]:
+    """Return the names of the parameters and buffers that a graph uses, by the tensors' ids."""
     found: dict[int, str] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -251,18 +253,8 @@ def _tensors(model: nn.Module, graph: fx.Graph) -> dict[int, str]:
     return found
 
 
-def _check_apart(model: nn.Module, before: fx.Graph, after: fx.Graph, at: str) -> None:
-    early, late = _tensors(model, before), _tensors(model, after)
-    both = [name for key, name in early.items() if key in late]
-    if both:
-        raise ValueError(
-            f"{both[0]!r} is used both before and after the members part at {at!r}: it can be neither shared nor each "
-            "member's own. Part them before its first use."
-        )
-
-
 def _check_outputs(model: nn.Module, ensemble: Ensemble, inputs: tuple[Any, ...], at: str) -> None:
-    """Every member, behind the trunk, gives what the model gives."""
+    """Check that every member, after the trunk, equals the model."""
     with torch.no_grad():
         expected = copy.deepcopy(model).eval()(*copy.deepcopy(inputs))
         outputs = copy.deepcopy(ensemble).eval()(*copy.deepcopy(inputs))
@@ -272,12 +264,12 @@ def _check_outputs(model: nn.Module, ensemble: Ensemble, inputs: tuple[Any, ...]
         except AssertionError as error:
             raise ValueError(
                 f"Member {k} does not give what {type(model).__name__} gives on `example`: something in its forward "
-                f"cannot be parted at {at!r}. Build the parts yourself: Ensemble(members, trunk=...)."
+                f"cannot be split at {at!r}. Build the parts yourself: Ensemble(members, trunk=...)."
             ) from error
 
 
-def _reset(member: nn.Module) -> None:
-    """New weights for every layer, inner layers first, so that an outer one's rule has the last word."""
+def _reset_parameters(member: nn.Module) -> None:
+    """Draw new weights for every layer; inner layers first, so that an outer layer's rule is the last."""
     for name, module in reversed(list(member.named_modules())):
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         own = ", ".join(repr(f"{name}.{own}".lstrip(".")) for own, _ in module.named_parameters(recurse=False))
@@ -290,8 +282,8 @@ def _reset(member: nn.Module) -> None:
             )
 
 
-def _take_weights(member: nn.Module, fresh: nn.Module) -> None:
-    """A member's weights and buffers from a new model of the same architecture."""
+def _load_weights(member: nn.Module, fresh: nn.Module) -> None:
+    """Copy a member's weights and buffers from a new model of the same architecture."""
     if not isinstance(fresh, nn.Module):
         raise TypeError(f"Expected `reinitialize` to make a model, but it made {type(fresh).__name__}.")
     state = fresh.state_dict()

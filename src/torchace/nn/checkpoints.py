@@ -1,7 +1,7 @@
-"""Weights of a model that was trained somewhere else, read from a file as tensors and nothing more.
+"""Weights of models trained elsewhere, read from files as tensors alone: no code of a file is ever run.
 
-Safetensors, and what `torch.load(weights_only=True)` reads: no code of a file is ever run. The names may start with
-what a wrapper adds: Lightning's attribute (`model.`), data parallelism's `module.`, `torch.compile`'s `_orig_mod.`.
+Reads safetensors, and files that `torch.load(weights_only=True)` accepts. Names may have a prefix that a wrapper adds:
+Lightning's attribute (`model.`), data parallelism's `module.`, `torch.compile`'s `_orig_mod.`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torchace import _model_files as files
 from torchace._model_files import ModelFileError
 
-State = dict[str, Any]  # tensors by name; a module's own `_extra_state` may be anything that torch reads
+State = dict[str, Any]  # tensors by name; a module's `_extra_state` may be any type that torch reads
 PathLike = str | os.PathLike[str]
 MakeModel = Callable[[], nn.Module]
 
@@ -36,7 +36,7 @@ def load_members(
     state_key: str | None = None,
     prefix: str | None = None,
 ) -> list[nn.Module]:
-    """One model for each file, with its weights, in evaluation mode; see `Ensemble.from_checkpoints`."""
+    """Return one model for each file, with its weights, in evaluation mode; see `Ensemble.from_checkpoints`."""
     if isinstance(paths, (str, bytes, os.PathLike)):
         raise TypeError(f"Expected a list of paths, but got one, {os.fspath(paths)!r}. Write [path].")
     paths = list(paths)
@@ -46,20 +46,20 @@ def load_members(
     makers = list(cast(Sequence[MakeModel], make_model)) if several else [cast(MakeModel, make_model)] * len(paths)
     if len(makers) != len(paths):
         raise ValueError(f"Expected one function for each of {len(paths)} checkpoints, but got {len(makers)}.")
-    return [_loaded(make, Path(path), state_key, prefix) for make, path in zip(makers, paths, strict=True)]
+    return [_load_member(make, Path(path), state_key, prefix) for make, path in zip(makers, paths, strict=True)]
 
 
-def _loaded(make_model: MakeModel, path: Path, state_key: str | None, prefix: str | None) -> nn.Module:
+def _load_member(make_model: MakeModel, path: Path, state_key: str | None, prefix: str | None) -> nn.Module:
     model: object = make_model
     if callable(make_model) and not isinstance(make_model, nn.Module):
         model = make_model()
     if model is make_model or not isinstance(model, nn.Module):
         got = type(model).__name__
         raise TypeError(f"Expected `make_model` to be a function that makes a model, but got {got}. Write lambda: ...")
-    state = fitted(read_state(path, state_key), model, path, prefix)
+    state = _match_names(_read_state(path, state_key), model, path, prefix)
     try:
         model.load_state_dict(state)
-    except Exception as error:  # what a model's own loading says
+    except Exception as error:  # raised by a model's own loading
         reason = str(error).splitlines()[-1].strip()
         raise ModelFileError(f"{path} does not fit {type(model).__name__}: {reason}") from error
     return model.eval()
@@ -68,13 +68,8 @@ def _loaded(make_model: MakeModel, path: Path, state_key: str | None, prefix: st
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_state(path: Path, state_key: str | None = None) -> State:
-    """The state dict in a file, or in a directory that `save_model` wrote for a single model.
-
-    Args:
-        path: A `.safetensors` file, a file of `torch.save` (`.pt`, `.pth`, `.ckpt`, `.bin`, ...), or such a directory.
-        state_key: Under which key of the file the state dict is, where it has several.
-    """
+def _read_state(path: Path, state_key: str | None) -> State:
+    """Return the state dict in a file, or in a directory that `save_model` wrote for a single model."""
     if path.is_dir():
         return _read_directory(path)
     if not path.is_file():
@@ -84,7 +79,7 @@ def read_state(path: Path, state_key: str | None = None) -> State:
             return dict(load_file(path))
         except (SafetensorError, OSError, ValueError) as error:
             raise ModelFileError(f"{path} is not a safetensors file that can be read; copy it again.") from error
-    return _state_in(_torch_load(path), path, state_key)
+    return _find_state(_torch_load(path), path, state_key)
 
 
 def _read_directory(path: Path) -> State:
@@ -105,120 +100,110 @@ def _read_directory(path: Path) -> State:
 def _torch_load(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of TorchScript archives, which are refused
+            warnings.simplefilter("ignore")  # about TorchScript archives, which are refused
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises what it meets: pickle's, zip's, its own
+    except Exception as error:  # of pickle, zipfile or torch
         needs = re.search(r"GLOBAL (\S+)", str(error))
+        problem = "is not a file of torch.save that can be read; copy it again"
         if needs:
-            raise ModelFileError(
-                f"{path} holds objects beside tensors ({needs[1]}), such as a whole pickled model, and reading them "
-                f"would run code of the file. {WEIGHTS_ALONE}."
-            ) from error
-        if "TorchScript" in str(error):
-            raise ModelFileError(f"{path} is a TorchScript archive, which holds code. {WEIGHTS_ALONE}.") from error
-        raise ModelFileError(f"{path} is not a file of torch.save that can be read; copy it again.") from error
+            problem = (
+                f"holds objects beside tensors ({needs[1]}), such as a whole pickled model, and reading them "
+                f"would run code of the file. {WEIGHTS_ALONE}"
+            )
+        elif "TorchScript" in str(error):
+            problem = f"is a TorchScript archive, which holds code. {WEIGHTS_ALONE}"
+        raise ModelFileError(f"{path} {problem}.") from error
 
 
-def _state_in(content: Any, path: Path, key: str | None) -> State:
-    """The state dict in what a file held: all of it, or the one part that is one."""
+def _find_state(content: Any, path: Path, key: str | None) -> State:
+    """Return the state dict in a file's content: all of it, or the one entry that is a state dict."""
     if not isinstance(content, Mapping):
         raise ModelFileError(f"{path} holds a {type(content).__name__} and no weights by name. {WEIGHTS_ALONE}.")
-    if key is not None:
-        if not _is_state(content.get(key)):
-            raise ModelFileError(f"{path} has no state dict under {key!r}; it has {_listed(content)}.")
-        return dict(content[key])
-    if _is_state(content):
+    if key is None and _is_state(content):
         return dict(content)
-    found = [name for name, value in content.items() if _is_state(value)]
+    found = [name for name, value in content.items() if _is_state(value) and key in (None, name)]
     if len(found) == 1:
         return dict(content[found[0]])
     if found:
-        raise ModelFileError(f"{path} has several state dicts, {_listed(found)}; name one with state_key=....")
-    raise ModelFileError(f"{path} has no state dict; it has {_listed(content)}. {WEIGHTS_ALONE}.")
+        raise ModelFileError(f"{path} has several state dicts, {_quote(found)}; name one with state_key=....")
+    if key is not None:
+        raise ModelFileError(f"{path} has no state dict under {key!r}; it has {_quote(content)}.")
+    raise ModelFileError(f"{path} has no state dict; it has {_quote(content)}. {WEIGHTS_ALONE}.")
 
 
 def _is_state(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and any(isinstance(tensor, Tensor) for tensor in value.values())
-        and all(
-            isinstance(name, str) and (isinstance(tensor, Tensor) or name.endswith("_extra_state"))
-            for name, tensor in value.items()
-        )
+    if not isinstance(value, Mapping) or not any(isinstance(tensor, Tensor) for tensor in value.values()):
+        return False
+    return all(
+        isinstance(name, str) and (isinstance(tensor, Tensor) or name.endswith("_extra_state"))
+        for name, tensor in value.items()
     )
 
 
-def _listed(names: Iterable[Any]) -> str:
-    shown = [repr(name) for name in names]
-    return ", ".join(shown[:6]) + (", ..." if len(shown) > 6 else "") if shown else "nothing"
+def _quote(names: Iterable[Any]) -> str:
+    quoted = [repr(name) for name in names]
+    return ", ".join(quoted[:6]) + (", ..." if len(quoted) > 6 else "") if quoted else "nothing"
 
 
-# -- fitting ----------------------------------------------------------------------------------------------------------
+# -- names ------------------------------------------------------------------------------------------------------------
 
 
-def fitted(state: State, model: nn.Module, path: Path, prefix: str | None = None) -> State:
-    """A file's weights under the model's names: all that the model has and no more, or an error.
+def _match_names(state: State, model: nn.Module, path: Path, prefix: str | None) -> State:
+    """Return a file's weights under the model's names: all that the model has and no more, or an error.
 
     Args:
-        state: What the file has.
-        model: What it must fit.
-        path: The file, for the errors.
-        prefix: What stands before the model's names, where the file has weights beside them; found out if not given.
+        state: The state dict of the file.
+        model: The model.
+        path: The file, for errors.
+        prefix: The prefix of the model's names in the file; found if not given.
     """
-    names = {_uncompiled(name): name for name in model.state_dict()}
-    own: State = {_uncompiled(name): value for name, value in model.state_dict(keep_vars=True).items()}
-    state = {_uncompiled(name): value for name, value in state.items()}
+    names = {_without_compile(name): name for name in model.state_dict()}
+    own: State = {_without_compile(name): value for name, value in model.state_dict(keep_vars=True).items()}
+    state = {_without_compile(name): value for name, value in state.items()}
     if prefix is not None:
         prefix = f"{prefix.removesuffix('.')}." if prefix else ""
-        candidates = [_under(state, prefix)]
+        candidates = [_strip(state, prefix)]
         if not candidates[0]:
-            raise ModelFileError(f"{path} has nothing under {prefix!r}; it has {_listed(state)}.")
+            raise ModelFileError(f"{path} has nothing under {prefix!r}; it has {_quote(state)}.")
     else:
-        candidates = [_under(state, start) for start in _starts(state)]
-    found = next((candidate for candidate in candidates if not _problem(candidate, own)), None)
+        candidates = [_strip(state, common) for common in _common_prefixes(state)]
+    found = next((candidate for candidate in candidates if not _mismatch(candidate, own)), None)
     if found is None:
         closest = max(candidates, key=lambda candidate: len(candidate.keys() & own.keys()))
-        problem = _problem(closest, own)
-        part = next((start for start in _parts(state, own) if not _problem(_under(state, start), own)), None)
+        prefixes = sorted({name[: -len(key)] for key in own for name in state if name.endswith(f".{key}")})
+        part = next((start for start in prefixes if not _mismatch(_strip(state, start), own)), None)
         hint = f"; if the rest may be left out, say prefix={part!r}" if part and prefix is None else ""
-        raise ModelFileError(f"{path} does not fit {type(model).__name__}: {problem}{hint}.")
-    by_tensor = {id(own[name]): value for name, value in found.items()}  # a tied weight is saved under one name
+        raise ModelFileError(f"{path} does not fit {type(model).__name__}: {_mismatch(closest, own)}{hint}.")
+    by_tensor = {id(own[name]): value for name, value in found.items()}  # a tied weight may be saved under one name
     return {names[name]: found[name] if name in found else by_tensor[id(value)] for name, value in own.items()}
 
 
-def _uncompiled(name: str) -> str:
-    """A name without `_orig_mod`, which stands wherever a module was compiled."""
+def _without_compile(name: str) -> str:
+    """Remove `_orig_mod`, which `torch.compile` adds wherever a module was compiled."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-def _under(state: State, start: str) -> State:
-    return {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}
+def _strip(state: State, prefix: str) -> State:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
-def _starts(state: State) -> list[str]:
-    """What all names start with, in whole parts: nothing first, then more and more."""
-    starts = [""]
+def _common_prefixes(state: State) -> list[str]:
+    """Return the prefixes that all names have, in whole parts; the empty one first."""
+    prefixes = [""]
     for parts in zip(*(name.split(".")[:-1] for name in state), strict=False):
         if len(set(parts)) > 1:
             break
-        starts.append(f"{starts[-1]}{parts[0]}.")
-    return starts
+        prefixes.append(f"{prefixes[-1]}{parts[0]}.")
+    return prefixes
 
 
-def _parts(state: State, own: State) -> list[str]:
-    """What some names of the file have before a name of the model's."""
-    return sorted({name[: -len(key)] for key in own for name in state if name.endswith(f".{key}")})
-
-
-def _problem(found: State, own: State) -> str:
-    """Why weights do not fit a model, naming the first that does not; empty where they do."""
-    held = {id(own[name]) for name in found.keys() & own.keys()}
+def _mismatch(found: State, own: State) -> str:
+    """Return why weights do not match a model, naming the first that does not; empty if they match."""
+    tied = {id(own[name]) for name in found.keys() & own.keys()}
     for name, value in own.items():
-        if name not in found:
-            if id(value) not in held:
-                return f"it has no {name!r}, which the model has"
-            continue
-        given = found[name]
+        given = found.get(name)
+        if name not in found and id(value) not in tied:
+            return f"it has no {name!r}, which the model has"
         if not isinstance(value, Tensor) or not isinstance(given, Tensor) or is_lazy(value):
             continue
         if given.shape != value.shape:

@@ -1,10 +1,10 @@
-"""Any classifier made SMOC: its last linear layer replaced by K of them."""
+"""Conversion of any classifier to SMOC: its last linear layer is replaced by K of them."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,37 +16,37 @@ from torch.utils._pytree import tree_map_only
 from torchace import _checks
 from torchace.functional import average_gradients
 from torchace.nn.base import EnsembleModule
-from torchace.nn.heads import make_head
-from torchace.nn.probing import HeadOutput, changed_output, state_kept
+from torchace.nn.heads import MemberHeads, make_head
+from torchace.nn.probing import perturb_members, record_outputs, restore_state
 
 
 def stack_classifiers(
     model: nn.Module, num_members: int, *, head: str | None = None, rank: int | None = None, link: str = "softmax"
 ) -> StackedClassifiers:
-    """Replaces a model's last linear layer by K fresh ones; the rest, trained or not, becomes their shared trunk.
+    """Replace a model's last linear layer by K new ones; the rest, trained or not, becomes their shared trunk.
 
-    The trunk is computed once, forward and backward, and receives the mean of the heads' gradients; each head keeps its
-    own (the paper's Algorithm 2). The model given is not changed: what comes back holds a copy of it. The new heads
-    have the old one's device and type, and a bias if it had one.
+    The trunk is computed once, forward and backward, and receives the mean of the heads' gradients (the paper's
+    Algorithm 2). The model is copied, not changed. The new heads have the old one's device and type, and a bias if it
+    had one.
 
-    Without `head`, the layer replaced is the model's own `get_classifier()` (timm); else the last linear layer with
-    `config.num_labels` outputs (transformers); else the linear layer registered last. Where another layer makes the
-    logits, the first forward says so.
+    Without `head`, the layer replaced is the model's `get_classifier()` (timm); else the last linear layer with
+    `config.num_labels` outputs (transformers); else the linear layer registered last. If another layer makes the
+    logits, the first forward raises an error.
 
     Linear heads on one feature vector that see the same samples contract onto each other for every λ < 1: compare
-    `disagreement` before you credit diversity. `branch` parts the members earlier.
+    `disagreement` before you credit diversity. Members of `branch` have more layers of their own.
 
     Args:
-        model: A classifier whose logits an `nn.Linear` makes: a plain `nn.Sequential`, a network of timm, an image or
-            sequence classifier of transformers, your own. It may return them as a tensor, as the first element of a
-            tuple, or as `logits` of an object or a dictionary.
+        model: A classifier whose logits an `nn.Linear` makes: an `nn.Sequential`, a network of timm, an image or
+            sequence classifier of transformers, your own. It returns them as a tensor, as the first element of a tuple,
+            or as `logits` of an object or a dictionary.
         num_members: K.
         head: The dotted name of the linear layer to replace, such as `"classifier.out_proj"`.
         rank: Heads differ by a matrix of this rank instead of a full one (`LowRankStackedLinear`).
         link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
 
     Returns:
-        A module that takes what the model takes, less `labels`, and gives logits `(K, N, C, ...)`.
+        A module that takes the model's inputs, except `labels`, and returns logits `(K, N, C, ...)`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -63,15 +63,8 @@ def stack_classifiers(
         raise TypeError(f"Expected `head` to be the name of a layer, but got {type(head).__name__}.")
     name = _find_head(model) if head is None else head
     names, linear = _check_head(model, name)
-    stacked = make_head(
-        linear.in_features,
-        linear.out_features,
-        num_members,
-        rank,
-        bias=linear.bias is not None,
-        device=linear.weight.device,
-        dtype=linear.weight.dtype,
-    )
+    options = {"bias": linear.bias is not None, "device": linear.weight.device, "dtype": linear.weight.dtype}
+    stacked = make_head(linear.in_features, linear.out_features, num_members, rank, **options)
     flat = FlatHead(stacked).train(linear.training)
     host = copy.deepcopy(model)
     for path in names:
@@ -84,31 +77,31 @@ def stack_classifiers(
 
 
 class FlatHead(nn.Module):
-    """K heads inside a host: `(..., K·C)` from `(..., D)`; below it flows the mean of the members' gradients."""
+    """K heads inside a host: `(..., K·C)` from `(..., D)`, which receives the mean of the members' gradients."""
 
-    def __init__(self, stacked: nn.Module) -> None:
+    def __init__(self, stacked: MemberHeads) -> None:
         super().__init__()
         self.stacked = stacked
-        self.num_members = cast(int, stacked.num_members)
-        # what hosts read of their own linear layer
-        self.in_features = cast(int, stacked.in_features)
-        self.out_features = self.num_members * cast(int, stacked.out_features)
+        self.num_members = stacked.num_members
+        # attributes of nn.Linear that hosts may read
+        self.in_features = stacked.in_features
+        self.out_features = stacked.num_members * stacked.out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.stacked.flat(average_gradients(x, self.num_members))  # type: ignore[operator]
+        return self.stacked.flat(average_gradients(x, self.num_members))
 
 
 class StackedClassifiers(EnsembleModule):
-    """What `stack_classifiers` returns: a host whose head emits `(..., K·C)`, unfolded to `(K, N, C, ...)`.
+    """The ensemble of `stack_classifiers`: a host whose head returns `(..., K·C)`, unfolded to `(K, N, C, ...)`.
 
     Attributes:
         host: The model, its head replaced.
         head: The name of the head in the host.
         num_classes: C.
-        class_axis: Where the host's logits `(N, ...)` have their classes when they have more than two axes: 1 or -1.
-            None until the first forward from which it can be told; set it yourself where it cannot.
+        class_axis: The axis of the classes in the host's logits when they have more than two axes: 1 or -1. None until
+            the first forward that shows it; set it yourself where both are possible.
 
-    The first forward in training and the first in evaluation mode check that members stay apart behind the head (not
+    The first forward in training and the first in evaluation mode check that no layer after the head mixes members (not
     under `torch.compile`, which cannot compare values).
     """
 
@@ -118,35 +111,35 @@ class StackedClassifiers(EnsembleModule):
         self.head = head
         self.num_classes = num_classes
         self.class_axis: int | None = None
-        self._checked_modes: set[bool] = set()  # modes (training or not) in which members were found to stay apart
+        self._checked_modes: set[bool] = set()  # of `host.training`
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The members' logits, `(K, N, C)` or, for a host that classifies every token or pixel, `(K, N, C, d1, ...)`.
+        """Return the members' logits, `(K, N, C)`; `(K, N, C, d1, ...)` for a host that classifies tokens or pixels.
 
         Args:
-            *args: What the host takes.
-            **kwargs: Likewise, without `labels`.
+            *args: Inputs of the host.
+            **kwargs: Inputs of the host, without `labels`.
         """
         if kwargs.pop("labels", None) is not None:
             raise TypeError(
                 "Expected no `labels`: the host would compute a loss of its own over all members' classes at once. "
                 "Give them to the loss: amended_cross_entropy(ensemble(**inputs), labels, diversity)."
             )
-        if self.num_members == 1 or self.host.training in self._checked_modes or not _can_try():
-            return self._members(self._run(args, kwargs))
-        with HeadOutput(self.host.get_submodule(self.head)) as head_output:
-            logits = self._run(args, kwargs)
-            unchanged = head_output.is_returned_as(logits)
-        members = self._members(logits)
-        if not unchanged and type(members) is Tensor and not members.is_meta:
-            self._check_members_stay_apart(args, kwargs)
+        if self.num_members == 1 or self.host.training in self._checked_modes or not _can_compare():
+            return self._unfold(self._host_logits(args, kwargs))
+        with record_outputs(self.host.get_submodule(self.head)) as outputs:
+            logits = self._host_logits(args, kwargs)
+        is_last = any(logits is output and logits._version == version for output, version in outputs if version >= 0)
+        members = self._unfold(logits)
+        if not is_last and type(members) is Tensor and not members.is_meta:
+            self._check_members_are_separate(args, kwargs)
         self._checked_modes.add(self.host.training)
         return members
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The host's logits, all members' classes on one axis."""
+    def _host_logits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Return the host's logits, with all members' classes on one axis."""
         try:
-            return _logits(self.host(*args, **kwargs))
+            return _find_logits(self.host(*args, **kwargs))
         except Exception as error:
             error.add_note(
                 f"If this happened behind the layer {self.head!r}: stack_classifiers replaced it, and it gives "
@@ -154,47 +147,46 @@ class StackedClassifiers(EnsembleModule):
             )
             raise
 
-    def _members(self, logits: Tensor) -> Tensor:
-        """`(K, N, C, ...)` from the host's logits."""
+    def _unfold(self, logits: Tensor) -> Tensor:
+        """Return `(K, N, C, ...)` from the host's logits."""
         axis = self._find_class_axis(logits)
         members: Tensor = logits.unflatten(axis, (self.num_members, self.num_classes))
         return members.movedim((axis, axis + 1), (0, 2))
 
     @torch.no_grad()
-    def _check_members_stay_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a host where a change of some heads' outputs moves the logits of other members."""
+    def _check_members_are_separate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a host where a change of some heads' outputs changes the logits of other members."""
 
-        def logits(changed: list[int]) -> Tensor:
+        def perturbed(changed: list[int]) -> Tensor:
             own_args, own_kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
-            head = self.host.get_submodule(self.head)
-            with state_kept(self.host), changed_output(head, changed):
-                return self._members(self._run(own_args, own_kwargs))
+            with restore_state(self.host), perturb_members(self.host.get_submodule(self.head), changed):
+                return self._unfold(self._host_logits(own_args, own_kwargs))
 
-        expected = logits([])
-        finite = torch.where(expected.isfinite(), expected, 0).abs().max()
-        # far below what a mixture moves, far above what a GPU's order of addition does
-        tolerance = float(torch.finfo(expected.dtype).eps ** 0.5 * finite)
+        expected = perturbed([])
+        largest = torch.where(expected.isfinite(), expected, 0).abs().max()
+        # far below the change that mixing makes, far above that of a GPU's order of addition
+        tolerance = float(torch.finfo(expected.dtype).eps ** 0.5 * largest)
         for changed in _separating_sets(self.num_members):
             others = [k for k in range(self.num_members) if k not in changed]
-            moved = logits(changed)
-            if not torch.allclose(moved[others], expected[others], rtol=0, atol=tolerance, equal_nan=True):
+            if not torch.allclose(perturbed(changed)[others], expected[others], rtol=0, atol=tolerance, equal_nan=True):
                 raise ValueError(
                     f"Expected a model that treats each class by itself behind its layer {self.head!r}, but a change "
                     "of one member's logits moved those of another: the model acts over all classes there (softmax, "
                     "normalize, a mean, ...), and they are all members' classes now. Let it return the output of "
                     f"{self.head!r} and do the rest with the ensemble's logits (K, N, C), or use branch(model, "
-                    f"at={self.head!r}, num_members={self.num_members}), which copies everything behind that layer."
+                    f"{self.num_members}, at={self.head!r}), which copies everything behind that layer."
                 )
 
     def _find_class_axis(self, logits: Tensor) -> int:
-        """The axis of the host's logits that holds the K·C classes, counted from the front."""
-        width = self.num_members * self.num_classes
+        """Return the axis of the host's logits that holds the K·C classes, counted from the front."""
         last = logits.ndim - 1
-        if logits.ndim == 2 or self.class_axis is not None:
-            axis = 1 if logits.ndim == 2 else cast(int, self.class_axis) % logits.ndim
-            found = [axis] if logits.shape[axis] == width else []
+        if logits.ndim == 2:
+            candidates = [1]
+        elif self.class_axis is not None:
+            candidates = [self.class_axis % logits.ndim]
         else:
-            found = [axis for axis in (1, last) if logits.ndim > 2 and logits.shape[axis] == width]
+            candidates = [1, last] if logits.ndim > 2 else []
+        found = [axis for axis in candidates if logits.shape[axis] == self.num_members * self.num_classes]
         if not found:
             raise ValueError(
                 f"Expected the host's logits to have {self._width()} classes on their last axis or on axis 1, but got "
@@ -202,49 +194,45 @@ class StackedClassifiers(EnsembleModule):
             )
         if len(found) == 2:
             raise ValueError(
-                f"Axis 1 and the last axis of the logits {tuple(logits.shape)} both have {self._width()} elements: "
-                "which holds the classes cannot be told. Say it: set `class_axis` of the ensemble to 1 or -1."
+                f"Axis 1 and the last axis of the logits {tuple(logits.shape)} both have {self._width()} elements, and "
+                "either may hold the classes. Set `class_axis` of the ensemble to 1 or -1."
             )
         if logits.ndim > 2 and self.class_axis is None:
-            # remembered: an input of another length or size may fit both
-            self.class_axis = -1 if found[0] == last else 1
+            self.class_axis = -1 if found[0] == last else 1  # an input of another size may fit both
         return found[0]
 
     def _width(self) -> str:
         return f"{self.num_members}·{self.num_classes} = {self.num_members * self.num_classes}"
 
     def _advice(self) -> str:
-        return (
-            f"If {self.head!r} is not the layer that makes the logits, name that one: stack_classifiers(..., head=...)."
-        )
+        return f"If another layer than {self.head!r} makes the logits, name it: stack_classifiers(..., head=...)."
 
     def extra_repr(self) -> str:
         return f"head={self.head!r}, num_members={self.num_members}, num_classes={self.num_classes}"
 
 
-def _can_try() -> bool:
+def _can_compare() -> bool:
     """Whether values can be compared: nothing is compiled, transformed, traced or captured."""
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return _checks.is_eager() and not torch._C._get_tracing_state() and not captured
 
 
 def _separating_sets(num_members: int) -> list[list[int]]:
-    """Sets of members such that of any two members some set holds the first without the second: 2·log2(K) of them."""
+    """Return 2·log2(K) sets of members such that for any two members some set has the first without the second."""
     bits = range((num_members - 1).bit_length())
     sets = [[k for k in range(num_members) if (k >> bit & 1) == value] for bit in bits for value in (0, 1)]
     return [members for members in sets if members]
 
 
-def _logits(output: Any) -> Tensor:
-    """The logits in what a host returns."""
+def _find_logits(output: Any) -> Tensor:
+    """Return the logits in a host's output."""
     found = output
-    if not isinstance(output, Tensor):
-        if isinstance(output, Mapping):
-            found = output.get("logits")
-        elif hasattr(output, "logits"):
-            found = output.logits
-        elif isinstance(output, (tuple, list)) and output:
-            found = output[0]
+    if isinstance(output, Mapping):
+        found = output.get("logits")
+    elif hasattr(output, "logits"):
+        found = output.logits
+    elif isinstance(output, (tuple, list)) and output:
+        found = output[0]
     if not isinstance(found, Tensor):
         raise TypeError(
             "Expected the host to return a tensor of logits, a tuple that starts with them, or an object with `logits`,"
@@ -254,9 +242,9 @@ def _logits(output: Any) -> Tensor:
 
 
 def _find_head(model: nn.Module) -> str:
-    """The name of the layer that makes the logits, as far as a model tells it without being run."""
+    """Return the name of the layer that probably makes the logits."""
     if callable(getattr(model, "get_classifier", None)):  # timm
-        return _timm_head(model, model.get_classifier())  # type: ignore[operator]
+        return _find_timm_head(model, model.get_classifier())  # type: ignore[operator]
     linears: dict[str, nn.Linear] = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     if not linears:
         raise ValueError(
@@ -264,19 +252,19 @@ def _find_head(model: nn.Module) -> str:
             "For another kind of last layer, use branch(model, num_members, at=its name)."
         )
     num_labels = getattr(getattr(model, "config", None), "num_labels", None)  # transformers
-    if isinstance(num_labels, int):
-        labelled = [name for name, layer in linears.items() if layer.out_features == num_labels]
-        if not labelled:
-            raise ValueError(
-                f"Expected {type(model).__name__} to have an nn.Linear with config.num_labels = {num_labels} outputs, "
-                "but none has. Take the model with a classifier (...ForSequenceClassification, "
-                "...ForImageClassification), or name the layer with `head`."
-            )
-        return labelled[-1]
-    return list(linears)[-1]
+    if not isinstance(num_labels, int):
+        return list(linears)[-1]
+    labelled = [name for name, layer in linears.items() if layer.out_features == num_labels]
+    if not labelled:
+        raise ValueError(
+            f"Expected {type(model).__name__} to have an nn.Linear with config.num_labels = {num_labels} outputs, "
+            "but none has. Take the model with a classifier (...ForSequenceClassification, "
+            "...ForImageClassification), or name the layer with `head`."
+        )
+    return labelled[-1]
 
 
-def _timm_head(model: nn.Module, classifier: Any) -> str:
+def _find_timm_head(model: nn.Module, classifier: Any) -> str:
     if isinstance(classifier, (tuple, list)):
         raise ValueError(
             f"{type(model).__name__} has {len(classifier)} classifiers that make the logits together. Build it "
@@ -288,14 +276,12 @@ def _timm_head(model: nn.Module, classifier: Any) -> str:
             f"Expected {type(model).__name__} to have a linear classifier, but its get_classifier() gives "
             f"{type(classifier).__name__}. Build the model with num_classes=C, or name the layer with `head`."
         )
-    if not isinstance(classifier, nn.Linear):
-        inner = [path for path, layer in classifier.named_modules() if isinstance(layer, nn.Linear)]
-        return f"{name}.{inner[-1]}" if inner else name
-    return name
+    inner = [path for path, layer in classifier.named_modules() if isinstance(layer, nn.Linear)]
+    return f"{name}.{inner[-1]}".rstrip(".") if inner else name
 
 
 def _check_head(model: nn.Module, name: str) -> tuple[list[str], nn.Linear]:
-    """All names of the layer to replace, and the layer: a plain linear one that nothing else shares."""
+    """Return all names of the layer to replace, and the layer: a plain linear one with parameters of its own."""
     modules = dict(model.named_modules(remove_duplicate=False))
     if name not in modules:
         linears = ", ".join(repr(path) for path, layer in modules.items() if isinstance(layer, nn.Linear))
@@ -322,19 +308,17 @@ def _check_head(model: nn.Module, name: str) -> tuple[list[str], nn.Linear]:
         )
     names = [path for path, module in modules.items() if module is linear]
     own = {f"{path}.weight".removeprefix(".") for path in names}
-    shared = [
-        path for path, p in model.named_parameters(remove_duplicate=False) if p is linear.weight and path not in own
-    ]
-    if shared:
-        raise ValueError(
-            f"The weight of the classifier {name!r} is tied to {shared[0]!r}, and K heads cannot all be tied to it. "
-            "Untie it first: layer.weight = nn.Parameter(layer.weight.detach().clone())."
-        )
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter is linear.weight and path not in own:
+            raise ValueError(
+                f"The weight of the classifier {name!r} is tied to {path!r}, and K heads cannot all be tied to it. "
+                "Untie it first: layer.weight = nn.Parameter(layer.weight.detach().clone())."
+            )
     return names, linear
 
 
 def _is_plain(linear: nn.Linear) -> bool:
-    """Whether a layer computes what nn.Linear does, a subclass with a forward of its own (timm's) included."""
+    """Whether a layer computes the same as nn.Linear; a subclass may have a forward of its own (timm's)."""
     if type(linear).forward is nn.Linear.forward or linear.weight.is_meta:
         return True
     x = torch.linspace(-1, 1, linear.in_features, device=linear.weight.device, dtype=linear.weight.dtype)[None]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from torch import Tensor, nn
 
 from torchace import _checks
 from torchace.nn.base import EnsembleModule
-from torchace.nn.checkpoints import MakeModel, PathLike, load_members
 from torchace.nn.members import (
     BATCHES,
     as_list,
@@ -21,6 +20,9 @@ from torchace.nn.members import (
     stack_outputs,
     tensor_versions,
 )
+
+if TYPE_CHECKING:
+    from torchace.nn.checkpoints import MakeModel, PathLike
 
 
 class Ensemble(EnsembleModule):
@@ -97,6 +99,8 @@ class Ensemble(EnsembleModule):
             >>> ensemble.predict_proba(x).shape
             torch.Size([50, 2])
         """
+        from torchace.nn.checkpoints import load_members  # here: it would slow down `import torchace`
+
         return cls(load_members(make_model, paths, state_key=state_key, prefix=prefix), trunk, link)
 
     def forward(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +17,46 @@ from torchace.nn.members import BATCHES, average_shared_gradients, check_own_bat
 from torchace.nn.optimizers import watch_optimizers
 
 
-def _check_features(x: Tensor, in_features: int) -> None:
-    if x.ndim == 0 or x.shape[-1] != in_features:
-        raise ValueError(
-            f"Expected features of shape (..., {in_features}) for heads with in_features={in_features}, "
-            f"but got {tuple(x.shape)}."
-        )
+class MemberHeads(nn.Module):
+    """Base class of K linear layers from D to C features."""
+
+    stacked_names: ClassVar[tuple[str, ...]]  # of the parameters with a member axis
+    _compute: Callable[..., Tensor]
+
+    def __init__(self, in_features: int, out_features: int, num_members: int) -> None:
+        super().__init__()
+        sizes = {"in_features": in_features, "out_features": out_features, "num_members": num_members}
+        for name, size in sizes.items():
+            _checks.check_count(size, name)
+        self.in_features, self.out_features, self.num_members = in_features, out_features, num_members
+        watch_optimizers(self, self.stacked_names)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # for copies
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        watch_optimizers(self, self.stacked_names)
+
+    def forward(self, x: Tensor, batches: str = "shared") -> Tensor:
+        """Map `(..., D)` to `(K, ..., C)`; with `batches="separate"` the input is `(K, ..., D)`."""
+        if x.ndim == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"Expected features of shape (..., {self.in_features}) for heads with in_features={self.in_features}, "
+                f"but got {tuple(x.shape)}."
+            )
+        _checks.check_choice(batches, "batches", BATCHES)
+        if batches == "separate":
+            check_own_batches(x, self.num_members)
+        return self._compute(x, separate=batches == "separate")
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Return all members' outputs side by side, `(..., K·C)`, as a host model carries them."""
+        return self(x).movedim(0, -2).flatten(-2)
+
+    def extra_repr(self) -> str:
+        names = ("in_features", "out_features", "num_members", *(["rank"] if hasattr(self, "rank") else []))
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names) + f", bias={self.bias is not None}"
 
 
-class StackedLinear(nn.Module):
+class StackedLinear(MemberHeads):
     """K linear layers computed as one matrix product.
 
     Member k's weights are drawn as those of an `nn.Linear` of its own, in the same order: with the same seed they equal
@@ -35,6 +67,8 @@ class StackedLinear(nn.Module):
         out_features: C.
         num_members: K.
         bias: Whether the layers have biases.
+        device: Device of the parameters.
+        dtype: Type of the parameters.
 
     Attributes:
         weight: `(K, C, D)`.
@@ -45,6 +79,8 @@ class StackedLinear(nn.Module):
         torch.Size([2, 5, 3])
     """
 
+    stacked_names = ("weight", "bias")
+
     def __init__(
         self,
         in_features: int,
@@ -54,62 +90,40 @@ class StackedLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        _checks.check_count(in_features, "in_features")
-        _checks.check_count(out_features, "out_features")
-        _checks.check_count(num_members, "num_members")
-        self.in_features, self.out_features, self.num_members = in_features, out_features, num_members
+        super().__init__(in_features, out_features, num_members)
         self.weight = nn.Parameter(torch.empty(num_members, out_features, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_members, out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
-        watch_optimizers(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:  # a copy is watched too
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        watch_optimizers(self)
 
     def reset_parameters(self) -> None:
-        if self.weight.is_meta:  # a description of any number of members: there is nothing to draw
+        """Draw new weights, as K layers `nn.Linear` would."""
+        if self.weight.is_meta:
             return
-        bound = 1 / math.sqrt(self.in_features)  # what nn.Linear's kaiming_uniform_(a=√5) comes to
+        bound = 1 / math.sqrt(self.in_features)  # equals nn.Linear's kaiming_uniform_(a=√5)
         for k in range(self.num_members):
             nn.init.kaiming_uniform_(self.weight[k], a=math.sqrt(5))
             if self.bias is not None:
                 nn.init.uniform_(self.bias[k], -bound, bound)
 
-    def forward(self, x: Tensor, batches: str = "shared") -> Tensor:
-        """`(K, ..., C)` from `(..., D)`, or from `(K, ..., D)` with one batch a member (`batches="separate"`)."""
-        _check_features(x, self.in_features)
-        _checks.check_choice(batches, "batches", BATCHES)
-        if batches == "separate":
-            check_own_batches(x, self.num_members)
-            rows = x.reshape(self.num_members, -1, x.shape[-1])  # (K, M, D)
-            out = (
-                rows @ self.weight.mT if self.bias is None else torch.baddbmm(self.bias[:, None], rows, self.weight.mT)
-            )
-            return out.reshape(*x.shape[:-1], self.out_features)
-        return self.flat(x).unflatten(-1, (self.num_members, self.out_features)).movedim(-2, 0)
+    def _compute(self, x: Tensor, *, separate: bool) -> Tensor:
+        if not separate:
+            return self.flat(x).unflatten(-1, (self.num_members, self.out_features)).movedim(-2, 0)
+        rows, weight = x.reshape(self.num_members, -1, x.shape[-1]), self.weight.mT  # (K, M, D), (K, D, C)
+        out = rows @ weight if self.bias is None else torch.baddbmm(self.bias[:, None], rows, weight)
+        return out.reshape(*x.shape[:-1], self.out_features)
 
     def flat(self, x: Tensor) -> Tensor:
-        """All members' outputs side by side, `(..., K·C)`: what a host model that indexes its own logits can carry."""
         return F.linear(x, self.weight.flatten(0, 1), None if self.bias is None else self.bias.flatten())
 
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, num_members={self.num_members}, "
-            f"bias={self.bias is not None}"
-        )
 
-
-class LowRankStackedLinear(nn.Module):
+class LowRankStackedLinear(MemberHeads):
     r"""K linear layers that share one matrix and differ by a matrix of low rank.
 
     $$W^k = W + U^k V^k, \qquad U^k \in \mathbb{R}^{C \times r},\; V^k \in \mathbb{R}^{r \times D}$$
 
     K·r·(C+D) parameters beyond one `nn.Linear`, instead of the (K-1)·C·D of `StackedLinear`: the paper's open question
-    on many labels. At the start an entry of $W^k$ varies as that of an `nn.Linear`, half of it from the shared matrix
-    and half from the member's own difference. The shared matrix, like any shared part, receives the mean of the
-    members' gradients.
+    on many labels. Initially an entry of $W^k$ has the variance of that of an `nn.Linear`, half of it from the shared
+    matrix. The shared matrix receives the mean of the members' gradients.
 
     Args:
         in_features: D.
@@ -117,11 +131,15 @@ class LowRankStackedLinear(nn.Module):
         num_members: K.
         rank: r, at most min(C, D).
         bias: Whether there is a bias, which the members share.
+        device: Device of the parameters.
+        dtype: Type of the parameters.
 
     Example:
         >>> LowRankStackedLinear(64, 1000, num_members=5, rank=4)(torch.zeros(2, 64)).shape
         torch.Size([5, 2, 1000])
     """
+
+    stacked_names = ("left", "right")
 
     def __init__(
         self,
@@ -133,17 +151,13 @@ class LowRankStackedLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        _checks.check_count(in_features, "in_features")
-        _checks.check_count(out_features, "out_features")
-        _checks.check_count(num_members, "num_members")
+        super().__init__(in_features, out_features, num_members)
         _checks.check_count(rank, "rank")
         if rank > min(in_features, out_features):
             raise ValueError(
                 f"Expected `rank` of at most {min(in_features, out_features)}, the smaller side of the matrix, "
                 f"but got {rank}. A full-rank difference is StackedLinear."
             )
-        self.in_features, self.out_features, self.num_members = in_features, out_features, num_members
         self.rank = rank
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.empty(out_features, in_features, **kind))  # W
@@ -151,13 +165,9 @@ class LowRankStackedLinear(nn.Module):
         self.left = nn.Parameter(torch.empty(num_members, out_features, rank, **kind))  # U
         self.right = nn.Parameter(torch.empty(num_members, rank, in_features, **kind))  # V
         self.reset_parameters()
-        watch_optimizers(self, ("left", "right"))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:  # a copy is watched too
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        watch_optimizers(self, ("left", "right"))
 
     def reset_parameters(self) -> None:
+        """Draw new weights."""
         # nn.Linear draws from uniform(-b, b), b = 1/√D, variance b²/3. Here W has half of it, and the r products
         # in an entry of U V the other half: variance of V b²/3, of U 1/(2r).
         bound = 1 / math.sqrt(self.in_features)
@@ -167,12 +177,8 @@ class LowRankStackedLinear(nn.Module):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, x: Tensor, batches: str = "shared") -> Tensor:
-        """`(K, ..., C)` from `(..., D)`, or from `(K, ..., D)` with one batch a member (`batches="separate"`)."""
-        _check_features(x, self.in_features)
-        _checks.check_choice(batches, "batches", BATCHES)
-        if batches == "separate":
-            check_own_batches(x, self.num_members)
+    def _compute(self, x: Tensor, *, separate: bool) -> Tensor:
+        if separate:
             inner = x.reshape(self.num_members, -1, x.shape[-1]) @ self.right.mT  # (K, M, r)
         else:
             inner = F.linear(x.reshape(-1, self.in_features), self.right.flatten(0, 1))  # (M, K·r)
@@ -180,24 +186,14 @@ class LowRankStackedLinear(nn.Module):
         weight = average_gradients(self.weight, self.num_members)
         bias = None if self.bias is None else average_gradients(self.bias, self.num_members)
         shared = F.linear(x, weight, bias)  # (..., C), or (K, ..., C)
-        lead = x.shape[1:-1] if batches == "separate" else x.shape[:-1]
-        return shared + (inner @ self.left.mT).reshape(self.num_members, *lead, self.out_features)
-
-    def flat(self, x: Tensor) -> Tensor:
-        """All members' outputs side by side, `(..., K·C)`: what a host model that indexes its own logits can carry."""
-        return self(x).movedim(0, -2).flatten(-2)
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, num_members={self.num_members}, "
-            f"rank={self.rank}, bias={self.bias is not None}"
-        )
+        samples = x.shape[1:-1] if separate else x.shape[:-1]
+        return shared + (inner @ self.left.mT).reshape(self.num_members, *samples, self.out_features)
 
 
 def make_head(
     in_features: int, out_features: int, num_members: int, rank: int | None, **kwargs: Any
 ) -> StackedLinear | LowRankStackedLinear:
-    """K heads: of full rank, or sharing one matrix when a rank is given."""
+    """Return K heads: of full rank, or sharing one matrix if a rank is given."""
     if rank is None:
         return StackedLinear(in_features, out_features, num_members, **kwargs)
     return LowRankStackedLinear(in_features, out_features, num_members, rank, **kwargs)
@@ -209,7 +205,7 @@ class SMOC(EnsembleModule):
     The trunk is computed once, forward and backward, and receives the mean of the classifiers' gradients.
 
     Linear heads on one feature vector that see the same samples contract onto each other for every λ < 1: compare
-    `disagreement` before you credit diversity. `branch` parts the members earlier.
+    `disagreement` before you credit diversity. Members of `branch` have more layers of their own.
 
     Args:
         trunk: Maps an input to features `(N, D)`.
@@ -240,19 +236,19 @@ class SMOC(EnsembleModule):
 
     @classmethod
     def from_parts(cls, trunk: nn.Module, head: StackedLinear | LowRankStackedLinear, link: str = "softmax") -> SMOC:
-        """SMOC of a trunk and heads that are there already."""
+        """Return SMOC of an existing trunk and heads."""
         smoc = cls.__new__(cls)
         EnsembleModule.__init__(smoc, head.num_members, link)
         smoc.trunk, smoc.head = trunk, head
         return smoc
 
     def forward(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Tensor:
-        """The members' logits, `(K, N, C)`.
+        """Return the members' logits, `(K, N, C)`.
 
         Args:
-            *args: What the trunk takes.
-            batches: `"shared"`: all members see one input. `"separate"`: one batch a member, `(K, N, ...)`.
-            **kwargs: What the trunk takes.
+            *args: Input of the trunk.
+            batches: `"shared"`: all members see one input. `"separate"`: one batch for each member, `(K, N, ...)`.
+            **kwargs: Input of the trunk.
         """
         _checks.check_choice(batches, "batches", BATCHES)
         if batches == "shared":

@@ -27,20 +27,14 @@ def set_member_rates(
 ) -> None:
     """Give each member of a stacked ensemble a learning rate and a weight decay of its own.
 
-    Every member moves as it would alone with its own values. The optimizer steps with the largest rate, then each
-    member's displacement is scaled; weight decay is added member by member, coupled or decoupled as the optimizer does
-    it. The optimizer's groups keep their `lr` and `weight_decay`.
-
-    The rates are those at the group's present `lr` (its `initial_lr` where a scheduler has set one) and change with it:
-    a scheduler that halves the group's `lr` halves every member's rate. A rate of 0 freezes a member.
-
-    Weight decay applies to the groups whose own `weight_decay` is not 0, so that biases stay without it
-    (`StackedEnsemble.parameter_groups`); to all groups where all have 0.
-
+    Every member moves as it would alone with its own values. The rates are those at the group's present `lr` (its
+    `initial_lr` where a scheduler has set one) and change with it: a scheduler that halves the group's `lr` halves
+    every member's rate. A rate of 0 freezes a member. Weight decay applies to the groups whose own `weight_decay` is
+    not 0, so that biases stay without it (`StackedEnsemble.parameter_groups`); to all groups where all have 0.
     Parameters without a member axis, such as a shared trunk, keep the group's own values.
 
-    An optimizer's `state_dict` does not hold the members' values: after building an optimizer anew and loading its
-    state, call this function again. Each call replaces the values set before; without values it removes them.
+    An optimizer's `state_dict` does not hold the members' values: call this function again after loading it. Each call
+    replaces the values set before; without values it removes them.
 
     Args:
         optimizer: `SGD`, `Adam`, `AdamW`, `NAdam`, `RAdam` or `RMSprop` of torch, with any of their options; without
@@ -102,31 +96,23 @@ def _check_values(values: Sequence[float] | None, name: str, num_members: int) -
     return numbers
 
 
-class _Plan(NamedTuple):
+class _GroupPlan(NamedTuple):
     """What a step does in one parameter group."""
 
-    boost: float  # times the group's learning rate is what the optimizer steps with
-    shares: list[float] | None  # of that step, one a member; None: the step as it is
+    boost: float  # factor on the group's learning rate for the optimizer's step
+    shares: list[float] | None  # each member's share of that step; None: the whole step
     decays: bool  # whether the members' weight decay applies
 
 
 class _MemberRates:
-    """Hooks around an optimizer's step."""
+    """Hooks around an optimizer's step: it steps with the largest rate, then each member's displacement is scaled."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        ensemble: nn.Module,
-        stacked: set[int],
-        rates: list[float] | None,
-        decays: list[float] | None,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, ensemble: nn.Module, stacked: set[int], rates: Any, decays: Any) -> None:
         self.ensemble = weakref.ref(ensemble)
-        self.stacked = stacked
-        self.decays = decays
+        self.stacked, self.decays = stacked, decays
         self.plans = _make_plans(optimizer, stacked, rates, decays is not None)
         self.constants: dict[Any, Tensor] = {}
-        # while a step runs: what the groups had, the gradients without decay, and where parameters were
+        # during a step: the groups' options, the gradients without decay, and the parameters before with their shares
         self.options: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.gradients: list[tuple[Tensor, Tensor]] = []
         self.starts: list[tuple[Tensor, Tensor, Tensor | float]] = []
@@ -154,7 +140,7 @@ class _MemberRates:
 
     @torch.no_grad()
     def prepare(self, optimizer: Optimizer) -> None:
-        """Decay the members, and let the optimizer step with the largest rate and without decay."""
+        """Apply the members' weight decay, and set the groups to the largest rate and no decay."""
         if getattr(optimizer, "found_inf", None) is not None:
             raise ValueError(
                 "Expected a step without GradScaler for rates by member, because a fused optimizer scales gradients "
@@ -162,7 +148,7 @@ class _MemberRates:
             )
         self.restore_options()  # after a step that failed
         self.gradients, self.starts = [], []
-        for group, plan in zip(optimizer.param_groups, self.plans, strict=False):  # later ones were added later
+        for group, plan in zip(optimizer.param_groups, self.plans, strict=False):  # others were added later
             if plan is None:
                 continue
             rate, decay = group["lr"], group["weight_decay"]
@@ -177,7 +163,7 @@ class _MemberRates:
                         p.mul_(1 - rate * plan.boost * share * own)
                     else:
                         self.gradients.append((p, p.grad))
-                        sign = -1 if group["maximize"] else 1  # torch turns the gradient round before it adds decay
+                        sign = -1 if group["maximize"] else 1  # torch negates the gradient before it adds decay
                         p.grad = (p.grad + sign * own * p).to(p.dtype)
                 if plan.shares is not None:
                     self.starts.append((p, p.clone(), share))
@@ -188,7 +174,7 @@ class _MemberRates:
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Scale the displacements, and leave gradients and groups as they were."""
+        """Scale the displacements, and restore gradients and groups."""
         self.restore_options()
         for p, start, share in self.starts:
             dtype = torch.promote_types(p.dtype, torch.float32)
@@ -203,7 +189,7 @@ class _MemberRates:
         self.options = []
 
     def constant(self, values: list[float], p: Tensor) -> Tensor:
-        """One number a member, in the shape that multiplies a parameter; made once, so that steps copy nothing."""
+        """Return one number for each member, in the shape that multiplies a parameter; cached."""
         key = (tuple(values), p.ndim, p.dtype, p.device)
         if key not in self.constants:
             dtype = torch.promote_types(p.dtype, torch.float32)
@@ -211,12 +197,10 @@ class _MemberRates:
         return self.constants[key]
 
 
-def _make_plans(
-    optimizer: Optimizer, stacked: set[int], rates: list[float] | None, with_decay: bool
-) -> list[_Plan | None]:
-    """One plan a parameter group; None for groups without stacked parameters."""
-    held = [[id(p) in stacked for p in group["params"]] for group in optimizer.param_groups]
-    groups = [group for group, each in zip(optimizer.param_groups, held, strict=True) if any(each)]
+def _make_plans(optimizer: Optimizer, stacked: set[int], rates: Any, with_decay: bool) -> list[_GroupPlan | None]:
+    """Return one plan for each parameter group; None for groups without stacked parameters."""
+    is_stacked = [[id(p) in stacked for p in group["params"]] for group in optimizer.param_groups]
+    groups = [group for group, each in zip(optimizer.param_groups, is_stacked, strict=True) if any(each)]
     present = [float(group.get("initial_lr", group["lr"])) for group in groups]
     if rates is not None and (len(set(present)) > 1 or not present[0] > 0):
         raise ValueError(
@@ -224,8 +208,8 @@ def _make_plans(
             f"members' rates follow it, but got {present}. Build the optimizer with one `lr`."
         )
     all_zero = not any(group["weight_decay"] for group in groups)
-    plans: list[_Plan | None] = []
-    for group, each in zip(optimizer.param_groups, held, strict=True):
+    plans: list[_GroupPlan | None] = []
+    for group, each in zip(optimizer.param_groups, is_stacked, strict=True):
         if not any(each):
             plans.append(None)
             continue
@@ -234,5 +218,5 @@ def _make_plans(
             # the largest rate of the group: scaling a small displacement up would lose digits
             largest = max(rates) if all(each) else max(*rates, present[0])
             boost, shares = largest / present[0], [rate / largest for rate in rates]
-        plans.append(_Plan(boost, shares, with_decay and (all_zero or bool(group["weight_decay"]))))
+        plans.append(_GroupPlan(boost, shares, with_decay and (all_zero or bool(group["weight_decay"]))))
     return plans

@@ -1,4 +1,4 @@
-"""A trial of an optimizer: do stacked toy parameters move as their members do alone?"""
+"""A trial of an optimizer: stacked toy parameters must move as their members do alone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 STEPS = 12
-MEMBERS = 3  # of a toy's members, so many are trained alone
-LEAST_RATE = 1e-3  # a schedule may start at 0, which would move nothing
-# Largest difference from members alone, in units of their displacement. Rounding makes less
-# than 1e-13 (float64) for timm's elementwise optimizers; the one that mixes least on these toys does so by 5e-3.
+MEMBERS = 3  # number of a toy's members that are trained alone
+MIN_RATE = 1e-3  # a schedule may start at 0, which would move nothing
+# Largest difference from members alone, relative to their displacement. Rounding gives less than 1e-13 (float64) for
+# timm's elementwise optimizers; the one that mixes least on these toys differs by 5e-3.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
@@ -34,10 +34,10 @@ class Toy(NamedTuple):
         return Toy(self.start[k], self.noise[:, k], self.scale_free)
 
     def gradient(self, weights: Tensor, step: int) -> Tensor:
-        """The gradient at a step: noise that keeps a direction, and depends on the weights.
+        """Return noise with a constant direction, scaled by a function of the weights.
 
-        Some optimizers move the weights, ask for gradients there and move them back. Others take part of a step away
-        where the gradient is orthogonal to the weights.
+        Some optimizers move the weights, compute gradients there and move them back. Others project a step where the
+        gradient is orthogonal to the weights.
         """
         gradient = self.noise[step] * (1 + weights.sin() / 2)
         if self.scale_free:
@@ -45,13 +45,12 @@ class Toy(NamedTuple):
         return gradient
 
 
-Toys = list[list[Toy]]  # for each parameter group
 Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]  # an optimizer's groups and the toys in their place
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # imports the compiler at the first call, not now
 def find_mixing(optimizer: Optimizer, stacked: set[int] | None = None) -> str | None:
-    """Why an optimizer may not train stacked parameters; None where members move as they do alone.
+    """Return why an optimizer may not train stacked parameters; None where members move as they do alone.
 
     A copy of the optimizer, with the options of its own groups, trains toy parameters that have as many axes as the
     stacked parameters of each group. Further copies train some of the toys' members alone.
@@ -60,14 +59,14 @@ def find_mixing(optimizer: Optimizer, stacked: set[int] | None = None) -> str | 
         optimizer: The optimizer; neither it nor its parameters are changed.
         stacked: The `id` of each stacked parameter; all parameters unless given.
     """
-    groups, axes = [], []
-    for group in optimizer.param_groups:
-        held = [p for p in group["params"] if stacked is None or id(p) in stacked]
-        if held:
-            groups.append(group)
-            axes.append({p.ndim for p in held})
-            device = held[0].device
-    failures = []
+    tried = [
+        (group, held)
+        for group in optimizer.param_groups
+        if (held := [p for p in group["params"] if stacked is None or id(p) in stacked])
+    ]
+    groups, axes = [group for group, _ in tried], [{p.ndim for p in held} for _, held in tried]
+    device = tried[-1][1][0].device
+    first_error = None
     python_state = random.getstate()
     try:
         with (
@@ -78,27 +77,26 @@ def find_mixing(optimizer: Optimizer, stacked: set[int] | None = None) -> str | 
             warnings.simplefilter("ignore")
             # float32: where the optimizer or the device does not take float64
             for dtype, make, with_closure in itertools.product(TOLERANCE, (_copy, _rebuild), (False, True)):
-                trial = _Trial(optimizer, groups, make, with_closure)
                 try:
-                    return trial.run(axes, dtype, device)
+                    return _Trial(optimizer, groups, make, with_closure).run(axes, dtype, device)
                 except Exception as error:
-                    failures.append(error)
+                    first_error = first_error or error
     finally:
         random.setstate(python_state)
-    return f"trying it on toy parameters failed with {_one_line(failures[0])}"
+    return f"trying it on toy parameters failed with {_one_line(first_error)}"
 
 
 class _Trial(NamedTuple):
     optimizer: Optimizer
-    groups: list[dict[str, Any]]  # those of its groups that are tried
+    groups: list[dict[str, Any]]  # the optimizer's groups that are tried
     make: Callable[[Optimizer, Groups], Optimizer]
     with_closure: bool
 
     def run(self, axes: list[set[int]], dtype: torch.dtype, device: torch.device) -> str | None:
-        """Why the optimizer counts as mixing; None where it does not.
+        """Return why the optimizer counts as mixing; None where it does not.
 
         Args:
-            axes: How many axes the stacked parameters of each group have.
+            axes: The numbers of axes of each group's stacked parameters.
             dtype: The toys' type.
             device: The toys' device.
         """
@@ -106,27 +104,26 @@ class _Trial(NamedTuple):
         # small ones with few axes first: an optimizer that mixes may take minutes for others
         for large, ndim in itertools.product((False, True), sorted(set().union(*axes))):
             toys = [make_toys(ndim, large, dtype, device) if ndim in each else [] for each in axes]
-            together = self.train(toys)
+            stacked_ends = self.train(toys)
             for k in range(MEMBERS):
                 members = [[toy.member(k) for toy in group] for group in toys]
                 try:
-                    alone = self.train(members)
+                    ends = self.train(members)
                 except Exception as error:
                     return f"it takes a stacked toy parameter but not a member alone: {_one_line(error)}"
-                for toy, stack, end in zip(itertools.chain(*members), together, alone, strict=True):
+                for toy, stacked_end, end in zip(itertools.chain(*members), stacked_ends, ends, strict=True):
                     displacement = (end - toy.start).abs().max().item()
-                    difference = (end - stack[k]).abs().max().item()
-                    if not difference <= TOLERANCE[dtype] * displacement:  # false where one is not finite
+                    difference = (end - stacked_end[k]).abs().max().item()
+                    if not difference <= TOLERANCE[dtype] * displacement:  # also where one is not finite
                         share = difference / displacement if displacement else float("inf")
                         return f"toy members moved otherwise stacked than alone, by {share:.1g} of their displacement"
                     moved |= displacement > 0
         return None if moved else f"it did not move toy parameters in {STEPS} steps"
 
-    def train(self, toys: Toys) -> list[Tensor]:
-        """Where the steps of such an optimizer take toy parameters."""
+    def train(self, toys: list[list[Toy]]) -> list[Tensor]:
+        """Return toy parameters, given for each group, after all steps of such an optimizer."""
         parameters = [[nn.Parameter(toy.start.clone()) for toy in group] for group in toys]
-        with_toys = [(group, held) for group, held in zip(self.groups, parameters, strict=True) if held]
-        optimizer = self.make(self.optimizer, with_toys)
+        optimizer = self.make(self.optimizer, [pair for pair in zip(self.groups, parameters, strict=True) if pair[1]])
         flat = list(itertools.chain(*parameters))
         for step in range(STEPS):
 
@@ -142,9 +139,9 @@ class _Trial(NamedTuple):
 
 
 def make_toys(ndim: int, large: bool, dtype: torch.dtype, device: torch.device) -> list[Toy]:
-    """Stacked parameters with `ndim` axes, with members of one number and small ones, or with large ones.
+    """Return stacked parameters with `ndim` axes: members of one number and small ones, or large ones.
 
-    Large ones have sides from which optimizers factorise (128) and more numbers than they quantise in one block. The
+    Large ones have sides from which optimizers factorize (128) and more numbers than they quantize in one block. The
     gradients keep a direction, as in training, and their scale differs between members and between steps.
     """
     ones = (1,) * (ndim - 1)
@@ -165,56 +162,54 @@ def make_toys(ndim: int, large: bool, dtype: torch.dtype, device: torch.device) 
 
 
 def _copy(optimizer: Optimizer, groups: Groups) -> Optimizer:
-    """An optimizer with all attributes of another but its state, on other parameters; no constructor is called.
+    """Return a copy with all attributes but the state, on other parameters, without calling a constructor.
 
-    Whatever else refers to the parameters and groups, an optimizer within a wrapper for example, gets the new ones.
+    Other references to the parameters and groups, as in a wrapped optimizer, are replaced too.
     """
-    memo: dict[int, Any] = {}  # deepcopy takes what is in its memo as the copy
+    memo: dict[int, Any] = {}  # deepcopy uses what its memo holds
     for group in optimizer.param_groups:
         for p in group["params"]:
-            memo[id(p)] = nn.Parameter(torch.zeros((), device=p.device))  # of parameters that are not tried
+            memo[id(p)] = nn.Parameter(torch.zeros((), device=p.device))  # for parameters that are not tried
     for group, toys in groups:
-        for i, p in enumerate(group["params"]):
-            memo[id(p)] = toys[i % len(toys)]
-    memo[id(optimizer.param_groups)] = []
+        memo |= {id(p): toys[i % len(toys)] for i, p in enumerate(group["params"])}
+    copied_groups: list[Any] = []
+    memo[id(optimizer.param_groups)] = copied_groups
     for group, toys in groups:
-        memo[id(group)] = {**_options(group, memo), "params": toys}
-        memo[id(optimizer.param_groups)].append(memo[id(group)])
+        memo[id(group)] = {**_copy_options(group, memo), "params": toys}
+        copied_groups.append(memo[id(group)])
     return _copy_attributes(optimizer, memo)
 
 
 def _copy_attributes(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    made = memo[id(optimizer)] = object.__new__(type(optimizer))
+    copied = memo[id(optimizer)] = object.__new__(type(optimizer))
     memo[id(optimizer.state)] = defaultdict(dict)
     for name, value in vars(optimizer).items():
         if name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            vars(made)[name] = OrderedDict()  # they would act on the user's parameters
+            vars(copied)[name] = OrderedDict()  # they would act on the user's parameters
         elif isinstance(value, Optimizer) and id(value) not in memo:  # its deepcopy would lose attributes
-            vars(made)[name] = _copy_attributes(value, memo)
+            vars(copied)[name] = _copy_attributes(value, memo)
         elif name != "step":
-            vars(made)[name] = copy.deepcopy(value, memo)
-    return made
+            vars(copied)[name] = copy.deepcopy(value, memo)
+    return copied
 
 
 def _rebuild(optimizer: Optimizer, groups: Groups) -> Optimizer:
-    """An optimizer of the same class and options by its constructor: where that makes a state that steps need."""
+    """Return an optimizer of the same class and options by its constructor, which may make a state that steps need."""
     accepted = inspect.signature(type(optimizer)).parameters
-    options = {name: value for name, value in _options(optimizer.defaults, {}).items() if name in accepted}
-    new_groups = [{**_options(group, {}), "params": toys} for group, toys in groups]
-    return type(optimizer)(new_groups, **options)
+    options = {name: value for name, value in _copy_options(optimizer.defaults, {}).items() if name in accepted}
+    return type(optimizer)([{**_copy_options(group, {}), "params": toys} for group, toys in groups], **options)
 
 
-def _options(group: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    """A copy of a group's options."""
+def _copy_options(group: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
     options = {name: copy.deepcopy(value, memo) for name, value in group.items() if name != "params"}
     rate = options.get("lr")
     if isinstance(rate, Tensor):
-        options["lr"] = rate.clamp(min=LEAST_RATE)
+        options["lr"] = rate.clamp(min=MIN_RATE)
     elif isinstance(rate, (int, float)):
-        options["lr"] = max(rate, LEAST_RATE)
+        options["lr"] = max(rate, MIN_RATE)
     return options
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: Exception | None) -> str:
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

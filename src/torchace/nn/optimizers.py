@@ -1,10 +1,9 @@
-"""Which optimizers may train stacked parameters: those that treat every number alike.
+"""Refuses optimizers that would mix the members of a stacked parameter.
 
-A stacked parameter `(K, ...)` holds K members. An optimizer that looks at a parameter's shape or norm (Muon, Adafactor,
+A stacked parameter `(K, ...)` holds K members. An optimizer that uses a parameter's shape or norm (Muon, Adafactor,
 LAMB, L-BFGS) mixes them, often without any error. So an optimizer is checked before its first step on a stacked
-parameter. Those of torch and timm that are known to be elementwise pass. Any other is tried with the options of its
-own parameter groups: stacked toy parameters must move as their members do alone. What cannot be tried is refused
-unless `allow_optimizer` allows it.
+parameter. Those of torch and timm that are known to be elementwise pass. Any other is tried on stacked toy parameters,
+which must move as their members do alone (`optimizer_trial`).
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchace.nn.optimizer_trial import find_mixing
 
-# Elementwise with every option but MIXING_OPTIONS. By name: timm need not be installed, and a subclass is another
-# optimizer, which may override `step`.
+# Elementwise with every option but MIXING_OPTIONS. By name: timm need not be installed, and a subclass may override
+# `step`.
 ELEMENTWISE = {
     *("torch.optim.adadelta.Adadelta", "torch.optim.adagrad.Adagrad", "torch.optim.adam.Adam"),
     *("torch.optim.adamax.Adamax", "torch.optim.adamw.AdamW", "torch.optim.asgd.ASGD", "torch.optim.nadam.NAdam"),
@@ -32,7 +31,7 @@ ELEMENTWISE = {
 }
 MIXING_OPTIONS = ("caution",)  # timm's: divides a step by the share of a parameter's numbers that moves
 
-# Wrappers that are elementwise themselves, and where they hold the optimizer that they wrap.
+# Elementwise wrappers, and the attribute that holds the wrapped optimizer.
 WRAPPERS = {
     "timm.optim.lookahead.Lookahead": "_base_optimizer",
     "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer": "optim",
@@ -40,18 +39,18 @@ WRAPPERS = {
 }
 
 _watched: weakref.WeakKeyDictionary[nn.Module, tuple[str, ...] | None] = weakref.WeakKeyDictionary()
-_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # with how many groups
+_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # number of groups when checked
 _allowed: set[type[Optimizer]] = set()
 _hooked = False
 _trying = False
 
 
 def watch_optimizers(module: nn.Module, names: tuple[str, ...] | None = None) -> None:
-    """Check optimizers before their first step on parameters of this module that have a member axis.
+    """Check optimizers before their first step on stacked parameters of this module.
 
     Args:
-        module: The module that holds stacked parameters.
-        names: Those of its parameters that are stacked; all of them unless given.
+        module: The module.
+        names: The names of its stacked parameters; all unless given.
     """
     global _hooked
     _watched[module] = names
@@ -61,7 +60,7 @@ def watch_optimizers(module: nn.Module, names: tuple[str, ...] | None = None) ->
 
 
 def stacked_parameters(root: nn.Module | None = None) -> Iterator[nn.Parameter]:
-    """The parameters that have a member axis, of a module and its submodules or of all modules."""
+    """Iterate over the parameters with a member axis, of a module and its submodules or of all modules."""
     for module, names in list(_watched.items()) if root is None else [(m, _watched.get(m, ())) for m in root.modules()]:
         for name, parameter in module.named_parameters():
             if names is None or name in names:
@@ -72,7 +71,7 @@ def allow_optimizer(kind: type[Optimizer]) -> None:
     """Let optimizers of this class train stacked parameters without a check.
 
     For optimizers that treat every number of a parameter alike but cannot be tried, or that draw random numbers. An
-    optimizer that looks at a parameter's norm or shape mixes the members.
+    optimizer that uses a parameter's norm or shape mixes the members.
 
     Args:
         kind: The class; its subclasses are not allowed with it.
@@ -108,12 +107,12 @@ def check_elementwise(optimizer: Optimizer, stacked: set[int] | None = None) -> 
     Example:
         >>> check_elementwise(torch.optim.Adam([torch.zeros(1, requires_grad=True)]))
     """
-    while _name(optimizer) in WRAPPERS:
-        optimizer = getattr(optimizer, WRAPPERS[_name(optimizer)])
+    global _trying
+    while _full_name(optimizer) in WRAPPERS:
+        optimizer = getattr(optimizer, WRAPPERS[_full_name(optimizer)])
     if type(optimizer) in _allowed or is_known(optimizer):
         return
-    global _trying
-    _trying = True  # an optimizer may hold its network, whose copy is watched
+    _trying = True  # the copy of an optimizer that holds its network is not checked in turn
     try:
         why = find_mixing(optimizer, stacked)
     finally:
@@ -129,10 +128,9 @@ def check_elementwise(optimizer: Optimizer, stacked: set[int] | None = None) -> 
 
 def is_known(optimizer: Optimizer) -> bool:
     """Whether an optimizer is on the list of elementwise ones, with options under which it is elementwise."""
-    if _name(optimizer) not in ELEMENTWISE:
-        return False
-    return not any(group.get(option) for group in optimizer.param_groups for option in MIXING_OPTIONS)
+    mixing = any(group.get(option) for group in optimizer.param_groups for option in MIXING_OPTIONS)
+    return _full_name(optimizer) in ELEMENTWISE and not mixing
 
 
-def _name(optimizer: Optimizer) -> str:
+def _full_name(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

@@ -1,4 +1,4 @@
-"""Trying a module out: changed outputs of one layer, and a state that stays as it was."""
+"""Trial runs of a module: perturbed outputs of one layer, with the module's state restored afterwards."""
 
 from __future__ import annotations
 
@@ -12,33 +12,24 @@ import torch
 from torch import Tensor, nn
 
 
-class HeadOutput:
-    """Remembers what a layer returned last, while entered."""
+@contextmanager
+def record_outputs(layer: nn.Module) -> Iterator[list[tuple[Tensor, int]]]:
+    """Record a layer's outputs and their versions (counts of in-place changes; -1 in inference mode)."""
+    outputs: list[tuple[Tensor, int]] = []
 
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-        self.output: Tensor | None = None
-        self.version = -1
+    def record(layer: nn.Module, args: Any, output: Tensor) -> None:
+        outputs.append((output, -1 if output.is_inference() else output._version))
 
-    def __enter__(self) -> HeadOutput:
-        self.hook = self.layer.register_forward_hook(self._remember)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.hook.remove()
-
-    def _remember(self, layer: nn.Module, args: Any, output: Tensor) -> None:
-        self.output = output
-        self.version = -1 if output.is_inference() else output._version
-
-    def is_returned_as(self, result: Tensor) -> bool:
-        """Whether a result is the layer's output itself, not changed in place since."""
-        return result is self.output and not result.is_inference() and result._version == self.version
+    hook = layer.register_forward_hook(record)
+    try:
+        yield outputs
+    finally:
+        hook.remove()
 
 
 @contextmanager
-def changed_output(head: nn.Module, members: list[int]) -> Iterator[None]:
-    """Changes what a flat head, `(..., K·C)`, gives for some members: every second class up, the others down."""
+def perturb_members(head: nn.Module, members: list[int]) -> Iterator[None]:
+    """Change the output `(..., K·C)` of a flat head for some members: every second class up, the others down."""
     num_members: int = head.num_members  # type: ignore[assignment]
 
     def change(head: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -56,8 +47,8 @@ def changed_output(head: nn.Module, members: list[int]) -> Iterator[None]:
 
 
 @contextmanager
-def state_kept(module: nn.Module) -> Iterator[None]:
-    """Afterwards buffers, attributes and random numbers are as before, and what was saved for a backward is intact."""
+def restore_state(module: nn.Module) -> Iterator[None]:
+    """Restore buffers, attributes and random number generators; tensors saved for a backward stay intact."""
     before = {layer: dict(vars(layer)) for layer in module.modules()}
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002

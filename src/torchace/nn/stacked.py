@@ -143,7 +143,7 @@ class StackedEnsemble(EnsembleModule):
             own: Whether `args` are `(G, N, ...)` where G divides K, one batch for each member or group of members.
             draws: Source of random numbers; PyTorch's generator unless given.
         """
-        layers = list(self.stacked.modules())
+        layers = _all_modules(self.stacked)
         modes = self._modes(layers)
         if torch.compiler.is_dynamo_compiling():
             if not self._followed:
@@ -199,9 +199,10 @@ class StackedEnsemble(EnsembleModule):
 
     def _modes(self, layers: list[nn.Module]) -> tuple[bool, ...]:
         """Return each layer's mode; refuse backward hooks."""
-        if torch.is_grad_enabled() and any(layer._backward_hooks or layer._backward_pre_hooks for layer in layers):
-            for name, layer in self.stacked.named_modules():
+        if torch.is_grad_enabled():
+            for layer in layers:
                 if layer._backward_hooks or layer._backward_pre_hooks:
+                    name = next(name for name, module in self.stacked.named_modules() if module is layer)
                     raise not_stackable(self.stacked, name, "its backward hooks would never be called")
         return tuple([layer.training for layer in layers])
 
@@ -234,7 +235,7 @@ class StackedEnsemble(EnsembleModule):
             2      linear    batched
         """
         if args or kwargs:
-            modes = self._modes(list(self.stacked.modules()))
+            modes = self._modes(_all_modules(self.stacked))
             decision = self._decision(modes, args, kwargs, own=batches != "shared")
         else:
             decision = next(reversed(self._decisions.values()), None)
@@ -299,6 +300,18 @@ class StackedEnsemble(EnsembleModule):
     def __getitem__(self, index: int) -> nn.Module:
         """Return member `index` as a plain module, a copy."""
         return take_members(self.stacked, range(self.num_members)[operator.index(index)])
+
+
+def _all_modules(root: nn.Module) -> list[nn.Module]:
+    """Return `list(root.modules())`, faster and in another order."""
+    found = {root: None}
+    pending = [root]
+    for module in pending:
+        for child in module._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                pending.append(child)
+    return pending
 
 
 def _is_traced(args: Sequence[Any]) -> bool:

@@ -66,7 +66,7 @@ def test_a_difference_within_the_noise(tmp_path: Path) -> None:
     results = _swept(tmp_path, lambda d: 0.2 - 0.0001 * d, lambda d: 0.01)
     texts = _texts(results)
     assert "It is not significant (p = " in texts["Cross entropy"]
-    assert texts["Disagreement"].startswith("It does not change significantly (from ")
+    assert texts["Disagreement"].endswith("With 5 seeds, that is not significant.")
     assert headline(results, results.arms[0]) == (
         "No λ lowers cross entropy significantly. The members' disagreement does not rise significantly."
     )

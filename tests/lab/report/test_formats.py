@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchace.lab.report.formats import number, quantity, shorten
+from torchace.lab.report.formats import count, duration, join, number, p_value, quantity, shorten, timestamp
 from torchace.lab.report.metrics import REGRESSION, choose_units
 
 SUPERSCRIPT = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
@@ -46,5 +46,25 @@ def test_a_shortened_name_is_short_and_one_line(text: str, most: int) -> None:
     assert "\n" not in found
 
 
-def test_numbers_with_many_digits_have_commas() -> None:
+def test_numbers() -> None:
+    assert (number(0.97981, 4), number(-0.5, 1), number(0.5, 1, signed=True)) == ("0.9798", "−0.5", "+0.5")
     assert (number(-1234567.8, 1), number(0.0, 0), number(-0.4, 0)) == ("−1,234,567.8", "0", "0")
+    assert [quantity(x) for x in (38.5912, 0, 1984, -54321.7)] == ["38.59", "0", "1984", "−54,322"]
+    assert [quantity(x) for x in (0.00001234, 6.02e23)] == ["1.234×10⁻⁵", "6.02×10²³"]
+
+
+def test_texts() -> None:
+    assert [shorten(text, 9) for text in ("length", "a" * 30 + "z" * 30, " ")] == ["length", "aaaaaa…zz", "(blank)"]
+    assert [timestamp(text) for text in ("2026-01-31T12:00:07+00:00", "now")] == ["2026-01-31 12:00 UTC", "now"]
+    seconds = (42.4, 90, 60, 7260, 7200, 0.345, None)
+    expected = ["42 s", "1 min 30 s", "1 min", "2 h 1 min", "2 h", "0.34 s", "–"]
+    assert [duration(value) for value in seconds] == expected
+    assert [count(1, "seed"), count(60000, "image"), count(2, "entry", "entries")] == [
+        "1 seed", "60,000 images", "2 entries",
+    ]  # fmt: skip
+    assert [join(["0.1"]), join(["0.1", "0.3"]), join(["0.1", "0.3", "0.5"])] == [
+        "0.1",
+        "0.1 and 0.3",
+        "0.1, 0.3 and 0.5",
+    ]
+    assert [p_value(p) for p in (0.00002, 0.0412, None)] == ["<0.001", "0.041", "–"]

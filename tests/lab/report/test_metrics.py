@@ -24,6 +24,12 @@ def test_derived_numbers_of_a_regression(mse: float, ambiguity: float) -> None:
         assert found["averaged"] == pytest.approx(1 - mse / (mse + ambiguity), abs=1e-9)
 
 
+def test_units_follow_the_size_of_the_errors() -> None:
+    assert choose_units(REGRESSION.metrics, {"rmse": [54.2171]})["rmse"].value(54.2171) == "54.22"
+    mse = choose_units(REGRESSION.metrics, {"mse": [2.951e9]})["mse"]
+    assert (mse.label, mse.number(2.951e9)) == ("MSE, ×10⁹", "2.951")
+
+
 def test_what_cannot_be_derived_is_left_out() -> None:
     assert add_derived({"mse": -1.0, "member_mse": 0.0, "ambiguity": 0.0}) == {
         "mse": -1.0,

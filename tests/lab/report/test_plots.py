@@ -10,7 +10,7 @@ from tests.lab.report.artists import drawn, holds
 from tests.lab.report.fits import FitSpec, validation_loss, write_fit
 from torchace._figures import FigureSpec
 from torchace.lab.report import Results, read_results
-from torchace.lab.report.plots import lambda_figures
+from torchace.lab.report.plots import lambda_figures, lambda_positions
 
 
 def _by_name(results: Results) -> dict[str, FigureSpec]:
@@ -87,3 +87,8 @@ def test_searches_without_the_choice_without_zero_or_none(tmp_path: Path, search
     for spec in lambda_figures(results):
         drawn(spec)
     assert bool(_by_name(results)) == (search is not None)
+
+
+def test_lambda_values_too_close_are_evenly_spaced() -> None:
+    assert lambda_positions([0, 0.5, 1]) == ({0: 0, 0.5: 0.5, 1: 1}, True)
+    assert lambda_positions([0, 0.001, 0.5]) == ({0: 0.0, 0.001: 1.0, 0.5: 2.0}, False)

@@ -1,4 +1,4 @@
-"""The columns of a table for people: what kind they are, how much is missing, what is in them."""
+"""Summary of a table's columns for reports: kinds, missing values, statistics, frequent categories."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torchace.lab.data.table_schema import Schema
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
 
-SHOWN = 8  # categories, the most frequent ones
-LARGEST = 1e150  # a number whose square is one too, as a report wants it
+MAX_CATEGORIES = 8  # the most frequent ones
+LARGEST = 1e150  # its square is still finite
 
 
 def describe_table(schema: Schema, frame: DataFrame) -> dict[str, Any]:
-    """The target, every column of a table and the notes of its schema, as JSON can hold them.
+    """Summarise the target, all columns of a table and the notes of its schema as JSON values.
 
     Args:
-        schema: What the columns are.
-        frame: The rows that are described: the training part.
+        schema: The schema of the table.
+        frame: The rows to summarise: the training part.
 
     Example:
         >>> import pandas as pd
@@ -35,31 +35,29 @@ def describe_table(schema: Schema, frame: DataFrame) -> dict[str, Any]:
         (3.5, 3, [['no', 6], ['long', 3]])
     """
     kinds = {column.name: column.kind for column in schema.columns}
-    target = {"name": schema.target.name, "task": schema.target.task, "classes": schema.target.class_names}
-    columns = [_column(frame[name], str(name), kinds.get(str(name))) for name in frame.columns]
+    features = [str(name) for name in frame.columns if str(name) != schema.target.name]
     return {
-        "target": target,
-        "columns": [column for column in columns if column["name"] != schema.target.name],
+        "target": {"name": schema.target.name, "task": schema.target.task, "classes": schema.target.class_names},
+        "columns": [{"name": name, **_describe_column(frame[name], kinds.get(name))} for name in features],
         "notes": list(schema.notes),
     }
 
 
-def _column(column: Series, name: str, kind: str | None) -> dict[str, Any]:
+def _describe_column(column: Series, kind: str | None) -> dict[str, Any]:
     if kind is None:
-        return {"name": name, "kind": "dropped", "missing": int(column.isna().sum()), "why": "not used"}
+        return {"kind": "dropped", "missing": int(column.isna().sum()), "why": "not used"}
     if kind == "number":
         values = feature_numbers(column)
-        there = values[~np.isnan(values)]
-        mean, std = mean_and_std(there)
-        measures = {"mean": mean, "std": std, "min": there.min(initial=np.inf), "max": there.max(initial=-np.inf)}
-        found = {what: float(m) if len(there) and abs(m) < LARGEST else None for what, m in measures.items()}
-        return {"name": name, "kind": kind, "missing": len(values) - len(there), **found}
+        present = values[~np.isnan(values)]
+        mean, std = mean_and_std(present)
+        measures = {"mean": mean, "std": std, "min": present.min(initial=np.inf), "max": present.max(initial=-np.inf)}
+        found = {what: float(m) if len(present) and abs(m) < LARGEST else None for what, m in measures.items()}
+        return {"kind": kind, "missing": len(values) - len(present), **found}
     cells = [cell for cell in texts(column).to_pylist() if cell is not None]
     counts = sorted(Counter(cells).items(), key=lambda item: (-item[1], item[0]))
     return {
-        "name": name,
         "kind": kind,
         "missing": len(column) - len(cells),
         "num_categories": len(counts),
-        "categories": [list(item) for item in counts[:SHOWN]],
+        "categories": [list(item) for item in counts[:MAX_CATEGORIES]],
     }

@@ -1,14 +1,13 @@
-"""What a cell of a table says: a number, a text, or nothing.
+"""Meaning of a table's cells: a number, a text, or missing.
 
-The rules hold cell by cell and for every kind of table, so that a chunk of a file is never read differently from the
-whole of it, nor a CSV file differently from the same table in Parquet.
+The rules hold cell by cell and for every file format, so that a chunk of a file is parsed like the whole file, and a
+CSV file like the same table in Parquet.
 
-- Spaces around a text do not count.
-- Nothing is said by an empty cell, by pandas's NaN, NA, NaT and None, and by the texts in `MISSING`, in capitals or
-  not.
+- Spaces around a text are ignored.
+- Missing are empty cells, pandas's NaN, NA, NaT and None, and the texts in `MISSING`, in capitals or not.
 - A text is a number if it is written as one with a decimal point: `-1.5e3`, `.5`, `007`; not `1,5`, `1_000` or `0x1F`.
   `inf` and `infinity` are infinite, as is `1e999`.
-- Truth values are texts, `True` and `False`, not numbers; dates are texts as ISO 8601 writes them.
+- Truth values are the texts `True` and `False`, not numbers; dates are texts in ISO 8601.
 """
 
 from __future__ import annotations
@@ -34,29 +33,22 @@ if TYPE_CHECKING:
 
 MISSING = ("", "na", "n/a", "nan", "null", "none", "<na>", "#n/a")
 
-# For the texts of whole columns (RE2) and of single cells (re) alike.
+# For whole columns (RE2) and single cells (re).
 _NUMBER = r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _INFINITE = r"[+-]?(?:inf|infinity)"
 _WHOLE = re.compile(r"[+-]?[0-9]{1,300}")
 
 
 class CellError(DataError):
-    """A column whose cells are neither numbers nor texts: lists, bytes, complex numbers.
-
-    Attributes:
-        found: What was found, without what to do about it.
-    """
+    """A cell that is neither number nor text, as a list or bytes; `found` is the message without advice."""
 
     def __init__(self, column: Series, place: int, what: str) -> None:
         self.found = f"Column {quote(column.name)} has {what} in row {row_number(column, place)}"
         super().__init__(f"{self.found}, which is neither a number nor a text; convert the column, or leave it out.")
 
 
-# -- whole columns ----------------------------------------------------------------------------------------------------
-
-
 def texts(column: Series) -> Any:
-    """The cells of a column as texts: an Arrow array of strings, null where a cell says nothing.
+    """Parse the cells of a column as texts: an Arrow array of strings, null where a cell is missing.
 
     Example:
         >>> import pandas as pd
@@ -64,16 +56,16 @@ def texts(column: Series) -> Any:
         (['a', None, None], ['1', '2.5', 'True'])
     """
     pa, pc = arrow(), arrow("pyarrow.compute")
-    cells = pc.utf8_trim_whitespace(_written(column).cast(pa.large_string()))
-    said = pc.invert(pc.is_in(pc.utf8_lower(cells), value_set=pa.array(MISSING, pa.large_string())))
-    return pc.if_else(said, cells, pa.scalar(None, pa.large_string()))
+    cells = pc.utf8_trim_whitespace(_to_strings(column).cast(pa.large_string()))
+    is_present = pc.invert(pc.is_in(pc.utf8_lower(cells), value_set=pa.array(MISSING, pa.large_string())))
+    return pc.if_else(is_present, cells, pa.scalar(None, pa.large_string()))
 
 
 def numbers(column: Series) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """The cells of a column as numbers.
+    """Parse the cells of a column as numbers.
 
     Returns:
-        The numbers, NaN where a cell says nothing; and where a cell says something that is no number, both `(N,)`.
+        The numbers, NaN where a cell is missing or not a number; and where it is not a number, both `(N,)`.
 
     Example:
         >>> import pandas as pd
@@ -95,15 +87,15 @@ def numbers(column: Series) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     infinite = pc.match_substring_regex(cells, f"^(?:{_INFINITE})$", ignore_case=True)
     is_number = pc.or_(finite, infinite)
     parsed = pc.cast(pc.if_else(is_number, cells, pa.scalar(None, pa.large_string())), pa.float64())
-    wrong = np.asarray(pc.fill_null(pc.invert(is_number), False))
-    return parsed.to_numpy(zero_copy_only=False).astype(np.float64), wrong
+    invalid = np.asarray(pc.fill_null(pc.invert(is_number), False))
+    return parsed.to_numpy(zero_copy_only=False).astype(np.float64), invalid
 
 
 def positions(cells: Any, known: Sequence[str]) -> NDArray[np.int64]:
-    """Where each cell of `texts(...)` stands among known texts, `(N,)`; -1 for those that do not, and for null.
+    """Indices of the cells of `texts(...)` among known texts, `(N,)`; -1 for unknown and missing ones.
 
-    A cell is looked for as it is written; failing that, as the number (`1`, `1.0` and `01`) or truth value (`True` and
-    `true`) that it says, since one file writes what another one holds.
+    A cell that does not match literally matches as a number (`1`, `1.0` and `01`) or truth value (`True` and `true`),
+    since file formats write them differently.
 
     Example:
         >>> import pandas as pd
@@ -120,59 +112,8 @@ def positions(cells: Any, known: Sequence[str]) -> NDArray[np.int64]:
     return np.asarray([*found, -1], dtype=np.int64)[places]
 
 
-def _written(column: Series) -> Any:
-    """The cells of a column as Arrow strings, as they are written."""
-    pd, pa = pandas(), arrow()
-    column = _dense(column)
-    types, dtype = pd.api.types, column.dtype
-    if _is_category(dtype):
-        column = column.cat.remove_unused_categories()
-        codes = column.cat.codes.to_numpy()
-        try:
-            return _written(pd.Series(column.cat.categories)).take(pa.array(codes, mask=codes < 0))
-        except CellError:
-            return _written(column.astype(object))  # the same error, with the row
-    if types.is_bool_dtype(dtype):
-        return _listed(column, ["True" if value else "False" for value in column.fillna(False)])
-    if types.is_integer_dtype(dtype):
-        return _whole(pa.array(column)).cast(pa.large_string())
-    if types.is_float_dtype(dtype):
-        values, places = np.unique(column.to_numpy(na_value=np.nan), return_inverse=True)
-        return pa.array([None if np.isnan(v) else number_text(v) for v in values], pa.large_string()).take(places)
-    is_string = isinstance(dtype, pd.StringDtype) or types.infer_dtype(column, skipna=True) in ("string", "empty")
-    try:
-        if is_string:
-            return _whole(pa.array(column, type=pa.large_string(), from_pandas=True))
-        return pa.array([_cell_text(column, i, value) for i, value in enumerate(column)], pa.large_string())
-    except UnicodeEncodeError:
-        wrong = next(i for i, v in enumerate(column) if isinstance(v, str) and v != v.encode(errors="replace").decode())
-        raise CellError(column, wrong, "half a Unicode character") from None
-
-
-def _listed(column: Series, cells: list[str]) -> Any:
-    return arrow().array(cells, arrow().large_string(), mask=np.asarray(column.isna()))
-
-
-def _whole(array: Any) -> Any:
-    """One Arrow array, where pandas may hold several."""
-    pa = arrow()
-    return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
-
-
-def _dense(column: Series) -> Series:
-    is_sparse = isinstance(column.dtype, pandas().SparseDtype)
-    return column.sparse.to_dense() if is_sparse else column
-
-
-def _is_category(dtype: Any) -> bool:
-    return isinstance(dtype, pandas().CategoricalDtype)
-
-
-# -- single cells -----------------------------------------------------------------------------------------------------
-
-
 def number_text(value: float) -> str:
-    """A number as text, whole numbers without a point.
+    """Convert a number to text, whole numbers without a point.
 
     Example:
         >>> number_text(3.0), number_text(0.1), number_text(1e300)
@@ -183,7 +124,7 @@ def number_text(value: float) -> str:
 
 
 def canonical(text: str) -> str:
-    """A form in which the spellings of one number, or of one truth value, are the same.
+    """Common form of all spellings of a number or truth value; other texts are unchanged.
 
     Example:
         >>> canonical("01"), canonical("1.0"), canonical("TRUE"), canonical("Yes")
@@ -196,8 +137,38 @@ def canonical(text: str) -> str:
     return text.lower() if text.lower() in ("true", "false") else text
 
 
-def _cell_text(column: Series, place: int, value: Any) -> str | None:
-    """One cell of a column that holds Python objects."""
+def _to_strings(column: Series) -> Any:
+    """Convert the cells of a column to Arrow strings."""
+    pd, pa = pandas(), arrow()
+    column = _dense(column)
+    types, dtype = pd.api.types, column.dtype
+    if _is_category(dtype):
+        column = column.cat.remove_unused_categories()
+        codes = column.cat.codes.to_numpy()
+        try:
+            return _to_strings(pd.Series(column.cat.categories)).take(pa.array(codes, mask=codes < 0))
+        except CellError:
+            return _to_strings(column.astype(object))  # the same error, with the row
+    if types.is_bool_dtype(dtype):
+        cells = ["True" if value else "False" for value in column.fillna(False)]
+        return pa.array(cells, pa.large_string(), mask=np.asarray(column.isna()))
+    if types.is_integer_dtype(dtype):
+        return _one_chunk(pa.array(column)).cast(pa.large_string())
+    if types.is_float_dtype(dtype):
+        values, places = np.unique(column.to_numpy(na_value=np.nan), return_inverse=True)
+        return pa.array([None if np.isnan(v) else number_text(v) for v in values], pa.large_string()).take(places)
+    is_string = isinstance(dtype, pd.StringDtype) or types.infer_dtype(column, skipna=True) in ("string", "empty")
+    try:
+        if is_string:
+            return _one_chunk(pa.array(column, type=pa.large_string(), from_pandas=True))
+        return pa.array([_object_text(column, i, value) for i, value in enumerate(column)], pa.large_string())
+    except UnicodeEncodeError:
+        wrong = next(i for i, v in enumerate(column) if isinstance(v, str) and v != v.encode(errors="replace").decode())
+        raise CellError(column, wrong, "half a Unicode character") from None
+
+
+def _object_text(column: Series, place: int, value: Any) -> str | None:
+    """Convert one cell of a column of Python objects."""
     pd = pandas()
     if isinstance(value, str):
         return value
@@ -208,12 +179,23 @@ def _cell_text(column: Series, place: int, value: Any) -> str | None:
     if isinstance(value, int | np.integer):
         value = int(value)
         return str(value) if value.bit_length() <= 1024 else ("inf" if value > 0 else "-inf")
-    if isinstance(value, float | np.floating):
-        return None if math.isnan(value) else number_text(value)  # type: ignore[arg-type]
-    if isinstance(value, decimal.Decimal):
-        return None if value.is_nan() else number_text(float(value))
+    if isinstance(value, float | np.floating | decimal.Decimal):
+        return None if math.isnan(value) else number_text(float(value) if isinstance(value, decimal.Decimal) else value)  # type: ignore[arg-type]
     if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
         return value.isoformat()
     if isinstance(value, datetime.timedelta | np.datetime64 | uuid.UUID | pd.Period | pd.Interval):
         return str(value)
     raise CellError(column, place, f"a value of type {type(value).__name__}")
+
+
+def _one_chunk(array: Any) -> Any:
+    return array.combine_chunks() if isinstance(array, arrow().ChunkedArray) else array
+
+
+def _dense(column: Series) -> Series:
+    is_sparse = isinstance(column.dtype, pandas().SparseDtype)
+    return column.sparse.to_dense() if is_sparse else column
+
+
+def _is_category(dtype: Any) -> bool:
+    return isinstance(dtype, pandas().CategoricalDtype)

@@ -1,7 +1,6 @@
 """Tables, statistics, figures and the page of a run directory; reads result files, never imports torch."""
 
-from torchace.lab.report.page import write_report
-from torchace.lab.report.render import markdown, rich_table
+from torchace.lab.report.page import markdown, rich_table, write_report
 from torchace.lab.report.results import Results, read_results
 from torchace.lab.schema.results import ResultFileError
 

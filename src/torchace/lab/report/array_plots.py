@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -13,14 +12,13 @@ from torchace.lab.report import formats
 from torchace.lab.report.arrays import (
     Array,
     ContestedCase,
-    ErrorVsSpread,
-    Reliability,
     contested_cases,
     error_vs_spread,
     join_predictions,
     reliability,
 )
-from torchace.lab.report.drawing import (
+from torchace.lab.report.formats import at, capitalize
+from torchace.lab.report.plots import (
     DASHED,
     arms_with_figures,
     color_of,
@@ -28,7 +26,6 @@ from torchace.lab.report.drawing import (
     short_label,
     two_diversities,
 )
-from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.results import Results
 from torchace.lab.report.statistics import best_diversity
 from torchace.lab.report.tables import Table, make_table
@@ -36,6 +33,9 @@ from torchace.lab.schema.results import ArmSummary, RunResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+T = TypeVar("T")
+Arrays = dict[str, Array]
 
 COLUMNS = 4  # of contested images
 
@@ -52,11 +52,17 @@ def array_figures(results: Results) -> list[FigureSpec]:
     return [spec for spec in (*found, _contested_images(results)) if spec]
 
 
+def _curves(results: Results, arm: ArmSummary, summarize: Callable[[list[Arrays]], T | None]) -> dict[float, T]:
+    """Summarize the runs of all seeds, at two λ; without those that recorded nothing."""
+    found = {
+        diversity: summarize([results.arrays(run) for run in results.finished(arm, diversity)])
+        for diversity in two_diversities(results, arm)
+    }
+    return {diversity: curve for diversity, curve in found.items() if curve is not None}
+
+
 def _reliability(results: Results, arm: ArmSummary) -> FigureSpec | None:
-    curves: dict[float, Reliability] = {}
-    for diversity in two_diversities(results, arm):
-        if bins := reliability(results.arrays(run) for run in results.finished(arm, diversity)):
-            curves[diversity] = bins
+    curves = _curves(results, arm, reliability)
     if not curves:
         return None
     parts = []
@@ -98,98 +104,83 @@ def _reliability(results: Results, arm: ArmSummary) -> FigureSpec | None:
     )
 
 
-@dataclass(frozen=True)
-class _PairMatrix:
-    """A matrix over pairs of members: the array's key and its texts; entries are multiplied by `scale`."""
-
-    key: str
-    title: str
-    caption: str
-    alt: str
-    range: str
-    scale: float
-    unit: str
-    top: float | None
-
-    def pairs(self, matrix: Array) -> Array:
-        """Return the defined entries of all pairs."""
-        upper: Array = self.scale * matrix[np.triu_indices(len(matrix), 1)]
-        return upper[np.isfinite(upper)]
-
-
-_DISAGREEMENT = _PairMatrix(
-    "disagreement_matrix",
-    "Who disagrees with whom",
-    "Share of test cases on which two members predict different classes, in percent",
-    "Disagreement",
-    "pairs differ on {:.2f}% to {:.2f}% of the cases",
-    100.0,
-    "%",
-    None,
-)
-_CORRELATION = _PairMatrix(
-    "residual_correlation",
-    "Who errs with whom",
-    "Correlation of two members' errors on the test rows: at 1 averaging removes nothing, the lower the more",
-    "Correlation of the errors",
-    "from {:.2f} to {:.2f}",
-    1.0,
-    "",
-    1.0,
-)
-
-
 def _pairs(results: Results, arm: ArmSummary) -> FigureSpec | None:
     """Every pair of members at two λ of one seed: their disagreement, or the correlation of their errors."""
-    kind = _CORRELATION if results.task.name == "regression" else _DISAGREEMENT
+    if results.task.name == "regression":
+        key, title, values, scale, unit, top = (
+            "residual_correlation",
+            "Who errs with whom",
+            "from {} to {}",
+            1.0,
+            "",
+            1.0,
+        )
+        caption = "Correlation of two members' errors on the test rows: the lower, the more averaging removes"
+    else:
+        key, title, values, scale, unit, top = (
+            "disagreement_matrix",
+            "Who disagrees with whom",
+            "{} to {}%",
+            100.0,
+            "%",
+            0.0,
+        )
+        caption = "Share of test cases on which two members predict different classes, in percent"
     by_seed: dict[int, dict[float, Array]] = {}
     for run in (run for d in two_diversities(results, arm) for run in results.finished(arm, d)):
-        matrix = results.arrays(run).get(kind.key)
-        if matrix is not None and len(matrix) > 1 and kind.pairs(matrix).size:
-            by_seed.setdefault(run.seed, {})[run.diversity] = matrix
+        matrix = results.arrays(run).get(key)
+        if matrix is not None and np.isfinite(_upper(matrix)).any():
+            by_seed.setdefault(run.seed, {})[run.diversity] = scale * matrix
     if not by_seed:
         return None
     seed = min(by_seed, key=lambda seed: (-len(by_seed[seed]), seed))  # the first with both λ
     matrices = by_seed[seed]
-    parts = "; ".join(
-        f"{at(d)}: {kind.range.format(kind.pairs(m).min(), kind.pairs(m).max())}" for d, m in matrices.items()
-    )
+    parts = []
+    for diversity, matrix in matrices.items():
+        ends = f"{np.nanmin(_upper(matrix)):.2f}", f"{np.nanmax(_upper(matrix)):.2f}"
+        parts.append(f"{at(diversity)}: {values.format(*ends)}")
     return FigureSpec(
         f"matrix_{results.arms.index(arm)}",
         "members",
-        figure_title(results, kind.title, arm),
-        f"{kind.caption}. Seed {seed}.",
-        f"{kind.alt} of every pair of members, {arm.label}, seed {seed}. {parts}.",
-        lambda figure, theme: _draw_matrices(kind, matrices, color_of(results, arm, theme), figure, theme),
+        figure_title(results, title, arm),
+        f"{caption}. Seed {seed}.",
+        f"{caption}, {arm.label}, seed {seed}. {'; '.join(parts)}.",
+        lambda figure, theme: _draw_matrices(matrices, color_of(results, arm, theme), unit, top, figure, theme),
         height=2.9,
     )
 
 
-def _draw_matrices(kind: _PairMatrix, matrices: dict[float, Array], color: str, figure: Figure, theme: Theme) -> None:
+def _upper(matrix: Array) -> Array:
+    """Return the entries of all pairs."""
+    upper: Array = matrix[np.triu_indices(len(matrix), 1)]
+    return upper
+
+
+def _draw_matrices(
+    matrices: dict[float, Array], color: str, unit: str, top: float, figure: Figure, theme: Theme
+) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
     ramp = LinearSegmentedColormap.from_list("ramp", [theme.grid, color]).with_extremes(bad=theme.paper)
-    low = min(0.0, *(float(kind.pairs(matrix).min()) for matrix in matrices.values()))
-    high = kind.top or max(float(kind.pairs(matrix).max()) for matrix in matrices.values()) or 1.0
+    entries = np.concatenate([_upper(matrix) for matrix in matrices.values()])
+    low, high = min(0.0, float(np.nanmin(entries))), top or float(np.nanmax(entries)) or 1.0
     panels = figure.subplots(1, len(matrices), squeeze=False)[0]
     for axes, (diversity, matrix) in zip(panels, matrices.items(), strict=True):
         size = len(matrix)
-        values = np.where(np.eye(size, dtype=bool), np.nan, kind.scale * matrix)
+        values = np.where(np.eye(size, dtype=bool), np.nan, matrix)
         image = axes.imshow(values, cmap=ramp, vmin=low, vmax=high)
         axes.set_title(at(diversity), fontsize=10)
-        step = 1 if size <= 10 else -(-size // 6)
-        axes.set_xticks(range(0, size, step))
-        axes.set_yticks(range(0, size, step))
+        ticks = range(0, size, 1 if size <= 10 else -(-size // 6))
+        axes.set(xticks=ticks, yticks=ticks, xlabel="member")
         axes.grid(visible=False)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        axes.set_xlabel("member")
         for j, k in zip(*np.nonzero(np.isfinite(values)), strict=True) if size <= 6 else ():
             ink = theme.paper if values[j, k] > low + 0.6 * (high - low) else theme.ink
             axes.text(k, j, f"{values[j, k]:.2g}", ha="center", va="center", fontsize=8, color=ink)
     bar = figure.colorbar(image, ax=list(panels), shrink=0.8, pad=0.02)
     bar.outline.set_visible(False)
-    bar.ax.set_ylabel(kind.unit, rotation=0, labelpad=8)
+    bar.ax.set_ylabel(unit, rotation=0, labelpad=8)
 
 
 def _members_alone(results: Results, arm: ArmSummary) -> FigureSpec | None:
@@ -265,11 +256,7 @@ def _predictions(results: Results, arm: ArmSummary) -> FigureSpec | None:
 
 def _error_vs_spread(results: Results, arm: ArmSummary) -> FigureSpec | None:
     """The error against the members' spread: whether the uncertainty predicts the error."""
-    curves: dict[float, ErrorVsSpread] = {}
-    for diversity in two_diversities(results, arm):
-        rows = join_predictions(results.arrays(run) for run in results.finished(arm, diversity))
-        if rows is not None and (found := error_vs_spread(rows)):
-            curves[diversity] = found
+    curves = _curves(results, arm, lambda runs: (rows := join_predictions(runs)) and error_vs_spread(rows))
     if not curves:
         return None
     metric = results.metrics["spread"]

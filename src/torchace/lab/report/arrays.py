@@ -132,14 +132,7 @@ def sample_scores(arrays: Mapping[str, Array], metric: str) -> Array | None:
 
 
 def reliability(runs: Iterable[Mapping[str, Array]]) -> Reliability | None:
-    """Return confidence and accuracy of each bin over the samples of all runs; None where no run recorded any.
-
-    Example:
-        >>> run = {"reliability_count": np.array([0.0, 4.0]), "reliability_confidence": np.array([0.0, 3.6]),
-        ...        "reliability_correct": np.array([0.0, 3.0])}
-        >>> reliability([run, run]).accuracy.tolist()
-        [0.75]
-    """
+    """Return confidence and accuracy of each bin over the samples of all runs; None where no run recorded any."""
     keys = ("reliability_count", "reliability_confidence", "reliability_correct")
     recorded = [arrays for arrays in runs if keys[0] in arrays]
     recorded = [arrays for arrays in recorded if arrays[keys[0]].shape == recorded[0][keys[0]].shape]
@@ -176,14 +169,7 @@ def join_predictions(runs: Iterable[Mapping[str, Array]]) -> Predictions | None:
 
 
 def error_vs_spread(rows: Predictions, groups: int = 10) -> ErrorVsSpread | None:
-    """Return spread and error in up to `groups` groups of ten rows or more; None without two groups or any spread.
-
-    Example:
-        >>> spread = np.repeat([1.0, 2.0], 10)
-        >>> found = error_vs_spread(Predictions(3 * spread, np.zeros(20), spread))
-        >>> found.spread.tolist(), found.error.tolist()
-        ([1.0, 2.0], [3.0, 6.0])
-    """
+    """Return spread and error in up to `groups` groups of ten rows or more; None without two groups or any spread."""
     groups = min(groups, len(rows.spread) // 10)
     if groups < 2 or not rows.spread.any():
         return None

@@ -162,7 +162,7 @@ def _diversity_text(metric: Metric, comparison: Comparison, means: dict[float, f
         return f"It rises at {_lambdas(raised)}, but not at the largest λ. It goes {change}."
     if at_last.significant:
         return f"It falls with λ, {change}: the opposite of the intended effect."
-    return f"It does not change significantly ({change}): no sign of an effect of λ."
+    return f"It goes {change}. With {formats.count(at_last.n, 'seed')}, that is not significant."
 
 
 def _lambdas(values: list[float]) -> str:

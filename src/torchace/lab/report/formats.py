@@ -11,12 +11,7 @@ NONE = "–"  # not measured
 
 
 def number(value: float, digits: int, *, signed: bool = False) -> str:
-    """Return a number with fixed decimals, a true minus sign, and no sign before a zero.
-
-    Example:
-        >>> number(0.97981, 4), number(-0.5, 1), number(0.5, 1, signed=True), number(-0.001, 2), number(54321, 0)
-        ('0.9798', '−0.5', '+0.5', '0.00', '54,321')
-    """
+    """Return a number with fixed decimals, a true minus sign, and no sign before a zero."""
     text = f"{abs(value):,.{digits}f}"
     if not text.strip("0."):
         return text
@@ -24,12 +19,7 @@ def number(value: float, digits: int, *, signed: bool = False) -> str:
 
 
 def quantity(value: float) -> str:
-    """Return a number of any size, to four significant digits.
-
-    Example:
-        >>> quantity(38.5912), quantity(0), quantity(1984), quantity(-54321.7), quantity(0.00001234), quantity(6.02e23)
-        ('38.59', '0', '1984', '−54,322', '1.234×10⁻⁵', '6.02×10²³')
-    """
+    """Return a number of any size, to four significant digits."""
     exponent = order_of_magnitude([value])
     power = "" if -4 <= exponent <= 6 else f"×{power_of_ten(exponent)}"
     text = number(value / 10.0**exponent, 3) if power else number(value, max(0, 3 - exponent))
@@ -49,12 +39,7 @@ def power_of_ten(exponent: int) -> str:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return a name of at most `width` characters, cut in its middle.
-
-    Example:
-        >>> shorten("petal length", 20), shorten("a" * 30 + "z" * 30, 9), shorten(" ", 9)
-        ('petal length', 'aaaaaa…zz', '(blank)')
-    """
+    """Return a name of at most `width` characters, cut in its middle."""
     text = " ".join(text.split()) or "(blank)"
     tail = width // 4
     return text if len(text) <= width else f"{text[: width - tail - 1]}…{text[-tail:]}"
@@ -76,12 +61,7 @@ def p_value(p: float | None) -> str:
 
 
 def timestamp(text: str) -> str:
-    """Return an ISO time to the minute, other text unchanged.
-
-    Example:
-        >>> timestamp("2026-01-31T12:00:07+00:00"), timestamp("yesterday")
-        ('2026-01-31 12:00 UTC', 'yesterday')
-    """
+    """Return an ISO time to the minute, other text unchanged."""
     try:
         parsed = datetime.fromisoformat(text)
     except ValueError:
@@ -90,12 +70,7 @@ def timestamp(text: str) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a duration in hours, minutes and seconds.
-
-    Example:
-        >>> duration(42.4), duration(90), duration(7260), duration(0.345), duration(None)
-        ('42 s', '1 min 30 s', '2 h 1 min', '0.34 s', '–')
-    """
+    """Return a duration in hours, minutes and seconds."""
     if seconds is None:
         return NONE
     if seconds < 10:

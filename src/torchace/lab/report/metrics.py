@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchace.lab.report import formats
 from torchace.lab.report.formats import NONE
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from torchace.lab.report.statistics import Summary
 
 LOWER_IS_BETTER = "Lower is better."
+MUTUAL_INFORMATION = (
+    "entropy of the ensemble's prediction minus its members' mean entropy: epistemic uncertainty, in nats."
+)
 
 
 @dataclass(frozen=True)
@@ -72,16 +75,17 @@ def _percent(key: str, label: str, noun: str, reading: str = LOWER_IS_BETTER) ->
     return Metric(key, f"{label}, %", noun, 2, 100.0, " %", " points", reading=reading)
 
 
-def _by_key(*metrics: Metric) -> dict[str, Metric]:
-    return {metric.key: metric for metric in metrics}
+def _with_members(*metrics: Metric) -> list[Metric]:
+    """Return metrics of the ensemble, and the same of one member."""
+    members = [replace(m, key=f"member_{m.key}", noun=f"{m.noun} of one member") for m in metrics]
+    return [*metrics, *members]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Metrics of a task and where they are shown; all fields but the texts and `metrics` are keys of `metrics`.
+    """Metrics of a task and where they are shown; λ is judged by `loss`, single members by `error`.
 
-    λ is judged by `loss`; `score` is a second score, `spread` the difference between members, `error` the metric of
-    single members. Every scored run has the `required` ones.
+    `score` is a second score, `spread` the difference between members; every scored run has the `required` metrics.
     """
 
     name: str
@@ -96,8 +100,6 @@ class Task:
     curves: tuple[str, ...]
     details: Mapping[str, tuple[str, ...]]
     details_title: str
-    details_note: str
-    spread_note: str
     uncertainty_title: str
 
     @property
@@ -110,45 +112,36 @@ class Task:
         """The metrics with paired differences."""
         return self.loss, self.score, self.spread
 
+    def explain(self, keys: Sequence[str]) -> str:
+        """Return how to read the metrics that are not just «lower is better»."""
+        metrics = [self.metrics[key] for key in keys if self.metrics[key].reading != LOWER_IS_BETTER]
+        return " ".join(f"{formats.capitalize(metric.noun)}: {metric.reading}" for metric in metrics)
+
     def member_error(self, value: float) -> float:
         """Return a member's accuracy or MSE as a value of `error`."""
         return math.sqrt(value) if self.error == "rmse" else 1 - value
 
 
-CLASSIFICATION = Task(
+def _task(metrics: Sequence[Metric], **fields: Any) -> Task:
+    return Task(metrics={metric.key: metric for metric in metrics}, **fields)
+
+
+CLASSIFICATION = _task(
+    [
+        *_with_members(
+            Metric("accuracy", "Accuracy", "accuracy"),
+            _percent("error", "Error", "error"),
+            Metric("cross_entropy", "Cross entropy", "cross entropy"),
+            Metric("brier", "Brier score", "Brier score"),
+            Metric("calibration_error", "Calibration error", "calibration error"),
+        ),
+        _percent("disagreement", "Disagreement", "disagreement", "share of test cases on which two members differ."),
+        Metric("mutual_information", "Mutual information", "mutual information", 5, reading=MUTUAL_INFORMATION),
+        Metric(
+            "ambiguity", "Ambiguity", "ambiguity", 5, reading="the members' mean cross entropy minus the ensemble's."
+        ),
+    ],
     name="classification",
-    metrics=_by_key(
-        Metric("accuracy", "Accuracy", "accuracy"),
-        _percent("error", "Error", "error"),
-        Metric("cross_entropy", "Cross entropy", "cross entropy"),
-        Metric("brier", "Brier score", "Brier score"),
-        Metric("calibration_error", "Calibration error", "calibration error"),
-        Metric("member_accuracy", "Accuracy", "accuracy of one member"),
-        _percent("member_error", "Error", "error of one member"),
-        Metric("member_cross_entropy", "Cross entropy", "cross entropy of one member"),
-        Metric("member_brier", "Brier score", "Brier score of one member"),
-        Metric("member_calibration_error", "Calibration error", "calibration error of one member"),
-        _percent(
-            "disagreement",
-            "Disagreement",
-            "disagreement",
-            "The share of test cases on which two members predict different classes.",
-        ),
-        Metric(
-            "mutual_information",
-            "Mutual information",
-            "mutual information",
-            5,
-            reading="Epistemic uncertainty: the part of the uncertainty that comes from differing members, in nats.",
-        ),
-        Metric(
-            "ambiguity",
-            "Ambiguity",
-            "ambiguity",
-            5,
-            reading="The members' mean cross entropy minus the ensemble's.",
-        ),
-    ),
     required=("accuracy", "cross_entropy"),
     loss="cross_entropy",
     score="error",
@@ -163,42 +156,22 @@ CLASSIFICATION = Task(
         "Diversity": ("disagreement", "mutual_information", "ambiguity"),
     },
     details_title="Calibration and diversity",
-    details_note="Mutual information: the entropy of the ensemble's prediction minus its members' mean entropy, in "
-    "nats. Ambiguity: the members' mean cross entropy minus the ensemble's.",
-    spread_note="Disagreement: the share of test cases on which two members differ.",
     uncertainty_title="Diversity and calibration",
 )
 
-REGRESSION = Task(
+REGRESSION = _task(
+    [
+        Metric("r2", "R²", "R²", reading="share of the target's variance that is explained."),
+        *_with_members(
+            Metric("mse", "MSE", "mean squared error", power=2),
+            Metric("rmse", "RMSE", "root mean squared error", power=1),
+        ),
+        Metric("mae", "MAE", "mean absolute error", power=1),
+        Metric("spread", "Spread", "spread", power=1, reading="standard deviation of the members' predictions."),
+        Metric("ambiguity", "Ambiguity", "ambiguity", power=2, reading="the members' mean MSE minus the ensemble's."),
+        _percent("averaged", "Averaged away", "averaged away", "ambiguity as a share of the members' MSE."),
+    ],
     name="regression",
-    metrics=_by_key(
-        Metric("r2", "R²", "R²"),
-        Metric("mse", "MSE", "mean squared error", power=2),
-        Metric("rmse", "RMSE", "root mean squared error", power=1, reading="In the target's units. Lower is better."),
-        Metric("mae", "MAE", "mean absolute error", power=1, reading="In the target's units. Lower is better."),
-        Metric("member_mse", "MSE", "mean squared error of one member", power=2),
-        Metric("member_rmse", "RMSE", "root mean squared error of one member", power=1),
-        Metric(
-            "spread",
-            "Spread",
-            "spread",
-            power=1,
-            reading="The standard deviation of the members' predictions, averaged over the test rows.",
-        ),
-        Metric(
-            "ambiguity",
-            "Ambiguity",
-            "ambiguity",
-            power=2,
-            reading="The members' mean squared error minus the ensemble's.",
-        ),
-        _percent(
-            "averaged",
-            "Averaged away",
-            "share averaged away",
-            "The share of the members' squared error that averaging removes.",
-        ),
-    ),
     required=("mse",),
     loss="mse",
     score="mae",
@@ -209,10 +182,6 @@ REGRESSION = Task(
     curves=("rmse", "mae"),
     details={"Ensemble": ("mse",), "One member": ("member_mse",), "Diversity": ("spread", "ambiguity", "averaged")},
     details_title="Squared error and diversity",
-    details_note="Ambiguity: the members' mean squared error minus the ensemble's. Averaged away: ambiguity as a share "
-    "of the members' squared error.",
-    spread_note="R²: the share of the target's variance that is explained. RMSE, MAE and spread are in the target's "
-    "units. Spread: the standard deviation of the members' predictions, averaged over the test rows.",
     uncertainty_title="Diversity and uncertainty",
 )
 
@@ -220,12 +189,7 @@ TASKS = {task.name: task for task in (CLASSIFICATION, REGRESSION)}
 
 
 def add_derived(values: Mapping[str, float]) -> dict[str, float]:
-    """Return a split's metrics with those that follow from them: errors, roots, and the share averaged away.
-
-    Example:
-        >>> add_derived({"mse": 4.0, "member_mse": 5.0, "ambiguity": 1.0})
-        {'mse': 4.0, 'member_mse': 5.0, 'ambiguity': 1.0, 'rmse': 2.0, 'member_rmse': 2.23606797749979, 'averaged': 0.2}
-    """
+    """Return a split's metrics with those that follow from them: errors, roots, and the share averaged away."""
     found = dict(values)
     for key in ("accuracy", "member_accuracy"):
         if key in values:
@@ -240,15 +204,7 @@ def add_derived(values: Mapping[str, float]) -> dict[str, float]:
 
 def choose_units(metrics: Mapping[str, Metric], values: Mapping[str, Sequence[float]]) -> dict[str, Metric]:
     """Return metrics with decimals, and where needed a power of ten, that fit values in the target's units.
-
     All metrics of one unit share the power of ten, so that a table's columns can be compared.
-
-    Example:
-        >>> choose_units(REGRESSION.metrics, {"rmse": [54.2171]})["rmse"].value(54.2171)
-        '54.22'
-        >>> mse = choose_units(REGRESSION.metrics, {"mse": [2.951e9]})["mse"]
-        >>> mse.label, mse.number(2.951e9)
-        ('MSE, ×10⁹', '2.951')
     """
     found = dict(metrics)
     for power, lead in ((1, "rmse"), (2, "mse")):

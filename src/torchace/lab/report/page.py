@@ -1,49 +1,76 @@
-"""The page: one HTML file that needs nothing else, its figures beside it as PNG, and the Markdown."""
+"""The page, one HTML file that needs nothing else; the same as Markdown; and the main table for a terminal."""
 
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
+import re
 from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchace._figures import DARK, DPI, LIGHT, WIDTH, FigureSpec, render
 from torchace._files import PathError, refuse_links, remove_abandoned, write_atomic
-from torchace.lab.report.array_plots import array_figures
+from torchace.lab.report import setup
+from torchace.lab.report.array_plots import array_figures, contested_table
+from torchace.lab.report.findings import Finding, findings, headline, remarks
+from torchace.lab.report.formats import at
+from torchace.lab.report.model_findings import model_findings, model_headline
 from torchace.lab.report.plots import lambda_figures
-from torchace.lab.report.render import contents, markdown
 from torchace.lab.report.results import Results, read_results
-from torchace.lab.report.setup import fold
+from torchace.lab.report.tables import (
+    Cell,
+    Column,
+    Table,
+    arm_title,
+    detail_table,
+    difference_tables,
+    result_table,
+    search_table,
+)
 from torchace.lab.schema.results import ResultFileError
 
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
-@dataclass(frozen=True)
-class Image:
-    """A figure, drawn for light and dark pages."""
+SHORT_HEADINGS = {"Cross entropy": "CE", "Accuracy": "Acc.", "Disagreement, %": "Disagr.\n%", "Seeds": "n"}
+
+
+def contents(results: Results) -> dict[str, Any]:
+    """Collect findings, facts and tables: what the page and the Markdown show."""
+    found = []
+    for arm in results.arms:
+        if arm.role == "model":
+            found.append((arm_title(arm), model_headline(results, arm), model_findings(results, arm)))
+        elif about := findings(results, arm):
+            found.append((arm_title(arm), headline(results, arm), about))
+    search = results.search
+    return {
+        "findings_title": "In short" if results.model else "The effect of λ",
+        "findings": found,
+        "remarks": remarks(results),
+        "search_sentence": (search.sentence or f"The {search.split} data chose {at(search.chosen)}.") if search else "",
+        "search_table": search_table(results),
+        "result_table": result_table(results),
+        "difference_tables": difference_tables(results),
+        "detail_table": detail_table(results),
+        "contested_table": contested_table(results),
+        "target_facts": setup.target_facts(results),
+        "all_classes": setup.all_classes(results),
+        "notes": setup.notes(results),
+        "column_tables": setup.column_tables(results),
+        "arm_table": setup.arm_table(results),
+        "facts": setup.facts(results),
+        "configuration": setup.configuration(results),
+        "failure_table": setup.failure_table(results),
+    }
+
+
+class Image(NamedTuple):
+    """A figure, as PNG files for light and dark pages."""
 
     spec: FigureSpec
     light: bytes
     dark: bytes
-
-    @property
-    def width(self) -> int:
-        """Pixels."""
-        return round(WIDTH * DPI)
-
-    @property
-    def height(self) -> int:
-        """Pixels."""
-        return round(self.spec.height * DPI)
-
-    @property
-    def light_uri(self) -> str:
-        """The figure for light pages as a data URI."""
-        return f"data:image/png;base64,{base64.b64encode(self.light).decode()}"
-
-    @property
-    def dark_uri(self) -> str:
-        """The figure for dark pages as a data URI."""
-        return f"data:image/png;base64,{base64.b64encode(self.dark).decode()}"
 
 
 def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
@@ -98,6 +125,7 @@ def page_html(results: Results, images: list[Image]) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_keep_percent
     )
+    environment.filters["data_uri"] = lambda png: f"data:image/png;base64,{base64.b64encode(png).decode()}"
     groups: dict[str, list[Image]] = {}
     for image in images:
         groups.setdefault(image.spec.group, []).append(image)
@@ -106,7 +134,9 @@ def page_html(results: Results, images: list[Image]) -> str:
         experiment=results.experiment,
         uncertainty_title=results.task.uncertainty_title,
         groups=groups,
-        folded_tables=[fold(table) for table in content["column_tables"]],
+        width=WIDTH,
+        dpi=DPI,
+        folded_tables=[setup.fold(table) for table in content["column_tables"]],
         **content,
     )
 
@@ -119,3 +149,126 @@ def _keep_percent(value: object) -> object:
 def _write(path: Path, content: bytes) -> None:
     remove_abandoned(path)
     write_atomic(path, content)
+
+
+def markdown(results: Results) -> str:
+    """Return a complete results page: findings, tables, paired differences, the data of a fit, setup, failed runs.
+
+    Args:
+        results: A run directory.
+
+    Returns:
+        GitHub-flavoured Markdown that ends with a newline.
+    """
+    content, experiment = contents(results), results.experiment
+    parts = [f"# {_escape(experiment.title or experiment.name)}", _escape(experiment.description)]
+    parts.append(f"## {content['findings_title']}")
+    for title, sentence, about in content["findings"]:
+        parts += [f"### {_escape(title)}", _escape(sentence), _finding_list(about)]
+    parts += [f"### {'The whole fit' if results.model else 'All arms'}", _finding_list(content["remarks"])]
+    if content["search_sentence"]:
+        parts += ["## The search for λ", _escape(content["search_sentence"])]
+        parts.append(table_markdown(content["search_table"]) if content["search_table"] else "")
+    parts += ["## Results", table_markdown(content["result_table"])]
+    if content["difference_tables"]:
+        parts.append("## Paired differences")
+        parts += [f"### {_escape(t.caption)}\n\n{table_markdown(t)}" for t in content["difference_tables"]]
+    for table in (content["detail_table"], content["contested_table"]):
+        parts.append(f"## {table.caption}\n\n{table_markdown(table)}" if table else "")
+    if content["target_facts"]:
+        parts += ["## The data", _fact_list(content["target_facts"])]
+        parts += [f"### {table.caption}\n\n{table_markdown(table)}" for table in content["column_tables"]]
+        parts.append("\n".join(f"- {_escape(note)}" for note in content["notes"]))
+    parts += ["## Setup", table_markdown(content["arm_table"]), _fact_list(content["facts"])]
+    if config := content["configuration"].replace("<", "\\u003c"):  # the same to JSON, and no tag to any reader
+        fence = "`" * (3 + max((len(ticks) for ticks in re.findall("`{3,}", config)), default=0))
+        parts.append(f"{fence}json\n{config}\n{fence}")
+    if failures := content["failure_table"]:
+        parts.append(f"## {failures.caption}\n\n{table_markdown(failures)}")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _finding_list(about: list[Finding]) -> str:
+    return "\n".join(f"- **{_escape(finding.topic)}.** {_escape(finding.text)}" for finding in about)
+
+
+def _fact_list(pairs: list[tuple[str, str]]) -> str:
+    return "\n".join(f"- **{_escape(heading)}**: {_escape(text)}" for heading, text in pairs)
+
+
+def table_markdown(table: Table) -> str:
+    """Return a table as Markdown without a final newline: its sections as rows of their own, its note below."""
+    heads = [f"{column.group}: {column.label}" if column.group else column.label for column in table.columns]
+    lines = [[_escape(head) for head in heads], [":--" if kind == "text" else "--:" for kind in table.kinds]]
+    for section in table.sections:
+        if section.title:
+            lines.append([f"**{_escape(section.title)}**"] + [""] * (len(heads) - 1))
+        lines += [[f"**{_escape(c.text)}**" if c.strong else _escape(c.text) for c in row] for row in section.rows]
+    note = f"\n\n{_escape(table.note)}" if table.note else ""
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + note
+
+
+def _escape(text: str) -> str:
+    """Return text that Markdown shows unchanged, on one line."""
+    text = re.sub(r"([\\`*_\[\]|~])", r"\\\1", " ".join(text.split()))
+    text = re.sub(r"&(?=#?\w+;)", "&amp;", text)
+    text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
+    return re.sub(r"^(#|>|[+-](?=\s))", r"\\\1", text)
+
+
+def rich_table(results: Results) -> RichTable:
+    """Return the result table for a terminal.
+
+    Args:
+        results: A run directory.
+
+    Returns:
+        A `rich.table.Table`, to print with a `rich.console.Console`.
+    """
+    try:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table as RichTable
+        from rich.text import Text
+    except ImportError as error:
+        raise ImportError("Tables in a terminal need rich: pip install 'torchace[tool]'.") from error
+
+    table = result_table(results)
+    # the paper's numbers for single members stay on the page: a terminal is narrow
+    shown = [i for i, column in enumerate(table.columns) if (column.group, column.label) != ("One member", "paper")]
+    note = "Mean ± standard deviation over seeds; bold: best of its arm."
+    if results.paper:
+        note += f" paper: {results.paper.table} of Shoham and Permuter (2020)."
+    title = Text(results.experiment.title or results.experiment.name)
+    drawn = RichTable(title=title, caption=Text(note), box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    heads = [_short_heading(table.columns[i]) for i in shown]
+    rows = [row for section in table.sections for row in section.rows]
+    texts = [
+        [*head.split("\n"), *(_short_text(table.columns[i], row[i]) for row in rows)]
+        for i, head in zip(shown, heads, strict=True)
+    ]
+    # the arms' titles are in the first column and are narrowed where eighty characters hold both
+    room = 78 - sum(2 + max(map(len, column)) for column in texts[1:])
+    drawn.add_column(Text(heads[0]), min_width=10, max_width=room if 10 <= room <= 28 else 28, overflow="fold")
+    for head in heads[1:]:
+        drawn.add_column(Text(head), justify="right")
+    for section in table.sections:
+        drawn.add_section()
+        drawn.add_row(Text(section.title, style="italic", overflow="fold"))
+        for row in section.rows:
+            cells = [Text(_short_text(table.columns[i], row[i]), style=_style(row[i])) for i in shown]
+            drawn.add_row(Text("  ") + cells[0], *cells[1:])
+    return drawn
+
+
+def _short_heading(column: Column) -> str:
+    label = SHORT_HEADINGS.get(column.label, column.label.replace(", ×", "\n×"))
+    return f"Member\n{label}" if column.group == "One member" else label
+
+
+def _short_text(column: Column, cell: Cell) -> str:
+    """Return mean and deviation of the ensemble, and of single members the mean alone."""
+    return cell.text if column.group in ("", "Ensemble") else cell.text.split(" ±")[0]
+
+
+def _style(cell: Cell) -> str:
+    return "bold" if cell.strong else "dim" if cell.kind == "paper" else ""

@@ -161,7 +161,7 @@ def _result_note(results: Results) -> str:
     shared = " over the seeds that all its λ have" if unequal else ""
     note = (
         f"Mean ± standard deviation over seeds. Bold: the best mean of its arm{shared}, significant or not. "
-        f"“One member”: the mean over members. {results.task.spread_note}"
+        f"“One member”: the mean over members. {results.task.explain([*results.task.ensemble, results.task.spread])}"
     )
     if results.paper:
         note += f" “paper”: {results.paper.table} of Shoham and Permuter (2020). {results.paper.note}".rstrip()
@@ -184,7 +184,7 @@ def detail_table(results: Results) -> Table:
             rows.append([formats.diversity(diversity), *found])
         sections.append((arm_title(arm), rows))
     columns: list[str | Column] = ["λ", *(Column(results.metrics[key].label, group) for group, key in pairs)]
-    return make_table(results.task.details_title, columns, sections, results.task.details_note)
+    return make_table(results.task.details_title, columns, sections, results.task.explain(results.task.diversity[1:]))
 
 
 def difference_tables(results: Results) -> list[Table]:

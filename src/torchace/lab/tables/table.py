@@ -21,7 +21,7 @@ from torchace.lab.training.members import MemberPlan
 from torchace.lab.training.scaling import Scaler
 from torchace.models.encoder import TableEncoder
 
-MIN_STD, MAX_STD = 1e-50, 1e50  # of a regression's target: beyond, its squares are not finite
+MIN_STD, MAX_STD = 1e-45, 1e45  # of a regression's target: beyond, its squares are not finite
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ def table_encoder(encoding: Encoding) -> TableEncoder:
 
 
 def target_scaler(encoding: Encoding) -> Scaler | None:
-    if encoding.target_mean is None or encoding.target_std is None:
+    if encoding.target is None:
         return None
-    return Scaler(*(torch.tensor([v], dtype=torch.float64) for v in (encoding.target_mean, encoding.target_std)))
+    return Scaler(*(torch.tensor([v], dtype=torch.float64) for v in (encoding.target.mean, encoding.target.std)))
 
 
 def load_table(path: Path, settings: TableSettings) -> Table:
@@ -144,9 +144,9 @@ def load_table(path: Path, settings: TableSettings) -> Table:
     )
     train_frame = frame.iloc[rows.train.numpy()]
     encoding = learn_encoding(schema, train_frame)
-    if encoding.target_std is not None and not MIN_STD < encoding.target_std < MAX_STD:
+    if encoding.target is not None and not MIN_STD < encoding.target.std < MAX_STD:
         raise DataError(
-            f"The target {schema.target.name!r} has a standard deviation of {encoding.target_std:.1g}, whose square "
+            f"The target {schema.target.name!r} has a standard deviation of {encoding.target.std:.1g}, whose square "
             "over- or underflows; give it in other units."
         )
     features = table_encoder(encoding)(encoding.matrix(frame))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchace._checks import check_count, check_fraction
 from torchace.lab.data import Split
-from torchace.lab.schema.results import Candidate, DiversitySearch, Gain
+from torchace.lab.schema.results import LARGEST, Candidate, DiversitySearch, Gain
 from torchace.lab.training.early_stopping import CHUNK
 from torchace.lab.training.members import train_members
 from torchace.lab.training.objective import mean_over_samples
@@ -139,7 +139,8 @@ class GridSearch(Search):
             self.problem.check_split(self.test, "test")
 
     def run(self, callback: SearchCallback | None = None, stop: Callable[[], bool] = lambda: False) -> TunedDiversity:
-        problem, train = self.problem, _GroupTrainer(self.problem, self.cache, callback or SearchCallback(), stop)
+        problem, max_loss = self.problem, LARGEST / self.score_scale  # what a result file can hold
+        train = _GroupTrainer(problem, self.cache, callback or SearchCallback(), stop, max_loss)
         seeds, fresh_seeds = problem.training_seeds(self.num_seeds), problem.training_seeds(self.num_fresh, fresh=True)
         is_single = problem.plan.num_members == 1
         tried = [0.0] if is_single else sorted({0.0, *(float(diversity) + 0.0 for diversity in self.candidates)})
@@ -158,7 +159,6 @@ class GridSearch(Search):
                 losses = train(SearchStage(len(rounds) + 1, "gain", (0.0, best), fresh_seeds), split)
                 gain = self._gain(losses, best, num_choices=len(scores) - 1 if self.test is None else 1)
         fresh = fresh_seeds if compared else ()
-        # not validated: scores in the units of any target are stored
         return TunedDiversity.model_construct(
             chosen=best,
             task=problem.plan.task,
@@ -202,6 +202,7 @@ class _GroupTrainer:
     cache: SearchCache | None
     callback: SearchCallback
     stop: Callable[[], bool]
+    max_loss: float  # a larger one, or NaN, is a failed training
 
     def __call__(self, stage: SearchStage, split: Split) -> Losses:
         # all λ of a seed side by side: they share batches
@@ -209,7 +210,7 @@ class _GroupTrainer:
         rows: list[Tensor | None] = []
         for group in split_evenly(runs, self._max_runs()):
             losses = self._train(stage, group, split, start=len(rows) / len(runs), share=len(group) / len(runs))
-            rows += [row if bool(row.isfinite().all()) else None for row in losses]
+            rows += [row if bool((row.abs() < self.max_loss).all()) else None for row in losses]
         self.callback.on_search(stage, 1.0)
         by_run = dict(zip(runs, rows, strict=True))
         return {d: {seed: by_run[d, seed] for seed in stage.seeds} for d in stage.diversities}

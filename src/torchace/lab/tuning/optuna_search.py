@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -109,7 +108,6 @@ class OptunaSearch(Search):
         study_name: A storage can hold studies of several names.
         num_seeds: Trainings of each trial.
         pruning: Whether to stop trials that are worse than the median of those before them.
-        timeout: Seconds after which no trial is started.
         heartbeat: Seconds between two heartbeats; a process without one for three times as long counts as dead.
 
     Example:
@@ -129,7 +127,6 @@ class OptunaSearch(Search):
     study_name: str = "torchace"
     num_seeds: int = 2
     pruning: bool = True
-    timeout: float | None = None
     heartbeat: int = 30
 
     def __post_init__(self) -> None:
@@ -140,7 +137,7 @@ class OptunaSearch(Search):
             self.problem.check_coupled()
 
     def run(self, callback: SearchCallback | None = None, stop: Callable[[], bool] = lambda: False) -> StudyResult:
-        problem, start = self.problem, time.monotonic()
+        problem = self.problem
         seeds = problem.training_seeds(self.num_seeds)
         searched = {*DIMENSIONS, "hidden"}
         fingerprint = {key: value for key, value in problem.fingerprint().items() if key not in searched}
@@ -160,19 +157,16 @@ class OptunaSearch(Search):
                 return stop()
 
             objective = _Objective(self.space, problem, seeds, check_and_stop)
-            while True:
-                opened.recover()
-                if not _needs_trial(study, self.trials):
-                    break
+            opened.recover()
+            while _needs_trial(study, self.trials):
                 if stop():
                     raise Interrupted
-                if self.timeout is not None and time.monotonic() - start >= self.timeout:
-                    break
                 number = _run_trial(study, objective)
                 if callback is not None and number is not None:
                     trials = study.get_trials(deepcopy=False)
                     best = _best_trial(trials)
                     callback.on_trial(number, _value(trials[number]), None if best is None else best.value)
+                opened.recover()
             return StudyResult.from_study(study, problem.plan)
 
 

@@ -1,13 +1,16 @@
-"""PostgreSQL connections with a timeout for servers that accept connections and do not answer."""
+"""PostgreSQL: connections with a timeout for servers that do not answer, and a lock that all processes share."""
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import URL
+from sqlalchemy import URL, Engine, text
+from sqlalchemy.exc import DBAPIError
 
 CONNECT_TIMEOUT = 10  # seconds
 ANSWER_TIMEOUT = 20.0  # seconds
@@ -59,3 +62,37 @@ def connection_factory(url: URL) -> Callable[[], Any]:
         return Connection.connect(*positional, **named)
 
     return connect
+
+
+class ServerLock:
+    """An advisory lock of PostgreSQL: it ends with the connection."""
+
+    def __init__(self, engine: Engine, study_name: str) -> None:
+        digest = hashlib.sha256(f"torchace {study_name}".encode()).digest()
+        self.key = int.from_bytes(digest[:8], signed=True)
+        self.connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        self._select("pg_advisory_lock_shared")
+
+    @contextmanager
+    def exclusive(self) -> Iterator[bool]:
+        """Whether no other process works on the study; none starts before the context ends."""
+        try:
+            acquired = self._select("pg_try_advisory_lock")
+        except DBAPIError as error:
+            if not error.connection_invalidated:
+                raise
+            self.connection.rollback()  # the server restarted: the lock was lost with the connection
+            self._select("pg_advisory_lock_shared")
+            acquired = self._select("pg_try_advisory_lock")
+        try:
+            yield acquired
+        finally:
+            if acquired:
+                self._select("pg_advisory_unlock")
+
+    def close(self) -> None:
+        self.connection.invalidate()
+        self.connection.close()
+
+    def _select(self, function: str) -> bool:
+        return bool(self.connection.execute(text(f"SELECT {function}(:key)"), {"key": self.key}).scalar())

@@ -14,28 +14,8 @@ from torchace.lab.training.members import MemberPlan
 Bounds = float | tuple[float, float]
 
 
-@dataclass(frozen=True)
-class _Dimension:
-    kind: type[int] | type[float]
-    log: bool
-    least: float
-    most: float = math.inf
-
-    def accepts(self, value: object) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int if self.kind is int else int | float):
-            return False
-        return self.least <= value <= self.most and math.isfinite(value)
-
-
-DIMENSIONS = {
-    "diversity": _Dimension(float, False, 0.0, 1.0),
-    "width": _Dimension(int, True, 1),
-    "num_layers": _Dimension(int, False, 1),
-    "learning_rate": _Dimension(float, True, 0.0),
-    "weight_decay": _Dimension(float, True, 0.0),
-    "num_members": _Dimension(int, False, 1),
-    "batch_size": _Dimension(int, True, 1),
-}
+LOG_SCALE = {"width", "learning_rate", "weight_decay", "batch_size"}
+WHOLE_NUMBERS = {"width", "num_layers", "num_members", "batch_size"}
 
 
 @dataclass(frozen=True)
@@ -58,16 +38,15 @@ class SearchSpace:
     batch_size: Bounds = (32, 256)
 
     def __post_init__(self) -> None:
-        for name, dimension in DIMENSIONS.items():
+        for name in DIMENSIONS:
             given, ends = getattr(self, name), self.bounds(name)
-            if len(ends) != 2 or not all(map(dimension.accepts, ends)) or not ends[0] <= ends[1]:
-                kind = "whole numbers" if dimension.kind is int else "numbers"
-                most = "" if dimension.most == math.inf else f" and at most {dimension.most:g}"
+            if len(ends) != 2 or not all(_is_valid(name, end) for end in ends) or not ends[0] <= ends[1]:
                 raise ValueError(
-                    f"Expected `{name}` to be bounds (low, high) or one value, {kind} of at least {dimension.least:g}"
-                    f"{most}, but got {given!r}."
+                    f"Expected `{name}` to be bounds (low, high) or one value, "
+                    f"{'whole numbers of at least 1' if name in WHOLE_NUMBERS else 'numbers of at least 0'}"
+                    f"{' and at most 1' if name == 'diversity' else ''}, but got {given!r}."
                 )
-            if dimension.log and ends[0] == 0 and (ends[1] > 0 or name == "learning_rate"):
+            if name in LOG_SCALE and ends[0] == 0 and (ends[1] > 0 or name == "learning_rate"):
                 raise ValueError(
                     f"Expected `{name}` above 0, but got {given!r}. It is searched on a logarithmic scale."
                 )
@@ -85,14 +64,14 @@ class SearchSpace:
     def suggest(self, trial: Trial) -> dict[str, float]:
         """A value for every hyperparameter: Optuna's suggestion, or the fixed value."""
         values: dict[str, float] = {}
-        for name, dimension in DIMENSIONS.items():
+        for name in DIMENSIONS:
             low, high = self.bounds(name)
             if low == high:
-                values[name] = dimension.kind(low)
-            elif dimension.kind is int:
-                values[name] = trial.suggest_int(name, int(low), int(high), log=dimension.log)
+                values[name] = low
+            elif name in WHOLE_NUMBERS:
+                values[name] = trial.suggest_int(name, int(low), int(high), log=name in LOG_SCALE)
             else:
-                values[name] = trial.suggest_float(name, low, high, log=dimension.log)
+                values[name] = trial.suggest_float(name, low, high, log=name in LOG_SCALE)
         return values
 
     def clip(self, plan: MemberPlan) -> dict[str, float]:
@@ -113,3 +92,13 @@ def apply_values(plan: MemberPlan, values: Mapping[str, Any]) -> tuple[MemberPla
     """
     known = {name: value for name, value in values.items() if name in {one.name for one in fields(plan)}}
     return replace(plan, hidden=(values["width"],) * values["num_layers"], **known), values["diversity"]
+
+
+def _is_valid(name: str, value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int if name in WHOLE_NUMBERS else int | float):
+        return False
+    least, most = int(name in WHOLE_NUMBERS), 1 if name == "diversity" else math.inf
+    return least <= value <= most and math.isfinite(value)
+
+
+DIMENSIONS = tuple(field.name for field in fields(SearchSpace))

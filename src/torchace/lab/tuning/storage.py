@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -22,9 +23,8 @@ from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError, IntegrityError, NoSuchModuleError, ProgrammingError, SQLAlchemyError
 
 from torchace._files import refuse_links
-from torchace.lab.tuning.postgres import CONNECT_TIMEOUT, connection_factory
+from torchace.lab.tuning.postgres import CONNECT_TIMEOUT, ServerLock, connection_factory
 from torchace.lab.tuning.search import fingerprint_difference
-from torchace.lab.tuning.study_locks import FileLock, ServerLock, StudyLock
 
 FINGERPRINT = "torchace"  # attribute of a study
 FAILURE = "failure"  # attribute of a trial: why its training failed; such a trial is not tried again
@@ -49,12 +49,42 @@ class _Storage(RDBStorage):
             self.failure = error
 
 
+class FileLock:
+    """A lock beside an SQLite file that all processes of one machine share; it ends with the process."""
+
+    def __init__(self, database: Path) -> None:
+        name = f"{database.name}.lock"
+        refuse_links(database.parent, [name])
+        try:
+            database.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(database.with_name(name), "a")  # noqa: SIM115
+            fcntl.flock(self.file, fcntl.LOCK_SH)
+        except OSError as error:
+            raise StorageError(f"Cannot write to {database}: {error.strerror}. Choose another file.") from error
+
+    @contextmanager
+    def exclusive(self) -> Iterator[bool]:
+        """Whether no other process works on the study; none starts before the context ends."""
+        acquired = True
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            acquired = False
+        try:
+            yield acquired
+        finally:
+            fcntl.flock(self.file, fcntl.LOCK_SH)  # also after a refusal, which may have released it
+
+    def close(self) -> None:
+        self.file.close()
+
+
 @dataclass(frozen=True)
 class OpenStudy:
     """A study that this process works on."""
 
     study: Study
-    lock: StudyLock
+    lock: FileLock | ServerLock | None
     storage: _Storage | None
 
     def check(self) -> None:
@@ -68,7 +98,7 @@ class OpenStudy:
         This process must have no running trial of its own. A process may have died after it marked a trial as failed
         and before it asked for another attempt.
         """
-        with self.lock.exclusive() as is_alone:
+        with nullcontext(False) if self.lock is None else self.lock.exclusive() as is_alone:
             if is_alone:
                 for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
                     with suppress(UpdateFinishedTrialError):
@@ -105,21 +135,14 @@ def open_study(
     All processes of a study hold a lock beside an SQLite file or in PostgreSQL, so that a process that is alone can
     recover trials of dead ones at once. Beside others, trials without a heartbeat for long are tried again.
 
-    Args:
-        where: The path of an SQLite file, a URL as Optuna takes it, or None for memory.
-        name: The study's name.
-        fingerprint: Identifies the search; a study of another one is refused.
-        sampler: Suggests parameters.
-        pruner: Stops trials early.
-        heartbeat: Seconds between two heartbeats; a process without one for three times as long counts as dead.
-
     Raises:
-        StorageError: The storage cannot be used, or failed on the way.
+        StorageError: The storage cannot be used, failed on the way, or holds another search.
     """
     url = _parse_url(where)
     with _silence_optuna(), ExitStack() as stack:
-        lock = _lock_file(_sqlite_file(url))
-        stack.callback(lock.close)
+        lock: FileLock | ServerLock | None = None
+        if (file := _sqlite_file(url)) is not None:
+            lock = stack.enter_context(closing(FileLock(file)))
         storage = None if url is None else _connect(url, heartbeat)
         try:
             study = optuna.create_study(
@@ -131,8 +154,7 @@ def open_study(
             )
             _check_fingerprint(study, fingerprint, _display(url))
             if storage is not None and storage.engine.dialect.name == "postgresql":
-                lock = ServerLock(storage.engine, name)
-                stack.callback(lock.close)
+                lock = stack.enter_context(closing(ServerLock(storage.engine, name)))
             opened = OpenStudy(study, lock, storage)
             opened.wait_for_server()
             yield opened
@@ -252,24 +274,6 @@ def _check_fingerprint(study: Study, fingerprint: Mapping[str, Any], where: str)
         difference = f"holds a search {difference}"
     if difference is not None:
         raise StorageError(f"Study {study.study_name!r} in {where} {difference}. Choose another name for the study.")
-
-
-def _lock_file(file: Path | None) -> StudyLock:
-    """Lock a file beside an SQLite file, if it is one."""
-    if file is None:
-        return StudyLock()
-    name = f"{file.name}.lock"
-    refuse_links(file.parent, [name])
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(file.with_name(name), "a")  # noqa: SIM115
-    except OSError as error:
-        raise StorageError(f"Cannot write to {file}: {error.strerror}. Choose another file.") from error
-    try:
-        return FileLock(lock)
-    except OSError as error:
-        lock.close()
-        raise StorageError(f"Cannot lock {file}: {error.strerror}. Choose another file.") from error
 
 
 @contextmanager

@@ -8,7 +8,7 @@ on shapes and counters are the module's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -89,9 +89,8 @@ class Follower(TorchFunctionMode):
         """Return a marked tensor as `Stacked`, also within lists and tuples, and other values unchanged."""
         if isinstance(value, Tensor):
             mark = getattr(value, MARK, None)
-            if mark is not None and mark[0] == self.token:
-                return Stacked(value, mark[1])
-        elif type(value) in (list, tuple):
+            return Stacked(value, mark[1]) if mark is not None and mark[0] == self.token else value
+        if type(value) in (list, tuple):
             return type(value)([self.value_of(item) for item in value])
         return value
 
@@ -105,7 +104,7 @@ class Follower(TorchFunctionMode):
         compute = RULES.get(func)
         if compute is None and name_of(func) in RANDOM_NAMES:
             raise CannotFollow(f"{name_of(func)!r} draws random numbers that cannot be drawn for each member")
-        if func not in RANDOM and not any(map(_has_stacked, inputs)) and not any(map(_has_stacked, options.values())):
+        if func not in RANDOM and not _any_stacked(inputs) and not _any_stacked(options.values()):
             self.note(func, "once")
             return func(*args, **(kwargs or {}))
         result = NotImplemented if compute is None else compute(self, func, *inputs, **options)
@@ -116,11 +115,11 @@ class Follower(TorchFunctionMode):
 
     def to_tensors(self, value: Any) -> Any:
         """Return marked tensors in place of `Stacked`, also within containers."""
-        if isinstance(value, Stacked):
+        if type(value) is Stacked:
             return self.mark(value.data, value.layout)
         if isinstance(value, dict):
             return {name: self.to_tensors(item) for name, item in value.items()}
-        if isinstance(value, (list, tuple)) and any(map(_has_stacked, value)):
+        if isinstance(value, (list, tuple)) and _any_stacked(value):
             return type(value)([self.to_tensors(item) for item in value])
         return value
 
@@ -162,8 +161,12 @@ class Follower(TorchFunctionMode):
         return tree_unflatten(combined, members[0][1])
 
 
-def _has_stacked(value: Any) -> bool:
-    return isinstance(value, Stacked) or (type(value) in (list, tuple) and any(map(_has_stacked, value)))
+def _any_stacked(values: Iterable[Any]) -> bool:
+    for value in values:  # a loop: this runs at every call of a forward
+        kind = type(value)
+        if kind is Stacked or ((kind is list or kind is tuple) and _any_stacked(value)):
+            return True
+    return False
 
 
 def name_of(func: Callable[..., Any]) -> str:

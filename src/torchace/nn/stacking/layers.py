@@ -18,7 +18,10 @@ from torchace.nn.stacking.values import CHANNELS, FIRST, LAST, Stacked, pad_axes
 
 def _has_own_weights(follower: Follower, *weights: Any) -> bool:
     """Whether each weight is None or has an entry for each member."""
-    return all(w is None or (isinstance(w, Stacked) and w.data.shape[0] == follower.num_members) for w in weights)
+    for weight in weights:
+        if weight is not None and (type(weight) is not Stacked or len(weight.data) != follower.num_members):
+            return False
+    return True
 
 
 def _flatten(weight: Any) -> Tensor | None:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tests.lab.report.fits import FitSpec, write_fit
 from torchace.lab.report import Results, markdown, read_results, rich_table
-from torchace.lab.report.render import contents, table_markdown
+from torchace.lab.report.page import contents, table_markdown
 from torchace.lab.report.tables import Cell, Column, Section, Table, result_table
 
 

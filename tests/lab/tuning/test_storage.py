@@ -1,0 +1,184 @@
+"""Storages of studies: failing, refused, without the password in messages."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import sqlalchemy
+
+from tests.lab.tuning.cases import make_split
+from tests.lab.tuning.test_optuna_search import PLAN, ended, found
+from torchace.lab.tuning.storage import StorageError, _reason
+
+
+@pytest.mark.parametrize("name", ["per%20cent {braces}.db", "hash#question? λ.db"])
+def test_files_of_any_name(tmp_path: Path, name: str) -> None:
+    result = found(1, tmp_path / name, num_seeds=1)
+    assert (tmp_path / name).exists()
+    assert found(1, tmp_path / name, num_seeds=1) == result
+
+
+# -- a storage that fails ---------------------------------------------------------------------------------------------
+
+
+class FullDisk:
+    """From the statement with this number on, SQLite refuses what writes, as a full disk makes it do."""
+
+    def __init__(self, statement: int, lasts: int = 10**9) -> None:
+        self.left, self.lasts, self.refused = statement, lasts, 0
+
+    def __call__(self, connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        self.left -= 1
+        if self.left < 0 and self.refused < self.lasts and not statement.startswith(("SELECT", "PRAGMA")):
+            self.refused += 1
+            raise sqlalchemy.exc.OperationalError(statement, {}, sqlite3.OperationalError("database or disk is full"))
+
+
+@pytest.fixture
+def disks() -> Iterator[Callable[[FullDisk], None]]:
+    """Has every database in this process on such a disk, until the test ends or there is another one."""
+    current: list[FullDisk] = []
+
+    def change(disk: FullDisk) -> None:
+        for before in current:
+            sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", before)
+        current[:] = [disk]
+        sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", disk)
+
+    yield change
+    for disk in current:
+        sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", disk)
+
+
+@pytest.mark.parametrize(("statement", "lasts"), [(70, 10**9), (140, 10**9), (90, 1), (200, 1)])
+def test_a_full_disk_loses_no_trial(
+    statement: int, lasts: int, tmp_path: Path, disks: Callable[[FullDisk], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is being written, for a moment or for good, also by the thread that gives signs of life."""
+    file = tmp_path / "study.db"
+    disks(full := FullDisk(statement, lasts))
+    try:
+        found(4, file, num_seeds=1, pruning=False)
+        assert lasts == 1  # there are statements that Optuna repeats
+    except StorageError as error:
+        assert re.search(r"study.db \(database or disk is full\)\. Finished trials are kept", str(error))  # noqa: PT017
+    assert full.refused >= 1
+    disks(FullDisk(10**9))
+    assert ended(found(4, file, num_seeds=1, pruning=False)) == ended(found(4, num_seeds=1, pruning=False))
+    assert capfd.readouterr().err == ""
+
+
+def test_sqlite_file_at_its_size_limit(tmp_path: Path) -> None:
+    """SQLite's own limit, with its own error."""
+    file, plan = tmp_path / "study.db", replace(PLAN, epochs=1)
+    found(1, file, num_seeds=1, plan=plan)
+    pages = file.stat().st_size // 4096
+
+    def limit(connection: Any, record: Any) -> None:
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+
+    sqlalchemy.event.listen(sqlalchemy.Engine, "connect", limit)
+    try:
+        with pytest.raises(StorageError, match=r"\(database or disk is full\).*repeat the command to resume") as caught:
+            found(100, file, num_seeds=1, plan=plan)
+    finally:
+        sqlalchemy.event.remove(sqlalchemy.Engine, "connect", limit)
+    assert "\n" not in str(caught.value)
+    assert ended(found(4, file, num_seeds=1, plan=plan))[:4] == ended(found(4, num_seeds=1, plan=plan))
+
+
+def test_failing_heartbeat_stops_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial that writes nothing on its way notices it too."""
+    asked = 0
+
+    def fails(self: Any, trial_id: int) -> None:
+        raise sqlalchemy.exc.OperationalError("UPDATE", {}, sqlite3.OperationalError("disk I/O error"))
+
+    def stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.storages.RDBStorage, "record_heartbeat", fails)
+        with pytest.raises(StorageError, match=r"\(disk I/O error\)"):
+            found(2, tmp_path / "study.db", plan=replace(PLAN, epochs=100_000), stop=stop, pruning=False)
+    assert asked < 10_000
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train": make_split(48, 5)}, "holds a search on other data: its train samples are not these"),
+        ({"plan": replace(PLAN, epochs=7)}, "holds a search with epochs = 6, but now it is 7"),
+        ({"num_seeds": 1}, r"holds a search with seeds = \[0, 1\], but now it is \[0\]"),
+        ({"plan": replace(PLAN, patience=3)}, "holds a search with patience = None, but now it is 3"),
+    ],
+)
+def test_a_study_of_other_data_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    result = found(1, tmp_path / "study.db")
+    with pytest.raises(StorageError, match=f"Study 'torchace' in {tmp_path}/study.db {message}") as caught:
+        found(2, tmp_path / "study.db", **options)
+    assert "\n" not in str(caught.value)
+    assert found(1, tmp_path / "study.db", plan=replace(PLAN, hidden=(3,), num_members=4)) == result  # searched, both
+
+
+@pytest.mark.parametrize("direction", ["minimize", "maximize"])
+def test_foreign_study_is_refused(tmp_path: Path, direction: str) -> None:
+    study = optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db", study_name="torchace", direction=direction)
+    study.optimize(lambda trial: 1.0, n_trials=1)
+    with pytest.raises(StorageError, match="was not made by torchace"):
+        found(1, tmp_path / "study.db")
+    assert len(study.trials) == 1
+
+
+def _text(folder: Path) -> Path:
+    (folder / "text.db").write_text("this is not a database, but long enough to be one" * 100)
+    return folder / "text.db"
+
+
+def _below_a_file(folder: Path) -> Path:
+    (folder / "file").write_text("")
+    return folder / "file" / "study.db"
+
+
+@pytest.mark.parametrize(
+    ("storage", "message"),
+    [
+        (_text, r"Cannot open the storage .*text.db \(file is not a database\)"),
+        (_below_a_file, r"Cannot write to .*study.db: (Not a directory|File exists)"),
+        (lambda folder: folder, r"Cannot open the storage .* \(unable to open database file\)"),
+        (lambda folder: "postgresql+psycopg://me:geheim@127.0.0.1:1/db", "Cannot open the storage postgresql"),
+        (lambda folder: "postgresql+psycopg://me@127.0.0.1:1/db?password=geheim", "Cannot open the storage postgresql"),
+        (lambda folder: "postgresql+psycopg://me:geheim@nowhere.invalid/db", "Cannot open the storage postgresql"),
+        (lambda folder: "postgresql+psycopg://me:geheim@host:port/db", "a URL that cannot be read"),
+        (lambda folder: "mysql+pymysql://me:geheim@host/db", r"There is no driver .*Install pymysql"),
+        (
+            lambda folder: "nonsense://me:geheim@host/db",
+            r"There is no driver for the storage nonsense://me:\*\*\*@host/db",
+        ),
+        (lambda folder: "://geheim", "a URL that cannot be read"),
+        (lambda folder: "redis://me:geheim@host", r"There is no driver for the storage redis://me:\*\*\*@host"),
+    ],
+)
+def test_unusable_storage_is_one_sentence(tmp_path: Path, storage: Callable[[Path], str | Path], message: str) -> None:
+    with pytest.raises(StorageError, match=message) as caught:
+        found(1, storage(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert "geheim" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["postgresql://me:geheim@host/db", "postgresql://me@host/db?sslpassword=geheim"])
+def test_password_is_removed_from_driver_messages(url: str) -> None:
+    said = _reason(RuntimeError("no connection with user=me password=geheim\nand more"), sqlalchemy.make_url(url))
+    assert said == "no connection with user=me password=***"
