@@ -22,7 +22,7 @@ from tests.lab.cli.cases import Invoke, Outcome
 from tests.lab.sweeps.cases import command, leftovers, poison, stored_files
 from torchace import _files as files
 from torchace.lab.cli import app as cli
-from torchace.lab.cli.sweep_progress import SweepProgress
+from torchace.lab.cli.progress import SweepProgress
 from torchace.lab.data import DataError, load
 from torchace.lab.schema.results import GroupPlan, RunKey
 from torchace.lab.store import RunStore
@@ -169,7 +169,7 @@ def test_interrupted_in_this_process(invoke: Invoke, small: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr("torchace.lab.sweeps.executor.fit", fit)
         outcome = invoke("run", small, "--out", "a [long] name")
-    assert outcome == (3, "", "Interrupted. Everything so far is in a [long] name; repeat the command to go on.\n")
+    assert outcome == (3, "", "Interrupted. Everything so far is in a [long] name; repeat the command to resume.\n")
     assert invoke("run", small, "--out", "a [long] name").code == 0
 
 
@@ -626,7 +626,7 @@ def test_no_resume_refuses_a_directory_with_runs(invoke: Invoke, small: Path) ->
     assert invoke("run", small, "--out", "out", "--no-resume").code == 0
     outcome = invoke("run", small, "--out", "out", "--no-resume")
     assert outcome.code == 1
-    assert outcome.err == ("Error: out holds runs already. Leave out --no-resume to go on, or choose another --out.\n")
+    assert outcome.err == ("Error: out holds runs already. Leave out --no-resume to resume, or choose another --out.\n")
 
 
 @pytest.mark.usefixtures("no_report")

@@ -437,10 +437,10 @@ def test_a_missing_package_is_said_before_anything_is_trained(
 ) -> None:
     monkeypatch.chdir(bad_place)
     before = everything_in(bad_place)
-    command = TUNE if package == "optuna" else FIT
+    command = (*TUNE, "--trials", 1) if package == "optuna" else FIT
     for module in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
-    for module in ("tuning.search", "tuning.storage", "tables.search") if package == "optuna" else ():
+    for module in ("tuning.optuna_search", "tuning.storage") if package == "optuna" else ():
         monkeypatch.delitem(sys.modules, f"torchace.lab.{module}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     assert_one_sentence(invoke(*command, *TINY[2:]), package, "pip install")
@@ -546,7 +546,7 @@ def test_interrupted_it_goes_on_when_repeated(here: Path, invoke: Invoke, monkey
     with monkeypatch.context() as patch:
         patch.setattr(table_fit, "train_members", told_to_stop)
         outcome = invoke(*command)
-    sentence = "Interrupted. Everything so far is in models/pets.work; repeat the command to go on.\n"
+    sentence = "Interrupted. Everything so far is in models/pets.work; repeat the command to resume.\n"
     assert outcome == (3, "", sentence)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert not Path("models/pets").exists()
@@ -567,7 +567,7 @@ def test_interrupted_while_the_report_is_drawn(here: Path, invoke: Invoke, monke
 
     command = ("fit", "pets.csv", "--target", "pet", *TINY)
     monkeypatch.setattr("torchace.lab.report.write_report", drawing)
-    sentence = "Interrupted. Everything so far is in models/pets.work; repeat the command to go on.\n"
+    sentence = "Interrupted. Everything so far is in models/pets.work; repeat the command to resume.\n"
     assert invoke(*command) == (3, "", sentence)
     monkeypatch.setattr("torchace.lab.report.write_report", fake_report)
     monkeypatch.setattr(table_fit, "train_members", lambda *args, **options: pytest.fail("trained again"))
@@ -783,7 +783,7 @@ def test_a_search_for_lambda(here: Path, invoke: Invoke) -> None:
     assert (outcome.code, outcome.err) == (0, "")
     found = json.loads(Path("runs/tune-pets/tune.json").read_text())
     lines = outcome.out.splitlines()
-    assert lines[0].split() == ["λ", "held-out", "cross", "entropy", "seeds", "failed"]
+    assert lines[0].split() == ["λ", "validation", "cross", "entropy", "seeds", "failed"]
     (chosen,) = [line for line in lines if "← chosen" in line]
     assert float(chosen.split()[0]) == found["chosen"]
     assert lines[-2:] == [found["sentence"], "Written to runs/tune-pets/tune.json."]
@@ -851,7 +851,7 @@ def test_an_interrupted_search_does_not_print_the_password(
     monkeypatch.setattr("torchace.lab.tables.search.OptunaSearch.run", stopped)
     storage = "postgresql+psycopg://me:secret@host/db"
     outcome = invoke("tune", "pets.csv", "--target", "pet", "--trials", 2, "--storage", storage)
-    assert outcome == (3, "", "Interrupted. Everything so far is kept in the storage; repeat the command to go on.\n")
+    assert outcome == (3, "", "Interrupted. Everything so far is in the storage; repeat the command to resume.\n")
 
 
 def test_trials_that_all_fail_are_one_sentence(here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,7 +319,7 @@ def test_any_other_json_is_refused_or_is_another_encoding(target):
     assert all("\n" not in sentence and sentence.endswith(".") for sentence in sentences)
 
 
-# -- tables that nobody thought of -------------------------------------------------------------------------------------
+# -- random tables -----------------------------------------------------------------------------------------------------
 
 
 MISSING_CELLS = st.sampled_from(["", "NA", "nan", "NULL", " None "])
@@ -417,11 +417,11 @@ def one_sentence_of_any_table(error: DataError) -> str:
     return sentence
 
 
-def test_tables_that_nobody_thought_of():
-    """200 tables of anything: each is encoded, or refused in one sentence; and not all of them refused."""
+def test_random_tables():
+    """80 tables of anything: each is encoded, or refused in one sentence; and not all of them refused."""
     outcomes: Counter[str] = Counter()
 
-    @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
     @given(tables(), st.sampled_from(",;\t"), st.integers(0, 1000))
     def check(table: tuple[dict[str, list[str]], str], delimiter: str, seed: int) -> None:
         sentence = check_table(*table, delimiter, seed)
@@ -429,8 +429,8 @@ def test_tables_that_nobody_thought_of():
         event("encoded" if sentence is None else "refused")
 
     check()
-    assert outcomes["encoded"] >= 40
-    assert outcomes["refused"] >= 10
+    assert outcomes["encoded"] >= 15
+    assert outcomes["refused"] >= 5
 
 
 def test_one_sentence_is_checked():

@@ -109,7 +109,7 @@ def test_an_archive_with_records_and_long_names_is_read(tmp_path: Path) -> None:
 
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", format=tarfile.PAX_FORMAT) as archive:
-        for name, data in {"x" * 300: b"something", **cifar_files("binary")}.items():
+        for name, data in {"x" * 300: b"something", **cifar_files()}.items():
             member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
             member.size, member.pax_headers = len(data), {"comment": "λ"}
             archive.addfile(member, io.BytesIO(data))

@@ -50,6 +50,17 @@ def test_csv_dialects(tmp_path, delimiter, name, mark, end):
     assert {column: [cell.strip() for cell in frame[column]] for column in frame} == expected
 
 
+@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz"])
+def test_blocks_end_anywhere(tmp_path, name, monkeypatch):
+    """Cells of several lines, wherever the blocks of the file end; the delimiter is known from a part of the rows."""
+    cells = {f"c{i}": [f'{i}, "{row}"\r\nü{"x" * (row % 7)}' for row in range(200)] for i in range(3)}
+    text = write_csv(tmp_path / "whole.csv", cells, ";").read_bytes()
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    for size in (64, 1000, 1 << 20):
+        monkeypatch.setattr("torchace.lab.data.csv_files._BLOCK_BYTES", size)
+        assert read_table(tmp_path / name).to_dict("list") == cells
+
+
 def test_tab_separated_values_are_never_split_at_commas(tmp_path):
     (tmp_path / "t.tsv").write_text("a,b\tc,d\n1,5\t2,5\n")
     assert read_table(tmp_path / "t.tsv").to_dict("list") == {"a,b": ["1,5"], "c,d": ["2,5"]}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchace.lab.data import NAMES
-from torchace.lab.schema.experiment import DATASETS, _distinct
+from torchace.lab.schema.experiment import DATASETS, _check_distinct
 from torchace.lab.sweeps.config import ConfigError, builtin_names, load_experiment, parse_experiment
 
 LEAST: dict[str, Any] = {"name": "a", "train": {"epochs": 1}}
@@ -184,10 +184,10 @@ def test_many_seeds_are_checked_in_linear_time() -> None:
         __hash__ = int.__hash__
 
     values = [Counting(i) for i in range(2000)]
-    assert _distinct(values) == values
+    assert _check_distinct(values) == values
     assert compared <= 2 * len(values) + len(values)  # the last: of the line above
     with pytest.raises(ValueError, match="got 7 twice"):
-        _distinct([*range(5000), 7])
+        _check_distinct([*range(5000), 7])
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_told_to_stop(
             pass
         code, _, err = sweeping.end(number)
         assert code == 3
-        assert err == f"Interrupted. Everything so far is in {directory}; repeat the command to go on.\n"
+        assert err == f"Interrupted. Everything so far is in {directory}; repeat the command to resume.\n"
         assert not sweeping.is_torn()
     assert finish(started(sweep_file, directory)) == undisturbed
 

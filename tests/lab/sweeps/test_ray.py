@@ -27,7 +27,7 @@ from rich.console import Console
 from tests.lab.sweeps.cases import command, leftovers, stored_files
 from tests.support.held_ray import FREE, held_link
 from torchace.lab.cli import app as cli
-from torchace.lab.cli.sweep_progress import SweepProgress
+from torchace.lab.cli.progress import SweepProgress
 from torchace.lab.schema.experiment import Experiment
 from torchace.lab.schema.results import GroupPlan, RunKey
 from torchace.lab.store import RunStore
@@ -549,7 +549,7 @@ def test_without_ray(sweep_file: Path, tmp_path: Path) -> None:
 
 
 def test_a_local_sweep_does_not_know_of_ray() -> None:
-    code = "import sys, torchace.lab.cli, torchace.lab.cli.sweep_progress; print('ray' in sys.modules)"
+    code = "import sys, torchace.lab.cli, torchace.lab.cli.progress; print('ray' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"
 
@@ -655,7 +655,7 @@ def test_a_driver_is_killed_and_stopped_and_repeated_from_outside(
     driver.process.terminate()
     code, _, err = driver.end()
     assert code == cli.INTERRUPTED
-    assert err == f"Interrupted. Everything so far is in {driver.directory}; repeat the command to go on.\n"
+    assert err == f"Interrupted. Everything so far is in {driver.directory}; repeat the command to resume.\n"
 
     done = len(driver.results())
     port = nodes.cluster.head_node._ray_params.ray_client_server_port

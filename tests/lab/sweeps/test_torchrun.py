@@ -199,7 +199,7 @@ def test_told_to_stop_and_finished_by_more_processes(
     job.wait_until(lambda: saved_steps(directory) == [EVERY])
     job.process.send_signal(signal.SIGTERM)  # torchrun passes it on
     assert job.end() != 0
-    assert job.said() == [f"Interrupted. Everything so far is in {directory}; repeat the command to go on.\n", ""]
+    assert job.said() == [f"Interrupted. Everything so far is in {directory}; repeat the command to resume.\n", ""]
     (stopped,) = saved_steps(directory)
     assert EVERY <= stopped < 3 * EVERY
     known = len(events(directory))

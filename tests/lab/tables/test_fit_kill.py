@@ -227,14 +227,13 @@ def checkpoints(folder: Path) -> set[tuple[Path, int]]:
 def test_told_to_stop(command: tuple[str, ...], where: str, result: str, server: ForkServer, tmp_path: Path) -> None:
     undisturbed(server, command, tmp_path / "undisturbed")
     folder = prepared(tmp_path / "stopped")
-    verb = "is" if command is FIT else "is kept"
     for number in (signal.SIGTERM, signal.SIGINT):
         before = checkpoints(folder)
         process = server.start(*command, folder=folder, every=0.0, held=(CHECKPOINT, 1))
         assert process.wait_until(lambda before=before: not checkpoints(folder) <= before)
         code, out, err = process.end(number)
         assert (code, out) == (3, "")
-        assert err == f"Interrupted. Everything so far {verb} in {where}; repeat the command to go on.\n"
+        assert err == f"Interrupted. Everything so far is in {where}; repeat the command to resume.\n"
         assert not (folder / result).exists()
     assert finished(server, command, folder)
     assert (folder / result).read_bytes() == (tmp_path / "undisturbed" / result).read_bytes()
@@ -242,11 +241,11 @@ def test_told_to_stop(command: tuple[str, ...], where: str, result: str, server:
 
 def test_trials_that_are_told_to_stop(server: ForkServer, tmp_path: Path) -> None:
     folder = prepared(tmp_path / "stopped")
-    told = "torchace.lab.cli.fit_progress:TrialProgress.finished"
+    told = "torchace.lab.cli.progress:TrialProgress.on_trial"
     command = server.start(*TRIALS, folder=folder, held=(told, 2))
     assert command.wait_until(lambda: "Trial 1" in (folder / "stdout").read_text())
     code, _, err = command.end(signal.SIGTERM)
-    assert (code, err) == (3, "Interrupted. Everything so far is kept in study; repeat the command to go on.\n")
+    assert (code, err) == (3, "Interrupted. Everything so far is in study; repeat the command to resume.\n")
     before = complete(folder / "study" / "study.db")
     assert len(before) == 2
     assert finished(server, TRIALS, folder)

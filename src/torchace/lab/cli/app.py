@@ -1,7 +1,7 @@
 """The command line: parse, call, print. An error is one line and an exit code.
 
-Exit codes: 0 done; 1 an error, said in one line; 2 wrong usage; 3 interrupted after a checkpoint, repeat the command to
-go on; 4 done, but some runs failed (NaN or Inf), named in one line each.
+Exit codes: 0 success; 1 an error; 2 wrong usage; 3 interrupted after a checkpoint, repeat the command to resume; 4
+finished, but some runs failed (NaN or Inf), named in one line each.
 """
 
 from __future__ import annotations
@@ -10,41 +10,50 @@ import errno
 import io
 import shlex
 import sys
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from torchace import __version__
 
-TOOL = "The command line needs {}: pip install 'torchace[tool]'."
-# What to do about too little memory, by command.
-LESS_MEMORY = {
-    "run": "What was saved is kept; try a smaller network or batch, or fewer runs at a time (sweep.cohort_size).",
-    "fit": "What was saved is kept; try fewer or smaller members (--members, --hidden), or smaller batches "
-    "(--batch-size).",
-    "tune": "What was saved is kept; try fewer or smaller members (--members, --hidden), smaller batches "
-    "(--batch-size), or fewer seeds (--seeds).",
-}
+MISSING = "The command line needs {}: pip install 'torchace[tool]'."
 
 try:
     import typer
 
-    from torchace.lab.cli import tables as cli_data
+    from torchace.lab.cli import tables
     from torchace.lab.cli.terminal import (
         ERROR,
         INTERRUPTED,
         KEYBOARD,
+        RESUME,
         SOME_FAILED,
         USAGE,
-        Stopper,
-        complain,
+        StopSignal,
+        check_report_packages,
         console,
+        exit_interrupted,
         interruptible,
-        say,
-        wide,
+        print_error,
+        print_line,
+        print_table,
     )
 except ModuleNotFoundError as error:
-    sys.exit(TOOL.format(error.name))
+    sys.exit(MISSING.format(error.name))
+
+if TYPE_CHECKING:
+    from torchace.lab.schema.experiment import Experiment
+    from torchace.lab.schema.results import Failure, RunKey
+    from torchace.lab.sweeps.executor import Executor
+
+# What to do about too little memory, by command.
+LESS_MEMORY = {
+    "run": "try a smaller network or batch, or fewer runs at a time (sweep.cohort_size).",
+    "fit": "try fewer or smaller members (--members, --hidden), or smaller batches (--batch-size).",
+    "tune": "try fewer or smaller members (--members, --hidden), smaller batches (--batch-size), or fewer seeds "
+    "(--seeds).",
+}
 
 app = typer.Typer(
     add_completion=False,
@@ -58,90 +67,109 @@ app = typer.Typer(
 def run(
     experiment: Annotated[str, typer.Argument(help="A built-in experiment or the path of a TOML file.")] = "digits",
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; repeatable.")
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable.")
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds, 0, 1, 2, ...")] = None,
-    out: Annotated[Path | None, typer.Option(help="The run directory; runs/NAME unless given.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto: cuda where there is one.")] = "auto",
-    resume: Annotated[bool, typer.Option(help="Go on where an earlier run stopped; or refuse if there is one.")] = True,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds: 0, 1, 2, ...")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory. By default runs/NAME.")] = None,
+    device: tables.Device = "auto",
+    resume: Annotated[bool, typer.Option(help="Resume an interrupted sweep, or refuse a directory with runs.")] = True,
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Train on Ray: auto, local, HOST:PORT or ray://HOST:PORT.")
     ] = None,
     parallel: Annotated[
-        str | None, typer.Option(metavar="HOW", help="Under torchrun, what is spread: data, members, or MxD for both.")
+        str | None, typer.Option(metavar="HOW", help="With torchrun, split the data, the members, or both: MxD.")
     ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write scalars for TensorBoard too.")] = False,
 ) -> None:
-    """Train a sweep over λ and seeds and write a report. Interrupted, it goes on when repeated."""
-    for package in ("matplotlib", "jinja2"):  # of the report: better said now than after the training
-        if find_spec(package) is None:
-            raise ModuleNotFoundError(name=package)
+    """Train a sweep over λ and seeds and write a report. Repeat the command to resume after an interruption."""
+    check_report_packages()
 
     from torchace.lab.sweeps.config import load_experiment
-    from torchace.lab.sweeps.torchrun import RankExecutor, process_group
+    from torchace.lab.sweeps.torchrun import process_group
 
-    with process_group(parallel) as rank:  # one of several processes that train together; None: the only one
+    with process_group(parallel) as rank:  # None: a single process
         console.quiet = bool(rank)
-        chosen = load_experiment(experiment, set_ or (), seeds=None if seeds is None else range(seeds))
+        loaded = load_experiment(experiment, set_ or (), seeds=None if seeds is None else range(seeds))
         if rank is not None and ray is not None:
             raise ValueError("Expected torchrun or --ray, but got both: Ray starts processes of its own.")
-        directory = out or Path("runs") / chosen.name
-        from torchace.lab.training.members import resolve_device
+        directory = out or Path("runs") / loaded.name
 
-        device = resolve_device(device) if ray is None else device  # of this machine, or of the cluster's
-
-        from torchace.lab.cli.sweep_progress import SweepProgress
-        from torchace.lab.store import RunStoreError
-        from torchace.lab.sweeps.callbacks import CallbackList, EventLog, TensorBoard
-        from torchace.lab.sweeps.executor import Executor, UnfinishedRunsError
+        from torchace.lab.cli.progress import SweepProgress
+        from torchace.lab.sweeps.callbacks import Callback, CallbackList, EventLog, TensorBoard
+        from torchace.lab.sweeps.executor import UnfinishedRunsError
         from torchace.lab.sweeps.sweep import Sweep
         from torchace.lab.training.loop import Interrupted
 
         if not resume and (directory / "experiment.json").exists():
-            raise RunStoreError(
-                f"{directory} holds runs already. Leave out --no-resume to go on, or choose another --out."
+            raise ValueError(
+                f"{directory} holds runs already. Leave out --no-resume to resume, or choose another --out."
             )
         try:
-            with Stopper() as stopper, SweepProgress(console) as bars:
-                trackers = [] if rank else [EventLog(directory), *([TensorBoard(directory)] if tensorboard else [])]
-                progress = CallbackList([bars, *trackers])
-                if rank is not None:
-                    executor: Executor = RankExecutor(chosen, device, parallel)
-                    failures = Sweep(chosen, directory, executor).run(progress, stopper)
-                elif ray is None:
-                    failures = Sweep(chosen, directory, Executor(device)).run(progress, stopper)
-                else:
-                    from torchace.lab.sweeps.ray import connect_ray
-
-                    with connect_ray(ray, device, directory, stopper) as executor:
-                        failures = Sweep(chosen, directory, executor).run(progress, stopper)
+            with (
+                StopSignal() as stop,
+                SweepProgress(console) as progress,
+                _connect(loaded, directory, device, ray, parallel, rank, stop) as executor,
+            ):
+                callbacks: list[Callback] = [progress]
+                if not rank:
+                    callbacks += [EventLog(directory), *([TensorBoard(directory)] if tensorboard else [])]
+                failures = Sweep(loaded, directory, executor).run(CallbackList(callbacks), stop)
         except Interrupted:
-            if not rank:
-                complain(f"Interrupted. Everything so far is in {directory}; repeat the command to go on.")
-            raise typer.Exit(INTERRUPTED) from None
+            if rank:
+                raise typer.Exit(INTERRUPTED) from None
+            raise exit_interrupted(RESUME.format(directory)) from None
         except UnfinishedRunsError as error:
             if any(directory.glob("runs/*.json")):
                 _report(directory)
-            for lost, reason in error.reasons.items():
-                complain(f"Run λ={lost.diversity:g}, seed {lost.seed} ({lost.arm}) is not finished: {reason}.")
-            complain(f"All other runs are in {directory}; repeat the command to try these again.")
+            for run, reason in error.reasons.items():
+                print_error(f"Run λ={run.diversity:g}, seed {run.seed} ({run.arm}) is not finished: {reason}.")
+            print_error(f"All other runs are in {directory}; repeat the command to try these again.")
             raise typer.Exit(ERROR) from None
-    if rank:  # the first one reports
+    if not rank:  # the first rank reports
+        _report(directory)
+        _print_failures(failures)
+
+
+@contextmanager
+def _connect(
+    experiment: Experiment,
+    directory: Path,
+    device: str,
+    ray: str | None,
+    parallel: str | None,
+    rank: int | None,
+    stop: Callable[[], bool],
+) -> Iterator[Executor]:
+    """Yield the executor that the options ask for."""
+    if ray is not None:
+        from torchace.lab.sweeps.ray import connect_ray
+
+        with connect_ray(ray, device, directory, stop) as executor:
+            yield executor
         return
-    _report(directory)
-    for failed, why in failures.items():
-        member = "" if why.member is None else f", member {why.member}"
-        complain(
-            f"Run λ={failed.diversity:g}, seed {failed.seed} ({failed.arm}) failed at step {why.step}{member}: "
-            f"{why.message}."
+
+    from torchace.lab.sweeps.executor import Executor
+    from torchace.lab.sweeps.torchrun import RankExecutor
+    from torchace.lab.training.members import resolve_device
+
+    device = resolve_device(device)
+    yield Executor(device) if rank is None else RankExecutor(experiment, device, parallel)
+
+
+def _print_failures(failures: dict[RunKey, Failure]) -> None:
+    for run, failure in failures.items():
+        member = "" if failure.member is None else f", member {failure.member}"
+        print_error(
+            f"Run λ={run.diversity:g}, seed {run.seed} ({run.arm}) failed at step {failure.step}{member}: "
+            f"{failure.message}."
         )
     if failures:
         raise typer.Exit(SOME_FAILED)
 
 
 @app.command()
-def report(directory: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
-    """Draw the report of a run directory again."""
+def report(directory: Annotated[Path, typer.Argument(help="Run directory.")]) -> None:
+    """Write the report of a run directory again."""
     _report(directory)
 
 
@@ -150,37 +178,33 @@ def diagnose(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="logits (K, N, C) and target (N,), .npz or .safetensors.")
     ],
-    out: Annotated[
-        Path | None, typer.Option(help="Write the findings and their figures to this directory too.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the findings and their figures to this directory.")] = None,
 ) -> None:
-    """Tell whether an ensemble's diversity is real, from its members' logits."""
+    """Diagnose an ensemble's diversity from its members' logits."""
     from torchace.diagnosis import diagnose_file
 
-    found = diagnose_file(file)
-    say(str(found))
+    findings = diagnose_file(file)
+    print_line(str(findings))
     if out is not None:
-        found.save(out)
-        say(f"Written to {out}.")
+        findings.save(out)
+        print_line(f"Written to {out}.")
 
 
 @app.command()
 def info() -> None:
-    """Print versions and devices."""
+    """Show versions, devices and built-in experiments."""
     import torch
 
     from torchace.lab.sweeps.config import builtin_names
     from torchace.lab.sweeps.environment import processor, versions
 
-    for name, version in versions().items():
-        say(f"{name:14} {version}")
-    say(f"{'processor':14} {processor()}, {torch.get_num_threads()} threads")
-    for i in range(torch.cuda.device_count()):
-        say(f"{f'cuda:{i}':14} {torch.cuda.get_device_name(i)}")
-    say(f"{'experiments':14} {', '.join(builtin_names())}")
+    rows = [*versions().items(), ("processor", f"{processor()}, {torch.get_num_threads()} threads")]
+    rows += [(f"cuda:{i}", torch.cuda.get_device_name(i)) for i in range(torch.cuda.device_count())]
+    for name, value in (*rows, ("experiments", ", ".join(builtin_names()))):
+        print_line(f"{name:14} {value}")
 
 
-for command in cli_data.COMMANDS:
+for command in tables.COMMANDS:
     app.command()(command)
 
 
@@ -191,29 +215,31 @@ def _report(directory: Path) -> None:
     with interruptible(f"Interrupted while the report was drawn. {again}"):
         page = write_report(directory)
     results = read_results(directory, arrays=False)
-    wide().print(rich_table(results))
-    say(f"Report: {page}")
+    print_table(rich_table(results))
+    print_line(f"Report: {page}")
     for damaged in results.damaged:
-        complain(f"Left out: {damaged.reason}")
+        print_error(f"Left out: {damaged.reason}")
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        say(f"torchace {__version__}")
+        print_line(f"torchace {__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def _main(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
         context.get_help()
 
 
 def main() -> None:
-    """The entry point: errors that users can mend are one line."""
+    """Run the command line; errors that a user can fix are one line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without λ
@@ -222,35 +248,36 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(KEYBOARD)
     except Exception as error:
-        sentence, code = _explained(error)
-        if sentence is None:
+        message = _describe_error(error)
+        if message is None:
             raise
-        complain(f"Error: {' '.join(sentence.split())}")
-        sys.exit(code)
+        print_error(f"Error: {' '.join(message.split())}")
+        sys.exit(USAGE if _is_usage_error(error) else ERROR)
 
 
-def _explained(error: Exception) -> tuple[str | None, int]:
-    """An error in one sentence, and the exit code; None for what a user cannot mend."""
-    usage: Any = typer.BadParameter.__mro__[1]  # click's UsageError, which typer may carry under a name of its own
-    if isinstance(error, usage):
-        return error.format_message(), USAGE
+def _is_usage_error(error: Exception) -> bool:
+    usage: Any = typer.BadParameter.__mro__[1]  # click's UsageError, which typer may vendor under another name
+    return isinstance(error, usage)
+
+
+def _describe_error(error: Exception) -> str | None:
+    """Return an error in one sentence; None for a bug."""
+    if _is_usage_error(error):
+        return str(error.format_message())  # type: ignore[attr-defined]
     if isinstance(error, ModuleNotFoundError) and error.name == "fcntl":
-        return "Runs are locked with means that this system does not have. Use Linux or macOS.", ERROR
+        return "Run directories are locked with fcntl, which this system does not have. Use Linux or macOS."
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        return TOOL.format(error.name), ERROR
+        return MISSING.format(error.name)
     if isinstance(error, OSError) and error.strerror:
-        what = f"Cannot use {error.filename}" if error.filename else "The system refused"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return f"{what}: {error.strerror}. What was saved is kept; make room and repeat the command.", ERROR
-        return f"{what}: {error.strerror}.", ERROR
-    if isinstance(error, RuntimeError | MemoryError):
-        if isinstance(error, MemoryError) or "memory" in str(error):
-            command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-            return f"Not enough memory. {LESS_MEMORY.get(command, '')}", ERROR
-        return None, ERROR
-    if isinstance(error, ValueError | TypeError | OSError | ImportError):
-        return str(error), ERROR
-    return None, ERROR
+        message = f"Cannot use {error.filename}" if error.filename else "The system refused"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = " What was saved is kept; make room and repeat the command." if full else ""
+        return f"{message}: {error.strerror}.{remedy}"
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
+        name = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+        remedy = f" What was saved is kept; {LESS_MEMORY[name]}" if name in LESS_MEMORY else ""
+        return f"Not enough memory.{remedy}"
+    return str(error) if isinstance(error, ValueError | TypeError | OSError | ImportError) else None
 
 
 if __name__ == "__main__":

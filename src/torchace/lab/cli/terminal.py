@@ -1,4 +1,4 @@
-"""What every command shares: the terminal, exit codes, the device, signals."""
+"""Shared by all commands: output, exit codes, signals."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ import typer
 from rich.console import Console
 
 ERROR, USAGE, INTERRUPTED, SOME_FAILED, KEYBOARD = 1, 2, 3, 4, 130
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 console = Console()
 
-# control characters but tab and newline, characters that turn the direction of writing, halves of surrogate pairs
+# control characters but tab and newline, marks that change the direction of text, halves of surrogate pairs
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Text as a terminal may show it: what would command the terminal is written out.
+    """Return text with terminal control characters escaped.
 
     Example:
         >>> printable("\\x1b[2Jλ = 3")
@@ -31,70 +32,72 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def say(text: str) -> None:
-    """Prints a line."""
-    _print(console, text)
-
-
-def complain(text: str) -> None:
-    """Prints a line where errors go."""
-    _print(Console(stderr=True), text)
-
-
-def _print(where: Console, text: str) -> None:
-    # soft_wrap: a line stays a line, however narrow the terminal; [brackets] and :colons: are a user's own
+def print_line(text: str, where: Console = console) -> None:
+    """Print a line, without wrapping and without markup: [brackets] and :colons: are the user's."""
     where.print(printable(text), soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
-def wide() -> Console:
-    """Where a table goes: in a file or a pipe nothing has to fit a screen."""
-    return console if console.is_terminal else Console(width=max(console.width, 100))
+def print_error(text: str) -> None:
+    """Print a line to standard error."""
+    print_line(text, Console(stderr=True))
 
 
-def check_report() -> None:
-    """The packages that draw a report: better missed now than after the training."""
+def print_table(table: Any) -> None:
+    """Print a table, at least 100 characters wide in a file or a pipe."""
+    (console if console.is_terminal else Console(width=max(console.width, 100))).print(table)
+
+
+def check_report_packages() -> None:
+    """Raise now if the packages of the report are missing, not after the training."""
     for package in ("matplotlib", "jinja2"):
         if find_spec(package) is None:
             raise ModuleNotFoundError(name=package)
 
 
+RESUME = "Interrupted. Everything so far is in {}; repeat the command to resume."
+
+
+def exit_interrupted(message: str) -> typer.Exit:
+    """Print a message and return the exit of an interrupted command."""
+    print_error(message)
+    return typer.Exit(INTERRUPTED)
+
+
 @contextmanager
 def interruptible(message: str) -> Iterator[None]:
-    """For work that a signal may break off at any point: SIGINT or SIGTERM ends the command with a message."""
+    """End the command with a message on SIGINT or SIGTERM; for work that may break off at any point."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in SIGNALS}
     try:
         yield
     except KeyboardInterrupt:
-        complain(message)
-        raise typer.Exit(INTERRUPTED) from None
+        raise exit_interrupted(message) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-class Stopper:
-    """Says yes after SIGINT or SIGTERM; a second one ends the process at once."""
+class StopSignal:
+    """True after SIGINT or SIGTERM; a second signal ends the process at once."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.received = False
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Stopper:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._ask)
+    def __enter__(self) -> StopSignal:
+        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
         signal.signal(number, signal.SIG_DFL)
 
     def __call__(self) -> bool:
-        return self.asked
+        return self.received

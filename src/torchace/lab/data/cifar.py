@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import io
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from torchace.lab.data.sources import CifarSource
 
 Arrays = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # images (N, 3, 32, 32), labels (N,)
 _PIXELS = 3 * 32 * 32
-_UNPACKED_BYTES = 1 << 28  # of an archive; the official one has 184 million
+_UNPACKED_BYTES = 1 << 28  # read of an archive at most; the official one has 184 million
 
 
 def read_folder(folder: Path, source: CifarSource) -> list[Arrays]:
@@ -46,15 +45,22 @@ def read_archive(path: Path, source: CifarSource) -> list[Arrays]:
     found: dict[str, bytes] = {}
     with open_data(path) as file:
         try:
-            data = gzip.GzipFile(fileobj=file).read(_UNPACKED_BYTES)
-            with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-                for member in archive:
-                    name = member.name.rpartition("/")[2]
-                    if name in source.batches and member.isreg() and 0 <= member.size <= _most_bytes(source):
-                        content = archive.extractfile(member)
-                        found[name] = b"" if content is None else content.read()
-        except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError, RecursionError) as error:
-            raise damaged(path, f"is not a whole .tar.gz archive ({error or 'its gzip stream has no end'})") from None
+            stream = gzip.GzipFile(fileobj=file)
+            while len(found) < len(source.batches) and stream.tell() < _UNPACKED_BYTES:
+                # One header at a time: tarfile itself would read names and records of any length into memory.
+                header = stream.read(tarfile.BLOCKSIZE)
+                if header == bytes(tarfile.BLOCKSIZE):  # the end
+                    break
+                member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
+                end = stream.tell() + -(-max(member.size, 0) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+                name = member.name.rpartition("/")[2]
+                if name in source.batches and member.isreg() and 0 <= member.size <= _most_bytes(source):
+                    found[name] = stream.read(member.size)
+                while stream.tell() < min(end, _UNPACKED_BYTES) and stream.read(min(end - stream.tell(), 1 << 20)):
+                    pass
+        except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+            reason = str(error) or "its gzip stream has no end"
+            raise damaged(path, f"is not a whole .tar.gz archive ({reason})") from None
 
     def read(name: str) -> bytes:
         if name not in found:

@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchace._files import TABLE_COLUMNS
-from torchace.lab.data.errors import DataError
+from torchace.lab.data.errors import DataError, pandas
 from torchace.lab.data.messages import first_duplicate, more_rows, quote, row_number, suggestion
-from torchace.lab.data.packages import pandas
 from torchace.lab.data.parsing import numbers, texts
 
 if TYPE_CHECKING:

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchace._files import CHUNK_BYTES, check_gzip, error_reason, open_regular
 from torchace.lab.data.columns import check_names
-from torchace.lab.data.errors import DataError
+from torchace.lab.data.errors import DataError, arrow
 from torchace.lab.data.messages import quote
-from torchace.lab.data.packages import arrow
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
@@ -80,6 +79,8 @@ def _open(path: Path) -> Iterator[io.BufferedReader]:
 
 def _find_delimiter(sample: bytes) -> str:
     """Delimiter that gives the first rows most columns, all of them as many; failing that, the header's."""
+    if len(sample) >= io.DEFAULT_BUFFER_SIZE:  # the last row may be cut
+        sample = sample[: sample.rfind(b"\n") + 1] or sample
     text = sample.decode("utf-8-sig", errors="replace")
     best, most = ",", 1
     for delimiter in _DELIMITERS:

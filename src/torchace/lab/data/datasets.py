@@ -28,7 +28,7 @@ _DIGITS_TEST = 500
 
 
 class Normalization(NamedTuple):
-    """Mean and standard deviation, one of each for a channel, in the units of the stored samples."""
+    """Mean and standard deviation of each channel, in the units of the samples."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]

@@ -33,43 +33,27 @@ from torchace.lab.data.table_schema import STRICT, Finite, Schema, damaged_json,
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
 
-NotNegative = Annotated[Finite, Field(ge=0)]
-
 
 @dataclass(frozen=True)
 class NumberColumn:
-    """Statistics of a column of numbers.
-
-    Attributes:
-        name: The column.
-        mean: Mean of the values present; it replaces missing ones.
-        std: Their standard deviation (of the population); 0 for a constant column, which is not used.
-        missing: Whether training had missing values, so that this is a feature of its own.
-    """
+    """Statistics of a column of numbers in the training part."""
 
     __pydantic_config__ = STRICT
     name: str
-    mean: Finite
-    std: NotNegative
-    missing: bool
+    mean: Finite  # of the values present; it replaces missing ones
+    std: Annotated[Finite, Field(ge=0)]  # of the population; 0 for a constant column, which is not used
+    missing: bool  # whether some were missing: then this is a feature of its own
 
 
 @dataclass(frozen=True)
 class CategoryColumn:
-    """Categories of a column.
-
-    Attributes:
-        name: The column.
-        categories: The known categories, sorted.
-        other: Whether training had rarer ones, which share a code with all unseen ones.
-        missing: Whether training had missing values, so that this is a code of its own.
-    """
+    """Categories of a column in the training part."""
 
     __pydantic_config__ = STRICT
     name: str
-    categories: tuple[str, ...]
-    other: bool
-    missing: bool
+    categories: tuple[str, ...]  # sorted
+    other: bool  # whether there were rarer ones, which share a code with all unseen ones
+    missing: bool  # whether some were missing: then this is a code of its own
 
     @property
     def codes(self) -> list[str]:
@@ -88,13 +72,7 @@ class TargetScale:
 
 @dataclass(frozen=True)
 class Encoding:
-    """A table's schema and the statistics of its columns in the training part.
-
-    Attributes:
-        schema: The schema.
-        columns: Statistics of each column, in the order of the schema.
-        target: Mean and standard deviation of the target for regression; otherwise None.
-    """
+    """A table's schema, the statistics of its columns in the same order, and for regression those of its target."""
 
     __pydantic_config__ = STRICT
     schema: Schema

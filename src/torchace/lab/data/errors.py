@@ -1,4 +1,4 @@
-"""What goes wrong with data, in one sentence each."""
+"""Errors of data, and packages of the extra `tool` imported at their first use."""
 
 from __future__ import annotations
 
@@ -12,28 +12,38 @@ from numpy.typing import NDArray
 
 
 class DataError(ValueError):
-    """A data set that cannot be had: one sentence with the file, where it was looked for and what to do."""
+    """Data that cannot be read or used: one sentence on what is wrong and what to do."""
 
     def __init__(self, message: str) -> None:
-        # A file name may hold a line break; the sentence may not.
+        # a file name may hold a line break
         super().__init__(message.replace("\r", " ").replace("\n", " "))
 
 
 def damaged(path: Path | str, reason: str) -> DataError:
-    """A file that is there but is not what it should be."""
+    """Error for a file of a data set that is not the official one."""
     return DataError(f"{path} {reason}; replace it with the original file, or delete it to have it downloaded again.")
 
 
 def check_labels(labels: NDArray[Any], path: Path | str, num_classes: int) -> None:
-    """Labels that were read from a file, `(N,)`, are classes."""
+    """Check that labels read from a file, `(N,)`, are class indices."""
     wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if len(wrong):
         raise damaged(path, f"has label {labels[wrong[0]]} at image {wrong[0]}, outside 0 to {num_classes - 1}")
 
 
 def require_extra(module: str, package: str, purpose: str) -> ModuleType:
-    """Import a module of the extra `tool`, or say in one sentence what to install."""
+    """Import a module of the extra `tool`; the error names the package to install."""
     try:
         return importlib.import_module(module)
     except ImportError:
         raise ImportError(f"{purpose} needs {package}, which is not installed: pip install torchace[tool].") from None
+
+
+def pandas() -> Any:
+    """Import pandas."""
+    return require_extra("pandas", "pandas", "A table")
+
+
+def arrow(module: str = "pyarrow") -> Any:
+    """Import pyarrow, or one of its modules by its full name."""
+    return require_extra(module, "pyarrow", "A table")

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchace._files import CHUNK_BYTES, UNPACKED_BYTES, FileRefusedError, check_unpacked, error_reason
 from torchace.lab.data.columns import check_names
-from torchace.lab.data.errors import DataError
-from torchace.lab.data.packages import arrow, pandas
+from torchace.lab.data.errors import DataError, arrow, pandas
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]

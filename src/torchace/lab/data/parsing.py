@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchace.lab.data.errors import DataError
+from torchace.lab.data.errors import DataError, arrow, pandas
 from torchace.lab.data.messages import quote, row_number
-from torchace.lab.data.packages import arrow, pandas
 
 if TYPE_CHECKING:
     from pandas import Series  # type: ignore[import-untyped]

@@ -22,9 +22,8 @@ from torchace.lab.data.columns import (
     target_numbers,
     target_texts,
 )
-from torchace.lab.data.errors import DataError
+from torchace.lab.data.errors import DataError, arrow, pandas
 from torchace.lab.data.messages import first_duplicate, quote, quote_all, row_number, suggestion
-from torchace.lab.data.packages import arrow, pandas
 from torchace.lab.data.parsing import CellError, canonical, number_text, numbers, positions, texts
 
 if TYPE_CHECKING:
@@ -48,12 +47,7 @@ STRICT = ConfigDict(strict=True, extra="forbid")
 
 @dataclass(frozen=True)
 class Column:
-    """A feature column.
-
-    Attributes:
-        name: Name in the file.
-        kind: "number" or "category".
-    """
+    """A feature column: its name in the file, and "number" or "category"."""
 
     __pydantic_config__ = STRICT
     name: str
@@ -62,18 +56,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Target:
-    """The column to predict.
-
-    Attributes:
-        name: Name in the file.
-        task: "classification" or "regression".
-        classes: The classes in order, with their types in the file; empty for regression.
-    """
+    """The column to predict: its name in the file, and "classification" or "regression"."""
 
     __pydantic_config__ = STRICT
     name: str
     task: Annotated[str, Field(pattern="^(classification|regression)$")]
-    classes: tuple[Label, ...] = ()
+    classes: tuple[Label, ...] = ()  # in order, with their types in the file; empty for regression
 
     @property
     def class_names(self) -> list[str]:
@@ -92,18 +80,12 @@ class Target:
 
 @dataclass(frozen=True)
 class Schema:
-    """The columns of a table and its target.
-
-    Attributes:
-        columns: Feature columns, in the order of the file.
-        target: The column to predict.
-        notes: Decisions of `infer_schema`, one sentence each: columns left out, how the task was recognised.
-    """
+    """The feature columns of a table, in the order of the file, and its target."""
 
     __pydantic_config__ = STRICT
     columns: tuple[Column, ...]
     target: Target
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # decisions of `infer_schema`, one sentence each
     version: Literal[1] = field(default=1, repr=False)
 
     def targets(self, frame: DataFrame) -> Tensor:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 from torchace._checks import check_count
 from torchace._files import error_reason
 from torchace.lab.data.csv_files import csv_chunks
-from torchace.lab.data.errors import DataError
+from torchace.lab.data.errors import DataError, pandas
 from torchace.lab.data.messages import quote, suggestion
 from torchace.lab.data.npz_files import npz_chunks
-from torchace.lab.data.packages import pandas
 from torchace.lab.data.parquet_files import parquet_chunks
 
 if TYPE_CHECKING:

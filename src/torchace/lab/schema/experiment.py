@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -32,36 +31,31 @@ class Section(BaseModel):
 
 
 AnySection = TypeVar("AnySection", bound=Section)
-T = TypeVar("T")
 Name = Annotated[str, Field(pattern=r"^[a-z0-9_]+$", max_length=40)]
 
 
-def _distinct(values: list[Any]) -> list[Any]:
-    if (twice := _repeated(values)) is not None:
-        raise ValueError(f"expected every value once, but got {twice:g} twice.")
+def _check_distinct(values: list[Any]) -> list[Any]:
+    value, count = Counter(values).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"expected every value once, but got {value:g} twice.")
     return values
 
 
-def _repeated(values: Sequence[T]) -> T | None:
-    """The first value that is there more than once."""
-    return next((value for value, times in Counter(values).items() if times > 1), None)
-
-
-Diversities = Annotated[list[Fraction], Field(min_length=1), AfterValidator(_distinct)]
+Diversities = Annotated[list[Fraction], Field(min_length=1), AfterValidator(_check_distinct)]
 
 
 class DataSection(Section):
-    """What is trained on."""
+    """The data set."""
 
     name: Literal[DATASETS] = "digits"  # type: ignore[valid-type]
-    limit: Count | None = None  # the first so many training samples
-    validation: Share = 0.0  # share of the training samples held out
+    limit: Count | None = None  # number of training samples to use
+    validation: Share = 0.0  # fraction of the training samples
     normalize: Literal["unit", "standard"] = "unit"
-    augment: bool = False  # pad by 4, crop at random, mirror
+    augment: bool = False  # pad by 4, random crop, random flip
 
 
 class ModelSection(Section):
-    """What is trained."""
+    """The ensemble."""
 
     kind: Literal["separate", "smoc", "branch"] = "separate"
     network: Literal["mlp", "resnet"] = "mlp"
@@ -70,12 +64,12 @@ class ModelSection(Section):
     depth: Annotated[int, Field(ge=8, le=2000)] = 20  # the ResNet's
     width: Annotated[int, Field(ge=1, le=4096)] = 16  # the ResNet's first stage
     num_members: NumMembers = 5
-    rank: Count | None = None  # SMOC: members differ by a matrix of this rank
-    at: str = "stage3"  # branch: where the members part
-    head_scale: Positive = 1.0  # what the heads' initial weights are multiplied by
+    rank: Count | None = None  # SMOC: rank of the difference between members
+    at: str = "stage3"  # branch: the layer where the members part
+    head_scale: Positive = 1.0  # factor of the heads' initial weights
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check(self) -> Self:
         if self.network == "resnet" and self.depth % 6 != 2:
             raise ValueError(f"a CIFAR ResNet's depth is 6n + 2 (20, 32, 44, 56, 110), but got {self.depth}.")
         if self.kind == "branch" and self.network == "mlp" and self.at == "stage3":
@@ -90,7 +84,7 @@ class ModelSection(Section):
 
 
 class TrainSection(Section):
-    """How it is trained."""
+    """The training of every run."""
 
     epochs: Count | None = None
     steps: Count | None = None
@@ -110,10 +104,10 @@ class TrainSection(Section):
     label_smoothing: Share = 0.0
     detach_others: bool = True
     precision: Literal["float32", "float64", "bf16"] = "float32"
-    compile: Literal[True, False, "auto"] = "auto"  # "auto": on a GPU, where the steps repay it
+    compile: Literal[True, False, "auto"] = "auto"  # "auto": for long trainings on a GPU
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check(self) -> Self:
         if self.epochs is not None and self.steps is not None:
             raise ValueError("give `epochs` or `steps`, not both.")
         if self.schedule == "step" and not self.milestones:
@@ -134,26 +128,26 @@ class TrainSection(Section):
 
 
 class SweepSection(Section):
-    """Which runs there are."""
+    """The grid of runs."""
 
     diversities: Diversities = [0.0, 0.1, 0.3, 0.5, 0.7]
-    seeds: Annotated[list[Seed], Field(min_length=1), AfterValidator(_distinct)] = [0, 1, 2, 3, 4]
-    cohort_size: Count | None = None  # runs trained as one network at most; None: by network and device
+    seeds: Annotated[list[Seed], Field(min_length=1), AfterValidator(_check_distinct)] = [0, 1, 2, 3, 4]
+    cohort_size: Count | None = None  # maximum size of a run group; None: by network and device
 
 
 class CheckpointSection(Section):
-    """How often the state is saved."""
+    """How often checkpoints are saved."""
 
     steps: Count | None = None
     seconds: Positive | None = 60.0
 
 
 class ArmSection(Section):
-    """One series of runs: what differs from the experiment."""
+    """A series of runs: the settings that differ from the experiment's."""
 
     name: Name
     label: str = ""
-    baseline: bool = False  # its λ=0 is what other arms are compared with
+    baseline: bool = False  # other arms are compared with its λ=0
     model: dict[str, Any] = {}
     train: dict[str, Any] = {}
     data: dict[str, Any] = {}
@@ -161,7 +155,7 @@ class ArmSection(Section):
 
 
 class Arm(Section):
-    """A series of runs, complete."""
+    """A series of runs with all settings."""
 
     name: str
     label: str
@@ -172,7 +166,7 @@ class Arm(Section):
     diversities: list[Fraction]
 
     @model_validator(mode="after")
-    def _coupled(self) -> Self:
+    def _check(self) -> Self:
         if self.train.batches == "separate" and any(self.diversities):
             raise ValueError(
                 "λ > 0 needs members that see each other's predictions: with batches = 'separate' set "
@@ -184,7 +178,7 @@ class Arm(Section):
 
 
 class Experiment(Section):
-    """An experiment: what its runs have in common, and its arms."""
+    """An experiment: common settings, and its arms."""
 
     name: Name
     title: str = ""
@@ -198,43 +192,38 @@ class Experiment(Section):
     paper: PaperTable | None = None
 
     @model_validator(mode="after")
-    def _complete(self) -> Self:
-        if (twice := _repeated([arm.name for arm in self.arms])) is not None:
-            raise ValueError(f"expected every arm to have a name of its own, but got {twice!r} twice.")
+    def _check(self) -> Self:
+        counts = Counter(arm.name for arm in self.arms).most_common(1)
+        if counts and counts[0][1] > 1:
+            raise ValueError(f"expected every arm to have a name of its own, but got {counts[0][0]!r} twice.")
         self.complete_arms()
         return self
 
     def complete_arms(self) -> list[Arm]:
-        """The arms with everything the experiment says in common filled in; one, named `main`, where none is given."""
+        """Return the arms with the common settings filled in; one arm, named `main`, if none is given."""
         if not self.arms:
-            return [self._completed(ArmSection(name="main", label=f"{self.train.batches} batches"), ())]
-        return [self._completed(arm, ("arms", i)) for i, arm in enumerate(self.arms)]
+            return [self._complete(ArmSection(name="main", label=f"{self.train.batches} batches"), ())]
+        return [self._complete(arm, ("arms", i)) for i, arm in enumerate(self.arms)]
 
-    def _completed(self, arm: ArmSection, place: tuple[int | str, ...]) -> Arm:
+    def _complete(self, arm: ArmSection, place: tuple[int | str, ...]) -> Arm:
+        train = self.train.model_dump()
+        if "epochs" in arm.train or "steps" in arm.train:  # an arm's length replaces the common one
+            train |= {"epochs": None, "steps": None}
         content = {
             "name": arm.name,
             "label": arm.label or arm.name.replace("_", " "),
             "baseline": arm.baseline,
-            "data": _checked(DataSection, {**self.data.model_dump(), **arm.data}, (*place, "data")),
-            "model": _checked(ModelSection, {**self.model.model_dump(), **arm.model}, (*place, "model")),
-            "train": _checked(TrainSection, _merged_train(self.train.model_dump(), arm.train), (*place, "train")),
+            "data": _validate(DataSection, {**self.data.model_dump(), **arm.data}, (*place, "data")),
+            "model": _validate(ModelSection, {**self.model.model_dump(), **arm.model}, (*place, "model")),
+            "train": _validate(TrainSection, {**train, **arm.train}, (*place, "train")),
             "diversities": self.sweep.diversities if arm.diversities is None else arm.diversities,
         }
-        return _checked(Arm, content, place)
+        return _validate(Arm, content, place)
 
 
-def _checked(model: type[AnySection], content: dict[str, Any], place: tuple[int | str, ...]) -> AnySection:
-    """A section of an arm; what is wrong with it is said with its place in the file."""
+def _validate(model: type[AnySection], content: dict[str, Any], place: tuple[int | str, ...]) -> AnySection:
+    """Return a section of an arm; its errors name its place in the file."""
     try:
         return model(**content)
     except ValidationError as error:
         raise ValueError(describe_error(error, model, place)) from error
-
-
-def _merged_train(common: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    merged = {**common, **own}
-    if "epochs" in own and "steps" not in own:  # an arm's own length takes the place of the common one
-        merged["steps"] = None
-    if "steps" in own and "epochs" not in own:
-        merged["epochs"] = None
-    return merged

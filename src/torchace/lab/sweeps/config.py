@@ -1,4 +1,4 @@
-"""Experiments as TOML: checked, with one sentence for what is wrong."""
+"""Read experiments from TOML; an error is one sentence."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torchace.lab.schema.experiment import Experiment
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used: one sentence that says where, why and what to do."""
+    """A configuration that cannot be used; one sentence with the key, the reason and what to do."""
 
 
 def builtin_names() -> list[str]:
-    """The experiments that come with the library."""
+    """Return the names of the built-in experiments."""
     folder = resources.files("torchace.lab.experiments")
     return sorted(item.name.removesuffix(".toml") for item in folder.iterdir() if item.name.endswith(".toml"))
 
@@ -31,14 +31,14 @@ def builtin_names() -> list[str]:
 def load_experiment(
     source: str = "digits", overrides: Sequence[str] = (), *, seeds: Sequence[int] | None = None
 ) -> Experiment:
-    """An experiment by the name of a built-in one or the path of a TOML file.
+    """Load a built-in experiment by its name, or a TOML file by its path.
 
     Args:
         source: A name or a path.
         overrides: `section.key=value` each, the value in TOML (`train.epochs=5`, `sweep.diversities=[0, 0.5]`).
-        seeds: In the place of those in the file.
+        seeds: Replace those in the file.
     """
-    name, text = _text_of(source)
+    name, text = _read_source(source)
     try:
         content = _parse_toml(text)
     except ValueError as error:  # a number of thousands of digits, lists in lists in lists
@@ -48,13 +48,13 @@ def load_experiment(
         _override(content, override)
     if seeds is not None:
         sweep = content.setdefault("sweep", {})
-        if isinstance(sweep, dict):  # else an error in a moment
+        if isinstance(sweep, dict):  # else an error below
             sweep["seeds"] = list(seeds)
     return parse_experiment(content, source)
 
 
 def parse_experiment(content: Mapping[str, Any], where: str = "The configuration") -> Experiment:
-    """An experiment from plain data."""
+    """Return an experiment from parsed TOML."""
     try:
         check_depth(content)
     except ValueError as error:
@@ -65,8 +65,8 @@ def parse_experiment(content: Mapping[str, Any], where: str = "The configuration
         raise ConfigError(f"{where}: {describe_error(error, Experiment)}") from error
 
 
-def _text_of(source: str) -> tuple[str, str]:
-    """The name of an experiment and its TOML."""
+def _read_source(source: str) -> tuple[str, str]:
+    """Return the name of an experiment and its TOML."""
     if source in builtin_names():
         return source, (resources.files("torchace.lab.experiments") / f"{source}.toml").read_text("utf-8")
     path = Path(source)
@@ -86,7 +86,7 @@ def _text_of(source: str) -> tuple[str, str]:
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
-    # tomllib's time grows with the square of the points in a key, and keys stand on one line
+    # tomllib takes quadratic time in the dots of a key, which is on one line
     if sum(line.count(".") ** 2 for line in text.splitlines()) > 10**7:
         raise ValueError("keys of too many parts")
     try:
@@ -112,5 +112,5 @@ def _override(content: dict[str, Any], override: str) -> None:
         if not isinstance(section, dict):
             raise ConfigError(f"Expected --set section.key=value, but {part!r} in {override!r} is not a section.")
     section[parts[-1]] = parsed["value"]
-    if parts in (["train", "epochs"], ["train", "steps"]):  # one length takes the place of the other
+    if parts in (["train", "epochs"], ["train", "steps"]):  # one length replaces the other
         section.pop("steps" if parts[1] == "epochs" else "epochs", None)

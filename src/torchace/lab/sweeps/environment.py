@@ -1,4 +1,4 @@
-"""What a run was made on: versions and hardware, as a result file holds them."""
+"""Versions and hardware of a run, for result files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("torch", "numpy", "safetensors", "torchmetrics", "scikit-learn")
 
 @cache
 def versions() -> dict[str, str]:
-    """Of torchace, Python and the packages that decide about numbers."""
+    """Return the versions of torchace, Python and the packages that results depend on."""
     found = {"torchace": torchace.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -28,13 +28,13 @@ def versions() -> dict[str, str]:
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """The device, the processor and the number of threads."""
+    """Return the device, the processor and the number of threads."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
     return {"device": name, "cpu": processor(), "threads": torch.get_num_threads()}
 
 
 def processor() -> str:
-    """The processor's name as its maker gives it, where the system tells."""
+    """Return the processor's name, or its architecture if unknown."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text(errors="replace").splitlines():

@@ -52,7 +52,7 @@ def connect_ray(address: str, device: str, directory: Path, stop: Stop = lambda:
         yield RayExecutor(choose_device(device), stop)
     except ConnectionError as error:
         raise RayAddressError(
-            f"Lost the Ray cluster at {address}. Everything so far is in {directory}; repeat the command to go on."
+            f"Lost the Ray cluster at {address}. Everything so far is in {directory}; repeat the command to resume."
         ) from error
     finally:
         ray.shutdown()

@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from torchace.lab.cli.fit_progress import FitProgress, TrialProgress
+from torchace.lab.cli.progress import FitProgress, TrialProgress
 from torchace.lab.training.loop import Progress
 from torchace.lab.tuning.search import SearchStage
 

@@ -1,0 +1,122 @@
+"""Progress of sweeps, fits and searches in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from torchace.lab.cli.terminal import print_line
+from torchace.lab.schema.results import GroupPlan, RunKey
+from torchace.lab.sweeps.callbacks import Callback
+from torchace.lab.tables.fit import FitCallback
+from torchace.lab.training.loop import Progress
+from torchace.lab.tuning.search import SearchCallback, SearchStage
+
+
+class _Display:
+    """Bars in a terminal; in a file or a pipe, messages alone."""
+
+    def __init__(self, console: Console, *columns: ProgressColumn) -> None:
+        self.console = console
+        self.bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            *columns,
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> Self:
+        self.bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bars.stop()
+
+    def _print(self, text: str) -> None:
+        print_line(text, self.console)
+
+
+class SweepProgress(_Display, Callback):
+    """A bar for the runs and one for each run group in training; in a file, a line for each finished group."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console, MofNCompleteColumn())
+        self.total = 0
+        self.groups: dict[str, TaskID] = {}
+
+    def on_plan(self, done: int, total: int) -> None:
+        self.total = total
+        if done:
+            self._print(f"{done} of {total} runs are finished already.")
+        self.runs = self.bars.add_task("runs", total=total, completed=done, note="")
+
+    def on_group_start(self, group: GroupPlan) -> None:
+        self.groups[group.id] = self.bars.add_task(f"  {_describe(group.runs)}", total=None, note="")
+
+    def on_step(self, group: GroupPlan, progress: Progress) -> None:
+        values = [value for value in progress.score if value is not None]  # without those of failed runs
+        note = f"cross entropy {sum(values) / len(values):.4f}" if values else ""
+        self.bars.update(self.groups[group.id], total=progress.steps, completed=progress.step, note=note)
+
+    def on_group_end(self, group: GroupPlan, done: int) -> None:
+        self.bars.remove_task(self.groups.pop(group.id))
+        self.bars.update(self.runs, completed=done)
+        if self.bars.disable:
+            self._print(f"{_describe(group.runs)}: {done} of {self.total} runs are finished.")
+
+    def on_worker_lost(self, group: GroupPlan, reason: str) -> None:
+        self._print(f"{_describe(group.runs)}: its worker died ({reason}); it resumes from its newest checkpoint.")
+
+    def on_group_restart(self, group: GroupPlan) -> None:
+        self._print(
+            f"{_describe(group.runs)}: the checkpoint found belongs to other runs and is removed; training restarts."
+        )
+
+
+class FitProgress(_Display, FitCallback):
+    """A bar for each round of a search for λ, then for the training of the model."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self.task = self.bars.add_task("", total=None, note="")
+
+    def on_search(self, stage: SearchStage, fraction: float) -> None:
+        title = "λ on fresh seeds" if stage.purpose == "gain" else f"search for λ, round {stage.number}"
+        note = f"{len(stage.diversities)} λ x {len(stage.seeds)} seeds"
+        self.bars.update(self.task, description=title, total=1.0, completed=fraction, note=note)
+
+    def on_step(self, progress: Progress) -> None:
+        value = progress.score[0]
+        note = "" if value is None else f"training score {value:.4f}"
+        self.bars.update(self.task, description="the model", total=progress.steps, completed=progress.step, note=note)
+
+
+class TrialProgress(_Display, SearchCallback):
+    """A bar for the trials of a study; in a file, a line for each."""
+
+    def __init__(self, console: Console, trials: int) -> None:
+        super().__init__(console)
+        self.trials = trials
+        self.task = self.bars.add_task("trials", total=trials, note="")
+
+    def on_trial(self, number: int, value: float | None, best: float | None) -> None:
+        note = "" if best is None else f"best {best:.4g}"
+        self.bars.update(self.task, completed=min(number + 1, self.trials), note=note)
+        if self.bars.disable:
+            outcome = "not completed" if value is None else f"{value:.4g}"
+            self._print(f"Trial {number}: {outcome}{', ' + note if note else ''}.")
+
+
+def _describe(runs: Sequence[RunKey]) -> str:
+    lambdas = sorted({run.diversity for run in runs})
+    seeds = sorted({run.seed for run in runs})
+    values = ", ".join(f"{value:g}" for value in lambdas) if len(lambdas) < 4 else f"{lambdas[0]:g}…{lambdas[-1]:g}"
+    return f"{runs[0].arm} λ={values}, " + (f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds")
