@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,15 +11,10 @@ from numpy.typing import ArrayLike
 
 @dataclass(frozen=True)
 class MeanEstimate:
-    """A mean, its standard error, and what its t quantile depends on.
+    """A mean with its standard error and skewness; `samples` is None where the error covers seeds alone.
 
-    Attributes:
-        mean: The estimate.
-        error: Its standard error.
-        parts: Shares of the squared error with their degrees of freedom; the quantile is the mean of the parts' t
-            quantiles, weighted by their shares (Cochran and Cox).
-        skewness: Of the mean, from the samples' skewness.
-        samples: How many samples the error covers; None where it covers seeds alone.
+    `parts` has shares of the squared error with their degrees of freedom; the t quantile is the mean of theirs,
+    weighted by the shares (Cochran and Cox).
     """
 
     mean: float
@@ -30,7 +24,7 @@ class MeanEstimate:
     samples: int | None = None
 
     def interval(self, alpha: float) -> tuple[float, float]:
-        """The two-sided interval that misses the true mean with probability `alpha`.
+        """Return the two-sided interval that misses the true mean with probability `alpha`.
 
         The end on the side of the longer tail moves halfway to that of Hall's transformation, the other stays: full
         correction of both ends costs coverage where tails are heavy but symmetric.
@@ -41,7 +35,7 @@ class MeanEstimate:
 
     @property
     def p(self) -> float:
-        """The smallest `alpha` whose interval leaves out zero."""
+        """The p value: the smallest `alpha` whose interval leaves out zero."""
         if self.mean == 0 or self.error == 0:
             return float(self.mean == 0)
         low, high = math.log(1e-300), 0.0
@@ -53,12 +47,7 @@ class MeanEstimate:
 
 
 def mean_over_seeds(differences: ArrayLike) -> MeanEstimate | None:
-    """The mean of one number a seed, `(S,)`, with the noise between seeds alone; None below two seeds.
-
-    Example:
-        >>> tuple(round(end, 4) for end in mean_over_seeds([0.1, 0.2]).interval(0.05))
-        (-0.4853, 0.7853)
-    """
+    """Estimate the mean of one number a seed, `(S,)`, with the noise of seeds alone; None below two seeds."""
     values = np.asarray(differences, dtype=np.float64)
     if len(values) < 2:
         return None
@@ -67,7 +56,7 @@ def mean_over_seeds(differences: ArrayLike) -> MeanEstimate | None:
 
 
 def mean_over_seeds_and_samples(differences: ArrayLike, weight: ArrayLike | None = None) -> MeanEstimate | None:
-    r"""The mean of `differences`, `(S, N)`, for new seeds and new samples: both effects are random and crossed.
+    r"""Estimate the mean of `differences`, `(S, N)`, for new seeds and new samples: random, crossed effects.
 
     With $d_{si} = \mu + a_s + b_i + e_{si}$ the mean has the variance
     $\sigma_a^2 / S + \sigma_b^2 / N + \sigma_e^2 / (S N)$. The variance of the sample means over N estimates its last
@@ -76,24 +65,18 @@ def mean_over_seeds_and_samples(differences: ArrayLike, weight: ArrayLike | None
 
     Args:
         differences: Row s has seed s, column i sample i; the same samples for all seeds.
-        weight: Of the samples, `(N,)`; None where all count alike.
+        weight: Of the samples, `(N,)`; None for equal weights.
 
     Returns:
         The estimate; None below two seeds or two samples.
-
-    Example:
-        >>> rng = np.random.default_rng(0)
-        >>> found = mean_over_seeds_and_samples(0.1 + rng.normal(size=(5, 1)) + rng.normal(size=(1, 30)))
-        >>> found.samples, found.error > mean_over_seeds(rng.normal(size=5) / 10).error
-        (30, True)
     """
     d = np.asarray(differences, dtype=np.float64)
     count, size = d.shape
     effective = float(size)
     if weight is not None:
         w = np.asarray(weight, dtype=np.float64)
-        kept = w > 0
-        d, w = d[:, kept], w[kept] / w[kept].mean() if kept.any() else w[kept]
+        used = w > 0
+        d, w = d[:, used], w[used] / w[used].mean() if used.any() else w[used]
         size, effective = len(w), float(w.sum() ** 2 / np.square(w).sum()) if len(w) else 0.0
         mean = (d * w).mean() if size else 0.0
         d = mean + w * (d - mean)  # the error of a ratio of means, to first order
@@ -101,7 +84,7 @@ def mean_over_seeds_and_samples(differences: ArrayLike, weight: ArrayLike | None
         return None
     mean = float(d.mean())
     d = d - mean
-    scale = float(np.abs(d).max())  # so that no power of theirs overflows or underflows
+    scale = float(np.abs(d).max())  # against overflow and underflow of powers
     if scale == 0:
         return MeanEstimate(mean, 0.0, ((1.0, count - 1),), samples=size)
     d = d / scale
@@ -111,7 +94,7 @@ def mean_over_seeds_and_samples(differences: ArrayLike, weight: ArrayLike | None
     samples = float(by_sample.var(ddof=1)) / size
     seeds = max(0.0, float(by_seed.var(ddof=1)) / count - interaction)
     variance = samples + seeds
-    if variance == 0:  # residuals alone, that cancel in every mean
+    if variance == 0:  # residuals cancel in every mean
         return MeanEstimate(mean, 0.0, ((1.0, count - 1),), samples=size)
     third = float((by_sample**3).sum()) / max(1, (size - 1) * (size - 2)) / size  # of the samples' mean
     parts = ((seeds / variance, float(count - 1)), (samples / variance, effective - 1))
@@ -119,20 +102,16 @@ def mean_over_seeds_and_samples(differences: ArrayLike, weight: ArrayLike | None
 
 
 def _hall(skewness: float, t: float) -> float:
-    """The standardized error whose transformation, nearly symmetric in spite of the skewness, is `t` (Hall, 1992)."""
+    """Return the standardized error whose transformation, nearly symmetric, is `t` (Hall, 1992)."""
     if abs(skewness) < 1e-8:
         return t
     return float(np.cbrt(1 + skewness * (t - skewness / 6)) - 1) * 3 / skewness
 
 
 def _t_quantile(alpha: float, degrees: float) -> float:
-    """The t value that a share `alpha` of the distribution lies beyond, on both sides together."""
-    return -float(_special().stdtrit(degrees, alpha / 2))
-
-
-def _special() -> Any:
+    """Return the t value that is exceeded in magnitude with probability `alpha`."""
     try:
-        from scipy import special  # type: ignore[import-untyped]
+        from scipy.special import stdtrit  # type: ignore[import-untyped]
     except ImportError as error:
         raise ImportError("Intervals need scipy: pip install 'torchace[tool]'.") from error
-    return special
+    return -float(stdtrit(degrees, alpha / 2))

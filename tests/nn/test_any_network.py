@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,13 @@ from torch import Tensor, nn
 from tests.nn.networks import LARGE, SMALL, Attention, Text, timm, torchvision
 from torchace.nn import Ensemble, StackedEnsemble
 
-pytestmark = pytest.mark.extended
+OWN = ("mlp", "cifar_resnet", "conv1d", "unet", "attention", "wild")  # networks that need no other package
+
+
+def with_marks(names: Iterable[str], *, first_tier: Iterable[str] = OWN) -> list[Any]:
+    """Mark networks of other packages as extended."""
+    return [name if name in first_tier else pytest.param(name, marks=pytest.mark.extended) for name in names]
+
 
 # Calls that no rule computes: their nodes run under vmap, or member by member.
 WITHOUT_RULE = {"wild": {"bilinear"}}
@@ -49,7 +56,7 @@ def assert_same_gradients(loop: Ensemble, stacked: StackedEnsemble) -> None:
             assert_equal(parameter.grad, torch.stack([g for g in alone if g is not None]), name, largest)
 
 
-@pytest.mark.parametrize("name", [*SMALL, *LARGE])
+@pytest.mark.parametrize("name", with_marks([*SMALL, *LARGE]))
 def test_outputs_gradients_and_statistics(name: str) -> None:
     make, inputs = {**SMALL, **LARGE}[name]
     loop, stacked = pair(make)
@@ -73,7 +80,7 @@ def test_outputs_gradients_and_statistics(name: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", [name for name in SMALL if name not in DEEP])
+@pytest.mark.parametrize("name", with_marks([n for n in SMALL if n not in DEEP], first_tier=("unet", "attention")))
 def test_ten_steps(name: str, optimizer: str) -> None:
     make, inputs = SMALL[name]
     loop, stacked = pair(make)
@@ -89,7 +96,7 @@ def test_ten_steps(name: str, optimizer: str) -> None:
     assert_equal(stacked(x), loop(x), "logits")
 
 
-@pytest.mark.parametrize("name", ["mlp", "cifar_resnet", "attention", "bert", "unet"])
+@pytest.mark.parametrize("name", with_marks(["cifar_resnet", "attention", "bert", "unet"], first_tier=("attention",)))
 def test_compiled_and_exported(name: str) -> None:
     make, inputs = SMALL[name]
     _, stacked = pair(make)
@@ -132,6 +139,7 @@ def test_each_layers_own_mode_counts() -> None:
     assert torch.equal(stacked.stacked.bn1.num_batches_tracked, torch.ones(2))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("make", "x"),
     [

@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor, fx, nn
 
 from tests.nn.hosts import transformers_host
@@ -133,7 +131,7 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_other_state_is_refused_and_named(name):
+def test_different_state_is_refused(name):
     first, second, message = DIFFERENT[name]
     with pytest.raises(ValueError, match=message) as error:
         StackedEnsemble([first(), second()])
@@ -143,7 +141,7 @@ def test_other_state_is_refused_and_named(name):
         assert len(StackedEnsemble([second(), second()])) == 2
 
 
-def test_a_function_that_would_keep_using_the_first_member():
+def test_function_that_holds_the_first_member_is_refused():
     def own() -> nn.Module:
         member = Member()
         member.forward = lambda x: member.inner(x)
@@ -161,7 +159,7 @@ def test_hooks_on_parameters_are_refused():
         StackedEnsemble(members)
 
 
-def test_equal_state_is_taken_and_each_member_returned():
+def test_equal_state_is_accepted():
     """Layers that refer to themselves and to each other, with hooks, functions and settings made for each."""
 
     def make() -> nn.Module:
@@ -187,6 +185,18 @@ def traced() -> nn.Module:
     return fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
 
 
+def torchvision_model(name: str) -> nn.Module:
+    import torchvision
+
+    return torchvision.models.get_model(name, weights=None, num_classes=3)
+
+
+def timm_model(name: str) -> nn.Module:
+    import timm
+
+    return timm.create_model(name, num_classes=3)
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: mlp(4, [8], 3),
     "cifar_resnet": lambda: cifar_resnet(8, 3, width=4),
@@ -194,21 +204,17 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "encoder layer": lambda: nn.TransformerEncoderLayer(8, 2, 8),
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
     "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)),
-    **{
-        name: lambda name=name: torchvision.models.get_model(name, weights=None, num_classes=3)
-        for name in ("mobilenet_v3_small", "shufflenet_v2_x0_5", "regnet_y_400mf")
-    },
-    **{
-        name: lambda name=name: timm.create_model(name, num_classes=3)
-        for name in ("test_vit", "test_byobnet", "test_efficientnet", "test_convnext")
-    },
+}
+EXTERNAL: dict[str, Callable[[], nn.Module]] = {
+    **{n: functools.partial(torchvision_model, n) for n in ("mobilenet_v3_small", "shufflenet_v2_x0_5")},
+    **{n: functools.partial(timm_model, n) for n in ("test_vit", "test_byobnet", "test_efficientnet", "test_convnext")},
     **{name: lambda name=name: transformers_host(name)[0] for name in ("bert", "gpt2")},
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_networks_of_one_architecture_are_taken(name):
-    members = [NETWORKS[name]() for _ in range(2)]
+@pytest.mark.parametrize("name", [*NETWORKS, *(pytest.param(name, marks=pytest.mark.extended) for name in EXTERNAL)])
+def test_networks_of_one_architecture_are_accepted(name):
+    members = [{**NETWORKS, **EXTERNAL}[name]() for _ in range(2)]
     back = StackedEnsemble(members).unstack()
     for member, other in zip(members, back, strict=True):
         for one, two in zip(member.state_dict().values(), other.state_dict().values(), strict=True):

@@ -139,7 +139,7 @@ def refused(optimizer, closure=None) -> None:
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Lamb", "Muon", "ClippedAdam", "Flat"])
-def test_others_are_refused_before_they_move_anything(name):
+def test_mixing_optimizers_are_refused_before_their_first_step(name):
     parameters = list(stacked().parameters())
     if name == "Muon":  # refuses three axes itself; stacked biases look like matrices to it
         parameters = [p for p in parameters if p.ndim == 2]
@@ -153,6 +153,7 @@ MIXING = (
 SEPARATE = "adamwlegacy lion nadamw adan adopt laprop madgrad sgdw rmsproptf lookahead_adam"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", MIXING.split())
 def test_optimizers_of_timm_that_mix_members_are_refused(name):
     timm_optim = pytest.importorskip("timm.optim")
@@ -161,6 +162,7 @@ def test_optimizers_of_timm_that_mix_members_are_refused(name):
     refused(optimizer)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", SEPARATE.split())
 def test_optimizers_of_timm_that_are_elementwise_pass_without_a_trial(name, no_trial):
     timm_optim = pytest.importorskip("timm.optim")
@@ -173,6 +175,7 @@ def test_optimizers_of_timm_that_are_elementwise_pass_without_a_trial(name, no_t
     assert all(not torch.equal(before[name], p) for name, p in ensemble.state_dict().items())
 
 
+@pytest.mark.extended
 def test_options_are_read_from_the_groups():
     timm_optim = pytest.importorskip("timm.optim")
     matrices = [p for p in stacked().parameters() if p.ndim == 3]
@@ -186,7 +189,7 @@ def test_options_are_read_from_the_groups():
     timm_optim.Muon([{"params": [plain]}, {"params": matrices + biases, "use_fallback": True}]).step()
 
 
-def test_a_schedule_that_starts_at_zero_hides_nothing():
+def test_schedule_that_starts_at_zero():
     optimizer = Lamb(stacked().parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     assert scheduler.get_last_lr() == [0.0]
@@ -226,7 +229,7 @@ class Plan:
     horizon = 10
 
 
-def test_elementwise_optimizers_that_are_not_known_pass_the_trial():
+def test_unknown_elementwise_optimizers_pass_the_trial():
     for make in (
         lambda e: Planned(e.parameters(), Plan()),
         lambda e: Summed(e.parameters()),
@@ -238,7 +241,7 @@ def test_elementwise_optimizers_that_are_not_known_pass_the_trial():
         assert all(not torch.equal(a, b) for a, b in zip(before, ensemble.parameters(), strict=True))
 
 
-def test_wrappers_are_tried_with_what_they_wrap():
+def test_wrappers():
     ensemble = stacked()
 
     def closure():
@@ -269,7 +272,7 @@ class Stubborn(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_what_cannot_be_tried_is_refused_unless_it_is_allowed():
+def test_optimizers_that_cannot_be_tried_need_allow_optimizer():
     optimizer = Stubborn(stacked().parameters(), 0.1, "mlp")
     with pytest.raises(ValueError, match=r"Stubborn \(.*failed with KeyError: 'unknown parameter'\).*allow_optimizer"):
         optimizer.step()
@@ -303,7 +306,7 @@ class StackedLinearSum(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["smoc", "low rank", "host", "copy", "branched"])
-def test_heads_are_watched_and_what_members_share_is_not(name):
+def test_heads_are_checked_and_shared_parameters_are_not(name):
     ensemble = heads()[name]
     ensemble(torch.randn(5, 4)).square().sum().backward()
     refused(torch.optim.Adafactor(ensemble.parameters()))
@@ -333,7 +336,7 @@ def test_parameters_added_later_are_checked():
     refused(optimizer)
 
 
-def test_an_empty_group_is_no_obstacle():
+def test_empty_group():
     ensemble = stacked()
     torch.optim.SGD([{"params": []}, {"params": list(ensemble.parameters())}], lr=0.1).step()
     Summed([{"params": []}, {"params": list(ensemble.parameters())}], lr=0.1).step()
@@ -373,9 +376,10 @@ def test_the_trial_changes_neither_the_optimizer_nor_random_numbers():
 RESULTS = json.loads((Path(__file__).parents[2] / "docs/results/optimizers.json").read_text())
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
 @pytest.mark.parametrize("library", ["torch", "timm"])
-def test_published_verdicts_are_those_of_the_code_and_agree_with_the_differences(library):
+def test_published_results_match_the_code(library):
     timm_optim = pytest.importorskip("timm.optim")
     rows = [row for row in RESULTS["optimizers"] if row["library"] == library and row["verdict"] != "not available"]
     for row in rows:

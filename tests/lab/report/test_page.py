@@ -20,6 +20,7 @@ from PIL import Image
 
 import torchace.lab.report
 from tests.lab.report import synthetic
+from tests.lab.report.artists import drawn
 from tests.lab.report.fits import FitSpec, write_fit
 from torchace._figures import DARK, LIGHT, FigureSpec, Theme, render
 from torchace.lab.report import ResultFileError, markdown, read_results, write_report
@@ -94,8 +95,8 @@ def test_the_page_is_accessible(pages: Callable[[str], Path], name: str) -> None
     assert labels <= ids
 
 
-def test_the_page_states_what_a_reader_needs(pages: Callable[[str], Path]) -> None:
-    text = _Page(pages("failing").read_text(encoding="utf-8")).text.replace("\u00a0", " ")
+def test_the_page_states_what_a_reader_needs(failing: Path) -> None:
+    text = _Page(page_html(read_results(failing), [])).text.replace("\u00a0", " ")
     for part in ("mnist: 60,000 to train", "MLP 784-128-10", "5 (0, 1, 2, 3, 4)", "NVIDIA H200", "torch 2.13.0"):
         assert part in text
     for part in (
@@ -108,6 +109,7 @@ def test_the_page_states_what_a_reader_needs(pages: Callable[[str], Path]) -> No
         assert part in text
 
 
+@pytest.mark.extended
 def test_the_same_files_give_the_same_page(pages: Callable[[str], Path], single_seed: Path, tmp_path: Path) -> None:
     assert write_report(single_seed, tmp_path).read_bytes() == pages("single_seed").read_bytes()
 
@@ -118,7 +120,7 @@ def test_writes_into_the_run_directory_by_default(tmp_path: Path) -> None:
     assert write_report(str(directory)) == directory / "report" / "index.html"
 
 
-@pytest.mark.parametrize("name", ["hostile", "hostile_fit"])
+@pytest.mark.parametrize("name", [pytest.param("hostile", marks=pytest.mark.extended), "hostile_fit"])
 def test_hostile_names_stay_text(pages: Callable[[str], Path], name: str) -> None:
     path = pages(name)
     page = _Page(path.read_text(encoding="utf-8"))
@@ -138,7 +140,8 @@ def test_an_experiment_without_any_run_has_a_page(tmp_path: Path) -> None:
     assert "0 of 15 runs finished" in text
 
 
-def test_a_single_lambda_has_a_page(tmp_path: Path) -> None:
+def test_a_single_lambda_has_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchace.lab.report.page.render", _draw_only)
     arm = synthetic.ArmSpec("a", "one", 3, [0], lambda d: 0.2, lambda d: 0.1)
     directory = synthetic.write(tmp_path / "run", synthetic.Spec("x", "x", [arm], image_shape=None))
     page = _Page(write_report(directory).read_text(encoding="utf-8"))
@@ -308,14 +311,16 @@ EDGES = {
 }
 
 
-def _light_alone(spec: FigureSpec, theme: Theme) -> bytes:
-    """Half of the drawing, for tests with many pages."""
-    return render(spec, theme) if theme is LIGHT else b""
+def _draw_only(spec: FigureSpec, theme: Theme) -> bytes:
+    """Draw for light pages without rendering, for tests with many pages."""
+    if theme is LIGHT:
+        drawn(spec)
+    return b""
 
 
 @pytest.mark.parametrize("name", EDGES)
 def test_fits_of_all_kinds_have_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchace.lab.report.page.render", _light_alone)
+    monkeypatch.setattr("torchace.lab.report.page.render", _draw_only)
     directory = write_fit(tmp_path / "fit", EDGES[name])
     results = read_results(directory)
     assert results.damaged == ()

@@ -9,14 +9,13 @@ import pytest
 from tests.lab.report import synthetic
 from tests.lab.report.fits import FitSpec, write_fit
 from torchace._files import with_checksum
+from torchace.lab.schema.reading import ResultFileError, read_result
 from torchace.lab.schema.results import (
     ExperimentResult,
     GroupPlan,
     PlanFile,
-    ResultFileError,
     RunKey,
     RunResult,
-    read_result,
 )
 
 DOCS = Path(__file__).parents[3] / "docs" / "results"

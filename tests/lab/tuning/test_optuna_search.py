@@ -298,6 +298,7 @@ def test_interrupted_trial_is_tried_again(tmp_path: Path) -> None:
     assert states(result).count("complete") == 4
 
 
+@pytest.mark.extended
 def test_interrupted_study_finds_the_same(tmp_path: Path) -> None:
     """More trials than are drawn at random first: proposals depend on those before them."""
     count, file = 14, tmp_path / "study.db"

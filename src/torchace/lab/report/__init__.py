@@ -2,6 +2,6 @@
 
 from torchace.lab.report.page import markdown, rich_table, write_report
 from torchace.lab.report.results import Results, read_results
-from torchace.lab.schema.results import ResultFileError
+from torchace.lab.schema.reading import ResultFileError
 
 __all__ = ["ResultFileError", "Results", "markdown", "read_results", "rich_table", "write_report"]

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchace._files import ARRAYS_BYTES, read_bounded
-from torchace.lab.schema.results import LARGEST, ResultFileError
+from torchace.lab.schema.reading import ResultFileError
+from torchace.lab.schema.results import LARGEST
 
 Array = NDArray[Any]
 

@@ -27,7 +27,7 @@ from torchace.lab.report.tables import (
     result_table,
     search_table,
 )
-from torchace.lab.schema.results import ResultFileError
+from torchace.lab.schema.reading import ResultFileError
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

@@ -13,6 +13,7 @@ from typing import Any
 from torchace.lab.report.arrays import Array, read_arrays, sample_scores
 from torchace.lab.report.formats import count
 from torchace.lab.report.metrics import TASKS, Metric, Task, add_derived, choose_units
+from torchace.lab.schema.reading import ResultFileError, read_result
 from torchace.lab.schema.results import (
     ArmSummary,
     DataSummary,
@@ -20,9 +21,7 @@ from torchace.lab.schema.results import (
     ExperimentResult,
     PaperTable,
     PlanFile,
-    ResultFileError,
     RunResult,
-    read_result,
 )
 
 SPLITS = ("test", "validation", "train")

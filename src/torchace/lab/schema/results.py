@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from torchace._files import CHECKSUM, JSON_BYTES, is_unchanged, parse_json, read_bounded, with_checksum
-from torchace.lab.schema.errors import describe_error
+from torchace._files import with_checksum
 
 FORMAT = 1
 LARGEST = 1e100  # no measured number is larger, and its square is still finite
@@ -36,10 +33,6 @@ Measured = Annotated[Number | None, BeforeValidator(_drop_not_finite)]
 """A number, None where it was not measured or is not finite."""
 
 
-class ResultFileError(ValueError):
-    """A result file that is missing, damaged or of another version; one sentence that names the file."""
-
-
 class ResultModel(BaseModel):
     """Part of a result file; unknown keys are ignored, those of later versions among them."""
 
@@ -55,9 +48,6 @@ class ResultFile(ResultModel):
         """Return the file's content, with its own checksum in it."""
         content = with_checksum(self.model_dump(mode="json", by_alias=True))
         return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
-
-
-File = TypeVar("File", bound=ResultFile)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -362,65 +352,3 @@ class ExperimentResult(ResultFile):
     started: str = ""
     seconds: Number | None = None
     counted: dict[str, Number] = {}  # seconds of unfinished jobs that `seconds` includes
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-# control characters, marks that change the direction of text, halves of surrogate pairs
-_HIDDEN = "\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
-_UNPRINTABLE = re.compile(f"[\x00-\x1f{_HIDDEN}]")
-_ESCAPED_OR_HIDDEN = re.compile(rf"[\\{_HIDDEN}]")
-
-
-def printable(value: Any) -> Any:
-    """Return parsed JSON with unprintable characters of every string, keys too, replaced by spaces.
-
-    Example:
-        >>> printable({"a\\n": ["\\ud800", 3, None]})
-        {'a ': [' ', 3, None]}
-    """
-    if isinstance(value, str):
-        return _UNPRINTABLE.sub(" ", value)
-    if isinstance(value, list):
-        return [printable(item) for item in value]
-    if isinstance(value, dict):
-        return {printable(key): printable(item) for key, item in value.items()}
-    return value
-
-
-def read_result(path: Path, model: type[File], name: str = "") -> File:
-    """Read a result file within bounds on its size, its depth and its numbers; text becomes printable.
-
-    Args:
-        path: The file.
-        model: `ExperimentResult`, `RunResult` or `PlanFile`.
-        name: The file's name in errors, `path.name` unless given.
-
-    Raises:
-        ResultFileError: The file is missing, damaged, changed, or of another version.
-    """
-    name = name or path.name
-    try:
-        data = read_bounded(path, JSON_BYTES)
-        parsed = parse_json(data)
-        text = data.decode()
-    except FileNotFoundError:
-        folder = str(path).removesuffix(name)
-        raise ResultFileError(
-            f"Found no {name} in {folder}; give the directory that `torchace run` or `torchace fit` wrote."
-        ) from None
-    except OSError as error:
-        raise ResultFileError(f"Could not read {name}: {error.strerror}.") from None
-    except ValueError:
-        raise ResultFileError(f"Expected JSON in {name}, but the file is damaged or something else.") from None
-    if not isinstance(parsed, dict):
-        raise ResultFileError(f"Expected an object in {name}, but got {printable(repr(parsed)[:40])}.")
-    if CHECKSUM in parsed and not is_unchanged(parsed):  # earlier versions wrote none
-        raise ResultFileError(f"{name} was changed after it was written: its SHA-256 differs.")
-    if (version := parsed.get("format")) != FORMAT:
-        got = printable(repr(version)[:40])
-        raise ResultFileError(f"Expected format {FORMAT} in {name}, but got {got}; another torchace wrote it.")
-    try:
-        return model.model_validate(printable(parsed) if _ESCAPED_OR_HIDDEN.search(text) else parsed)
-    except ValidationError as error:
-        raise ResultFileError(f"{name} is damaged: {describe_error(error, model)}") from None
