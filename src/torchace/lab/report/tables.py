@@ -114,7 +114,7 @@ def summary_of(results: Results, arm: ArmSummary, diversity: float, metric: str)
 
 
 def result_table(results: Results) -> Table:
-    """Ensemble and members at every λ, with the paper's numbers; each arm's best scores stand out."""
+    """Ensemble and members at every λ, with the paper's numbers; each arm's best scores are bold."""
     metrics, paper = results.metrics, results.experiment.paper
     groups = {"Ensemble": results.task.ensemble, "One member": results.task.member}
     if paper and any(row.error is not None for row in paper.rows):
