@@ -12,6 +12,8 @@ import torchace
 
 # Modules whose import needs a package that only comes with a GPU build of torch.
 collect_ignore_glob = [] if find_spec("triton") else ["src/torchace/kernels/*_gpu.py"]
+if not find_spec("transformers"):
+    collect_ignore_glob.append("src/torchace/transformers.py")
 
 
 @pytest.fixture(autouse=True)

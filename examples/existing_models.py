@@ -1,9 +1,9 @@
-"""Models that were trained before, each on its own, as one ensemble: weighed, diagnosed and saved.
+"""An ensemble of models trained separately: member weights, diagnosis and saving.
 
     python examples/existing_models.py
 
 Three files of weights (one of them of a model that was hardly trained, one loaded twice) become an ensemble; weights of
-the members are fitted on held-out data; the diagnosis says what is the matter.
+the members are fitted on validation data; the diagnosis finds both problems.
 """
 
 import tempfile
@@ -38,7 +38,7 @@ def main() -> dict[str, float]:
     x, y = torch.tensor(x / 16, dtype=torch.float32)[order], torch.tensor(y)[order]
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"model{k}.pt" for k in range(3)]
-        for path, epochs in zip(paths, EPOCHS, strict=True):  # what somebody did before
+        for path, epochs in zip(paths, EPOCHS, strict=True):  # trained earlier
             model = network()
             train(model, x[:800], y[:800], epochs)
             torch.save(model.state_dict(), path)

@@ -1,9 +1,9 @@
-"""An ensemble in Lightning: scores of ensemble and members, λ that warms up, early stopping, checkpoints.
+"""An ensemble in Lightning: scores of ensemble and members, a warm-up of λ, early stopping, checkpoints.
 
     python examples/lightning_digits.py
 
-λ rises over the first epochs; the best epoch is chosen by the ensemble's cross entropy on validation data (the loss
-that is trained is unbounded below and not a score).
+λ rises over the first epochs; the best epoch has the lowest cross entropy of the ensemble on validation data (the
+training loss is unbounded below and not a score).
 """
 
 import logging

@@ -1,9 +1,9 @@
-"""Members of different kinds: a linear model, a wide network and a convolutional one, trained jointly and weighed.
+"""Members of different kinds: a linear model, a wide network and a convolutional one, trained jointly with weights.
 
     python examples/mixed_members.py
 
-`Ensemble` takes any modules that predict the same classes. Members that are not equally good get weights, fitted on
-held-out predictions.
+`Ensemble` takes any modules that predict the same classes. Members of different accuracy get weights, fitted on
+validation data.
 """
 
 import torch

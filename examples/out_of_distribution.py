@@ -2,7 +2,7 @@
 
     python examples/out_of_distribution.py
 
-λ is tuned on held-out digits, without a look at the corrupted ones; then AUROC at λ=0 and at the tuned λ, seed by seed.
+λ is tuned on validation digits, without the corrupted ones; then AUROC at λ=0 and at the tuned λ, seed by seed.
 All runs train together as one network.
 """
 

@@ -1,4 +1,4 @@
-"""Regression with Negative Correlation Learning, and what its spread is worth.
+"""Regression with Negative Correlation Learning, and the members' spread as an uncertainty.
 
 python examples/regression.py
 """

@@ -1,9 +1,9 @@
-"""Many classifiers on one convolutional network (the paper's SMOC), and members that part earlier.
+"""Many classifiers on one convolutional network (the paper's SMOC), and members that branch earlier.
 
     python examples/smoc_convolutional.py
 
 Linear heads on one feature vector collapse onto each other, whatever λ is: look at the disagreement. Members that have
-layers of their own do not. Both are one idea with one knob, where the members part.
+layers of their own do not. The two differ only in the layer where the members branch.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
     python examples/soft_labels.py
 
-Every digit was labelled by five annotators who err now and then. An ensemble trained on their votes knows how much they
-differ; one that is trained on the majority's answer is too sure.
+Every digit was labelled by five annotators who err now and then. An ensemble trained on their votes is calibrated; one
+trained on the majority vote is overconfident.
 """
 
 import torch

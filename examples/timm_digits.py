@@ -2,8 +2,8 @@
 
     python examples/timm_digits.py
 
-Twice: many classifiers on one network (stack_classifiers), and members that have their last stage to themselves
-(branch). Everything else is timm as usual: what changes is the model, the loss, and that logits are (K, N, C).
+Twice: many classifiers on one network (stack_classifiers), and members with a last stage of their own (branch). The
+rest is timm as usual; only the model, the loss and the shape of the logits, (K, N, C), change.
 """
 
 import timm

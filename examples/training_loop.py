@@ -1,4 +1,4 @@
-"""Three changed lines make an ensemble of a training script.
+"""Three changed lines turn a training script into one that trains an ensemble.
 
     python examples/training_loop.py
 

@@ -2,8 +2,8 @@
 
     python examples/transformers_text.py
 
-A small BERT with random weights learns to tell three kinds of made-up sentences apart; with a trained one, only the
-line that makes the model changes: AutoModelForSequenceClassification.from_pretrained(...).
+A small BERT with random weights learns to classify three kinds of generated sentences; for a pretrained one, change
+only the line that makes the model: AutoModelForSequenceClassification.from_pretrained(...).
 """
 
 import tempfile

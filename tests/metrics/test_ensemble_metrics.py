@@ -96,7 +96,7 @@ def test_equals_functional_over_any_split(seed, num_members, classes, cuts, weig
     assert_same(metrics.compute(), expected(logits, target, alpha, num_bins))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precision(dtype):
     logits, target = case(dtype=dtype) if dtype is torch.float32 else case()
     logits = logits.to(dtype)
@@ -139,7 +139,7 @@ def test_brier_of_two_classes_is_twice_scikit_learns():
     assert metrics.compute()["brier"].item() == pytest.approx(2 * brier_score_loss(target, probs), rel=1e-6)
 
 
-@pytest.mark.parametrize("ignore_index", [-100, -1, 2, 255])
+@pytest.mark.parametrize("ignore_index", [-100, 2])
 def test_ignored_samples_do_not_count(ignore_index):
     logits, target = case()
     g = torch.Generator().manual_seed(1)

@@ -36,7 +36,7 @@ def test_the_papers_counts() -> None:
     assert count(SMOC(cifar_resnet(110, num_classes=None), 64, 10, 10)) == 1_736_852
 
 
-@pytest.mark.parametrize("depth", [8, 20, 32, 44, 56, 110])
+@pytest.mark.parametrize("depth", [8, 20, 110])
 def test_counts(depth: int) -> None:
     assert count(cifar_resnet(depth)) == expected_count(depth, 16, 3, 10)
 
@@ -45,7 +45,7 @@ def test_count_with_options() -> None:
     assert count(cifar_resnet(14, 7, width=4, in_channels=1)) == expected_count(14, 4, 1, 7)
 
 
-@pytest.mark.parametrize("depth", [20, 32, 110])
+@pytest.mark.parametrize("depth", [20, 110])
 def test_layers_and_shortcuts(depth: int) -> None:
     network = cifar_resnet(depth)
     n = (depth - 2) // 6
@@ -131,7 +131,7 @@ def test_other_image_sizes_and_channels() -> None:
     assert cifar_resnet(8, 5, width=4, in_channels=1)(torch.randn(2, 1, 28, 28)).shape == (2, 5)
 
 
-@pytest.mark.parametrize("depth", [0, 2, 18, 21, 52, 111])
+@pytest.mark.parametrize("depth", [0, 2, 21])
 def test_refuses_depth(depth: int) -> None:
     with pytest.raises(ValueError, match=r"`depth` to be"):
         cifar_resnet(depth)

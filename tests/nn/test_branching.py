@@ -51,10 +51,10 @@ def resnet() -> nn.Module:
 
 
 PLACES = [
-    *((mlp, (6, 4), at) for at in "012345"),
-    *((resnet, (6, 3, 8, 8), at) for at in ("conv1", "bn1", "stage1", "stage3", "stage3.0", "flatten", "fc")),
+    *((mlp, (6, 4), at) for at in "025"),
+    *((resnet, (6, 3, 8, 8), at) for at in ("conv1", "stage3", "flatten", "fc")),
     # inside a block the input crosses too, for the shortcut
-    *((resnet, (6, 3, 8, 8), at) for at in ("stage2.0.conv2", "stage2.0.shortcut", "stage3.0.relu2")),
+    *((resnet, (6, 3, 8, 8), at) for at in ("stage2.0.conv2", "stage2.0.shortcut")),
 ]
 
 
@@ -133,7 +133,7 @@ def test_at_the_last_layer_equals_smoc(build: Any) -> None:
         torch.testing.assert_close(grads, (smoc.head.weight.grad[k], smoc.head.bias.grad[k]), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("num_members", [1, 2, 8])
+@pytest.mark.parametrize("num_members", [1, 8])
 def test_trunk_backward_runs_once(num_members: int) -> None:
     ensemble = branch(Net(), num_members, at="last")
     runs: list[nn.Module] = []
@@ -380,6 +380,7 @@ def test_models_that_return_more_than_logits(pack: Any) -> None:
         branch(Net(lambda net, x: pack(net.last(net.first(x)))), K, at="last")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("kind", "at"), [("resnet", "layer4"), ("efficientnet", "blocks.2.0"), ("convnext", "head.fc")]
 )

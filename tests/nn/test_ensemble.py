@@ -112,7 +112,7 @@ def test_trunk_receives_the_mean_of_the_members_gradients(batches):
         torch.testing.assert_close(ours.grad, mean, **EXACT)
 
 
-@pytest.mark.parametrize("num_members", [1, 3, 12])
+@pytest.mark.parametrize("num_members", [1, 3])
 @pytest.mark.parametrize("kind", ["ensemble", "smoc", "low rank"])
 def test_trunk_runs_once_forward_and_backward(kind, num_members):
     passes = []

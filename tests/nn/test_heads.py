@@ -49,8 +49,8 @@ def test_stacked_linear_starts_as_linear_layers_do(bias, dtype):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rank", [None, 1, 4])
-@pytest.mark.parametrize("lead", [(), (5,), (5, 2), (5, 2, 3), (0,)])
+@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize("lead", [(), (5, 2), (0,)])
 def test_heads_equal_linear_layers(rank, bias, lead):
     torch.manual_seed(0)
     head = heads(rank, bias)
@@ -110,7 +110,7 @@ def test_low_rank_starts_with_the_variance_of_a_linear_layer(rank):
 
 
 @pytest.mark.parametrize("rank", [None, 2])
-@pytest.mark.parametrize("num_members", [1, 2, 10])
+@pytest.mark.parametrize("num_members", [1, 10])
 def test_smoc_is_algorithm_2(rank, num_members):
     """One trunk against K networks with a copy of it each, their trunk gradients averaged afterwards."""
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Members on several ranks: everything they compute is what one process computes."""
+"""Members on several ranks compute the same as one process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from tests.support.processes import counting, team
 from torchace.models import mlp
 from torchace.nn import Ensemble, MemberParallelEnsemble, StackedEnsemble
 from torchace.nn.parallel import split_range
-
-pytestmark = pytest.mark.extended
 
 FEATURES, CLASSES, BATCH, STEPS = 6, 4, 10, 20
 EXACT = 1e-12  # float64: sums over members in another order
@@ -99,7 +97,8 @@ def assert_equal(parts: list[dict[str, Tensor]], whole: dict[str, Tensor], withi
         torch.testing.assert_close(value, whole[name], rtol=0, atol=within, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize(("size", "count"), [(2, 4), (2, 5), (4, 4), (4, 7)])
+@pytest.mark.extended
+@pytest.mark.parametrize(("size", "count"), [(2, 5), (4, 4)])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_training_equals_one_process(size: int, count: int, weighted: bool) -> None:
     weights = WEIGHTS[count] if weighted else None
@@ -112,6 +111,7 @@ def test_training_equals_one_process(size: int, count: int, weighted: bool) -> N
     assert_equal([part["weights"] for part in parts], whole["weights"])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("link", ["sigmoid", "identity"])
 def test_training_with_other_losses_equals_one_process(link: str) -> None:
     parts = team().run(2, train_spread, 3, WEIGHTS[3], link)
@@ -120,14 +120,15 @@ def test_training_with_other_losses_equals_one_process(link: str) -> None:
 
 
 def train_without_mixture(count: int) -> dict[str, Any]:
-    """Members that do not talk to each other."""
+    """Members that ignore each other's predictions."""
     ensemble = MemberParallelEnsemble(member, count)
     x, y = batch(0, "softmax")
     ace.amended_cross_entropy(ensemble(x), y, 0.6).backward()
     return results_of(ensemble)["gradients"]
 
 
-def test_members_that_do_not_talk_are_others() -> None:
+@pytest.mark.extended
+def test_without_the_mixture_gradients_differ() -> None:
     """The comparison above can fail: without the others' predictions the gradients differ."""
     parts = team().run(2, train_without_mixture, 4)
     ensemble = Ensemble([member(k) for k in range(4)])
@@ -155,6 +156,7 @@ def train_on_mesh(count: int) -> dict[str, Any]:
     return {**results_of(ensemble), "gathered": None if gathered is None else gathered.state_dict()}
 
 
+@pytest.mark.extended
 def test_training_on_a_mesh_equals_one_process_with_the_whole_batch() -> None:
     parts = team().run(4, train_on_mesh, 3)
     whole = train_whole(3, None, "softmax")
@@ -184,6 +186,7 @@ def step_sizes(width: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]
     return in_a_step, for_probs, for_log_probs
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("width", [2, 200])
 def test_a_step_sends_the_mixture_and_nothing_else(size: int, width: int) -> None:
@@ -212,6 +215,7 @@ def _predictions(ensemble: Any, weights: list[float] | None, link: str, scale: f
     return [*found, ensemble.predict_log_proba(x, member_weights=given), ensemble.predict(x, member_weights=given)]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("scale", [1.0, 1e5])  # 1e5: probabilities far below what float64 holds
 @pytest.mark.parametrize("link", ["softmax", "sigmoid", "identity"])
 def test_every_rank_predicts_what_one_process_predicts(link: str, scale: float) -> None:
@@ -224,7 +228,7 @@ def test_every_rank_predicts_what_one_process_predicts(link: str, scale: float) 
             torch.testing.assert_close(ours, theirs, rtol=EXACT, atol=EXACT)
 
 
-def nobody_believes() -> Tensor:
+def predict_impossible_class() -> Tensor:
     ensemble = MemberParallelEnsemble([_Fixed([0.0, -torch.inf]), _Fixed([1.0, -torch.inf])])
     return ensemble.predict_log_proba(torch.zeros(1, 1))
 
@@ -238,8 +242,9 @@ class _Fixed(nn.Module):
         return self.logits.expand(len(x), -1)
 
 
-def test_a_class_that_nobody_believes_in() -> None:
-    for found in team().run(2, nobody_believes):
+@pytest.mark.extended
+def test_a_class_of_probability_zero() -> None:
+    for found in team().run(2, predict_impossible_class):
         assert found.tolist() == [[0.0, -torch.inf]]
 
 
@@ -284,6 +289,7 @@ def gathered(by_function: bool, everywhere: bool) -> dict[str, Any] | None:
     return {"state": whole.state_dict(), "shifts": [m.shift for m in whole], "weights": whole.member_weights}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("by_function", [False, True])
 def test_gather_gives_all_members(by_function: bool, everywhere: bool) -> None:
@@ -313,6 +319,7 @@ def saved(folder: str) -> str:
     return ""
 
 
+@pytest.mark.extended
 def test_save_model_writes_one_model_of_all_members(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     problems = team().run(4, saved, str(tmp_path))
@@ -325,7 +332,7 @@ def test_save_model_writes_one_model_of_all_members(tmp_path: Path) -> None:
     x = batch(0, "softmax")[0]
     assert torch.equal(loaded.predict_log_proba(x), whole.predict_log_proba(x))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "model"]
-    # what the first rank could not write, nobody takes for written
+    # a failure on the first rank is one on all ranks
     assert problems[0].startswith("ModelFileError")
     assert set(problems[1:]) == {"RuntimeError: The first rank failed; its own message says why."}
 
@@ -345,9 +352,9 @@ def test_one_process_has_all_members() -> None:
     assert "local_members=0..2" in repr(ensemble)
 
 
-@pytest.mark.parametrize("count", range(1, 9))
-@pytest.mark.parametrize("parts", range(1, 6))
-def test_shares_are_everything_once_and_differ_by_one_at_most(count: int, parts: int) -> None:
+@pytest.mark.parametrize("count", [1, 5, 8])
+@pytest.mark.parametrize("parts", [1, 3, 5])
+def test_ranges_cover_all_members_and_differ_by_one_at_most(count: int, parts: int) -> None:
     shares = [split_range(count, parts, index) for index in range(parts)]
     assert [k for share in shares for k in share] == list(range(count))
     sizes = [len(share) for share in shares]
@@ -417,6 +424,7 @@ def refused_on_ranks() -> list[str]:
     return found
 
 
+@pytest.mark.extended
 def test_wrong_use_on_ranks() -> None:
     first, second = team().run(2, refused_on_ranks)
     assert first[0] == second[0]

@@ -109,7 +109,7 @@ def test_training_finds_what_em_finds():
     assert theirs - 1e-9 <= ours <= theirs + 2e-3  # the least is at α^0 = 0, which a softmax only approaches
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_fitted_weights_against_slsqp(seed):
     num_members = 2 + seed
     logits, target = case(num_members=num_members, seed=seed)
@@ -193,7 +193,7 @@ def test_errors():
 
 
 @pytest.mark.parametrize("soft", [False, True])
-def test_classes_that_nobody_may_choose_do_not_count(soft):
+def test_classes_of_probability_zero_do_not_count(soft):
     logits, target = case(classes=4)
     masked = F.pad(logits, (0, 1), value=-torch.inf)
     found = []

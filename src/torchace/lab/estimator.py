@@ -27,7 +27,7 @@ from torchace.lab.store import finite
 from torchace.lab.training.chunks import chunk_rows, collect_chunks
 from torchace.lab.training.config import make_optimizer
 from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_group, resolve_device, train_members
-from torchace.lab.training.scaling import Scaler, SplitScaler, assemble_ensemble
+from torchace.lab.training.scaling import SplitScaler, assemble_ensemble
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
 from torchace.lab.tuning.search import SearchProblem
 from torchace.models.encoder import TableEncoder
@@ -203,7 +203,7 @@ class Estimator(_Fitted):
 
     def _finish(self, trained: TrainedGroup, scaler: SplitScaler) -> None:
         self._network = trained.network.cpu()
-        self.ensemble_ = assemble_ensemble(_encoder(scaler.inputs), trained.ensemble(0), scaler.targets)
+        self.ensemble_ = assemble_ensemble(scaler.inputs.encoder(), trained.ensemble(0), scaler.targets)
 
     # -- inputs -------------------------------------------------------------------------------------------------------
 
@@ -350,19 +350,6 @@ class Estimator(_Fitted):
             raise ModelFileError(f"{path} describes no {cls.__name__} that this version can read.") from error
         estimator.ensemble_ = ensemble
         return estimator
-
-
-def _encoder(scaler: Scaler) -> TableEncoder:
-    """The module from raw numbers to scaled ones."""
-    columns = list(range(len(scaler.mean)))
-    empty: dict[str, Any] = {"indicator_columns": [], "code_columns": [], "codes": []}
-    return TableEncoder.from_values(
-        num_columns=len(columns),
-        mean=scaler.mean.tolist(),
-        std=scaler.std.tolist(),
-        number_columns=columns,
-        **empty,
-    ).double()
 
 
 def _history(trained: TrainedGroup) -> list[dict[str, Any]]:

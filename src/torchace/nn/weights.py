@@ -12,8 +12,8 @@ from torchace.functional import mixture_cross_entropy
 class MemberWeights(nn.Module):
     r"""The paper's α as K free numbers, $\alpha = \operatorname{softmax}(a)$; uniform at the start.
 
-    Calling it gives α `(K,)`. It is trained by the mixture's own cross entropy with every member's probabilities held
-    constant (`loss`), beside the members' loss, which holds α constant: neither changes what the other receives.
+    Calling it returns α `(K,)`. Its `loss`, the mixture's cross entropy with the members held constant, is added to the
+    members' loss, which holds α constant.
 
     Args:
         num_members: K.
@@ -34,16 +34,16 @@ class MemberWeights(nn.Module):
         self.logits = nn.Parameter(torch.zeros(num_members))
 
     def forward(self) -> Tensor:
-        """α, `(K,)`, with a gradient to the free numbers."""
+        """Return α, `(K,)`, with a gradient to the free numbers."""
         return self.logits.softmax(0)
 
     def loss(self, logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
-        """The mixture's cross entropy, averaged over samples; its gradient goes to α alone.
+        """Return the mixture's cross entropy, averaged over samples; its gradient goes to α alone.
 
         Args:
             logits: Members' logits, `(K, N, C, ...)`.
             target: Class indices `(N, ...)`, or class probabilities `(N, C, ...)`.
-            ignore_index: Class index that does not count. Where none counts, the loss is 0 and so is its gradient.
+            ignore_index: Class index that does not count. If none counts, loss and gradient are 0.
         """
         return mixture_cross_entropy(logits, target, self(), ignore_index=ignore_index)
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests.any_table import AnyTable, any_table
 from tests.lab.cli.cases import everything_in, houses, pets, write_table
-from tests.lab.tables.table_cases import done, fitted, is_complete, job, weights_of, written
+from tests.lab.tables.table_cases import done, is_complete, job, weights_of, written
 from torchace._files import PathError
 from torchace.lab.data import DataError
 from torchace.lab.data.tables import read_table
@@ -61,7 +61,7 @@ def test_a_model_scores_what_its_record_says(
             assert value == pytest.approx(model.record["scores"][part][key], rel=1e-9, abs=1e-12), key
 
 
-def test_what_is_written_down(data: Path, tmp_path: Path) -> None:
+def test_result_files(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out", epochs=5, patience=2, drop=("born",))
     model = done(fit)
     assert model.diversity == 0.5
@@ -99,32 +99,25 @@ def test_without_test_rows_nothing_is_said_of_them(data: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        {"num_members": 1},
-        {"hidden": ()},
-        {"hidden": (4, 3, 2), "batches": "exchanged", "batch_size": 7},
-        {"batch_size": 1, "patience": 1},
-        {"seed": 2**40},
-        {"diversity": 0.0},
-        {"diversity": 1.0},
-        {"diversity": None, "num_members": 1},
+        (0, {"num_members": 1, "hidden": ()}),
+        (1, {"hidden": (4, 3, 2), "batches": "exchanged", "batch_size": 7, "diversity": 1.0}),
+        (0, {"batch_size": 1, "patience": 1, "diversity": 0.0}),
+        (1, {"seed": 2**40}),
+        (1, {"diversity": None, "num_members": 1}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("name", "make", "target"), KINDS)
-def test_plans_of_every_kind(
-    options: dict[str, Any], name: str, make: Callable[..., Any], target: str, tmp_path: Path
-) -> None:
+def test_plans_of_every_kind(kind: int, options: dict[str, Any], tmp_path: Path) -> None:
+    name, make, target = KINDS[kind]
     fit = job(write_table(make(), tmp_path / name), target, tmp_path / "out", **options)
     predicted = done(fit).predict(make())
     assert predicted.select_dtypes("number").notna().all(axis=None)
 
 
-@pytest.mark.parametrize(("name", "make", "target"), KINDS)
-def test_the_same_table_in_any_file_gives_the_same_model(
-    name: str, make: Callable[..., Any], target: str, tmp_path: Path
-) -> None:
+def test_the_same_table_in_any_file_gives_the_same_model(tmp_path: Path) -> None:
+    _, make, target = KINDS[0]
     hashes = set()
     for suffix in (".csv", ".parquet", ".npz"):
         out = tmp_path / suffix[1:]
@@ -133,8 +126,7 @@ def test_the_same_table_in_any_file_gives_the_same_model(
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize("diversity", [0.5, None])
-@pytest.mark.parametrize(("name", "make", "target"), KINDS)
+@pytest.mark.parametrize(("name", "make", "target", "diversity"), [(*KINDS[0], None), (*KINDS[1], 0.5)])
 def test_test_rows_change_nothing_but_the_scores(
     diversity: float | None, name: str, make: Callable[..., Any], target: str, tmp_path: Path
 ) -> None:
@@ -210,8 +202,7 @@ class StopAfter:
         return self.left < 0
 
 
-@pytest.mark.parametrize("diversity", [0.5, None])
-@pytest.mark.parametrize(("name", "make", "target"), KINDS)
+@pytest.mark.parametrize(("name", "make", "target", "diversity"), [(*KINDS[0], None), (*KINDS[1], 0.5)])
 def test_stopped_again_and_again_it_ends_where_it_would_have(
     diversity: float | None, name: str, make: Callable[..., Any], target: str, tmp_path: Path
 ) -> None:
@@ -263,6 +254,7 @@ def dying(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int, af
     monkeypatch.setattr(module, name, wrapped)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     ("module", "name"),
@@ -395,11 +387,11 @@ def test_another_process_may_be_faster(data: Path, tmp_path: Path) -> None:
     assert not fit.work.exists()
 
 
-@pytest.mark.parametrize("name", ["thesis.tex", "search", "runs", "model"])
-def test_somebody_elses_working_directory_is_not_touched(name: str, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["thesis.tex", "search"])
+def test_foreign_working_directory_is_not_touched(name: str, data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     (fit.work / name).mkdir(parents=True)
-    (fit.work / name / "years of work").write_text("!")
+    (fit.work / name / "notes").write_text("!")
     before = everything_in(tmp_path)
     with pytest.raises(
         RunStoreError, match=f"out.work, the working directory of a fit, holds something else already .'{name}'"
@@ -417,7 +409,7 @@ def test_another_fits_working_directory_is_not_cleared(data: Path, tmp_path: Pat
     assert everything_in(tmp_path) == before
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"request": 3}'])
+@pytest.mark.parametrize("content", ["", "[]", '{"request": 3}'])
 def test_a_damaged_record_of_the_request_is_refused(content: str, data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     fit.work.mkdir()
@@ -440,7 +432,7 @@ def test_a_link_is_refused_at_once(data: Path, tmp_path: Path) -> None:
         job(data, "pet", tmp_path / "out").is_finished()
 
 
-@pytest.mark.parametrize("place", ["", "lock", "search", "search/checkpoints/x", "model", "checkpoints/model"])
+@pytest.mark.parametrize("place", ["", "lock", "search/checkpoints/x", "model"])
 def test_links_where_a_fit_works_are_refused(place: str, data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     with fit.lock():
@@ -531,6 +523,7 @@ def test_only_its_own_lock_is_needed(data: Path, tmp_path: Path) -> None:
 # -- any table --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 @given(any_table())
 @settings(max_examples=440)
 def test_any_table_is_fitted_or_refused_in_one_sentence(
@@ -572,7 +565,3 @@ def _check_predictions(model: TableModel, fit: TableFit, frame: Any) -> None:
     again = TableModel.load(fit.out).predict(frame)
     assert again.equals(predicted)
     assert torch.equal(fit.table.encoder()(model.encoding.matrix(frame))[fit.table.test_rows], fit.table.test.x)
-
-
-def test_fits_of_tables_that_went_through_files_are_the_same() -> None:
-    assert fitted(pets(), "pet").encoding == fitted(pets(), "pet", ".parquet").encoding

@@ -33,7 +33,7 @@ LABELS: dict[str, tuple[Any, str, list[Any]]] = {
     "numbers": (PLACES % 2 + 0.5, ".parquet", [0.5, 1.5]),
     "truth values in a CSV file": (PLACES % 2 == 0, ".csv", ["False", "True"]),
     "truth values": (PLACES % 2 == 0, ".parquet", [False, True]),
-    "spelled oddly": (np.array(["007", "1.0"])[PLACES % 2], ".csv", ["1.0", "007"]),
+    "with leading zeros": (np.array(["007", "1.0"])[PLACES % 2], ".csv", ["1.0", "007"]),
     "in lower case": (np.array(["true", "false"])[PLACES % 2], ".csv", ["false", "true"]),
     "with commas and quotes": (np.array(['a, "b"', "c\nd"])[PLACES % 2], ".csv", ['a, "b"', "c\nd"]),
     "in other scripts": (np.array(["ä", "λ"])[PLACES % 2], ".parquet", ["ä", "λ"]),
@@ -205,7 +205,7 @@ def test_a_directory_keeps_everything(classifier: TableModel, tmp_path: Path) ->
 
 
 def resealed(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """A manifest that was altered by somebody who knows how it is sealed."""
+    """Alter a manifest and renew its checksum."""
     manifest = json.loads((path / "manifest.json").read_text())
     change(manifest)
     manifest["sha256"] = files.manifest_digest(manifest)

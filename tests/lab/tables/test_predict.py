@@ -54,9 +54,10 @@ def assert_same(found: pd.DataFrame, expected: pd.DataFrame) -> None:
 
 
 @pytest.mark.parametrize("kind", ["classifier", "regressor"])
-@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
-@pytest.mark.parametrize("source", [".csv", ".parquet", ".npz"])
-@pytest.mark.parametrize("rows", [7, 50, None])
+@pytest.mark.parametrize(
+    ("source", "suffix", "rows"),
+    [(".csv", ".parquet", 7), (".parquet", ".csv", 50), (".npz", ".csv", 7), (".csv", ".csv", None)],
+)
 def test_a_file_of_any_kind_in_chunks_of_any_size(
     kind: str, suffix: str, source: str, rows: int | None, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -143,9 +144,9 @@ def failing(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.astype({"age": object}).assign(age=lambda f: f["age"].where(f.index != 25, "young"))
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
-@pytest.mark.parametrize("folder", [".", "new/folder"])
-@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize(
+    ("suffix", "folder", "there"), [(".csv", ".", True), (".parquet", ".", False), (".parquet", "new/folder", False)]
+)
 def test_a_bad_row_late_in_the_file_leaves_nothing(
     classifier: TableModel, suffix: str, folder: str, there: bool, tmp_path: Path
 ) -> None:
@@ -252,6 +253,7 @@ for data in map(Path, sys.argv[3:]):
 """
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_a_long_file_takes_no_more_memory_than_a_short_one(classifier: TableModel, tmp_path: Path) -> None:
     classifier.save(tmp_path / "model")

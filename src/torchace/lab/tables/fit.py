@@ -257,15 +257,14 @@ class TableFit:
             "num_members": self.plan.num_members,
             "batches": self.plan.batches,
             "status": "finished",
-            "failure": None,
-            "metrics": {"test": scores.get("test"), "validation": scores["validation"], "train": None},
+            "metrics": scores,
             "history": [
                 {"epoch": entry["epoch"], "step": entry["step"], metric: entry["score"][0]} for entry in fitted.history
             ],
             "steps": trained.train_config.steps,
             "seconds": fitted.seconds,
             "parameters": sum(p.numel() for p in ensemble.parameters()),
-            "job": "model",
+            "job": run.arm,
             "versions": versions(),
             **hardware(self.device),
         }
@@ -303,8 +302,6 @@ class TableFit:
             "network": "MLP " + "-".join(map(str, widths)),
             "parameters": plan.num_members * sum((i + 1) * o for i, o in itertools.pairwise(widths)),
             "diversities": [run.diversity],
-            "baseline": False,
-            "seeds": [run.seed],
         }
         content = {
             "name": self.out.name,
@@ -317,13 +314,11 @@ class TableFit:
                 "validation": len(table.validation),
                 "test": len(table.test),
                 "classes": target.class_names,
-                "image_shape": None,
                 "schema": table.description,
             },
             "arms": [arm],
             "seeds": [run.seed],
             "search": None if tuned is None else tuned.to_json(),
-            "paper": None,
             "hardware": hardware(self.device),
             "versions": versions(),
             "config": self.request(),

@@ -26,7 +26,7 @@ MIN_STD, MAX_STD = 1e-45, 1e45  # of a regression's target: beyond, its squares 
 
 @dataclass(frozen=True)
 class TableSettings:
-    """What a user states about a table; the rest is inferred."""
+    """Settings of a table by the user; the rest is inferred."""
 
     target: str
     task: str | None = None  # "classification" or "regression"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchace.lab.data import Split
+from torchace.models.encoder import TableEncoder
 from torchace.nn import Ensemble, StackedEnsemble
 
 
@@ -45,6 +46,19 @@ class Scaler:
 
     def inverse_transform(self, values: Tensor) -> Tensor:
         return values * self.std + self.mean
+
+    def encoder(self) -> TableEncoder:
+        """The module that transforms, to be saved with a model."""
+        columns = list(range(len(self.mean)))
+        return TableEncoder.from_values(
+            num_columns=len(columns),
+            mean=self.mean.tolist(),
+            std=self.std.tolist(),
+            number_columns=columns,
+            indicator_columns=[],
+            code_columns=[],
+            codes=[],
+        ).double()
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class OptunaSearch(Search):
     Attributes:
         problem: Plan, samples and seed; the plan's own values are where the search starts.
         trials: How many, earlier ones of the study included.
-        space: What is searched.
+        space: Bounds of the hyperparameters.
         storage: The path of an SQLite file, a URL as Optuna takes it (PostgreSQL, for many machines), or None.
         study_name: A storage can hold studies of several names.
         num_seeds: Trainings of each trial.
