@@ -182,6 +182,7 @@ print(*{'sklearn', 'pooch', 'rich', 'requests', 'scipy', 'pandas'} & (set(sys.mo
     assert not [path for path in package.glob("*.py") if "import pickle\n" in path.read_text()]
 
 
+@pytest.mark.extended
 def test_real_mnist(real_data):
     mnist = load("mnist", directory=real_data, download=False)
     assert mnist.train.x.shape == (60_000, 1, 28, 28)
@@ -193,6 +194,7 @@ def test_real_mnist(real_data):
     assert mnist.std[0] / 255 == pytest.approx(0.3081, abs=5e-5)
 
 
+@pytest.mark.extended
 def test_real_mnist_is_not_fashion_mnist(real_data, tmp_path):
     folder = next(path for path in (real_data / "mnist", real_data / "MNIST/raw", real_data) if path.is_dir())
     for path in folder.glob("*ubyte*"):
@@ -216,6 +218,7 @@ def cifar_folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.extended
 def test_real_cifar(cifar_folder):
     cifar = load("cifar10", directory=cifar_folder, download=False)
     assert cifar.train.x.shape == (50_000, 3, 32, 32)
@@ -228,6 +231,7 @@ def test_real_cifar(cifar_folder):
     assert hashlib.md5(records.tobytes()).hexdigest() == "803d5f7f4d78ea53de84dbe85f74fb6d"
 
 
+@pytest.mark.extended
 def test_a_flipped_bit_in_real_cifar(cifar_folder, tmp_path):
     source = next(cifar_folder.rglob("data_batch_1.bin")).parent
     for path in source.glob("*.bin"):

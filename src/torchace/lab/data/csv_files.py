@@ -102,7 +102,7 @@ def _not_blank(rows: Iterable[list[str]]) -> Iterator[list[str]]:
 def _complete_rows(stream: io.BufferedReader, delimiter: str, path: Path) -> Iterator[bytes]:
     """Read blocks that end with a row, check them, and remove the spaces of the layout."""
     mark, space = re.escape(delimiter), " " if delimiter == "\t" else r"[ \t]"
-    quoted = rf'(\A|[{mark}\r\n]) *+"((?:[^"]|"")*+)("?){space}*+(?=([{mark}\r\n]|\Z)?)'
+    quoted = rf'(\A|[{mark}\r\n]) *+"([^"]*+(?:""[^"]*+)*+)("?){space}*+(?=([{mark}\r\n]|\Z)?)'
     quoted_cells = re.compile(quoted.encode())
     layout = re.compile(rf'{quoted}|({mark}) ++(?!")|(\A|[\r\n]) ++(?![\r\n"]|\Z)'.encode())
     rest, line, block = b"", 1, stream.read(_BLOCK_BYTES).removeprefix(b"\xef\xbb\xbf")

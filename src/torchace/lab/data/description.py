@@ -11,16 +11,16 @@ from torchace.lab.data.columns import feature_numbers
 from torchace.lab.data.encoding import mean_and_std
 from torchace.lab.data.parsing import texts
 from torchace.lab.data.table_schema import Schema
+from torchace.lab.schema.results import LARGEST, TableSummary
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
 
 MAX_CATEGORIES = 8  # the most frequent ones
-LARGEST = 1e150  # its square is still finite
 
 
 def describe_table(schema: Schema, frame: DataFrame) -> dict[str, Any]:
-    """Summarise the target, all columns of a table and the notes of its schema as JSON values.
+    """Summarise the target, all columns of a table and the notes of its schema: a `TableSummary` as JSON values.
 
     Args:
         schema: The schema of the table.
@@ -36,11 +36,10 @@ def describe_table(schema: Schema, frame: DataFrame) -> dict[str, Any]:
     """
     kinds = {column.name: column.kind for column in schema.columns}
     features = [str(name) for name in frame.columns if str(name) != schema.target.name]
-    return {
-        "target": {"name": schema.target.name, "task": schema.target.task, "classes": schema.target.class_names},
-        "columns": [{"name": name, **_describe_column(frame[name], kinds.get(name))} for name in features],
-        "notes": list(schema.notes),
-    }
+    columns = [{"name": name, **_describe_column(frame[name], kinds.get(name))} for name in features]
+    target = {"name": schema.target.name, "task": schema.target.task, "classes": schema.target.class_names}
+    summary = TableSummary.model_validate({"target": target, "columns": columns, "notes": schema.notes})
+    return summary.model_dump(mode="json", exclude_unset=True)
 
 
 def _describe_column(column: Series, kind: str | None) -> dict[str, Any]:

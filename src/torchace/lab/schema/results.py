@@ -177,6 +177,7 @@ class TargetSummary(ResultModel):
     """The target column of a table; no classes for a number."""
 
     name: str
+    task: Task | None = None
     classes: Items[str] = ()
 
 

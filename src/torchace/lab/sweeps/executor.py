@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchace._files import json_digest
 from torchace.lab.schema.experiment import Arm, Experiment
-from torchace.lab.schema.results import Failure, GroupPlan, Metrics, RunKey, RunResult, Scores
+from torchace.lab.schema.results import Failure, GroupPlan, Metrics, RunKey, RunResult
 from torchace.lab.store import RunStore
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.environment import hardware, versions
@@ -130,11 +130,12 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
             continue
         failed = fitted.failures.get(r)
         failure = _nonfinite_failure(test[0][r], config.steps) if failed is None else Failure(**vars(failed))
-        metrics, arrays = None, {}
+        metrics, arrays = None, dict[str, Tensor]()
         if failure is None:
             scored = evaluate(test[0][r], test[1], data.images)
-            held_out = None if validation is None else _scores(evaluate(validation[0][r], validation[1]).metrics)
-            metrics, arrays = Metrics(test=_scores(scored.metrics), validation=held_out), scored.arrays
+            held_out = None if validation is None else evaluate(validation[0][r], validation[1]).metrics
+            metrics = Metrics.model_validate({"test": scored.metrics, "validation": held_out})
+            arrays = scored.arrays
         result = RunResult(
             run=run.id,
             arm=run.arm,
@@ -170,10 +171,6 @@ def config_digest(arm: Arm) -> str:
 def count_run_parameters(network: RunGroup) -> int:
     """Return the parameters of one run of a group."""
     return sum(p.numel() for p in network.parameters()) // network.num_runs
-
-
-def _scores(metrics: Mapping[str, Any]) -> Scores:
-    return Scores.model_validate(metrics)
 
 
 def _nonfinite_failure(logits: Tensor, steps: int) -> Failure | None:

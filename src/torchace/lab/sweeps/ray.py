@@ -39,14 +39,7 @@ STOP_SECONDS = 60.0  # for workers to send their last checkpoint when the sweep 
 
 @contextmanager
 def connect_ray(address: str, device: str, directory: Path, stop: Stop = lambda: False) -> Iterator[RayExecutor]:
-    """Connect to a Ray cluster and yield its executor.
-
-    Args:
-        address: See `join_cluster`.
-        device: `cpu`, `cuda`, or `auto`: cuda where the cluster has GPUs.
-        directory: The run directory, for errors.
-        stop: Checked while no worker is free.
-    """
+    """Connect to a Ray cluster (see `join_cluster`) and yield its executor; `stop` ends the wait for a free worker."""
     join_cluster(address)
     try:
         yield RayExecutor(choose_device(device), stop)
@@ -59,7 +52,7 @@ def connect_ray(address: str, device: str, directory: Path, stop: Stop = lambda:
 
 
 def choose_device(name: str) -> str:
-    """Return the device of every group; Ray chooses the GPU."""
+    """Return the device of every group: `auto` is cuda where the cluster has GPUs."""
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"Expected --device auto, cpu or cuda with --ray, but got {name!r}. Ray chooses the GPU.")
     has_gpus = ray.cluster_resources().get("GPU", 0) >= 1  # type: ignore[no-untyped-call]

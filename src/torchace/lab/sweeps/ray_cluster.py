@@ -35,14 +35,10 @@ class RayAddressError(ValueError):
 
 
 def join_cluster(address: str) -> None:
-    """Connect this process to a cluster.
+    """Connect this process to a cluster, or raise `RayAddressError`.
 
-    Args:
-        address: `local` starts Ray on this machine, `auto` finds the one that runs here, `HOST:PORT` is a cluster this
-            machine is part of, `ray://HOST:PORT` any other.
-
-    Raises:
-        RayAddressError: No cluster can be joined at the address.
+    `local` starts Ray on this machine, `auto` finds the one that runs here, `HOST:PORT` is a cluster this machine is
+    part of, `ray://HOST:PORT` any other.
     """
     address = address.strip()
     if address == "auto":

@@ -63,16 +63,7 @@ class DriverLink(Callback):
 
 
 def train(plan: Plan, group: GroupPlan, data: LoadedData, files: Files, link: DriverLink, threads: int) -> Any:
-    """Train a run group in a worker and return its `Results`; None when the driver stopped it.
-
-    Args:
-        plan: The driver's plan without its data.
-        group: The runs.
-        data: The data of the group's arm.
-        files: The newest checkpoint of an earlier worker, if any.
-        link: The connection to the driver.
-        threads: The driver's number of threads.
-    """
+    """Train a run group from a checkpoint's files and return its `Results`; None when the driver stopped it."""
     torch.set_num_threads(threads)  # bits depend on it
     link.send_progress(None)
     with _temporary_directory() as folder:
@@ -131,7 +122,7 @@ def _is_alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:  # of another user
-        return True
+        pass
     return True
 
 
