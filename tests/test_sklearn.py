@@ -43,8 +43,15 @@ def predictions(estimator: Any, X: Any) -> NDArray[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*SCIPY_ARRAY_API.*")
+@parametrize_with_checks([small(kind, epochs=40, random_state=None) for kind in ESTIMATORS])
+def test_scikit_learn_checks(estimator: Any, check: Any) -> None:
+    check(estimator)
+
+
+@pytest.mark.extended
+@pytest.mark.filterwarnings("ignore:.*SCIPY_ARRAY_API.*")
 @parametrize_with_checks([ACEClassifier(), NCLRegressor()])
-def test_scikit_learn_accepts_the_estimator(estimator: Any, check: Any) -> None:
+def test_scikit_learn_checks_with_default_parameters(estimator: Any, check: Any) -> None:
     check(estimator)
 
 
@@ -99,12 +106,12 @@ def test_frames_keep_their_column_names(kind: type, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
-def test_it_works_where_scikit_learn_expects_estimators(kind: type) -> None:
+def test_pipelines_and_grid_searches(kind: type) -> None:
     X, y = data(kind)
     pipeline = make_pipeline(StandardScaler(), small(kind))
     assert len(cross_val_score(pipeline, X, y, cv=3)) == 3
     name = kind.__name__.lower()
-    search = GridSearchCV(pipeline, {f"{name}__diversity": [0.0, 0.5], f"{name}__hidden": [4, (8, 4)]}, cv=2, n_jobs=2)
+    search = GridSearchCV(pipeline, {f"{name}__diversity": [0.0, 0.5], f"{name}__hidden": [4, (8, 4)]}, cv=2)
     search.fit(X, y)
     assert search.best_params_[f"{name}__diversity"] in (0.0, 0.5)
     fresh = clone(search.best_estimator_[-1])
@@ -219,7 +226,7 @@ def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
 # -- what is computed -------------------------------------------------------------------------------------------------
 
 
-def test_without_diversity_members_do_not_know_of_each_other() -> None:
+def test_members_are_independent_without_diversity() -> None:
     alone = small(num_members=1, diversity=0.0).fit(IRIS_X, IRIS_Y)
     company = small(num_members=4, diversity=0.0).fit(IRIS_X, IRIS_Y)
     coupled = small(num_members=4, diversity=0.9).fit(IRIS_X, IRIS_Y)
@@ -228,7 +235,8 @@ def test_without_diversity_members_do_not_know_of_each_other() -> None:
     assert not torch.allclose(coupled.members_[0](x), alone.members_[0](x), atol=1e-3)
 
 
-def test_the_knob_acts() -> None:
+@pytest.mark.extended
+def test_disagreement_grows_with_diversity() -> None:
     """Small members of digits: more λ, more disagreement, for every seed."""
     X, y = load_digits(return_X_y=True)
     for seed in range(3):
@@ -341,7 +349,7 @@ def test_partial_fit_learns() -> None:
     assert not np.array_equal(before, predictions(model, X))
 
 
-def test_threads_are_given_back() -> None:
+def test_number_of_threads_is_restored() -> None:
     before = torch.get_num_threads()
     small(n_jobs=1 if before > 1 else 2).fit(IRIS_X, IRIS_Y).predict(IRIS_X)
     assert torch.get_num_threads() == before
@@ -406,13 +414,13 @@ def test_the_schedule_is_the_one_asked_for(schedule: str | None, stops: bool, la
         ({"device": "tpu"}, "device"),
     ],
 )
-def test_parameters_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+def test_bad_parameters(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message) as error:
         small(**options).fit(IRIS_X, IRIS_Y)
     assert "\n" not in str(error.value)
 
 
-def test_targets_that_make_no_sense() -> None:
+def test_bad_targets() -> None:
     with pytest.raises(ValueError, match="one class"):
         small().fit(IRIS_X, np.zeros(150))
     model = small().partial_fit(IRIS_X, IRIS_Y)
@@ -428,6 +436,6 @@ def test_targets_that_make_no_sense() -> None:
         small(early_stopping=True, validation_fraction=0.9).fit([[0.0], [1.0]], [0, 1])
 
 
-def test_a_training_that_explodes_says_so() -> None:
+def test_exploding_training_is_one_sentence() -> None:
     with pytest.raises(ValueError, match="smaller learning_rate"):
         small(NCLRegressor, learning_rate=1e200, epochs=50).fit(SUGAR_X, SUGAR_Y)

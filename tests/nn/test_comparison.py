@@ -1,4 +1,4 @@
-"""Plain state of two members: the same, different, or not to be told."""
+"""Plain state of two members: equal, different, or not comparable."""
 
 from __future__ import annotations
 
@@ -144,11 +144,11 @@ def test_types_are_part_of_a_value() -> None:
     assert not compare(np.ones(2), torch.ones(2))
 
 
-def test_an_objects_own_word_counts() -> None:
+def test_own_eq_of_an_object() -> None:
     assert compare(Config(1, "a"), Config(1, "b"))
 
 
-def test_layers_of_the_member_are_compared_by_name() -> None:
+def test_layers_are_compared_by_name() -> None:
     one, other = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
     comparison = StateComparison(one, other)
     assert comparison.equal([one[0]], [other[0]])
@@ -158,13 +158,13 @@ def test_layers_of_the_member_are_compared_by_name() -> None:
     assert comparison.equal(functools.partial(print, one[0]), functools.partial(print, other[0]))
 
 
-def test_what_cannot_be_compared() -> None:
+def test_values_that_cannot_be_compared() -> None:
     for make in (lambda: (i for i in range(3)), lambda: iter([1]), __import__("threading").Lock):
         with pytest.raises(NotComparable):
             compare([make()], [make()])
 
 
-def test_what_cannot_be_stacked() -> None:
+def test_values_that_cannot_be_stacked() -> None:
     """Trained tensors that nothing registers, and functions that would keep using the first member."""
     for make in (lambda: [nn.Linear(2, 2)], lambda: torch.ones(2, requires_grad=True)):
         shared = make()

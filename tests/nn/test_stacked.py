@@ -252,7 +252,7 @@ def test_clipping_without_gradients():
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize(("path", "inplace"), [("own", False), ("own", True), ("vmap", False)])
-def test_dropout_masks_are_each_members_own(path, inplace, first, monkeypatch):
+def test_dropout_masks_differ_between_members(path, inplace, first, monkeypatch):
     if path == "vmap":
         monkeypatch.setattr("torchace.nn.stacked.decide", lambda *_, **__: Decision(False, "asked for", (), 0))
     mask = nn.Dropout(0.5, inplace=inplace)
@@ -299,7 +299,7 @@ def test_grouped_batches_must_divide():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_unstack_gives_the_members_back_bit_for_bit(case):
+def test_unstack_returns_equal_members(case):
     members = [CASES[case][0]().double() for _ in range(K)]
     before = [copy.deepcopy(member.state_dict()) for member in members]
     back = StackedEnsemble(members).unstack()
@@ -494,7 +494,7 @@ def test_images_into_a_flattening_chain():
 
 
 @pytest.mark.filterwarnings(SLOWER)
-def test_what_looks_like_a_chain_and_is_none():
+def test_chains_with_other_behaviour():
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
@@ -529,7 +529,7 @@ def test_what_looks_like_a_chain_and_is_none():
         torch.testing.assert_close(stacked(x), one(x), **EXACT)
 
 
-def test_hooks_are_honoured():
+def test_forward_hooks_run():
     one, stacked = pair(mlp)
     x = rows()
     plain = stacked(x)
@@ -551,7 +551,7 @@ def test_hooks_are_honoured():
 
 
 @pytest.mark.parametrize("make", [mlp, normed_mlp])
-def test_backward_hooks_are_refused_not_ignored(make):
+def test_backward_hooks_are_refused(make):
     stacked = StackedEnsemble([make() for _ in range(K)])
     handle = stacked.stacked[0].register_full_backward_hook(lambda *_: None)
     with pytest.raises(ValueError, match=r"layer '0' \(Linear\).*backward hooks.*Use Ensemble"):
@@ -675,7 +675,7 @@ def within(layer: nn.Module) -> nn.Module:
     return nn.Sequential(nn.ModuleDict({"body": layer})["body"])
 
 
-NOT_VECTORISABLE: dict[str, tuple[Make, str]] = {
+NOT_STACKABLE: dict[str, tuple[Make, str]] = {
     "sparse embedding": (lambda: nn.Sequential(nn.Embedding(5, 4, sparse=True)), r"layer '0' \(Embedding\)"),
     "spectral norm": (
         lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, CLASSES))),
@@ -700,7 +700,7 @@ def test_recurrent_layers_run_member_by_member(kind):
     assert stacked.explain().counts()["batched"] > 0
 
 
-def test_a_buffer_may_be_replaced():
+def test_replaced_buffer():
     stacked = StackedEnsemble([within(Counting()) for _ in range(K)])
     stacked(torch.randn(N, 6))
     stacked(torch.randn(N, 6))
@@ -709,9 +709,9 @@ def test_a_buffer_may_be_replaced():
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.* is deprecated")
-@pytest.mark.parametrize("name", NOT_VECTORISABLE)
-def test_what_cannot_be_vectorised_names_the_layer(name):
-    make, message = NOT_VECTORISABLE[name]
+@pytest.mark.parametrize("name", NOT_STACKABLE)
+def test_layers_that_cannot_be_stacked_are_named(name):
+    make, message = NOT_STACKABLE[name]
     with pytest.raises(ValueError, match=message) as error:
         StackedEnsemble([make() for _ in range(K)])(torch.randn(N, 6))
     assert "Use Ensemble(members)" in str(error.value)
@@ -719,7 +719,7 @@ def test_what_cannot_be_vectorised_names_the_layer(name):
 
 @pytest.mark.parametrize("batches", ["shared", "separate"])
 @pytest.mark.parametrize("make", [mlp, normed_mlp, conv])
-def test_a_wrong_input_is_the_members_own_error(make, batches):
+def test_wrong_input_raises_the_members_error(make, batches):
     stacked = StackedEnsemble([make() for _ in range(K)])
     x = torch.randn(N, 2, 5, 5) if make is conv else torch.randn(N, 5)
     with pytest.raises(RuntimeError) as alone:

@@ -94,7 +94,7 @@ def test_other_structures(member: nn.Module) -> None:
     torch.testing.assert_close(stacked(x), Ensemble(members)(x))
 
 
-def test_dropout_masks_are_each_members_own() -> None:
+def test_dropout_masks_differ_between_members() -> None:
     members = [nn.Sequential(nn.Dropout2d(0.5), nn.Conv2d(64, 1, 1, bias=False)) for _ in range(2)]
     for member in members:
         nn.init.ones_(member[1].weight)
@@ -102,13 +102,13 @@ def test_dropout_masks_are_each_members_own() -> None:
     assert not torch.equal(out[0], out[1])
 
 
-def test_a_shared_input_may_not_be_changed_in_place() -> None:
+def test_in_place_change_of_a_shared_input_is_refused() -> None:
     members = [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 3)) for _ in range(3)]
     with pytest.raises(ValueError, match="changed their input in place"):
         StackedEnsemble(members)(torch.randn(5, 4))
 
 
-def test_an_empty_batch() -> None:
+def test_empty_batch() -> None:
     members = [nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(64, 4)) for _ in range(2)]
     assert StackedEnsemble(members)(torch.rand(0, 1, 6, 6)).shape == (2, 0, 4)
 
@@ -124,7 +124,7 @@ class _Noisy(nn.Module):
         return self.linear(x[:, torch.randperm(4)])
 
 
-def test_runs_that_cannot_draw_for_themselves_are_trained_one_at_a_time() -> None:
+def test_keyed_draws_of_a_network_that_is_not_followed() -> None:
     stacked = StackedEnsemble([_Noisy(), _Noisy()])
     x, members, step = torch.randn(2, 5, 4), torch.tensor([0, 1]), torch.tensor(3)
     one, again = (
@@ -150,7 +150,7 @@ class _InPlace(nn.Module):
         return self.linear(h)
 
 
-def test_what_members_share_may_become_each_ones_own_in_place() -> None:
+def test_in_place_change_of_a_shared_activation() -> None:
     members = [_InPlace(named=False) for _ in range(3)]
     x = torch.randn(5, 4)
     torch.testing.assert_close(StackedEnsemble(members)(x), Ensemble(members)(x))

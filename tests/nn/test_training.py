@@ -111,7 +111,10 @@ KINDS: dict[str, Callable[[], EnsembleModule]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW = ("three architectures", "members on a trunk", "low-rank smoc", "branch")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.extended) if k in SLOW else k for k in KINDS])
 def test_learns_digits(kind):
     torch.manual_seed(0)
     ensemble = KINDS[kind]()
@@ -216,9 +219,9 @@ def test_first_gradients_of_the_other_losses(kind, link):
 
 
 def test_disagreement_rises_with_diversity():
-    """Twenty small separate members; five seeds, each with the same start and the same batches for both λ."""
+    """Twenty small separate members; three seeds, each with the same start and the same batches for both λ."""
     _, _, x, _ = digits()
-    for seed in range(5):
+    for seed in range(3):
         values = []
         for diversity in (0.0, 0.7):
             torch.manual_seed(seed)

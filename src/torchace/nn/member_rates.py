@@ -97,7 +97,7 @@ def _check_values(values: Sequence[float] | None, name: str, num_members: int) -
 
 
 class _GroupPlan(NamedTuple):
-    """What a step does in one parameter group."""
+    """Changes to the step of one parameter group."""
 
     boost: float  # factor on the group's learning rate for the optimizer's step
     shares: list[float] | None  # each member's share of that step; None: the whole step

@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 
 def wild(frame: pd.DataFrame, number: str, text: str | None) -> pd.DataFrame:
-    """Rows as nobody has seen them before: gaps, unknown categories, absurd numbers."""
+    """Rows unlike those of training: missing values, unknown categories, extreme numbers."""
     frame = frame.astype({number: float}).copy()
     frame.loc[0::5, number] = np.nan
     frame.loc[1::5, number] = 1e300

@@ -44,7 +44,7 @@ def server() -> Iterator[ForkServer]:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """How a command goes that nobody disturbs."""
+    """The results of an undisturbed command."""
 
     folder: Path
     seconds: float

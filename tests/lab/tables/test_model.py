@@ -205,7 +205,7 @@ def test_a_directory_keeps_everything(classifier: TableModel, tmp_path: Path) ->
 
 
 def resealed(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """A manifest that was altered by somebody who knows how it is sealed."""
+    """Alter a manifest and renew its checksum."""
     manifest = json.loads((path / "manifest.json").read_text())
     change(manifest)
     manifest["sha256"] = files.manifest_digest(manifest)

@@ -84,7 +84,7 @@ def test_values_equal_those_of_plans_trained_alone(patience: int | None) -> None
     result = found(4, plan=plan, pruning=False)
     assert states(result) == ["complete"] * 4
     for trial in result.trials:
-        # a cohort equals its runs trained alone to rounding
+        # a run group equals its runs trained alone to rounding
         assert trial.value == pytest.approx(value_alone(trial.params, plan=plan), rel=1e-9)
     values = [trial.value for trial in result.trials if trial.value is not None]
     assert result.best is not None

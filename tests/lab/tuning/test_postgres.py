@@ -51,7 +51,7 @@ def stored(server: postgres.Server, name: str) -> list[FrozenTrial]:
 
 
 def work(url: str, folder: str, name: str) -> None:
-    """Notes every trial it finishes. In its second one it says so, and goes on when it is told to."""
+    """Record every finished trial; wait in the second one until a file appears."""
     torch.set_num_threads(1)
     place = Path(folder)
     finished: list[int] = []
@@ -122,7 +122,7 @@ def test_two_workers_one_of_which_is_killed(server: postgres.Server, tmp_path: P
     finished = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     assert Counter(done["lives"] + done["dies"]) == Counter(trial.number for trial in finished)
     assert len(done["dies"]) == 1
-    assert len(finished) == TRIALS  # nobody was in the middle of one more
+    assert len(finished) == TRIALS
     # the one in whose middle it was killed is failed and was tried again, no other
     (dead,) = (trial for trial in trials if trial.state == TrialState.FAIL)
     assert dead.number == killed
@@ -132,7 +132,7 @@ def test_two_workers_one_of_which_is_killed(server: postgres.Server, tmp_path: P
     assert len(trials) == TRIALS + 1
     assert len({json.dumps(trial.params, sort_keys=True) for trial in finished}) == TRIALS, "proposed twice"
     for trial in finished:
-        # a cohort equals its runs trained alone to rounding
+        # a run group equals its runs trained alone to rounding
         assert trial.value == pytest.approx(value_alone(trial.user_attrs["values"]), rel=1e-9)
     result = found(TRIALS, server.url(), study_name="two", pruning=False)
     assert result.best is not None

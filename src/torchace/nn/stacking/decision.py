@@ -164,12 +164,12 @@ def _find_difference(
         if not isinstance(theirs, Tensor) or theirs.isnan().any():
             continue
         if ours.shape[1:] != theirs.shape or not _is_close(ours[place], theirs, 1):
-            return "a member gives other outputs by itself"
+            return "the outputs differ from those of a member alone"
     # relative to all gradients too: that of a bias before BatchNorm is rounding alone
     size = math.hypot(*(float(gradient.double().norm()) for gradient in own_gradients.values()))
     for name, gradient in own_gradients.items():
         if math.isfinite(size) and not _is_close(gradients[name][place], gradient, 10, size / 100):
-            return f"a member gives another gradient of {name!r} by itself"
+            return f"the gradient of {name!r} differs from that of a member alone"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Stacked members with layers that need something around the call: exact, or one sentence that says what to do."""
+"""Stacked members with BatchNorm updates, checkpointing and recomputed weights."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_inside_a_member_is_refused_in_the_forward(use_reentrant):
+def test_checkpointing_inside_a_member_is_refused(use_reentrant):
     stacked = StackedEnsemble([nn.Sequential(Checkpointed(use_reentrant)) for _ in range(K)])
     with pytest.raises(
         ValueError, match=r"layer '0' \(Checkpointed\).*checkpoint\(ensemble, x.*Use Ensemble\(members\)"
