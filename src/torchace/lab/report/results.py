@@ -19,7 +19,6 @@ from torchace.lab.schema.results import (
     DataSummary,
     DiversitySearch,
     ExperimentResult,
-    PaperTable,
     PlanFile,
     RunResult,
 )
@@ -63,16 +62,6 @@ class Results:
     def arms(self) -> tuple[ArmSummary, ...]:
         """The arms of the experiment."""
         return self.experiment.arms
-
-    @property
-    def search(self) -> DiversitySearch | None:
-        """The search for λ of a fit."""
-        return self.experiment.search
-
-    @property
-    def paper(self) -> PaperTable | None:
-        """The paper's table beside the results."""
-        return self.experiment.paper
 
     @property
     def failed(self) -> tuple[RunResult, ...]:

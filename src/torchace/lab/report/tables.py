@@ -114,8 +114,8 @@ def summary_of(results: Results, arm: ArmSummary, diversity: float, metric: str)
 
 
 def result_table(results: Results) -> Table:
-    """Ensemble and members at every λ, with the paper's numbers; each arm's best scores stand out."""
-    metrics, paper = results.metrics, results.paper
+    """Ensemble and members at every λ, with the paper's numbers; each arm's best scores are bold."""
+    metrics, paper = results.metrics, results.experiment.paper
     groups = {"Ensemble": results.task.ensemble, "One member": results.task.member}
     if paper and any(row.error is not None for row in paper.rows):
         groups = {group: tuple(key.replace("accuracy", "error") for key in keys) for group, keys in groups.items()}
@@ -152,7 +152,7 @@ def result_table(results: Results) -> Table:
 
 
 def _paper_row(results: Results, arm: ArmSummary, diversity: float) -> PaperRow | None:
-    rows = results.paper.rows if results.paper else ()
+    rows = results.experiment.paper.rows if results.experiment.paper else ()
     return next((row for row in rows if row.matches(arm, diversity)), None)
 
 
@@ -163,10 +163,10 @@ def _result_note(results: Results) -> str:
         f"Mean ± standard deviation over seeds. Bold: the best mean of its arm{shared}, significant or not. "
         f"“One member”: the mean over members. {results.task.explain([*results.task.ensemble, results.task.spread])}"
     )
-    if results.paper:
-        note += f" “paper”: {results.paper.table} of Shoham and Permuter (2020). {results.paper.note}".rstrip()
+    if paper := results.experiment.paper:
+        note += f" “paper”: {paper.table} of Shoham and Permuter (2020). {paper.note}".rstrip()
         pairs = [(arm, diversity) for arm in results.arms for diversity in results.diversities(arm)]
-        missing = [row.title for row in results.paper.rows if not any(row.matches(*pair) for pair in pairs)]
+        missing = [row.title for row in paper.rows if not any(row.matches(*pair) for pair in pairs)]
         if missing:
             note += f" Rows of the paper without a run here: {', '.join(missing)}."
     return note
@@ -275,7 +275,7 @@ def search_differences(search: DiversitySearch) -> tuple[Difference, ...]:
 
 def search_table(results: Results) -> Table | None:
     """The validation score of every λ that was tried and its paired difference to λ=0; None without a search."""
-    search = results.search
+    search = results.experiment.search
     if search is None or not search.scores:
         return None
     metric, differences = results.metrics[search.metric], {d.diversity: d for d in search_differences(search)}
