@@ -170,7 +170,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@losses
+@pytest.mark.parametrize("loss", [LOSSES[0], *(pytest.param(loss, marks=pytest.mark.extended) for loss in LOSSES[1:])])
 @pytest.mark.parametrize(
     "variant", ["plain", *(pytest.param(v, marks=pytest.mark.extended) for v in list(VARIANTS)[1:])]
 )
