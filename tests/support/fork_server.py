@@ -154,7 +154,7 @@ def _child(
 
         from tests.lab.cli.cases import fake_report
         from tests.support.held import hold
-        from torchace import cli, report
+        from torchace.lab import cli, report
         from torchace.lab.cli.terminal import console
         from torchace.lab.tables import fit as table_fit
         from torchace.lab.tables import search as table_search
