@@ -310,6 +310,15 @@ def test_checkpoints_hold_the_weights_and_lambda(tmp_path):
         x = torch.randn(5, 4)
         assert torch.equal(loaded.ensemble.predict_proba(x), module.ensemble.predict_proba(x))
         assert loaded.hparams["num_members"] == 3
+    # a checkpoint from before member weights were part of the state dict
+    old = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    old["torchace"]["member_weights"] = old["state_dict"].pop("ensemble.member_weights")
+    old["state_dict"] = dict(old["state_dict"])
+    torch.save(old, tmp_path / "old.ckpt")
+    loaded = ACEModule.load_from_checkpoint(
+        tmp_path / "old.ckpt", ensemble=stacked(), loss=AmendedCrossEntropyLoss(0.0), optimizer_factory=SGD
+    )
+    assert torch.equal(loaded.ensemble.predict_proba(x), module.ensemble.predict_proba(x))
 
 
 def test_early_stopping_and_best_checkpoint(tmp_path):

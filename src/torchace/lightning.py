@@ -39,10 +39,9 @@ class ACEModule(LightningModule):
     """Trains an ensemble with one of the library's losses and logs its scores.
 
     Once an epoch it logs the scores of each split (`train`, `val`, `test`; `val_1`, ... for further loaders):
-    `val_accuracy`, `val_cross_entropy`, `val_member_accuracy`, `val_member_accuracy_0`, `val_disagreement`,
-    `val_mutual_information`, `val_ambiguity`, ...; for regression `val_mean_squared_error`,
-    `val_member_mean_squared_error`, `val_ambiguity`. At every step it logs `train_loss` and λ as `diversity`. Early
-    stopping and checkpoints monitor `val_cross_entropy` (or `val_mean_squared_error`): the loss is unbounded below.
+    `val_accuracy`, `val_cross_entropy`, `val_member_accuracy`, `val_member_accuracy_0`, `val_disagreement`, ...; for
+    regression `val_mean_squared_error`, ... At every step it logs `train_loss` and λ as `diversity`. Let early stopping
+    and checkpoints monitor `val_cross_entropy` (or `val_mean_squared_error`): the loss is unbounded below.
 
     A batch is `(input, ..., target)`, or a dictionary with the target under `labels`, `label`, `target`, `targets` or
     `y`; for others, override `split_batch`. Predictions are the ensemble's probabilities `(N, C)`.
@@ -230,12 +229,7 @@ class DiversitySchedule(Callback):
     """
 
     def __init__(
-        self,
-        diversity: float | Callable[[int], float],
-        *,
-        start: float = 0.0,
-        warmup: int = 0,
-        interval: str = "epoch",
+        self, diversity: float | Callable[[int], float], *, start: float = 0.0, warmup: int = 0, interval: str = "epoch"
     ) -> None:
         _checks.check_count(warmup, "warmup", least=0)
         _checks.check_choice(interval, "interval", INTERVALS)

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from tests.reference import losses as reference
 from tests.reference.cases import U32, Case, element_cases, member_weights, value_and_gradient
-from torchace.functional import diversity_from_gamma, negative_correlation
+from torchace.functional import diversity_from_gamma, ncl, negative_correlation
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -197,3 +197,29 @@ def test_gradcheck_of_each_members_own_loss(num_members: int, lam: float, kind: 
         mine = predictions[k].clone().requires_grad_()
         assert torch.autograd.gradcheck(own, (mine,))
         assert torch.autograd.gradgradcheck(own, (mine,))
+
+
+@pytest.mark.parametrize("members", [1, 3])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_closed_form_of_several_runs(elsewhere: bool, members: int) -> None:
+    """Losses, gradients and squared errors of a training step; outputs of a sample count as their mean."""
+    g = torch.Generator().manual_seed(0)
+    f = torch.randn(3, members, 4, 2, generator=g, dtype=torch.float64)
+    y, mixture = torch.randn(2, 3, 4, 2, generator=g, dtype=torch.float64)
+    lam, scale = torch.tensor([0.0, 0.4, 1.0], dtype=torch.float64), torch.rand(3, 4, generator=g, dtype=torch.float64)
+    given = {"alpha": 0.25, "mixture": mixture} if elsewhere else {}
+    found = ncl.closed_form(f, y, lam, scale, **given)
+    assert found.gradient is not None
+    for run in range(3):
+        expected = reference.negative_correlation(
+            f[run],
+            y[run],
+            float(lam[run]),
+            member_weights=[0.25] * members if elsewhere else None,
+            mixture=mixture[run] if elsewhere else None,
+            sample_weight=scale[run][:, None].expand(-1, 2) / 2,
+            reduction="none",
+        )
+        assert_close(found.losses[run], expected.value().flatten(1).sum(1), **CLOSE)
+        assert_close(found.gradient[run], expected.gradient(), **CLOSE)
+    assert_close(found.scores, (f.mean(1) - y).square().mean(-1))

@@ -17,11 +17,12 @@ pytest.importorskip("triton", reason="no Triton")
 
 from tests.reference import losses as reference  # noqa: E402
 from tests.reference.cases import Case, ace_cases, check_changed_options  # noqa: E402
-from torchace.functional import ace as functional_ace  # noqa: E402
+from torchace import kernels  # noqa: E402
 from torchace.functional import amended_cross_entropy  # noqa: E402
-from torchace.kernels import ace_gpu  # noqa: E402
+from torchace.kernels import LossOptions, ace_gpu, closed_form  # noqa: E402
 
 pytestmark = [
+    pytest.mark.extended,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # interpreted, both sides of a choice are computed
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),  # torch's compiler, of itself
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
@@ -35,9 +36,9 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-5} if ON_GPU else {"rtol": 1e-11, "atol": 1e-1
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
     "in small programs": {"ONE_PROGRAM": 1, "COUNTED": 1, "ALL_REGISTERS": 1, "COUNTERS": (2, 1)},
-    "read twice": {"MOST_WARPS": 0, "HELD_OF_BLOCK": 0, "WARPS": 1},
+    "read twice": {"MAX_WARPS": 0, "HELD_OF_BLOCK": 0, "WARPS": 1},
     "by several programs": {
-        "MOST_WARPS": 0, "HELD_OF_BLOCK": 0, "WARPS": 1, "READ_TWICE": 0, "SPAN": 300, "COUNTERS_OF_BLOCKS": (2, 1),
+        "MAX_WARPS": 0, "HELD_OF_BLOCK": 0, "WARPS": 1, "READ_TWICE": 0, "SPAN": 300, "COUNTERS_OF_BLOCKS": (2, 1),
     },
 }  # fmt: skip
 
@@ -49,10 +50,10 @@ def kernel() -> Iterator[None]:
         yield
         return
 
-    def fits(logits: Tensor, target: Tensor, options: Any) -> bool:
-        return options.reduction != "none" and logits.numel() > 0
+    def fits(logits: Tensor, options: LossOptions) -> bool:
+        return logits.numel() > 0
 
-    with mock.patch.object(functional_ace, "_fits_gpu", fits):
+    with mock.patch.object(kernels, "fits_gpu", fits):
         yield
 
 
@@ -74,7 +75,7 @@ def ours(case: Case, way: str, **changed: Any) -> tuple[Tensor, Tensor]:
     with way_of(way):
         value = amended_cross_entropy(outputs, moved(case.target), torch.tensor(case.diversity, **to), **options)
         value.backward()
-    assert "AceGpu" in type(value.grad_fn).__name__ or case.outputs.ndim > 3
+    assert value.grad_fn.backend is ace_gpu
     assert outputs.grad is not None
     return value.detach().cpu().double(), outputs.grad.cpu().double()
 
@@ -218,13 +219,13 @@ def test_spans_leave_behind_what_a_program_can_read() -> None:
         def __getitem__(self, grid: tuple[int, int]) -> Any:
             return lambda *args, **flags: launched.append((grid, flags))
 
-    options = ace_gpu.Options(torch.zeros(1).long(), None, 0.5, None, None, None, None, 0.0, -100, True)
-    with mock.patch.multiple(ace_gpu, _in_blocks=Kernel(), _counts=mock.MagicMock(), _whole=None):
+    options = LossOptions(torch.zeros(1, 1).long(), 0.5, ignore_index=-100, reduction="mean")
+    with mock.patch.multiple(ace_gpu, _read_twice=Kernel(), _count_samples=mock.MagicMock(), _read_once=None):
         for members, classes in ((1024, 200_000), (300, 128_256), (4, 128_256)):
             logits = torch.zeros(()).expand(members, 1, classes)
             ace_gpu.value_and_gradient(logits, options, want_gradient=False)
     for grid, flags in launched:
-        assert flags["SOME_SPANS"] * (flags["MOST"] + flags["REST"]) <= 2 * ace_gpu.LEFT_BEHIND
+        assert flags["BLOCK_SPANS"] * (flags["BLOCK_K"] + flags["REST_K"]) <= 2 * ace_gpu.STATISTICS
         assert grid[1] * flags["SPAN"] >= flags["CLASSES"]
     assert launched[-1][0] == (1, 16)
 
@@ -249,7 +250,7 @@ def test_confident_logits(way: str, largest: float) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("diversity", [0.0, 0.7])
-def test_an_impossible_class_that_nobody_believes_in_adds_nothing(way: str, diversity: float) -> None:
+def test_an_impossible_class_adds_nothing(way: str, diversity: float) -> None:
     case = drawn(3, 4, 20)
     case.diversity = diversity
     case.outputs[:, :, 3] = -torch.inf
@@ -281,7 +282,7 @@ def test_nan_and_inf_show(bad: float, way: str) -> None:
     value, gradient = ours(case, way)
     assert value.isnan()
     assert gradient[1, 0].isnan().any()
-    case.target[0] = -100  # of a sample that does not count they are nobody's concern
+    case.target[0] = -100  # a sample that does not count
     value, gradient = ours(case, way)
     assert value.isfinite()
     assert gradient.isfinite().all()
@@ -328,8 +329,8 @@ def test_a_second_backward_and_a_second_derivative() -> None:
     (again,) = torch.autograd.grad(3 * value, logits)
     assert_close(again, 3 * first)
     curvatures = []
-    for fits in (functional_ace._fits_gpu, lambda *args: False):
-        with mock.patch.object(functional_ace, "_fits_gpu", fits):
+    for fits in (kernels.fits_gpu, lambda *args: False):
+        with mock.patch.object(kernels, "fits_gpu", fits):
             (slope,) = torch.autograd.grad(loss(logits), logits, create_graph=True)
             curvatures.append(torch.autograd.grad((slope**2).sum(), logits)[0])
     assert_close(*curvatures)
@@ -357,10 +358,10 @@ def test_half_precision() -> None:
 
 def test_a_diversity_elsewhere_is_read_once_or_moved_into_a_graph() -> None:
     elsewhere, lam = torch.device("meta"), torch.tensor(0.5)
-    assert functional_ace._readable(lam, elsewhere) == 0.5
-    compiled = torch.compile(lambda d: functional_ace._readable(d, elsewhere) * 2, fullgraph=True, backend="eager")
+    assert kernels.readable_diversity(lam, elsewhere) == 0.5
+    compiled = torch.compile(lambda d: kernels.readable_diversity(d, elsewhere) * 2, fullgraph=True, backend="eager")
     assert compiled(lam).device == elsewhere
-    assert functional_ace._readable(lam, lam.device) is lam
+    assert kernels.readable_diversity(lam, lam.device) is lam
 
 
 def test_no_gradient_is_computed_where_none_is_wanted() -> None:
@@ -377,29 +378,25 @@ def test_no_gradient_is_computed_where_none_is_wanted() -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_as_operators_for_the_compiler(weighted: bool) -> None:
     """Value and gradient are operators of their own; the compiler sees their shapes alone."""
-    from torchace.kernels import ace_gpu_op
+    from torchace.kernels import ace_op_gpu
 
     case = drawn(3, 5, 20, **({"weight": torch.rand(20).double() + 0.5} if weighted else {}))
     weight = case.options.get("weight")
     logits = case.outputs.to(DTYPE).to(DEVICE).requires_grad_()
-    options = ace_gpu.Options(
-        case.target.to(DEVICE),
+    options = LossOptions(
+        case.target.to(DEVICE)[None],
         torch.tensor(0.7, dtype=DTYPE, device=DEVICE),
-        0.0,
-        None,
-        None if weight is None else weight.to(DTYPE).to(DEVICE),
-        None,
-        None,
-        0.125,
-        -100,
-        True,
+        weight=None if weight is None else weight.to(DTYPE).to(DEVICE),
+        label_smoothing=0.125,
+        ignore_index=-100,
+        reduction="mean",
     )
-    torch.library.opcheck(ace_gpu_op._value, (logits, *options))
+    torch.library.opcheck(ace_op_gpu._value, (logits, *ace_op_gpu._to_arguments(options)))
     case.options["label_smoothing"] = 0.125
 
     @torch.compile(fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
     def compiled(z: Tensor) -> Tensor:
-        return 2 * ace_gpu_op.loss(z * 1.0, options, lambda z: z.sum())
+        return 2 * ace_op_gpu.total_loss(z * 1.0, options)
 
     value = compiled(logits)
     value.backward()
@@ -462,6 +459,104 @@ def test_compiled_as_a_user_would_and_under_transforms() -> None:
     batch = torch.stack([logits.detach(), logits.detach() + 1])
     for gradient in torch.compile(torch.func.vmap(torch.func.grad(loss)), fullgraph=True)(batch):
         assert_close(gradient.cpu().double(), expected_gradient, **CLOSE)
+
+
+def run_case(members: int, samples: int, classes: int, kind: str) -> tuple[Tensor, LossOptions]:
+    """Logits of three runs and the options of a training step; the second run has stopped."""
+    g = torch.Generator().manual_seed(0)
+    to = {"dtype": DTYPE, "device": DEVICE}
+    logits = 3 * torch.randn(3, members, samples, classes, generator=g, dtype=torch.float64)
+    target = torch.randint(classes, (3, samples), generator=g)
+    scale = torch.tensor([[1.0], [0.0], [1.0]]) / samples
+    options = LossOptions(target.to(DEVICE), torch.tensor([0.0, 0.4, 0.9], **to), scale=scale.to(**to))
+    if kind == "weights":
+        weight = scale * torch.rand(3, samples, generator=g)
+        options = options._replace(scale=weight.to(**to), label_smoothing=0.125)
+    elif kind == "mixture":
+        mixture = torch.rand(3, samples, classes, generator=g, dtype=torch.float64).softmax(2)
+        options = options._replace(mixture=mixture.to(**to), alpha=torch.full((members,), 0.25, **to))
+    return logits.to(**to), options
+
+
+@pytest.mark.parametrize("kind", ["plain", "weights", "mixture"])
+@pytest.mark.parametrize("way", ["whole", "in small programs"])
+@pytest.mark.parametrize(("shape", "layout"), [((5, 7, 10), "dense"), ((1, 6, 17), "dense"), ((4, 5, 12), "classes")])
+def test_runs_of_a_training_step(shape: tuple[int, int, int], layout: str, way: str, kind: str) -> None:
+    """Losses of members, scores of ensembles and the gradient, of several runs with their own λ in one launch."""
+    logits, options = run_case(*shape, kind)
+    if layout == "classes":
+        logits = logits.mT.contiguous().mT
+    expected = closed_form.compute(logits.double().cpu(), _in_float64(options), want_scores=True)
+    with way_of(way), mock.patch.object(closed_form, "compute", None):
+        found = kernels.member_terms(logits, options)
+    for mine, other in zip(found, expected, strict=True):
+        assert mine is not None
+        assert_close(mine.cpu().double(), other, **CLOSE)
+    assert found.gradient is not None
+    assert found.gradient.stride() == logits.stride()
+    assert not found.gradient[1].any()
+
+
+def _in_float64(options: LossOptions) -> LossOptions:
+    parts = (part.cpu() if isinstance(part, Tensor) else part for part in options)
+    return LossOptions(*(p.double() if isinstance(p, Tensor) and p.is_floating_point() else p for p in parts))
+
+
+def test_runs_with_impossible_and_broken_logits() -> None:
+    """A class at -inf adds nothing; a score is finite where every probability underflows; NaN stays in its run."""
+    logits, options = run_case(3, 4, 6, "plain")
+    logits[0, :, 0, :] = -1e4
+    logits[0, :, 0, int(options.target[0, 0]) - 1] = 0.0  # all members are certain, and wrong
+    logits[2, 1, 2, 3] = torch.nan
+    options.target[0, 1:] = 0
+    logits[0, :, 1:, 5] = -torch.inf
+    found = kernels.member_terms(logits, options)
+    assert found.scores is not None
+    assert_close(found.scores[0, 0].cpu().double(), torch.tensor(1e4).double())
+    assert found.losses[0].isfinite().all()
+    assert found.losses[2].isnan().tolist() == [True, True, True]  # through the mixture
+    assert found.scores[2].isnan().tolist() == [False, False, True, False]
+
+
+def test_samples_that_do_not_fit_on_chip_are_left_to_the_closed_form() -> None:
+    logits, options = run_case(2, 2, 3, "plain")
+    with mock.patch.object(ace_gpu, "MAX_WARPS", 0), mock.patch.object(ace_gpu, "member_terms", None):
+        kernels.member_terms(logits, options)
+    with mock.patch.object(kernels, "STEP_ON_GPU", "closed_form"), mock.patch.object(ace_gpu, "member_terms", None):
+        kernels.member_terms(logits, options)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="no GPU")
+@pytest.mark.parametrize("shape", [(5, 128, 10), (10, 300, 100), (4, 64, 250)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_runs_captured_in_a_graph(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Also at the sizes of a sweep: 70 runs."""
+    g = torch.Generator(DEVICE).manual_seed(0)
+    logits = (3 * torch.randn(70, *shape, generator=g, device=DEVICE)).to(dtype)
+    target = torch.randint(shape[2], (70, shape[1]), generator=g, device=DEVICE)
+    diversity = torch.linspace(0, 1, 70, device=DEVICE)
+    options = LossOptions(target, diversity, scale=torch.full((70, 1), 1 / shape[1], device=DEVICE))
+    assert ace_gpu.fits_member_terms(logits)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        kernels.member_terms(logits, options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = kernels.member_terms(logits, options)
+    logits.copy_(logits.flip(0))
+    diversity.copy_(diversity.flip(0))
+    graph.replay()
+    expected = closed_form.compute(logits.double(), options._replace(diversity=diversity.double()), want_scores=True)
+    for mine, other in zip(found[:2], expected[:2], strict=True):
+        assert mine is not None
+        assert other is not None
+        assert_close(mine.double(), other, rtol=1e-5, atol=1e-5)
+    assert found.gradient is not None
+    assert expected.gradient is not None
+    within = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps / 2  # rounded once
+    error = (found.gradient.double() - expected.gradient).abs()
+    assert (error <= within * expected.gradient.abs() + 1e-5 * expected.gradient.abs().max()).all()
 
 
 # One warp for a sample, two, four; of few members and of many; in blocks; by several programs.

@@ -26,8 +26,8 @@ def test_the_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr[-2000:]
     assert {line.split()[0] for line in result.stdout.splitlines()} == {
-        "_whole",
-        "_in_blocks",
-        "_counts",
-        "_multiplied",
+        "_read_once",
+        "_read_twice",
+        "_count_samples",
+        "_scale",
     }

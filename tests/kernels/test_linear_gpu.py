@@ -14,13 +14,16 @@ ON_GPU = torch.cuda.is_available()
 pytest.importorskip("triton", reason="no Triton")
 
 from torchace.functional import amended_cross_entropy, linear, linear_amended_cross_entropy  # noqa: E402
-from torchace.kernels import linear_gpu  # noqa: E402
+from torchace.kernels import ace_gpu, linear_gpu  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 K, N, C, D = 3, 3, 21, 6
 # float64: sums of some dozens of numbers about 1, in another order
 CLOSE = {"rtol": 1e-11, "atol": 1e-12}
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter, about inf and NaN
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of the interpreter, about inf and NaN
+]
 HALF = [torch.bfloat16, torch.float16]
 
 
@@ -110,8 +113,9 @@ def test_the_pieces_are_many_and_uneven() -> None:
     chunks = linear_gpu._chunks(linear_gpu.Heads(features, weight, bias))
     assert [chunk.logits.shape[2] for chunk in chunks] == [5, 16]
     assert [chunk.start for chunk in chunks] == [0, 5]
-    for chunk, parts in zip(chunks, (1, 2), strict=True):
-        assert linear_gpu._launch(chunk, linear_gpu.Heads(features, weight, bias))[::2] == (parts, 4, 4)
+    for chunk, expected in zip(chunks, (1, 2), strict=True):
+        parts, tiles = linear_gpu._tiles(chunk, linear_gpu.Heads(features, weight, bias), torch.float64)
+        assert (parts, tiles["BLOCK_K"], tiles["BLOCK"]) == (expected, 4, 4)
 
 
 @pytest.mark.parametrize(("kind", "bias"), [*product(KINDS, [True]), ("plain", False), ("alpha", False)])
@@ -299,21 +303,23 @@ def test_what_it_does_not_know_is_computed_by_rows(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF])
 @pytest.mark.parametrize("by", [1.0, -2.5, 0.0])
-def test_a_gradient_is_scaled_in_place(dtype: torch.dtype, by: float) -> None:
-    for count in (0, 1, 63, 1000):
+def test_a_gradient_is_scaled_in_place(dtype: torch.dtype, by: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ace_gpu, "FEW", 2)
+    for count in (0, 1, 63, 5000):
         values = torch.randn(count).to(DEVICE, dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         expected = (values.to(wide) * by).to(dtype)
-        assert linear_gpu.scale_(values, torch.tensor(by, dtype=wide, device=DEVICE)) is values
+        assert ace_gpu.scale_gradient(values, torch.tensor(by, dtype=wide, device=DEVICE)) is values
         # Triton's interpreter cuts bf16 off instead of rounding it
         ulps = 2**-7 if dtype == torch.bfloat16 and not ON_GPU else 0
         torch.testing.assert_close(values, expected, rtol=ulps, atol=0)
 
 
-def test_a_scale_of_one_is_not_written() -> None:
+def test_a_scale_of_one_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits of a signalling NaN would change on the way through a multiplication."""
+    monkeypatch.setattr(ace_gpu, "FEW", 2)
     values = torch.full((8,), 0x7F810001, dtype=torch.int32, device=DEVICE).view(torch.float32)
-    linear_gpu.scale_(values, torch.ones((), device=DEVICE))
+    ace_gpu.scale_gradient(values, torch.ones((), device=DEVICE))
     assert (values.view(torch.int32) == 0x7F810001).all()
 
 
@@ -348,7 +354,7 @@ from torchace.kernels import linear_gpu
 
 def compiled(kernel, **known):
     pointers = {"logits": "*bf16", "bias": "*bf16", "values": "*fp32", "target": "*i64", "count": "i64"}
-    whole = ("samples", "pitch", "start", "width", "classes", "along_members", "along_samples")
+    whole = ("samples", "pitch", "start", "width", "classes", "scale_k", "scale_n")
     types = {name: pointers.get(name, "i32" if name in whole else "*fp32") for name in kernel.arg_names}
     types |= dict.fromkeys(known, "constexpr")
     places = {(kernel.arg_names.index(name),): value for name, value in known.items()}
@@ -356,12 +362,11 @@ def compiled(kernel, **known):
     assert ready.asm["cubin"]
 
 for k, some, dtype in (1, True, tl.float32), (4, True, tl.float32), (3, False, tl.float64):
-    shape = {"MEMBERS": k, "PADDED": triton.next_power_of_2(k), "TYPE": dtype, "STEPS": 2, "BLOCK": 256}
+    shape = {"MEMBERS": k, "BLOCK_K": triton.next_power_of_2(k), "ACC": dtype, "STEPS": 2, "BLOCK": 256}
     shape |= {"BIASED": True} if some else {"BIASED": False, "bias": None}
-    compiled(linear_gpu._summed, **shape)
-    shape |= {"WEIGHTED": True} if some else {"WEIGHTED": False, "weight": None, "weighed": None}
-    compiled(linear_gpu._pulled, SURE=0.9, EVEN=1e-6, LIFT=8.0, COUPLED=k > 1, GRADIENT=some, **shape)
-compiled(linear_gpu._scaled, STEPS=2, BLOCK=256)
+    compiled(linear_gpu._softmax_sums, **shape)
+    shape |= {"WEIGHTED": True} if some else {"WEIGHTED": False, "weight": None, "s_of_samples": None}
+    compiled(linear_gpu._value_and_gradient, ONE_HOT=0.9, SPREAD=1e-6, COUPLED=k > 1, WITH_GRADIENT=some, **shape)
 """
 
 

@@ -310,3 +310,7 @@ def test_nothing_added_is_an_error():
     metrics.update(torch.zeros(4, 3, 5), torch.full((3,), -100))
     with pytest.raises(ValueError, match="at least one sample"):
         metrics.compute()
+
+
+def test_repr():
+    assert repr(EnsembleMetrics(num_members=5, num_classes=10)) == "EnsembleMetrics(num_members=5, num_classes=10)"

@@ -1,4 +1,4 @@
-"""branch: the same mathematics wherever the members part, what stays as it was, and what is refused."""
+"""branch: gradients at every layer, copies of the model's state, and errors."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_buffers_are_saved_as_in_the_model() -> None:
         lambda net, x: net.last(net.middle(net.act(net.first(x)).add_(1.0))),
     ],
 )
-def test_members_that_work_in_place_do_not_meet(run: Any) -> None:
+def test_members_that_work_in_place_have_copies(run: Any) -> None:
     torch.manual_seed(0)
     model, x = Net(run), torch.randn(6, 4)
     model.act = nn.Identity()
@@ -315,7 +315,7 @@ def test_reinitialized_members_differ_and_follow_the_seed() -> None:
         assert (ensemble.trunk.get_parameter("0.weight") == 7.0).all()
 
 
-def test_what_cannot_be_reinitialized() -> None:
+def test_models_that_cannot_be_reinitialized() -> None:
     model = Net(lambda net, x: net.last(net.middle(net.first(x))) * net.scale)
     model.scale = nn.Parameter(torch.ones(5))
     with pytest.raises(ValueError, match=r"Cannot re-initialise 'scale': .* has no reset_parameters. Give a function"):
@@ -367,7 +367,7 @@ def in_half(net: Net, x: Tensor) -> Tensor:
         ),
     ],
 )
-def test_forwards_that_cannot_be_parted(run: Any, message: str) -> None:
+def test_forwards_that_cannot_be_split(run: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         branch(Net(run), K, at="last")
 
@@ -401,7 +401,7 @@ def test_parts_under_the_callers_switches() -> None:
     assert ensemble(torch.randn(6, 4)).requires_grad
 
 
-def test_tied_weights_cannot_be_parted() -> None:
+def test_tied_weights_cannot_be_split() -> None:
     model = Net()
     model.last = nn.Linear(6, 6)
     model.last.weight = model.middle.weight
@@ -410,7 +410,7 @@ def test_tied_weights_cannot_be_parted() -> None:
     branch(model, K, at="middle", example=torch.randn(6, 4))
 
 
-def test_an_example_finds_what_tracing_cannot_see() -> None:
+def test_an_example_shows_errors_of_tracing() -> None:
     torch.manual_seed(0)
     model = Net(lambda net, x: net.last(F.dropout(net.first(x))))  # at random in evaluation too
     with pytest.raises(ValueError, match="Member 0 does not give what Net gives on `example`"):
@@ -441,7 +441,7 @@ def test_wrong_arguments_are_refused() -> None:
         branch(model, "blocks.1", K)  # type: ignore[arg-type]
 
 
-def test_what_a_saved_ensemble_needs_to_know() -> None:
+def test_the_description_for_save_model() -> None:
     model = resnet()
     assert branch(model, K, at="stage3").branched == {"architecture": model.architecture, "at": "stage3"}
     assert not hasattr(branch(Net(), K, at="last"), "branched")

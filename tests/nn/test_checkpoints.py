@@ -275,7 +275,7 @@ class Bomb:
         return (os.mkdir, ("bomb",))
 
 
-def test_what_would_run_code_is_refused(tmp_path, monkeypatch):
+def test_files_that_would_run_code_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(trained(), "module.pt")
     torch.save({"state_dict": trained().state_dict(), "callback": Bomb()}, "bomb.ckpt")

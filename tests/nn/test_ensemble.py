@@ -143,7 +143,7 @@ class Mapping(dict):
 
 
 @pytest.mark.parametrize("container", ["tuple", "named", "list", "dict", "nested", "dataclass", "mapping"])
-def test_gradients_are_averaged_in_whatever_a_trunk_returns(container):
+def test_gradients_are_averaged_in_every_container(container):
     pair = namedtuple("pair", "left right")
     make = {
         "tuple": lambda a, b: (a, b),
@@ -174,7 +174,7 @@ def test_gradients_are_averaged_in_whatever_a_trunk_returns(container):
     assert torch.equal(b.grad, torch.full((2,), 0.25))
 
 
-def test_what_is_no_number_passes_a_trunk_unchanged():
+def test_other_values_pass_a_trunk_unchanged():
     mask = torch.tensor([True, False])
     shared = average_shared_gradients({"mask": mask, "name": "a", "none": None}, 3)
     assert shared["mask"] is mask
@@ -244,7 +244,7 @@ def test_frozen_layers_may_be_shared(make):
     assert sum(p.grad is not None for p in ensemble.parameters()) == (8 if make is Ensemble else 2)
 
 
-def test_what_members_share_stays_constant():
+def test_shared_tensors_must_stay_constant():
     """Unfrozen later, or statistics that every member would update."""
     ensemble, x = Ensemble(with_shared_layer(nn.BatchNorm1d(8).requires_grad_(False))), torch.randn(5, 8)
     with pytest.raises(ValueError, match=r"num_batches_tracked' of member 1.* changed in the forward.*layer.eval\(\)"):

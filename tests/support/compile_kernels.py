@@ -10,9 +10,9 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchace.kernels.ace_blocks import _in_blocks
-from torchace.kernels.ace_pieces import _counts, _multiplied
-from torchace.kernels.ace_whole import _whole
+from torchace.kernels.ace_once_gpu import _read_once
+from torchace.kernels.ace_terms_gpu import _count_samples, _scale
+from torchace.kernels.ace_twice_gpu import _read_twice
 
 POINTERS = {
     "values": "*fp32",
@@ -22,12 +22,13 @@ POINTERS = {
     "mixture": "*fp32",
     "scale": "*fp32",
     "counts": "*fp32",
-    "by": "*fp32",
+    "upstream": "*fp32",
     "statistics": "*fp32",
+    "scores": "*fp32",
     "smoothing": "fp32",
 }
 PLAIN = {
-    "WRITE": True,
+    "WITH_GRADIENT": True,
     "PROBABILITIES": False,
     "WEIGHTED": False,
     "UNIFORM": True,
@@ -35,12 +36,14 @@ PLAIN = {
     "SCALE": False,
     "COUNT": 1,
     "COUNTS": 8,
-    "BY": False,
-    "ON_DEVICE": False,
+    "UPSTREAM": False,
+    "DIVERSITY_ON_DEVICE": False,
     "ACC": tl.float32,
     "SMOOTHED": False,
     "FAST": True,
     "STAGES": 1,
+    "RUNS": False,
+    "PER_MEMBER": False,
     "VECTOR": 4,
     "logits_c": 1,
     "gradient_c": 1,
@@ -48,10 +51,10 @@ PLAIN = {
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"PROBABILITIES": True, "WEIGHTED": True, "SMOOTHED": True, "COUNT": 3},
-    {"WEIGHTED": True, "UNIFORM": False, "SCALE": True, "COUNT": 0, "ON_DEVICE": True},
-    {"MIXTURE": True, "UNIFORM": False, "BY": True, "COUNT": 2},
+    {"WEIGHTED": True, "UNIFORM": False, "SCALE": True, "COUNT": 0, "DIVERSITY_ON_DEVICE": True},
+    {"MIXTURE": True, "UNIFORM": False, "UPSTREAM": True, "COUNT": 2},
     {"COUNT": 4},
-    {"WRITE": False},
+    {"WITH_GRADIENT": False},
 ]
 
 
@@ -62,7 +65,7 @@ def compiled(kernel: Any, dtype: str, warps: int, **constants: Any) -> None:
         "logits": f"*{dtype}",
         "gradient": f"*{dtype}",
         "target": "*fp32" if constants.get("PROBABILITIES") else "*i64",
-        "diversity": "*fp32" if constants.get("ON_DEVICE") else "fp32",
+        "diversity": "*fp32" if constants.get("DIVERSITY_ON_DEVICE") else "fp32",
     }
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
@@ -76,17 +79,21 @@ def compiled(kernel: Any, dtype: str, warps: int, **constants: Any) -> None:
 
 def main() -> None:
     for options in OPTIONS:
-        sizes = {"MEMBERS": 10, "CLASSES": 100, "MOST": 8, "REST": 2, "SOME_CLASSES": 128}
-        compiled(_whole, "bf16", 4, **sizes, SOME=2, **({"STAGES": 3} | options))
+        sizes = {"MEMBERS": 10, "CLASSES": 100, "BLOCK_K": 8, "REST_K": 2, "BLOCK_C": 128}
+        compiled(_read_once, "bf16", 4, **sizes, BLOCK_N=2, **({"STAGES": 3} | options))
         for stage, span, spans in ((0, 128, 1), (1, 128, 3), (2, 128, 3)):
-            blocks = {"STAGE": stage, "SPAN": span, "SPANS": spans, "SOME_SPANS": 4 if spans > 1 else 1}
-            compiled(_in_blocks, "bf16", 4, **sizes, **blocks, **options)
+            blocks = {"STAGE": stage, "SPAN": span, "SPANS": spans, "BLOCK_SPANS": 4 if spans > 1 else 1}
+            compiled(_read_twice, "bf16", 4, **sizes, **blocks, **options)
     for dtype in ("fp32", "fp16"):
-        compiled(_whole, dtype, 4, MEMBERS=5, CLASSES=10, MOST=4, REST=1, SOME_CLASSES=16, SOME=16)
+        runs = {"RUNS": True, "PER_MEMBER": True, "SCALE": True, "COUNT": 0, "DIVERSITY_ON_DEVICE": True}
+        compiled(_read_once, dtype, 16, MEMBERS=5, CLASSES=10, BLOCK_K=4, REST_K=1, BLOCK_C=16, BLOCK_N=128, **runs)
+        own = runs | {"MIXTURE": True, "UNIFORM": False}
+        compiled(_read_once, dtype, 16, MEMBERS=1, CLASSES=10, BLOCK_K=1, REST_K=0, BLOCK_C=16, BLOCK_N=64, **own)
+        compiled(_read_once, dtype, 4, MEMBERS=5, CLASSES=10, BLOCK_K=4, REST_K=1, BLOCK_C=16, BLOCK_N=16)
     for weighted in (True, False):
-        compiled(_counts, "bf16", 4, WEIGHTED=weighted, BLOCK=1024)
-        compiled(_counts, "bf16", 4, WEIGHTED=weighted, BLOCK=1024, parts=1)
-    compiled(_multiplied, "bf16", 4, BLOCK=4096)
+        compiled(_count_samples, "bf16", 4, WEIGHTED=weighted, BLOCK=1024)
+        compiled(_count_samples, "bf16", 4, WEIGHTED=weighted, BLOCK=1024, parts=1)
+    compiled(_scale, "bf16", 4, BLOCK=4096)
 
 
 if __name__ == "__main__":

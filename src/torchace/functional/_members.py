@@ -6,33 +6,27 @@ import torch
 from torch import Tensor
 
 from torchace import _checks
-
-HALF = (torch.float16, torch.bfloat16)
-
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """The type to compute in: float32 for half precision, else the tensor's own."""
-    return torch.float32 if tensor.dtype in HALF else tensor.dtype
+from torchace.kernels.options import compute_dtype as compute_dtype
 
 
 def along_members(values: Tensor, like: Tensor) -> Tensor:
-    """One value a member, `(K,)`, shaped to broadcast against `(K, ...)`."""
+    """Member values `(K,)`, shaped to broadcast against `(K, ...)`."""
     return values.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def log_mixture(log_terms: Tensor) -> Tensor:
-    """The logarithm of the members' sum, from logarithms `(K, ...)`.
+    """Logarithm of the members' sum, from logarithms `(K, ...)`.
 
-    -inf where all are, such as a masked class: the gradient is 0 there, and not `logsumexp`'s NaN.
+    -inf where all are, such as for a masked class: the gradient is 0 there, not NaN as that of `logsumexp`.
     """
     if not torch.is_grad_enabled():
         return log_terms.logsumexp(0)
-    nobody = (log_terms == -torch.inf).all(0)
-    return log_terms.masked_fill(nobody, 0.0).logsumexp(0).masked_fill(nobody, -torch.inf)
+    all_zero = (log_terms == -torch.inf).all(0)
+    return log_terms.masked_fill(all_zero, 0.0).logsumexp(0).masked_fill(all_zero, -torch.inf)
 
 
-def reduced(losses: Tensor, reduction: str) -> Tensor:
-    """A score a sample, reduced over samples."""
+def reduce_samples(losses: Tensor, reduction: str) -> Tensor:
+    """Mean or sum over samples, or no reduction."""
     if reduction == "mean":
         return losses.mean()
     return losses.sum() if reduction == "sum" else losses

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchace import _checks
 from torchace.functional._members import along_members, compute_dtype, member_mean
+from torchace.functional._options import resolve_coupling
 
 
 def binary_amended_cross_entropy(
@@ -54,31 +55,23 @@ def binary_amended_cross_entropy(
                 [-0.4048]])
     """
     _checks.check_members_first(logits, "logits")
-    _checks.check_diversity(diversity)
     _checks.check_reduction(reduction)
     _checks.check_same_shape(target, logits, "logits")
     _checks.check_binary_target(target)
+    lam, alpha, mixture = resolve_coupling(logits, diversity, member_weights, mixture)
     z = logits.to(compute_dtype(logits))
-    p = target.to(z)
-    alpha = _checks.as_member_weights(member_weights, z.shape[0], like=z, partial=mixture is not None)
-    alpha = along_members(alpha, z)
+    p, alpha = target.to(z), along_members(alpha, z)
     vp = p
     if pos_weight is not None:
         _checks.check_broadcasts(pos_weight, "pos_weight", p)
         vp = pos_weight.detach().to(z) * p
     s = vp + (1 - p)
-    if isinstance(diversity, Tensor):
-        diversity = diversity.detach().to(z.dtype)
-
     q = z.detach().sigmoid()  # detached: the others are constants in the paper's derivation
     if mixture is None:
         mixture = (alpha * q).sum(0)
-    else:
-        _checks.check_mixture(mixture, logits)
-        mixture = mixture.detach().to(z)
     others = mixture - alpha * q  # Σ_{j≠k} α^j q^j; their weights sum to 1 - α^k
-    a = vp - diversity * s * others
-    b = 1 - p - diversity * s * (1 - alpha - others)
+    a = vp - lam * s * others
+    b = 1 - p - lam * s * (1 - alpha - others)
     # two logsigmoids, not log(1-q) = log q - z: a confident and right output keeps its small gradient
     losses = -(a * F.logsigmoid(z) + b * F.logsigmoid(-z))
     return member_mean(losses, sample_weight, reduction)

@@ -1,4 +1,4 @@
-"""How good an ensemble's probabilities are."""
+"""Scores of probabilities: Brier score and calibration error."""
 
 from __future__ import annotations
 

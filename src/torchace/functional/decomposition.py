@@ -1,4 +1,4 @@
-"""Where a regression ensemble's error comes from."""
+"""Bias-variance-covariance decomposition of a regression ensemble's error."""
 
 from __future__ import annotations
 

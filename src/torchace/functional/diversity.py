@@ -1,4 +1,4 @@
-"""How much members differ, and what it is worth."""
+"""Measures of how much members differ, and of the gain from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchace import _checks
-from torchace.functional._members import along_members, compute_dtype, reduced
+from torchace.functional._members import along_members, compute_dtype, reduce_samples
 
 
 def disagreement(logits: Tensor, *, reduction: str = "mean") -> Tensor:
@@ -40,13 +40,13 @@ def disagreement(logits: Tensor, *, reduction: str = "mean") -> Tensor:
     votes = votes.scatter_add(1, choice.movedim(0, 1), torch.ones_like(choice, dtype=dtype).movedim(0, 1))
     pairs = max(num_members * (num_members - 1), 1)
     same = (votes * (votes - 1)).sum(1)  # ordered pairs that agree
-    return reduced((num_members * (num_members - 1) - same) / pairs, reduction)
+    return reduce_samples((num_members * (num_members - 1) - same) / pairs, reduction)
 
 
 def predictive_entropy(
     logits: Tensor, *, member_weights: Tensor | Sequence[float] | None = None, reduction: str = "mean"
 ) -> Tensor:
-    r"""How uncertain the ensemble is, whatever the reason: the entropy of its probabilities.
+    r"""The ensemble's total uncertainty: the entropy of its probabilities.
 
     $$H(\bar q) = -\sum_c \bar q_c \log \bar q_c$$
 
@@ -64,13 +64,13 @@ def predictive_entropy(
     """
     _checks.check_reduction(reduction)
     _, _, log_mixture = _log_probs(logits, member_weights)
-    return reduced(-(log_mixture.exp() * log_mixture).sum(1), reduction)
+    return reduce_samples(-(log_mixture.exp() * log_mixture).sum(1), reduction)
 
 
 def mutual_information(
     logits: Tensor, *, member_weights: Tensor | Sequence[float] | None = None, reduction: str = "mean"
 ) -> Tensor:
-    r"""What the members' difference adds to the ensemble's uncertainty: the Jensen-Shannon divergence of the members.
+    r"""Epistemic uncertainty: the Jensen-Shannon divergence of the members.
 
     $$I = H(\bar q) - \sum_k \alpha^k H(q^k) \ge 0$$
 
@@ -90,7 +90,7 @@ def mutual_information(
     log_q, alpha, log_mixture = _log_probs(logits, member_weights)
     # Σ_k α^k KL(q^k || q̄), which equals the difference of entropies and does not cancel
     terms = log_q.exp() * (log_q - log_mixture)
-    return reduced((along_members(alpha, log_q) * terms).sum(0).sum(1).clamp(min=0), reduction)
+    return reduce_samples((along_members(alpha, log_q) * terms).sum(0).sum(1).clamp(min=0), reduction)
 
 
 def ambiguity(
@@ -123,7 +123,7 @@ def ambiguity(
     _checks.check_reduction(reduction)
     log_q, alpha, log_mixture = _log_probs(logits, member_weights)
     gain = log_mixture - (along_members(alpha, log_q) * log_q).sum(0)  # (N, C, ...), one for each possible label
-    return reduced(_expected(gain, target, logits), reduction)
+    return reduce_samples(_expected(gain, target, logits), reduction)
 
 
 def pairwise_cross_entropy(logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The paper's γ and λ: two scales of one knob."""
+"""Conversion between the paper's γ and λ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where members share parameters: the shared part receives the mean of their gradients."""
+"""Gradient averaging where members share parameters."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torchace import _checks
 def average_gradients(x: Tensor, num_members: int) -> Tensor:
     r"""The identity, whose gradient is divided by the number of members.
 
-    Placed where K members part, it gives the shared trunk the *mean* of the members' gradients while each member
-    keeps its own, undivided (the paper's Algorithm 2):
+    Placed between a shared trunk and K members, it gives the trunk the *mean* of the members' gradients while each
+    member keeps its own, undivided (the paper's Algorithm 2):
 
     $$g(\theta_\text{trunk}) = \frac{1}{K} \sum_k \nabla_{\theta_\text{trunk}} e^k$$
 

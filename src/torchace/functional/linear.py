@@ -1,30 +1,30 @@
 """Amended Cross Entropy of linear heads on one feature vector, without the logits of all samples at once.
 
-With C classes of a language model's vocabulary, the logits `(K, N, C)` are what does not fit in memory. Here a few rows
-at a time are multiplied by the heads, give their part of the value and of the gradients, and are forgotten: the memory
-beside weights and gradients is that of a chunk, whatever N is. On a CUDA GPU a chunk is of classes instead, all rows of
-them (`kernels.linear_gpu`); what that form does not know is computed by rows there too.
+With C classes of a language model's vocabulary, the logits `(K, N, C)` do not fit in memory. Here a few rows at a time
+are multiplied by the heads, add their part to the value and the gradients, and are freed: the memory beside weights and
+gradients is that of a chunk, for every N. On a CUDA GPU a chunk holds some classes of all rows instead
+(`kernels.linear_gpu`); options that form does not support are computed by rows there too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchace import _checks
-from torchace.functional._members import compute_dtype
-from torchace.functional.ace import MOST_MEMBERS, amended_cross_entropy
+from torchace.functional._options import resolve_options
+from torchace.kernels import MAX_MEMBERS, total_loss, value_and_gradient
 from torchace.kernels.available import runs_kernels
-from torchace.kernels.terms import Terms
+from torchace.kernels.options import LossOptions, compute_dtype, fold_mean
 
 Gradients = list[Tensor | None]  # in features, weights and bias
 
 # Logits of a chunk: 64 MiB in float32 on a CPU; on a GPU so many that matrix products run at full rate.
 CHUNK = {"cpu": 1 << 24, "cuda": 1 << 28}
+LARGEST_LOSS_SCALE = 1 << 14
 
 
 def linear_amended_cross_entropy(
@@ -45,9 +45,8 @@ def linear_amended_cross_entropy(
     r"""The Amended Cross Entropy of K linear heads on shared features, never holding all their logits.
 
     Equal to `amended_cross_entropy` of the logits `features @ head_weight.mT + head_bias[:, None]` to rounding, value
-    and gradients, in the memory of a chunk of logits. Gradients are accumulated in float32 for half precision; there is
-    no second derivative. The features' gradient is the sum over members: for a shared trunk, give it
-    `average_gradients(features, K)`.
+    and gradients, in the memory of a chunk of logits. There is no second derivative. The features' gradient is the sum
+    over members: for a shared trunk, give it `average_gradients(features, K)`.
 
     Args:
         features: `(N, D)`.
@@ -73,70 +72,40 @@ def linear_amended_cross_entropy(
         >>> loss = linear_amended_cross_entropy(features, head.weight, head.bias, target, 0.5, chunk_rows=2)
         >>> torch.allclose(loss, ace.amended_cross_entropy(head(features), target, 0.5))
         True
-        >>> loss.backward()
-        >>> features.grad.shape, head.weight.grad.shape
-        (torch.Size([6, 4]), torch.Size([3, 100, 4]))
     """
     _check_shapes(features, head_weight, head_bias)
     _checks.check_choice(reduction, "reduction", ("mean", "sum"))
     if chunk_rows is not None:
         _checks.check_count(chunk_rows, "chunk_rows")
-    num_members, num_classes = head_weight.shape[:2]
-    _checks.check_diversity(diversity)
-    _checks.check_fraction(label_smoothing, "label_smoothing")
-    if weight is not None:
-        _checks.check_class_weight(weight, num_classes)
-    loss = partial(
-        amended_cross_entropy,
-        diversity=diversity,
+    (num_members, num_classes, _), num_samples = head_weight.shape, len(features)
+    options = resolve_options(
+        features.new_empty(()).expand(num_members, num_samples, num_classes),  # logits that take no memory
+        target,
+        diversity,
         member_weights=member_weights,
+        sample_weight=sample_weight,
         weight=weight,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
+        reduction=reduction,
     )
-    # The target is checked here as a whole, on logits that take no memory.
-    empty = torch.empty((), dtype=features.dtype, device=features.device).expand(
-        num_members, len(features), num_classes
-    )
-    probabilities = _checks.check_target(target, empty, ignore_index=ignore_index)
     if not _checks.is_eager():  # a transform needs the loss as plain operations
-        logits = _logits(features, head_weight, head_bias)
-        return loss(logits, target, sample_weight=sample_weight, reduction=reduction)
-    if not torch.is_grad_enabled():  # a Function's forward does not know, and would compute gradients for nobody
-        features, head_weight, target = features.detach(), head_weight.detach(), target.detach()
-        head_bias = None if head_bias is None else head_bias.detach()
-    if target.requires_grad:
+        return total_loss(_logits(features, head_weight, head_bias), options)
+    if target.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "Expected a `target` that needs no gradient. Give target.detach(), or use amended_cross_entropy of the "
             "logits, which has a gradient in it."
         )
-    if sample_weight is not None:
-        like = torch.empty((), dtype=compute_dtype(features), device=features.device)
-        sample_weight = _checks.as_sample_weight(sample_weight, num_members, (len(features),), like)
-    share = None
-    if reduction == "mean":
-        share, sample_weight = _means(target, sample_weight, weight, ignore_index, probabilities, features)
-
-    if chunk_rows is None and _fits_gpu(features, head_weight, head_bias, target, ignore_index):
-        own = target.long()
-        ignored = own == ignore_index
-        outside = ~ignored & ((own < 0) | (own >= num_classes))  # nobody has looked on the device: NaN, as by rows
-        scale = _scale(share, sample_weight, ignored, features).masked_fill(outside, torch.nan)
-        own = own.masked_fill(ignored | outside, 0)
-        terms = _terms(scale, head_weight, own, diversity, member_weights, weight, label_smoothing)
-        form = partial(_by_classes, terms, reduction == "mean")
-        total = _AtOnce.apply(features, head_weight, head_bias, form, _scaled_on_gpu)  # type: ignore[no-untyped-call]
-        return total if share is None else total + 0 * share  # NaN for no samples: 1 / 0
-
-    def chunk_loss(start: int, end: int, logits: Tensor) -> Tensor:
-        own = None if sample_weight is None else sample_weight[..., start:end]
-        return loss(logits, target[start:end], sample_weight=own, reduction="sum")
-
-    rows = chunk_rows or max(1, CHUNK.get(features.device.type, CHUNK["cpu"]) // (num_members * num_classes))
-    form = partial(_by_rows, chunk_loss, rows)
-    total = _AtOnce.apply(features, head_weight, head_bias, form, _scaled)  # type: ignore[no-untyped-call]
-    # NaN for no samples, as in torch: 1 / 0, which must not come to the gradients
-    return total if share is None else total * share.masked_fill(share.isinf(), 0) + 0 * share
+    options, empty = fold_mean(options, compute_dtype(features))
+    loss_scale = _loss_scale(features) if reduction == "mean" else 1.0
+    options = options._replace(scale=options.scale * loss_scale)
+    rows: int | None = None
+    if chunk_rows is not None or not _fits_gpu(features, head_weight, head_bias, target):
+        rows = chunk_rows or max(1, CHUNK.get(features.device.type, CHUNK["cpu"]) // (num_members * num_classes))
+    total = _LinearLoss.apply(  # type: ignore[no-untyped-call]
+        features, head_weight, head_bias, options, loss_scale, rows, torch.is_grad_enabled()
+    )
+    return total if empty is None else total + empty
 
 
 def _logits(features: Tensor, head_weight: Tensor, head_bias: Tensor | None) -> Tensor:
@@ -145,32 +114,7 @@ def _logits(features: Tensor, head_weight: Tensor, head_bias: Tensor | None) -> 
     return logits if head_bias is None else logits + head_bias.unsqueeze(1).to(logits.dtype)
 
 
-def _means(
-    target: Tensor,
-    sample_weight: Tensor | None,
-    weight: Tensor | None,
-    ignore_index: int,
-    probabilities: bool,
-    features: Tensor,
-) -> tuple[Tensor | None, Tensor | None]:
-    """What a sum over samples is multiplied by to be a mean as torch takes it, and the samples' weights, divided.
-
-    With weights of the samples, every member's are divided by their own sum; a sum of 0 leaves 0.
-    """
-    dtype = compute_dtype(features)
-    counted = torch.ones(len(features), dtype=dtype, device=features.device)
-    if not probabilities:
-        valid = target.long() != ignore_index
-        counted = valid.to(dtype)
-        if weight is not None:
-            counted = counted * weight.detach().to(counted)[target.long().masked_fill(~valid, 0)]
-    if sample_weight is None:
-        return 1 / counted.sum(), None
-    total = (sample_weight * counted).sum(-1, keepdim=True)
-    return None, torch.where(total == 0, 0.0, sample_weight / torch.where(total == 0, 1.0, total))
-
-
-class _AtOnce(torch.autograd.Function):
+class _LinearLoss(torch.autograd.Function):
     """Value and gradients together; the gradients wait for the backward, which scales them in place."""
 
     @staticmethod
@@ -179,17 +123,30 @@ class _AtOnce(torch.autograd.Function):
         features: Tensor,
         head_weight: Tensor,
         head_bias: Tensor | None,
-        form: Callable[[Tensor, Tensor, Tensor | None, Sequence[bool]], tuple[Tensor, Gradients]],
-        scaled: Callable[[Tensor, Tensor], Tensor],
+        options: LossOptions,
+        loss_scale: float,
+        rows: int | None,
+        with_grad: bool,
     ) -> Tensor:
-        total, ctx.grads = form(features, head_weight, head_bias, ctx.needs_input_grad[:3])
+        wanted = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
         ctx.dtypes = [None if source is None else source.dtype for source in (features, head_weight, head_bias)]
-        ctx.scaled = scaled
-        return total
+        ctx.by_classes = rows is None
+        if rows is None:
+            from torchace.kernels import linear_gpu
+
+            features = features.to(_product_dtype(features))
+            total, ctx.grads = linear_gpu.value_and_gradients(
+                features, head_weight, head_bias, options, wanted, loss_scale=loss_scale
+            )
+        else:
+            total, ctx.grads = _by_rows(features, head_weight, head_bias, options, wanted, loss_scale, rows)
+        return total / loss_scale
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # they would pass for constants: once_differentiable asks the incoming one alone
+        if (
+            torch.is_grad_enabled()
+        ):  # they would pass for constants: once_differentiable looks at the incoming one alone
             raise RuntimeError(
                 "Expected a first derivative of linear_amended_cross_entropy, but got create_graph=True. For a second "
                 "one use amended_cross_entropy of the logits."
@@ -198,90 +155,68 @@ class _AtOnce(torch.autograd.Function):
             raise RuntimeError(
                 "Expected one backward through linear_amended_cross_entropy, but got a second. Call it again."
             )
-        grads, ctx.grads = ctx.grads, None  # given away: they are as large as the weights
-        pairs = zip(grads, ctx.dtypes, strict=True)
-        return (
-            *(None if grad is None else ctx.scaled(grad, outputs[0]).to(dtype) for grad, dtype in pairs),
-            None,
-            None,
-        )
+        grads, ctx.grads = ctx.grads, None  # handed over: they are as large as the weights
+        scaled: Gradients = []
+        for grad, dtype in zip(grads, ctx.dtypes, strict=True):
+            if grad is not None and ctx.by_classes:
+                from torchace.kernels import ace_gpu
+
+                grad = ace_gpu.scale_gradient(grad, outputs[0])
+            elif grad is not None:  # not rounded to half precision first: a loss scale of 65,536 is infinite there
+                grad = grad.mul_(outputs[0])
+            scaled.append(None if grad is None else grad.to(dtype))
+        return *scaled, None, None, None, None
 
 
 def _by_rows(
-    chunk_loss: Callable[[int, int, Tensor], Tensor],
-    rows: int,
     features: Tensor,
     head_weight: Tensor,
     head_bias: Tensor | None,
+    options: LossOptions,
     wanted: Sequence[bool],
+    loss_scale: float,
+    rows: int,
 ) -> tuple[Tensor, Gradients]:
     """Some rows at a time; gradients in float32 for half precision, in which their sums may be infinite."""
     total = torch.zeros((), dtype=compute_dtype(features), device=features.device)
-    sources = (features, head_weight, head_bias)
     grads = [
-        torch.zeros(source.shape, dtype=compute_dtype(source), device=source.device)
-        if want and source is not None
-        else None
-        for source, want in zip(sources, wanted, strict=True)
+        torch.zeros_like(source, dtype=compute_dtype(source)) if want and source is not None else None
+        for source, want in zip((features, head_weight, head_bias), wanted, strict=True)
     ]
     for start in range(0, len(features), rows):
-        part = features[start : start + rows]
-        logits = _logits(part, head_weight, head_bias)  # (K, n, C)
-        if not any(wanted):
-            total += chunk_loss(start, start + rows, logits)
-            continue
-        with torch.enable_grad():
-            logits = logits.detach().requires_grad_()
-            loss = chunk_loss(start, start + rows, logits)
-            (pull,) = torch.autograd.grad(loss, logits)
-        total += loss.detach()
-        _add_gradients(grads, slice(start, start + rows), part, head_weight, pull)
+        chunk = slice(start, start + rows)
+        logits = _logits(features[chunk], head_weight, head_bias)  # (K, n, C)
+        value, gradient = value_and_gradient(logits, options.samples(chunk), want_gradient=any(wanted))
+        total += value
+        if gradient is not None:
+            _add_gradients(grads, chunk, features[chunk], head_weight, gradient)
+    if loss_scale != 1:
+        grads = [None if grad is None else grad.div_(loss_scale) for grad in grads]
     return total, grads
 
 
-def _add_gradients(grads: list[Tensor | None], rows: slice, part: Tensor, head_weight: Tensor, pull: Tensor) -> None:
-    """Adds what some rows contribute; `pull` is the loss's gradient in their logits, `(K, n, C)`."""
-    if grads[0] is not None:
-        for member, head in zip(pull, head_weight, strict=True):  # member by member: (n, C) x (C, D)
-            grads[0][rows] += (member @ head.to(member.dtype)).to(grads[0].dtype)
-    if grads[1] is not None:
-        # a sum over many rows may be infinite in float16, though their mean is not
-        dtype = torch.float32 if pull.dtype == torch.float16 else pull.dtype
-        for place, member in enumerate(pull):
-            grads[1][place] += (member.to(dtype).mT @ part.to(dtype)).to(grads[1].dtype)
+def _add_gradients(grads: Gradients, rows: slice, features: Tensor, head_weight: Tensor, logits_grad: Tensor) -> None:
+    """Add the contribution of some rows; `logits_grad` is the loss's gradient in their logits, `(K, n, C)`."""
+    # a sum over many rows may be infinite in float16, though their mean is not
+    dtype = torch.float32 if logits_grad.dtype == torch.float16 else logits_grad.dtype
+    for k, own in enumerate(logits_grad):  # member by member: (n, C) x (C, D)
+        if grads[0] is not None:
+            grads[0][rows] += (own @ head_weight[k].to(own.dtype)).to(grads[0].dtype)
+        if grads[1] is not None:
+            grads[1][k] += (own.to(dtype).mT @ features.to(dtype)).to(grads[1].dtype)
     if grads[2] is not None:
-        grads[2] += pull.sum(1, dtype=grads[2].dtype)
+        grads[2] += logits_grad.sum(1, dtype=grads[2].dtype)
 
 
-def _scaled(grad: Tensor, by: Tensor) -> Tensor:
-    return grad.mul_(by)  # not rounded to half precision first: a loss scale of 65,536 is infinite there
+def _loss_scale(features: Tensor) -> float:
+    """Factor of a mean's loss until its gradients are summed over rows: they would underflow in half precision."""
+    if _product_dtype(features) not in (torch.float16, torch.bfloat16):
+        return 1.0
+    return float(min(LARGEST_LOSS_SCALE, 1 << max(0, len(features) - 1).bit_length()))
 
 
-def _by_classes(
-    terms: Terms,
-    averaged: bool,
-    features: Tensor,
-    head_weight: Tensor,
-    head_bias: Tensor | None,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, Gradients]:
-    """Some classes at a time, on a GPU; gradients in features and bias in float32 for half precision."""
-    from torchace.kernels import linear_gpu
-
-    features = features.to(_product_dtype(features))
-    return linear_gpu.value_and_gradients(features, head_weight, head_bias, terms, wanted, averaged=averaged)
-
-
-def _scaled_on_gpu(grad: Tensor, by: Tensor) -> Tensor:
-    from torchace.kernels import linear_gpu
-
-    return linear_gpu.scale_(grad, by)
-
-
-def _fits_gpu(
-    features: Tensor, head_weight: Tensor, head_bias: Tensor | None, target: Tensor, ignore_index: object
-) -> bool:
-    """Whether class indices and plain tensors lie on one GPU that Triton knows, in types that one product takes."""
+def _fits_gpu(features: Tensor, head_weight: Tensor, head_bias: Tensor | None, target: Tensor) -> bool:
+    """Whether class indices and plain tensors are on one GPU that Triton supports, in types that one product takes."""
     given = [features, head_weight, target] if head_bias is None else [features, head_weight, head_bias, target]
     lowered = _product_dtype(features) != features.dtype
     return (
@@ -290,49 +225,16 @@ def _fits_gpu(
         and not target.is_floating_point()
         and head_weight.dtype == (torch.float32 if lowered else features.dtype)
         and features.numel() > 0
-        and head_weight.numel() > 0
-        and len(head_weight) <= MOST_MEMBERS
-        and type(ignore_index) is int
+        and len(head_weight) <= MAX_MEMBERS
         and runs_kernels(features.device)
     )
 
 
 def _product_dtype(features: Tensor) -> torch.dtype:
-    """The type that a product with the features is computed in."""
+    """Type that a product with the features is computed in."""
     device = features.device.type
     lowered = torch.is_autocast_enabled(device) and features.dtype != torch.float64
     return torch.get_autocast_dtype(device) if lowered else features.dtype
-
-
-def _scale(share: Tensor | None, sample_weight: Tensor | None, ignored: Tensor, features: Tensor) -> Tensor:
-    """What a sample's loss is multiplied by, `(N,)` or `(K, N)`; 0 where it does not count."""
-    scale = torch.ones(len(features), dtype=compute_dtype(features), device=features.device)
-    for factor in (share, sample_weight):
-        scale = scale if factor is None else scale * factor
-    return scale.masked_fill(ignored, 0)
-
-
-def _terms(
-    scale: Tensor,
-    head_weight: Tensor,
-    target: Tensor,
-    diversity: float | Tensor,
-    member_weights: Tensor | Sequence[float] | None,
-    weight: Tensor | None,
-    label_smoothing: float,
-) -> Terms:
-    alpha = _checks.as_member_weights(member_weights, len(head_weight), like=scale[..., 0])
-    return Terms(
-        target=target,
-        diversity=diversity.detach() if isinstance(diversity, Tensor) else diversity,
-        alpha=alpha,
-        weight=None if weight is None else weight.detach().to(alpha),
-        label_smoothing=float(label_smoothing),
-        mixture=None,
-        detach_others=True,
-        uniform=member_weights is None,
-        scale=scale,
-    )
 
 
 def _check_shapes(features: object, head_weight: object, head_bias: object) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from torchace import _checks
 from torchace.functional._members import along_members, compute_dtype, member_mean
+from torchace.functional._options import resolve_coupling
+from torchace.kernels.closed_form import LossResult
 
 
 def negative_correlation(
@@ -51,25 +53,56 @@ def negative_correlation(
                 [2.5000]])
     """
     _checks.check_members_first(predictions, "predictions")
-    _checks.check_diversity(diversity)
     _checks.check_reduction(reduction)
     _checks.check_same_shape(target, predictions, "predictions")
+    lam, alpha, mixture = resolve_coupling(predictions, diversity, member_weights, mixture)
     f = predictions.to(compute_dtype(predictions))
-    y = target.to(f)
-    alpha = _checks.as_member_weights(member_weights, f.shape[0], like=f, partial=mixture is not None)
-    alpha = along_members(alpha, f)
-    if isinstance(diversity, Tensor):
-        diversity = diversity.detach().to(f.dtype)
+    losses = element_losses(f, target.to(f), lam, along_members(alpha, f), mixture)
+    return member_mean(losses, sample_weight, reduction)
 
+
+def element_losses(f: Tensor, y: Tensor, lam: float | Tensor, alpha: Tensor, mixture: Tensor | None) -> Tensor:
+    """Loss of each element, differentiable; all arguments broadcast to the shape of `f`, members first."""
     constant = f.detach()  # the others are constants in the paper's derivation
     if mixture is None:
         mixture = (alpha * constant).sum(0)
-    else:
-        _checks.check_mixture(mixture, predictions)
-        mixture = mixture.detach().to(f)
     # F^k - F̄ moves by (1 - α^k) with F^k: (1 - α^k) F^k - Σ_{j≠k} α^j F^j
     gap = (1 - alpha) * f - (mixture - alpha * constant)
     alone = alpha == 1
-    strength = torch.where(alone, 0.0, diversity / (2 * torch.where(alone, 1.0, 1 - alpha)))
-    losses = 0.5 * (f - y).square() - strength * gap.square()
-    return member_mean(losses, sample_weight, reduction)
+    strength = torch.where(alone, 0.0, lam / (2 * torch.where(alone, 1.0, 1 - alpha)))
+    return 0.5 * (f - y).square() - strength * gap.square()
+
+
+def closed_form(
+    predictions: Tensor,
+    target: Tensor,
+    diversity: Tensor,
+    scale: Tensor,
+    alpha: float | None = None,
+    mixture: Tensor | None = None,
+) -> LossResult:
+    """Losses, squared errors of the ensemble and the gradient, without autograd, for training steps of R runs.
+
+    The outputs of a sample count as one: their mean.
+
+    Args:
+        predictions: `(R, K, N, M)`, detached.
+        target: `(R, N, M)`.
+        diversity: λ of each run, `(R,)`.
+        scale: Factor of a sample's loss, `(R, N)`; an axis may have size 1.
+        alpha: Weight of every member; 1/K unless given.
+        mixture: The ensemble's predictions `(R, N, M)`, where they were computed elsewhere.
+    """
+    f = predictions.to(compute_dtype(predictions))
+    alpha = 1 / f.shape[1] if alpha is None else alpha
+    mean = f.mean(1)
+    scores = (mean - target).square().mean(-1)
+    error = f - target.unsqueeze(1)
+    gap = f - (mean if mixture is None else mixture).unsqueeze(1)
+    lam = diversity.view(-1, 1, 1, 1)
+    # a member that is the whole ensemble has no second term
+    strength, lam = (lam / (2 * (1 - alpha)), lam) if alpha < 1 else (0 * lam, 0 * lam)
+    scale = scale.unsqueeze(1)
+    losses = ((0.5 * error.square() - strength * gap.square()).mean(-1) * scale).sum(2)
+    gradient = (error - lam * gap) * (scale / f.shape[3]).unsqueeze(3)
+    return LossResult(losses, scores, gradient.to(predictions.dtype))

@@ -1,4 +1,4 @@
-"""What an ensemble predicts: the members' probabilities averaged, in log space."""
+"""An ensemble's prediction: the members' probabilities averaged, in log space."""
 
 from __future__ import annotations
 

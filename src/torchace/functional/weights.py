@@ -1,4 +1,4 @@
-"""Members' weights: learnt by the mixture's own cross entropy, or fitted on held-out predictions."""
+"""Member weights: learned by the mixture's own cross entropy, or fitted on held-out predictions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchace import _checks
-from torchace.functional._members import along_members, compute_dtype, log_mixture, reduced
+from torchace.functional._members import along_members, compute_dtype, log_mixture, reduce_samples
 
 
 def fit_member_weights(
@@ -112,12 +112,12 @@ def mixture_cross_entropy(
         target = target.long()
         ignored = target == ignore_index
         target = target.masked_fill(ignored, 0)
-        log_q = log_q.masked_fill(ignored.unsqueeze(1), 0.0)  # whatever was predicted, NaN too
+        log_q = log_q.masked_fill(ignored.unsqueeze(1), 0.0)  # NaN too
     mixed = log_mixture(log_alpha + log_q)  # (N, C, ...)
     if probabilities:
         # where, not a product alone: a class of probability 0 may have an infinite logarithm
-        return reduced(-(target.to(log_q) * torch.where(target == 0, 0.0, mixed)).sum(1), reduction)
+        return reduce_samples(-(target.to(log_q) * torch.where(target == 0, 0.0, mixed)).sum(1), reduction)
     losses = -mixed.gather(1, target.unsqueeze(1)).squeeze(1).masked_fill(ignored, 0.0)
     if reduction == "mean" and target.numel():
         return losses.sum() / (~ignored).sum().clamp_min(1)
-    return reduced(losses, reduction)
+    return reduce_samples(losses, reduction)

@@ -1,4 +1,4 @@
-"""The kernels of the amended cross entropy, launched: which of them, with which tiles, for what is at hand."""
+"""Launches the Triton kernels of the amended cross entropy: which of them, with which tiles."""
 
 from __future__ import annotations
 
@@ -10,226 +10,339 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchace.kernels.ace_blocks import _in_blocks
-from torchace.kernels.ace_pieces import _counts, _multiplied
-from torchace.kernels.ace_whole import _whole
+from torchace.kernels.ace_once_gpu import _read_once
+from torchace.kernels.ace_terms_gpu import _count_samples, _scale
+from torchace.kernels.ace_twice_gpu import _read_twice
+from torchace.kernels.closed_form import LossResult
+from torchace.kernels.options import LossOptions
 
 # Measured on an H200 (docs/results/speed.md).
-HELD, MOST_WARPS = 96, 4  # numbers of a thread, and warps, where a sample's logits are read once
-HELD_OF_BLOCK, MOST_HELD = 40, 64  # logits of a thread where they are read block by block; of many members' it has some
-WARPS, FOR_WARPS = 4, 1 << 15  # of a program that reads in blocks, and logits of a sample from which on it has more
-FEW_MEMBERS, VERY_FEW = 4, 3
-# Registers of a thread that holds no more numbers than this: in blocks; all at once, of few members and of many.
-OF_BLOCK, OF_FEW, OF_MANY = ((16, 64), (24, 80), (32, 96), (48, 128)), ((64, 128), (96, 168)), ((56, 128), (90, 168))
-OF_SPREAD_FIRST, OF_SPREAD, ALL_REGISTERS = ((64, 64),), ((40, 96),), 1 << 16
-ONE_PROGRAM = 1 << 15  # so few logits in all are left to one program
+HELD, MAX_WARPS = 96, 4  # numbers of a thread, and warps, where a sample's logits are read once
+HELD_OF_BLOCK, MAX_HELD = 40, 64  # logits of a thread where they are read block by block; of many members it has some
+WARPS, LOGITS_OF_WARPS = 4, 1 << 15  # of a program that reads in blocks; logits of a sample from which on it has more
+FEW_MEMBERS, VERY_FEW_MEMBERS = 4, 3
+# Registers of a thread that holds at most so many numbers: in blocks; all at once, of few members and of many.
+BLOCK_REGISTERS = ((16, 64), (24, 80), (32, 96), (48, 128))
+FEW_REGISTERS, MANY_REGISTERS = ((64, 128), (96, 168)), ((56, 128), (90, 168))
+FIRST_SPAN_REGISTERS, SPAN_REGISTERS, ALL_REGISTERS = ((64, 64),), ((40, 96),), 1 << 16
+ONE_PROGRAM = 1 << 15  # so few logits of a run are left to one program
 READ_TWICE = 1 << 17  # logits of a sample that one program reads twice: the second time they are still in the cache
 SPAN = 1 << 15  # logits that a program reads where several share a sample
-LEFT_BEHIND = 1 << 12  # numbers, of all spans and members
-COUNTED = 2048  # so many targets may be counted by every program for itself; others by
-COUNTERS, COUNTERS_OF_BLOCKS = (256, 1024), (16, 8192)  # at most so many programs of their own, so many at once
-STAGES, STAGED = 3, 48 << 10  # how many rounds of loads are under way, unless they need more bytes than this
-FEW = 1 << 20  # numbers that torch multiplies faster than a kernel here starts
+STATISTICS = 1 << 12  # numbers that all spans of a sample store, of all members
+COUNTED = 2048  # so many targets are counted by every program for itself; more of them by a kernel of
+COUNTERS, COUNTERS_OF_BLOCKS = (256, 1024), (16, 8192)  # at most so many programs, each so many at once
+STAGES, STAGED = 3, 48 << 10  # rounds of loads under way, unless they need more bytes than this
+FEW = 1 << 20  # numbers that torch multiplies faster than a Triton kernel starts
+NO_IGNORE_INDEX = -(1 << 31)
 
 
-class Options(NamedTuple):
-    """Everything but the logits; None of it receives a gradient."""
-
-    target: Tensor  # (N,) or probabilities (N, C)
-    diversity: Tensor | None  # λ on the device, else
-    number: float  # λ as a number
-    alpha: Tensor | None  # (K,); uniform unless given
-    weight: Tensor | None  # (C,)
-    mixture: Tensor | None  # (N, C)
-    scale: Tensor | None  # what a sample's loss is multiplied by, (N,) or (K, N)
-    label_smoothing: float
-    ignore_index: int
-    mean: bool  # over the samples that count, by the weights of their classes; with a scale, this is all in it
+def is_gradient_kept(logits: Tensor) -> bool:
+    """Whether the forward computes the gradient: not in float16, which underflows before a loss scale is applied."""
+    return logits.dtype != torch.float16
 
 
 def value_and_gradient(
-    logits: Tensor, options: Options, *, want_gradient: bool, by: Tensor | None = None
+    logits: Tensor, options: LossOptions, *, want_gradient: bool, upstream: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss summed over members, a scalar, and its gradient in the logits, `(K, N, C)`; the latter times `by`."""
-    with torch.cuda.device_of(logits):  # Triton launches on the current device, whatever tensors it is given
-        return _launched(reachable(logits), _readable(options), want_gradient, by)
+    """The loss summed over members, a scalar, and its gradient in logits `(K, N, C)`; the latter times `upstream`."""
+    with torch.cuda.device_of(logits):  # Triton launches on the current device, not on that of its arguments
+        launch = _prepare(logits.unsqueeze(0), options, want_gradient, upstream)
+        tiles = _once_tiles(launch.logits, launch.vector)
+        values = _read_twice_values(launch) if tiles is None else _read_once_values(launch, tiles)
+    value = values.sum() if values.numel() > 1 else values.view(())
+    return value, launch.gradient[0] if want_gradient else None
 
 
-def _launched(logits: Tensor, options: Options, want_gradient: bool, by: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    gradient = torch.empty_like(logits) if want_gradient else logits
-    # The compiler gives a thread what it reads at once of every member, then other samples or classes to other threads.
-    vector = min(_alignment(logits, gradient), 16 // logits.element_size(), _power(logits.shape[2]))
-    task = Task(logits, gradient, options, by, want_gradient)
-    values = _read_once(task, vector)
-    if values is None:
-        values = _read_twice(task, vector)
-    return values.sum() if values.numel() > 1 else values.view(()), gradient if want_gradient else None
+def scaled_gradient(logits: Tensor, options: LossOptions, factor: Tensor) -> Tensor:
+    """The gradient times a number on the device, rounded once."""
+    _, gradient = value_and_gradient(logits, options, want_gradient=True, upstream=factor)
+    assert gradient is not None
+    return gradient
 
 
-class Task(NamedTuple):
-    """What kernels are given."""
+def scale_gradient(gradient: Tensor, factor: Tensor) -> Tensor:
+    """A dense gradient times a number on the device, in place; where that is 1, the gradient is not even read."""
+    if gradient.numel() < FEW:
+        return gradient.mul_(factor)
+    block, most = 4096, 8 * _multiprocessors(gradient.device)
+    with torch.cuda.device_of(gradient):
+        programs = min(most, _ceil_div(gradient.numel(), block))
+        _scale[(programs,)](gradient, factor, gradient.numel(), BLOCK=block)
+    return gradient
 
-    logits: Tensor
-    gradient: Tensor
-    options: Options
-    by: Tensor | None
+
+def fits_member_terms(logits: Tensor) -> bool:
+    """Whether the logits of one sample of one run, of `(R, K, N, C)`, fit on chip."""
+    return _once_tiles(logits, _vector(logits, logits)) is not None
+
+
+def member_terms(logits: Tensor, options: LossOptions) -> LossResult:
+    """Losses `(R, K)`, scores `(R, N)` and the gradient of R runs, in one launch.
+
+    Args:
+        logits: `(R, K, N, C)`; see `fits_member_terms`.
+        options: A sum over samples of class indices.
+    """
+    num_runs, num_members, num_samples, _ = logits.shape
+    if options.target.data_ptr() % 16:  # else Triton would compile again for another alignment, perhaps in a CUDA graph
+        options = options._replace(target=options.target.clone())
+    with torch.cuda.device_of(logits):
+        launch = _prepare(logits, options, want_gradient=True, upstream=None)
+        tiles = _once_tiles(launch.logits, launch.vector)
+        assert tiles is not None
+        scores = torch.empty(num_runs, num_samples, dtype=launch.dtype, device=logits.device)
+        values = _read_once_values(launch, tiles, scores).view(num_runs, -1, num_members)
+    losses = values.sum(1) if values.shape[1] > 1 else values.squeeze(1)
+    return LossResult(losses, scores, launch.gradient)
+
+
+class Launch(NamedTuple):
+    """Arguments of the kernels."""
+
+    logits: Tensor  # (R, K, N, C)
+    gradient: Tensor  # the logits, where none is wanted
+    options: LossOptions
+    upstream: Tensor | None
     want_gradient: bool
+    vector: int  # classes that a thread reads at once
 
     @property
-    def acc(self) -> torch.dtype:
-        """What is computed in."""
+    def dtype(self) -> torch.dtype:
+        """Type to compute in."""
         return torch.promote_types(self.logits.dtype, torch.float32)
 
 
-def _counted(task: Task, *, in_blocks: bool) -> tuple[Tensor, int, int]:
-    """What the samples count in the mean, in parts; how that becomes a number (see `_share`); and how many parts."""
-    logits, options = task.logits, task.options
-    target, (_, samples, classes) = options.target, logits.shape
-    if not options.mean or options.scale is not None:
+def _prepare(logits: Tensor, options: LossOptions, want_gradient: bool, upstream: Tensor | None) -> Launch:
+    """Options as kernels read them: weights contiguous, classes of a sample not too far apart."""
+    logits = reachable(logits)
+    gradient = torch.empty_like(logits) if want_gradient else logits
+    scale = options.scale
+    if not isinstance(scale, Tensor) and scale != 1:
+        scale = torch.full((1, 1), scale, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+    if isinstance(scale, Tensor):
+        scale = scale.expand(logits.shape[0], *scale.shape[1:-1], logits.shape[2])
+    options = options._replace(
+        target=reachable(options.target),
+        alpha=None if options.alpha is None else options.alpha.contiguous(),
+        weight=None if options.weight is None else options.weight.contiguous(),
+        mixture=None if options.mixture is None else reachable(options.mixture),
+        scale=scale,
+    )
+    return Launch(logits, gradient, options, upstream, want_gradient, _vector(logits, gradient))
+
+
+def _vector(logits: Tensor, gradient: Tensor) -> int:
+    """Classes that a thread reads at once of every member; other samples or classes go to other threads."""
+    return min(_alignment(logits, gradient), 16 // logits.element_size(), _next_power(logits.shape[3]))
+
+
+def _once_tiles(logits: Tensor, vector: int) -> dict[str, Any] | None:
+    """Tiles of the kernel that reads logits once; None if a sample has too many."""
+    _, members, samples, classes = logits.shape
+    block_c, padded = _next_power(classes), sum(_two_powers(members))
+    threads = block_c // vector  # that a sample has work for
+    numbers = padded * block_c + block_c // 2  # exponentials; terms that all members share are live half the time
+    warps = _next_power(_ceil_div(numbers, 32 * HELD))
+    if warps > MAX_WARPS or 32 * warps > max(32, threads) or padded * vector > HELD:
+        return None
+    block_n = min(_next_power(samples), max(1, 32 * warps // threads))
+    few = members <= FEW_MEMBERS
+    held = numbers * block_n // (32 * warps)
+    registers = _registers(FEW_REGISTERS, held) if few else _registers(MANY_REGISTERS, held + 2 * members)
+    staged = not few and 2 * block_n * padded * block_c * logits.element_size() <= STAGED
+    if _next_power(samples) * padded * block_c <= ONE_PROGRAM:
+        block_n, warps, registers, staged = _next_power(samples), 16, None, False
+    stages = STAGES if staged else 1
+    return {"BLOCK_C": block_c, "BLOCK_N": block_n, "STAGES": stages, "num_warps": warps, "maxnreg": registers}
+
+
+def _read_once_values(launch: Launch, tiles: dict[str, Any], scores: Tensor | None = None) -> Tensor:
+    """Values that add up to the loss: one for each program of each run, and with `scores` for each member."""
+    logits, per_member = launch.logits, scores is not None
+    num_runs, members, samples, _ = logits.shape
+    if per_member:
+        tiles = tiles | {"maxnreg": None}  # more numbers are held
+    warps, registers = tiles["num_warps"], tiles["maxnreg"]
+    # As many programs as there is room for. They take other samples later, whose logits come while they compute.
+    room = max(1, ALL_REGISTERS // (32 * warps * (registers or (128 if warps == 1 else 255))))
+    room = max(1, room * _multiprocessors(logits.device) // num_runs)
+    programs = min(_ceil_div(samples, tiles["BLOCK_N"]), room)
+    size = num_runs * programs * (members if per_member else 1)
+    values = torch.empty(size, dtype=launch.dtype, device=logits.device)
+    options = launch.options
+    strides = {
+        "logits_r": logits.stride(0) // launch.vector,
+        "gradient_r": launch.gradient.stride(0) // launch.vector,
+        "target_r": options.target.stride(0),
+        "mixture_r": 0 if options.mixture is None else options.mixture.stride(0),
+        "scale_r": options.scale.stride(0) if isinstance(options.scale, Tensor) else 0,
+    }
+    _read_once[(programs, num_runs)](
+        **_arguments(launch, values, launch.vector, _count(launch, in_blocks=False)),
+        **strides,
+        **tiles,
+        scores=logits if scores is None else scores,
+        RUNS=num_runs > 1,
+        PER_MEMBER=per_member,
+    )
+    return values
+
+
+def _read_twice_values(launch: Launch) -> Tensor:
+    """Values of samples, or of spans of their classes, which add up to the loss of one run."""
+    logits, vector = launch.logits, launch.vector
+    _, members, samples, classes = logits.shape
+    several = members * classes > READ_TWICE  # programs share a sample
+    warps = WARPS * _next_power(_ceil_div(members * classes, LOGITS_OF_WARPS))
+    warps = WARPS if several else max(warps, 2 * WARPS) if members <= VERY_FEW_MEMBERS else warps
+    counts = _count(launch, in_blocks=True)
+    if not several:
+        vector = _narrow(vector if members <= FEW_MEMBERS else min(vector, 4), members, HELD_OF_BLOCK)
+        block = _block(members, classes, vector, warps, _registers(BLOCK_REGISTERS, members * vector))
+        span = _ceil_div(classes, block["BLOCK_C"]) * block["BLOCK_C"]
+        values = torch.empty(samples, dtype=launch.dtype, device=logits.device)
+        _read_twice[(samples, 1)](
+            **_arguments(launch, values, vector, counts), **block, statistics=values, STAGE=0, SPAN=span, SPANS=1,
+            BLOCK_SPANS=1,
+        )  # fmt: skip
+        return values
+    wide, vector = _narrow(vector, members, MAX_HELD), _narrow(min(vector, 4), members, HELD_OF_BLOCK)
+    blocks = (
+        _block(members, classes, wide, warps, _registers(FIRST_SPAN_REGISTERS, members * wide)),
+        _block(members, classes, vector, warps, _registers(SPAN_REGISTERS, members * vector)),
+    )
+    # not so many spans that their statistics would fill a program that reads them all
+    size = max(SPAN // members, _ceil_div(classes * _two_powers(members)[0], STATISTICS))
+    block_c = max(block["BLOCK_C"] for block in blocks)
+    span = _ceil_div(min(classes, size), block_c) * block_c
+    spans = _ceil_div(classes, span)
+    values = torch.empty(samples * spans, dtype=launch.dtype, device=logits.device)
+    statistics = values.new_empty((samples, spans, 3, members))
+    for stage, block, width in zip((1, 2), blocks, (wide, vector), strict=True):
+        _read_twice[(samples, spans)](
+            **_arguments(launch, values, width, counts), **block, statistics=statistics, STAGE=stage, SPAN=span,
+            SPANS=spans, BLOCK_SPANS=_next_power(spans),
+        )  # fmt: skip
+    return values
+
+
+def _count(launch: Launch, *, in_blocks: bool) -> tuple[Tensor, int, int]:
+    """Denominators of the mean, in parts; how they become a number (see `_mean_factor`); and the number of parts."""
+    logits, options = launch.logits, launch.options
+    samples, classes = logits.shape[2:]
+    if options.reduction != "mean" or isinstance(options.scale, Tensor):
         return logits, 0, 1
-    if target.is_floating_point():
+    if options.has_probabilities:
         return logits, 3, 1
     if samples <= COUNTED and not in_blocks:
-        return logits, 2, _power(samples)
+        return logits, 2, _next_power(samples)
     most, size = COUNTERS_OF_BLOCKS if in_blocks else COUNTERS
-    parts = min(most, _power(_parts(samples, size)))
-    counts = torch.empty(parts, dtype=task.acc, device=logits.device)
-    weighted = options.weight is not None
-    _counts[(parts,)](
-        target,
-        target.stride(0),
-        options.weight if weighted else counts,
+    parts = min(most, _next_power(_ceil_div(samples, size)))
+    counts = torch.empty(parts, dtype=launch.dtype, device=logits.device)
+    _count_samples[(parts,)](
+        options.target,
+        options.target.stride(1),
+        counts if options.weight is None else options.weight,
         counts,
         samples,
         classes,
-        options.ignore_index,
-        _parts(samples, size * parts),
-        WEIGHTED=weighted,
+        NO_IGNORE_INDEX if options.ignore_index is None else options.ignore_index,
+        _ceil_div(samples, size * parts),
+        WEIGHTED=options.weight is not None,
         BLOCK=size,
         num_warps=max(1, size // 512),
     )
     return counts, 4 if in_blocks else 1, parts
 
 
-def _read_once(task: Task, vector: int) -> Tensor | None:
-    """Values of some samples each, which add up to the loss; None if a sample has too many logits for this."""
-    logits = task.logits
-    members, samples, classes = logits.shape
-    some_classes, padded = _power(classes), sum(_powers(members))
-    threads = some_classes // vector  # that a sample has work for
-    numbers = padded * some_classes + some_classes // 2  # exponentials; what all members share is there half the time
-    warps = _power(_parts(numbers, 32 * HELD))
-    if warps > MOST_WARPS or 32 * warps > max(32, threads) or padded * vector > HELD:
-        return None
-    some = min(_power(samples), max(1, 32 * warps // threads))
-    few = members <= FEW_MEMBERS
-    held = numbers * some // (32 * warps)
-    registers = _limit(OF_FEW, held) if few else _limit(OF_MANY, held + 2 * members)
-    staged = not few and 2 * some * padded * some_classes * logits.element_size() <= STAGED
-    if _power(samples) * padded * some_classes <= ONE_PROGRAM:
-        some, warps, registers, staged = _power(samples), 16, None, False
-    # As many as there is room for. They take other samples later, whose logits come while they compute.
-    room = max(1, ALL_REGISTERS // (32 * warps * (registers or (128 if warps == 1 else 255))))
-    programs = min(_parts(samples, some), room * _multiprocessors(logits.device))
-    values = torch.empty(programs, dtype=task.acc, device=logits.device)
-    arguments, flags = _arguments(task, values, vector, _counted(task, in_blocks=False))
-    _whole[(programs,)](
-        *arguments, **flags, SOME=some, SOME_CLASSES=some_classes, STAGES=STAGES if staged else 1, num_warps=warps,
-        maxnreg=registers,
-    )  # fmt: skip
-    return values
+def _arguments(launch: Launch, values: Tensor, vector: int, counted: tuple[Tensor, int, int]) -> dict[str, Any]:
+    """Arguments of both kernels; the logits stand in for tensors that are not there."""
+    logits, gradient, options = launch.logits, launch.gradient, launch.options
+    target, weight, mixture, smoothing = options.target, options.weight, options.mixture, options.label_smoothing
+    scale = options.scale if isinstance(options.scale, Tensor) else None
+    probabilities = options.has_probabilities
+    mean_weight = weight.mean() if weight is not None and smoothing and not probabilities else weight
+    block_k, rest_k = _two_powers(logits.shape[1])
+    counts, count, parts = counted
+    return {
+        "logits": logits,
+        "gradient": gradient,
+        "values": values,
+        "target": target,
+        "weight": logits if weight is None else weight,
+        "mean_weight": logits if mean_weight is None else mean_weight,
+        "alpha": logits if options.alpha is None else options.alpha,
+        "mixture": logits if mixture is None else mixture,
+        "scale": logits if scale is None else scale,
+        "counts": counts,
+        "upstream": logits if launch.upstream is None else launch.upstream,
+        "diversity": options.diversity,
+        "logits_k": logits.stride(1) // vector,
+        "logits_n": logits.stride(2) // vector,
+        "logits_c": logits.stride(3),
+        "gradient_k": gradient.stride(1) // vector,
+        "gradient_n": gradient.stride(2) // vector,
+        "gradient_c": gradient.stride(3),
+        "target_n": target.stride(1),
+        "target_c": target.stride(2) if probabilities else 0,
+        "mixture_n": 0 if mixture is None else mixture.stride(1),
+        "mixture_c": 0 if mixture is None else mixture.stride(2),
+        "scale_k": 0 if scale is None or scale.ndim == 2 else scale.stride(1),
+        "scale_n": 0 if scale is None else scale.stride(-1),
+        "smoothing": smoothing,
+        "ignore_index": NO_IGNORE_INDEX if options.ignore_index is None else options.ignore_index,
+        "samples": logits.shape[2],
+        "MEMBERS": logits.shape[1],
+        "CLASSES": logits.shape[3],
+        "VECTOR": vector,
+        "BLOCK_K": block_k,
+        "REST_K": rest_k,
+        "WITH_GRADIENT": launch.want_gradient,
+        "PROBABILITIES": probabilities,
+        "WEIGHTED": weight is not None,
+        "UNIFORM": options.alpha is None,
+        "MIXTURE": mixture is not None,
+        "SCALE": scale is not None,
+        "COUNT": count,
+        "COUNTS": parts,
+        "UPSTREAM": launch.upstream is not None,
+        "DIVERSITY_ON_DEVICE": isinstance(options.diversity, Tensor),
+        "SMOOTHED": smoothing != 0,
+        "ACC": tl.float64 if launch.dtype == torch.float64 else tl.float32,
+        "FAST": launch.dtype == torch.float32 and not triton.knobs.runtime.interpret,
+    }
 
 
-def _read_twice(task: Task, vector: int) -> Tensor:
-    """Values of samples, or of spans of their classes, which add up to the loss."""
-    logits = task.logits
-    members, samples, classes = logits.shape
-    spread = members * classes > READ_TWICE
-    warps = WARPS * _power(_parts(members * classes, FOR_WARPS))
-    warps = WARPS if spread else max(warps, 2 * WARPS) if members <= VERY_FEW else warps
-    counted = _counted(task, in_blocks=True)
-    if not spread:
-        vector = _narrow(vector if members <= FEW_MEMBERS else min(vector, 4), members, HELD_OF_BLOCK)
-        block = _block(members, classes, vector, warps, _limit(OF_BLOCK, members * vector))
-        span = _parts(classes, block["SOME_CLASSES"]) * block["SOME_CLASSES"]
-        values = torch.empty(samples, dtype=task.acc, device=logits.device)
-        arguments, flags = _arguments(task, values, vector, counted)
-        _in_blocks[(samples, 1)](
-            *arguments, **flags, **block, statistics=values, STAGE=0, SPAN=span, SPANS=1, SOME_SPANS=1
-        )
-        return values
-    wide, vector = _narrow(vector, members, MOST_HELD), _narrow(min(vector, 4), members, HELD_OF_BLOCK)
-    blocks = (
-        _block(members, classes, wide, warps, _limit(OF_SPREAD_FIRST, members * wide)),
-        _block(members, classes, vector, warps, _limit(OF_SPREAD, members * vector)),
-    )
-    # not so many spans that what they leave behind would fill a program that reads it all
-    some = max(SPAN // members, _parts(classes * _powers(members)[0], LEFT_BEHIND))
-    size = max(block["SOME_CLASSES"] for block in blocks)
-    span = _parts(min(classes, some), size) * size
-    spans = _parts(classes, span)
-    values = torch.empty(samples * spans, dtype=task.acc, device=logits.device)
-    statistics = values.new_empty((samples, spans, 3, members))
-    for stage, block, width in zip((1, 2), blocks, (wide, vector), strict=True):
-        arguments, flags = _arguments(task, values, width, counted)
-        _in_blocks[(samples, spans)](
-            *arguments, **flags, **block, statistics=statistics, STAGE=stage, SPAN=span, SPANS=spans,
-            SOME_SPANS=_power(spans),
-        )  # fmt: skip
-    return values
+def reachable(values: Tensor) -> Tensor:
+    """Values whose last axis can be indexed with 32 bits; a copy where its steps are too long for that."""
+    return values.contiguous() if values.shape[-1] * values.stride(-1) >= 1 << 31 else values
 
 
 def _narrow(vector: int, members: int, held: int) -> int:
-    """Half of it, as often as a thread would hold more logits than that; not below 2."""
+    """Half the vector, as often as a thread would hold more logits than that; not below 2."""
     while vector > 2 and members * vector > held:
         vector //= 2
     return vector
 
 
 def _block(members: int, classes: int, vector: int, warps: int, registers: int | None) -> dict[str, Any]:
-    shares = _power(_parts(members * vector, MOST_HELD))  # threads that have the same classes, of other members
-    some_classes = min(_power(classes), max(1, 32 * warps // shares) * vector)
-    warps = max(1, min(warps, shares * some_classes // (32 * vector)))
-    return {"SOME_CLASSES": some_classes, "num_warps": warps, "maxnreg": registers}
+    shares = _next_power(_ceil_div(members * vector, MAX_HELD))  # threads that have the same classes, of other members
+    block_c = min(_next_power(classes), max(1, 32 * warps // shares) * vector)
+    warps = max(1, min(warps, shares * block_c // (32 * vector)))
+    return {"BLOCK_C": block_c, "num_warps": warps, "maxnreg": registers}
 
 
-def _readable(options: Options) -> Options:
-    """Options that kernels can read: weights lie together, classes of a sample not too far apart."""
-    alpha, weight, mixture = options.alpha, options.weight, options.mixture
-    return options._replace(
-        target=reachable(options.target),
-        alpha=None if alpha is None else alpha.contiguous(),
-        weight=None if weight is None else weight.contiguous(),
-        mixture=None if mixture is None else reachable(mixture),
-    )
-
-
-def reachable(values: Tensor) -> Tensor:
-    """Values whose last axis can be walked along with 32 bits; a copy where its steps are too long for that."""
-    return values.contiguous() if values.shape[-1] * values.stride(-1) >= 1 << 31 else values
-
-
-def multiplied(gradient: Tensor, by: Tensor) -> Tensor:
-    """A gradient as `value_and_gradient` makes it, dense, times a number on the device, in place."""
-    if gradient.numel() < FEW:
-        return gradient.mul_(by)
-    block, most = 4096, 8 * _multiprocessors(gradient.device)
-    with torch.cuda.device_of(gradient):
-        _multiplied[(min(most, _parts(gradient.numel(), block)),)](gradient, by, gradient.numel(), BLOCK=block)
-    return gradient
-
-
-def _power(count: int) -> int:
-    """The next power of two. Triton's own function takes 4 µs, for what kernels may do with it."""
+def _next_power(count: int) -> int:
+    """The next power of two. Triton's own function takes 4 µs, as kernels can call it too."""
     return 1 << (count - 1).bit_length()
 
 
-def _limit(limits: tuple[tuple[int, int], ...], held: int) -> int | None:
-    """How many registers a thread gets that holds so many numbers; None: the compiler decides."""
+def _registers(limits: tuple[tuple[int, int], ...], held: int) -> int | None:
+    """Registers of a thread that holds so many numbers; None: the compiler decides."""
     return next((registers for most, registers in limits if held <= most), None)
 
 
-def _parts(count: int, size: int) -> int:
+def _ceil_div(count: int, size: int) -> int:
     return -(-count // size)
 
 
@@ -238,80 +351,17 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _powers(members: int) -> tuple[int, int]:
-    """Two powers of two, or one and 0, that have room for all members and for few besides."""
-    most = 1 << (members.bit_length() - 1)
-    return most, 0 if members == most else _power(members - most)
+def _two_powers(members: int) -> tuple[int, int]:
+    """Two powers of two, or one and 0, whose sum is the number of members with little padding."""
+    largest = 1 << (members.bit_length() - 1)
+    return largest, 0 if members == largest else _next_power(members - largest)
 
 
 def _alignment(*tensors: Tensor) -> int:
-    """What all places of rows are multiples of: told to the compiler, it reads as many numbers at once."""
+    """Common divisor of all rows' offsets: it tells the compiler how many numbers to read at once."""
     align = 8
     for tensor in tensors:
-        for size, stride in zip(tensor.shape[:2], tensor.stride()[:2], strict=True):
+        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True):
             while size > 1 and stride % align:
                 align //= 2
     return align
-
-
-def _arguments(
-    task: Task, values: Tensor, vector: int, counted: tuple[Tensor, int, int]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What both kernels take; the logits stand in for tensors that are not there."""
-    logits, gradient, options = task.logits, task.gradient, task.options
-    target, weight, mixture, scale = options.target, options.weight, options.mixture, options.scale
-    probabilities = target.is_floating_point()
-    smoothing = options.label_smoothing
-    mean_weight = weight.mean() if weight is not None and smoothing and not probabilities else weight
-    most, rest = _powers(logits.shape[0])
-    counts, how, parts = counted
-    arguments = (
-        logits,
-        gradient,
-        values,
-        target,
-        logits if weight is None else weight,
-        logits if mean_weight is None else mean_weight,
-        logits if options.alpha is None else options.alpha,
-        logits if mixture is None else mixture,
-        logits if scale is None else scale,
-        counts,
-        logits if task.by is None else task.by,
-        options.number if options.diversity is None else options.diversity,
-        logits.stride(0) // vector,
-        logits.stride(1) // vector,
-        logits.stride(2),
-        gradient.stride(0) // vector,
-        gradient.stride(1) // vector,
-        gradient.stride(2),
-        target.stride(0),
-        target.stride(1) if probabilities else 0,
-        0 if mixture is None else mixture.stride(0),
-        0 if mixture is None else mixture.stride(1),
-        0 if scale is None or scale.ndim == 1 else scale.stride(0),
-        0 if scale is None else scale.stride(-1),
-        smoothing,
-        options.ignore_index,
-        logits.shape[1],
-    )
-    flags = {
-        "MEMBERS": logits.shape[0],
-        "CLASSES": logits.shape[2],
-        "VECTOR": vector,
-        "WRITE": task.want_gradient,
-        "PROBABILITIES": probabilities,
-        "WEIGHTED": weight is not None,
-        "UNIFORM": options.alpha is None,
-        "MIXTURE": mixture is not None,
-        "SCALE": scale is not None,
-        "COUNT": how,
-        "COUNTS": parts,
-        "BY": task.by is not None,
-        "ON_DEVICE": options.diversity is not None,
-        "ACC": tl.float64 if task.acc == torch.float64 else tl.float32,
-        "SMOOTHED": smoothing != 0,
-        "FAST": task.acc == torch.float32 and not triton.knobs.runtime.interpret,
-        "MOST": most,
-        "REST": rest,
-    }
-    return arguments, flags

@@ -12,9 +12,9 @@ OLDEST = (8, 0)  # compute capability that Triton is made for
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether it is an NVIDIA GPU that Triton knows, and Triton is installed.
+    """Whether the device is an NVIDIA GPU that Triton supports, and Triton is installed.
 
-    Whoever compiles for a GPU has asked that before, and could not trace the question.
+    Under `torch.compile` the GPU is not queried: the query cannot be traced.
     """
     return device.type == "cuda" and TRITON and (torch.compiler.is_compiling() or _is_new(device))
 

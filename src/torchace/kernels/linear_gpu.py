@@ -14,157 +14,122 @@ Sums are written down part by part and added up in a fixed order: the same bits 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchace.kernels.terms import Terms
+from torchace.kernels.options import LossOptions, compute_dtype
 
 LOGITS = 3 << 28  # bytes of a chunk: products at full rate, and as much for one member as for many
 LEAST_CLASSES = 256  # of a chunk, however many samples there are
 ALIGNED = 64  # a row of a chunk starts at a multiple of so many numbers
 TILE = 4096  # logits that a program holds at once: members x classes
 STEPS = 8  # a program makes at most
-LARGEST_LIFT = 1 << 14
 
 LOWEST = tl.constexpr(-3.4e38)  # below every logit, yet a number: differences of two of them are 0, not NaN
 
 
+# fmt: off
 @triton.jit
-def _seen(logits, bias, rows, member, there, column, start, width, classes, BIASED: tl.constexpr, TYPE: tl.constexpr):
-    """Logits with their bias, `(K, columns)`; -inf outside."""
-    inside = there[:, None] & (column < width)[None, :]
-    z = tl.load(logits + rows[:, None] + column[None, :], mask=inside, other=-float("inf")).to(TYPE)
+def _load_logits(
+    logits, bias, rows, member, is_member, column, start, width, classes, BIASED: tl.constexpr, ACC: tl.constexpr,
+):
+    # fmt: on
+    """Logits with their bias, `(K, columns)`, -inf for padding; and their mask."""
+    mask = is_member[:, None] & (column < width)[None, :]
+    z = tl.load(logits + rows[:, None] + column[None, :], mask=mask, other=-float("inf")).to(ACC)
     if BIASED:
         place = member.to(tl.int64)[:, None] * classes + (start + column)[None, :]
-        z += tl.load(bias + place, mask=inside, other=0.0).to(TYPE)
-    return z, inside
+        z += tl.load(bias + place, mask=mask, other=0.0).to(ACC)
+    return z, mask
 
 
+# fmt: off
 @triton.jit
-def _summed(
-    logits,
-    bias,
-    maxima,
-    sums,
-    samples,
-    pitch,
-    start,
-    width,
-    classes,
-    MEMBERS: tl.constexpr,
-    PADDED: tl.constexpr,
-    BIASED: tl.constexpr,
-    TYPE: tl.constexpr,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _softmax_sums(
+    logits, bias, maxima, sums, samples, pitch, start, width, classes, MEMBERS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BIASED: tl.constexpr, ACC: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):
+    # fmt: on
     """Every member's maximum, and sum of exponentials below it, for one sample and a part of a chunk's classes."""
     sample = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    member = tl.arange(0, PADDED)
-    there = member < MEMBERS
+    member = tl.arange(0, BLOCK_K)
+    is_member = member < MEMBERS
     rows = (member.to(tl.int64) * samples + sample) * pitch
-    highest = tl.full((PADDED, BLOCK), LOWEST, TYPE)
-    total = tl.zeros((PADDED, BLOCK), TYPE)
+    highest = tl.full((BLOCK_K, BLOCK), LOWEST, ACC)
+    total = tl.zeros((BLOCK_K, BLOCK), ACC)
     for step in range(STEPS):
         column = (part * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
-        z, _ = _seen(logits, bias, rows, member, there, column, start, width, classes, BIASED, TYPE)
+        z, _ = _load_logits(logits, bias, rows, member, is_member, column, start, width, classes, BIASED, ACC)
         above = z - highest
         ratio = tl.exp(-tl.abs(above))  # of the smaller one to the larger one
         total = tl.where(above > 0, total * ratio + 1, total + ratio)
         highest = tl.maximum(highest, z)
     top = tl.max(highest, 1)
     place = (part * MEMBERS + member) * samples + sample
-    tl.store(maxima + place, top, mask=there)
-    tl.store(sums + place, tl.sum(total * tl.exp(highest - top[:, None]), 1), mask=there)
+    tl.store(maxima + place, top, mask=is_member)
+    tl.store(sums + place, tl.sum(total * tl.exp(highest - top[:, None]), 1), mask=is_member)
 
 
+# fmt: off
 @triton.jit
-def _pulled(
-    logits,
-    bias,
-    target,
-    weight,
-    weighed,
-    diversity,
-    alpha,
-    scale,
-    along_members,
-    along_samples,
-    highest,
-    log_total,
-    values,
-    samples,
-    pitch,
-    start,
-    width,
-    classes,
-    SURE: tl.constexpr,
-    EVEN: tl.constexpr,
-    LIFT: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    PADDED: tl.constexpr,
-    BIASED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    COUPLED: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    TYPE: tl.constexpr,
-    STEPS: tl.constexpr,
+def _value_and_gradient(
+    # pointers
+    logits, bias, target, weight, s_of_samples, diversity, alpha, scale, scale_k, scale_n, maxima, log_totals, values,
+    # sizes
+    samples, pitch, start, width, classes, MEMBERS: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    # options
+    ONE_HOT: tl.constexpr, SPREAD: tl.constexpr, BIASED: tl.constexpr, WEIGHTED: tl.constexpr, COUPLED: tl.constexpr,
+    WITH_GRADIENT: tl.constexpr, ACC: tl.constexpr,
 ):
-    """A part's share of the loss and, in place of its logits, LIFT times the gradient in them, for one sample."""
+    # fmt: on
+    """A part's share of the loss and, in place of its logits, the gradient in them, for one sample.
+
+    ONE_HOT and SPREAD: the target after label smoothing, of the label alone and of every class.
+    """
     sample = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    member = tl.arange(0, PADDED)
-    there = member < MEMBERS
+    member = tl.arange(0, BLOCK_K)
+    is_member = member < MEMBERS
     rows = (member.to(tl.int64) * samples + sample) * pitch
     of_member = member * samples + sample
-    top = tl.load(highest + of_member, mask=there, other=0.0)[:, None]
-    log_sum = tl.load(log_total + of_member, mask=there, other=0.0)[:, None]
-    a = tl.load(alpha + member, mask=there, other=0.0)[:, None]
-    counts = tl.load(scale + member * along_members + sample * along_samples, mask=there, other=0.0)[:, None]
-    own = tl.load(target + sample)
+    top = tl.load(maxima + of_member, mask=is_member, other=0.0)[:, None]
+    log_total = tl.load(log_totals + of_member, mask=is_member, other=0.0)[:, None]
+    a = tl.load(alpha + member, mask=is_member, other=0.0)[:, None]
+    factor = tl.load(scale + member * scale_k + sample * scale_n, mask=is_member, other=0.0)[:, None]
+    label = tl.load(target + sample)
     lam = tl.load(diversity)
     s = 1.0
     if WEIGHTED:
-        s = tl.load(weighed + sample)
-    loss = tl.zeros((PADDED, BLOCK), TYPE)
+        s = tl.load(s_of_samples + sample)
+    loss = tl.zeros((BLOCK_K, BLOCK), ACC)
     for step in range(STEPS):
         column = (part * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
-        z, inside = _seen(logits, bias, rows, member, there, column, start, width, classes, BIASED, TYPE)
-        log_q = z - top - log_sum
+        z, mask = _load_logits(logits, bias, rows, member, is_member, column, start, width, classes, BIASED, ACC)
+        log_q = z - top - log_total
         q = tl.exp(log_q)
-        wp = tl.where(start + column == own, tl.full((BLOCK,), SURE, TYPE), 0.0) + tl.full((BLOCK,), EVEN, TYPE)
+        wp = tl.where(start + column == label, tl.full((BLOCK,), ONE_HOT, ACC), 0.0) + tl.full((BLOCK,), SPREAD, ACC)
         if WEIGHTED:
             wp *= tl.load(weight + start + column, mask=column < width, other=0.0)
-        pull = tl.broadcast_to(wp[None, :], (PADDED, BLOCK))
+        u = tl.broadcast_to(wp[None, :], (BLOCK_K, BLOCK))
         mixed = q
         if COUPLED:
             mixture = tl.sum(a * q, 0)[None, :]
-            pull -= lam * s * (mixture - a * q)
+            u -= lam * s * (mixture - a * q)
             mixed += lam * (mixture - q)
-        # a class that nobody believes in adds nothing, even where its log-probability is -inf
-        loss -= pull * tl.where(inside & (pull != 0), log_q, 0.0)
-        if GRADIENT:
-            gradient = tl.where(counts == 0, 0.0, counts * LIFT * (s * mixed - wp[None, :]))
-            tl.store(logits + rows[:, None] + column[None, :], gradient.to(logits.dtype.element_ty), mask=inside)
+        # a class of weight 0 adds nothing, even where its log-probability is -inf
+        loss -= u * tl.where(mask & (u != 0), log_q, 0.0)
+        if WITH_GRADIENT:
+            gradient = tl.where(factor == 0, 0.0, factor * (s * mixed - wp[None, :]))
+            tl.store(logits + rows[:, None] + column[None, :], gradient.to(logits.dtype.element_ty), mask=mask)
     # where, not a product: a sample that does not count may have an infinite loss
-    value = tl.where(counts == 0, 0.0, counts * tl.sum(loss, 1)[:, None])
-    tl.store(values + (part * MEMBERS + member[:, None]) * samples + sample, value, mask=there[:, None])
-
-
-@triton.jit
-def _scaled(values, factor, count, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    by = tl.load(factor)
-    if by != 1:
-        for step in range(STEPS):
-            place = (tl.program_id(0).to(tl.int64) * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
-            value = tl.load(values + place, mask=place < count).to(by.dtype) * by
-            tl.store(values + place, value.to(values.dtype.element_ty), mask=place < count)
+    value = tl.where(factor == 0, 0.0, factor * tl.sum(loss, 1)[:, None])
+    tl.store(values + (part * MEMBERS + member[:, None]) * samples + sample, value, mask=is_member[:, None])
 
 
 class Chunk(NamedTuple):
@@ -179,29 +144,30 @@ class Chunk(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """What logits are made of; products are of the features' type."""
+    """Linear heads and their input; products are of the features' type."""
 
     features: Tensor  # (N, D)
     weight: Tensor  # (K, C, D)
     bias: Tensor | None  # (K, C)
 
-    def of(self, member: int, chunk: Chunk) -> Tensor:
+    def chunk_weight(self, member: int, chunk: Chunk) -> Tensor:
         """A member's weights for a chunk, `(c, D)`."""
         return self.weight[member, chunk.classes].to(self.features.dtype)
 
     def fill(self, chunk: Chunk) -> None:
+        """Compute a chunk's logits."""
         for member, logits in enumerate(chunk.logits):
-            torch.mm(self.features, self.of(member, chunk).T, out=logits)
+            torch.mm(self.features, self.chunk_weight(member, chunk).T, out=logits)
 
 
 def value_and_gradients(
     features: Tensor,
     head_weight: Tensor,
     head_bias: Tensor | None,
-    terms: Terms,
+    options: LossOptions,
     wanted: Sequence[bool],
     *,
-    averaged: bool,
+    loss_scale: float,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The loss summed over samples and members, and its gradients in features, weights and bias where wanted.
 
@@ -209,91 +175,75 @@ def value_and_gradients(
         features: `(N, D)`, of the type that products are computed in.
         head_weight: `(K, C, D)`.
         head_bias: `(K, C)`, or None.
-        terms: Class indices; `scale` is a tensor `(N,)` or `(K, N)`; no mixture.
+        options: Of one run: a sum over samples of class indices, no mixture.
         wanted: Which gradients.
-        averaged: Whether the scale of all samples sums to about 1.
+        loss_scale: A power of two by which the gradients are divided, as the scale of the options was multiplied by it.
 
     Returns:
         A scalar and gradients: that in the weights in their type, the other two in float32 for half precision.
     """
-    heads = Heads(features, head_weight, head_bias)
-    sums_type = terms.alpha.dtype
-    lift = _lift(features) if averaged else 1.0
-    features_grad = torch.zeros_like(features, dtype=sums_type) if wanted[0] else None
-    weight_grad = torch.empty(head_weight.shape, dtype=head_weight.dtype, device=features.device) if wanted[1] else None
-    bias_grad = head_weight.new_empty(head_weight.shape[:2], dtype=sums_type) if wanted[2] else None
+    heads = Heads(features, head_weight, None if head_bias is None else head_bias.contiguous())
+    dtype = compute_dtype(features)
+    features_grad = torch.zeros_like(features, dtype=dtype) if wanted[0] else None
+    weight_grad = torch.empty_like(head_weight, memory_format=torch.contiguous_format) if wanted[1] else None
+    bias_grad = head_weight.new_empty(head_weight.shape[:2], dtype=dtype) if wanted[2] else None
     with torch.cuda.device_of(features), torch.autocast(features.device.type, enabled=False):
         chunks = _chunks(heads)
-        seen: list[tuple[Tensor, Tensor]] = []
+        parts: list[tuple[Tensor, Tensor]] = []
         for chunk in chunks:
             heads.fill(chunk)
-            seen = [_folded([*seen, _sums(chunk, heads, sums_type)])]
-        highest, log_total = seen[0][0], seen[0][1].log()
-        resolved = _Resolved.of(terms, head_weight.shape[1])
+            parts = [_combine([*parts, _launch_sums(chunk, heads, dtype)])]
+        maxima, log_totals = parts[0][0], parts[0][1].log()
+        arguments = _option_arguments(options, heads, dtype)
         values = []
         for chunk in reversed(chunks):
             if chunk is not chunks[-1]:  # whose logits are still there
                 heads.fill(chunk)
-            values.append(_pull(chunk, heads, resolved, highest, log_total, lift if any(wanted) else None).sum())
-            for member, pull in enumerate(chunk.logits):
+            values.append(_launch_gradient(chunk, heads, arguments, maxima, log_totals, any(wanted)).sum())
+            for member, gradient in enumerate(chunk.logits):
                 if features_grad is not None:
-                    _product(features_grad, pull, heads.of(member, chunk), add=True, alpha=1 / lift)
+                    _product(features_grad, gradient, heads.chunk_weight(member, chunk), add=True, alpha=1 / loss_scale)
                 if weight_grad is not None:
-                    _product(weight_grad[member, chunk.classes], pull.T, features, add=False, alpha=1 / lift)
+                    _product(
+                        weight_grad[member, chunk.classes], gradient.T, features, add=False, alpha=1 / loss_scale
+                    )
             if bias_grad is not None:
-                torch.sum(chunk.logits, 1, dtype=sums_type, out=bias_grad[:, chunk.classes]).div_(lift)
+                torch.sum(chunk.logits, 1, dtype=dtype, out=bias_grad[:, chunk.classes]).div_(loss_scale)
         return torch.stack(values).sum(), [features_grad, weight_grad, bias_grad]
 
 
-def scale_(values: Tensor, by: Tensor) -> Tensor:
-    """Values that lie together times a scalar on their device, in place; where it is 1, they are not even read."""
-    count = values.numel()
-    programs = triton.cdiv(count, STEPS * TILE)
-    if programs:
-        with torch.cuda.device_of(values):
-            _scaled[(programs,)](values, by, count, STEPS, TILE)
-    return values
-
-
-class _Resolved(NamedTuple):
-    """Everything that `_pulled` reads beside logits."""
-
-    target: Tensor  # (N,)
-    weight: Tensor | None  # (C,)
-    weighed: Tensor | None  # (N,), a sample's Σ_c w_c p_c
-    diversity: Tensor  # ()
-    alpha: Tensor  # (K,)
-    scale: Tensor  # (K, N)
-    label_smoothing: float
-    coupled: bool
-
-    @classmethod
-    def of(cls, terms: Terms, num_classes: int) -> _Resolved:
-        assert isinstance(terms.scale, Tensor)
-        num_members, smoothing = len(terms.alpha), terms.label_smoothing
-        diversity = terms.diversity
-        if not isinstance(diversity, Tensor) or diversity.device != terms.alpha.device:
-            diversity = torch.full_like(terms.alpha[0], float(diversity))  # filled there: nothing waits for a copy
-        weighed = None
-        if terms.weight is not None:
-            weighed = terms.weight[terms.target] * (1 - smoothing) + terms.weight.mean() * smoothing
-        scale = terms.scale.expand(num_members, -1)
-        coupled = num_members > 1 and not terms.diversity_is_zero
-        weight = None if terms.weight is None else terms.weight.contiguous()
-        return cls(
-            terms.target.contiguous(),
-            weight,
-            weighed,
-            diversity.to(terms.alpha.dtype),
-            terms.alpha.contiguous(),
-            scale,
-            smoothing,
-            coupled,
-        )
+def _option_arguments(options: LossOptions, heads: Heads, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of `_value_and_gradient` that come from the options."""
+    (num_members, num_classes, _), num_samples = heads.weight.shape, len(heads.features)
+    like = torch.empty((), dtype=dtype, device=heads.features.device)
+    smoothing, weight, lam, target = options.label_smoothing, options.weight, options.diversity, options.target[0]
+    if not isinstance(lam, Tensor) or lam.device != like.device:
+        lam = torch.full_like(like, float(lam))  # filled there: nothing waits for a copy
+    # Labels are not checked on a device: one out of range gives NaN.
+    outside = (target < 0) | (target >= num_classes)
+    target = target.masked_fill(outside, 0)
+    scale = options.scale if isinstance(options.scale, Tensor) else torch.full_like(like, options.scale).view(1, 1)
+    scale = scale[0].expand(num_members, num_samples).masked_fill(outside, torch.nan)
+    s = None if weight is None else weight[target] * (1 - smoothing) + weight.mean() * smoothing
+    uniform = like.new_full((num_members,), 1 / num_members)
+    return {
+        "target": target,
+        "weight": None if weight is None else weight.contiguous(),
+        "s_of_samples": s,
+        "diversity": lam.to(dtype),
+        "alpha": uniform if options.alpha is None else options.alpha.contiguous(),
+        "scale": scale,
+        "scale_k": scale.stride(0),
+        "scale_n": scale.stride(1),
+        "ONE_HOT": 1 - smoothing,
+        "SPREAD": smoothing / num_classes,
+        "WEIGHTED": weight is not None,
+        "COUPLED": num_members > 1 and not options.diversity_is_zero,
+    }
 
 
 def _chunks(heads: Heads) -> list[Chunk]:
-    """All classes in chunks that take turns in one memory; the first is what is left over, the others are full."""
+    """All classes in chunks that share one buffer; the first holds the remainder, the others are full."""
     (num_members, num_classes, _), num_samples = heads.weight.shape, len(heads.features)
     rows = num_members * num_samples
     most = max(LEAST_CLASSES, LOGITS // (rows * heads.features.element_size()))
@@ -312,79 +262,56 @@ def _aligned(count: int) -> int:
     return triton.cdiv(count, ALIGNED) * ALIGNED
 
 
-def _sums(chunk: Chunk, heads: Heads, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _tiles(chunk: Chunk, heads: Heads, dtype: torch.dtype) -> tuple[int, dict[str, Any]]:
+    """Parts of a chunk's classes, one for each program of a sample, and the arguments of both kernels."""
+    num_members, num_samples, width = chunk.logits.shape
+    block_k = triton.next_power_of_2(num_members)
+    block = max(1, TILE // block_k)
+    steps = min(STEPS, triton.next_power_of_2(triton.cdiv(width, block)))  # few values: each is compiled
+    return triton.cdiv(width, steps * block), {
+        "logits": chunk.logits,
+        "bias": heads.bias,
+        "samples": num_samples,
+        "pitch": chunk.logits.stride(1),
+        "start": chunk.start,
+        "width": width,
+        "classes": heads.weight.shape[1],
+        "MEMBERS": num_members,
+        "BLOCK_K": block_k,
+        "STEPS": steps,
+        "BLOCK": block,
+        "BIASED": heads.bias is not None,
+        "ACC": tl.float64 if dtype == torch.float64 else tl.float32,
+    }
+
+
+def _launch_sums(chunk: Chunk, heads: Heads, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Maxima and sums of exponentials of a chunk's parts, both `(parts, K, N)`."""
-    parts, sizes, padded, steps, block = _launch(chunk, heads)
+    parts, tiles = _tiles(chunk, heads, dtype)
     num_members, num_samples, _ = chunk.logits.shape
     maxima, sums = torch.empty(2, parts, num_members, num_samples, dtype=dtype, device=chunk.logits.device)
-    _summed[(num_samples, parts)](
-        chunk.logits,
-        _together(heads.bias),
-        maxima,
-        sums,
-        *sizes,
-        num_members,
-        padded,
-        heads.bias is not None,
-        _type(dtype),
-        steps,
-        block,
-    )
+    _softmax_sums[(num_samples, parts)](maxima=maxima, sums=sums, **tiles)
     return maxima, sums
 
 
-def _folded(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _combine(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """The maximum of all parts, and the sum of exponentials below it, both `(1, K, N)`."""
     maxima, sums = (torch.cat(values) for values in zip(*parts, strict=True))
     highest = maxima.amax(0, keepdim=True)
     return highest, (sums * (maxima - highest).exp()).sum(0, keepdim=True)
 
 
-def _pull(
-    chunk: Chunk, heads: Heads, resolved: _Resolved, highest: Tensor, log_total: Tensor, lift: float | None
+def _launch_gradient(
+    chunk: Chunk, heads: Heads, arguments: dict[str, Any], maxima: Tensor, log_totals: Tensor, want_gradient: bool
 ) -> Tensor:
-    """The loss's parts, `(parts, K, N)`; with a lift, the chunk holds the gradient afterwards."""
-    parts, sizes, padded, steps, block = _launch(chunk, heads)
+    """The loss's parts, `(parts, K, N)`; the chunk holds the gradient afterwards, where it is wanted."""
+    parts, tiles = _tiles(chunk, heads, maxima.dtype)
     num_members, num_samples, _ = chunk.logits.shape
-    values = highest.new_empty(parts, num_members, num_samples)
-    _pulled[(num_samples, parts)](
-        chunk.logits,
-        _together(heads.bias),
-        resolved.target,
-        resolved.weight,
-        resolved.weighed,
-        resolved.diversity,
-        resolved.alpha,
-        resolved.scale,
-        *resolved.scale.stride(),
-        highest,
-        log_total,
-        values,
-        *sizes,
-        1 - resolved.label_smoothing,
-        resolved.label_smoothing / heads.weight.shape[1],
-        1.0 if lift is None else lift,
-        num_members,
-        padded,
-        heads.bias is not None,
-        resolved.weight is not None,
-        resolved.coupled,
-        lift is not None,
-        _type(highest.dtype),
-        steps,
-        block,
+    values = maxima.new_empty(parts, num_members, num_samples)
+    _value_and_gradient[(num_samples, parts)](
+        maxima=maxima, log_totals=log_totals, values=values, WITH_GRADIENT=want_gradient, **tiles, **arguments
     )
     return values
-
-
-def _launch(chunk: Chunk, heads: Heads) -> tuple[int, tuple[int, ...], int, int, int]:
-    """Parts; samples, pitch, start, width and classes; members padded, steps and classes at once of a program."""
-    num_members, num_samples, width = chunk.logits.shape
-    padded = triton.next_power_of_2(num_members)
-    block = max(1, TILE // padded)
-    steps = min(STEPS, triton.next_power_of_2(triton.cdiv(width, block)))  # few values: each is compiled
-    sizes = num_samples, chunk.logits.stride(1), chunk.start, width, heads.weight.shape[1]
-    return triton.cdiv(width, steps * block), sizes, padded, steps, block
 
 
 def _product(out: Tensor, a: Tensor, b: Tensor, *, add: bool, alpha: float) -> None:
@@ -394,18 +321,3 @@ def _product(out: Tensor, a: Tensor, b: Tensor, *, add: bool, alpha: float) -> N
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     else:
         torch.addmm(out, a, b, out.dtype, beta=beta, alpha=alpha, out=out)
-
-
-def _lift(features: Tensor) -> float:
-    """What a mean's gradients in logits are multiplied by until they are summed: they would be lost in float16."""
-    if features.dtype != torch.float16:
-        return 1.0
-    return float(min(LARGEST_LIFT, triton.next_power_of_2(len(features))))
-
-
-def _together(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.contiguous()
-
-
-def _type(dtype: torch.dtype) -> tl.dtype:
-    return tl.float64 if dtype == torch.float64 else tl.float32

@@ -52,9 +52,9 @@ class MemberParallelEnsemble(EnsembleModule):
     Each rank has its own optimizer over `ensemble.parameters()`. The loss is the sum over this rank's members.
     Predictions are the whole ensemble's, on every rank. `save_model` writes one model of all members.
 
-    On a mesh of members x data every column of ranks has its own part of the batch: wrap the ensemble in
-    `DistributedDataParallel(ensemble, process_group=mesh["data"].get_group())`, call that, and call `mixture` of the
-    ensemble itself. Without `torch.distributed` this process is the only rank and has all members.
+    On a mesh of members x data every column of ranks has its own part of the batch: call
+    `DistributedDataParallel(ensemble, process_group=mesh["data"].get_group())`, and `mixture` of the ensemble itself.
+    Without `torch.distributed` this process is the only rank and has all members.
 
     Args:
         members: A function that makes a member from its index, called for this rank's members alone; or all members,

@@ -338,7 +338,11 @@ def test_a_missing_package_is_said_before_anything_is_trained(
     command = (*TUNE, "--trials", 1) if package == "optuna" else FIT
     for module in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
-    for module in ("tuning.optuna_search", "tuning.storage") if package == "optuna" else ():
+    for module in (
+        ("tuning.optuna_search", "tuning.search_space", "tuning.storage", "tables.search")
+        if package == "optuna"
+        else ()
+    ):
         monkeypatch.delitem(sys.modules, f"torchace.lab.{module}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     assert_one_sentence(invoke(*command, *TINY[2:]), package, "pip install")
@@ -513,7 +517,7 @@ def test_a_training_that_fails_is_one_sentence(here: Path, invoke: Invoke) -> No
         ("fit", "tables.fit", "What was saved is kept; try fewer or smaller members (--members, --hidden), or smaller"),
         (
             "tune",
-            "tuning.tuning",
+            "tuning.grid_search",
             "What was saved is kept; try fewer or smaller members (--members, --hidden), smaller batches",
         ),
         ("predict", "tables.predict", ""),
@@ -532,7 +536,7 @@ def test_not_enough_memory_names_options_of_the_command(
     if command == "predict":
         assert invoke("fit", "pets.csv", "--target", "pet", *TINY, "--out", "m").code == 0
         arguments = (command, "m", "pets.csv", "--out", "p.csv")
-    name = "_predicted" if command == "predict" else "train_members"
+    name = "_predict_chunks" if command == "predict" else "train_members"
     monkeypatch.setattr(f"torchace.lab.{module}.{name}", greedy)
     refused = invoke(*arguments)
     assert_one_sentence(refused, f"Not enough memory. {advice}".rstrip())

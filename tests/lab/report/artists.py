@@ -1,4 +1,4 @@
-"""What a figure holds, for tests that look inside instead of at pixels."""
+"""The lines of a figure, for tests that compare numbers instead of pixels."""
 
 from __future__ import annotations
 

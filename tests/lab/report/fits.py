@@ -227,7 +227,7 @@ def classification(
 
 
 def _worth(diversity: float) -> float:
-    """What λ is worth: most at 0.3, nothing at 0 and 0.6."""
+    """The gain of λ: largest at 0.3, none at 0 and 0.6."""
     return max(-1.0, 1 - ((diversity - 0.3) / 0.3) ** 2)
 
 

@@ -55,7 +55,7 @@ FRAME = """<!doctype html><title>frame</title><style>body {{ margin: 0 }} iframe
 
 
 def _open(page: str, folder: Path, width: int, *, dark: bool = False) -> tuple[dict[str, Any], list[str]]:
-    """What the page measures of itself at a width, and what it wrote to the console."""
+    """Return the measures of a page at a width, and its messages on the console."""
     folder.mkdir()
     (folder / "page.html").write_text(page.replace("<head>", f"<head>{MEASURE}", 1), encoding="utf-8")
     (folder / "frame.html").write_text(FRAME.format(width=width), encoding="utf-8")
@@ -103,7 +103,7 @@ def test_page_opens_on_a_phone(pages: Callable[[str], Path], tmp_path: Path, nam
 
 
 def test_unfolded_lists_fit_a_phone(pages: Callable[[str], Path], tmp_path: Path) -> None:
-    """What a reader opens holds hostile names of 300 characters too."""
+    """Folded tables hold hostile names of 300 characters too."""
     text = pages("hostile_fit").read_text(encoding="utf-8")
     assert text.count("<details>") >= 3
     measured, console = _open(text.replace("<details>", "<details open>"), tmp_path / "browser", 375)

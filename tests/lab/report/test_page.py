@@ -328,7 +328,7 @@ def test_fits_of_all_kinds_have_a_page(name: str, tmp_path: Path, monkeypatch: p
     assert len(page.all("img")) == len(page.all("figure"))
     assert not re.search(r"\b(nan|inf|None)\b", page.text)
     assert ("The data" in page.text) == (results.data.table is not None)
-    assert ("The search for λ" in page.text) == (results.search is not None)
+    assert ("The search for λ" in page.text) == (results.experiment.search is not None)
 
 
 ODD = [None, "x", "", -1, 0, float("nan"), [], {}, 1e300, -1e99, 1e-300, True, 10**400, [None], [[]], 3.7]

@@ -63,8 +63,8 @@ def test_the_papers_numbers_are_drawn(table1_results: Results) -> None:
 def test_a_search_shows_every_seed_the_mean_and_the_choice(regression_results: Results) -> None:
     specs = _by_name(regression_results)
     assert set(specs) == {"search", "search_difference"}  # a model alone has nothing else on its λ axis
-    assert regression_results.search is not None
-    diversities = list(regression_results.search.scores)
+    assert regression_results.experiment.search is not None
+    diversities = list(regression_results.experiment.search.scores)
     scores = {d: [validation_loss(FitSpec(), d, seed) for seed in (0, 1, 2)] for d in diversities}
     figure = drawn(specs["search"])
     for seed in (0, 1, 2):

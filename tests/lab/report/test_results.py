@@ -40,8 +40,8 @@ def test_arms_runs_and_paper_are_read(table1_results: Results, table2_results: R
     assert results.values(shared, 0.3, "error")[0] == pytest.approx(1 - results.scores(run)["accuracy"])
     assert results.arrays(run)["disagreement_matrix"].shape == (5, 5)
     assert (results.model, results.model_run) == (None, None)
-    assert results.paper is not None
-    zero, first = results.paper.rows[:2]
+    assert results.experiment.paper is not None
+    zero, first = results.experiment.paper.rows[:2]
     assert [zero.matches(arm, 0) for arm in (shared, exchanged, separate)] == [False, False, True]
     assert [first.matches(arm, 0.05) for arm in (shared, exchanged, separate)] == [True, True, False]
     assert not first.matches(shared, 0.1)

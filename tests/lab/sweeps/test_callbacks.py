@@ -59,6 +59,7 @@ def test_half_a_line_of_a_killed_process_is_removed(tmp_path: Path, torn: str) -
     assert [event["done"] for event in events(tmp_path)] == [3]
 
 
+@pytest.mark.extended
 def test_tensorboard_shows_training_and_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

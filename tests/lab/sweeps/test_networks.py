@@ -101,6 +101,7 @@ def test_float64_where_asked_for() -> None:
     assert {p.dtype for p in network.parameters()} == {torch.float64}
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports its compiler
 def test_compiled_networks_compute_the_same() -> None:
     network = build_network(arm("separate"), DIGITS, [7, 8], "cpu")
@@ -185,4 +186,4 @@ def test_parameters_are_counted_as_they_are_built() -> None:
     for model in ({"hidden": [7, 5]}, {"kind": "smoc"}, {"kind": "branch", "at": "fc"}):
         (arm,) = small(model=model).complete_arms()
         built = sum(p.numel() for p in build_network(arm, load("digits"), [0], "cpu").parameters())
-        assert build._parameters(arm.model, load("digits")) == built
+        assert build._count_run_parameters(arm.model, load("digits")) == built

@@ -97,9 +97,15 @@ def test_one_member_has_no_disagreement(tmp_path: Path) -> None:
     assert stored_files(tmp_path)["runs/main-l0-s0.json"]["status"] == "finished"
 
 
-@pytest.mark.parametrize("kind", ["shared", "exchanged", "separate"])
 @pytest.mark.parametrize(
-    "model", [{}, {"kind": "smoc"}, {"kind": "branch", "at": "fc"}], ids=["members", "smoc", "branch"]
+    ("kind", "model"),
+    [
+        ("shared", {"kind": "smoc"}),
+        ("shared", {"kind": "branch", "at": "fc"}),
+        ("exchanged", {}),
+        ("exchanged", {"kind": "smoc"}),
+        ("separate", {}),
+    ],
 )
 def test_all_kinds_of_batches_and_models(kind: str, model: dict[str, Any], tmp_path: Path) -> None:
     diversities = [0.0] if kind == "separate" else [0.0, 0.5]
@@ -214,7 +220,7 @@ def test_words_and_saving_may_change(tmp_path: Path) -> None:
     assert stored_files(tmp_path)["experiment.json"]["title"] == "T"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "config": 3}', '{"format": 9}'])
+@pytest.mark.parametrize("text", ["{", '{"format": 1, "config": 3}', '{"format": 9}'])
 def test_a_damaged_experiment_is_one_sentence(text: str, tmp_path: Path) -> None:
     run(tmp_path)
     (tmp_path / "experiment.json").write_text(text)
@@ -331,11 +337,8 @@ class Restarts(Callback):
     ("before", "now"),
     [
         ({"sweep": {"diversities": [0.9], "cohort_size": 1}}, {"sweep": {"diversities": [0.0, 0.9], "cohort_size": 1}}),
-        ({"sweep": {"seeds": [1]}}, {"sweep": {"seeds": [0]}}),
         ({"sweep": {"diversities": [0.5, 0.9]}}, {"sweep": {"diversities": [0.5]}}),
         ({"train": {"learning_rate": 0.02}}, {}),
-        ({"data": {"normalize": "standard"}}, {}),
-        ({"model": {"head_scale": 2.0}}, {}),
     ],
 )
 def test_nothing_goes_on_from_the_weights_of_others(
@@ -370,7 +373,7 @@ def test_the_same_runs_go_on_though_their_jobs_were_forgotten(tmp_path: Path) ->
     assert (callback.jobs, asked) == ([], 5)  # of 12 steps, 7 were made
 
 
-@pytest.mark.parametrize("call", [1, 2, 5, 9, 14, 20, 26, 33])
+@pytest.mark.parametrize("call", [2, 14, 33])
 def test_a_full_disk_at_any_moment(call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sections: dict[str, Any] = {"sweep": {"cohort_size": 2}, "train": {"steps": 3}, "checkpoint": {"steps": 1}}
     run(tmp_path / "a", **sections)

@@ -11,7 +11,13 @@ from torch import Tensor
 from tests.lab.training.cases import BATCH, CLASSES, FEATURES, MEMBERS, group_of, members, train_config, weights
 from torchace.lab.data import Batches, Split
 from torchace.lab.training.loop import fit
-from torchace.lab.training.objective import losses_of, mean_over_samples, mixture_of, objective_of, scores_of
+from torchace.lab.training.objective import (
+    compute_objective,
+    ensemble_predictions,
+    ensemble_scores,
+    mean_over_samples,
+    member_losses,
+)
 
 KINDS = ["shared", "exchanged", "separate"]
 # float64 sums in another order, through 20 steps of Adam
@@ -115,11 +121,11 @@ def test_the_objective_is_what_autograd_makes_of_the_losses(kind: str, loss: str
     mixture = None
     if kind == "exchanged":
         others = torch.randn(3, MEMBERS, MEMBERS * BATCH, CLASSES, generator=generator, dtype=torch.float64)
-        mixture = mixture_of(others, how)
-    found = objective_of(logits, y, weight, lam, torch.tensor([True, False, True]), mixture, how)
+        mixture = ensemble_predictions(others, how)
+    found = compute_objective(logits, y, weight, lam, torch.tensor([True, False, True]), mixture, how)
 
     z = logits.clone().requires_grad_()
-    per_sample = losses_of(z, y, lam, mixture, how)
+    per_sample = member_losses(z, y, lam, mixture, how)
     # the batch size divides, not the weights' sum
     losses = (per_sample if weight is None else per_sample * (weight[:, None] if kind == "shared" else weight)).mean(-1)
     (gradient,) = torch.autograd.grad(losses[::2].sum(), z)
@@ -128,9 +134,9 @@ def test_the_objective_is_what_autograd_makes_of_the_losses(kind: str, loss: str
     torch.testing.assert_close(found.losses[::2], losses[::2].detach(), rtol=0, atol=1e-13)
     torch.testing.assert_close(found.gradient, gradient, rtol=0, atol=1e-13)
     if kind == "shared":
-        scores = scores_of(logits, y, how)
+        scores = ensemble_scores(logits, y, how)
     else:
-        scores = scores_of(logits.flatten(1, 2).unsqueeze(1), y.flatten(1, 2), how)
+        scores = ensemble_scores(logits.flatten(1, 2).unsqueeze(1), y.flatten(1, 2), how)
     score = (scores if weight is None else scores * weight.flatten(1)).mean(1)
     torch.testing.assert_close(found.score, score, rtol=0, atol=1e-13)
 
@@ -140,11 +146,11 @@ def test_scores_are_those_of_the_ensemble_not_of_its_members() -> None:
     _, y = samples()
     q = logits.softmax(3).mean(1)
     expected = torch.stack([-q[r, torch.arange(BATCH), y].log() for r in range(2)])
-    torch.testing.assert_close(scores_of(logits, y, train_config()), expected)
-    torch.testing.assert_close(scores_of(logits, y.expand(2, -1), train_config()), expected)
+    torch.testing.assert_close(ensemble_scores(logits, y, train_config()), expected)
+    torch.testing.assert_close(ensemble_scores(logits, y.expand(2, -1), train_config()), expected)
     _, target = samples(task="ncl")
     expected = ((logits.mean(1) - target) ** 2).mean(2)
-    torch.testing.assert_close(scores_of(logits, target, train_config(loss="ncl")), expected)
+    torch.testing.assert_close(ensemble_scores(logits, target, train_config(loss="ncl")), expected)
 
 
 def test_a_batch_of_samples_that_weigh_nothing_moves_nothing() -> None:

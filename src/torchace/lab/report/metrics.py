@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchace.lab.report.statistics import Summary
 
 LOWER_IS_BETTER = "Lower is better."
+IN_UNITS = "in the target's units; lower is better."
 MUTUAL_INFORMATION = (
     "entropy of the ensemble's prediction minus its members' mean entropy: epistemic uncertainty, in nats."
 )
@@ -164,9 +165,9 @@ REGRESSION = _task(
         Metric("r2", "R²", "R²", reading="share of the target's variance that is explained."),
         *_with_members(
             Metric("mse", "MSE", "mean squared error", power=2),
-            Metric("rmse", "RMSE", "root mean squared error", power=1),
+            Metric("rmse", "RMSE", "root mean squared error", power=1, reading=IN_UNITS),
         ),
-        Metric("mae", "MAE", "mean absolute error", power=1),
+        Metric("mae", "MAE", "mean absolute error", power=1, reading=IN_UNITS),
         Metric("spread", "Spread", "spread", power=1, reading="standard deviation of the members' predictions."),
         Metric("ambiguity", "Ambiguity", "ambiguity", power=2, reading="the members' mean MSE minus the ensemble's."),
         _percent("averaged", "Averaged away", "averaged away", "ambiguity as a share of the members' MSE."),

@@ -10,23 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchace._figures import DARK, DPI, LIGHT, WIDTH, FigureSpec, render
 from torchace._files import PathError, refuse_links, remove_abandoned, write_atomic
-from torchace.lab.report import setup
+from torchace.lab.report import setup, tables
 from torchace.lab.report.array_plots import array_figures, contested_table
 from torchace.lab.report.findings import Finding, findings, headline, remarks
 from torchace.lab.report.formats import at
 from torchace.lab.report.model_findings import model_findings, model_headline
 from torchace.lab.report.plots import lambda_figures
 from torchace.lab.report.results import Results, read_results
-from torchace.lab.report.tables import (
-    Cell,
-    Column,
-    Table,
-    arm_title,
-    detail_table,
-    difference_tables,
-    result_table,
-    search_table,
-)
 from torchace.lab.schema.reading import ResultFileError
 
 if TYPE_CHECKING:
@@ -40,19 +30,19 @@ def contents(results: Results) -> dict[str, Any]:
     found = []
     for arm in results.arms:
         if arm.role == "model":
-            found.append((arm_title(arm), model_headline(results, arm), model_findings(results, arm)))
+            found.append((tables.arm_title(arm), model_headline(results, arm), model_findings(results, arm)))
         elif about := findings(results, arm):
-            found.append((arm_title(arm), headline(results, arm), about))
-    search = results.search
+            found.append((tables.arm_title(arm), headline(results, arm), about))
+    search = results.experiment.search
     return {
         "findings_title": "In short" if results.model else "The effect of λ",
         "findings": found,
         "remarks": remarks(results),
         "search_sentence": (search.sentence or f"The {search.split} data chose {at(search.chosen)}.") if search else "",
-        "search_table": search_table(results),
-        "result_table": result_table(results),
-        "difference_tables": difference_tables(results),
-        "detail_table": detail_table(results),
+        "search_table": tables.search_table(results),
+        "result_table": tables.result_table(results),
+        "difference_tables": tables.difference_tables(results),
+        "detail_table": tables.detail_table(results),
         "contested_table": contested_table(results),
         "target_facts": setup.target_facts(results),
         "all_classes": setup.all_classes(results),
@@ -196,7 +186,7 @@ def _fact_list(pairs: list[tuple[str, str]]) -> str:
     return "\n".join(f"- **{_escape(heading)}**: {_escape(text)}" for heading, text in pairs)
 
 
-def table_markdown(table: Table) -> str:
+def table_markdown(table: tables.Table) -> str:
     """Return a table as Markdown without a final newline: its sections as rows of their own, its note below."""
     heads = [f"{column.group}: {column.label}" if column.group else column.label for column in table.columns]
     lines = [[_escape(head) for head in heads], [":--" if kind == "text" else "--:" for kind in table.kinds]]
@@ -232,12 +222,12 @@ def rich_table(results: Results) -> RichTable:
     except ImportError as error:
         raise ImportError("Tables in a terminal need rich: pip install 'torchace[tool]'.") from error
 
-    table = result_table(results)
+    table = tables.result_table(results)
     # the paper's numbers for single members stay on the page: a terminal is narrow
     shown = [i for i, column in enumerate(table.columns) if (column.group, column.label) != ("One member", "paper")]
     note = "Mean ± standard deviation over seeds; bold: best of its arm."
-    if results.paper:
-        note += f" paper: {results.paper.table} of Shoham and Permuter (2020)."
+    if results.experiment.paper:
+        note += f" paper: {results.experiment.paper.table} of Shoham and Permuter (2020)."
     title = Text(results.experiment.title or results.experiment.name)
     drawn = RichTable(title=title, caption=Text(note), box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     heads = [_short_heading(table.columns[i]) for i in shown]
@@ -260,15 +250,15 @@ def rich_table(results: Results) -> RichTable:
     return drawn
 
 
-def _short_heading(column: Column) -> str:
+def _short_heading(column: tables.Column) -> str:
     label = SHORT_HEADINGS.get(column.label, column.label.replace(", ×", "\n×"))
     return f"Member\n{label}" if column.group == "One member" else label
 
 
-def _short_text(column: Column, cell: Cell) -> str:
+def _short_text(column: tables.Column, cell: tables.Cell) -> str:
     """Return mean and deviation of the ensemble, and of single members the mean alone."""
     return cell.text if column.group in ("", "Ensemble") else cell.text.split(" ±")[0]
 
 
-def _style(cell: Cell) -> str:
+def _style(cell: tables.Cell) -> str:
     return "bold" if cell.strong else "dim" if cell.kind == "paper" else ""

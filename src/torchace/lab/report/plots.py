@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -124,7 +124,7 @@ class LambdaPlot:
 def lambda_figures(results: Results) -> list[FigureSpec]:
     """Return the figures of a search, and those of an experiment's scores and diversity; without empty ones."""
     task = results.task
-    found: list[FigureSpec | None] = [_search(results), _search_difference(results)]
+    found: list[FigureSpec | None] = [*_search_figures(results)]
     if results.model is None:
         found += [_score(results, key, "scores") for key in task.curves]
         found += [_difference(results, key) for key in (task.score, task.loss)]
@@ -147,8 +147,8 @@ def _score(results: Results, key: str, group: str) -> FigureSpec | None:
     if not swept:
         return None
     caption = f"Mean over seeds; bars: 95 % t interval of each mean. {formats.capitalize(metric.reading)}"
-    if results.paper and any(key in row.values for row in results.paper.rows):
-        caption += f" Open diamonds: {results.paper.table} of the paper."
+    if results.experiment.paper and any(key in row.values for row in results.experiment.paper.rows):
+        caption += f" Open diamonds: {results.experiment.paper.table} of the paper."
     parts = [
         f"{arm.label}: " + ", ".join(f"{metric.value(s.mean)} at {at(d)}" for d, s in found.items())
         for arm, found in swept
@@ -189,7 +189,7 @@ def _draw_paper(results: Results, metric: Metric, sizes: set[int], plot: LambdaP
     """Draw the paper's numbers; one far off the range is written at the edge and does not stretch the axis."""
     points = {
         row.diversity: row.values[metric.key] * metric.scale
-        for row in (results.paper.rows if results.paper else ())
+        for row in (results.experiment.paper.rows if results.experiment.paper else ())
         if row.diversity in plot.positions and row.num_members in sizes and metric.key in row.values
     }
     if not points:
@@ -288,17 +288,16 @@ def _members(results: Results, arm: ArmSummary) -> FigureSpec | None:
     )
 
 
-def _search(results: Results) -> FigureSpec | None:
-    """The validation score of every λ that a search tried."""
-    search = results.search
+def _search_figures(results: Results) -> list[FigureSpec]:
+    """The validation score of every λ that a search tried, and its paired difference to λ=0 where that was tried."""
+    search = results.experiment.search
     if search is None or not search.scores:
-        return None
+        return []
     metric, scores, chosen = results.metrics[search.metric], search.scores, search.chosen
     means = {diversity: summarize(list(values.values())).mean for diversity, values in scores.items()}
-    title = f"{capitalize(search.split)} {metric.noun} against λ"
-    parts = ", ".join(f"{metric.value(mean)} at {at(diversity)}" for diversity, mean in means.items())
+    differences = search_differences(search)
 
-    def draw(figure: Figure, theme: Theme) -> None:
+    def draw_scores(figure: Figure, theme: Theme) -> None:
         plot = LambdaPlot.create(figure, means, metric.label, metric.scale)
         for seed in sorted({seed for values in scores.values() for seed in values}):
             by_lambda = {d: values[seed] for d, values in scores.items() if seed in values}
@@ -312,47 +311,39 @@ def _search(results: Results) -> FigureSpec | None:
         plot.axes.margins(x=0.06)
         legend(figure, *plot.axes.get_legend_handles_labels())
 
-    caption = (
-        f"Thin lines and dots: one seed each. Thick line: their mean. Ring: the chosen λ, {formats.diversity(chosen)}. "
-        "Dashed: the level of λ=0. Lower is better."
-    )
-    alt = f"{title}, mean over seeds: {parts}. Chosen: {at(chosen)}."
-    return FigureSpec("search", "search", title, caption, alt, draw)
-
-
-def _search_difference(results: Results) -> FigureSpec | None:
-    """The paired difference to λ=0 of every λ that a search tried."""
-    search = results.search
-    differences: Sequence[Any] = search_differences(search) if search else ()
-    if search is None or not differences:
-        return None
-    metric, scores, zero = results.metrics[search.metric], search.scores, search.scores[0.0]
-    parts = ", ".join(f"{metric.difference(d.mean)} at {at(d.diversity)}" for d in differences)
-
-    def draw(figure: Figure, theme: Theme) -> None:
+    def draw_differences(figure: Figure, theme: Theme) -> None:
         diversities = [d.diversity for d in differences]
         plot = LambdaPlot.create(figure, diversities, metric.difference_label, metric.scale)
         plot.axes.axhline(0, color=theme.quiet, lw=1.2, ls=DASHED)
         for d in differences:
-            values = scores[d.diversity]
+            values, zero = scores[d.diversity], scores[0.0]
             dots = [metric.scale * (values[seed] - zero[seed]) for seed in sorted(values.keys() & zero.keys())]
             x = [plot.x(d.diversity)] * len(dots)
             plot.axes.plot(x, dots, ls="", marker=".", ms=6, color=theme.quiet, mew=0)
             plot.bars({d.diversity: d.interval}, color=theme.palette[0], lw=1.4, alpha=0.7)
             plot.line({d.diversity: d.mean}, marker="o", color=theme.palette[0])
-            if d.diversity == search.chosen:
+            if d.diversity == chosen:
                 plot.line({d.diversity: d.mean}, **_ring(theme))
         plot.axes.margins(x=0.06)
 
-    return FigureSpec(
-        "search_difference",
-        "search",
-        "The same as a paired difference to λ=0",
-        "Each λ minus λ=0 of the same seed, which removes the differences between seeds. Bars: 95 % t interval of each "
-        "mean over seeds. Below the line is better.",
-        f"Paired difference of the {search.split} {metric.noun} to λ=0, mean over seeds: {parts}.",
-        draw,
+    title = f"{capitalize(search.split)} {metric.noun} against λ"
+    parts = ", ".join(f"{metric.value(mean)} at {at(diversity)}" for diversity, mean in means.items())
+    caption = (
+        f"Thin lines and dots: one seed each. Thick line: their mean. Ring: the chosen λ, {formats.diversity(chosen)}. "
+        "Dashed: the level of λ=0. Lower is better."
     )
+    alt = f"{title}, mean over seeds: {parts}. Chosen: {at(chosen)}."
+    found = [FigureSpec("search", "search", title, caption, alt, draw_scores)]
+    if differences:
+        title = "The same as a paired difference to λ=0"
+        parts = ", ".join(f"{metric.difference(d.mean)} at {at(d.diversity)}" for d in differences)
+        caption = (
+            "Each λ minus λ=0 of the same seed, which removes the differences between seeds. Bars: 95 % t interval of "
+            "each mean over seeds. Below the line is better."
+        )
+        alt = f"Paired difference of the {search.split} {metric.noun} to λ=0, mean over seeds: {parts}."
+        found.append(FigureSpec("search_difference", "search", title, caption, alt, draw_differences))
+    return found
 
 
 def _ring(theme: Theme) -> dict[str, Any]:

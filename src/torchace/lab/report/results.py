@@ -14,15 +14,7 @@ from torchace.lab.report.arrays import Array, read_arrays, sample_scores
 from torchace.lab.report.formats import count
 from torchace.lab.report.metrics import TASKS, Metric, Task, add_derived, choose_units
 from torchace.lab.schema.reading import ResultFileError, read_result
-from torchace.lab.schema.results import (
-    ArmSummary,
-    DataSummary,
-    DiversitySearch,
-    ExperimentResult,
-    PaperTable,
-    PlanFile,
-    RunResult,
-)
+from torchace.lab.schema.results import ArmSummary, DataSummary, DiversitySearch, ExperimentResult, PlanFile, RunResult
 
 SPLITS = ("test", "validation", "train")
 
@@ -63,16 +55,6 @@ class Results:
     def arms(self) -> tuple[ArmSummary, ...]:
         """The arms of the experiment."""
         return self.experiment.arms
-
-    @property
-    def search(self) -> DiversitySearch | None:
-        """The search for λ of a fit."""
-        return self.experiment.search
-
-    @property
-    def paper(self) -> PaperTable | None:
-        """The paper's table beside the results."""
-        return self.experiment.paper
 
     @property
     def failed(self) -> tuple[RunResult, ...]:

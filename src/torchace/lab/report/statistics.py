@@ -114,14 +114,9 @@ def paired_difference(
     diversity: float = 0.0,
     samples: Mapping[int, Array] | None = None,
 ) -> Difference | None:
-    """Return the mean of `values - reference` over the seeds of both, None without a common seed.
+    """Return the mean of `values - reference`, numbers by seed, over common seeds; None where there are none.
 
-    Args:
-        values: A number by seed.
-        reference: The number to subtract, by seed.
-        diversity: The λ of the values.
-        samples: The differences sample by sample, `(N,)` by seed. Where all common seeds have them, the interval
-            covers new samples too.
+    Where all common seeds have differences by sample, `samples` `(N,)`, the interval covers new samples too.
     """
     seeds = sorted(values.keys() & reference.keys())
     if not seeds:
@@ -154,8 +149,7 @@ def paired_differences(
 def compare(results: Results, arm: ArmSummary, metric: str, reference: ArmSummary | None = None) -> Comparison | None:
     """Compare an arm's λ on the test set with its own λ=0, or with the λ=0 or only λ of another arm.
 
-    Returns:
-        One family of differences; None where there is nothing to compare, such as other test samples.
+    None where there is nothing to compare, or the arms have other test samples.
     """
     key = ("compare", arm.name, metric, reference and reference.name)
     if key not in results.cache:

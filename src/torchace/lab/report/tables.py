@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from torchace.lab.report import formats
 from torchace.lab.report.formats import NONE, at
@@ -68,12 +69,7 @@ class Table:
     @property
     def groups(self) -> tuple[tuple[str, int], ...]:
         """Group headings with the number of columns of each, empty where no column has one."""
-        spans: list[tuple[str, int]] = []
-        for column in self.columns:
-            if spans and spans[-1][0] == column.group:
-                spans[-1] = (column.group, spans[-1][1] + 1)
-            else:
-                spans.append((column.group, 1))
+        spans = [(group, len(list(columns))) for group, columns in groupby(column.group for column in self.columns)]
         return tuple(spans) if any(group for group, _ in spans) else ()
 
 
@@ -114,8 +110,8 @@ def summary_of(results: Results, arm: ArmSummary, diversity: float, metric: str)
 
 
 def result_table(results: Results) -> Table:
-    """Ensemble and members at every λ, with the paper's numbers; each arm's best scores stand out."""
-    metrics, paper = results.metrics, results.paper
+    """Ensemble and members at every λ, with the paper's numbers; each arm's best scores are bold."""
+    metrics, paper = results.metrics, results.experiment.paper
     groups = {"Ensemble": results.task.ensemble, "One member": results.task.member}
     if paper and any(row.error is not None for row in paper.rows):
         groups = {group: tuple(key.replace("accuracy", "error") for key in keys) for group, keys in groups.items()}
@@ -152,7 +148,7 @@ def result_table(results: Results) -> Table:
 
 
 def _paper_row(results: Results, arm: ArmSummary, diversity: float) -> PaperRow | None:
-    rows = results.paper.rows if results.paper else ()
+    rows = results.experiment.paper.rows if results.experiment.paper else ()
     return next((row for row in rows if row.matches(arm, diversity)), None)
 
 
@@ -163,10 +159,10 @@ def _result_note(results: Results) -> str:
         f"Mean ± standard deviation over seeds. Bold: the best mean of its arm{shared}, significant or not. "
         f"“One member”: the mean over members. {results.task.explain([*results.task.ensemble, results.task.spread])}"
     )
-    if results.paper:
-        note += f" “paper”: {results.paper.table} of Shoham and Permuter (2020). {results.paper.note}".rstrip()
+    if paper := results.experiment.paper:
+        note += f" “paper”: {paper.table} of Shoham and Permuter (2020). {paper.note}".rstrip()
         pairs = [(arm, diversity) for arm in results.arms for diversity in results.diversities(arm)]
-        missing = [row.title for row in results.paper.rows if not any(row.matches(*pair) for pair in pairs)]
+        missing = [row.title for row in paper.rows if not any(row.matches(*pair) for pair in pairs)]
         if missing:
             note += f" Rows of the paper without a run here: {', '.join(missing)}."
     return note
@@ -275,7 +271,7 @@ def search_differences(search: DiversitySearch) -> tuple[Difference, ...]:
 
 def search_table(results: Results) -> Table | None:
     """The validation score of every λ that was tried and its paired difference to λ=0; None without a search."""
-    search = results.search
+    search = results.experiment.search
     if search is None or not search.scores:
         return None
     metric, differences = results.metrics[search.metric], {d.diversity: d for d in search_differences(search)}

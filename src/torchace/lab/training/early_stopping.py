@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from torchace.lab.data import Split
-from torchace.lab.training.chunks import chunk_rows
 from torchace.lab.training.config import TrainConfig
-from torchace.lab.training.objective import mean_over_samples, scores_of
+from torchace.lab.training.memory import chunk_rows
+from torchace.lab.training.objective import ensemble_scores, mean_over_samples
 from torchace.lab.training.run_group import RunGroup
 
 CHUNK = 4096  # samples that all runs predict at once, at most
@@ -90,6 +90,6 @@ def validation_losses(network: RunGroup, split: Split, config: TrainConfig) -> T
     losses = torch.empty(network.num_runs, len(split), dtype=config.dtype, device=split.x.device)
     for start in range(0, len(split), rows):
         part = slice(start, start + rows)
-        losses[:, part] = scores_of(network.predict(split.x[part]).to(config.dtype), split.y[part], config)
+        losses[:, part] = ensemble_scores(network.predict(split.x[part]).to(config.dtype), split.y[part], config)
     network.train(training)
     return losses

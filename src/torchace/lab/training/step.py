@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.nonfinite import all_finite, first_nonfinite
-from torchace.lab.training.objective import member_predictions, mixture_of, objective_of
+from torchace.lab.training.objective import compute_objective, ensemble_predictions, member_predictions
 from torchace.lab.training.run_group import RunGroup
 
 
@@ -50,7 +50,7 @@ class TrainStep:
         with autocast(x, config):
             logits = self.forward(x, own=own)  # (R, K, B, C)
         mixture = self._mixture(logits.detach(), others)
-        losses, score, gradient = objective_of(
+        losses, score, gradient = compute_objective(
             logits.detach(),
             y,
             weight,
@@ -82,7 +82,7 @@ class TrainStep:
         if ranks.members == 1 or self.config.batches != "shared":
             return None
         share = network.num_members / network.total_members
-        return ranks.sum_over_members(share * mixture_of(logits, self.config))  # (R, B, C)
+        return ranks.sum_over_members(share * ensemble_predictions(logits, self.config))  # (R, B, C)
 
     @torch.no_grad()
     def _others_mixture(self, x: Tensor) -> Tensor:

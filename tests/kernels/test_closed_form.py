@@ -1,7 +1,8 @@
-"""The closed form on the CPU against the composite: same numbers, nothing large saved, linear in the members."""
+"""The closed form against the composite and the reference: same numbers, nothing large saved, linear in the members."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest import mock
 
@@ -15,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.reference import losses as reference
 from tests.reference.cases import Case, ace_cases, check_changed_options, value_and_gradient
-from torchace.functional import ace as functional_ace
-from torchace.functional import amended_cross_entropy
-from torchace.kernels import ace_cpu
+from torchace import kernels
+from torchace.functional import amended_cross_entropy, ensemble_log_probs
+from torchace.kernels import LossOptions, LossResult, closed_form
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def composite_value_and_gradient(case: Case) -> tuple[Tensor, Tensor]:
-    with mock.patch.object(functional_ace, "_fits_cpu", return_value=False):
+    with mock.patch.object(kernels, "fits_cpu", return_value=False):
         return value_and_gradient(amended_cross_entropy, case)
 
 
@@ -31,7 +32,7 @@ def composite_value_and_gradient(case: Case) -> tuple[Tensor, Tensor]:
 def test_the_closed_form_equals_the_composite_in_pieces_of_every_size(case: Case, reduction: str, piece: int) -> None:
     case.options["reduction"], case.upstream = reduction, None
     value, gradient = composite_value_and_gradient(case)
-    with mock.patch.object(ace_cpu, "PIECE", piece):
+    with mock.patch.multiple(closed_form, PIECE=piece, SMALL=piece):
         closed_value, closed_gradient = value_and_gradient(amended_cross_entropy, case)
     assert_close(closed_value, value, equal_nan=True, **CLOSE)
     assert_close(closed_gradient, gradient, **CLOSE)
@@ -46,7 +47,7 @@ def test_the_value_alone_equals_the_value_with_a_gradient(case: Case, reduction:
 
 def test_without_gradients_none_is_computed() -> None:
     logits, target = torch.randn(2, 5, 3, requires_grad=True), torch.zeros(5, dtype=torch.long)
-    with mock.patch.object(ace_cpu, "_value_and_gradient", wraps=ace_cpu._value_and_gradient) as computed:
+    with mock.patch.object(closed_form, "value_and_gradient", wraps=closed_form.value_and_gradient) as computed:
         with torch.no_grad():
             amended_cross_entropy(logits, target, 0.5)
         amended_cross_entropy(logits, target, 0.5)
@@ -58,21 +59,21 @@ def test_without_gradients_none_is_computed() -> None:
 @pytest.mark.parametrize("layout", ["members first", "samples first"])
 def test_pieces_cover_every_sample_once(monkeypatch: pytest.MonkeyPatch, piece: int, own: bool, layout: str) -> None:
     g = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 13, 5, 2, generator=g, dtype=torch.float64)  # 20 elements a sample
+    logits = torch.randn(2, 13, 10, generator=g, dtype=torch.float64)  # 20 elements a sample
     if layout == "samples first":
         logits = logits.transpose(0, 1).contiguous().transpose(0, 1)
-    target = torch.randint(5, (13, 2), generator=g)
-    weight = torch.rand((2, 13, 2) if own else (13, 2), generator=g, dtype=torch.float64)
-    options = {"sample_weight": weight, "weight": torch.rand(5, generator=g, dtype=torch.float64)}
+    target = torch.randint(10, (13,), generator=g)
+    weight = torch.rand((2, 13) if own else (13,), generator=g, dtype=torch.float64)
+    options = {"sample_weight": weight, "weight": torch.rand(10, generator=g, dtype=torch.float64)}
     sizes: list[int] = []
-    original = ace_cpu._log_softmax_and_softmax
+    original = closed_form._log_softmax_and_softmax
 
-    def counting(values: Tensor, *outputs: Tensor) -> None:
-        sizes.append(values.shape[1])
-        original(values, *outputs)
+    def counting(values: Tensor, axis: int, *outputs: Tensor) -> tuple[Tensor, Tensor]:
+        sizes.append(values.shape[5 - axis])
+        return original(values, axis, *outputs)
 
-    monkeypatch.setattr(ace_cpu, "PIECE", piece)
-    monkeypatch.setattr(ace_cpu, "_log_softmax_and_softmax", counting)
+    monkeypatch.setattr(closed_form, "PIECE", piece)
+    monkeypatch.setattr(closed_form, "_log_softmax_and_softmax", counting)
     leaf = logits.detach().requires_grad_()
     value = amended_cross_entropy(leaf, target, 0.5, **options)
     monkeypatch.undo()
@@ -90,25 +91,25 @@ def test_which_way_is_taken() -> None:
     def way(values: Tensor = logits, labels: Tensor = target, **options: Any) -> str:
         return type(amended_cross_entropy(values, labels, 0.5, **options).grad_fn).__name__
 
-    assert way() == "AceCpuBackward"
-    assert way(torch.nn.Parameter(logits.detach())) == "AceCpuBackward"
-    assert way(reduction="sum") == "AceCpuBackward"
+    assert way() == "AmendedCrossEntropyBackward"
+    assert way(torch.nn.Parameter(logits.detach())) == "AmendedCrossEntropyBackward"
+    assert way(reduction="sum") == "AmendedCrossEntropyBackward"
     # a second output, a gradient for someone else, or no elements: the composite
-    assert way(reduction="none") != "AceCpuBackward"
-    assert way(detach_others=False) != "AceCpuBackward"
-    assert way(labels=torch.full((3, 4), 0.25, requires_grad=True)) != "AceCpuBackward"
-    assert way(logits[:, :0], target[:0], reduction="sum") != "AceCpuBackward"
+    assert way(reduction="none") != "AmendedCrossEntropyBackward"
+    assert way(detach_others=False) != "AmendedCrossEntropyBackward"
+    assert way(labels=torch.full((3, 4), 0.25, requires_grad=True)) != "AmendedCrossEntropyBackward"
+    assert way(logits[:, :0], target[:0], reduction="sum") != "AmendedCrossEntropyBackward"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", ["members first", "samples first"])
 def test_nothing_larger_than_the_logits_is_saved(dtype: torch.dtype, layout: str) -> None:
     g = torch.Generator().manual_seed(0)
-    values = torch.randn(5, 20, 30, generator=g).to(dtype)
+    values = torch.randn(5, 20, 70, generator=g).to(dtype)
     if layout == "samples first":
         values = values.transpose(0, 1).contiguous().transpose(0, 1)
     logits = values.requires_grad_()
-    target = torch.randint(30, (20,), generator=g)
+    target = torch.randint(70, (20,), generator=g)
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -120,11 +121,11 @@ def test_nothing_larger_than_the_logits_is_saved(dtype: torch.dtype, layout: str
             logits,
             target,
             0.5,
-            weight=torch.rand(30, generator=g),
+            weight=torch.rand(70, generator=g),
             sample_weight=torch.rand(5, 20, generator=g),
             label_smoothing=0.1,
         )
-    # the logits themselves, which cost nothing, and one gradient
+    # many classes: of few, the gradient has another layout than a leaf
     fresh = [tensor for tensor in saved if tensor.data_ptr() != logits.data_ptr()]
     assert len(fresh) < len(saved)
     assert all(tensor.numel() <= 5 * 20 for tensor in fresh)  # target, weights: nothing with a class axis
@@ -162,7 +163,7 @@ def traffic(num_members: int, *, closed: bool, backward: bool = True) -> Traffic
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(num_members, 16, 8, generator=g, requires_grad=True)
     target = torch.randint(8, (16,), generator=g)
-    with mock.patch.object(functional_ace, "_fits_cpu", return_value=closed), Traffic() as counted:
+    with mock.patch.object(kernels, "fits_cpu", return_value=closed), Traffic() as counted:
         loss = amended_cross_entropy(logits, target, 0.5)
         if backward:
             loss.backward()
@@ -183,7 +184,7 @@ def test_the_closed_form_writes_less_than_the_composite() -> None:
 
 def test_a_piece_bounds_the_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
     # all but the gradient itself stays below the piece
-    monkeypatch.setattr(ace_cpu, "PIECE", 256)
+    monkeypatch.setattr(closed_form, "PIECE", 256)
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(4, 64, 8, generator=g)
     target = torch.randint(8, (64,), generator=g)
@@ -209,3 +210,87 @@ def test_what_is_changed_in_place_before_the_backward() -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_backward_after_an_option_was_changed_in_place_is_refused(reduction: str) -> None:
     check_changed_options(torch.randn(3, 4, 5, dtype=torch.float64), reduction)
+
+
+RUNS, SAMPLES = 3, 4
+LAMS = torch.tensor([0.0, 0.4, 1.0], dtype=torch.float64)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def labels(*shape: int, classes: int = 5) -> Tensor:
+    return torch.randint(classes, shape, generator=torch.Generator().manual_seed(1))
+
+
+def run_terms(logits: Tensor, y: Tensor, diversity: Tensor, scale: Tensor, **options: Any) -> LossResult:
+    return closed_form.compute(logits, LossOptions(y, diversity, scale=scale, **options), want_scores=True)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("classes", [5, closed_form.FEW_CLASSES])
+@pytest.mark.parametrize(("members", "smoothing", "piece"), [(1, 0.3, 1 << 20), (3, 0.0, 40), (3, 0.3, 1 << 20)])
+def test_several_runs_at_once(members: int, smoothing: float, piece: int, classes: int, turned: bool) -> None:
+    logits = drawn(RUNS, members, classes, SAMPLES).mT if turned else drawn(RUNS, members, SAMPLES, classes)
+    scale = drawn(RUNS, SAMPLES, seed=2).abs()
+    scale[:, 1] = 0.0
+    y, before = labels(RUNS, SAMPLES, classes=classes), logits.clone()
+    with mock.patch.multiple(closed_form, PIECE=piece, SMALL=piece):
+        found = run_terms(logits, y, LAMS, scale, label_smoothing=smoothing)
+    assert found.scores is not None
+    assert found.gradient is not None
+    for run in range(RUNS):
+        options = {"sample_weight": scale[run], "label_smoothing": smoothing, "reduction": "none"}
+        expected = reference.amended_cross_entropy(logits[run], y[run], float(LAMS[run]), **options)
+        assert_close(found.losses[run], expected.value().sum(1), **CLOSE)
+        assert_close(found.gradient[run], expected.autograd_gradient(), **CLOSE)
+        score = -ensemble_log_probs(logits[run])[torch.arange(SAMPLES), y[run]]
+        assert_close(found.scores[run], score, **CLOSE)
+    assert torch.equal(logits, before)
+
+
+def test_one_scale_for_all_samples_and_none_for_a_stopped_run() -> None:
+    logits, y = drawn(RUNS, 3, SAMPLES, 5), labels(RUNS, SAMPLES)
+    scale = torch.tensor([[0.25], [0.0], [0.25]], dtype=torch.float64)
+    one, each = run_terms(logits, y, LAMS, scale), run_terms(logits, y, LAMS, scale.expand(RUNS, SAMPLES))
+    for ours, theirs in zip(one, each, strict=True):
+        assert_close(ours, theirs, **CLOSE)
+    assert one.gradient is not None
+    assert not one.gradient[1].any()
+    assert one.gradient[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e3, 1e30])
+def test_certain_members(size: float, dtype: torch.dtype) -> None:
+    """Probabilities of 0 and cross entropies that no probability could tell."""
+    logits = torch.zeros(1, 2, 2, 3, dtype=dtype)
+    logits[0, :, 0, 0] = size  # both are certain of class 0, and wrong
+    logits[0, 0, 1, 1], logits[0, 1, 1, 2] = size, size  # they disagree; the first is right
+    found = run_terms(logits, torch.tensor([[2, 1]]), LAMS[1:2].to(dtype), torch.ones(1, 2, dtype=dtype))
+    assert found.scores is not None
+    assert found.gradient is not None
+    assert found.scores.tolist() == [[pytest.approx(size, rel=1e-6), pytest.approx(math.log(2), rel=1e-6)]]
+    expected = reference.amended_cross_entropy(logits[0], torch.tensor([2, 1]), 0.4, reduction="sum")
+    eps = 4 * torch.finfo(dtype).eps  # numbers of about 1
+    assert_close(found.gradient[0].double(), expected.gradient(), rtol=0, atol=eps)
+    assert_close(found.losses.sum().double(), expected.value(), rtol=eps, atol=0)
+
+
+def test_an_impossible_class_adds_nothing() -> None:
+    largest = torch.finfo(torch.float32).max
+    logits = torch.tensor([[[[largest, 0.0, -largest]], [[largest, 0.0, -largest]]]])  # the difference overflows
+    found = run_terms(logits, torch.tensor([[0]]), torch.tensor([0.5]), torch.ones(1, 1))
+    assert torch.isfinite(found.losses).all()
+    assert found.gradient is not None
+    assert found.gradient.abs().max() == 0
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    exact, y, scale = drawn(RUNS, 3, SAMPLES, 5).bfloat16(), labels(RUNS, SAMPLES), torch.full((RUNS, 1), 0.25)
+    half, full = (run_terms(z, y, LAMS.float(), scale) for z in (exact, exact.float()))
+    assert half.gradient is not None
+    assert full.gradient is not None
+    assert torch.equal(half.gradient, full.gradient.bfloat16())
+    assert torch.equal(half.losses, full.losses)

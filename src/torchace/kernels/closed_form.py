@@ -1,0 +1,248 @@
+"""Amended cross entropy by its closed form, in plain PyTorch without autograd: value and gradient together.
+
+With w∘p the weighted target, s = Σ_c w_c p_c and b = λ s q̄ - w∘p, which all members share,
+
+    e^k = <b, log q^k> - λ s α^k <q^k, log q^k>        ∂e^k/∂z^k = s (1-λ) q^k + b
+
+Small inputs are bound by the number of operations, so one softmax serves the value, the gradient and the ensemble's
+score. Large ones are computed in pieces that stay in the cache. Any device; made for CPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchace.kernels.options import LossOptions, compute_dtype, fold_mean
+
+# Elements of a piece: log-probabilities and probabilities of 4 MiB each in float32, measured best on two cores with
+# 1 MiB of L2 each and a shared L3.
+PIECE = 1 << 20
+SMALL = 1 << 15  # elements up to which the number of operations is what costs
+FEW_CLASSES = 64  # fewer, and torch's softmax over the last axis takes ten times as long as over the one before it
+
+
+class LossResult(NamedTuple):
+    losses: Tensor  # (R, K): each member's, summed over its samples times their scale; a scalar if not `per_member`
+    scores: Tensor | None  # (R, N): the cross entropy of the members' mean on each sample
+    gradient: Tensor | None  # (R, K, N, C), of the logits' type
+
+
+def value_and_gradient(logits: Tensor, options: LossOptions, *, want_gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """The loss summed over members, a scalar, and its gradient in logits `(K, N, C)`; in float32 for float16."""
+    options, empty = fold_mean(options, compute_dtype(logits))
+    found = compute(logits.unsqueeze(0), options, want_gradient=want_gradient, per_member=False)
+    value = found.losses if empty is None else found.losses + empty
+    return value, None if found.gradient is None else found.gradient[0]
+
+
+def is_gradient_kept(logits: Tensor) -> bool:
+    """Whether the forward computes the gradient."""
+    return True
+
+
+def scaled_gradient(logits: Tensor, options: LossOptions, factor: Tensor) -> Tensor:
+    """The gradient times a number, of the logits' type."""
+    _, gradient = value_and_gradient(logits, options, want_gradient=True)
+    assert gradient is not None
+    return scale_gradient(gradient, factor).to(logits.dtype)
+
+
+def scale_gradient(gradient: Tensor, factor: Tensor) -> Tensor:
+    return gradient if factor.item() == 1.0 else gradient.mul_(factor)
+
+
+def compute(
+    logits: Tensor,
+    options: LossOptions,
+    *,
+    want_gradient: bool = True,
+    want_scores: bool = False,
+    per_member: bool = True,
+) -> LossResult:
+    """Losses, scores and the gradient of the summed loss.
+
+    Args:
+        logits: `(R, K, N, C)`, detached.
+        options: See `fold_mean`: a sum over samples, all class indices in range.
+        want_gradient: Compute the gradient.
+        want_scores: Compute the scores; for class indices.
+        per_member: Return a loss for each member, else their sum.
+    """
+    if torch.is_autocast_enabled(logits.device.type):  # the products below must not be rounded to bf16
+        with torch.autocast(logits.device.type, enabled=False):
+            return compute(logits, options, want_gradient=want_gradient, want_scores=want_scores, per_member=per_member)
+    # float16 is kept in float32: rounded before a loss scale is applied, it would underflow
+    dtype = torch.float32 if logits.dtype == torch.float16 else logits.dtype
+    on_cpu = logits.device.type == "cpu"
+    axis = 2 if (on_cpu and logits.shape[3] < FEW_CLASSES) or logits.mT.is_contiguous() else 3  # of the classes
+    z = logits.mT if axis == 2 else logits  # (R, K, C, N) or (R, K, N, C)
+    if on_cpu and z.numel() > PIECE:
+        losses, scores, gradient = _compute_in_pieces(z, axis, options, dtype, want_gradient, want_scores, per_member)
+    else:
+        log_q, q = _log_softmax_and_softmax(z.to(compute_dtype(z)), axis)
+        scores = _scores(log_q, axis, options.target) if want_scores else None
+        losses = _losses_and_gradient(log_q, q, axis, options, q if want_gradient else None, per_member=per_member)
+        gradient = q.to(dtype) if want_gradient else None
+    return LossResult(losses, scores, gradient.mT if gradient is not None and axis == 2 else gradient)
+
+
+def _compute_in_pieces(
+    z: Tensor,
+    axis: int,
+    options: LossOptions,
+    dtype: torch.dtype,
+    want_gradient: bool,
+    want_scores: bool,
+    per_member: bool,
+) -> LossResult:
+    """Some samples at a time; the gradient has the axes of `z`."""
+    num_samples = z.shape[5 - axis]
+    size = max(1, PIECE * num_samples // z.numel())
+    # allocated once: fresh memory for every piece would cost more than the arithmetic
+    buffers = [z.new_empty(z.numel() // num_samples * size, dtype=compute_dtype(z)) for _ in range(2)]
+    gradient = torch.empty_like(z, dtype=dtype) if want_gradient else None
+    losses, scores = [], []
+    for start in range(0, num_samples, size):
+        count = min(size, num_samples - start)
+        part, samples = z.narrow(5 - axis, start, count), options.samples(slice(start, start + count))
+        log_q, q = (buffer[: part.numel()].view(part.shape) for buffer in buffers)
+        _log_softmax_and_softmax(part.to(q.dtype), axis, log_q, q)
+        if want_scores:
+            scores.append(_scores(log_q, axis, samples.target))
+        out = None if gradient is None else gradient.narrow(5 - axis, start, count)
+        losses.append(_losses_and_gradient(log_q, q, axis, samples, out, per_member=per_member))
+    return LossResult(torch.stack(losses).sum(0), torch.cat(scores, 1) if want_scores else None, gradient)
+
+
+def _log_softmax_and_softmax(
+    z: Tensor, axis: int, log_q: Tensor | None = None, q: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Both, written to `log_q` and `q` where given.
+
+    torch's softmax has a faster exp than `torch.exp`, so for many classes its logarithm is derived from it: the largest
+    probability is the inverse of the softmax denominator.
+    """
+    if axis == 2:
+        log_q = torch.log_softmax(z, axis, out=log_q)
+        return log_q, torch.exp(log_q, out=q)
+    if q is None or z.is_contiguous():
+        q = torch.softmax(z, axis, out=q)
+    else:  # member by member, each of them contiguous: torch would copy all first
+        for own_z, own_q in zip(z.flatten(0, 1), q.flatten(0, 1), strict=True):
+            torch.softmax(own_z, 1, out=own_q)
+    log_total = z.amax(axis, keepdim=True).sub_(q.amax(axis, keepdim=True).log_())
+    return torch.sub(z, log_total, out=torch.empty_like(q) if log_q is None else log_q), q  # contiguous, as q
+
+
+def _losses_and_gradient(
+    log_q: Tensor, q: Tensor, axis: int, options: LossOptions, out: Tensor | None, *, per_member: bool
+) -> Tensor:
+    """Losses of one piece; its gradient is written to `out`, which may be `q`."""
+    num_runs, num_members = q.shape[:2]
+    lam = options.diversity if not isinstance(options.diversity, Tensor) else options.diversity.view(-1, 1, 1, 1)
+    strength = lam / num_members if options.alpha is None else lam * options.alpha.view(1, -1, 1, 1)  # λ α^k
+    mixture, factor = None, lam  # their product is λ q̄
+    if options.diversity_is_zero:
+        pass
+    elif options.mixture is not None:
+        mixture = _with_member_axis(options.mixture, axis)
+    elif options.alpha is None:
+        mixture, factor = q.sum(1, keepdim=True), strength
+    else:
+        mixture = torch.matmul(options.alpha, q.view(num_runs, num_members, -1)).view(num_runs, 1, *q.shape[2:])
+    # from here on, everything times its scale
+    s, b = _shared_terms(options, axis, q, mixture, factor)
+    own = 1 - lam
+    if isinstance(s, Tensor):
+        q.mul_(s)
+    else:
+        own, strength = s * own, s * strength
+    losses = None
+    if log_q.device.type == "cpu":
+        losses = _fast_losses(log_q, q, b, strength, per_member=per_member)
+        if not math.isfinite(losses.sum().item() if per_member else losses.item()):
+            losses = None
+    if losses is None:  # 0·(-inf): a class or sample of weight 0 adds nothing, even with infinite logits
+        if isinstance(s, Tensor):
+            q.masked_fill_(s == 0, 0.0)
+            b = b.masked_fill(s == 0, 0.0)
+        u = b - strength * q
+        losses = torch.where(u == 0, 0.0, u * log_q).sum((2, 3))
+        losses = losses if per_member else losses.sum()
+    if out is not None:
+        result = out if out.dtype == q.dtype else q
+        if isinstance(own, Tensor):
+            torch.addcmul(b, q, own, out=result)
+        else:
+            torch.add(b, q, alpha=own, out=result)
+        if result is not out:
+            out.copy_(result)
+    return losses
+
+
+def _fast_losses(log_q: Tensor, q: Tensor, b: Tensor, strength: float | Tensor, *, per_member: bool) -> Tensor:
+    """<b - strength q^k, log q^k>, `(R, K)`, or its sum; NaN where a log-probability is -inf."""
+    if q.numel() <= SMALL:  # fewest operations
+        u = torch.addcmul(b, q, strength, value=-1) if isinstance(strength, Tensor) else b.sub(q, alpha=strength)
+        return u.mul_(log_q).sum((2, 3)) if per_member else torch.dot(u.view(-1), log_q.view(-1))
+    log_q, q = log_q.flatten(2), q.flatten(2)
+    if b.shape[1] == 1:
+        losses = torch.bmm(log_q, b.flatten(1).unsqueeze(2)).squeeze(2)
+    else:
+        losses = torch.linalg.vecdot(b.flatten(2), log_q)
+    if not per_member and not isinstance(strength, Tensor):
+        return losses.sum() - strength * torch.dot(q.view(-1), log_q.view(-1))
+    strength = strength.flatten(1) if isinstance(strength, Tensor) else strength
+    losses = losses - strength * torch.linalg.vecdot(q, log_q)
+    return losses if per_member else losses.sum()
+
+
+def _shared_terms(
+    options: LossOptions, axis: int, q: Tensor, mixture: Tensor | None, factor: float | Tensor
+) -> tuple[float | Tensor, Tensor]:
+    """s, a number or with one class, and b = λ s q̄ - w∘p; both times the scale.
+
+    λ q̄ is `factor * mixture`. The member axis has size 1, or K where members have scales of their own.
+    """
+    scale, smoothing, num_classes = options.scale, options.label_smoothing, q.shape[axis]
+    if isinstance(scale, Tensor):
+        scale = (scale.unsqueeze(1) if scale.ndim == 2 else scale).unsqueeze(axis)
+    if options.has_probabilities:
+        wp = _with_member_axis(options.weighted_target(num_classes, q.dtype), axis)
+        total = wp.sum(axis, keepdim=True)
+        return total * scale, (-wp if mixture is None else mixture * (factor * total) - wp) * scale
+    s: float | Tensor
+    index = options.target.unsqueeze(1).unsqueeze(axis)
+    hit, s = scale * (smoothing - 1), scale
+    if options.weight is not None:
+        own = options.weight[index]
+        hit, s = hit * own, ((1 - smoothing) * own + smoothing * options.weight.mean()) * scale
+    if mixture is not None:
+        b = mixture * (factor * s)
+    else:
+        members = scale.shape[1] if isinstance(scale, Tensor) else 1
+        b = q.new_zeros(q.shape[0], members, *q.shape[2:])
+    index = index.expand(b.shape[0], b.shape[1], *index.shape[2:])
+    b.scatter_add_(axis, index, hit.expand_as(index) if isinstance(hit, Tensor) else b.new_full(index.shape, hit))
+    if smoothing:
+        spread = scale * (smoothing / num_classes)
+        b -= spread if options.weight is None else spread * options.weight.view([-1, 1] if axis == 2 else [-1])
+    return s, b
+
+
+def _scores(log_q: Tensor, axis: int, target: Tensor) -> Tensor:
+    """Cross entropy of the members' mean on each sample, `(R, N)`: finite where every probability underflows."""
+    index = target.unsqueeze(1).expand(-1, log_q.shape[1], -1).unsqueeze(axis)
+    hit = log_q.gather(axis, index).squeeze(axis).clamp_(min=torch.finfo(log_q.dtype).min)  # (R, K, N)
+    # `torch.logsumexp` takes twice as many operations, for infinite numbers
+    largest = hit.amax(1, keepdim=True)
+    return (hit - largest).exp_().mean(1).log_().add_(largest.squeeze(1)).neg_()
+
+
+def _with_member_axis(values: Tensor, axis: int) -> Tensor:
+    """`(R, N, C)` as `(R, 1, N, C)`, or `(R, 1, C, N)` for the class axis 2."""
+    return (values if axis == 3 else values.mT.contiguous()).unsqueeze(1)

@@ -1,0 +1,97 @@
+"""The options of the amended cross entropy, checked and resolved, as every backend takes them."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchace import _checks
+
+
+class LossOptions(NamedTuple):
+    """Options of the loss of logits `(R, K, N, C)`, those of R runs.
+
+    Floating-point tensors have the type to compute in; an axis of size 1 stands for all entries. Nothing receives a
+    gradient, except probabilities in `target`.
+    """
+
+    target: Tensor  # class indices (R, N), or probabilities (R, N, C)
+    diversity: float | Tensor  # λ: a number for all runs, or (R,)
+    alpha: Tensor | None = None  # (K,); None: 1/K
+    weight: Tensor | None = None  # class weights, (C,)
+    mixture: Tensor | None = None  # Σ_j α^j q^j computed elsewhere, (R, N, C)
+    scale: float | Tensor = 1.0  # factor of a sample's loss: a number, (R, N) or (R, K, N)
+    label_smoothing: float = 0.0
+    ignore_index: int | None = None
+    reduction: str = "sum"  # over samples
+    detach_others: bool = True
+
+    @property
+    def has_probabilities(self) -> bool:
+        return self.target.is_floating_point()
+
+    @property
+    def diversity_is_zero(self) -> bool:
+        """Whether λ is known to be zero without reading a tensor."""
+        return not isinstance(self.diversity, Tensor) and self.diversity == 0
+
+    def samples(self, part: slice) -> LossOptions:
+        """Options of some samples."""
+        scale = self.scale
+        if isinstance(scale, Tensor) and scale.shape[-1] > 1:
+            scale = scale[..., part]
+        mixture = None if self.mixture is None else self.mixture[:, part]
+        return self._replace(target=self.target[:, part], scale=scale, mixture=mixture)
+
+    def weighted_target(self, num_classes: int, dtype: torch.dtype) -> Tensor:
+        """w∘p after label smoothing, `(R, N, C)`."""
+        p = self.target
+        if not self.has_probabilities:
+            p = (p.unsqueeze(2) == torch.arange(num_classes, device=p.device)).to(dtype)
+        if self.label_smoothing:
+            p = p * (1 - self.label_smoothing) + self.label_smoothing / num_classes
+        return p if self.weight is None else p * self.weight
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """Type to compute in: float32 for half precision, else the tensor's own."""
+    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+
+
+def fold_mean(options: LossOptions, dtype: torch.dtype) -> tuple[LossOptions, float | Tensor | None]:
+    """Move `ignore_index` and a mean over samples into `scale`.
+
+    Returns:
+        Options whose loss is a plain sum, all class indices in range; and what to add to it so that a mean over no
+        samples is NaN, as in torch.
+    """
+    target, factor, weight = options.target, options.scale, options.weight
+    if options.ignore_index is not None and not options.has_probabilities:
+        target = target.long()  # before the comparison: -100 wraps around to 156 in uint8
+        ignored = target == options.ignore_index
+        if not _checks.can_read(target) or bool(ignored.any()):
+            target = target.masked_fill(ignored, 0)
+            if isinstance(factor, Tensor):
+                factor = factor.masked_fill(ignored if factor.ndim == 2 else ignored.unsqueeze(1), 0)
+            else:
+                factor = (~ignored).to(dtype)
+    folded = options._replace(target=target, scale=factor, ignore_index=None, reduction="sum")
+    if options.reduction != "mean":
+        return folded, None
+    counted = factor
+    if weight is not None and not options.has_probabilities:
+        # torch's mean divides by the weights of the samples' own classes, label smoothing or not
+        counted = weight[target] if not isinstance(factor, Tensor) or factor.ndim == 2 else weight[target].unsqueeze(1)
+        counted = counted * factor
+    if not isinstance(counted, Tensor):
+        count = target.shape[0] * target.shape[1]
+        return (folded._replace(scale=1.0 / count), None) if count else (folded, math.nan)
+    total = counted.sum(-1, keepdim=True)  # (R, 1) or (R, K, 1)
+    if isinstance(options.scale, Tensor):  # a member whose own sample weights sum to 0 adds nothing
+        return folded._replace(scale=torch.where(total == 0, 0.0, factor / total)), None
+    if not isinstance(factor, Tensor):
+        factor = torch.ones_like(counted)
+    return folded._replace(scale=torch.where(factor == 0, 0.0, factor / total)), 0.0 / total.sum()
