@@ -58,7 +58,7 @@ def test_json_that_would_cost_much_is_refused(text: str, why: str) -> None:
         files.parse_json(text.encode())
 
 
-def test_json_of_the_allowed_depth_survives_what_is_done_to_it() -> None:
+def test_json_of_the_allowed_depth_can_be_processed() -> None:
     value = files.parse_json(b"[" * 100 + b"]" * 100)
     assert json.loads(json.dumps(value)) == value
 
@@ -94,7 +94,7 @@ with atomic_file(Path(sys.argv[1])) as temporary:
 """
 
 
-def test_what_a_killed_process_left_is_removed_and_what_a_live_one_writes_is_not(tmp_path: Path) -> None:
+def test_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
     target = tmp_path / "scores.json"
     writing = subprocess.Popen(
         [sys.executable, "-c", HELD, str(target)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -107,7 +107,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_live_one_writes_is_not
         tmp_path / ".scores.json.a b.partial",
     ]
     for other in others:
-        other.write_text("somebody's")
+        other.write_text("other")
     try:
         remove_abandoned(target)
         assert half.read_text() == "half"
@@ -133,11 +133,11 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     "value",
     ["", ".", "..", ".a", "-a", "/a", "a/b", "../a", "a\\b", "a\0", "a\n", "a b", "ä", "a" * 101, None, 3, ["a"]],
 )
-def test_names_that_lead_elsewhere(value: object) -> None:
+def test_invalid_names(value: object) -> None:
     assert not is_name(value)
 
 
-def test_names_of_ours() -> None:
+def test_valid_names() -> None:
     assert all(map(is_name, ["main-0", "main-l0.5-s3", "main-l1e-07-s2147483647", "search-0dd37e7058a0", "0", "_a"]))
 
 
@@ -162,7 +162,7 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
         refuse_links(tmp_path, ["lock"])
 
 
-def test_a_link_in_place_of_the_temporary_file_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_instead_of_the_temporary_file_is_not_followed(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.write_text("mine")
     (tmp_path / f".result.json.{os.getpid()}.partial").symlink_to(mine)
@@ -171,7 +171,7 @@ def test_a_link_in_place_of_the_temporary_file_is_not_followed(tmp_path: Path) -
     assert sorted(os.listdir(tmp_path)) == ["mine", "result.json"]
 
 
-def test_only_temporary_files_of_ours_are_removed(tmp_path: Path) -> None:
+def test_only_temporary_files_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".folder.1.partial").mkdir()
     for name in (".jobs.json.123.partial", ".video.partial", "a.1.partial"):
         (tmp_path / name).write_text("")

@@ -98,11 +98,11 @@ def torch_value_and_gradient(case: Case) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", ["indices", "ignored", "all ignored", "a class ignored", "probabilities"])
-@pytest.mark.parametrize("rest", [(), (3,), (2, 2)])
-@pytest.mark.parametrize("how", ["λ=0", "λ=0 as a tensor", "K=1"])
+@pytest.mark.parametrize("rest", [(), (2, 2)])
+@pytest.mark.parametrize("how", ["λ=0 as a tensor", "K=1"])
 def test_without_diversity_it_is_cross_entropy(
     how: str, rest: tuple[int, ...], kind: str, weighted: bool, label_smoothing: float, reduction: str
 ) -> None:

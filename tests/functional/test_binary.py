@@ -81,8 +81,8 @@ def torch_value_and_gradient(case: Case) -> tuple[Tensor, Tensor]:
     return value_and_gradient(summed, case)
 
 
-@pytest.mark.parametrize("how", ["λ=0", "λ=0 as a tensor", "K=1"])
-@pytest.mark.parametrize("rest", [(), (3,), (2, 2)])
+@pytest.mark.parametrize("how", ["λ=0 as a tensor", "K=1"])
+@pytest.mark.parametrize("rest", [(), (2, 2)])
 @pytest.mark.parametrize("kind", ["hard", "soft", "bool"])
 @pytest.mark.parametrize("weighted", [None, "one", "each label"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

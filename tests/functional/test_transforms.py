@@ -171,7 +171,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @losses
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", ["plain", *(pytest.param(v, marks=pytest.mark.extended) for v in list(VARIANTS)[1:])]
+)
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_compiled_loss_grad_and_vmap_of_grad_without_recompiling(loss: Loss, variant: str) -> None:
     options = VARIANTS[variant]
@@ -224,6 +226,7 @@ def test_compiled_gradients_are_those_of_constant_others() -> None:
 
 
 # torch's default compiler imports modules written in TorchScript
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the default compiler of torch.compile needs g++")
 def test_the_default_compiler_gives_the_closed_form() -> None:

@@ -24,9 +24,9 @@ from torchace.lab.data.encoding import Encoding, NumberColumn, TargetScale
 from torchace.lab.data.table_schema import Column, Schema, Target
 from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters
 from torchace.lab.store import finite
-from torchace.lab.training.chunks import chunk_rows, collect_chunks
 from torchace.lab.training.config import make_optimizer
 from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_group, resolve_device, train_members
+from torchace.lab.training.memory import chunk_rows, collect_chunks
 from torchace.lab.training.scaling import SplitScaler, assemble_ensemble
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
 from torchace.lab.tuning.search import SearchProblem

@@ -186,7 +186,7 @@ PLACES: dict[str, tuple[str, Callable[[Path], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", PLACES)
-def test_places(case: str, tmp_path: Path) -> None:
+def test_paths_that_cannot_be_read(case: str, tmp_path: Path) -> None:
     name, make, words = PLACES[case]
     make(tmp_path / name)
     with pytest.raises(ValueError) as caught:

@@ -123,7 +123,7 @@ def test_augmentation_does_not_move_the_order(split):
     assert torch.equal(plain.batch(3, 1)[1], augmented.batch(3, 1)[1])
 
 
-def test_samples_stay_as_they_are(split):
+def test_samples_are_not_changed(split):
     before = split.x.clone()
     batches = Batches(split, 8, normalize=NORMALIZE, augment=CropFlip())
     batches.batch(0, 0)

@@ -62,7 +62,7 @@ def test_validation_split(digits):
     assert not torch.equal(validation.y, other.y)
 
 
-def test_limited(digits):
+def test_limit(digits):
     first = digits.limit(100)
     assert torch.equal(first.train.x, digits.train.x[:100])
     assert (first.mean, first.std) == (digits.mean, digits.std)

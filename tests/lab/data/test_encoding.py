@@ -1,4 +1,4 @@
-"""From rows to numbers: against a slow reference, in chunks, and for tables that nobody thought of."""
+"""From rows to numbers: against a slow reference, in chunks, and on random tables."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_weights_count_rows():
     assert learn_encoding(schema, frame, sample_weight=torch.full((60,), 0.3)).columns[1] == learnt(frame).columns[1]
 
 
-def test_rows_of_no_weight_are_not_there():
+def test_rows_of_weight_zero_are_ignored():
     frame = pets(age=[*range(29), 1000], fur=["a", "b"] * 14 + ["c", None])
     weights = [1.0] * 28 + [0.0] * 2
     encoding = learn_encoding(infer_schema(frame, "pet"), frame, sample_weight=weights)

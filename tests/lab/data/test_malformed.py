@@ -133,7 +133,7 @@ NOT_FILES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("make", NOT_FILES.values(), ids=NOT_FILES)
 @pytest.mark.parametrize(("name", "file"), [("mnist", "t10k-labels-idx1-ubyte.gz"), ("cifar10", "test_batch.bin")])
-def test_what_is_no_file(tmp_path, name, file, make):
+def test_paths_that_are_not_regular_files(tmp_path, name, file, make):
     writers.write_mnist(tmp_path)
     writers.write_cifar(tmp_path)
     (tmp_path / file).unlink()

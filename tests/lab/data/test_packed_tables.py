@@ -67,7 +67,7 @@ BOMBS = [packed_csv, packed_arrays, long_header, many_rows, one_long_text, plain
 
 
 @pytest.mark.parametrize("make", BOMBS)
-def test_small_files_that_hold_much(make: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_decompression_bombs(make: Callable[[Path], Path], tmp_path: Path) -> None:
     file = make(tmp_path)
     assert file.stat().st_size < 1_000_000
     with pytest.raises(DataError) as caught:
@@ -82,7 +82,7 @@ def test_wide_arrays_come_in_chunks_of_few_bytes(write: Callable[..., None], tmp
     assert np.array_equal(read_table(tmp_path / "t.npz").to_numpy(), values)
 
 
-def test_texts_of_a_dictionary_are_read_as_they_are(tmp_path: Path) -> None:
+def test_texts_of_a_dictionary(tmp_path: Path) -> None:
     texts = ["long", "short", None, "λ", ""] * 100
     table = pa.table({"x": texts, "y": pa.array(texts, pa.large_string()), "n": range(500)})
     frame = read_table(written(table, tmp_path))
@@ -92,7 +92,7 @@ def test_texts_of_a_dictionary_are_read_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_sources")
 @pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.REGTYPE])
-def test_headers_of_an_archive_that_promise_much(kind: bytes, tmp_path: Path) -> None:
+def test_archive_headers_with_huge_sizes(kind: bytes, tmp_path: Path) -> None:
     """A name, a record or a file of 8 GiB in a few bytes, of which nothing is read into memory."""
     member = tarfile.TarInfo("data_batch_1.bin")
     member.type, member.size = kind, 1 << 33

@@ -44,7 +44,7 @@ def test_texts_that_are_no_numbers(text):
 
 
 @pytest.mark.parametrize("word", [*MISSING, "NaN", "NA", "N/A", "NULL", "None", "  ", " nan\n"])
-def test_words_for_nothing(word):
+def test_missing_values(word):
     assert texts(pd.Series([word])).to_pylist() == [None]
     values, wrong = numbers(pd.Series([word]))
     assert math.isnan(values[0])
@@ -102,7 +102,7 @@ def test_types_of_columns(name):
 
 
 @pytest.mark.parametrize("name", COLUMNS)
-def test_a_cell_says_the_same_alone(name):
+def test_cells_are_parsed_independently(name):
     """Whatever else is in the column: this is what makes chunks the same as the whole."""
     column, said, _ = COLUMNS[name]
     assert [texts(column.iloc[i : i + 1]).to_pylist()[0] for i in range(len(column))] == said
@@ -120,14 +120,14 @@ def test_numbers_are_copies():
     ids=["list", "dict", "bytes", "complex", "half a character", "tuple", "array"],
 )
 @pytest.mark.parametrize("read", [texts, numbers])
-def test_what_is_no_cell(cells, read):
+def test_invalid_cells(cells, read):
     if read is texts and cells == [1j, 2j]:
         return  # refused by `numbers`, which every column goes through
     with pytest.raises(CellError, match=rf"'x'.*row {len(cells) if cells != [1j, 2j] else 1}\b"):
         read(pd.Series(cells, name="x", dtype=complex if cells == [1j, 2j] else object))
 
 
-def test_what_is_no_category_is_named_by_its_row():
+def test_an_invalid_category_is_named_by_its_row():
     column = pd.Series(pd.Categorical.from_codes([1, 1, 0], categories=pd.Index([(1, 2), "a"], dtype=object)), name="x")
     with pytest.raises(CellError, match="row 3"):
         texts(column)

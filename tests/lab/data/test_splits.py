@@ -62,7 +62,7 @@ def test_every_sample_is_about_equally_often_taken():
         ("3", TypeError),
     ],
 )
-def test_sizes_that_cannot_be(size, error):
+def test_invalid_sizes(size, error):
     with pytest.raises(error, match="Expected"):
         stratified_split(numbered([0, 1] * 5), size, seed=0)
 
@@ -88,7 +88,7 @@ def test_splits_that_do_not_fit(x, y, error):
         Split(x, y)
 
 
-def test_moving_to_where_it_is_copies_nothing():
+def test_moving_to_the_same_device_copies_nothing():
     split = numbered([0, 1])
     assert split.to("cpu") is split
 
@@ -169,7 +169,7 @@ def test_every_class_is_trained(counts, seed, data):
 
 
 @pytest.mark.parametrize("targets", [LABELS, LABELS.double()], ids=["classes", "numbers"])
-def test_a_column_decides(targets):
+def test_parts_given_by_a_column(targets):
     words = ["train", "Training ", "VALID", "val", "validation", "test"] * 20
     column = pd.Series(words[:100], name="part")
     parts = train_val_test_split(targets, seed=0, column=column)

@@ -83,7 +83,7 @@ def test_columns_can_be_left_out():
     for options in ({"drop": ["age", "other"]}, {"drop": "age"}, {"kinds": {"age": "drop", "other": "drop"}}):
         schema = infer_schema(frame, "pet", **options)
         assert [column.name for column in schema.columns] == ["fur"]
-    assert not any("'age'" in note for note in schema.notes)  # nobody needs to be told what they asked for
+    assert not any("'age'" in note for note in schema.notes)  # drops by request need no note
 
 
 def test_an_infinite_number_in_a_column_that_is_left_out_does_no_harm():
@@ -236,12 +236,12 @@ def test_schemas_cannot_be_changed():
     assert hash(Column("a", "number")) == hash(Column("a", "number"))
 
 
-def test_a_frame_is_asked_for():
+def test_other_types_than_a_data_frame():
     with pytest.raises(TypeError, match="DataFrame"):
         infer_schema({"pet": [1]}, "pet")  # type: ignore[arg-type]
 
 
-def test_the_table_is_left_as_it_was():
+def test_the_table_is_not_changed():
     frame = pets(note=["1", None, "x"] * 10)
     before = frame.copy(deep=True)
     schema = infer_schema(frame, "pet")

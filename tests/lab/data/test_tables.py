@@ -31,7 +31,7 @@ CELLS: dict[str, list[object]] = {
 }
 
 
-def test_every_cell_of_a_csv_file_is_its_text(tmp_path):
+def test_csv_cells_are_texts(tmp_path):
     frame = read_table(write_csv(tmp_path / "t.csv", CELLS))
     assert frame.to_dict("list") == CELLS
     assert isinstance(frame.index, pd.RangeIndex)
@@ -142,7 +142,7 @@ def test_a_file_is_opened_when_asked_and_closed_at_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [0, -1, 2.0, True])
-def test_rows_are_counted(tmp_path, rows):
+def test_invalid_chunk_sizes(tmp_path, rows):
     with pytest.raises((TypeError, ValueError), match="rows"):
         iterate_table(write_csv(tmp_path / "t.csv", CELLS), rows=rows)
 
@@ -270,7 +270,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 14, 15, 100])
 @pytest.mark.parametrize("name", WRITERS)
-def test_chunks_are_the_whole(tmp_path, name, rows):
+def test_chunks_equal_the_whole_table(tmp_path, name, rows):
     path = tmp_path / name
     WRITERS[name](path)
     whole = read_table(path)

@@ -6,7 +6,7 @@ import torch
 from tests.lab.training.cases import CLASSES, MEMBERS, batches, group_of
 from torchace.functional import disagreement
 from torchace.lab.data import chunks
-from torchace.lab.training.evaluate import DISPUTED, DRAWN, Evaluator, evaluate, evaluate_regression, predict_logits
+from torchace.lab.training.evaluate import CONTESTED, DRAWN, Evaluator, evaluate, evaluate_regression, predict_logits
 from torchace.metrics import EnsembleMetrics
 
 
@@ -57,7 +57,7 @@ def test_the_disputed_samples_are_those_members_differ_on_most() -> None:
     arrays = evaluate(logits, target).arrays
     shares = disagreement(logits, reduction="none")
     shown = shares[arrays["disputed_index"]]
-    assert len(shown) == DISPUTED
+    assert len(shown) == CONTESTED
     assert (shown.diff() <= 0).all()
     left = torch.ones(len(target), dtype=torch.bool)
     left[arrays["disputed_index"]] = False
@@ -83,7 +83,7 @@ def test_images_are_as_people_see_them(channels: int, shape: tuple[int, ...]) ->
     logits, target = example()
     images = torch.randint(256, (len(target), channels, 8, 8), dtype=torch.uint8)
     arrays = evaluate(logits, target, images).arrays
-    assert arrays["disputed_images"].shape == (DISPUTED, *shape)
+    assert arrays["disputed_images"].shape == (CONTESTED, *shape)
     assert arrays["disputed_images"].is_contiguous()
     first = int(arrays["disputed_index"][0])
     assert arrays["disputed_images"][0].equal(images[first, 0] if channels == 1 else images[first].permute(1, 2, 0))

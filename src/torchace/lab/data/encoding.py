@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from torch import Tensor
 
 from torchace._checks import check_count
@@ -28,7 +28,7 @@ from torchace.lab.data.columns import check_columns, feature_numbers, get_column
 from torchace.lab.data.errors import DataError
 from torchace.lab.data.messages import first_duplicate, quote
 from torchace.lab.data.parsing import positions, texts
-from torchace.lab.data.table_schema import STRICT, Finite, Schema, damaged_json, parse_stored
+from torchace.lab.data.table_schema import STRICT, Finite, Schema, adapter_of, damaged_json, parse_stored
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
@@ -142,12 +142,12 @@ class Encoding:
 
     def to_json(self) -> dict[str, Any]:
         """Convert the encoding and its schema to JSON values."""
-        return TypeAdapter(Encoding).dump_python(self, mode="json")
+        return adapter_of(Encoding).dump_python(self, mode="json")
 
     @classmethod
     def from_json(cls, content: object) -> Encoding:
         """Restore an encoding from `to_json`; anything else is a `DataError`."""
-        encoding = parse_stored(Encoding, content, "encoding")
+        encoding: Encoding = parse_stored(Encoding, content, "encoding")
         encoding.schema.check()
         kinds = [(c.name, "number" if isinstance(c, NumberColumn) else "category") for c in encoding.columns]
         if kinds != [(column.name, column.kind) for column in encoding.schema.columns]:

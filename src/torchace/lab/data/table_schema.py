@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -39,7 +40,6 @@ MIN_ROWS_PER_NUMBERED_CLASS = 3
 # A larger fraction of distinct texts means names, identifiers or sentences.
 MAX_DISTINCT = 0.9
 
-T = TypeVar("T")
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Label = str | int | Finite | bool
 STRICT = ConfigDict(strict=True, extra="forbid")
@@ -117,7 +117,7 @@ class Schema:
 
     def to_json(self) -> dict[str, Any]:
         """Convert the schema to JSON values."""
-        return TypeAdapter(Schema).dump_python(self, mode="json")
+        return adapter_of(Schema).dump_python(self, mode="json")
 
     @classmethod
     def from_json(cls, content: object) -> Schema:
@@ -128,7 +128,7 @@ class Schema:
             >>> Schema.from_json(schema.to_json()) == schema
             True
         """
-        schema = parse_stored(Schema, content, "schema")
+        schema: Schema = parse_stored(Schema, content, "schema")
         schema.check()
         return schema
 
@@ -144,9 +144,15 @@ class Schema:
             raise damaged_json("schema", "target.classes: expected different ones")
 
 
-def parse_stored(kind: type[T], content: object, what: str) -> T:
+@cache  # building one takes milliseconds
+def adapter_of(kind: Any) -> TypeAdapter[Any]:
+    """Return pydantic's validator and serializer of a dataclass."""
+    return TypeAdapter(kind)
+
+
+def parse_stored(kind: Any, content: object, what: str) -> Any:
     """Validate JSON values as a dataclass; an error is one sentence."""
-    adapter = TypeAdapter(kind)
+    adapter = adapter_of(kind)
     try:
         value = adapter.validate_json(json.dumps(content))
     except ValidationError as error:

@@ -19,14 +19,14 @@ from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network, make_train_config
 from torchace.lab.training.checkpoint import weights_digest
-from torchace.lab.training.distributed import SingleProcess
+from torchace.lab.training.distributed import Ranks
 from torchace.lab.training.evaluate import evaluate, predict_logits
 from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.shard import gather_network, shard_network
 
 Stop = Callable[[], bool]
-ALONE = SingleProcess()
+ALONE = Ranks()
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Executor:
             yield group, train_group(plan, group, callback, stop)
 
 
-def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ranks: SingleProcess = ALONE) -> float:
+def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ranks: Ranks = ALONE) -> float:
     """Train a run group from its checkpoint, evaluate its runs and store them; return the seconds of all attempts.
 
     Args:

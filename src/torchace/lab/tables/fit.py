@@ -27,9 +27,9 @@ from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.tables.model import TableModel, evaluate_chunks
 from torchace.lab.tables.table import Table
 from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.chunks import chunk_rows
 from torchace.lab.training.loop import CheckpointPolicy, Progress
 from torchace.lab.training.members import MemberPlan, TrainedGroup, train_members
+from torchace.lab.training.memory import chunk_rows
 from torchace.lab.training.scaling import assemble_ensemble
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
 from torchace.lab.tuning.search import SearchCallback, SearchProblem

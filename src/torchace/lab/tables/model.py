@@ -14,8 +14,8 @@ from torch import Tensor
 from torchace.functional import disagreement, ensemble_log_probs, mutual_information, predictive_entropy
 from torchace.lab.data import DataError
 from torchace.lab.data.encoding import Encoding
-from torchace.lab.training.chunks import chunk_rows, collect_chunks
 from torchace.lab.training.evaluate import Evaluation, Evaluator, evaluate_regression
+from torchace.lab.training.memory import chunk_rows, collect_chunks
 from torchace.nn import Ensemble
 from torchace.saving import ModelFileError, load_model, save_model
 

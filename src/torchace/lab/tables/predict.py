@@ -15,8 +15,8 @@ from torchace.lab.data.errors import arrow
 from torchace.lab.data.messages import first_duplicate, row_number
 from torchace.lab.data.tables import iterate_table
 from torchace.lab.tables.model import TableModel
-from torchace.lab.training.chunks import chunk_rows
 from torchace.lab.training.loop import Interrupted
+from torchace.lab.training.memory import chunk_rows
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]

@@ -1,4 +1,4 @@
-"""How something is trained, as plain numbers; what depends on the step is a pure function of it."""
+"""The configuration of a training; schedules are pure functions of the step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training config. Steps are counted from 0."""
+    """How to train. Steps are counted from 0."""
 
     steps: int
     loss: str = "ace"  # "ace" (classification) or "ncl" (regression)
     batches: str = "shared"  # "shared", "separate" or "exchanged"
     optimizer: str = "adam"  # "sgd", "adam" or "adamw"
     learning_rate: float = 1e-3
-    momentum: float = 0.9  # SGD's
+    momentum: float = 0.9  # of SGD
     nesterov: bool = False
     weight_decay: float = 0.0
     schedule: str = "constant"  # "constant", "step" or "cosine"
@@ -40,7 +40,7 @@ class TrainConfig:
 
         Example:
             >>> config = TrainConfig(steps=100, learning_rate=0.1, schedule="step", milestones=(50,), warmup_steps=10,
-            ...                 warmup_learning_rate=0.01)
+            ...                      warmup_learning_rate=0.01)
             >>> [round(config.learning_rate_at(step), 6) for step in (0, 10, 50)]
             [0.01, 0.1, 0.01]
         """
@@ -56,28 +56,21 @@ class TrainConfig:
         return self.learning_rate
 
     def diversity_share_at(self, step: int) -> float:
-        """What λ is multiplied by at a step."""
-        if step >= self.diversity_warmup_steps:
-            return 1.0
-        return step / self.diversity_warmup_steps
+        """The factor of λ at a step."""
+        return 1.0 if step >= self.diversity_warmup_steps else step / self.diversity_warmup_steps
 
 
 def make_optimizer(config: TrainConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The config's optimizer, in its fused form; on a GPU with the learning rate on the device, for CUDA graphs."""
+    """The optimizer in its fused form; on a GPU with the learning rate on the device, for CUDA graphs."""
     device = parameters[0].device
     on_gpu = device.type == "cuda"
     lr = torch.tensor(config.learning_rate, device=device) if on_gpu else config.learning_rate
+    decay = config.weight_decay
     if config.optimizer == "sgd":
-        return torch.optim.SGD(
-            parameters,
-            lr=lr,
-            momentum=config.momentum,
-            nesterov=config.nesterov,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        options = {"momentum": config.momentum, "nesterov": config.nesterov}
+        return torch.optim.SGD(parameters, lr=lr, weight_decay=decay, fused=True, **options)  # type: ignore[arg-type]
     kinds: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    return kinds[config.optimizer](parameters, lr=lr, weight_decay=config.weight_decay, fused=True, capturable=on_gpu)
+    return kinds[config.optimizer](parameters, lr=lr, weight_decay=decay, fused=True, capturable=on_gpu)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

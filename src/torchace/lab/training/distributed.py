@@ -1,4 +1,4 @@
-"""Processes that train together: their layout and their communication; a single process has the same interface.
+"""Processes that train together, or a single one: their layout and their communication.
 
 The ranks are a mesh of members x data: ranks of one row have the same members and different samples of a batch, ranks
 of one column the same samples and different members. Steps communicate over the mesh (gloo, or NCCL on GPUs); what
@@ -58,8 +58,13 @@ def detect_lost_rank() -> Iterator[None]:
         ) from error
 
 
-class SingleProcess:
-    """The only process of a training.
+class Ranks:
+    """This process among those that train together; without a layout it is the only one.
+
+    Args:
+        layout: See `parse_layout`.
+        device: Device of this rank, such as `"cpu"` or `"cuda:3"`.
+        backend: Backend of the mesh; by default NCCL on a GPU, else gloo.
 
     Attributes:
         members: Number of ranks over which the members are split.
@@ -67,65 +72,15 @@ class SingleProcess:
         is_first: Whether this rank writes files and prints.
     """
 
-    rank = member_index = data_index = 0
-    size = members = data = 1
-    is_first = True
-
-    def local_members(self, num_members: int) -> slice:
-        """Members of this rank."""
-        return slice(0, num_members)
-
-    def shard_samples(self, axis: int, *tensors: Tensor | None) -> tuple[Any, ...]:
-        """Samples of this rank, from tensors of whole batches with the samples at `axis`."""
-        return tensors
-
-    def data_parallel(self, network: nn.Module) -> nn.Module:
-        """The network, with gradients averaged over the ranks that have the same members."""
-        return network
-
-    def sum_over_members(self, values: Tensor) -> Tensor:
-        """Sum over the ranks that have the other members."""
-        return values
-
-    def gather_logits(self, logits: Tensor, num_members: int, num_samples: int) -> Tensor:
-        """Logits of all members on all samples, `(R, K, N, C)`, on every rank."""
-        return logits
-
-    def all_gather(self, values: list[float]) -> Tensor:
-        """Values of every rank, `(ranks, values)`."""
-        return torch.tensor([values], dtype=torch.float64)
-
-    def broadcast(self, content: Any = None) -> Any:
-        """JSON content of the first rank, on all ranks."""
-        return content
-
-    def broadcast_tensors(self, tensors: State | None) -> State:
-        """Tensors of the first rank, on the CPU of all ranks."""
-        assert tensors is not None
-        return tensors
-
-    def gather_tensors(self, tensors: State) -> list[State] | None:
-        """On the first rank, tensors of each rank with other members; None on the others. Called by all ranks."""
-        return [tensors]
-
-    def timer(self, stop: Callable[[], bool], save_every: float | None) -> Timer:
-        return Timer(stop, save_every)
-
-
-class Ranks(SingleProcess):
-    """This process among several that train together.
-
-    Args:
-        layout: See `parse_layout`.
-        device: Device of this rank, such as `"cpu"` or `"cuda:3"`.
-        backend: Backend of the mesh; by default NCCL on a GPU, else gloo.
-    """
-
-    def __init__(self, layout: str = "data", *, device: str = "cpu", backend: str | None = None) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, layout: str | None = None, *, device: str = "cpu", backend: str | None = None) -> None:
+        self.rank, self.size = (0, 1) if layout is None else (dist.get_rank(), dist.get_world_size())
         self.is_first = self.rank == 0
-        self.members, self.data = parse_layout(layout, self.size)
+        self.members, self.data = parse_layout(layout or "data", self.size)
         self.member_index, self.data_index = divmod(self.rank, self.data)
+        self.members_group: Any = None
+        self.data_group: Any = None
+        if layout is None:
+            return
         on_gpu = torch.device(device).type == "cuda"
         if on_gpu:
             torch.cuda.set_device(device)
@@ -137,47 +92,58 @@ class Ranks(SingleProcess):
         )
 
     def local_members(self, num_members: int) -> slice:
+        """Members of this rank."""
         share = split_range(num_members, self.members, self.member_index)
         return slice(share.start, share.stop)
 
     def shard_samples(self, axis: int, *tensors: Tensor | None) -> tuple[Any, ...]:
+        """Samples of this rank, from tensors of whole batches with the samples at `axis`."""
+        if self.data == 1:
+            return tensors
         size = next(tensor.shape[axis] for tensor in tensors if tensor is not None)
         share = split_range(size, self.data, self.data_index)
         return tuple(None if t is None else t.narrow(axis, share.start, len(share)) for t in tensors)
 
     def data_parallel(self, network: nn.Module) -> nn.Module:
+        """The network, with gradients averaged over the ranks that have the same members."""
         if self.data == 1:
             return network
         return nn.parallel.DistributedDataParallel(network, process_group=self.data_group)
 
     def sum_over_members(self, values: Tensor) -> Tensor:
-        values = values.contiguous()
+        """Sum over the ranks that have the other members."""
         if self.members > 1:
+            values = values.contiguous()
             dist.all_reduce(values, group=self.members_group)
         return values
 
     @detect_lost_rank()
     def gather_logits(self, logits: Tensor, num_members: int, num_samples: int) -> Tensor:
+        """Logits of all members on all samples, `(R, K, N, C)`, on every rank."""
         logits = _gather_axis(logits, 1, num_members, self.members, self.members_group)
         if logits.shape[2] == num_samples:  # too few samples to split
             return logits
         return _gather_axis(logits, 2, num_samples, self.data, self.data_group)
 
-    def all_gather(self, values: list[float]) -> Tensor:
-        return all_gather(values)
-
     @detect_lost_rank()
     def broadcast(self, content: Any = None) -> Any:
+        """JSON content of the first rank, on all ranks."""
+        if self.size == 1:
+            return content
         data = json.dumps(content).encode() if self.is_first else None
         return json.loads(broadcast_bytes(data, 0, dist.group.WORLD))  # type: ignore[arg-type]
 
     @detect_lost_rank()
     def broadcast_tensors(self, tensors: State | None) -> State:
+        """Tensors of the first rank, on the CPU of all ranks."""
+        if self.size == 1 and tensors is not None:
+            return tensors
         data = None if tensors is None else _serialize(tensors)
         return load_safetensors(broadcast_bytes(data, 0, dist.group.WORLD))  # type: ignore[arg-type]
 
     @detect_lost_rank()
     def gather_tensors(self, tensors: State) -> list[State] | None:
+        """On the first rank, tensors of each rank with other members; None on the others. Called by all ranks."""
         if self.data_index != 0:
             return None
         if not self.is_first:
@@ -195,7 +161,8 @@ class Ranks(SingleProcess):
         return states
 
     def timer(self, stop: Callable[[], bool], save_every: float | None) -> Timer:
-        return SyncedTimer(stop, save_every)
+        """A timer that is the same on all ranks."""
+        return (Timer if self.size == 1 else SyncedTimer)(stop, save_every)
 
 
 class SyncedTimer(Timer):
@@ -221,9 +188,8 @@ class SyncedTimer(Timer):
         if self._interval:
             steps = round(SYNC_EVERY * self._interval / max(now - self._synced, 1e-6))
             interval = min(max(steps, 1), 2 * self._interval, MOST_STEPS)  # first steps may take longer than others
-        flags = all_gather(
-            [float(value) for value in (self.should_stop, self.should_save, self.should_report, interval)]
-        )
+        local = (self.should_stop, self.should_save, self.should_report, interval)
+        flags = all_gather([float(value) for value in local])
         self.should_stop = bool(flags[:, 0].any())
         self.should_save, self.should_report = bool(flags[0, 1]), bool(flags[0, 2])
         self._interval = self._remaining = int(flags[0, 3])

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from torchace.lab.data import Split
-from torchace.lab.training.chunks import chunk_rows
 from torchace.lab.training.config import TrainConfig
+from torchace.lab.training.memory import chunk_rows
 from torchace.lab.training.objective import ensemble_scores, mean_over_samples
 from torchace.lab.training.run_group import RunGroup
 

@@ -1,4 +1,4 @@
-"""What trained runs predict on samples they were not trained on: scores and the arrays a report draws."""
+"""Scores of trained runs on samples they were not trained on, and the arrays that a report draws."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from torchace.functional import disagreement, ensemble_log_probs, ensemble_probs, mutual_information
 from torchace.functional.calibration import calibration_bins
-from torchace.lab.training.chunks import BYTES
+from torchace.lab.training.memory import CHUNK_BYTES
 from torchace.lab.training.run_group import RunGroup
 
 if TYPE_CHECKING:
     from torchace.metrics import EnsembleMetrics
 
-DISPUTED = 24  # samples on which the members differ most, kept for the report
-DRAWN = 5000  # samples of a regression, kept for the report
+CONTESTED = 24  # samples on which the members differ most, for the report
+DRAWN = 5000  # samples of a regression, for the report
 
 
 @dataclass(frozen=True)
@@ -36,32 +36,27 @@ def predict_logits(network: RunGroup, chunks: Iterable[tuple[Tensor, Tensor]]) -
     """Each run's logits `(K, N, C)` on a split, and its labels `(N,)`."""
     training = network.training
     network.eval()
-    logits: list[list[Tensor]] = [[] for _ in range(network.num_runs)]
-    targets = []
-    for x, y in chunks:
-        for parts, predicted in zip(logits, network.predict(x), strict=True):
-            parts.append(predicted)
-        targets.append(y)
+    predicted, targets = zip(*((network.predict(x), y) for x, y in chunks), strict=True)  # (R, K, n, C) each
     network.train(training)
-    return [torch.cat(parts, 1) for parts in logits], torch.cat(targets)
+    return [torch.cat(parts, 1) for parts in zip(*predicted, strict=True)], torch.cat(targets)
 
 
 class Evaluator:
-    """Scores one run, some samples at a time: the logits of all of them are never in memory together."""
+    """Scores of one run, computed from chunks: the logits of all samples are never in memory together."""
 
     def __init__(self) -> None:
         self._metrics: EnsembleMetrics | None = None
         self._samples = 0
-        self._bins: list[Tensor] = []  # what is added up over the chunks
+        self._bins: list[Tensor] = []  # sums over the chunks
         self._losses: list[Tensor] = []  # cross entropy of each sample
         self._errors: list[Tensor] = []  # whether each sample is classified wrongly
         self._differ = torch.zeros(())  # (K, K): samples on which two members differ
-        # the most disputed samples so far: heat, place, target, votes (n, K), probabilities (n, C)
-        self._disputed: list[Tensor] = []
+        # the most contested samples so far: degree, index, target, votes (n, K), probabilities (n, C)
+        self._contested: list[Tensor] = []
 
     @torch.no_grad()
     def update(self, logits: Tensor, target: Tensor) -> None:
-        """Adds samples: logits `(K, n, C)` and class indices `(n,)`."""
+        """Add samples: logits `(K, n, C)` and class indices `(n,)`."""
         if self._metrics is None:
             from torchace.metrics import EnsembleMetrics  # here: torchmetrics takes seconds to import
 
@@ -72,38 +67,36 @@ class Evaluator:
         probs, votes = ensemble_probs(logits), logits.argmax(2)
         bins = list(calibration_bins(probs, target))
         self._bins = [a + b for a, b in zip(self._bins, bins, strict=True)] if self._bins else bins
-        # float32: what an interval over samples needs, in half the space
+        # float32: enough for an interval over samples, in half the space
         self._losses.append(F.nll_loss(ensemble_log_probs(logits), target, reduction="none").float())
         self._errors.append((probs.argmax(1) != target).to(torch.uint8))
         self._differ = self._differ.to(votes.device) + (votes[:, None] != votes[None]).sum(2)
-        # disagreement first, mutual information between equals; stable, so that equal cases keep their order
-        heat = disagreement(logits, reduction="none") + 1e-3 * mutual_information(logits, reduction="none")
-        places = torch.arange(self._samples, self._samples + len(target), device=target.device)
-        found = [heat, places, target, votes.T, probs]
-        first = heat.argsort(descending=True, stable=True)[:DISPUTED]
-        found = [part[first] for part in found]  # of this chunk first: all of it is not copied
-        if self._disputed:
-            found = [torch.cat(parts) for parts in zip(self._disputed, found, strict=True)]
-        first = found[0].argsort(descending=True, stable=True)[:DISPUTED]
-        self._disputed = [part[first] for part in found]
+        # disagreement first, mutual information between equals
+        degree = disagreement(logits, reduction="none") + 1e-3 * mutual_information(logits, reduction="none")
+        index = torch.arange(self._samples, self._samples + len(target), device=target.device)
+        chunk = _most_contested([degree, index, target, votes.T, probs])  # of the chunk first: not all of it is copied
+        if self._contested:
+            chunk = [torch.cat(parts) for parts in zip(self._contested, chunk, strict=True)]
+        self._contested = _most_contested(chunk)
         self._samples += len(target)
 
     def compute(self, images: Tensor | None = None) -> Evaluation:
-        """The scores of everything added so far.
+        """Scores of everything added so far.
 
         Args:
-            images: The samples as uint8 `(N, C, H, W)`, for the disputed ones; None where there is nothing to see.
+            images: The samples as uint8 `(N, C, H, W)`, for the contested ones; None for other data.
         """
         if self._metrics is None:
             raise ValueError("Expected at least one sample to score, but none was added.")
         scores: dict[str, float | list[float]] = {
             name: value.tolist() for name, value in self._metrics.compute().items()
         }
-        index, target, votes, probs = (part[self._disputed[0] > 0] for part in self._disputed[1:])
+        index, target, votes, probs = (part[self._contested[0] > 0] for part in self._contested[1:])
+        counts, confidence, correct = self._bins
         arrays = {
-            **dict(
-                zip(("reliability_count", "reliability_confidence", "reliability_correct"), self._bins, strict=True)
-            ),
+            "reliability_count": counts,
+            "reliability_confidence": confidence,
+            "reliability_correct": correct,
             "disagreement_matrix": self._differ.double() / self._samples,
             "sample_cross_entropy": torch.cat(self._losses),
             "sample_error": torch.cat(self._errors),
@@ -118,16 +111,16 @@ class Evaluator:
         return Evaluation(scores, {name: value.cpu().contiguous() for name, value in arrays.items()})
 
 
-def evaluate(logits: Tensor, target: Tensor, images: Tensor | None = None) -> Evaluation:
-    """Scores one run.
+def _most_contested(parts: list[Tensor]) -> list[Tensor]:
+    """Samples with the largest first part; stable, so that equal ones keep their order."""
+    first = parts[0].argsort(descending=True, stable=True)[:CONTESTED]
+    return [part[first] for part in parts]
 
-    Args:
-        logits: `(K, N, C)`.
-        target: `(N,)`.
-        images: See `Evaluator.compute`.
-    """
+
+def evaluate(logits: Tensor, target: Tensor, images: Tensor | None = None) -> Evaluation:
+    """Score one run with logits `(K, N, C)` and target `(N,)`; see `Evaluator.compute`."""
     evaluator = Evaluator()
-    rows = max(1, BYTES // max(1, logits[:, :1].nbytes))
+    rows = max(1, CHUNK_BYTES // max(1, logits[:, :1].nbytes))
     for part, labels in zip(logits.split(rows, 1), target.split(rows), strict=True):
         evaluator.update(part, labels)
     return evaluator.compute(images)
@@ -135,12 +128,7 @@ def evaluate(logits: Tensor, target: Tensor, images: Tensor | None = None) -> Ev
 
 @torch.no_grad()
 def evaluate_regression(predictions: Tensor, target: Tensor) -> Evaluation:
-    """Scores one run of a regression with one target.
-
-    Args:
-        predictions: `(K, N)`, in the target's units.
-        target: `(N,)`.
-    """
+    """Score one run of a regression with predictions `(K, N)` and target `(N,)`."""
     predictions, target = predictions.double(), target.double()
     mean, spread = predictions.mean(0), predictions.std(0, correction=0)
     errors = predictions - target  # (K, N)
@@ -153,7 +141,7 @@ def evaluate_regression(predictions: Tensor, target: Tensor) -> Evaluation:
         "r2": (1 - mse / variance).item() if variance > 0 else math.nan,
         "member_mse": member_mse.mean().item(),
         "spread": spread.mean().item(),
-        "ambiguity": spread.square().mean().item(),  # what the ensemble gains: member_mse - mse
+        "ambiguity": spread.square().mean().item(),  # member_mse - mse
         "members": member_mse.tolist(),
     }
     centred = errors - errors.mean(1, keepdim=True)

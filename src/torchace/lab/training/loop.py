@@ -15,7 +15,7 @@ from torchace.lab.data import Batches
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.config import TrainConfig, make_optimizer, set_learning_rate
 from torchace.lab.training.cuda_graph import graph_on_gpu
-from torchace.lab.training.distributed import detect_lost_rank
+from torchace.lab.training.distributed import all_gather, detect_lost_rank
 from torchace.lab.training.early_stopping import EarlyStopping, ValidationSet
 from torchace.lab.training.nonfinite import nonfinite_member
 from torchace.lab.training.run_group import RunGroup
@@ -303,7 +303,7 @@ class EpochStats:
             return
         last = float(2**40)  # later than any step
         steps = torch.where(self.failed_step < 0, last, self.failed_step.double())
-        gathered = self.ranks.all_gather([*self.sums.tolist(), *steps.tolist(), *self.failed_code.tolist()])
+        gathered = all_gather([*self.sums.tolist(), *steps.tolist(), *self.failed_code.tolist()])
         sums, steps, codes = (part.to(self.sums.device) for part in gathered.chunk(3, 1))  # (ranks, R)
         self.sums = sums.sum(0) if self.ranks.is_first else torch.zeros_like(self.sums)
         first = steps.amin(0)

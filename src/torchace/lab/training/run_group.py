@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchace.lab.data import hashed_key
-from torchace.lab.training.distributed import SingleProcess
+from torchace.lab.training.distributed import Ranks
 from torchace.nn import SMOC, Ensemble, StackedEnsemble
 from torchace.nn.base import EnsembleModule
 from torchace.nn.members import average_shared_gradients
@@ -33,13 +33,13 @@ class RunGroup(nn.Module):
         self,
         ensembles: Sequence[EnsembleModule],
         *,
-        ranks: SingleProcess | None = None,
+        ranks: Ranks | None = None,
         total_members: int | None = None,
     ) -> None:
         super().__init__()
         first = ensembles[0]
         self.num_runs, self.num_members, self.link = len(ensembles), first.num_members, first.link
-        self.ranks = SingleProcess() if ranks is None else ranks
+        self.ranks = Ranks() if ranks is None else ranks
         self.total_members = total_members or self.num_members
         self.local_members = self.ranks.local_members(self.total_members)
         trunks: list[Any] = [getattr(ensemble, "trunk", None) for ensemble in ensembles]

@@ -1,4 +1,4 @@
-"""Random draws of torch that depend on a seed and a purpose alone."""
+"""Random numbers of torch that depend on a seed and a purpose alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchace.lab.data import hashed_key
 
 @contextmanager
 def torch_seed(seed: int, purpose: str, index: int) -> Iterator[None]:
-    """Draws inside depend on these alone, and leave torch's own random state as it was.
+    """Seed torch inside the block; its global random state is restored afterwards.
 
     Example:
         >>> with torch_seed(7, "member", 0):
@@ -22,6 +22,6 @@ def torch_seed(seed: int, purpose: str, index: int) -> Iterator[None]:
         True
     """
     with torch.random.fork_rng(devices=[]):
-        # that of the CPU alone: torch.manual_seed looks for every other device too, which takes longer than the draws
+        # the CPU's generator alone: torch.manual_seed also looks for other devices, which takes longer than drawing
         torch.default_generator.manual_seed(hashed_key(seed, purpose, index))
         yield

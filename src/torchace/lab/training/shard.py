@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from torchace.lab.training.distributed import SingleProcess, State
+from torchace.lab.training.distributed import Ranks, State
 from torchace.lab.training.run_group import RunGroup
 from torchace.nn import Ensemble
 
 
-def shard_network(network: RunGroup, ranks: SingleProcess) -> RunGroup:
+def shard_network(network: RunGroup, ranks: Ranks) -> RunGroup:
     """Return the members of a run group that this rank trains.
 
     Args:

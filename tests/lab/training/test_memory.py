@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchace.lab.training.chunks import BYTES, ROWS, chunk_rows, collect_chunks
+from torchace.lab.training.memory import CHUNK_BYTES, CHUNK_ROWS, chunk_rows, collect_chunks
 from torchace.nn import SMOC, StackedLinear
 
 
@@ -20,9 +20,11 @@ def test_a_chunk_is_bounded_by_bytes_whatever_is_wide(members: int, inputs: int,
         smoc = SMOC(nn.Linear(inputs, hidden), hidden, classes, 3)
     for network in (separate, stacked, smoc):
         rows = chunk_rows(network, members)
-        assert rows == 1 or rows * members * widest * 8 <= BYTES
-        assert rows == ROWS or (rows + 1) * members * widest * 8 > BYTES
-        assert chunk_rows(network, members, itemsize=4) == max(1, min(ROWS, BYTES // (4 * members * widest)))
+        assert rows == 1 or rows * members * widest * 8 <= CHUNK_BYTES
+        assert rows == CHUNK_ROWS or (rows + 1) * members * widest * 8 > CHUNK_BYTES
+        assert chunk_rows(network, members, itemsize=4) == max(
+            1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * members * widest))
+        )
 
 
 def test_results_of_chunks_are_in_order() -> None:
