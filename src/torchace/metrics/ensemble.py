@@ -164,11 +164,10 @@ class EnsembleMetrics(MemberMetric):
             raise ValueError(_checks.nonfinite_message(bad))
         if self.samples == 0:
             raise NoSamples
-        scores = dict(zip(SCORES, self.sums / self.samples, strict=True))
         means = self.member_sums / self.samples  # (3, K)
-        scores["calibration_error"] = bins_error(CalibrationBins(*self.bins))
+        errors = [bins_error(CalibrationBins(*bins)) for bins in (self.bins, *self.member_bins)]
+        scores = dict(zip(SCORES, self.sums / self.samples, strict=True))
         scores |= {f"member_{name}": mean for name, mean in zip(MEMBER_SCORES, means.mean(1), strict=True)}
-        errors = [bins_error(CalibrationBins(*bins)) for bins in self.member_bins]
-        scores["member_calibration_error"] = torch.stack(errors).mean()
+        scores |= {"calibration_error": errors[0], "member_calibration_error": torch.stack(errors[1:]).mean()}
         scores["members"] = means[MEMBER_SCORES.index("accuracy")]
         return {name: score.float() for name, score in scores.items()}

@@ -33,12 +33,10 @@ def branch(
     At the model's first layer they are separate models, at its last one they are SMOC. The shared part is computed once
     and receives the mean of the members' gradients. Parameters keep their names; the model is not changed.
 
-    Members that start from equal weights and see the same samples stay equal, whatever the diversity (but for dropout):
-    use `reinitialize` unless each has its own samples.
-
-    The `forward` of the model, and of the modules around the layer, is traced (`torch.fx`): it must call its layers in
-    the same order for every input. Other modules are not traced. Arguments with default values keep these. Layers that
-    `forward` never calls are left out.
+    Members that start equal and see the same samples stay equal, whatever the diversity (but for dropout): use
+    `reinitialize` unless each has its own samples. The `forward` of the model, and of the modules around the layer, is
+    traced (`torch.fx`): it must call its layers in the same order for every input. Its optional arguments keep their
+    defaults.
 
     Args:
         model: The model to split, trained or not; it returns logits `(N, C, ...)`.

@@ -33,8 +33,7 @@ def stack_classifiers(
     `config.num_labels` outputs (transformers); else the linear layer registered last. If another layer makes the
     logits, the first forward raises an error.
 
-    Linear heads on one feature vector that see the same samples contract onto each other for every λ < 1: compare
-    `disagreement` before you credit diversity. Members of `branch` have more layers of their own.
+    Such heads contract onto each other for every λ < 1 (see `SMOC`); members of `branch` have more layers of their own.
 
     Args:
         model: A classifier whose logits an `nn.Linear` makes: an `nn.Sequential`, a network of timm, an image or

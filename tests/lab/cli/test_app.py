@@ -432,7 +432,7 @@ def test_a_wrong_file_is_one_sentence(name: str, invoke: Invoke, tmp_path: Path)
         (["run", "--out", "/dev/null/out"], "Cannot write to /dev/null/out: Not a directory. Choose another --out."),
         (["run", "--out", "x" * 300], "File name too long"),
         (["report", "nowhere"], "Found no experiment.json in nowhere"),
-        (["report", "."], "Found no experiment.json in "),
+        (["report", "."], "Found no experiment.json in ."),
         (["report", "/dev/null"], "experiment.json"),
     ],
 )

@@ -10,13 +10,7 @@ from tests.lab.report import synthetic
 from tests.lab.report.fits import FitSpec, write_fit
 from torchace._files import with_checksum
 from torchace.lab.schema.reading import ResultFileError, read_result
-from torchace.lab.schema.results import (
-    ExperimentResult,
-    GroupPlan,
-    PlanFile,
-    RunKey,
-    RunResult,
-)
+from torchace.lab.schema.results import ExperimentResult, GroupPlan, PlanFile, RunKey, RunResult
 
 DOCS = Path(__file__).parents[3] / "docs" / "results"
 ARM = {"name": "a", "label": "a", "num_members": 2, "diversities": [0]}

@@ -18,14 +18,7 @@ from torchace.lab.report.arrays import (
     reliability,
 )
 from torchace.lab.report.formats import at, capitalize
-from torchace.lab.report.plots import (
-    DASHED,
-    arms_with_figures,
-    color_of,
-    figure_title,
-    short_label,
-    two_diversities,
-)
+from torchace.lab.report.plots import DASHED, arms_with_figures, color_of, figure_title, short_label, two_diversities
 from torchace.lab.report.results import Results
 from torchace.lab.report.statistics import best_diversity
 from torchace.lab.report.tables import Table, make_table

@@ -14,14 +14,7 @@ from torchace.lab.report.arrays import Array, read_arrays, sample_scores
 from torchace.lab.report.formats import count
 from torchace.lab.report.metrics import TASKS, Metric, Task, add_derived, choose_units
 from torchace.lab.schema.reading import ResultFileError, read_result
-from torchace.lab.schema.results import (
-    ArmSummary,
-    DataSummary,
-    DiversitySearch,
-    ExperimentResult,
-    PlanFile,
-    RunResult,
-)
+from torchace.lab.schema.results import ArmSummary, DataSummary, DiversitySearch, ExperimentResult, PlanFile, RunResult
 
 SPLITS = ("test", "validation", "train")
 

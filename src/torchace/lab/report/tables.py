@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from torchace.lab.report import formats
 from torchace.lab.report.formats import NONE, at
@@ -68,12 +69,7 @@ class Table:
     @property
     def groups(self) -> tuple[tuple[str, int], ...]:
         """Group headings with the number of columns of each, empty where no column has one."""
-        spans: list[tuple[str, int]] = []
-        for column in self.columns:
-            if spans and spans[-1][0] == column.group:
-                spans[-1] = (column.group, spans[-1][1] + 1)
-            else:
-                spans.append((column.group, 1))
+        spans = [(group, len(list(columns))) for group, columns in groupby(column.group for column in self.columns)]
         return tuple(spans) if any(group for group, _ in spans) else ()
 
 

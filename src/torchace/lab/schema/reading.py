@@ -57,7 +57,7 @@ def read_result(path: Path, model: type[File], name: str = "") -> File:
         parsed = parse_json(data)
         text = data.decode()
     except FileNotFoundError:
-        folder = str(path).removesuffix(name)
+        folder = str(path).removesuffix(name) or "."
         raise ResultFileError(
             f"Found no {name} in {folder}; give the directory that `torchace run` or `torchace fit` wrote."
         ) from None
