@@ -23,7 +23,7 @@ NETWORKS: dict[str, tuple[Callable[..., nn.Module], Callable[[Mapping[str, Any]]
 
 
 def build(architecture: Mapping[str, Any]) -> nn.Module:
-    """Build a network from its `architecture`, which every network of `torchace.models` has as an attribute.
+    """Build a network from its `architecture`, an attribute of every network of `torchace.models`.
 
     Args:
         architecture: The network's name and its arguments, as JSON types.
@@ -68,5 +68,5 @@ def check_architecture(architecture: object) -> dict[str, Any]:
         raise ValueError(f"Expected arguments of {name} in `architecture`, but got {', '.join(unknown)}.")
     missing = [key for key, p in parameters.items() if p.default is p.empty and key not in arguments]
     if missing:
-        raise ValueError(f"Expected `architecture` of {name} to give {', '.join(missing)}, but it does not.")
+        raise ValueError(f"Expected `architecture` of {name} to have {', '.join(missing)}, but it does not.")
     return arguments
