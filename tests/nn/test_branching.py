@@ -286,7 +286,7 @@ def test_a_layer_with_two_names_or_two_calls() -> None:
     x = torch.randn(6, 4)
     ensemble = branch(model, K, at="alias", example=x)  # its first call is that of `middle`
     assert [name for name, _ in ensemble.trunk.named_parameters()] == ["first.weight", "first.bias"]
-    with pytest.raises(ValueError, match=r"'middle.weight' is used both before and after .* part at 'last'"):
+    with pytest.raises(ValueError, match=r"'middle.weight' is used both before and after the split at 'last'"):
         branch(Net(lambda net, x: net.middle(net.last(net.middle(net.first(x))))), K, at="last")
 
 
@@ -359,7 +359,7 @@ def in_half(net: Net, x: Tensor) -> Tensor:
         (frozen, r"switches gradients or autocast"),
         (in_half, r"switches gradients or autocast"),
         (by_training, r"differs between training and evaluation"),
-        (lambda net, x: net.last(net.first(x) + torch.rand(6)), r"makes a tensor that depends on no input"),
+        (lambda net, x: net.last(net.first(x) + torch.rand(6)), r"creates a tensor that depends on no input"),
         (lambda net, x: net.middle(net.first(x)), r"never calls the layer 'last'"),
         (
             lambda net, x: F.linear(net.last(net.middle(net.first(x))), net.middle.weight[:, :5]),

@@ -316,7 +316,7 @@ def test_damaged_and_missing_files(tmp_path):
 
 def test_directories(tmp_path):
     save_model(tmp_path / "two", Ensemble([net(), net()]))
-    with pytest.raises(ModelFileError, match=r"holds an ensemble of 2 members .* load_model or load_weights"):
+    with pytest.raises(ModelFileError, match=r"holds an ensemble of 2 members, .* load_model or load_weights"):
         Ensemble.from_checkpoints(net, [tmp_path / "two"])
     save_model(tmp_path / "shared", Ensemble([net()], trunk=nn.Linear(4, 4)))
     with pytest.raises(ModelFileError, match="members, not one model"):

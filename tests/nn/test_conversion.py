@@ -244,7 +244,7 @@ def test_a_head_that_does_not_make_the_logits() -> None:
     model = Returning(lambda logits: logits)
     model.unused = nn.Linear(4, NUM_CLASSES)
     with pytest.raises(
-        ValueError, match=r"logits to have 3·5 = 15 classes .* got shape \(7, 5\).* layer than 'unused'"
+        ValueError, match=r"logits to have 3·5 = 15 classes .* got shape \(7, 5\).* layer other than 'unused'"
     ):
         stack_classifiers(model, K)(torch.randn(7, 4))
 
@@ -338,7 +338,7 @@ def test_unfit_models_are_refused(build: Any, message: str) -> None:
 def test_unfit_hosts_are_refused() -> None:
     model, _, _ = timm_host("test_resnet", "fc")
     model.reset_classifier(0)
-    with pytest.raises(ValueError, match=r"gives Identity. Build the model with num_classes=C"):
+    with pytest.raises(ValueError, match=r"returns Identity. Build the model with num_classes=C"):
         stack_classifiers(model, K)
     model, _, _ = timm_host("mobilenetv3_small_050", "classifier")
     model.classifier = nn.Conv2d(8, NUM_CLASSES, 1)

@@ -283,7 +283,7 @@ def test_no_more_members_are_built_than_there_are_weights_for(
 def test_weights_that_say_to_be_larger_than_their_tensors_are_not_read(saved: tuple[Path, EnsembleModule]) -> None:
     os.truncate(saved[0] / "weights.safetensors", 1 << 40)
     reseal(saved[0], set_in("weights", "bytes", to=1 << 40))
-    refused(saved[0], "other bytes than its tensors take")
+    refused(saved[0], "a size that does not match its tensors")
 
 
 def test_a_description_nested_too_deeply_is_refused(saved: tuple[Path, EnsembleModule]) -> None:

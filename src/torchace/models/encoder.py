@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchace import _checks
 
-# Clip standardized values: none of N training rows is beyond √N, and an outlier in new data stays finite in half precision.
+# Bound of standardized values: none of N training rows exceeds √N, and outliers stay finite in half precision.
 LIMIT = 1e4
 
 # the number of values in each buffer; columns are int64, statistics float64

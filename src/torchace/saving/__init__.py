@@ -262,7 +262,7 @@ def _check_fit(module: nn.Module, manifest: Json, where: Path) -> None:
         if own[name] != saved[name]:
             raise ModelFileError(
                 f"{where} does not fit: {name!r} is {_show_tensor(saved[name])} in the model, but "
-                f"{_show_tensor(own[name])} in the module; build the same architecture, and convert its type after loading."
+                f"{_show_tensor(own[name])} in the module; build the same and convert types after loading."
             )
     if isinstance(module, EnsembleModule):
         for name, value in {"num_members": module.num_members, "link": module.link}.items():
