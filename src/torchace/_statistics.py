@@ -56,11 +56,10 @@ def mean_over_seeds(differences: ArrayLike) -> MeanEstimate | None:
 
 
 def mean_over_seeds_and_samples(differences: ArrayLike, weight: ArrayLike | None = None) -> MeanEstimate | None:
-    r"""Estimate the mean of `differences` `(S, N)` for new seeds and samples, as random, crossed effects.
+    r"""Estimate the mean of `differences` `(S, N)` for new seeds and samples; None below two of either.
 
-    $d_{si} = \mu + a_s + b_i + e_{si}$; its variance is $\sigma_a^2 / S + \sigma_b^2 / N + \sigma_e^2 / (S N)$. The
-    sample means estimate the last two terms, the seed means the first and last, the residuals the last; the first is
-    their difference, at least 0. `weight` is `(N,)`. None below two seeds or two samples.
+    With $d_{si} = \mu + a_s + b_i + e_{si}$ the mean's variance is $\sigma_a^2 / S + \sigma_b^2 / N + \sigma_e^2 /
+    (S N)$. Sample means estimate the last two terms, seed means the first and last, residuals the last.
     """
     d = np.asarray(differences, dtype=np.float64)
     count, size = d.shape

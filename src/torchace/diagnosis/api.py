@@ -32,9 +32,9 @@ def diagnose(
 ) -> Diagnosis:
     """Diagnose an ensemble from its members' predictions, with findings, numbers and figures.
 
-    The checks: members that are nearly the same model (collapse, copies), members at chance level, co-adaptation
-    (members that are accurate only together), a dominant member, no gain over the best member, diversity on the
-    training data only, calibration, and classes with low recall. A warning exceeds sampling noise.
+    The checks: collapse and copies, members at chance level, co-adaptation (members accurate only together), a dominant
+    member, no gain over the best member, diversity on the training data only, calibration, classes with low recall.
+    A warning exceeds sampling noise.
 
     Args:
         logits: Members' logits on test samples, `(K, N, C)`.
@@ -73,16 +73,10 @@ def diagnose(
 
 
 def diagnose_file(path: str | os.PathLike[str]) -> Diagnosis:
-    """Diagnose a `.npz` or `.safetensors` file of predictions.
+    """Diagnose a `.npz` or `.safetensors` file of predictions; a damaged one is a `ValueError`.
 
     Its arrays are `logits` `(K, N, C)` and `target` `(N,)`; optional are `train_logits` and `train_target`,
     `member_weights` `(K,)` and, in a `.npz` file, `class_names`. Nothing is unpickled.
-
-    Args:
-        path: The file.
-
-    Raises:
-        ValueError: The file is damaged or lacks these arrays.
 
     Example:
         >>> import numpy as np, tempfile

@@ -24,9 +24,8 @@ class Finding:
     """One check of an ensemble and its outcome.
 
     Attributes:
-        name: Name of the check: `"collapse"`, `"chance"`, `"calibration"`, ...
-        severity: `"warning"`: a problem beyond sampling noise. `"note"`: a minor observation, or too few samples to
-            decide. `"ok"`: no problem.
+        name: Name of the check, such as `"collapse"`.
+        severity: `"warning"`: a problem beyond sampling noise; `"note"`: minor, or too few samples; `"ok"`.
         sentence: The result, headline first.
         advice: Recommended action, or empty.
         numbers: The numbers behind the sentence, with their 99 % intervals.
@@ -105,11 +104,7 @@ class Diagnosis:
     as_json = to_json  # deprecated name
 
     def figures(self, dark: bool = False) -> dict[str, bytes]:
-        """Return the figures as PNG files by name; needs matplotlib.
-
-        Args:
-            dark: Use the colours of dark pages.
-        """
+        """Return the figures as PNG files by name, in light or dark colours; needs matplotlib."""
         from torchace.diagnosis.figures import render_figures
 
         return render_figures(self, dark=dark)

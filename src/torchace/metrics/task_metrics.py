@@ -14,16 +14,7 @@ from torchace.metrics.ensemble import EnsembleMetrics, MemberMetric, NoSamplesEr
 
 
 class RegressionMetrics(MemberMetric):
-    r"""Scores of an ensemble of regressors: `mean_squared_error`, `member_mean_squared_error`, `ambiguity`, `members`.
-
-    `ambiguity` is the mean of $\sum_k \alpha^k (F^k - \bar F)^2$.
-
-    Example:
-        >>> metrics = RegressionMetrics(num_members=2)
-        >>> metrics.update(torch.tensor([[1.0], [3.0]]), torch.tensor([1.0]))
-        >>> metrics.compute()["mean_squared_error"], metrics.compute()["ambiguity"]
-        (tensor(1.), tensor(1.))
-    """
+    """`mean_squared_error`, `member_mean_squared_error`, `ambiguity` and `members` `(K,)` of regressors."""
 
     member_score = "member_mean_squared_error"
 
@@ -69,17 +60,8 @@ class RegressionMetrics(MemberMetric):
 class TaskMetrics(nn.Module):
     """Scores for an ensemble's link, one scalar each; sizes come from the first batch.
 
-    - `"softmax"`: those of `EnsembleMetrics`; of class probabilities, the target is the most likely class.
-    - `"sigmoid"`: the same, with each output as two classes, split at a target of 0.5.
-    - `"identity"`: those of `RegressionMetrics`.
-
-    `members` becomes `member_accuracy_0`, ..., or `member_mean_squared_error_0`, ...
-
-    Example:
-        >>> metrics = TaskMetrics(num_members=2, link="sigmoid")
-        >>> metrics.update(torch.tensor([[-1.0, 2.0], [-2.0, -1.0]]), torch.tensor([0.0, 1.0]))
-        >>> metrics.compute()["member_accuracy_0"], metrics.compute()["disagreement"]
-        (tensor(1.), tensor(0.5000))
+    Softmax: `EnsembleMetrics`, with the most likely class of a target of probabilities. Sigmoid: the same, with each
+    output as two classes, split at 0.5. Identity: `RegressionMetrics`. `members` becomes `member_accuracy_0`, ...
     """
 
     def __init__(self, num_members: int, link: str = "softmax", *, ignore_index: int = -100) -> None:

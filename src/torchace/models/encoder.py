@@ -29,7 +29,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class TableEncoder(nn.Module):
-    """A module without parameters that maps a table's raw matrix `(N, F)` to features `(N, D)`.
+    """A module without parameters that maps a table's raw matrix `(N, F)` in float64 to features `(N, D)`.
 
     The features are, in this order:
 
@@ -37,12 +37,7 @@ class TableEncoder(nn.Module):
     - for each of `indicator_columns`, 1 where x is NaN, otherwise 0;
     - for each of `code_columns`, 1 where x is the code in `codes`, otherwise 0.
 
-    Pass the matrix in float64: features are computed in float64 (times in seconds exceed float32's precision) and
-    returned in the module's type.
-
-    Attributes:
-        num_features: D.
-        architecture: Description from which `build` makes an encoder of the same sizes.
+    They are computed in float64 (times in seconds exceed float32's precision) and returned in the module's type.
     """
 
     mean: Tensor
@@ -71,12 +66,7 @@ class TableEncoder(nn.Module):
 
     @classmethod
     def from_values(cls, *, num_columns: int, **values: Sequence[float]) -> TableEncoder:
-        """Return an encoder with statistics: `TableEncoder.from_values(**encoding.encoder_arguments())`.
-
-        Args:
-            num_columns: F, the columns of the raw matrix.
-            **values: `mean` and `std` of the number columns; `number_columns`, `indicator_columns` and `code_columns`,
-                the column of each feature; `codes`, the code at which each one-hot feature is 1.
+        """Return an encoder with the values of its buffers: `TableEncoder.from_values(**encoding.encoder_arguments())`.
 
         Example:
             >>> encoder = TableEncoder.from_values(
@@ -161,22 +151,7 @@ def _find_problem(values: Mapping[str, Tensor], num_columns: int) -> str | None:
 
 
 def table_encoder(num_columns: int, num_numbers: int, num_indicators: int, num_codes: int) -> TableEncoder:
-    """Return an encoder of tables without statistics; for one with them, use `TableEncoder.from_values`.
-
-    Args:
-        num_columns: F, the columns of the raw matrix.
-        num_numbers: The number of scaled number columns.
-        num_indicators: The number of indicators of missing values.
-        num_codes: The number of one-hot features.
-
-    Returns:
-        A module that maps a raw matrix `(N, F)` to features `(N, D)`.
-
-    Example:
-        >>> encoder = table_encoder(num_columns=3, num_numbers=2, num_indicators=1, num_codes=4)
-        >>> encoder.num_features, len(list(encoder.parameters()))
-        (7, 0)
-    """
+    """Return an encoder without statistics, from raw columns to numbers, missing indicators and one-hot codes."""
     _checks.check_count(num_columns, "num_columns")
     _checks.check_count(num_numbers, "num_numbers", least=0)
     _checks.check_count(num_indicators, "num_indicators", least=0)

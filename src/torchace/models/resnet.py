@@ -40,12 +40,7 @@ def make_stage(in_channels: int, out_channels: int, num_blocks: int, stride: int
 
 
 class CifarResNet(nn.Module):
-    """The network of `cifar_resnet`; its children run in order.
-
-    Attributes:
-        num_features: The number of inputs of the classifier `fc`.
-        architecture: Description for `build`.
-    """
+    """The network of `cifar_resnet`; its children run in order, and `fc` has `num_features` inputs."""
 
     def __init__(self, depth: int, num_classes: int | None, width: int, in_channels: int) -> None:
         super().__init__()
@@ -90,15 +85,14 @@ class CifarResNet(nn.Module):
 def cifar_resnet(depth: int, num_classes: int | None = 10, *, width: int = 16, in_channels: int = 3) -> CifarResNet:
     """Return a residual network of 6n+2 layers for images of about 32x32 pixels (He et al. 2016).
 
-    Three stages of n basic blocks with 16, 32 and 64 channels. The first block of each stage has a projection shortcut,
-    as the paper's parameter count of ResNet-110, 1,731,002, implies. Convolutions have no bias and He et al.'s
-    initialization; the classifier has that of `nn.Linear`, like SMOC's heads. The children run in order: `conv1`,
+    Three stages of n basic blocks, each starting with a projection shortcut, as the paper's 1,731,002 parameters of
+    ResNet-110 imply. Convolutions have no bias and He et al.'s initialization. The children run in order: `conv1`,
     `bn1`, `relu`, `stage1`, `stage2`, `stage3`, `pool`, `flatten`, `fc`.
 
     Args:
         depth: 20, 32, 44, 56, 110 or any other 6n+2.
         num_classes: C; None for a trunk that returns the features (its `fc` is the identity).
-        width: Channels of the first stage.
+        width: Channels of the first stage; doubled in each of the next two.
         in_channels: Channels of the images.
 
     Returns:
@@ -108,8 +102,6 @@ def cifar_resnet(depth: int, num_classes: int | None = 10, *, width: int = 16, i
         >>> network = cifar_resnet(20)
         >>> network(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])
-        >>> sum(parameter.numel() for parameter in cifar_resnet(110).parameters())
-        1731002
         >>> trunk = cifar_resnet(20, num_classes=None)
         >>> trunk(torch.zeros(2, 3, 32, 32)).shape, trunk.num_features
         (torch.Size([2, 64]), 64)

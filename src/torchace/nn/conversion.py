@@ -91,14 +91,10 @@ class FlatHead(nn.Module):
 class StackedClassifiers(EnsembleModule):
     """The ensemble of `stack_classifiers`: a host whose head returns `(..., K·C)`, unfolded to `(K, N, C, ...)`.
 
-    The first forward in training and the first in evaluation mode check that no layer after the head mixes members (not
-    under `torch.compile`).
+    The first forward in each mode checks that no layer after the head mixes members (not under `torch.compile`).
 
     Attributes:
-        host: The model with its head replaced.
-        head: The name of the head in the host.
-        num_classes: C.
-        class_axis: The axis of the classes in host logits of more than two axes: 1 or -1. The first unambiguous forward
+        class_axis: The axis of the classes in host logits of more than two axes, 1 or -1. The first unambiguous forward
             sets it; set it yourself where both axes fit.
     """
 
@@ -111,12 +107,7 @@ class StackedClassifiers(EnsembleModule):
         self._checked_modes: set[bool] = set()  # of `host.training`
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the members' logits, `(K, N, C)`; `(K, N, C, d1, ...)` for a host that classifies tokens or pixels.
-
-        Args:
-            *args: Inputs of the host.
-            **kwargs: Inputs of the host, without `labels`.
-        """
+        """Return the logits of the host's inputs, `(K, N, C)`; `(K, N, C, d1, ...)` for tokens or pixels."""
         if kwargs.pop("labels", None) is not None:
             raise TypeError(
                 "Expected no `labels`: the host would compute its own loss over all members' classes at once. "

@@ -18,9 +18,7 @@ Weights = Tensor | Sequence[float] | None
 class MemberLoss(nn.Module):
     """Base class of the losses: λ, α, the reduction, and the options of one function.
 
-    Attributes:
-        link: The link of the ensembles that the loss trains.
-        score: The score by which to compare models; the loss itself is unbounded below.
+    It trains ensembles with `link`. Compare models by `score`: the loss itself is unbounded below.
     """
 
     function: ClassVar[Callable[..., Tensor]]

@@ -27,12 +27,7 @@ Members = EnsembleModule | Iterable[nn.Module] | Callable[[int], nn.Module]
 
 
 def split_range(count: int, parts: int, index: int) -> range:
-    """Return part `index` of `range(count)` split into `parts`, of which the first may be longer by one.
-
-    Example:
-        >>> [list(split_range(5, 3, index)) for index in range(3)]
-        [[0, 1], [2, 3], [4]]
-    """
+    """Return part `index` of `range(count)` split into `parts`, of which the first may be longer by one."""
     least, more = divmod(count, parts)
     start = index * least + min(index, more)
     return range(start, start + least + (index < more))
@@ -153,10 +148,9 @@ class MemberParallelEnsemble(EnsembleModule):
         return self.mixture(logits, member_weights=member_weights)
 
     def gather(self, *, everywhere: bool = False) -> Ensemble | None:
-        """Return all members as an `Ensemble` on the CPU of the first rank, None on the others; all ranks must call it.
+        """Return all members as an `Ensemble` on the CPU of the first rank (or `everywhere`), else None.
 
-        Args:
-            everywhere: Return the ensemble on every rank.
+        All ranks must call it.
         """
         keep = everywhere or self._rank == 0
         members = []

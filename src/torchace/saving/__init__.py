@@ -38,12 +38,9 @@ def save_model(
 ) -> None:
     """Save an ensemble as a directory of `weights.safetensors` and `manifest.json`.
 
-    The write is atomic: the directory is written beside `path`, flushed and renamed. A model at `path` is replaced;
-    anything else there is an error. Weights keep their type, and may be on any device.
-
-    If all networks come from `torchace.models`, `load_model` can rebuild the ensemble. Other ensembles, and networks
-    that were modified or share parameters, are saved as weights for `load_weights`. Frozen parameters and training
-    mode are not recorded.
+    The write is atomic. A model at `path` is replaced; anything else there is an error. `load_model` can rebuild
+    unmodified networks of `torchace.models`; other ensembles are saved as weights for `load_weights`. Frozen
+    parameters and training mode are not recorded.
 
     Args:
         path: The directory.

@@ -26,10 +26,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of ensemble: `describe` returns its architecture as JSON, `rebuild` a new ensemble from that and K.
+    """One kind of ensemble: `describe` it as JSON (None outside `torchace.models`) and `rebuild` it from that and K.
 
-    `describe` returns None for networks outside `torchace.models`; `finish` converts the ensemble after its weights are
-    loaded; with `copies`, one description is that of all members.
+    `finish` converts the ensemble after its weights are loaded; with `copies`, one description is that of all members.
     """
 
     type: type[EnsembleModule]
