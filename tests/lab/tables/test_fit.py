@@ -381,7 +381,7 @@ def test_another_process_may_be_faster(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     assert not fit.is_finished()
     done(job(data, "pet", tmp_path / "out"))
-    with pytest.raises(RunStoreError, match=r"Another process has finished .*out meanwhile\. Repeat the command"):
+    with pytest.raises(RunStoreError, match=r"Another process has finished .*out\. Repeat the command"):
         done(fit)
     assert is_complete(fit.out)
     assert not fit.work.exists()

@@ -130,7 +130,8 @@ class RayExecutor(Executor):
             ) from error
         if version != versions()["torchace"]:
             raise ValueError(
-                f"Expected torchace {versions()['torchace']} on the Ray workers, but got {version}. Install the same version."
+                f"Expected torchace {versions()['torchace']} on the Ray workers, but got {version}. "
+                "Install the same version."
             )
         return dict(hardware)
 
@@ -189,9 +190,7 @@ class _Dispatch:
 
     def _fetch_mail(self) -> None:
         """Report progress and write the checkpoints that arrived."""
-        current = {
-            (group.id, attempt): group for group, attempt in self.running.values()
-        }  # ignores mail of earlier attempts
+        current = {(group.id, attempt): group for group, attempt in self.running.values()}  # no earlier attempts
         checkpoint: Any = ()
         while checkpoint is not None:
             try:

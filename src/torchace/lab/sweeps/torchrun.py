@@ -136,7 +136,8 @@ def _check(arm: Arm, ranks: Ranks) -> None:
     """Refuse arms that cannot be split over these ranks."""
     if arm.train.batch_size < ranks.data:
         raise ConfigError(
-            f"train.batch_size: expected at least {ranks.data}, one sample for each rank, but got {arm.train.batch_size}."
+            f"train.batch_size: expected at least {ranks.data}, one sample for each rank, but got "
+            f"{arm.train.batch_size}."
         )
     if ranks.members == 1:
         return

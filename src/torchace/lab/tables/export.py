@@ -89,9 +89,7 @@ def _compare(runtime: ModuleType, data: bytes, graph: _Graph, rows: Tensor) -> f
             expected = [value.numpy() for value in graph(rows[:count])]
         for name, ours, theirs in zip(graph.outputs, outputs, expected, strict=True):
             if ours.shape != theirs.shape:
-                raise ExportError(
-                    f"Expected {name} of shape {theirs.shape}, but the exported graph gives {ours.shape}."
-                )
+                raise ExportError(f"Expected {name} of shape {theirs.shape}, but got {ours.shape} from the graph.")
             scale = 1.0 if graph.is_classifier else max(1.0, float(np.abs(theirs).max()))
             difference = float(np.abs(ours - theirs).max()) / scale
             if not math.isfinite(difference) or difference > TOLERANCE:

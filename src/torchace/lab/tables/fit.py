@@ -110,9 +110,7 @@ class TableFit:
             self._check_work()
             if self.is_finished():
                 self.remove_work()
-                raise RunStoreError(
-                    f"Another process has finished {self.out} meanwhile. Repeat the command to show it."
-                )
+                raise RunStoreError(f"Another process has finished {self.out}. Repeat the command to show it.")
             if not self._request_file.exists():
                 started = datetime.now(UTC).isoformat(timespec="seconds")
                 content = {"request": self.request(), "started": started}

@@ -39,8 +39,8 @@ Losses = dict[float, dict[int, Tensor | None]]  # (N,) by λ and seed; None for 
 def best_diversity(scores: Mapping[float, Scores]) -> float:
     """Return the λ with the fewest failed trainings, then the lowest mean score, then the smallest λ.
 
-    No one-standard-error rule: a larger λ is neither simpler nor cheaper. The comparison with λ=0 on fresh seeds corrects
-    for selection bias.
+    No one-standard-error rule: a larger λ is neither simpler nor cheaper. The comparison with λ=0 on fresh seeds
+    corrects for selection bias.
 
     Example:
         >>> best_diversity({0.0: {1: 0.5, 2: 0.7}, 0.3: {1: 0.5, 2: 0.6}, 0.5: {1: 0.1, 2: None}})

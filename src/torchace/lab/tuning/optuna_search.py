@@ -95,8 +95,8 @@ class StudyResult:
 class OptunaSearch(Search):
     """Search the plan and λ with the lowest cross entropy (or squared error) on validation samples.
 
-    The value of a trial is the mean score over the seeds. The first trial is the given plan at λ=0. A second run resumes
-    the study, and several processes may share it. Suggestions depend on the seed and earlier trials, not on the process.
+    The value of a trial is the mean score over the seeds. The first trial is the given plan at λ=0. A second run
+    resumes the study, and several processes may share it. Suggestions depend on the seed and earlier trials alone.
 
     Attributes:
         problem: Plan, samples and seed; the search starts from the plan's values.
