@@ -273,8 +273,8 @@ def test_no_more_members_are_built_than_there_are_weights_for(
     shapes = json.loads((tmp_path / "model" / "manifest.json").read_text())["tensors"].values()
     reseal(tmp_path / "model", set_in("num_members", to=sum(math.prod(tensor["shape"]) for tensor in shapes)))
     built: list[int] = []
-    real = branching._Part.__init__
-    monkeypatch.setattr(branching._Part, "__init__", lambda *args: built.append(1) or real(*args))
+    real = branching._SubModel.__init__
+    monkeypatch.setattr(branching._SubModel, "__init__", lambda *args: built.append(1) or real(*args))
     with pytest.raises(ModelFileError, match="no ensemble that fits its weights"):
         load_model(tmp_path / "model")
     assert len(built) <= 4  # trunk and member of one, and their copies
