@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchace.saving import ModelFileError, load_model, load_weights, save_model
     from torchace.sklearn import ACEClassifier, NCLRegressor
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Imported lazily: torchmetrics takes seconds, and scikit-learn is optional.
 _LAZY = {
