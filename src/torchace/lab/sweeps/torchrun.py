@@ -26,7 +26,7 @@ from torchace.lab.sweeps.environment import versions
 from torchace.lab.sweeps.executor import Executor, Plan, Stop, train_group
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.training.distributed import (
-    RankLost,
+    RankLostError,
     Ranks,
     check_same,
     connect,
@@ -72,7 +72,7 @@ def process_group(parallel: str | None) -> Iterator[int | None]:
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     """Handle SIGTERM, which torchrun sends to the other ranks when one dies."""
-    if not RankLost.happened:  # else this rank ends once it has reported that
+    if not RankLostError.happened:  # else this rank ends once it has reported that
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

@@ -58,7 +58,7 @@ def predict_file(
         raise DataError(f"{out} is the file that is read; write the predictions to another one.")
     if (twice := first_duplicate(keep)) is not None:
         raise DataError(f"The column {twice!r} is to be kept twice; name it once.")
-    rows = rows or chunk_rows(model.ensemble, model.ensemble.num_members, most=MAX_ROWS)
+    rows = rows or chunk_rows(model.ensemble, model.ensemble.num_members, max_rows=MAX_ROWS)
     chunks = _predict_chunks(model, data, keep, rows)
     first = next(chunks)  # errors of the table come up before anything is written
     count = 0
