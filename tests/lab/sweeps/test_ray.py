@@ -433,7 +433,9 @@ def test_a_device_the_cluster_does_not_have(joined: Nodes, device: str, words: s
 
 def test_more_threads_than_a_node_has_cores(joined: Nodes, experiment: Experiment, tmp_path: Path) -> None:
     sweep = Sweep(experiment, tmp_path / "out", RayExecutor(threads=3))
-    with pytest.raises(ValueError, match=r"takes 3 CPUs.* the largest node has 1\. Set OMP_NUM_THREADS=1 or less"):
+    with pytest.raises(
+        ValueError, match=r"a node with 3 CPUs.* the largest node has 1\. Set OMP_NUM_THREADS=1 or less"
+    ):
         sweep.run()
     assert not (tmp_path / "out").exists()
 

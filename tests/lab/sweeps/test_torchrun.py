@@ -269,13 +269,13 @@ def test_parallel_without_torchrun(
         (
             {"train": {"detach_others": False}},
             (2, 1),
-            "train.detach_others: members on other ranks are constants; set detach_others = true, or use "
-            "--parallel data.",
+            "train.detach_others: expected true, because members on other ranks receive no gradient, but got false. "
+            "Set detach_others = true, or use --parallel data.",
         ),
         (
             {"train": {"batch_size": 3}},
             (1, 4),
-            "train.batch_size: expected at least 4, a sample for each rank, but got 3.",
+            "train.batch_size: expected at least 4, one sample for each rank, but got 3.",
         ),
     ],
 )
@@ -302,7 +302,8 @@ def refused(folder: str, sections: dict[str, Any], layout: str) -> str:
 
 def test_more_ranks_than_members(tmp_path: Path) -> None:
     found = team().run(4, refused, str(tmp_path / "out"), {"model": {"num_members": 3}}, "members")
-    message = "4 ranks are more than 3 members; use fewer, or --parallel 3xD, the batch over D ranks."
+    message = "expected at least 4, one member for each rank, but got 3. "
+    message += "Use fewer ranks, or --parallel 3xD to split the batch too."
     assert found == [f"model.num_members: {message}"] * 4  # all say so, nobody waits
     assert not (tmp_path / "out").exists()
 
