@@ -326,16 +326,16 @@ SETTINGS = {
     "paper.note='x'": "expected a value for paper.table",
     # out of range
     "data.limit=0": "expected data.limit to be at least 1, but got 0",
-    "data.limit=1298": "data.limit: digits has 1297 training samples, but got 1298",
+    "data.limit=1298": "data.limit: expected at most 1297, the training samples of digits, but got 1298",
     "data.validation=1.0": "expected data.validation to be less than 1, but got 1.0",
-    "data.validation=0.001": "data.validation: 0.001 of 200 training samples leaves nothing",
-    "data.validation=0.9": "train.batch_size: there are 20 training samples, but got 50",
+    "data.validation=0.001": "data.validation: expected a fraction that leaves samples to validate",
+    "data.validation=0.9": "train.batch_size: expected at most 20, the training samples, but got 50",
     "model.hidden=[1000000000]": "expected model.hidden.0 to be at most 100000",
     "model.num_members=100000000": "expected model.num_members to be at most 10000",
     "model.head_scale=0": "expected model.head_scale to be more than 0",
     "train.epochs=0": "expected train.epochs to be at least 1, but got 0",
     f"train.steps=1{'0' * 30}": "expected train.steps to be less than 2.14748e+09",
-    "train.batch_size=201": "train.batch_size: there are 200 training samples, but got 201",
+    "train.batch_size=201": "train.batch_size: expected at most 200, the training samples, but got 201",
     "train.learning_rate=0": "expected train.learning_rate to be more than 0, but got 0",
     f"train.learning_rate=1{'0' * 400}": "expected train.learning_rate to be a number",
     "sweep.diversities=[1.1]": "expected sweep.diversities.0 to be at most 1, but got 1.1",
@@ -554,7 +554,7 @@ def test_a_directory_in_use_is_refused(invoke: Invoke, small: Path) -> None:
     with RunStore(Path("out")).locked():
         outcome = invoke("run", small, "--out", "out")
     assert outcome.code == 1
-    assert outcome.err == (f"Error: Process {os.getpid()} is at work in out. Wait for it, or choose another --out.\n")
+    assert outcome.err == (f"Error: Process {os.getpid()} is using out. Wait for it, or choose another --out.\n")
     assert [path.name for path in Path("out").iterdir()] == ["lock"]
 
 

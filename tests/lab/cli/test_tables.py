@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "out in a file": ((*FIT, *TINY, "--out", "a_file/model"), ("a_file/model",)),
     "out where nobody can write": ((*FIT, *TINY, "--out", "/proc/model"), ("/proc/model",)),
     "out too long": ((*FIT, *TINY, "--out", "x" * 300), ("File name too long",)),
-    "out holds something else": ((*FIT, *TINY, "--out", "occupied"), ("occupied", "something else")),
+    "out holds something else": ((*FIT, *TINY, "--out", "occupied"), ("occupied", "other files")),
     "out holds another model": ((*FIT, *TINY, "--out", "regressor"), ("regressor", "something else")),
     "out is a dangling link": ((*FIT, *TINY, "--out", "dangling"), ("dangling",)),
     "out is here": ((*FIT, *TINY, "--out", "."), ("'.'",)),
@@ -268,7 +268,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tune: storage nowhere": ((*TUNE, "--trials", "1", "--storage", "sqlite:////proc/x/s.db"), ("/proc/x/s.db",)),
     "tune: too many seeds": ((*TUNE, "--seeds", "501"), ("500", "501")),
     "tune: out is a file": ((*TUNE, "--out", "a_file"), ("a_file",)),
-    "tune: out holds something else": ((*TUNE, "--out", "occupied"), ("occupied", "something else")),
+    "tune: out holds something else": ((*TUNE, "--out", "occupied"), ("occupied", "other files")),
     # evaluate
     "evaluate: no model": (("evaluate", "nowhere", "good.csv"), ("nowhere",)),
     "evaluate: a class never seen": (("evaluate", "model", "unseen.csv"), ("'axolotl'", "Row 13", "'cat'")),
@@ -303,7 +303,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # models
     "show: no model": (("show", "nowhere"), ("nowhere",)),
     "show: a run directory": (("show", "runs"), ("runs",)),
-    "show: a model of no table": (("show", "plain"), ("plain", "no model of a table")),
+    "show: a model of no table": (("show", "plain"), ("plain", "Expected a model of a table")),
     "show: a model that claims a table": (("show", "claims"), ("claims",)),
     "show: a flipped bit": (("show", "flipped"), ("flipped", "SHA-256")),
     "show: no weights": (("show", "half"), ("half", "weights.safetensors")),
@@ -431,7 +431,7 @@ def test_other_settings_in_the_same_place_are_refused(other: tuple[Any, ...], he
 def test_a_second_fit_at_the_same_time_is_refused(here: Path, invoke: Invoke) -> None:
     with RunStore(Path("m.work")).locked():
         refused = invoke("fit", "pets.csv", "--target", "pet", *TINY, "--out", "m")
-    assert_one_sentence(refused, f"Process {os.getpid()} is at work in m.work")
+    assert_one_sentence(refused, f"Process {os.getpid()} is using m.work")
     assert os.listdir("m.work") == ["lock"]
 
 

@@ -378,8 +378,8 @@ def test_stopped_with_a_checkpoint_and_a_damaged_one(
         sweep.run()
     assert [run for run in _runs(tmp_path) if not RunStore(tmp_path).is_finished(run)] == list(caught.value.reasons)
     assert set(caught.value.reasons.values()) == {
-        f"The checkpoint in {state.parent} is damaged ({state.name} is not what was written). "
-        "Remove that folder to start its runs anew"
+        f"The checkpoint in {state.parent} is damaged ({state.name} was changed or truncated). "
+        "Remove that folder to restart its runs"
     }
     state.write_bytes(whole)
     sweep.run()
@@ -433,7 +433,9 @@ def test_a_device_the_cluster_does_not_have(joined: Nodes, device: str, words: s
 
 def test_more_threads_than_a_node_has_cores(joined: Nodes, experiment: Experiment, tmp_path: Path) -> None:
     sweep = Sweep(experiment, tmp_path / "out", RayExecutor(threads=3))
-    with pytest.raises(ValueError, match=r"takes 3 CPUs.* the largest node has 1\. Set OMP_NUM_THREADS=1 or less"):
+    with pytest.raises(
+        ValueError, match=r"a node with 3 CPUs.* the largest node has 1\. Set OMP_NUM_THREADS=1 or less"
+    ):
         sweep.run()
     assert not (tmp_path / "out").exists()
 
