@@ -554,7 +554,7 @@ def test_a_directory_in_use_is_refused(invoke: Invoke, small: Path) -> None:
     with RunStore(Path("out")).locked():
         outcome = invoke("run", small, "--out", "out")
     assert outcome.code == 1
-    assert outcome.err == (f"Error: Process {os.getpid()} is at work in out. Wait for it, or choose another --out.\n")
+    assert outcome.err == (f"Error: Process {os.getpid()} is using out. Wait for it, or choose another --out.\n")
     assert [path.name for path in Path("out").iterdir()] == ["lock"]
 
 

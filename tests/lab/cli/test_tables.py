@@ -431,7 +431,7 @@ def test_other_settings_in_the_same_place_are_refused(other: tuple[Any, ...], he
 def test_a_second_fit_at_the_same_time_is_refused(here: Path, invoke: Invoke) -> None:
     with RunStore(Path("m.work")).locked():
         refused = invoke("fit", "pets.csv", "--target", "pet", *TINY, "--out", "m")
-    assert_one_sentence(refused, f"Process {os.getpid()} is at work in m.work")
+    assert_one_sentence(refused, f"Process {os.getpid()} is using m.work")
     assert os.listdir("m.work") == ["lock"]
 
 

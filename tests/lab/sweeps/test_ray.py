@@ -378,8 +378,8 @@ def test_stopped_with_a_checkpoint_and_a_damaged_one(
         sweep.run()
     assert [run for run in _runs(tmp_path) if not RunStore(tmp_path).is_finished(run)] == list(caught.value.reasons)
     assert set(caught.value.reasons.values()) == {
-        f"The checkpoint in {state.parent} is damaged ({state.name} is not what was written). "
-        "Remove that folder to start its runs anew"
+        f"The checkpoint in {state.parent} is damaged ({state.name} was changed or truncated). "
+        "Remove that folder to restart its runs"
     }
     state.write_bytes(whole)
     sweep.run()
