@@ -258,7 +258,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "out where nobody can write": ((*FIT, *TINY, "--out", "/proc/model"), ("/proc/model",)),
     "out too long": ((*FIT, *TINY, "--out", "x" * 300), ("File name too long",)),
     "out holds something else": ((*FIT, *TINY, "--out", "occupied"), ("occupied", "other files")),
-    "out holds another model": ((*FIT, *TINY, "--out", "regressor"), ("regressor", "something else")),
+    "out holds another model": ((*FIT, *TINY, "--out", "regressor"), ("regressor", "other files")),
     "out is a dangling link": ((*FIT, *TINY, "--out", "dangling"), ("dangling",)),
     "out is here": ((*FIT, *TINY, "--out", "."), ("'.'",)),
     "somebody else's working directory": ((*FIT, *TINY, "--out", "mine"), ("mine.work", "other files")),
@@ -423,7 +423,7 @@ def test_other_settings_in_the_same_place_are_refused(other: tuple[Any, ...], he
     assert invoke("fit", "pets.csv", "--target", "pet", *TINY).code == 0
     before = everything_in(here)
     refused = invoke("fit", "pets.csv", "--target", "pet", *TINY, *other)
-    assert_one_sentence(refused, "models/pets holds something else already", "--out")
+    assert_one_sentence(refused, "models/pets already holds other files", "--out")
     assert everything_in(here) == before
 
 
