@@ -30,6 +30,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return BLOCK.findall(page.read_text("utf-8"))
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize(
@@ -75,6 +76,7 @@ def test_every_public_name_has_its_place() -> None:
     assert {name for name in public if not name.startswith("_")} - shown == set()
 
 
+@pytest.mark.extended
 def test_the_figures_are_drawn_by_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location("docs_figures", ROOT / "tools" / "docs_figures.py")
     assert spec is not None

@@ -441,7 +441,7 @@ def test_argument_errors(tmp_path):
     with pytest.raises(ValueError, match="`scheduler_interval` to be one of"):
         ACEModule(ensemble, loss, SGD, scheduler_interval="hour")
     module = ACEModule(ensemble, loss, lambda parameters: list(parameters))
-    with pytest.raises(TypeError, match="`optimizer_factory` to give an optimizer, but got list"):
+    with pytest.raises(TypeError, match="`optimizer_factory` to return an optimizer, but got list"):
         trainer(tmp_path, max_epochs=1).fit(module, classification())
 
 

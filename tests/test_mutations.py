@@ -1,9 +1,12 @@
 """Files of every format, changed at random: the short form of `python -m tests.mutations`."""
 
+import pytest
+
 from tests.mutations.__main__ import problems, spread
 from tests.mutations.subjects import SUBJECTS
 
 
+@pytest.mark.extended
 def test_changed_files_are_refused_in_one_sentence_or_harmless() -> None:
     found = spread(list(SUBJECTS), count=16, seed=7, workers=1)
     assert set(found) == set(SUBJECTS)

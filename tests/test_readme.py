@@ -14,8 +14,8 @@ def test_the_example_runs() -> None:
     names: dict[str, object] = {}
     torch.manual_seed(0)
     exec(blocks[0], names)
-    probs, unsure = names["probs"], names["unsure"]
+    probs, epistemic = names["probs"], names["epistemic"]
     assert isinstance(probs, torch.Tensor)
-    assert isinstance(unsure, torch.Tensor)
+    assert isinstance(epistemic, torch.Tensor)
     torch.testing.assert_close(probs.sum(1), torch.ones(128))
-    assert (unsure > 0).all()
+    assert (epistemic > 0).all()

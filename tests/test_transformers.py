@@ -395,7 +395,7 @@ def test_argument_errors(tmp_path):
     several = arguments(tmp_path)
     assert several.n_gpu <= 1
     several._n_gpu = 2  # what the Trainer reads where it would spread a model over two devices of one process
-    with pytest.raises(ValueError, match=r"one device a process, but this one has 2.* member axis"):
+    with pytest.raises(ValueError, match=r"one device per process, but this one has 2.* member axis"):
         ACETrainer(ensemble, several, diversity=0.5)
 
 

@@ -1,4 +1,4 @@
-"""torchace trains ensembles jointly, with one knob for how much the members may differ."""
+"""Joint training of ensembles, with one knob for how much the members may differ."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported when first used: torchmetrics takes seconds, and scikit-learn may not be installed.
+# Imported lazily: torchmetrics takes seconds, and scikit-learn is optional.
 _LAZY = {
     "ACEClassifier": "sklearn",
     "Diagnosis": "diagnosis",
@@ -72,7 +72,7 @@ def __dir__() -> list[str]:
 
 
 def _placeholder(name: str, message: str) -> type:
-    """Return a class that cannot be instantiated: `hasattr` and `import *` work where an extra is not installed."""
+    """Return a class that cannot be instantiated, so that `hasattr` and `import *` work without an extra."""
 
     def missing(cls: type, *args: Any, **kwargs: Any) -> Any:
         raise ImportError(message)

@@ -1,8 +1,7 @@
-"""Argument errors of the library, and the rule for when a tensor's values may be read.
+"""Argument checks.
 
-Each check raises one sentence: expected, got, what to do. Shapes, types and Python numbers are always checked; a
-tensor's values only where reading them is free and possible: on the CPU, outside `torch.compile` and outside
-`torch.func` transforms. Nothing here reads back from another device.
+Shapes, types and Python numbers are always checked; tensor values only on the CPU, outside `torch.compile` and
+`torch.func` transforms, so that nothing is read back from a device.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def is_eager() -> bool:
-    """Whether plain Python runs: neither `torch.compile` nor a `torch.func` transform is active."""
-    # The same private switch that torch.autograd.Function.apply reads; there is no public one in torch 2.13.
+    """Whether neither `torch.compile` nor a `torch.func` transform is active."""
+    # as torch.autograd.Function.apply; torch 2.13 has no public function
     return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
 def can_read(tensor: Tensor) -> bool:
-    """Whether the values of a tensor may be checked: a plain CPU tensor in plain Python."""
+    """Whether the values of a tensor may be checked: a plain CPU tensor in eager mode."""
     plain = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter  # not a fake, distributed or wrapped one
     return plain and tensor.device.type == "cpu" and is_eager()
 
@@ -122,7 +121,7 @@ def check_logits(logits: Tensor, name: str = "logits") -> None:
 
 
 def check_members_first(values: Tensor, name: str, *, axes: str = "(K, N, ...)", least: int = 2) -> None:
-    """Check members' outputs of at least so many axes; by default without classes: binary logits, predictions."""
+    """Check members' outputs of at least `least` axes, the member axis first."""
     check_tensor(values, name)
     if values.ndim < least:
         hint = f" For one model, add the axis: {name}[None]." if values.ndim == least - 1 else ""
@@ -135,7 +134,7 @@ def check_members_first(values: Tensor, name: str, *, axes: str = "(K, N, ...)",
 
 
 def check_finite(values: Tensor, name: str = "logits") -> None:
-    """Refuse NaN and Inf in members' outputs `(K, ...)`, naming the members."""
+    """Refuse NaN and Inf in members' outputs `(K, ...)`."""
     if not can_read(values) or bool(torch.isfinite(values).all()):
         return
     bad = (~torch.isfinite(values)).flatten(1).any(1).nonzero().flatten().tolist()
@@ -184,7 +183,7 @@ def as_member_weights(
 ) -> Tensor:
     """Return α as a detached tensor `(K,)` of `like`'s device and type; uniform for None.
 
-    With `partial`, the weights are those of some members of a larger ensemble and need not sum to 1.
+    With `partial`, the weights are those of some members of an ensemble and may sum to less than 1.
     """
     if member_weights is None:
         return torch.full((num_members,), 1.0 / num_members, dtype=like.dtype, device=like.device)
@@ -195,7 +194,7 @@ def as_member_weights(
         if not all(value >= 0 for value in values):
             raise ValueError(f"Expected non-negative `member_weights`, but got {values}.")
         total = math.fsum(values)
-        # Each weight was rounded once (half an ulp of at most 1); K of them, plus the error of a hand-typed sum.
+        # K weights, each rounded once (half an ulp of at most 1), plus the error of a hand-typed sum
         slack = 1e-6 + num_members * torch.finfo(alpha.dtype).eps
         if total > 1 + slack or (not partial and total < 1 - slack):
             raise ValueError(
@@ -206,10 +205,9 @@ def as_member_weights(
 
 
 def as_sample_weight(sample_weight: Tensor, num_members: int, samples: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return sample weights as a detached tensor of `like`'s device and type.
+    """Return sample weights as a detached tensor of `like`'s device and type, with all axes of the samples `(N, ...)`.
 
-    For one member's samples of shape `(N, ...)`, given weights have that shape or `(N,)`, each with K before it where
-    members have their own weights. Returned ones have all axes.
+    Given weights are `(N, ...)` or `(N,)`, with K first where members have their own.
     """
     check_tensor(sample_weight, "sample_weight")
     given = shape_of(sample_weight)
@@ -235,7 +233,7 @@ def check_class_weight(weight: Tensor, num_classes: int) -> None:
 
 
 def check_mixture(mixture: Tensor, like: Tensor) -> None:
-    """Check Σ_j α^j q^j computed elsewhere for members' outputs `like`."""
+    """Check Σ_j α^j q^j, given for members' outputs `like`."""
     _check_shape(mixture, "mixture", shape_of(like)[1:], "the members' shape without the member axis")
 
 
@@ -252,8 +250,7 @@ def check_broadcasts(value: Tensor, name: str, like: Tensor) -> None:
 def check_target(target: Tensor, logits: Tensor, *, ignore_index: int | None = -100) -> bool:
     """Check the target of logits `(K, N, C, ...)`; return whether it holds class probabilities, not indices.
 
-    Class indices are integers `(N, ...)`, probabilities floating-point `(N, C, ...)`. With `ignore_index=None` every
-    sample counts.
+    With `ignore_index=None` every sample counts.
     """
     check_tensor(target, "target")
     indices, probs, given = (logits.shape[1], *logits.shape[3:]), shape_of(logits)[1:], shape_of(target)
@@ -308,7 +305,7 @@ def _check_class_indices(target: Tensor, num_classes: int, ignore_index: int | N
 
 
 def check_same_shape(target: Tensor, like: Tensor, name: str) -> None:
-    """Check the target of binary logits or predictions `(K, N, ...)`: the same shape without the member axis."""
+    """Check the target `(N, ...)` of binary logits or predictions `(K, N, ...)`."""
     check_tensor(target, "target")
     if target.shape != like.shape[1:]:
         raise ValueError(

@@ -13,7 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WIDTH, HEIGHT = 5.2, 3.7  # inches: small, so that 10 pt is still readable when a phone shrinks the figure
+WIDTH, HEIGHT = 5.2, 3.7  # inches: small, so that 10 pt is readable on a phone
 DPI = 200
 
 
@@ -49,7 +49,7 @@ DARK = Theme(
 
 @dataclass(frozen=True)
 class FigureSpec:
-    """A figure to draw: its section, title, caption, text for screen readers, and the function that draws it."""
+    """A figure to draw: its section, title, caption, alternative text and drawing function."""
 
     name: str
     group: str
@@ -73,7 +73,7 @@ def render(spec: FigureSpec, theme: Theme) -> bytes:
         raise ImportError("Drawing figures needs matplotlib: pip install 'torchace[tool]'.") from error
 
     with matplotlib.rc_context(_settings(theme)), warnings.catch_warnings():
-        # characters that the font lacks are drawn as boxes
+        # the font lacks some characters of class names
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
         figure = Figure(figsize=(WIDTH, spec.height), dpi=DPI, layout=layout)
@@ -83,7 +83,7 @@ def render(spec: FigureSpec, theme: Theme) -> bytes:
         canvas.draw()  # type: ignore[no-untyped-call]
     pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
     image = Image.fromarray(pixels).convert("RGB")
-    if not spec.photographs:  # a drawing has few colours: with a palette the page is half as large
+    if not spec.photographs:  # few colours: a palette halves the file
         image = image.quantize(256, dither=Image.Dither.NONE)
     buffer = io.BytesIO()
     image.save(buffer, "png", dpi=(DPI, DPI))
@@ -105,7 +105,7 @@ def _settings(theme: Theme) -> dict[Any, Any]:
         "grid.color": theme.grid,
         "grid.linewidth": 0.8,
         "text.color": theme.ink,
-        "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+        "text.parse_math": False,  # names may contain dollar signs
         "xtick.color": theme.quiet,
         "ytick.color": theme.quiet,
         "xtick.labelcolor": theme.ink,

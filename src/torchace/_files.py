@@ -1,7 +1,7 @@
 """Bounded reads of untrusted files, atomic writes, checksums and path checks.
 
-Only regular files are read, and every bound is checked before memory is allocated, so that a small file cannot cost
-much memory or time. A refused file raises an `OSError` whose `strerror` gives the reason.
+Only regular files are read, and bounds are checked before memory is allocated. A refused file raises an `OSError`
+whose `strerror` gives the reason.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, BinaryIO
 fcntl: Any = import_module("fcntl") if find_spec("fcntl") else None  # None: Windows, which removes no open file
 
 JSON_BYTES = 1 << 25
-JSON_VALUES = 4_000_000  # a value takes about 100 bytes in memory, however short it is in the file
+JSON_VALUES = 4_000_000  # each takes about 100 bytes in memory
 JSON_DEPTH = 100
 TOML_BYTES = 1 << 20
 ARRAYS_BYTES = 1 << 28  # arrays beside a result
-UNPACKED_BYTES = 1 << 26  # allowed for any compressed table
-UNPACKED_PREDICTIONS = 1 << 22  # the same for predictions, which cost far more to process
-UNPACKED_RATIO = 100  # allowed beyond that, per byte of the file; real tables have 2 to 30
+UNPACKED_BYTES = 1 << 26  # of any compressed table
+UNPACKED_PREDICTIONS = 1 << 22  # of predictions, which cost more to process
+UNPACKED_RATIO = 100  # further bytes per byte of the file; real tables have 2 to 30
 CHUNK_BYTES = 1 << 26  # of a table in memory at once
 TABLE_COLUMNS = 50_000
 PARTIAL = ".partial"  # suffix of files and folders that are being written
@@ -39,34 +39,23 @@ StrPath = str | os.PathLike[str]
 
 
 class FileRefusedError(OSError):
-    """A file that is not read because it is not a regular file or would cost too much; see `strerror`."""
+    """A file that is not a regular file or would cost too much memory; see `strerror`."""
 
     def __init__(self, path: StrPath, reason: str) -> None:
         super().__init__(errno.EINVAL, reason, os.fspath(path))
 
 
 class PathError(ValueError):
-    """A path that leads outside the directory it belongs to."""
-
-
-# -- names, links, checksums -------------------------------------------------------------------------------------------
+    """A path outside the directory it belongs to."""
 
 
 def is_name(value: object) -> bool:
-    """Whether a value read from a file may be part of a path: letters, digits and `_.-`, no dot or dash first.
-
-    Example:
-        >>> is_name("main-l0.5-s3"), is_name("../main"), is_name("/etc"), is_name(3)
-        (True, False, False, False)
-    """
+    """Whether a value may be part of a path: letters, digits and `_.-`, no dot or dash first."""
     return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", value) is not None
 
 
 def refuse_links(directory: Path, names: Iterable[str]) -> None:
-    """Raise `PathError` for links, pipes and devices among entries of a directory and everything below them.
-
-    Writing to them or removing them would affect files elsewhere. The directory itself may be a link.
-    """
+    """Raise `PathError` for links, pipes and devices among entries of a directory and everything below them."""
     pending = [directory / name for name in names]
     while pending:
         path = pending.pop()
@@ -78,22 +67,16 @@ def refuse_links(directory: Path, names: Iterable[str]) -> None:
             pending += path.iterdir()
         elif not stat.S_ISREG(mode):
             kind = "a symbolic link" if stat.S_ISLNK(mode) else "neither a file nor a directory"
-            raise PathError(f"{path} is {kind}, which torchace never makes. Remove it, or choose another directory.")
+            raise PathError(f"{path} is {kind}, which torchace never creates. Remove it, or choose another directory.")
 
 
 def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Add a JSON object's own SHA-256 to it.
-
-    Example:
-        >>> content = with_checksum({"seed": 3})
-        >>> is_unchanged(content), is_unchanged({**content, "seed": 4})
-        (True, False)
-    """
+    """Add a JSON object's own SHA-256 to it."""
     return {**content, CHECKSUM: json_digest(content)}
 
 
 def is_unchanged(content: Mapping[str, Any]) -> bool:
-    """Whether the checksum of a JSON object from `with_checksum` still matches."""
+    """Whether the checksum of `with_checksum` still matches."""
     try:
         return content.get(CHECKSUM) == json_digest({key: value for key, value in content.items() if key != CHECKSUM})
     except ValueError:  # infinite numbers, which are never written
@@ -101,21 +84,18 @@ def is_unchanged(content: Mapping[str, Any]) -> bool:
 
 
 def json_digest(content: Mapping[str, Any]) -> str:
-    """SHA-256 of a JSON object, independent of the order of its keys."""
+    """Return the SHA-256 of a JSON object, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def error_reason(error: BaseException) -> str:
-    """First sentence of an error's message, for use inside another message."""
+    """Return the first sentence of an error's message, for use inside another message."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return re.split(r"[\r\n]|\.(?:\s|$)", text.strip(), maxsplit=1)[0][:200]
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
 def open_regular(path: StrPath) -> BinaryIO:
-    """Open a regular file for reading; a pipe, which could block for ever, or any other kind is an `OSError`."""
+    """Open a regular file for reading; anything else, such as a pipe that could block, is an `OSError`."""
     file = open(path, "rb", opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
     try:
         _check_mode(path, os.fstat(file.fileno()).st_mode)
@@ -126,7 +106,7 @@ def open_regular(path: StrPath) -> BinaryIO:
 
 
 def check_regular(path: StrPath) -> None:
-    """Refuse anything but a regular file, before a library opens it by name."""
+    """Refuse anything but a regular file."""
     _check_mode(path, os.stat(path).st_mode)
 
 
@@ -141,29 +121,19 @@ def read_bounded(path: StrPath, limit: int) -> bytes:
     """Read a regular file of at most `limit` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        data = b"" if size > limit else file.read(size + 1)  # one more byte shows that a file is growing
+        data = b"" if size > limit else file.read(size + 1)  # one more byte: the file may be growing
         if max(size, len(data)) > limit:
-            raise FileRefusedError(path, f"{size:,} bytes, more than the {limit:,} that it may have")
+            raise FileRefusedError(path, f"{size:,} bytes, more than the limit of {limit:,}")
         return data
 
 
 def read_json(path: StrPath) -> Any:
-    """Read a JSON file within the bounds.
-
-    Raises:
-        OSError: The file cannot be read or is refused.
-        ValueError: It is not JSON, or nested too deeply.
-    """
+    """Read a JSON file within the bounds; raises `OSError` (refused) or `ValueError` (not JSON, nested too deeply)."""
     return parse_json(read_bounded(path, JSON_BYTES))
 
 
 def parse_json(data: bytes, **options: Any) -> Any:
-    """Parse UTF-8 JSON within the bounds, with options of `json.loads`; anything else is a `ValueError`.
-
-    Example:
-        >>> parse_json(b'{"a": [1, 2]}')
-        {'a': [1, 2]}
-    """
+    """Parse UTF-8 JSON within the bounds, with options of `json.loads`; anything else is a `ValueError`."""
     if data.count(b",") + data.count(b"[") + data.count(b"{") > JSON_VALUES:
         raise ValueError(f"more than {JSON_VALUES:,} values")
     try:
@@ -186,15 +156,15 @@ def check_depth(value: Any) -> None:
 
 
 def check_unpacked(path: StrPath, packed: int, unpacked: int, *, allowed: int = UNPACKED_BYTES) -> None:
-    """Refuse a compressed file whose content is far larger than the file and larger than allowed for any file."""
+    """Refuse a compressed file whose content is larger than `allowed` and far larger than the file."""
     if unpacked > allowed + UNPACKED_RATIO * packed:
         raise FileRefusedError(
-            path, f"{packed:,} bytes that hold {unpacked:,} or more, so it would take far more memory than it seems"
+            path, f"{packed:,} bytes that unpack to {unpacked:,} or more, far too much for a file of this size"
         )
 
 
 def check_gzip(path: StrPath) -> None:
-    """Refuse a gzip file whose content is far larger than the file; other damage shows when it is read."""
+    """Refuse a gzip file whose content is far larger than the file; other damage is left to the reader."""
     data, unpacked, padding = b"", 0, 0
     with open_regular(path) as file, contextlib.suppress(zlib.error):
         stream = zlib.decompressobj(31)
@@ -211,14 +181,8 @@ def check_gzip(path: StrPath) -> None:
             check_unpacked(path, file.tell() - len(data), unpacked)
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
 def available_memory() -> int | None:
-    """Bytes that this process may still allocate, within the limits of machine, control group and process.
-
-    None where the system does not say.
-    """
+    """Return the bytes that this process may still allocate (machine, control group, process); None if unknown."""
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -239,14 +203,10 @@ def available_memory() -> int | None:
     return min(found, default=None)
 
 
-# -- writing -----------------------------------------------------------------------------------------------------------
-
-
 def write_atomic(path: Path, data: bytes) -> None:
     """Write to a temporary name beside `path`, flush it to the disk, rename it.
 
-    Whenever the process stops, `path` holds either its old content or all of `data`. An `OSError` (a full disk) names
-    `path`, keeps its old content and leaves no temporary file.
+    `path` always holds its old content or all of `data`; an `OSError` (a full disk) leaves no temporary file.
     """
     with atomic_file(path) as temporary:
         temporary.write_bytes(data)
@@ -254,14 +214,14 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary name that becomes `path` when the block ends without an error; see `write_atomic`."""
-    # a name with the process number: files opened by name, unlike those of `tempfile`, get the user's permissions
+    """Yield a temporary name that is renamed to `path` when the block ends without an error; see `write_atomic`."""
+    # not `tempfile`, whose files lack the user's default permissions
     temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     new = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            temporary.unlink(missing_ok=True)  # of a killed process that had the same number
+            temporary.unlink(missing_ok=True)  # of a killed process with the same id
             with open(temporary, "xb"):  # never through a link
                 pass
             with file_lock(temporary):
@@ -296,7 +256,7 @@ def fsync_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Hold a lock on a temporary file or folder, so that `remove_abandoned` of other processes leaves it alone."""
+    """Lock a temporary file or folder against `remove_abandoned` of other processes."""
     if fcntl is None:
         yield
         return
@@ -309,12 +269,12 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 def remove_abandoned(path: Path, remove: Callable[[Path], None] = os.unlink) -> None:
-    """Remove temporary files (with `remove`, folders) that killed processes left for `path`; locked ones stay."""
+    """Remove unlocked temporary files (with `remove`, folders) of killed processes for `path`."""
     _remove_unlocked(path.parent, rf"\.{re.escape(path.name)}\.[0-9A-Za-z]+", remove)
 
 
 def remove_partial(directory: Path) -> None:
-    """Remove all temporary files that killed processes left in a directory; locked ones stay."""
+    """Remove all unlocked temporary files of killed processes in a directory."""
     _remove_unlocked(directory, r"\..+\.[0-9]+", os.unlink)
 
 

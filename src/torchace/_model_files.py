@@ -1,7 +1,6 @@
-"""Model directories on the disk: written atomically, and read only if unaltered.
+"""Model directories: atomic writes, and reads of unaltered models only.
 
-A directory holds `weights.safetensors` and `manifest.json`; the manifest has the size and SHA-256 of the weights, and a
-SHA-256 of its own content. Nothing here depends on the kind of ensemble.
+The manifest has the size and SHA-256 of the weights, and the SHA-256 of its own content.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
 
 
 class ModelFileError(ValueError):
-    """A model directory that cannot be written or loaded; the message says why and what to do."""
+    """A model directory cannot be written or loaded; the message gives the reason and what to do."""
 
 
 def resolve_path(path: str | os.PathLike[str]) -> Path:
@@ -65,29 +64,29 @@ def resolve_path(path: str | os.PathLike[str]) -> Path:
 
 
 def to_json(value: Any) -> str:
-    """Serialize in one canonical form: keys in order, no spaces, no NaN."""
+    """Serialize canonically: sorted keys, no spaces, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def manifest_digest(manifest: Json) -> str:
-    """SHA-256 of a manifest's content, without that digest itself."""
+    """Return the SHA-256 of a manifest's content, without that digest itself."""
     return hashlib.sha256(to_json({key: manifest[key] for key in manifest if key != "sha256"}).encode()).hexdigest()
 
 
 def describe_tensor(tensor: Tensor) -> Json:
-    """Shape and type of a tensor, as in the manifest."""
+    """Return the shape and type of a tensor, as in the manifest."""
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
 def write_model(path: Path, manifest: Json, weights: bytes) -> None:
-    """Write a directory beside `path`, flush it to the disk and rename it; a model at `path` is replaced."""
+    """Write a model directory atomically; a model at `path` is replaced."""
     manifest = {**manifest, "weights": {"bytes": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}}
     manifest["sha256"] = manifest_digest(manifest)
     text = "{\n" + ",\n".join(f"{to_json(key)}: {to_json(value)}" for key, value in manifest.items()) + "\n}\n"
     if len(text) > JSON_BYTES:
         raise ModelFileError(
-            f"The model's description has {len(text):,} bytes, more than the {JSON_BYTES:,} that can be loaded; keep "
-            "less in `extra`, or save its parts as models of their own."
+            f"The model's description has {len(text):,} bytes, more than the {JSON_BYTES:,} that can be loaded; "
+            "shorten `extra`, or save the members as separate models."
         )
     _check_replaceable(path)
     remove_abandoned(path, _discard)
@@ -107,8 +106,8 @@ def write_model(path: Path, manifest: Json, weights: bytes) -> None:
                     _discard(temporary)
     except OSError as error:
         raise ModelFileError(
-            f"The model could not be saved as {path} ({error.strerror or error}) and what was there before is kept; "
-            "see to that, or choose another place."
+            f"The model could not be saved as {path} ({error.strerror or error}); its previous content is unchanged; "
+            "fix the cause, or choose another path."
         ) from error
 
 
@@ -136,10 +135,10 @@ def _write(file: Path, data: bytes) -> None:
 
 
 def _replace(temporary: Path, path: Path) -> None:
-    """Rename a complete directory to `path`, where a model may be.
+    """Rename a complete directory to `path`.
 
-    A directory cannot be renamed onto another that is not empty, so the old one is renamed first; should the machine
-    stop between the two renames, `find_model` finds it there.
+    A previous model is renamed first, as a non-empty directory cannot be renamed onto; `find_model` reads it if the
+    process stops between the two renames.
     """
     previous = _previous(path)
     replacing = path.exists()
@@ -158,7 +157,7 @@ def _replace(temporary: Path, path: Path) -> None:
         if replacing:
             os.rename(previous, path)
         raise
-    with contextlib.suppress(OSError):  # the new model is in place; the next save tries again
+    with contextlib.suppress(OSError):  # the next save tries again
         if previous.exists():
             _discard(previous)
 
@@ -168,14 +167,14 @@ def _previous(path: Path) -> Path:
 
 
 def _discard(directory: Path) -> None:
-    """Remove a model directory and its two files; the manifest first, so that what remains never loads."""
+    """Remove a model directory, the manifest first, so that a partial one never loads."""
     for name in (MANIFEST, WEIGHTS):
         (directory / name).unlink(missing_ok=True)
     directory.rmdir()
 
 
 def find_model(path: str | os.PathLike[str]) -> Path:
-    """The model at `path`, or the previous one if a save stopped between its two renames."""
+    """Return the model at `path`, or the previous one if a save stopped between its two renames."""
     path = resolve_path(path)
     try:
         if not os.path.lexists(path):
@@ -183,14 +182,14 @@ def find_model(path: str | os.PathLike[str]) -> Path:
                 return _previous(path)
             raise ModelFileError(f"There is no model at {path}; check the path.")
         if not path.is_dir():
-            raise ModelFileError(f"{path} is not a directory, but a model is one; give the directory of {MANIFEST}.")
+            raise ModelFileError(f"{path} is not a directory; give the directory that holds {MANIFEST}.")
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read ({error.strerror or error}); check its permissions.") from error
     return path
 
 
 def read_manifest(directory: Path) -> Json:
-    """Read a manifest that is complete, unaltered and of a known format."""
+    """Read a complete, unaltered manifest of a known format."""
     file = directory / MANIFEST
     data = _read(file, JSON_BYTES)
     try:
@@ -225,16 +224,16 @@ def read_weights(directory: Path, manifest: Json) -> dict[str, Tensor]:
     """Read the tensors that the manifest lists, bit for bit."""
     file = directory / WEIGHTS
     expected = manifest["weights"]
-    try:  # refuse more bytes than the tensors take, before any of them is read
+    try:  # check the size before reading
         sizes = [math.prod(t["shape"]) * getattr(torch, t["dtype"]).itemsize for t in manifest["tensors"].values()]
         fits = 0 <= expected["bytes"] <= sum(sizes) + JSON_BYTES  # the names and shapes are in the file too
     except (KeyError, TypeError, AttributeError):
         fits = False
     if not fits:
-        raise ModelFileError(f"{file} is listed with other bytes than its tensors take; {REPAIR}.")
+        raise ModelFileError(f"{file} is listed with a size that does not match its tensors; {REPAIR}.")
     data = _read(file, expected["bytes"])
     if len(data) != expected["bytes"] or hashlib.sha256(data).hexdigest() != expected.get("sha256"):
-        raise ModelFileError(f"{file} does not have the size and SHA-256 that the manifest says; {REPAIR}.")
+        raise ModelFileError(f"{file} does not have the size and SHA-256 in the manifest; {REPAIR}.")
     try:
         tensors = {name: tensor.clone() for name, tensor in load_safetensors(data).items()}
     except Exception as error:  # of safetensors, and of torch for shapes and types

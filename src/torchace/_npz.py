@@ -1,4 +1,4 @@
-"""NPZ files within bounds: arrays of numbers and text, whole or some rows at a time, never Python objects."""
+"""Bounded reads of NPZ files, whole or some rows at a time, without Python objects."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def open_npz(path: StrPath, *, allowed: int = UNPACKED_BYTES) -> Iterator[zipfil
         unpacked = sum(info.file_size for info in archive.infolist())
         check_unpacked(path, os.fstat(file.fileno()).st_size, unpacked, allowed=allowed)
         if any(info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for info in archive.infolist()):
-            raise ValueError("its arrays are compressed in a way that numpy never uses")
+            raise ValueError("its compression method is not one of numpy's")
         yield archive
 
 
 class NpzArray:
-    """One array of an NPZ file, read front to back. Python objects are never unpickled."""
+    """One array of an NPZ file, read front to back; Python objects are never unpickled."""
 
     def __init__(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
         self.name = info.filename.removesuffix(".npy")
@@ -85,13 +85,7 @@ class NpzArray:
 
 
 def read_npz(path: StrPath, names: Collection[str], *, allowed: int = UNPACKED_BYTES) -> dict[str, NDArray[Any]]:
-    """Read those of the named arrays that an NPZ file has; raises `NPZ_ERRORS`.
-
-    Args:
-        path: The file.
-        names: Names of the arrays.
-        allowed: Bytes that the content may have however small the file is.
-    """
+    """Read the named arrays, as far as present; `allowed` bytes are accepted for any file size. Raises `NPZ_ERRORS`."""
     with open_npz(path, allowed=allowed) as archive:
         wanted = [info for info in archive.infolist() if info.filename.removesuffix(".npy") in names]
         return {array.name: array.read() for array in (NpzArray(archive, info) for info in wanted)}

@@ -1,4 +1,4 @@
-"""Confidence intervals for a mean paired difference, over seeds and over the samples it was measured on."""
+"""Confidence intervals for a mean paired difference, over seeds and over samples."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from numpy.typing import ArrayLike
 
 @dataclass(frozen=True)
 class MeanEstimate:
-    """A mean with its standard error and skewness; `samples` is None where the error covers seeds alone.
+    """A mean with its standard error and skewness; `samples` is None if the error covers seeds only.
 
-    `parts` has shares of the squared error with their degrees of freedom; the t quantile is the mean of theirs,
-    weighted by the shares (Cochran and Cox).
+    `parts` are shares of the squared error and their degrees of freedom; the t quantile is the mean of theirs, weighted
+    by the shares (Cochran and Cox).
     """
 
     mean: float
@@ -26,8 +26,8 @@ class MeanEstimate:
     def interval(self, alpha: float) -> tuple[float, float]:
         """Return the two-sided interval that misses the true mean with probability `alpha`.
 
-        The end on the side of the longer tail moves halfway to that of Hall's transformation, the other stays: full
-        correction of both ends costs coverage where tails are heavy but symmetric.
+        Only the end on the longer tail moves, halfway to that of Hall's transformation: a full correction of both ends
+        loses coverage where tails are heavy but symmetric.
         """
         t = sum(share * _t_quantile(alpha, degrees) for share, degrees in self.parts)
         low, high = (max(t, (t + abs(_hall(self.skewness, end))) / 2) for end in (t, -t))
@@ -35,7 +35,7 @@ class MeanEstimate:
 
     @property
     def p(self) -> float:
-        """The p value: the smallest `alpha` whose interval leaves out zero."""
+        """The p value: the smallest `alpha` whose interval excludes zero."""
         if self.mean == 0 or self.error == 0:
             return float(self.mean == 0)
         low, high = math.log(1e-300), 0.0
@@ -47,7 +47,7 @@ class MeanEstimate:
 
 
 def mean_over_seeds(differences: ArrayLike) -> MeanEstimate | None:
-    """Estimate the mean of one number a seed, `(S,)`, with the noise of seeds alone; None below two seeds."""
+    """Estimate the mean of one number per seed, `(S,)`, with the noise of seeds only; None below two seeds."""
     values = np.asarray(differences, dtype=np.float64)
     if len(values) < 2:
         return None
@@ -56,19 +56,10 @@ def mean_over_seeds(differences: ArrayLike) -> MeanEstimate | None:
 
 
 def mean_over_seeds_and_samples(differences: ArrayLike, weight: ArrayLike | None = None) -> MeanEstimate | None:
-    r"""Estimate the mean of `differences`, `(S, N)`, for new seeds and new samples: random, crossed effects.
+    r"""Estimate the mean of `differences` `(S, N)` for new seeds and samples; None below two of either.
 
-    With $d_{si} = \mu + a_s + b_i + e_{si}$ the mean has the variance
-    $\sigma_a^2 / S + \sigma_b^2 / N + \sigma_e^2 / (S N)$. The variance of the sample means over N estimates its last
-    two terms, that of the seed means over S its first and last; the residual mean square gives the last, so that the
-    first is their difference (0 where that is negative).
-
-    Args:
-        differences: Row s has seed s, column i sample i; the same samples for all seeds.
-        weight: Of the samples, `(N,)`; None for equal weights.
-
-    Returns:
-        The estimate; None below two seeds or two samples.
+    With $d_{si} = \mu + a_s + b_i + e_{si}$ the mean's variance is $\sigma_a^2 / S + \sigma_b^2 / N + \sigma_e^2 /
+    (S N)$. Sample means estimate the last two terms, seed means the first and last, residuals the last.
     """
     d = np.asarray(differences, dtype=np.float64)
     count, size = d.shape
@@ -102,7 +93,7 @@ def mean_over_seeds_and_samples(differences: ArrayLike, weight: ArrayLike | None
 
 
 def _hall(skewness: float, t: float) -> float:
-    """Return the standardized error whose transformation, nearly symmetric, is `t` (Hall, 1992)."""
+    """Return the standardized error whose nearly symmetric transformation is `t` (Hall, 1992)."""
     if abs(skewness) < 1e-8:
         return t
     return float(np.cbrt(1 + skewness * (t - skewness / 6)) - 1) * 3 / skewness

@@ -17,7 +17,7 @@ from torchace.nn.losses import MemberLoss, attach_loss
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 else:
-    # The two packages refuse each other's modules: use the one that is imported already.
+    # `lightning` and `pytorch_lightning` refuse each other's modules: use the imported one.
     try:
         if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
             from pytorch_lightning import Callback, LightningModule, Trainer
@@ -36,28 +36,28 @@ PROGRESS_BAR = ("accuracy", "cross_entropy", "mean_squared_error")
 
 
 class ACEModule(LightningModule):
-    """Trains an ensemble with one of the library's losses and logs its scores.
+    """Train an ensemble with one of the library's losses and log its scores.
 
-    Once an epoch it logs the scores of each split (`train`, `val`, `test`; `val_1`, ... for further loaders):
-    `val_accuracy`, `val_cross_entropy`, `val_member_accuracy`, `val_member_accuracy_0`, `val_disagreement`, ...; for
-    regression `val_mean_squared_error`, ... At every step it logs `train_loss` and λ as `diversity`. Let early stopping
-    and checkpoints monitor `val_cross_entropy` (or `val_mean_squared_error`): the loss is unbounded below.
+    Each epoch logs the scores of each split (`train`, `val`, `test`; `val_1`, ... for further loaders): `val_accuracy`,
+    `val_cross_entropy`, `val_member_accuracy`, `val_member_accuracy_0`, `val_disagreement`, ...; for regression
+    `val_mean_squared_error`, ... Each step logs `train_loss` and λ as `diversity`. Monitor `val_cross_entropy` (or
+    `val_mean_squared_error`), not the loss, which is unbounded below.
 
     A batch is `(input, ..., target)`, or a dictionary with the target under `labels`, `label`, `target`, `targets` or
     `y`; for others, override `split_batch`. Predictions are the ensemble's probabilities `(N, C)`.
 
-    Checkpoints hold the weights, λ and the ensemble's member weights; loading one sets them. Modules are not saved:
+    Checkpoints hold the weights, λ and member weights, but no modules:
     `ACEModule.load_from_checkpoint(path, ensemble=..., loss=..., optimizer_factory=...)`.
 
     Args:
         ensemble: Any ensemble module of the library.
         loss: `AmendedCrossEntropyLoss`, `BinaryAmendedCrossEntropyLoss` or `NegativeCorrelationLoss`; it holds λ. Its
             member weights become the ensemble's, unless that has its own.
-        optimizer_factory: Called with the ensemble's parameters, returns the optimizer.
-        scheduler_factory: Called with the optimizer, returns a learning rate scheduler, or Lightning's dictionary.
+        optimizer_factory: Returns the optimizer of the ensemble's parameters.
+        scheduler_factory: Returns a learning rate scheduler of the optimizer, or Lightning's dictionary.
         scheduler_interval: Whether the scheduler steps each `"epoch"` or each `"step"`.
         monitor: The score for a scheduler such as `ReduceLROnPlateau`.
-        train_scores: Whether to log scores of the training split, of the batches with dropout and augmentation.
+        train_scores: Whether to log scores of the training batches, with dropout and augmentation.
         hyperparameters: Further hyperparameters for loggers and checkpoints.
 
     Example:
@@ -144,26 +144,29 @@ class ACEModule(LightningModule):
         self._update(f"test_{dataloader_idx}" if dataloader_idx else "test", *self._logits_and_target(batch))
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Return the ensemble's probabilities, `(N, C, ...)`; for regression its predictions. A target is ignored."""
+        """Return the ensemble's probabilities, `(N, C, ...)`, or its predictions for regression."""
         args, kwargs, _ = self.split_batch(batch)
         predict = self.ensemble.predict if self.ensemble.link == "identity" else self.ensemble.predict_proba
         return predict(*args, **kwargs)
 
     def on_train_epoch_end(self) -> None:
+        """Log the training scores."""
         self._log_scores("train")
 
     def on_validation_epoch_end(self) -> None:
+        """Log the validation scores."""
         self._log_scores("val")
 
     def on_test_epoch_end(self) -> None:
+        """Log the test scores."""
         self._log_scores("test")
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer of the factory, and its scheduler if there is one."""
+        """Return the optimizer, and the scheduler if there is one."""
         optimizer = self.optimizer_factory(self.ensemble.parameters())
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"Expected `optimizer_factory` to give an optimizer, but got {type(optimizer).__name__}. "
+                f"Expected `optimizer_factory` to return an optimizer, but got {type(optimizer).__name__}. "
                 "Write partial(torch.optim.Adam, lr=1e-3)."
             )
         if self.scheduler_factory is None:
@@ -174,13 +177,15 @@ class ACEModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {**defaults, **options}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save λ."""
         checkpoint["torchace"] = {"diversity": float(self.loss.diversity)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore λ, and member weights of older checkpoints."""
         saved = checkpoint.get("torchace", {})
         if "diversity" in saved:
             self.loss.set_diversity(saved["diversity"])
-        if "member_weights" in saved:  # written before they were part of the state dict
+        if "member_weights" in saved:
             self.ensemble.set_member_weights(saved["member_weights"])
 
     def _logits_and_target(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -208,10 +213,10 @@ class ACEModule(LightningModule):
 
 
 class DiversitySchedule(Callback):
-    """Sets λ of the module's loss while it trains: constant, with a linear warm-up, or any function of time.
+    """Set λ of the module's loss during training: constant, with a linear warm-up, or any function of time.
 
-    λ is a function of the current epoch or step, both counted from 0, so that a resumed training continues the
-    schedule. It is logged as `diversity`. Works with any Lightning module that holds one of the library's losses.
+    λ depends only on the current epoch or step, counted from 0, so that a resumed training continues the schedule. It
+    is logged as `diversity`. Works with any Lightning module that holds one of the library's losses.
 
     Args:
         diversity: λ, or a function that returns it for an epoch (or step).
@@ -251,6 +256,7 @@ class DiversitySchedule(Callback):
         return (1 - share) * self.start + share * self.diversity
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Set λ before each step."""
         losses = [part for part in pl_module.modules() if isinstance(part, MemberLoss)]
         if not losses:
             raise ValueError(

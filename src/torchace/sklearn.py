@@ -1,4 +1,4 @@
-"""Ensembles as scikit-learn estimators: `ACEClassifier` and `NCLRegressor`."""
+"""Ensembles as scikit-learn estimators."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     Args:
         num_members: K.
         hidden: Width of the hidden layer, or a tuple of widths.
-        diversity: λ in [0, 1], or `"auto"`: chosen on held-out samples (see `tuning_`); the model is trained on all.
+        diversity: λ in [0, 1], or `"auto"`: chosen on validation samples (see `tuning_`), then trained on all samples.
         epochs: Maximum number of epochs.
         batch_size: Samples in a step.
         learning_rate: Learning rate of AdamW.
@@ -44,8 +44,8 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         schedule: `"cosine"` (to 0) or `"constant"`; None: cosine, or constant with early stopping.
         batches: `"shared"`: all members see the same samples in a step; `"exchanged"` and `"separate"`: each its own,
             with and without coupling.
-        early_stopping: Stop when the ensemble no longer improves on held-out samples, and keep the best epoch.
-        validation_fraction: Held-out fraction for early stopping and for `diversity="auto"`.
+        early_stopping: Stop when the ensemble's validation score stops improving, and keep the best epoch.
+        validation_fraction: Fraction of validation samples for early stopping and `diversity="auto"`.
         patience: Epochs without improvement before training stops.
         class_weight: `"balanced"`, or a weight for each class.
         random_state: An int for reproducible results.
@@ -79,9 +79,9 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         classes: ArrayLike | None = None,
         sample_weight: ArrayLike | None = None,
     ) -> Self:
-        """Train one more epoch, on these samples alone.
+        """Train one epoch on these samples.
 
-        The first call needs all `classes` (those of `y` unless given), and its samples determine the scaling.
+        The first call needs all `classes` (by default those of `y`), and its samples determine the scaling.
         """
         first = self._is_first_call()
         with self._replace_when_done() as new:
@@ -98,25 +98,24 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         return self
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
-        """The ensemble's probabilities, `(N, C)`, in the order of `classes_`."""
+        """Return the ensemble's probabilities, `(N, C)`, in the order of `classes_`."""
         return self._predict(X, lambda logits: _log_probs(logits).exp_())[0]
 
     def predict_log_proba(self, X: ArrayLike) -> NDArray[np.float64]:
-        """The logarithm of the ensemble's probabilities, `(N, C)`."""
+        """Return the logarithm of the ensemble's probabilities, `(N, C)`."""
         return self._predict(X, _log_probs)[0]
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
-        """The most probable labels, `(N,)`."""
+        """Return the most probable labels, `(N,)`."""
         (codes,) = self._predict(X, lambda logits: _log_probs(logits).argmax(1))
         return cast(NDArray[Any], self.classes_[codes])
 
     def predict_uncertainty(self, X: ArrayLike) -> dict[str, NDArray[np.float64]]:
-        """The uncertainty of each prediction, `(N,)` each.
+        """Return the uncertainty of each prediction, arrays `(N,)`.
 
         Returns:
-            `entropy` of the ensemble's probabilities (total uncertainty), `mutual_information` (epistemic uncertainty:
-            the part due to members that differ) and `disagreement` (the share of pairs of members that predict
-            different labels).
+            `entropy` (total uncertainty), `mutual_information` (epistemic uncertainty: members that differ) and
+            `disagreement` (share of pairs of members with different labels).
         """
         names = ("entropy", "mutual_information", "disagreement")
         measures = (predictive_entropy, mutual_information, disagreement)
@@ -133,7 +132,7 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         weight = super()._sample_weight(X, y, sample_weight)
         if self.class_weight is None:
             return weight
-        seen = np.unique(y)  # a later call of partial_fit may lack some classes
+        seen = np.unique(y)  # partial_fit may see some classes only
         options = {} if weight is None or self.class_weight != "balanced" else {"sample_weight": weight}
         by_class = dict(zip(seen, compute_class_weight(self.class_weight, classes=seen, y=y, **options), strict=True))
         scale = np.array([by_class[label] for label in y], dtype=np.float64)
@@ -172,12 +171,11 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
     float64. The parameters are those of `ACEClassifier` without `class_weight`.
 
     Attributes:
-        ensemble_: The trained ensemble, from raw inputs to predictions in the targets' own units.
+        ensemble_: The trained ensemble, from raw inputs to predictions in the targets' units.
         members_: Its members.
         diversity_: λ.
         tuning_: The search for λ, for `diversity="auto"`.
-        history_: One entry an epoch, with the ensemble's squared error (of scaled targets) on the training samples and
-            the validation samples.
+        history_: One entry an epoch, with the ensemble's squared error of scaled training and validation targets.
 
     Example:
         >>> from sklearn.datasets import load_diabetes
@@ -195,7 +193,7 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         return tags
 
     def partial_fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
-        """Train one more epoch, on these samples alone; those of the first call determine the scaling."""
+        """Train one epoch on these samples; those of the first call determine the scaling."""
         first = self._is_first_call()
         with self._replace_when_done() as new:
             X, y = new._validate(X, y, reset=first)
@@ -205,11 +203,11 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         return self
 
     def predict(self, X: ArrayLike) -> NDArray[np.float64]:
-        """The members' mean prediction, `(N,)`, or `(N, M)` for several targets."""
+        """Return the members' mean prediction, `(N,)`, or `(N, M)` for several targets."""
         return self._squeeze(self._predict(X, lambda predictions: predictions.mean(0))[0])
 
     def predict_uncertainty(self, X: ArrayLike) -> dict[str, NDArray[np.float64]]:
-        """The members' standard deviation in the targets' units, as `spread`."""
+        """Return the members' standard deviation in the targets' units, as `spread`."""
         return {"spread": self._squeeze(self._predict(X, lambda predictions: predictions.std(0, correction=0))[0])}
 
     def _squeeze(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -237,4 +235,4 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
 
 
 def _log_probs(logits: Tensor) -> Tensor:
-    return ensemble_log_probs(logits).clamp_(max=0)  # rounding may leave 1 + 4e-16
+    return ensemble_log_probs(logits).clamp_(max=0)  # rounding may give 1 + 4e-16

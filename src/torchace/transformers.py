@@ -1,6 +1,5 @@
-"""transformers: its Trainer on an ensemble, such as `stack_classifiers` makes of any classifier there.
+"""transformers: its Trainer for ensembles, such as those of `stack_classifiers`.
 
-`ACETrainer` is `ACETrainerMixin` before `transformers.Trainer`; put the mixin before a Trainer of your own likewise.
 transformers is imported when `ACETrainer` is first used.
 """
 
@@ -21,20 +20,20 @@ __all__ = ["ACETrainer", "ACETrainerMixin"]
 
 
 class ACETrainerMixin:
-    """Makes a Trainer of transformers train an ensemble with one of the library's losses.
+    """Make a Trainer of transformers train an ensemble with one of the library's losses.
 
-    The model is an ensemble module that takes the batch's inputs by name, such as `stack_classifiers` returns for any
-    sequence or image classifier. Labels go to the loss, not to the model. In evaluation
+    `ACETrainer` is this mixin before `transformers.Trainer`; put it before your own Trainer likewise. The model is
+    an ensemble that takes the batch's inputs by name, such as that of `stack_classifiers`. Labels go to the loss, not
+    to the model. In evaluation:
 
-    - predictions are the ensemble's log-probabilities, `(N, C)`; for `link="identity"` its predictions. (The Trainer
-      concatenates batches along the first axis, which excludes members' logits.)
+    - Predictions are the ensemble's log-probabilities, `(N, C)`; for `link="identity"` its predictions.
     - `eval_loss` is the ensemble's cross entropy (mean squared error), which may select the best model: the training
-      loss is unbounded below and not a score.
-    - The metrics include the scores of the ensemble and its members: `eval_accuracy`, `eval_member_accuracy`,
+      loss is unbounded below.
+    - The metrics include scores of the ensemble and its members: `eval_accuracy`, `eval_member_accuracy`,
       `eval_disagreement`, ... With several processes, samples that pad the last batch count twice in these.
 
-    λ is logged as `diversity` beside the loss. The Trainer's checkpoints hold the ensemble's weights and member weights
-    as safetensors, and training resumes from them; `save_model` saves λ too.
+    λ is logged as `diversity`. Checkpoints hold the weights and member weights as safetensors, and training resumes
+    from them; `save_model` also saves λ.
 
     Args:
         *args: Arguments of the Trainer.
@@ -78,7 +77,7 @@ class ACETrainerMixin:
         attach_loss(ensemble, loss)
         self.ace_loss: MemberLoss = loss.to(self.args.device)
         self._metrics: Any = None
-        # The Trainer would read these from the signature of the model's forward, which is the ensemble's.
+        # the Trainer would read these from the signature of the ensemble's forward
         self.model_accepts_loss_kwargs = False
         if self.args.label_names is None:
             self.label_names = ["labels"]
@@ -121,7 +120,7 @@ class ACETrainerMixin:
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's loop and add the scores of the ensemble and its members to the metrics."""
-        from torchace.metrics.task_metrics import TaskMetrics  # here: torchmetrics takes seconds to import
+        from torchace.metrics.task_metrics import TaskMetrics  # lazy: slow to import
 
         self._metrics = TaskMetrics.of_loss(self._ensemble(), self.ace_loss)
         try:
@@ -133,7 +132,7 @@ class ACETrainerMixin:
             scores["loss"] = scores[self.ace_loss.score]
         prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
         for name, value in scores.items():
-            output.metrics.setdefault(f"{prefix}_{name}", value)  # keep metrics of the user's own
+            output.metrics.setdefault(f"{prefix}_{name}", value)  # the user's metrics take precedence
         return output
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -151,7 +150,7 @@ class ACETrainerMixin:
         return model(**inputs), target
 
     def _as_loss_target(self, target: Tensor, logits: Tensor) -> Tensor:
-        """Return labels of outputs as floating-point numbers, with an axis for a single output."""
+        """Convert labels to floating-point numbers, with an axis for a single output."""
         if self.ace_loss.link == "softmax" or target.numel() != logits[0].numel():
             return target
         return target.to(torch.promote_types(logits.dtype, torch.float32)).reshape(logits.shape[1:])
@@ -179,7 +178,7 @@ def _check_arguments(arguments: Any, kwargs: dict[str, Any]) -> None:
             raise ValueError(f"Expected no {name}, but got {value}. {advice}")
     if arguments.n_gpu > 1:
         raise ValueError(
-            f"Expected one device a process, but this one has {arguments.n_gpu}, whose outputs the Trainer would "
+            f"Expected one device per process, but this one has {arguments.n_gpu}, whose outputs the Trainer would "
             "concatenate along the member axis. Start one process for each (torchrun), or set CUDA_VISIBLE_DEVICES."
         )
 

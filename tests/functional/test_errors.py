@@ -281,7 +281,7 @@ SOFTMAX: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"detach_others": False, "mixture": torch.zeros(3, 4)},
         ValueError,
-        r"Expected `detach_others=True` with a `mixture`, which is a constant computed elsewhere\.",
+        r"Expected `detach_others=True` with a `mixture`, but got False\. A given mixture is a constant\.",
     ),
 ]
 

@@ -114,7 +114,7 @@ def test_build_takes_defaults() -> None:
         ({"name": "vgg"}, ValueError, "one of 'mlp', 'cifar_resnet', 'table_encoder', but got 'vgg'"),
         ({"in_features": 4}, ValueError, "but got None"),
         ({"name": ["mlp"]}, ValueError, "one of 'mlp'"),
-        ({"name": "mlp", "in_features": 4, "hidden": [8]}, ValueError, "to give num_classes"),
+        ({"name": "mlp", "in_features": 4, "hidden": [8]}, ValueError, "to have num_classes"),
         ({"name": "mlp", "in_features": 4, "hidden": [8], "num_classes": 2, "bias": False}, ValueError, "got bias"),
         ({"name": "mlp", "in_features": "4", "hidden": [8], "num_classes": 2}, TypeError, "`in_features`"),
         ("mlp", TypeError, "mapping"),

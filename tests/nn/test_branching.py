@@ -286,7 +286,7 @@ def test_a_layer_with_two_names_or_two_calls() -> None:
     x = torch.randn(6, 4)
     ensemble = branch(model, K, at="alias", example=x)  # its first call is that of `middle`
     assert [name for name, _ in ensemble.trunk.named_parameters()] == ["first.weight", "first.bias"]
-    with pytest.raises(ValueError, match=r"'middle.weight' is used both before and after .* part at 'last'"):
+    with pytest.raises(ValueError, match=r"'middle.weight' is used both before and after the split at 'last'"):
         branch(Net(lambda net, x: net.middle(net.last(net.middle(net.first(x))))), K, at="last")
 
 
@@ -318,18 +318,18 @@ def test_reinitialized_members_differ_and_follow_the_seed() -> None:
 def test_models_that_cannot_be_reinitialized() -> None:
     model = Net(lambda net, x: net.last(net.middle(net.first(x))) * net.scale)
     model.scale = nn.Parameter(torch.ones(5))
-    with pytest.raises(ValueError, match=r"Cannot re-initialise 'scale': .* has no reset_parameters. Give a function"):
+    with pytest.raises(ValueError, match=r"Cannot re-initialize 'scale': .* has no reset_parameters. Give a function"):
         branch(model, K, at="last", reinitialize=True)
     model = Net()
     parametrizations.weight_norm(model.last)
-    with pytest.raises(ValueError, match=r"Cannot re-initialise 'last.parametrizations.weight.original0'"):
+    with pytest.raises(ValueError, match=r"Cannot re-initialize 'last.parametrizations.weight.original0'"):
         branch(model, K, at="last", reinitialize=True)
-    with pytest.raises(ValueError, match="Expected `reinitialize` to make a model like the one given"):
+    with pytest.raises(ValueError, match="Expected `reinitialize` to return a model of the same architecture"):
         branch(Net(), K, at="last", reinitialize=mlp)
-    with pytest.raises(TypeError, match="Expected `reinitialize` to make a model, but it made int"):
+    with pytest.raises(TypeError, match="Expected `reinitialize` to return a model, but it returned int"):
         branch(Net(), K, at="last", reinitialize=lambda: 3)  # type: ignore[arg-type, return-value]
     for wrong in (3, Net()):
-        with pytest.raises(TypeError, match="Expected `reinitialize` to be True, False or a function"):
+        with pytest.raises(TypeError, match="Expected `reinitialize` to be a bool or a function"):
             branch(Net(), K, at="last", reinitialize=wrong)  # type: ignore[arg-type]
 
 
@@ -356,10 +356,10 @@ def in_half(net: Net, x: Tensor) -> Tensor:
             r"Cannot follow the forward of Net down to 'last'",
         ),
         (lambda net, x: net.last(F.dropout(net.first(x), training=net.training)), r"nn.Dropout for F.dropout"),
-        (frozen, r"switches gradients or autocast on or off"),
-        (in_half, r"switches gradients or autocast on or off"),
-        (by_training, r"one thing in training and another in evaluation"),
-        (lambda net, x: net.last(net.first(x) + torch.rand(6)), r"makes a tensor that depends on no input"),
+        (frozen, r"switches gradients or autocast"),
+        (in_half, r"switches gradients or autocast"),
+        (by_training, r"differs between training and evaluation"),
+        (lambda net, x: net.last(net.first(x) + torch.rand(6)), r"creates a tensor that depends on no input"),
         (lambda net, x: net.middle(net.first(x)), r"never calls the layer 'last'"),
         (
             lambda net, x: F.linear(net.last(net.middle(net.first(x))), net.middle.weight[:, :5]),
@@ -413,7 +413,7 @@ def test_tied_weights_cannot_be_split() -> None:
 def test_an_example_shows_errors_of_tracing() -> None:
     torch.manual_seed(0)
     model = Net(lambda net, x: net.last(F.dropout(net.first(x))))  # at random in evaluation too
-    with pytest.raises(ValueError, match="Member 0 does not give what Net gives on `example`"):
+    with pytest.raises(ValueError, match="Expected member 0 to equal Net on `example`"):
         branch(model, K, at="last", example=torch.randn(6, 4))
 
 

@@ -218,7 +218,7 @@ def test_weights_beside_the_model(tmp_path):
     whole = Wrapper(model, teacher=teacher, loss=nn.CrossEntropyLoss(torch.ones(3)))
     torch.save(lightning_checkpoint(whole.state_dict()), tmp_path / "a.ckpt")
     with pytest.raises(
-        ModelFileError, match=r"a\.ckpt does not fit .*; if the rest may be left out, say prefix='model\.'"
+        ModelFileError, match=r"a\.ckpt does not fit .*; if the rest may be left out, use prefix='model\.'"
     ):
         Ensemble.from_checkpoints(net, [tmp_path / "a.ckpt"])
     x = torch.randn(5, 4)
@@ -247,7 +247,7 @@ def test_several_state_dicts(tmp_path):
     ("change", "said"),
     [
         (lambda state: state.pop("3.bias"), "it has no '3.bias', which the model has"),
-        (lambda state: state.update(more=torch.ones(1)), "it has 'more', which the model has not"),
+        (lambda state: state.update(more=torch.ones(1)), "it has 'more', which the model does not have"),
         (lambda state: state.update({"3.weight": torch.ones(5, 6)}), "'3.weight' is (5, 6) in the file and (3, 6) in"),
         (lambda state: state.update({"3.bias": torch.ones(3, dtype=torch.long)}), "'3.bias' is torch.int64 in the"),
         (lambda state: state.update({"0.bias": torch.ones(6, dtype=torch.cfloat)}), "'0.bias' is torch.complex64 in"),
@@ -283,7 +283,7 @@ def test_files_that_would_run_code_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ModelFileError, match=r"pickle\.pt is not a file of torch\.save"):
         Ensemble.from_checkpoints(net, ["pickle.pt"])
     for name in ("module.pt", "bomb.ckpt"):
-        with pytest.raises(ModelFileError, match=rf"{name} holds objects beside tensors .* Save its weights alone"):
+        with pytest.raises(ModelFileError, match=rf"{name} holds objects other than tensors .* Save its weights alone"):
             Ensemble.from_checkpoints(net, [name])
     assert not Path("bomb").exists()
     with pytest.warns(DeprecationWarning, match="torch.jit"):
@@ -316,10 +316,10 @@ def test_damaged_and_missing_files(tmp_path):
 
 def test_directories(tmp_path):
     save_model(tmp_path / "two", Ensemble([net(), net()]))
-    with pytest.raises(ModelFileError, match=r"holds an ensemble of 2 members .* load_model or load_weights"):
+    with pytest.raises(ModelFileError, match=r"holds an ensemble of 2 members, .* load_model or load_weights"):
         Ensemble.from_checkpoints(net, [tmp_path / "two"])
     save_model(tmp_path / "shared", Ensemble([net()], trunk=nn.Linear(4, 4)))
-    with pytest.raises(ModelFileError, match="with all it shares, not one model"):
+    with pytest.raises(ModelFileError, match="members, not one model"):
         Ensemble.from_checkpoints(net, [tmp_path / "shared"])
     save_model(tmp_path / "one", Ensemble([net()]))
     weights = tmp_path / "one" / "weights.safetensors"
@@ -342,9 +342,9 @@ def test_argument_errors(tmp_path):
         Ensemble.from_checkpoints(net, str(tmp_path / "a.pt"))
     with pytest.raises(ValueError, match="at least one checkpoint"):
         Ensemble.from_checkpoints(net, [])
-    with pytest.raises(TypeError, match="a function that makes a model, but got Sequential"):
+    with pytest.raises(TypeError, match="a function that returns a model, but got Sequential"):
         Ensemble.from_checkpoints(net(), [tmp_path / "a.pt"])
-    with pytest.raises(TypeError, match="a function that makes a model, but got int"):
+    with pytest.raises(TypeError, match="a function that returns a model, but got int"):
         Ensemble.from_checkpoints(lambda: 3, [tmp_path / "a.pt"])
-    with pytest.raises(TypeError, match="a function that makes a model, but got str"):
+    with pytest.raises(TypeError, match="a function that returns a model, but got str"):
         Ensemble.from_checkpoints("net", [tmp_path / "a.pt"])

@@ -244,7 +244,7 @@ def test_a_head_that_does_not_make_the_logits() -> None:
     model = Returning(lambda logits: logits)
     model.unused = nn.Linear(4, NUM_CLASSES)
     with pytest.raises(
-        ValueError, match=r"logits to have 3·5 = 15 classes .* got shape \(7, 5\).* layer than 'unused'"
+        ValueError, match=r"logits to have 3·5 = 15 classes .* got shape \(7, 5\).* layer other than 'unused'"
     ):
         stack_classifiers(model, K)(torch.randn(7, 4))
 
@@ -324,7 +324,7 @@ class Cosine(nn.Linear):
     [
         (lambda: nn.Sequential(nn.Conv2d(3, 5, 1), nn.Flatten()), "ends in an nn.Linear, but Sequential has none"),
         (tied, "The weight of the classifier '1' is tied to '0.weight'"),
-        (lambda: Cosine(4, 5), "is a Cosine that computes something else"),
+        (lambda: Cosine(4, 5), "to compute what an nn.Linear does, but its Cosine"),
         (lambda: parametrizations.weight_norm(nn.Linear(4, 5)), "has a parametrization or hooks"),
         (lambda: nn.Sequential(nn.LazyLinear(5)), "has no shape yet"),
     ],
@@ -338,14 +338,14 @@ def test_unfit_models_are_refused(build: Any, message: str) -> None:
 def test_unfit_hosts_are_refused() -> None:
     model, _, _ = timm_host("test_resnet", "fc")
     model.reset_classifier(0)
-    with pytest.raises(ValueError, match=r"gives Identity. Build the model with num_classes=C"):
+    with pytest.raises(ValueError, match=r"returns Identity. Build the model with num_classes=C"):
         stack_classifiers(model, K)
     model, _, _ = timm_host("mobilenetv3_small_050", "classifier")
     model.classifier = nn.Conv2d(8, NUM_CLASSES, 1)
     with pytest.raises(ValueError, match=r"'classifier' to be an nn.Linear, but it is Conv2d.*branch"):
         stack_classifiers(model, K)
     model.get_classifier = lambda: (model.classifier, model.classifier)
-    with pytest.raises(ValueError, match="has 2 classifiers that make the logits together"):
+    with pytest.raises(ValueError, match="has 2 classifiers that compute the logits together"):
         stack_classifiers(model, K)
     model, _, _ = transformers_host("bert")
     with pytest.raises(ValueError, match=r"Expected BertModel to have an nn.Linear with config.num_labels = 5"):
@@ -417,7 +417,7 @@ def test_hosts_that_mix_members_are_refused(act: str, training: bool) -> None:
     x = torch.randn(7, 4)
     ensemble(x)  # members stay apart in the other mode
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"behind its layer 'fc'.*moved.*K, N, C.*branch\(model, \d+, at=.fc"):
+        with pytest.raises(ValueError, match=r"after its layer 'fc'.*changed.*K, N, C.*branch\(model, \d+, at=.fc"):
             ensemble.train(training)(x)
 
 

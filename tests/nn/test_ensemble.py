@@ -280,7 +280,7 @@ def test_errors():
         Ensemble([net(), net(classes=2)])(torch.zeros(4, 6))
     with pytest.raises(ValueError, match="`batches` to be one of"):
         Ensemble([net()])(torch.zeros(4, 6), batches="own")
-    with pytest.raises(ValueError, match=r"\(2, N, ...\) with one batch a member .* got \(3, 4, 6\)"):
+    with pytest.raises(ValueError, match=r"\(2, N, ...\) with one batch per member .* got \(3, 4, 6\)"):
         Ensemble([net(), net()])(torch.zeros(3, 4, 6), batches="separate")
 
     class Pair(nn.Module):

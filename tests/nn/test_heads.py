@@ -159,7 +159,7 @@ def test_smoc_with_separate_batches(rank):
     x = torch.randn(3, 7, 6).double()
     expected = torch.stack([F.linear(smoc.trunk(own), w, b) for own, w, b in zip(x, weight, bias, strict=True)])
     torch.testing.assert_close(smoc(x, batches="separate"), expected, **EXACT)
-    with pytest.raises(ValueError, match="one batch a member"):
+    with pytest.raises(ValueError, match="one batch per member"):
         smoc(x[:2], batches="separate")
 
 
@@ -187,7 +187,7 @@ def test_errors():
     with pytest.raises(TypeError, match="`in_features` to be an int"):
         StackedLinear(6.0, 4, num_members=2)
     for rank in (None, 2):
-        with pytest.raises(ValueError, match="one batch a member"):
+        with pytest.raises(ValueError, match="one batch per member"):
             heads(rank)(torch.zeros(2, 5, 6).double(), batches="separate")
         with pytest.raises(ValueError, match="`batches` to be one of"):
             heads(rank)(torch.zeros(5, 6).double(), batches="mine")

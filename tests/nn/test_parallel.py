@@ -334,7 +334,7 @@ def test_save_model_writes_one_model_of_all_members(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "model"]
     # a failure on the first rank is one on all ranks
     assert problems[0].startswith("ModelFileError")
-    assert set(problems[1:]) == {"RuntimeError: The first rank failed; its own message says why."}
+    assert set(problems[1:]) == {"RuntimeError: The first rank failed; see its error message."}
 
 
 # -- one process, and wrong use ---------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def linears(count: int) -> list[nn.Module]:
         (
             lambda: MemberParallelEnsemble(member),
             ValueError,
-            "Expected `num_members` for members that a function makes",
+            "Expected `num_members` with a function of members",
         ),
         (
             lambda: MemberParallelEnsemble(linears(2), 3),
@@ -432,4 +432,4 @@ def test_wrong_use_on_ranks() -> None:
         "Expected at most one rank for each of 1 members, but got 2 ranks. Use fewer, or a mesh of members x data."
     )
     assert first[1] == "Expected a mesh with a dimension 'members', but it has ['data']."
-    assert (first[2], second[2]) == ("", "Expected a `group` that this process is part of.")
+    assert (first[2], second[2]) == ("", "Expected a `group` that contains this process, but it does not.")

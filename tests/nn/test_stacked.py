@@ -737,7 +737,7 @@ def test_other_errors():
     stacked = StackedEnsemble([mlp(), mlp()])
     with pytest.raises(ValueError, match="`batches` to be one of"):
         stacked(torch.zeros(N, 6), batches="mine")
-    with pytest.raises(ValueError, match="one batch a member"):
+    with pytest.raises(ValueError, match="one batch per member"):
         stacked(torch.zeros(3, N, 6), batches="separate")
 
     class Pair(nn.Module):

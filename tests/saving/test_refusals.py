@@ -273,8 +273,8 @@ def test_no_more_members_are_built_than_there_are_weights_for(
     shapes = json.loads((tmp_path / "model" / "manifest.json").read_text())["tensors"].values()
     reseal(tmp_path / "model", set_in("num_members", to=sum(math.prod(tensor["shape"]) for tensor in shapes)))
     built: list[int] = []
-    real = branching._Part.__init__
-    monkeypatch.setattr(branching._Part, "__init__", lambda *args: built.append(1) or real(*args))
+    real = branching._SubModel.__init__
+    monkeypatch.setattr(branching._SubModel, "__init__", lambda *args: built.append(1) or real(*args))
     with pytest.raises(ModelFileError, match="no ensemble that fits its weights"):
         load_model(tmp_path / "model")
     assert len(built) <= 4  # trunk and member of one, and their copies
@@ -283,7 +283,7 @@ def test_no_more_members_are_built_than_there_are_weights_for(
 def test_weights_that_say_to_be_larger_than_their_tensors_are_not_read(saved: tuple[Path, EnsembleModule]) -> None:
     os.truncate(saved[0] / "weights.safetensors", 1 << 40)
     reseal(saved[0], set_in("weights", "bytes", to=1 << 40))
-    refused(saved[0], "other bytes than its tensors take")
+    refused(saved[0], "a size that does not match its tensors")
 
 
 def test_a_description_nested_too_deeply_is_refused(saved: tuple[Path, EnsembleModule]) -> None:

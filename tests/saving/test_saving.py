@@ -298,7 +298,7 @@ def test_load_weights_refuses_what_does_not_fit(name: str, saved: tuple[Path, En
         ({"member_weights": torch.tensor([float("nan"), 1.0])}, ValueError, "non-negative"),
         ({"class_names": "ab"}, TypeError, "sequence of strings"),
         ({"class_names": [1, 2]}, TypeError, "sequence of strings"),
-        ({"extra": {"x": float("nan")}}, ValueError, "`extra` to hold what JSON can hold"),
+        ({"extra": {"x": float("nan")}}, ValueError, "`extra` of JSON types"),
         ({"extra": {"x": (1, 2)}}, ValueError, "tuples to lists"),
         ({"extra": {1: 2}}, ValueError, "`extra`"),
         ({"extra": {"x": torch.zeros(1)}}, ValueError, "`extra`"),

@@ -1,4 +1,4 @@
-"""Diagnosis of an ensemble from its predictions: do the members differ, do they help, are they calibrated?"""
+"""Diagnosis of an ensemble from its predictions."""
 
 from torchace.diagnosis.api import diagnose, diagnose_file
 from torchace.diagnosis.diagnosis import Diagnosis, Finding

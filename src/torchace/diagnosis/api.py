@@ -1,4 +1,4 @@
-"""Diagnosis of tensors and of prediction files."""
+"""Diagnosis of tensors and prediction files."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def diagnose(
     member_weights: Tensor | Sequence[float] | None = None,
     class_names: Sequence[str] | None = None,
 ) -> Diagnosis:
-    """Diagnose an ensemble from its members' predictions, in words, numbers and figures.
+    """Diagnose an ensemble from its members' predictions, with findings, numbers and figures.
 
-    The checks: members that are nearly the same model (collapse, copies), members at chance level, co-adaptation
-    (members that are accurate only together), a dominant member, no gain over the best member, diversity on the
-    training data only, calibration, and classes with low recall. A warning holds beyond sampling noise.
+    The checks: collapse and copies, members at chance level, co-adaptation (members accurate only together), a dominant
+    member, no gain over the best member, diversity on the training data only, calibration, classes with low recall.
+    A warning exceeds sampling noise.
 
     Args:
-        logits: Members' logits on samples that were not trained on, `(K, N, C)`.
+        logits: Members' logits on test samples, `(K, N, C)`.
         target: Class indices, `(N,)`.
         train_logits: Members' logits on training samples, `(K, M, C)`, in evaluation mode.
         train_target: Their class indices, `(M,)`.
-        member_weights: The paper's α, `(K,)`; uniform unless given.
+        member_weights: The paper's α, `(K,)`; uniform if None.
         class_names: A name for each class.
 
     Returns:
@@ -73,16 +73,10 @@ def diagnose(
 
 
 def diagnose_file(path: str | os.PathLike[str]) -> Diagnosis:
-    """Diagnose a `.npz` or `.safetensors` file of predictions.
+    """Diagnose a `.npz` or `.safetensors` file of predictions; a damaged one is a `ValueError`.
 
-    It holds `logits` `(K, N, C)` and `target` `(N,)`; optional are `train_logits` and `train_target`,
-    `member_weights` `(K,)` and, in a `.npz` file, `class_names`, an array of strings. Nothing is unpickled.
-
-    Args:
-        path: The file.
-
-    Raises:
-        ValueError: The file is damaged or lacks these arrays.
+    Its arrays are `logits` `(K, N, C)` and `target` `(N,)`; optional are `train_logits` and `train_target`,
+    `member_weights` `(K,)` and, in a `.npz` file, `class_names`. Nothing is unpickled.
 
     Example:
         >>> import numpy as np, tempfile
@@ -163,7 +157,7 @@ def _check_class_names(class_names: Sequence[str] | None, logits: Any) -> tuple[
 
 
 def _summarize(m: Measures, train: Measures | None) -> dict[str, Any]:
-    """Return all scores as JSON can hold them."""
+    """Return all scores as JSON types."""
     numbers: dict[str, Any] = {
         "samples": m.samples,
         "num_members": m.num_members,

@@ -1,4 +1,4 @@
-"""The result of a diagnosis: findings in words, the numbers behind them, and figures."""
+"""The result of a diagnosis."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ class Finding:
     """One check of an ensemble and its outcome.
 
     Attributes:
-        name: Name of the check: `"collapse"`, `"chance"`, `"calibration"`, ...
-        severity: `"warning"`: a problem that sampling noise does not explain. `"note"`: worth knowing, or too few
-            samples to decide. `"ok"`: no problem found.
+        name: Name of the check, such as `"collapse"`.
+        severity: `"warning"`: a problem beyond sampling noise; `"note"`: minor, or too few samples; `"ok"`.
         sentence: The result, headline first.
-        advice: What to do; empty where nothing is to be done.
-        numbers: The numbers behind the sentence, with the ends of their 99 % intervals.
+        advice: Recommended action, or empty.
+        numbers: The numbers behind the sentence, with their 99 % intervals.
     """
 
     name: str
@@ -44,9 +43,9 @@ class Diagnosis:
     """All findings, the most severe first; `print` it for the full text.
 
     Attributes:
-        findings: One finding for each check, whatever its outcome.
-        numbers: Scores of the ensemble and its members, as JSON can hold them.
-        measures: The same, sample by sample.
+        findings: One finding for each check.
+        numbers: Scores of the ensemble and its members, as JSON types.
+        measures: Scores of each sample.
         train: Measures on the training data, if given.
         class_names: A name for each class, if given.
     """
@@ -95,7 +94,7 @@ class Diagnosis:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return findings and numbers as a dictionary that JSON can hold."""
+        """Return findings and numbers as a dictionary of JSON types."""
         return {"findings": [asdict(finding) for finding in self.findings], "numbers": self.numbers}
 
     def to_json(self) -> str:
@@ -105,11 +104,7 @@ class Diagnosis:
     as_json = to_json  # deprecated name
 
     def figures(self, dark: bool = False) -> dict[str, bytes]:
-        """Return the figures as PNG files by name; needs matplotlib.
-
-        Args:
-            dark: Use the colours of dark pages.
-        """
+        """Return the figures as PNG files by name, in light or dark colours; needs matplotlib."""
         from torchace.diagnosis.figures import render_figures
 
         return render_figures(self, dark=dark)

@@ -1,8 +1,7 @@
-"""Findings about an ensemble's predictions: each function is one check with its thresholds and its advice.
+"""Checks of an ensemble's predictions, with their thresholds and advice.
 
-A check warns only where the whole 99 % interval of its number lies beyond the threshold (for several members, jointly).
-The thresholds come from ensembles trained on scikit-learn's digits (1,000 training and 797 test images; K=2 to 50, λ
-from 0 to 1): separate networks, SMOC, random forests.
+A check warns only if the whole 99 % interval lies beyond the threshold (jointly for several members). The thresholds
+come from separate networks, SMOC and random forests on scikit-learn's digits (K=2 to 50, λ from 0 to 1).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MIN_SAMPLES = 30  # with fewer, findings are notes at most: the intervals rely o
 # Epistemic share of the uncertainty, Σ I / Σ H(q̄): separate networks had 1.4 to 76 % (0.7 % for wide ones trained
 # briefly), linear heads on one feature vector 0.1 to 0.7 % at λ≤0.5.
 COLLAPSED, LITTLE_DIVERSITY = 0.01, 0.02
-# It takes 10 samples with a confidence below 0.9: without them, one draw of samples in fifteen raised a false alarm.
+# Requires 10 samples with a confidence below 0.9; without this, 1 in 15 draws of samples raised a false alarm.
 UNCERTAIN, UNCERTAIN_SAMPLES = 0.9, 10
 COPY_DIVERGENCE = 2e-6  # by Pinsker's inequality, a mean difference in probability of at most 1e-3
 CHANCE_SHARE, CHANCE_POINTS = 0.1, 0.02  # of the ensemble's gain over chance; the least gain, in accuracy

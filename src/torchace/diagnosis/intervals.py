@@ -1,4 +1,4 @@
-"""99 % confidence intervals over samples, without scipy: the diagnosis needs torch and numpy alone."""
+"""99 % confidence intervals over samples, without scipy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 Values = NDArray[Any]
 
-LEVEL = 0.99  # two-sided, for each finding: ten findings together raise a false alarm in at most one case of twenty
+LEVEL = 0.99  # two-sided, for each finding: of ten findings, at most 1 case in 20 has a false alarm
 
 
 class Interval(NamedTuple):
@@ -22,20 +22,20 @@ class Interval(NamedTuple):
 
 
 def critical_value(samples: int, tests: int = 1) -> float:
-    """Quantile of the t distribution to first order in 1/(n - 1), Bonferroni-corrected for several tests."""
+    """Return a quantile of the t distribution to first order in 1/(n - 1), Bonferroni-corrected for several tests."""
     z = NormalDist().inv_cdf(1 - (1 - LEVEL) / (2 * tests))
     return z + (z**3 + z) / (4 * max(samples - 1, 1))
 
 
 def mean_interval(values: Values, tests: int = 1) -> Interval:
-    """Interval for the mean of values `(N,)`."""
+    """Return the interval for the mean of values `(N,)`."""
     value = float(values.mean())
     half = critical_value(len(values), tests) * _standard_error(values)
     return Interval(value, value - half, value + half)
 
 
 def ratio_interval(numerator: Values, denominator: Values) -> Interval:
-    """Interval for the ratio of two means over the same samples, `(N,)` each, by the delta method; 0 for 0/0."""
+    """Return the interval for the ratio of two means of `(N,)` values, by the delta method; 0 for 0/0."""
     scale = float(denominator.mean())
     if scale == 0:
         return Interval(0.0, 0.0, 0.0)
@@ -45,7 +45,7 @@ def ratio_interval(numerator: Values, denominator: Values) -> Interval:
 
 
 def proportion_interval(hits: float, samples: int, tests: int = 1) -> Interval:
-    """Wilson's interval for a binomial proportion."""
+    """Return Wilson's interval for a binomial proportion."""
     if samples == 0:
         return Interval(0.0, 0.0, 1.0)
     z, p = critical_value(samples, tests), hits / samples

@@ -1,4 +1,4 @@
-"""Scores of an ensemble and its members, sample by sample; every formula comes from `functional`."""
+"""Scores of an ensemble and its members for each sample."""
 
 from __future__ import annotations
 
@@ -24,14 +24,7 @@ RANDOM_HALVES = 10  # draws of a random half of the members, each with its compl
 
 
 class Measures:
-    """Scores of K members and their ensemble on N samples, numpy arrays of float64.
-
-    Args:
-        logits: Members' logits, `(K, N, C)`.
-        target: Class indices, `(N,)`.
-        member_weights: α, `(K,)`; uniform unless given.
-        name: Name of the logits in errors.
-    """
+    """Scores of K members and their ensemble on N samples, float64 numpy arrays, from logits `(K, N, C)`."""
 
     @torch.no_grad()
     def __init__(self, logits: Tensor, target: Tensor, member_weights: Any = None, name: str = "logits") -> None:

@@ -1,4 +1,4 @@
-"""Small helpers shared by the functions of this package; no formula of its own."""
+"""Helpers shared by the functions of this package."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from torchace.kernels.options import compute_dtype as compute_dtype
 
 
 def along_members(values: Tensor, like: Tensor) -> Tensor:
-    """Member values `(K,)`, shaped to broadcast against `(K, ...)`."""
+    """Reshape member values `(K,)` to broadcast against `(K, ...)`."""
     return values.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def log_mixture(log_terms: Tensor) -> Tensor:
-    """Logarithm of the members' sum, from logarithms `(K, ...)`.
-
-    -inf where all are, such as for a masked class: the gradient is 0 there, not NaN as that of `logsumexp`.
-    """
+    """`logsumexp` over members of `(K, ...)`; where all terms are -inf, the gradient is 0 instead of NaN."""
     if not torch.is_grad_enabled():
         return log_terms.logsumexp(0)
     all_zero = (log_terms == -torch.inf).all(0)
@@ -26,20 +23,20 @@ def log_mixture(log_terms: Tensor) -> Tensor:
 
 
 def reduce_samples(losses: Tensor, reduction: str) -> Tensor:
-    """Mean or sum over samples, or no reduction."""
+    """Mean or sum over samples, or the losses unchanged."""
     if reduction == "mean":
         return losses.mean()
     return losses.sum() if reduction == "sum" else losses
 
 
 def member_mean(losses: Tensor, sample_weight: Tensor | None, reduction: str) -> Tensor:
-    """Losses of each member's own elements, `(K, N, ...)`: weighted, reduced for each member, summed over members."""
+    """Weight losses `(K, N, ...)`, reduce them over each member's elements and sum over members."""
     if sample_weight is None:
         if reduction == "mean":
             return losses.flatten(1).mean(1).sum()
         return losses.sum() if reduction == "sum" else losses
     weight = _checks.as_sample_weight(sample_weight, losses.shape[0], tuple(losses.shape[1:]), losses)
-    # where, not a product: an element that does not count may have an infinite loss
+    # where, not a product: an element of weight 0 may have an infinite loss
     weighted = torch.where(weight == 0, 0.0, losses * weight)
     if reduction == "none":
         return weighted

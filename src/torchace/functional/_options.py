@@ -1,4 +1,4 @@
-"""Checks of the losses' options, once, and their conversion to the type to compute in."""
+"""Argument checks of the losses and conversion to the compute dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def resolve_coupling(
     member_weights: Tensor | Sequence[float] | None,
     mixture: Tensor | None,
 ) -> tuple[float | Tensor, Tensor, Tensor | None]:
-    """λ, α `(K,)` and the mixture, detached, in the type to compute in, for members' outputs `(K, N, ...)`."""
+    """Return λ, α `(K,)` and the mixture, detached, in the compute dtype, for outputs `(K, N, ...)`."""
     like = _like(outputs)
     lam = _resolve_diversity(diversity, like)
     alpha = _checks.as_member_weights(member_weights, outputs.shape[0], like=like, partial=mixture is not None)
@@ -42,7 +42,7 @@ def resolve_options(
     detach_others: bool = True,
     reduction: str,
 ) -> LossOptions:
-    """Options of `amended_cross_entropy` for one run, with one axis of samples."""
+    """Check the options of `amended_cross_entropy` and return those of one run, with one axis of samples."""
     _checks.check_logits(logits)
     _checks.check_reduction(reduction)
     _checks.check_fraction(label_smoothing, "label_smoothing")
@@ -56,7 +56,9 @@ def resolve_options(
     if mixture is not None:
         _checks.check_mixture(mixture, logits)
         if not detach_others:
-            raise ValueError("Expected `detach_others=True` with a `mixture`, which is a constant computed elsewhere.")
+            raise ValueError(
+                "Expected `detach_others=True` with a `mixture`, but got False. A given mixture is a constant."
+            )
         mixture = flatten_samples(mixture.detach().to(like), 1)
     if weight is not None:
         _checks.check_class_weight(weight, logits.shape[2])
@@ -81,21 +83,21 @@ def resolve_options(
 
 
 def flatten_samples(values: Tensor, class_axis: int) -> Tensor:
-    """Values with classes last and one axis of samples: `(N, C, d1, ...)` as `(1, N·d1·..., C)`."""
+    """Move classes last and flatten the sample axes: `(N, C, d1, ...)` as `(1, N·d1·..., C)`."""
     if values.ndim > class_axis + 1:
         values = values.movedim(class_axis, -1).flatten(class_axis - 1, -2)
     return values.unsqueeze(0) if class_axis == 1 else values
 
 
 def given_tensors(*values: object) -> list[Tensor]:
-    """The tensors among some arguments: autograd refuses a backward after one of them was changed in place."""
+    """Return the tensors among the arguments; saved, autograd refuses a backward after they change in place."""
     if torch.compiler.is_compiling():  # the compiler checks this itself
         return []
     return [value.detach() for value in values if isinstance(value, Tensor) and not value.is_inference()]
 
 
 def _resolve_diversity(diversity: float | Tensor, like: Tensor) -> float | Tensor:
-    """λ, checked: a number, or a constant on the device of `like`."""
+    """Return λ, checked: a number, or a constant on the device of `like`."""
     _checks.check_diversity(diversity)
     if not isinstance(diversity, Tensor):
         return float(diversity)
@@ -103,6 +105,6 @@ def _resolve_diversity(diversity: float | Tensor, like: Tensor) -> float | Tenso
 
 
 def _like(outputs: Tensor) -> Tensor:
-    """A tensor of the type to compute in, on the outputs' device."""
+    """Return a tensor of the compute dtype, on the outputs' device."""
     dtype = compute_dtype(outputs)
     return outputs if outputs.dtype == dtype else torch.empty((), dtype=dtype, device=outputs.device)

@@ -29,23 +29,22 @@ def amended_cross_entropy(
     $$e^k = H(p, q^k) - \lambda \sum_{j \ne k} \alpha^j H(q^j, q^k), \qquad
     \frac{\partial e^k}{\partial z^k} = (1 - \lambda)(q^k - p) + \lambda(\bar q - p)$$
 
-    The other members are constants: no gradient flows into $q^j$. With λ=0 or K=1 it is
-    `torch.nn.functional.cross_entropy` for every option, summed over members. The value is unbounded below and not a
-    score: watch the ensemble's cross entropy instead.
+    No gradient flows into the other members $q^j$. With λ=0 or K=1 it equals `torch.nn.functional.cross_entropy`,
+    summed over members. The value is unbounded below: monitor the ensemble's cross entropy instead.
 
     Args:
         logits: Members' logits, `(K, N, C)` or `(K, N, C, d1, ...)`.
-        target: Class indices `(N, ...)`, or class probabilities `(N, C, ...)`. All members share it.
-        diversity: λ in [0, 1], a number or a 0-dimensional tensor (which does not recompile when it changes).
-        member_weights: The paper's α, `(K,)`; uniform unless given.
-        sample_weight: `(N, ...)` for all members or `(K, N, ...)` for each; multiplies a sample's whole loss. The mean
-            divides by the weights' sum, member by member; a member whose weights sum to 0 adds nothing.
-        weight: Class weights, `(C,)`. A sample's diversity term is scaled by its own weight.
-        ignore_index: Class index that does not count.
-        label_smoothing: Share of the target that is spread evenly over the classes, in [0, 1].
-        mixture: $\sum_j \alpha^j q^j$ computed elsewhere, `(N, C, ...)`; `member_weights` are then those of the members
-            at hand and need not sum to 1.
-        detach_others: False lets gradients flow into the other members. For ablation alone: training fails with it.
+        target: Class indices `(N, ...)`, or class probabilities `(N, C, ...)`.
+        diversity: λ in [0, 1], a number, or a 0-dimensional tensor to change it without recompilation.
+        member_weights: The paper's α, `(K,)`; uniform by default.
+        sample_weight: Factors of the samples' losses, `(N, ...)` for all members or `(K, N, ...)`. The mean divides by
+            each member's sum of weights; a member whose weights sum to 0 adds nothing.
+        weight: Class weights, `(C,)`; they scale a sample's diversity term too.
+        ignore_index: Target class to ignore.
+        label_smoothing: Amount of label smoothing, in [0, 1].
+        mixture: $\sum_j \alpha^j q^j$ computed elsewhere, `(N, C, ...)`; `member_weights` then belong to the local
+            members and need not sum to 1.
+        detach_others: False lets gradients flow into the other members; for ablations only: training fails.
         reduction: `"mean"` or `"sum"` over samples, then summed over members; `"none"` returns `(K, N, ...)`.
 
     Returns:

@@ -30,18 +30,18 @@ def binary_amended_cross_entropy(
     $$e^k = H(p, q^k) - \lambda \sum_{j \ne k} \alpha^j H(q^j, q^k), \qquad
     \frac{\partial e^k}{\partial z^k} = (1 - \lambda)(q^k - p) + \lambda(\bar q - p)$$
 
-    With λ=0 or K=1 it is `torch.nn.functional.binary_cross_entropy_with_logits`, summed over members.
+    With λ=0 or K=1 it equals `torch.nn.functional.binary_cross_entropy_with_logits`, summed over members.
 
     Args:
-        logits: Members' logits, `(K, N, ...)`: one a sample, or one for each of its labels.
+        logits: Members' logits, `(K, N, ...)`: one per sample, or one per label of a sample.
         target: Probabilities of the positive class, `(N, ...)`; 0 and 1 for hard labels.
         diversity: λ in [0, 1], a number or a 0-dimensional tensor.
-        member_weights: The paper's α, `(K,)`; uniform unless given.
-        sample_weight: `(N, ...)` for all members or `(K, N, ...)` for each; axes left out at the end are broadcast. The
-            mean divides by the weights' sum over a member's elements.
-        pos_weight: Weight of the positive class, broadcast against the target, for example one for each label.
-        mixture: $\sum_j \alpha^j q^j$ computed elsewhere, `(N, ...)`; `member_weights` are then those of the members at
-            hand and need not sum to 1.
+        member_weights: The paper's α, `(K,)`; uniform by default.
+        sample_weight: `(N, ...)` for all members or `(K, N, ...)`; missing trailing axes are broadcast. The mean
+            divides by the weights' sum over a member's elements.
+        pos_weight: Weight of the positive class, broadcast against the target, for example one per label.
+        mixture: $\sum_j \alpha^j q^j$ computed elsewhere, `(N, ...)`; `member_weights` then belong to the local members
+            and need not sum to 1.
         reduction: `"mean"` or `"sum"` over elements, then summed over members; `"none"` returns `(K, N, ...)`.
 
     Returns:
@@ -72,6 +72,6 @@ def binary_amended_cross_entropy(
     others = mixture - alpha * q  # Σ_{j≠k} α^j q^j; their weights sum to 1 - α^k
     a = vp - lam * s * others
     b = 1 - p - lam * s * (1 - alpha - others)
-    # two logsigmoids, not log(1-q) = log q - z: a confident and right output keeps its small gradient
+    # two logsigmoids, not log(1-q) = log q - z: a confident, correct output keeps its small gradient
     losses = -(a * F.logsigmoid(z) + b * F.logsigmoid(-z))
     return member_mean(losses, sample_weight, reduction)

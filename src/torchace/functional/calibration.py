@@ -12,12 +12,12 @@ from torchace.functional._members import compute_dtype
 
 
 def brier_score(probs: Tensor, target: Tensor) -> Tensor:
-    r"""The squared distance of the probabilities from the target, summed over classes, averaged over samples.
+    r"""The Brier score: squared distance from the target, summed over classes, averaged over samples.
 
     $$\frac{1}{N} \sum_n \sum_c (q_{nc} - p_{nc})^2$$
 
     Args:
-        probs: Probabilities, `(N, C, ...)`, of an ensemble or one member.
+        probs: Probabilities, `(N, C, ...)`, of an ensemble or a member.
         target: Class indices `(N, ...)`, or class probabilities `(N, C, ...)`.
 
     Returns:
@@ -32,7 +32,7 @@ def brier_score(probs: Tensor, target: Tensor) -> Tensor:
 
 
 def brier_scores(probs: Tensor, target: Tensor) -> Tensor:
-    """The Brier score of each sample, `(N, ...)`; the values of `probs` are not checked."""
+    """Brier score of each sample, `(N, ...)`; without checking the values of `probs`."""
     q = probs.to(compute_dtype(probs))
     if _checks.check_target(target, probs[None], ignore_index=None):
         return (q - target.to(q)).square().sum(1)
@@ -41,14 +41,14 @@ def brier_scores(probs: Tensor, target: Tensor) -> Tensor:
 
 
 def calibration_error(probs: Tensor, target: Tensor, num_bins: int = 15) -> Tensor:
-    r"""How far the confidence in the predicted class is from its accuracy (top label, L1, equal-width bins).
+    r"""The expected calibration error of the predicted class: L1, bins of equal width.
 
     $$\sum_b \frac{n_b}{N} \left| \text{accuracy}_b - \text{confidence}_b \right|$$
 
     Args:
-        probs: Probabilities, `(N, C, ...)`, of an ensemble or one member.
+        probs: Probabilities, `(N, C, ...)`, of an ensemble or a member.
         target: Class indices, `(N, ...)`.
-        num_bins: Bins of equal width in [0, 1].
+        num_bins: Number of bins in [0, 1].
 
     Returns:
         A scalar in [0, 1].
@@ -63,7 +63,7 @@ def calibration_error(probs: Tensor, target: Tensor, num_bins: int = 15) -> Tens
 
 
 class CalibrationBins(NamedTuple):
-    """Sums over the samples of each bin, `(num_bins,)` each; bins of several batches add up."""
+    """Sums over the samples of each bin, `(num_bins,)`; additive over batches."""
 
     samples: Tensor
     confidence: Tensor
@@ -73,13 +73,9 @@ class CalibrationBins(NamedTuple):
 def calibration_bins(
     probs: Tensor, target: Tensor, num_bins: int = 15, *, counted: Tensor | None = None
 ) -> CalibrationBins:
-    """Samples sorted into bins by the probability of their predicted class; values of `probs` are not checked.
+    """Bin samples by confidence, without checking the values of `probs`.
 
-    Args:
-        probs: Probabilities, `(N, C, ...)`.
-        target: Class indices, `(N, ...)`.
-        num_bins: Bins of equal width in [0, 1].
-        counted: Which samples count, `(N, ...)`; all unless given.
+    Shapes: probs `(N, C, ...)`, target `(N, ...)`, counted (mask of the samples to include) `(N, ...)`.
     """
     _checks.check_count(num_bins, "num_bins")
     if _checks.check_target(target, probs[None], ignore_index=None):
@@ -95,5 +91,5 @@ def calibration_bins(
 
 
 def bins_error(bins: CalibrationBins) -> Tensor:
-    """The calibration error of accumulated bins, in float64."""
+    """Calibration error of accumulated bins, in float64."""
     return (bins.correct - bins.confidence).abs().sum() / bins.samples.sum()

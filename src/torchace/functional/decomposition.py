@@ -14,19 +14,20 @@ class BiasVarianceCovariance(NamedTuple):
     """The three terms of an ensemble's mean squared error; they add up to it."""
 
     bias: Tensor
-    """The squared bias of the ensemble: (mean over members of the bias)²."""
+    """Squared bias of the ensemble: (mean over members of the bias)²."""
     variance: Tensor
-    """The members' variances over trainings, summed and divided by K²."""
+    """Sum of the members' variances over trainings, divided by K²."""
     covariance: Tensor
-    """The members' covariances over trainings, summed over pairs and divided by K²."""
+    """Sum of the members' pairwise covariances over trainings, divided by K²."""
 
     @property
     def bias_squared(self) -> Tensor:
+        """Alias of `bias`."""
         return self.bias
 
     @property
     def error(self) -> Tensor:
-        """The ensemble's mean squared error over trainings and samples."""
+        """Mean squared error of the ensemble over trainings and samples."""
         return self.bias + self.variance + self.covariance
 
 
@@ -36,8 +37,8 @@ def bias_variance_covariance(predictions: Tensor, target: Tensor) -> BiasVarianc
     $$E[(\bar F - Y)^2] = \Big(\frac{1}{K}\sum_k (E[F^k] - Y)\Big)^2 + \frac{1}{K^2}\sum_k \operatorname{var}(F^k)
     + \frac{1}{K^2} \sum_{k} \sum_{j \ne k} \operatorname{cov}(F^k, F^j)$$
 
-    Expectations are means over trainings. (The paper's first term, a mean of squares over K², is a slip: only this one
-    adds up.)
+    Expectations are means over trainings. The paper's first term, a mean of squares over K², is an error: with it the
+    terms do not add up.
 
     Args:
         predictions: Predictions of T independent trainings of K members, `(T, K, N, ...)`.
@@ -65,7 +66,7 @@ def bias_variance_covariance(predictions: Tensor, target: Tensor) -> BiasVarianc
     f = predictions.to(compute_dtype(predictions))
     num_members = f.shape[1]
     bias = (f.mean((0, 1)) - target.to(f)).square().mean()
-    # `correction=0`: means over the trainings at hand, so that the terms add up exactly
+    # `correction=0`: means over the given trainings, so that the terms add up exactly
     variance = f.var(0, correction=0).sum(0).mean() / num_members**2
     covariance = f.mean(1).var(0, correction=0).mean() - variance
     return BiasVarianceCovariance(bias, variance, covariance)

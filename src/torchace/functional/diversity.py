@@ -1,4 +1,4 @@
-"""Measures of how much members differ, and of the gain from it."""
+"""Diversity of the members and the gain from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchace.functional._members import along_members, compute_dtype, reduce_sa
 
 
 def disagreement(logits: Tensor, *, reduction: str = "mean") -> Tensor:
-    r"""The share of pairs of members that predict different classes.
+    r"""Share of pairs of members that predict different classes.
 
     $$\frac{2}{K(K-1)} \sum_{j<k} \mathbf{1}[\arg\max z^j \ne \arg\max z^k]$$
 
@@ -21,7 +21,7 @@ def disagreement(logits: Tensor, *, reduction: str = "mean") -> Tensor:
 
     Args:
         logits: Members' logits, `(K, N, C, ...)`.
-        reduction: `"mean"` or `"sum"` over samples, `"none"` for one value a sample, `(N, ...)`.
+        reduction: `"mean"` or `"sum"` over samples, `"none"` for one value per sample, `(N, ...)`.
 
     Returns:
         A scalar, or `(N, ...)`.
@@ -52,8 +52,8 @@ def predictive_entropy(
 
     Args:
         logits: Members' logits, `(K, N, C, ...)`.
-        member_weights: The paper's α, `(K,)`; uniform unless given.
-        reduction: `"mean"` or `"sum"` over samples, `"none"` for one value a sample, `(N, ...)`.
+        member_weights: The paper's α, `(K,)`; uniform by default.
+        reduction: `"mean"` or `"sum"` over samples, `"none"` for one value per sample, `(N, ...)`.
 
     Returns:
         A scalar, or `(N, ...)`, in nats.
@@ -76,8 +76,8 @@ def mutual_information(
 
     Args:
         logits: Members' logits, `(K, N, C, ...)`.
-        member_weights: The paper's α, `(K,)`; uniform unless given.
-        reduction: `"mean"` or `"sum"` over samples, `"none"` for one value a sample, `(N, ...)`.
+        member_weights: The paper's α, `(K,)`; uniform by default.
+        reduction: `"mean"` or `"sum"` over samples, `"none"` for one value per sample, `(N, ...)`.
 
     Returns:
         A scalar, or `(N, ...)`, in nats.
@@ -109,8 +109,8 @@ def ambiguity(
     Args:
         logits: Members' logits, `(K, N, C, ...)`.
         target: Class indices `(N, ...)`, or class probabilities `(N, C, ...)`.
-        member_weights: The paper's α, `(K,)`; uniform unless given.
-        reduction: `"mean"` or `"sum"` over samples, `"none"` for one value a sample, `(N, ...)`.
+        member_weights: The paper's α, `(K,)`; uniform by default.
+        reduction: `"mean"` or `"sum"` over samples, `"none"` for one value per sample, `(N, ...)`.
 
     Returns:
         A scalar, or `(N, ...)`, in nats.
@@ -149,7 +149,7 @@ def pairwise_cross_entropy(logits: Tensor) -> Tensor:
 
 
 def _log_probs(logits: Tensor, member_weights: Tensor | Sequence[float] | None) -> tuple[Tensor, Tensor, Tensor]:
-    """log q^k `(K, N, C, ...)`, α `(K,)` and log q̄ `(N, C, ...)`."""
+    """Return log q^k `(K, N, C, ...)`, α `(K,)` and log q̄ `(N, C, ...)`."""
     _checks.check_logits(logits)
     _checks.check_finite(logits)
     log_q = F.log_softmax(logits, 2, dtype=compute_dtype(logits))

@@ -11,15 +11,15 @@ from torchace import _checks
 
 
 def average_gradients(x: Tensor, num_members: int) -> Tensor:
-    r"""The identity, whose gradient is divided by the number of members.
+    r"""The identity, with its gradient divided by the number of members.
 
-    Placed between a shared trunk and K members, it gives the trunk the *mean* of the members' gradients while each
-    member keeps its own, undivided (the paper's Algorithm 2):
+    Between a shared trunk and K members, it gives the trunk the *mean* of the members' gradients and each member its
+    own, undivided (the paper's Algorithm 2):
 
     $$g(\theta_\text{trunk}) = \frac{1}{K} \sum_k \nabla_{\theta_\text{trunk}} e^k$$
 
     Args:
-        x: What the members share, any shape.
+        x: Input that the members share, any shape.
         num_members: K.
 
     Returns:
@@ -36,8 +36,8 @@ def average_gradients(x: Tensor, num_members: int) -> Tensor:
     if num_members == 1:
         return x
     if torch.compiler.is_compiling():
-        # Compiled torch.func transforms differentiate a custom function's forward and ignore its backward, so there
-        # the plain composite says the same. It is exact but for an infinite x, which it turns into NaN.
+        # Compiled torch.func transforms ignore a custom function's backward. This form is exact for finite x; an
+        # infinite x becomes NaN.
         constant = x.detach()
         return constant + (x - constant) / num_members
     return _AverageGradients.apply(x, num_members)  # type: ignore[no-untyped-call]

@@ -1,9 +1,6 @@
-"""Amended Cross Entropy of linear heads on one feature vector, without the logits of all samples at once.
+"""Amended Cross Entropy of linear heads on shared features, in chunks of the logits `(K, N, C)`.
 
-With C classes of a language model's vocabulary, the logits `(K, N, C)` do not fit in memory. Here a few rows at a time
-are multiplied by the heads, add their part to the value and the gradients, and are freed: the memory beside weights and
-gradients is that of a chunk, for every N. On a CUDA GPU a chunk holds some classes of all rows instead
-(`kernels.linear_gpu`); options that form does not support are computed by rows there too.
+A chunk holds some rows; on a CUDA GPU, some classes of all rows where the options allow it (`kernels.linear_gpu`).
 """
 
 from __future__ import annotations
@@ -42,11 +39,11 @@ def linear_amended_cross_entropy(
     reduction: str = "mean",
     chunk_rows: int | None = None,
 ) -> Tensor:
-    r"""The Amended Cross Entropy of K linear heads on shared features, never holding all their logits.
+    r"""The Amended Cross Entropy of K linear heads on shared features, without holding all logits in memory.
 
-    Equal to `amended_cross_entropy` of the logits `features @ head_weight.mT + head_bias[:, None]` to rounding, value
-    and gradients, in the memory of a chunk of logits. There is no second derivative. The features' gradient is the sum
-    over members: for a shared trunk, give it `average_gradients(features, K)`.
+    Equal to `amended_cross_entropy` of the logits `features @ head_weight.mT + head_bias[:, None]` up to rounding, in
+    the memory of a chunk of logits. Second derivatives are not supported. The features' gradient is the sum over
+    members: for a shared trunk, pass `average_gradients(features, K)`.
 
     Args:
         features: `(N, D)`.
@@ -54,14 +51,14 @@ def linear_amended_cross_entropy(
         head_bias: `(K, C)`, or None.
         target: Class indices `(N,)`, or class probabilities `(N, C)`.
         diversity: λ in [0, 1], a number or a 0-dimensional tensor.
-        member_weights: The paper's α, `(K,)`; uniform unless given.
-        sample_weight: `(N,)` for all members or `(K, N)` for each.
+        member_weights: The paper's α, `(K,)`; uniform by default.
+        sample_weight: `(N,)` for all members or `(K, N)`.
         weight: Class weights, `(C,)`.
-        ignore_index: Class index that does not count.
-        label_smoothing: Share of the target that is spread evenly over the classes, in [0, 1].
+        ignore_index: Target class to ignore.
+        label_smoothing: Amount of label smoothing, in [0, 1].
         reduction: `"mean"` or `"sum"` over samples, then summed over members.
-        chunk_rows: Rows at a time; as many as make chunks of 64 MiB (1 GiB on a GPU) unless given. Without it, class
-            indices on a CUDA GPU are taken some classes at a time, in chunks of 768 MiB.
+        chunk_rows: Rows of a chunk. By default chunks have 64 MiB (1 GiB on a GPU); class indices on a CUDA GPU use
+            chunks of classes, of 768 MiB.
 
     Returns:
         A scalar; in float32 for half precision.
@@ -109,13 +106,13 @@ def linear_amended_cross_entropy(
 
 
 def _logits(features: Tensor, head_weight: Tensor, head_bias: Tensor | None) -> Tensor:
-    """`(K, N, C)`."""
+    """Return the logits, `(K, N, C)`."""
     logits = torch.matmul(features, head_weight.transpose(1, 2))
     return logits if head_bias is None else logits + head_bias.unsqueeze(1).to(logits.dtype)
 
 
 class _LinearLoss(torch.autograd.Function):
-    """Value and gradients together; the gradients wait for the backward, which scales them in place."""
+    """Compute value and gradients in the forward; the backward scales the gradients in place."""
 
     @staticmethod
     def forward(
@@ -177,7 +174,7 @@ def _by_rows(
     loss_scale: float,
     rows: int,
 ) -> tuple[Tensor, Gradients]:
-    """Some rows at a time; gradients in float32 for half precision, in which their sums may be infinite."""
+    """Compute some rows at a time; gradients in float32 for half precision, in which sums may overflow."""
     total = torch.zeros((), dtype=compute_dtype(features), device=features.device)
     grads = [
         torch.zeros_like(source, dtype=compute_dtype(source)) if want and source is not None else None
@@ -196,7 +193,7 @@ def _by_rows(
 
 
 def _add_gradients(grads: Gradients, rows: slice, features: Tensor, head_weight: Tensor, logits_grad: Tensor) -> None:
-    """Add the contribution of some rows; `logits_grad` is the loss's gradient in their logits, `(K, n, C)`."""
+    """Add the contribution of some rows, from the gradient in their logits, `(K, n, C)`."""
     # a sum over many rows may be infinite in float16, though their mean is not
     dtype = torch.float32 if logits_grad.dtype == torch.float16 else logits_grad.dtype
     for k, own in enumerate(logits_grad):  # member by member: (n, C) x (C, D)
@@ -209,14 +206,14 @@ def _add_gradients(grads: Gradients, rows: slice, features: Tensor, head_weight:
 
 
 def _loss_scale(features: Tensor) -> float:
-    """Factor of a mean's loss until its gradients are summed over rows: they would underflow in half precision."""
+    """Return a factor against underflow in half precision, divided out after gradients are summed over rows."""
     if _product_dtype(features) not in (torch.float16, torch.bfloat16):
         return 1.0
     return float(min(LARGEST_LOSS_SCALE, 1 << max(0, len(features) - 1).bit_length()))
 
 
 def _fits_gpu(features: Tensor, head_weight: Tensor, head_bias: Tensor | None, target: Tensor) -> bool:
-    """Whether class indices and plain tensors are on one GPU that Triton supports, in types that one product takes."""
+    """Whether all tensors are plain, on one GPU that Triton supports, with class indices and one product dtype."""
     given = [features, head_weight, target] if head_bias is None else [features, head_weight, head_bias, target]
     lowered = _product_dtype(features) != features.dtype
     return (
@@ -231,7 +228,7 @@ def _fits_gpu(features: Tensor, head_weight: Tensor, head_bias: Tensor | None, t
 
 
 def _product_dtype(features: Tensor) -> torch.dtype:
-    """Type that a product with the features is computed in."""
+    """Dtype of products with the features."""
     device = features.device.type
     lowered = torch.is_autocast_enabled(device) and features.dtype != torch.float64
     return torch.get_autocast_dtype(device) if lowered else features.dtype

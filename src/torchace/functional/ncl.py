@@ -1,4 +1,4 @@
-"""Negative Correlation Learning: the regression twin of Amended Cross Entropy."""
+"""Negative Correlation Learning, the loss for regression ensembles."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def negative_correlation(
     $$e^k = \tfrac{1}{2}(F^k - Y)^2 - \frac{\lambda}{2(1 - \alpha^k)}(F^k - \bar F)^2, \qquad
     \frac{\partial e^k}{\partial F^k} = (F^k - Y) - \lambda(F^k - \bar F)$$
 
-    The other members are constants; a member with $\alpha^k = 1$ has no second term. With λ=0 it is half the squared
-    error, summed over members.
+    No gradient flows into the other members; a member with $\alpha^k = 1$ has no second term. With λ=0 it is half the
+    squared error, summed over members.
 
     Args:
         predictions: Members' predictions, `(K, N, ...)`.
         target: `(N, ...)`.
         diversity: λ in [0, 1], a number or a 0-dimensional tensor.
-        member_weights: The weights α of $\bar F = \sum_k \alpha^k F^k$, `(K,)`; uniform unless given.
-        sample_weight: `(N, ...)` for all members or `(K, N, ...)` for each; axes left out at the end are broadcast. The
-            mean divides by the weights' sum over a member's elements.
-        mixture: $\bar F$ computed elsewhere, `(N, ...)`; `member_weights` are then those of the members at hand and
-            need not sum to 1.
+        member_weights: The weights α of $\bar F = \sum_k \alpha^k F^k$, `(K,)`; uniform by default.
+        sample_weight: `(N, ...)` for all members or `(K, N, ...)`; missing trailing axes are broadcast. The mean
+            divides by the weights' sum over a member's elements.
+        mixture: $\bar F$ computed elsewhere, `(N, ...)`; `member_weights` then belong to the local members and need not
+            sum to 1.
         reduction: `"mean"` or `"sum"` over elements, then summed over members; `"none"` returns `(K, N, ...)`.
 
     Returns:
@@ -62,7 +62,7 @@ def negative_correlation(
 
 
 def element_losses(f: Tensor, y: Tensor, lam: float | Tensor, alpha: Tensor, mixture: Tensor | None) -> Tensor:
-    """Loss of each element, differentiable; all arguments broadcast to the shape of `f`, members first."""
+    """Differentiable loss of each element; all arguments broadcast to the shape of `f`, members first."""
     constant = f.detach()  # the others are constants in the paper's derivation
     if mixture is None:
         mixture = (alpha * constant).sum(0)
@@ -81,17 +81,10 @@ def closed_form(
     alpha: float | None = None,
     mixture: Tensor | None = None,
 ) -> LossResult:
-    """Losses, squared errors of the ensemble and the gradient, without autograd, for training steps of R runs.
+    """Losses, squared errors of the ensemble and the gradient of R runs, without autograd.
 
-    The outputs of a sample count as one: their mean.
-
-    Args:
-        predictions: `(R, K, N, M)`, detached.
-        target: `(R, N, M)`.
-        diversity: λ of each run, `(R,)`.
-        scale: Factor of a sample's loss, `(R, N)`; an axis may have size 1.
-        alpha: Weight of every member; 1/K unless given.
-        mixture: The ensemble's predictions `(R, N, M)`, where they were computed elsewhere.
+    Shapes: predictions `(R, K, N, M)`, target and mixture `(R, N, M)`, diversity `(R,)`, scale (factor of a sample's
+    loss) `(R, N)`. A sample's loss is the mean over its M outputs; `alpha` is every member's weight, by default 1/K.
     """
     f = predictions.to(compute_dtype(predictions))
     alpha = 1 / f.shape[1] if alpha is None else alpha
@@ -100,7 +93,7 @@ def closed_form(
     error = f - target.unsqueeze(1)
     gap = f - (mean if mixture is None else mixture).unsqueeze(1)
     lam = diversity.view(-1, 1, 1, 1)
-    # a member that is the whole ensemble has no second term
+    # alpha = 1: no second term
     strength, lam = (lam / (2 * (1 - alpha)), lam) if alpha < 1 else (0 * lam, 0 * lam)
     scale = scale.unsqueeze(1)
     losses = ((0.5 * error.square() - strength * gap.square()).mean(-1) * scale).sum(2)

@@ -1,4 +1,4 @@
-"""An ensemble's prediction: the members' probabilities averaged, in log space."""
+"""Predictions of an ensemble: the mean of the members' probabilities, in log space."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def ensemble_log_probs(
 
     $$\log \bar q = \operatorname{logsumexp}_k(\log \alpha^k + \log \operatorname{softmax}(z^k))$$
 
-    Exact where every member's probability would underflow. Logits are never averaged.
+    Exact where every member's probability underflows.
 
     Args:
         logits: Members' logits, `(K, N, C, ...)`; `(K, N, ...)` for `link="sigmoid"`.
-        member_weights: The paper's α, `(K,)`; uniform unless given.
-        link: `"softmax"`, or `"sigmoid"` for independent outputs (the logarithm of each output's probability).
+        member_weights: The paper's α, `(K,)`; uniform by default.
+        link: `"softmax"`, or `"sigmoid"` for independent outputs (each output's log-probability).
 
     Returns:
         `(N, C, ...)`, in float32 for half-precision logits.
@@ -48,7 +48,7 @@ def ensemble_probs(
 
     Args:
         logits: Members' logits, `(K, N, C, ...)`; `(K, N, ...)` for the links `"sigmoid"` and `"identity"`.
-        member_weights: The paper's α, `(K,)`; uniform unless given.
+        member_weights: The paper's α, `(K,)`; uniform by default.
         link: `"softmax"`, `"sigmoid"`, or `"identity"` for regression: the weighted mean of the predictions.
 
     Returns:
@@ -70,7 +70,7 @@ def ensemble_probs(
 
 
 def _log_probs(logits: Tensor, link: str) -> Tensor:
-    """log q^k, in the shape of the logits."""
+    """Members' log-probabilities, in the shape of the logits."""
     if link == "sigmoid":
         _checks.check_members_first(logits, "logits")
         return F.logsigmoid(logits.to(compute_dtype(logits)))

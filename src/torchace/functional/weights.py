@@ -1,4 +1,4 @@
-"""Member weights: learned by the mixture's own cross entropy, or fitted on held-out predictions."""
+"""Member weights: learned by the mixture's cross entropy, or fitted on validation predictions."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def fit_member_weights(
     max_steps: int = 10_000,
     tolerance: float = 1e-9,
 ) -> Tensor:
-    r"""The member weights α that minimise the mixture's cross entropy on held-out data, by EM.
+    r"""The member weights α that minimise the mixture's cross entropy on validation data, by EM.
 
     $$\alpha = \arg\min_\alpha -\sum_n \log \sum_k \alpha^k q^k_{n, y_n}$$
 
-    The problem is convex; every EM step lowers it. Use data that the members were not trained on.
+    The problem is convex. Use data that the members were not trained on.
 
     Args:
         log_probs: Members' log-probabilities, `(K, N, C, ...)`: `logits.log_softmax(2)`.
         target: Class indices, `(N, ...)`.
-        ignore_index: Class index that does not count.
-        max_steps: Steps at most.
-        tolerance: Stops when no weight can lower the mean cross entropy by more than this.
+        ignore_index: Target class to ignore.
+        max_steps: Maximum number of EM steps.
+        tolerance: Upper bound on the distance to the least mean cross entropy at which to stop.
 
     Returns:
         α, `(K,)`, non-negative, with sum 1.
@@ -44,12 +44,13 @@ def fit_member_weights(
     if _checks.check_target(target, log_probs, ignore_index=ignore_index):
         raise TypeError("Expected class indices in `target`, but got class probabilities. Use target.argmax(1).")
     _checks.check_count(max_steps, "max_steps")
-    index = target.long().flatten()  # of the samples, all axes of them as one
+    index = target.long().flatten()
     counted = index != ignore_index
     log_q = log_probs.detach().movedim(2, -1).flatten(1, -2)[:, counted]  # (K, N, C)
     if _checks.can_read(log_q) and bool((log_q.isnan() | (log_q > 1e-4)).any()):
         raise ValueError(
-            "Expected log-probabilities, at most 0, in `log_probs`. For logits, use logits.log_softmax(2)."
+            "Expected log-probabilities, at most 0, in `log_probs`, but got larger values or NaN. "
+            "For logits, use logits.log_softmax(2)."
         )
     if log_q.shape[1] == 0:
         ignored = "" if target.numel() == 0 else f": all have the ignore_index={ignore_index}"
@@ -57,13 +58,12 @@ def fit_member_weights(
     index = index[counted].expand(len(log_q), -1).unsqueeze(2)
     scores = log_q.double().gather(2, index).squeeze(2)  # (K, N): log q^k of the true class
     best = scores.amax(0)
-    # A sample's scale cancels. One that all members hold impossible says nothing about their weights.
+    # A sample's scale cancels; a sample that has probability 0 for all members does not affect the weights.
     likelihood = torch.where(best == -torch.inf, 1.0, (scores - best).exp())
     alpha = torch.full_like(likelihood[:, 0], 1 / likelihood.shape[0])
     for _ in range(max_steps):
         mixture = (along_members(alpha, likelihood) * likelihood).sum(0)
-        # Mean over samples of q^k / q̄: the EM factor. Its largest value bounds the distance to the optimum: the cross
-        # entropy at α exceeds the least one by at most max_k log(factor^k) (duality).
+        # EM factor. By duality, the cross entropy at α exceeds the least one by at most max_k log(factor^k).
         factor = (likelihood / mixture).mean(1)
         alpha = alpha * factor
         alpha = alpha / alpha.sum()
@@ -79,14 +79,14 @@ def mixture_cross_entropy(
 
     $$H(p, \bar q) = -\sum_c p_c \log \sum_k \alpha^k q^k_c$$
 
-    Every $q^k$ is held constant: the gradient goes to α and to nothing else.
+    Every $q^k$ is constant: only α receives a gradient.
 
     Args:
         logits: Members' logits, `(K, N, C, ...)`.
         target: Class indices `(N, ...)`, or class probabilities `(N, C, ...)`.
         member_weights: α, `(K,)`, for example `MemberWeights(K)()`.
-        ignore_index: Class index that does not count. Where none counts, the loss is 0 and so is its gradient.
-        reduction: `"mean"` or `"sum"` over samples, `"none"` for one value a sample, `(N, ...)`.
+        ignore_index: Target class to ignore. If all samples are ignored, the loss and its gradient are 0.
+        reduction: `"mean"` or `"sum"` over samples, `"none"` for one value per sample, `(N, ...)`.
 
     Returns:
         A scalar, or `(N, ...)`, in nats.
@@ -105,7 +105,7 @@ def mixture_cross_entropy(
     log_q = F.log_softmax(logits.detach(), 2, dtype=compute_dtype(logits))
     _checks.as_member_weights(member_weights, logits.shape[0], like=log_q)
     alpha = member_weights.to(log_q)
-    # a weight that underflowed to 0 has a finite gradient, which log(0) would turn into NaN
+    # clamped: log(0) would turn the finite gradient of a weight of 0 into NaN
     alpha = alpha + (alpha.clamp(min=torch.finfo(alpha.dtype).tiny) - alpha).detach()
     log_alpha = along_members(alpha.log(), log_q)
     if not probabilities:

@@ -1,7 +1,6 @@
-"""The amended cross entropy behind one interface.
+"""The amended cross entropy behind one interface, with three backends that take the same `LossOptions`.
 
-Three backends compute the same loss from the same `LossOptions`: `composite`, plain PyTorch with autograd, right under
-every transform; `closed_form`, value and gradient in few operations, for CPUs; `ace_gpu`, one Triton kernel.
+`composite`: autograd, for every transform. `closed_form`: few operations, for CPUs. `ace_gpu`: Triton kernels.
 """
 
 from __future__ import annotations
@@ -34,12 +33,9 @@ STEP_ON_GPU = "triton"  # backend of training steps on a GPU: "triton" or "close
 
 
 def total_loss(logits: Tensor, options: LossOptions, constants: Sequence[Tensor] = ()) -> Tensor:
-    """The loss summed over members and samples, a differentiable scalar.
+    """Differentiable loss of logits `(K, N, C)` of one run, summed over members and samples.
 
-    Args:
-        logits: `(K, N, C)`.
-        options: Of one run.
-        constants: Tensors that the options were made of. A backward after one of them was changed in place is refused.
+    Autograd refuses a backward after an in-place change of one of the `constants`, the tensors behind the options.
     """
     if fits_gpu(logits, options):
         from torchace.kernels import ace_gpu
@@ -60,11 +56,9 @@ def total_loss(logits: Tensor, options: LossOptions, constants: Sequence[Tensor]
 
 
 def member_terms(logits: Tensor, options: LossOptions) -> LossResult:
-    """Losses `(R, K)`, scores `(R, N)` and the gradient `(R, K, N, C)`, for a training step; nothing is read back.
+    """Losses `(R, K)`, scores `(R, N)` and the gradient in detached logits `(R, K, N, C)`, without device syncs.
 
-    Args:
-        logits: `(R, K, N, C)`, detached.
-        options: A sum over samples, class indices in range.
+    The options must be a sum over samples, with class indices in range.
     """
     if STEP_ON_GPU == "triton" and fits_gpu(logits, options):
         from torchace.kernels import ace_gpu
@@ -77,7 +71,7 @@ def member_terms(logits: Tensor, options: LossOptions) -> LossResult:
 def value_and_gradient(
     logits: Tensor, options: LossOptions, *, want_gradient: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss, a scalar, and its gradient in logits `(K, N, C)`, without autograd."""
+    """Loss, a scalar, and its gradient in logits `(K, N, C)`, without autograd."""
     if fits_gpu(logits, options):
         from torchace.kernels import ace_gpu
 
@@ -86,7 +80,7 @@ def value_and_gradient(
 
 
 def fits_cpu(logits: Tensor, options: LossOptions) -> bool:
-    """Whether plain Python runs on plain CPU tensors and at most a first derivative in the logits is needed."""
+    """Whether `closed_form` applies: plain CPU tensors, no derivative other than the first in the logits."""
     return (
         _checks.can_read(logits)
         and options.detach_others
@@ -97,7 +91,7 @@ def fits_cpu(logits: Tensor, options: LossOptions) -> bool:
 
 
 def fits_gpu(logits: Tensor, options: LossOptions) -> bool:
-    """Whether the Triton kernel computes this: a plain CUDA tensor, compiled or not, that no transform wraps."""
+    """Whether the Triton kernels apply: a plain CUDA tensor without transforms, compiled or not."""
     return (
         logits.device.type == "cuda"
         and options.target.device == logits.device
@@ -115,7 +109,7 @@ def fits_gpu(logits: Tensor, options: LossOptions) -> bool:
 
 
 def readable_diversity(diversity: Tensor, device: torch.device) -> float | Tensor:
-    """λ as a kernel reads it: from its device, or as a number."""
+    """λ on the kernel's device, or as a number."""
     if diversity.device == device:
         return diversity
     return float(diversity) if _checks.can_read(diversity) else diversity.to(device)  # a graph cannot read
@@ -128,7 +122,7 @@ def _apply(logits: Tensor, options: LossOptions, backend: Any, constants: Sequen
 
 
 class AmendedCrossEntropy(torch.autograd.Function):
-    """Value and gradient together; the gradient waits for the backward, which multiplies it by one number."""
+    """Compute value and gradient in the forward; the backward scales the gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, options: LossOptions, backend: Any, constants: Sequence[Tensor]) -> Tensor:
@@ -163,7 +157,7 @@ class AmendedCrossEntropy(torch.autograd.Function):
 
 
 def _is_batched(grad: Tensor) -> bool:
-    """Whether it comes from `torch.autograd.grad(is_grads_batched=True)`: it has no memory of its own."""
+    """Whether the gradient comes from `torch.autograd.grad(is_grads_batched=True)`: it has no own memory."""
     try:
         grad.data_ptr()
     except RuntimeError:
@@ -172,5 +166,5 @@ def _is_batched(grad: Tensor) -> bool:
 
 
 def _version(diversity: float | Tensor) -> int | None:
-    """Number of in-place changes; inference tensors do not count them."""
+    """Number of in-place changes; None for inference tensors, which do not count them."""
     return diversity._version if isinstance(diversity, Tensor) and not diversity.is_inference() else None

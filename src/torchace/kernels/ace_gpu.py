@@ -1,4 +1,4 @@
-"""Launches the Triton kernels of the amended cross entropy: which of them, with which tiles."""
+"""Selection of the Triton kernel and its tiles, and launches, for the amended cross entropy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def is_gradient_kept(logits: Tensor) -> bool:
 def value_and_gradient(
     logits: Tensor, options: LossOptions, *, want_gradient: bool, upstream: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss summed over members, a scalar, and its gradient in logits `(K, N, C)`; the latter times `upstream`."""
+    """Loss summed over members, a scalar, and its gradient in logits `(K, N, C)` times `upstream`."""
     with torch.cuda.device_of(logits):  # Triton launches on the current device, not on that of its arguments
         launch = _prepare(logits, options, want_gradient, upstream)
         tiles = _once_tiles(launch.logits, launch.vector)
@@ -55,14 +55,14 @@ def value_and_gradient(
 
 
 def scaled_gradient(logits: Tensor, options: LossOptions, factor: Tensor) -> Tensor:
-    """The gradient times a number on the device, rounded once."""
+    """Gradient times a number on the device, rounded once."""
     _, gradient = value_and_gradient(logits, options, want_gradient=True, upstream=factor)
     assert gradient is not None
     return gradient
 
 
 def scale_gradient(gradient: Tensor, factor: Tensor) -> Tensor:
-    """A dense gradient times a number on the device, in place; where that is 1, the gradient is not even read."""
+    """Scale a dense gradient in place by a number on the device; a factor of 1 skips the gradient."""
     if gradient.numel() < FEW:
         return gradient.mul_(factor)
     block, most = 4096, 8 * _multiprocessors(gradient.device)
@@ -78,11 +78,9 @@ def fits_member_terms(logits: Tensor) -> bool:
 
 
 def member_terms(logits: Tensor, options: LossOptions) -> LossResult:
-    """Losses `(R, K)`, scores `(R, N)` and the gradient of R runs, in one launch.
+    """Losses `(R, K)`, scores `(R, N)` and the gradient in logits `(R, K, N, C)`, in one launch.
 
-    Args:
-        logits: `(R, K, N, C)`; see `fits_member_terms`.
-        options: A sum over samples of class indices.
+    Requires `fits_member_terms` and options with a sum over samples and class indices.
     """
     num_runs, num_members, num_samples, _ = logits.shape
     if options.target.data_ptr() % 16:  # else Triton would compile again for another alignment, perhaps in a CUDA graph
@@ -111,10 +109,11 @@ class Launch(NamedTuple):
     upstream: Tensor | None
     want_gradient: bool
     vector: int  # classes that a thread reads at once
-    dtype: torch.dtype  # to compute in
+    dtype: torch.dtype
 
 
 def _prepare(logits: Tensor, options: LossOptions, want_gradient: bool, upstream: Tensor | None) -> Launch:
+    """Make weights contiguous and class strides small enough for the kernels."""
     logits = reachable(logits)
     gradient = torch.empty_like(logits) if want_gradient else logits
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -141,7 +140,7 @@ def _prepare(logits: Tensor, options: LossOptions, want_gradient: bool, upstream
 
 
 def _vector(logits: Tensor, gradient: Tensor) -> int:
-    """Classes that a thread reads at once of every member; other samples or classes go to other threads."""
+    """Number of classes that a thread reads at once of every member."""
     align = _alignment(logits) if gradient.stride() == logits.stride() else _alignment(logits, gradient)
     return min(align, 16 // logits.element_size(), _next_power(logits.shape[-1]))
 
@@ -168,7 +167,7 @@ def _once_tiles(logits: Tensor, vector: int) -> tuple[int, int, int, int, int | 
 def _read_once_values(
     launch: Launch, tiles: tuple[int, int, int, int, int | None], scores: Tensor | None = None
 ) -> Tensor:
-    """Values that add up to the loss: one for each program of each run, and with `scores` for each member."""
+    """Partial sums of the loss, one per program and run, with `scores` also per member."""
     logits, per_member = launch.logits, scores is not None
     members, samples = logits.shape[-3:-1]
     num_runs = logits.shape[0] if logits.ndim == 4 else 1
@@ -196,7 +195,7 @@ def _read_once_values(
 
 
 def _read_twice_values(launch: Launch) -> Tensor:
-    """Values of samples, or of spans of their classes, which add up to the loss of one run."""
+    """Partial sums of the loss of one run, per sample or per span of its classes."""
     logits, vector = launch.logits, launch.vector
     members, samples, classes = logits.shape[-3:]
     several = members * classes > READ_TWICE  # programs share a sample
@@ -235,7 +234,7 @@ def _read_twice_values(launch: Launch) -> Tensor:
 
 
 def _count(launch: Launch, *, in_blocks: bool) -> tuple[Tensor, int, int]:
-    """Denominators of the mean, in parts; how they become a number (see `_mean_factor`); and the number of parts."""
+    """Partial denominators of the mean, the mode to combine them (see `_mean_factor`) and their number."""
     logits, options, target, weight = launch.logits, launch.options, launch.target, launch.weight
     samples, classes = logits.shape[-2:]
     if options.reduction != "mean" or launch.scale is not None:
@@ -266,7 +265,7 @@ def _count(launch: Launch, *, in_blocks: bool) -> tuple[Tensor, int, int]:
 def _arguments(
     launch: Launch, values: Tensor, vector: int, block_c: int, counted: tuple[Tensor, int, int]
 ) -> tuple[Any, ...]:
-    """Arguments of both kernels, in order: names cost time. The logits stand in for tensors that are not there."""
+    """Arguments of both kernels, in order; the logits are the placeholder for missing tensors."""
     logits, gradient, options, target, alpha, weight, mixture, scale, upstream, want_gradient, _, dtype = launch
     members, samples, classes = logits.shape[-3:]
     logits_k, logits_n, logits_c = logits.stride()[-3:]
@@ -325,7 +324,7 @@ def _arguments(
 
 
 def _run_strides(launch: Launch) -> tuple[int, int, int, int, int]:
-    """Steps from run to run of logits, gradient, target, mixture and scale."""
+    """Strides of the run axis of logits, gradient, target, mixture and scale."""
     logits, mixture, scale, vector = launch.logits, launch.mixture, launch.scale, launch.vector
     if logits.ndim == 3:
         return 0, 0, 0, 0, 0
@@ -339,12 +338,12 @@ def _run_strides(launch: Launch) -> tuple[int, int, int, int, int]:
 
 
 def reachable(values: Tensor) -> Tensor:
-    """Values whose last axis can be indexed with 32 bits; a copy where its steps are too long for that."""
+    """Return values whose last axis can be indexed with 32 bits; a copy where strides are too large."""
     return values.contiguous() if values.shape[-1] * values.stride(-1) >= 1 << 31 else values
 
 
 def _narrow(vector: int, members: int, held: int) -> int:
-    """Half the vector, as often as a thread would hold more logits than that; not below 2."""
+    """Halve the vector, not below 2, until a thread holds at most `held` logits."""
     while vector > 2 and members * vector > held:
         vector //= 2
     return vector
@@ -359,12 +358,12 @@ def _block(members: int, classes: int, vector: int, warps: int, registers: int |
 
 
 def _next_power(count: int) -> int:
-    """The next power of two. Triton's own function takes 4 µs, as kernels can call it too."""
+    """Next power of two; Triton's function takes 4 µs."""
     return 1 << (count - 1).bit_length()
 
 
 def _registers(limits: tuple[tuple[int, int], ...], held: int) -> int | None:
-    """Registers of a thread that holds so many numbers; None: the compiler decides."""
+    """Registers of a thread that holds `held` numbers; None: the compiler decides."""
     return next((registers for most, registers in limits if held <= most), None)
 
 
@@ -378,13 +377,13 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _two_powers(members: int) -> tuple[int, int]:
-    """Two powers of two, or one and 0, whose sum is the number of members with little padding."""
+    """Two powers of two, or one and 0, that hold the members with little padding."""
     largest = 1 << (members.bit_length() - 1)
     return largest, 0 if members == largest else _next_power(members - largest)
 
 
 def _alignment(*tensors: Tensor) -> int:
-    """Common divisor of all rows' offsets: it tells the compiler how many numbers to read at once."""
+    """Common divisor of all rows' offsets, which limits vectorized loads."""
     align = 8
     for tensor in tensors:
         for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):

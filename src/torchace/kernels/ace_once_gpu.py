@@ -1,4 +1,4 @@
-"""Triton kernel of the amended cross entropy where a sample's logits fit on chip: they are read once."""
+"""Triton kernel of the amended cross entropy for logits that fit on chip: it reads them once."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 
@@ -49,9 +49,9 @@ def _read_once(
     RUNS: tl.constexpr, PER_MEMBER: tl.constexpr,
 ):
     # fmt: on
-    """Some samples of a run with all their logits at once; then this program's next samples.
+    """Process some samples of a run with all their logits, then the program's next samples.
 
-    PER_MEMBER: a value for each member, and the cross entropy of the members' mean on each sample in `scores`.
+    PER_MEMBER: write a value per member, and each sample's cross entropy of the members' mean to `scores`.
     """
     if RUNS:
         run = tl.program_id(1).to(tl.int64)
@@ -93,7 +93,7 @@ def _read_once(
             )
             z_r = _load_logits(logits + place_r, mask_r, c, CLASSES, VECTOR, ACC)
         label, valid, invalid = _load_labels(target, target_n, ignore_index, n, n < samples, CLASSES, PROBABILITIES)
-        if tl.max(tl.where(valid, 0, 1)) > 0:  # samples that do not count may have any logits
+        if tl.max(tl.where(valid, 0, 1)) > 0:  # ignored samples may have any logits
             z = tl.where(valid, z, 0.0)
             if REST_K:
                 z_r = tl.where(valid, z_r, 0.0)
@@ -106,7 +106,7 @@ def _read_once(
                 factor_r = factor_r * tl.load(scale_place, mask=valid & (k_r < MEMBERS), other=0.0)
         t = _subtract_max(z, vector, CLASSES)
         e = _exp(t, FAST)
-        sum_t, e_dot_t = _sums_of_t(t, e, factor, SCALE, 1)  # after which t is not needed, unless PER_MEMBER
+        sum_t, e_dot_t = _sums_of_t(t, e, factor, SCALE, 1)  # t is unused after this, unless PER_MEMBER
         total = _sum_over_classes(e)
         inverse = _reciprocal(total, FAST)
         if REST_K:
@@ -170,10 +170,10 @@ def _read_once(
             if REST_K:
                 logs += tl.sum(log_terms_r, 1, keep_dims=True)
                 dots -= _lam_q_dot_t(lam_s_alpha_r, e_dot_t_r, factor_r, SCALE, 1)
-            # left to the first vector: else the compiler would compute all of it again, in another distribution
+            # in the first vector only: otherwise the compiler recomputes all of it in another layout
             logs = tl.where(vector == 0, logs, 0.0)
             value = tl.reshape(tl.sum(dots - logs, 2), (BLOCK_N,))
-            if tl.sum(value * 0.0) != 0.0:  # 0 times -inf, perhaps
+            if tl.sum(value * 0.0) != 0.0:  # perhaps 0 times -inf
                 again = tl.where(valid, _load_logits(logits + place, mask, c, CLASSES, VECTOR, ACC), 0.0)
                 again = _subtract_max(again, vector, CLASSES)
                 dots = _u_dot_t(again, _exp(again, FAST), lam_s_alpha, b, factor, c, CLASSES, SCALE, 1)
@@ -194,7 +194,7 @@ def _read_once(
 
 @triton.jit
 def _label_log_prob(t, total, label, c, k, MEMBERS: tl.constexpr, FAST: tl.constexpr):
-    """log q of the label, `(samples, members, 1, 1)`: finite, or NaN; very low for padding."""
+    """Log-probability of the label, `(samples, members, 1, 1)`: finite or NaN; LOWEST for padding."""
     log_q = _sum_over_classes(tl.where(c == label, t, 0.0)) - _log(total, FAST)
     return tl.where((k >= MEMBERS) | (log_q < LOWEST), LOWEST, log_q)
 
@@ -206,7 +206,7 @@ def _offsets(
     CLASSES: tl.constexpr, VECTOR: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
     # fmt: on
-    """Offsets of some members' numbers of some samples, `(samples, members, classes)`, and their mask."""
+    """Offsets `(samples, members, classes)` and their mask."""
     n = sample.to(tl.int64)[:, None, None]
     k = FIRST + tl.arange(0, COUNT).to(tl.int64)[None, :, None]
     c = tl.arange(0, BLOCK_C)[None, None, :]
@@ -215,9 +215,9 @@ def _offsets(
 
 @triton.jit
 def _split_vectors(x, VECTOR: tl.constexpr):
-    """`(samples, members, classes)` as `(samples, members, vectors, classes of a vector)`.
+    """Reshape `(samples, members, classes)` to `(samples, members, vectors, classes of a vector)`.
 
-    The compiler gives a vector of all members to one thread: sums over members or the last axis need no exchange.
+    One thread holds a vector of all members: sums over members or the last axis need no exchange.
     """
     return tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // VECTOR, VECTOR))
 

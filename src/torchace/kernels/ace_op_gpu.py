@@ -1,4 +1,4 @@
-"""The Triton kernel as operators for `torch.compile`: value and gradient are an operator each."""
+"""Value and gradient of the Triton kernels as two operators for `torch.compile`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torchace.kernels.options import LossOptions
 
 
 def total_loss(logits: Tensor, options: LossOptions) -> Tensor:
-    """The loss of logits `(K, N, C)`, a scalar with a first derivative."""
+    """Loss of logits `(K, N, C)`, a scalar with a first derivative."""
     return _value(logits, *_to_arguments(options))
 
 
 def _to_arguments(options: LossOptions) -> tuple[Any, ...]:
-    """Options as operators take them: λ and the scale are tensors or numbers, each in an argument of its own."""
+    """Flatten the options for the operators: λ as a tensor or a number, each in a separate argument."""
     lam, scale = options.diversity, options.scale
     return (
         options.target,

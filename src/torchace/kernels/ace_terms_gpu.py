@@ -5,16 +5,13 @@ members share, and u^k = b - λ s α^k q^k,
 
     e^k = <u^k, t^k> - L^k Σ_c u^k_c        ∂e^k/∂z^k = s (1-λ) q^k + b
 
-Little is computed for each logit and little is held: q^k is never divided by its total, a member's factors are; members
-are padded to two powers of two (BLOCK_K and REST_K; names of the second end in `_r`), so that few lanes are idle; a
-thread has the same classes, a vector, of all members, and needs of t no more than Σ_k t^k of its classes and
-<exp t^k, t^k> of each member:
+Factors of a member, not its q^k, are divided by the softmax total. Members are padded to two powers of two (BLOCK_K and
+REST_K; names of the second end in `_r`). A thread holds a vector of classes of all members:
 
     Σ_k <u^k, t^k> = <b, Σ_k t^k> - λ s Σ_k α^k <q^k, t^k>
 
-A program has all members' logits of some samples on chip (`ace_once_gpu`). Where a sample's do not fit, they are read
-twice (`ace_twice_gpu`): once for t and L, once for the rest, by one program or by several. No sum depends on the order
-in which programs run, so that a repeated step has the same bits. Nothing is read back from the device.
+Logits that do not fit on chip (`ace_once_gpu`) are read twice (`ace_twice_gpu`): for t and L, then for the rest. Sums
+do not depend on the order of programs: results are deterministic.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -36,7 +33,7 @@ def _count_samples(
     target, stride, weight, counts, samples, classes, ignore_index, parts, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
-    """Denominators of the mean, of some parts of the samples."""
+    """Partial denominators of the mean."""
     first = tl.program_id(0) * parts
     total = tl.full((), 0.0, counts.dtype.element_ty)
     for part in range(parts):
@@ -59,7 +56,7 @@ def _count(target, stride, weight, start, samples, classes, ignore_index, WEIGHT
 
 @triton.jit
 def _load_labels(target, target_n, ignore_index, n, real, CLASSES: tl.constexpr, PROBABILITIES: tl.constexpr):
-    """Labels of some samples, whether they count, and NaN where a label is out of range, else 0."""
+    """Labels, whether each counts, and NaN where a label is out of range, else 0."""
     label = tl.zeros(n.shape, tl.int32)
     valid = real
     invalid = tl.zeros(n.shape, tl.float32)
@@ -79,7 +76,7 @@ def _weighted_target(
     PROBABILITIES: tl.constexpr, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, ACC: tl.constexpr,
 ):
     # fmt: on
-    """w∘p of some samples and classes; 0 for padding."""
+    """Weighted target w∘p; 0 for padding."""
     if PROBABILITIES:
         p = tl.load(target + n * target_n + c * target_c, mask=(n < samples) & (c < CLASSES), other=0.0).to(ACC)
     else:
@@ -94,7 +91,7 @@ def _weighted_target(
 
 @triton.jit
 def _sum_of_weighted_target(label, weight, mean_weight, smoothing, WEIGHTED: tl.constexpr, ACC: tl.constexpr):
-    """s of samples with class indices."""
+    """Sum s of the weighted target, for class indices."""
     s = tl.full(label.shape, 1.0, ACC)
     if WEIGHTED:
         s = ((1 - smoothing) * tl.load(weight + label) + smoothing * tl.load(mean_weight)).to(ACC)
@@ -110,8 +107,8 @@ def _mean_factor(
     # fmt: on
     """Factor of every sample's loss; and 0, or NaN where no sample counts.
 
-    COUNT 0: 1; 1: 1 over the sum of `counts`; 2: over a count made here; 3: over the number of samples; 4: as 1, but
-    one after the other, so that the compiler knows it to be the same for all threads, which saves registers.
+    The factor is 1 (COUNT 0), or 1 over the sum of `counts` (1), a count made here (2), the number of samples (3), or
+    the sum of `counts` in a loop (4), uniform over threads, which saves registers.
     """
     factor, empty = tl.full((), 1.0, ACC), tl.full((), 0.0, ACC)
     if COUNT == 3:
@@ -133,7 +130,7 @@ def _mean_factor(
 
 @triton.jit
 def _exp(x, FAST: tl.constexpr):
-    """FAST, here and below: a single instruction, which rounds numbers below 1e-38 to 0."""
+    """Exponential. FAST, here and below: one instruction, which flushes numbers below 1e-38 to 0."""
     if FAST:
         y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2_E], tl.float32, True, 1)
     else:
@@ -161,7 +158,7 @@ def _reciprocal(x, FAST: tl.constexpr):
 
 @triton.jit
 def _load_alpha(alpha, k, MEMBERS: tl.constexpr, UNIFORM: tl.constexpr, ACC: tl.constexpr):
-    """α of some members; 0 for padding."""
+    """Member weights α; 0 for padding."""
     if not UNIFORM:
         a = tl.load(alpha + k, mask=k < MEMBERS, other=0.0).to(ACC)
     else:
@@ -171,8 +168,8 @@ def _load_alpha(alpha, k, MEMBERS: tl.constexpr, UNIFORM: tl.constexpr, ACC: tl.
 
 @triton.jit
 def _sums_of_t(t, e, factor, SCALE: tl.constexpr, AXIS_K: tl.constexpr):
-    """Σ_k t times `factor` for a vector's classes, and <e, t> of every member."""
-    if SCALE:  # which may be 0 for a member alone
+    """Sum over members of `factor` t for a vector's classes, and <e, t> of every member."""
+    if SCALE:  # may be 0 for one member
         sum_t = tl.sum(tl.where(factor == 0, 0.0, factor * t), AXIS_K, keep_dims=True)
     else:
         sum_t = factor * tl.sum(t, AXIS_K, keep_dims=True)
@@ -187,7 +184,7 @@ def _b_dot_t(b, sum_t, c, CLASSES: tl.constexpr):
 
 @triton.jit
 def _lam_q_dot_t(lam_s_alpha, e_dot_t, factor, SCALE: tl.constexpr, AXIS_K: tl.constexpr):
-    """Σ_k <b - u, t>. With q = e / total, `lam_s_alpha` is λ s α / total times `factor`."""
+    """Σ_k <b - u, t>, from `lam_s_alpha` = λ s α / total times `factor`."""
     product = lam_s_alpha * e_dot_t
     if SCALE:
         product = tl.where(factor == 0, 0.0, product)
@@ -196,7 +193,7 @@ def _lam_q_dot_t(lam_s_alpha, e_dot_t, factor, SCALE: tl.constexpr, AXIS_K: tl.c
 
 @triton.jit
 def _u_times_t(t, e, lam_s_alpha, b, factor, c, CLASSES: tl.constexpr, SCALE: tl.constexpr):
-    """u·t times `factor`, where a class of weight 0 adds nothing, even at -inf."""
+    """Product u·t times `factor`; 0 for a class of weight 0, even at -inf."""
     u = tl.where(c < CLASSES, factor * b - lam_s_alpha * e, 0.0)
     product = tl.where(u == 0, 0.0, u * t)
     if SCALE:
@@ -213,7 +210,7 @@ def _u_dot_t(t, e, lam_s_alpha, b, factor, c, CLASSES: tl.constexpr, SCALE: tl.c
 
 @triton.jit
 def _gradient_of(e, s_own, b, factor, SCALE: tl.constexpr):
-    """The gradient. With q = e / total, `s_own` is s (1-λ) / total times `factor`; `b` is times `factor` too."""
+    """Gradient, from `s_own` = s (1-λ) / total and `b`, both times `factor`."""
     g = s_own * e + b
     if SCALE:
         g = tl.where(factor == 0, 0.0, g)
@@ -227,14 +224,14 @@ def _store(place, mask, g):
 
 @triton.jit
 def _log_total_dot_u(total, factor, sum_mixture, a, s, lam, share, k, MEMBERS: tl.constexpr, FAST: tl.constexpr):
-    """L Σ_c u_c of some members, where Σ_c q̄_c is `sum_mixture` and Σ_c q_c is `share`."""
+    """Product L Σ_c u_c, where Σ_c q̄_c is `sum_mixture` and Σ_c q_c is `share`."""
     logs = factor * s * (lam * (sum_mixture - share * a) - share) * _log(total, FAST)
     return tl.where((k < MEMBERS) & (factor != 0), logs, 0.0)
 
 
 @triton.jit
 def _scale(gradient, upstream, size, BLOCK: tl.constexpr):
-    """Multiply in place; for a factor of 1, nothing but the factor is read."""
+    """Multiply in place; a factor of 1 skips the gradient."""
     factor = tl.load(upstream)
     if factor != 1.0:
         for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):

@@ -1,4 +1,4 @@
-"""Triton kernel of the amended cross entropy where a sample's logits do not fit on chip: they are read twice."""
+"""Triton kernel of the amended cross entropy for logits that do not fit on chip: it reads them twice."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 
@@ -29,7 +29,7 @@ from torchace.kernels.ace_terms_gpu import (
 
 @triton.jit
 def _block_classes(BLOCK_C: tl.constexpr, VECTOR: tl.constexpr):
-    """The classes of a block, `(vectors, 1, members, classes of a vector)`: see `_read_once`."""
+    """Classes of a block, `(vectors, 1, 1, classes of a vector)`."""
     vector = (tl.arange(0, BLOCK_C // VECTOR) * VECTOR)[:, None, None, None]
     return vector + tl.arange(0, VECTOR)[None, None, None, :]
 
@@ -51,7 +51,7 @@ def _softmax_sums(
     VECTOR: tl.constexpr, FAST: tl.constexpr, ACC: tl.constexpr, POLICY: tl.constexpr,
 ):
     # fmt: on
-    """Of some members' logits in a span: the largest, and the sum of exponentials below it."""
+    """Each member's maximum over a span, and the sum of exponentials relative to it."""
     tops = tl.full((BLOCK_C // VECTOR, 1, row.shape[2], 1), LOWEST, ACC)
     totals = tl.zeros((BLOCK_C // VECTOR, 1, row.shape[2], 1), ACC)
     for start in tl.range(0, SPAN, BLOCK_C, num_stages=1):
@@ -65,7 +65,7 @@ def _softmax_sums(
 
 @triton.jit
 def _combine(tops, totals):
-    """Sums of exponentials below several tops, `(parts, 1, members, 1)`, as those below the highest."""
+    """Combine maxima and sums of exponentials of several parts, `(parts, 1, members, 1)`."""
     top = tl.max(tops, 0, keep_dims=True)
     return top, tl.sum(totals * tl.exp(tops - top), 0, keep_dims=True)
 
@@ -106,10 +106,10 @@ def _read_twice(
     statistics, STAGE: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, BLOCK_SPANS: tl.constexpr,
 ):
     # fmt: on
-    """One sample, a span of its classes block by block: first what the softmax needs, then the rest.
+    """Process a span of one sample's classes block by block: softmax statistics, then value and gradient.
 
-    STAGE 0: both, for all classes. 1: the first, into `statistics`, `(samples, spans, 3, members)`: the largest
-    logit, the sum of exponentials, and the sum of w∘p. 2: the second, from there.
+    STAGE 0: both, for all classes. 1: write `statistics`, `(samples, spans, 3, members)`: maximum, sum of exponentials
+    and sum of w∘p. 2: value and gradient from them.
     """
     n, span = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if STAGE == 2:
@@ -172,7 +172,7 @@ def _read_twice(
                 share_r = a_r * inverse
             dots, sum_mixture = tl.zeros((), ACC), tl.zeros((), ACC)
             for retry in range(2):
-                if (retry == 0) | (dots != dots):  # a second time if it was 0 times -inf, perhaps
+                if (retry == 0) | (dots != dots):  # again for NaN, perhaps 0 times -inf
                     block_dots = tl.zeros((BLOCK_C // VECTOR, 1, 1, 1), ACC)
                     mixture_sums = tl.zeros((BLOCK_C // VECTOR, 1, 1, 1), ACC)
                     for past in tl.range(0, SPAN, BLOCK_C, num_stages=1):
@@ -216,7 +216,7 @@ def _read_twice(
                                 block_dots -= _lam_q_dot_t(lam_s_alpha_r, e_dot_t_r, factor_r, SCALE, 2)
                             block_dots += _b_dot_t(b, sum_t, c, CLASSES)
                     dots, sum_mixture = tl.sum(block_dots), tl.sum(mixture_sums)
-            # a span's share of L Σ u: its own part of a given mixture; all other terms belong to the first span
+            # a span's share of L Σ u: its part of a given mixture; other terms belong to the first span
             whole = tl.where(span == 0, 1.0, 0.0)
             sums = sum_mixture if MIXTURE else whole
             if not UNIFORM and not MIXTURE:

@@ -1,4 +1,4 @@
-"""Whether a device can run this package's Triton kernels."""
+"""Availability of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from functools import cache
 import torch
 
 TRITON = importlib.util.find_spec("triton") is not None and torch.version.hip is None
-OLDEST = (8, 0)  # compute capability that Triton is made for
+OLDEST = (8, 0)  # least compute capability
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether the device is an NVIDIA GPU that Triton supports, and Triton is installed.
-
-    Under `torch.compile` the GPU is not queried: the query cannot be traced.
-    """
+    """Whether Triton is installed and supports this NVIDIA GPU, which `torch.compile` cannot query."""
     return device.type == "cuda" and TRITON and (torch.compiler.is_compiling() or _is_new(device))
 
 

@@ -1,11 +1,10 @@
-"""Amended cross entropy by its closed form, in plain PyTorch without autograd: value and gradient together.
+"""Amended cross entropy and its closed-form gradient in plain PyTorch without autograd, for CPUs.
 
 With w∘p the weighted target, s = Σ_c w_c p_c and b = λ s q̄ - w∘p, which all members share,
 
     e^k = <b, log q^k> - λ s α^k <q^k, log q^k>        ∂e^k/∂z^k = s (1-λ) q^k + b
 
-Small inputs are bound by the number of operations, so one softmax serves the value, the gradient and the ensemble's
-score. Large ones are computed in pieces that stay in the cache. Any device; made for CPUs.
+One softmax serves value, gradient and the ensemble's score; large inputs are computed in pieces that stay in the cache.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from torch import Tensor
 
 from torchace.kernels.options import LossOptions, compute_dtype, fold_mean
 
-# Elements of a piece: log-probabilities and probabilities of 4 MiB each in float32, measured best on two cores with
-# 1 MiB of L2 each and a shared L3.
-PIECE = 1 << 20
-SMALL = 1 << 15  # elements up to which the number of operations is what costs
-FEW_LOSSES = 64
-FEW_CLASSES = 64  # fewer, and torch's softmax over the last axis takes ten times as long as over the one before it
+PIECE = 1 << 20  # elements of a piece, 4 MiB in float32: measured best with 1 MiB of L2 per core and a shared L3
+SMALL = 1 << 15  # elements up to which the number of operations dominates
+FEW_LOSSES = 64  # up to which Python adds them up faster
+FEW_CLASSES = 64  # below, torch's softmax over the last axis is ten times slower than over the one before it
 
 
 class LossResult(NamedTuple):
-    losses: Tensor  # (R, K): each member's, summed over its samples times their scale; a scalar if not `per_member`
-    scores: Tensor | None  # (R, N): the cross entropy of the members' mean on each sample
-    gradient: Tensor | None  # (R, K, N, C), of the logits' type
+    """Losses, scores of the ensemble and the gradient in the logits."""
+
+    losses: Tensor  # (R, K), summed over samples times their scale; a scalar if not `per_member`
+    scores: Tensor | None  # (R, N), cross entropy of the members' mean
+    gradient: Tensor | None  # (R, K, N, C), in the logits' dtype
 
 
 def value_and_gradient(logits: Tensor, options: LossOptions, *, want_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """The loss summed over members, a scalar, and its gradient in logits `(K, N, C)`; in float32 for float16."""
+    """Loss summed over members, a scalar, and its gradient in logits `(K, N, C)`; in float32 for float16."""
     options, empty = fold_mean(options, compute_dtype(logits))
     found = compute(logits.unsqueeze(0), options, want_gradient=want_gradient, per_member=False)
     value = found.losses if empty is None else found.losses + empty
@@ -46,13 +45,14 @@ def is_gradient_kept(logits: Tensor) -> bool:
 
 
 def scaled_gradient(logits: Tensor, options: LossOptions, factor: Tensor) -> Tensor:
-    """The gradient times a number, of the logits' type."""
+    """Gradient times a number, in the logits' dtype."""
     _, gradient = value_and_gradient(logits, options, want_gradient=True)
     assert gradient is not None
     return scale_gradient(gradient, factor).to(logits.dtype)
 
 
 def scale_gradient(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Scale a gradient in place."""
     return gradient if factor.item() == 1.0 else gradient.mul_(factor)
 
 
@@ -64,19 +64,14 @@ def compute(
     want_scores: bool = False,
     per_member: bool = True,
 ) -> LossResult:
-    """Losses, scores and the gradient of the summed loss.
+    """Losses, scores and the gradient for detached logits `(R, K, N, C)` and options from `fold_mean`.
 
-    Args:
-        logits: `(R, K, N, C)`, detached.
-        options: See `fold_mean`: a sum over samples, all class indices in range.
-        want_gradient: Compute the gradient.
-        want_scores: Compute the scores; for class indices.
-        per_member: Return a loss for each member, else their sum.
+    Scores require class indices. Without `per_member`, the losses are their sum.
     """
     if torch.is_autocast_enabled(logits.device.type):  # the products below must not be rounded to bf16
         with torch.autocast(logits.device.type, enabled=False):
             return compute(logits, options, want_gradient=want_gradient, want_scores=want_scores, per_member=per_member)
-    # float16 is kept in float32: rounded before a loss scale is applied, it would underflow
+    # float32 for float16, which underflows before a loss scale is applied
     dtype = torch.float32 if logits.dtype == torch.float16 else logits.dtype
     on_cpu = logits.device.type == "cpu"
     axis = 2 if (on_cpu and logits.shape[3] < FEW_CLASSES) or logits.mT.is_contiguous() else 3  # of the classes
@@ -126,7 +121,6 @@ def _compute_plain(z: Tensor, axis: int, options: LossOptions, dtype: torch.dtyp
     if smoothing:
         b -= scale * (smoothing / z.shape[axis])
     losses = torch.addcmul(b, q, strength, value=-1).mul_(log_q).sum((2, 3))
-    # few numbers are added up faster in Python
     if not math.isfinite(sum(map(sum, losses.tolist())) if losses.numel() <= FEW_LOSSES else losses.sum().item()):
         return None
     scores = _mixture_scores(log_q.gather(axis, index.expand(-1, num_members, -1, -1)))  # finite, as the losses are
@@ -145,10 +139,10 @@ def _compute_in_pieces(
     want_scores: bool,
     per_member: bool,
 ) -> LossResult:
-    """Some samples at a time; the gradient has the axes of `z`."""
+    """Compute some samples at a time; the gradient has the axes of `z`."""
     num_samples = z.shape[5 - axis]
     size = max(1, PIECE * num_samples // z.numel())
-    # allocated once: fresh memory for every piece would cost more than the arithmetic
+    # reused: allocation for every piece costs more than the arithmetic
     buffers = [z.new_empty(z.numel() // num_samples * size, dtype=compute_dtype(z)) for _ in range(2)]
     gradient = torch.empty_like(z, dtype=dtype) if want_gradient else None
     losses, scores = [], []
@@ -167,17 +161,16 @@ def _compute_in_pieces(
 def _log_softmax_and_softmax(
     z: Tensor, axis: int, log_q: Tensor | None = None, q: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Both, written to `log_q` and `q` where given.
+    """Compute both, into `log_q` and `q` where given.
 
-    torch's softmax has a faster exp than `torch.exp`, so for many classes its logarithm is derived from it: the largest
-    probability is the inverse of the softmax denominator.
+    For many classes log q is derived from torch's softmax, faster than `torch.exp`: max q is 1 / denominator.
     """
     if axis == 2:
         log_q = torch.log_softmax(z, axis, out=log_q)
         return log_q, torch.exp(log_q, out=q)
     if q is None or z.is_contiguous():
         q = torch.softmax(z, axis, out=q)
-    else:  # member by member, each of them contiguous: torch would copy all first
+    else:  # member by member, each contiguous: avoids a copy
         for own_z, own_q in zip(z.flatten(0, 1), q.flatten(0, 1), strict=True):
             torch.softmax(own_z, 1, out=own_q)
     log_total = z.amax(axis, keepdim=True).sub_(q.amax(axis, keepdim=True).log_())
@@ -187,7 +180,7 @@ def _log_softmax_and_softmax(
 def _losses_and_gradient(
     log_q: Tensor, q: Tensor, axis: int, options: LossOptions, out: Tensor | None, *, per_member: bool
 ) -> Tensor:
-    """Losses of one piece; its gradient is written to `out`, which may be `q`."""
+    """Return losses of one piece and write its gradient to `out`, which may be `q`."""
     num_runs, num_members = q.shape[:2]
     lam = options.diversity if not isinstance(options.diversity, Tensor) else options.diversity.view(-1, 1, 1, 1)
     strength = lam / num_members if options.alpha is None else lam * options.alpha.view(1, -1, 1, 1)  # λ α^k
@@ -231,7 +224,7 @@ def _losses_and_gradient(
 
 
 def _fast_losses(log_q: Tensor, q: Tensor, b: Tensor, strength: float | Tensor, *, per_member: bool) -> Tensor:
-    """<b - strength q^k, log q^k>, `(R, K)`, or its sum; NaN where a log-probability is -inf."""
+    """Losses <b - strength q^k, log q^k>, `(R, K)`, or their sum; NaN where a log-probability is -inf."""
     if q.numel() <= SMALL:  # fewest operations
         u = torch.addcmul(b, q, strength, value=-1) if isinstance(strength, Tensor) else b.sub(q, alpha=strength)
         return u.mul_(log_q).sum((2, 3)) if per_member else torch.dot(u.view(-1), log_q.view(-1))
@@ -250,9 +243,9 @@ def _fast_losses(log_q: Tensor, q: Tensor, b: Tensor, strength: float | Tensor, 
 def _shared_terms(
     options: LossOptions, axis: int, q: Tensor, mixture: Tensor | None, factor: float | Tensor
 ) -> tuple[float | Tensor, Tensor]:
-    """s, a number or with one class, and b = λ s q̄ - w∘p; both times the scale.
+    """Return s and b = λ s q̄ - w∘p, with λ q̄ = `factor * mixture`, both times the scale.
 
-    λ q̄ is `factor * mixture`. The member axis has size 1, or K where members have scales of their own.
+    The member axis has size 1, or K where each member has its own scale; s is a number or has class axis 1.
     """
     scale, smoothing, num_classes = options.scale, options.label_smoothing, q.shape[axis]
     if isinstance(scale, Tensor):
@@ -281,7 +274,7 @@ def _shared_terms(
 
 
 def _scores(log_q: Tensor, axis: int, target: Tensor) -> Tensor:
-    """Cross entropy of the members' mean on each sample, `(R, N)`: finite where every probability underflows."""
+    """Cross entropy of the members' mean, `(R, N)`; finite where every probability underflows."""
     index = target.unsqueeze(1).expand(-1, log_q.shape[1], -1).unsqueeze(axis)
     hit = log_q.gather(axis, index).clamp_(min=torch.finfo(log_q.dtype).min)
     return _mixture_scores(hit)
@@ -289,7 +282,7 @@ def _scores(log_q: Tensor, axis: int, target: Tensor) -> Tensor:
 
 def _mixture_scores(hit: Tensor) -> Tensor:
     """Cross entropies `(R, N)` of the members' mean, from the labels' finite log-probabilities, `(R, K, ...)`."""
-    # `torch.logsumexp` takes twice as many operations, for infinite numbers
+    # `torch.logsumexp` takes twice as many operations
     largest = hit.amax(1, keepdim=True)
     return (hit - largest).exp_().mean(1, keepdim=True).log_().add_(largest).neg_().view(hit.shape[0], -1)
 

@@ -1,4 +1,4 @@
-"""Amended cross entropy in plain PyTorch, differentiated by autograd: right under every transform."""
+"""Amended cross entropy in plain PyTorch with autograd, for every transform."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torchace.kernels.options import LossOptions, compute_dtype, fold_mean
 
 
 def member_losses(logits: Tensor, options: LossOptions) -> Tensor:
-    """Each member's loss on each sample times its scale, `(R, K, N)`, of logits `(R, K, N, C)`."""
+    """Losses times their scale, `(R, K, N)`, of logits `(R, K, N, C)`."""
     options, _ = fold_mean(options._replace(reduction="sum"), compute_dtype(logits))
     return _member_losses(logits, options)
 
 
 def total_loss(logits: Tensor, options: LossOptions) -> Tensor:
-    """The loss summed over runs, members and samples, a scalar."""
+    """Loss summed over runs, members and samples, a scalar."""
     options, empty = fold_mean(options, compute_dtype(logits))
     loss = _member_losses(logits, options).sum()
     return loss if empty is None else loss + empty
@@ -34,7 +34,7 @@ def _member_losses(logits: Tensor, options: LossOptions) -> Tensor:
         q = (log_q.detach() if options.detach_others else log_q).exp()
         alpha_q = q / q.shape[1] if options.alpha is None else options.alpha.view(-1, 1, 1) * q
         mixture = alpha_q.sum(1, keepdim=True) if options.mixture is None else options.mixture.unsqueeze(1)
-        # Σ_{j≠k} α^j q^j: without member k itself, so that a second derivative in z^k is right too
+        # Σ_{j≠k} α^j q^j: without member k, for correct second derivatives
         others = mixture - alpha_q
         u = wp - lam * wp.sum(3, keepdim=True) * others
     # A class of weight 0 adds nothing, even where its log-probability is -inf.
@@ -43,5 +43,5 @@ def _member_losses(logits: Tensor, options: LossOptions) -> Tensor:
     if not isinstance(scale, Tensor):
         return losses * scale
     scale = scale.unsqueeze(1) if scale.ndim == 2 else scale
-    # where, not a product: a sample that does not count may have an infinite loss
+    # where, not a product: a sample of weight 0 may have an infinite loss
     return torch.where(scale == 0, 0.0, losses * scale)

@@ -1,12 +1,7 @@
-"""The amended cross entropy of linear heads on a GPU, in Triton: some classes at a time.
+"""Amended cross entropy of linear heads on a GPU, in Triton, in chunks of classes.
 
-A chunk holds the logits of all samples and members for some classes, `(K, N, c)`, in the type of the features. A first
-pass over the chunks leaves for every member and sample the maximum and the sum of exponentials, a second one turns the
-logits in place into the loss's gradient in them. The chunk's part of the weights' gradient is then one product over all
-samples, written where it stays: nothing of the weights' size is accumulated. The second pass goes backward, so that the
-last chunk of the first is still there: 8·N·K·C·D operations, less 2 for what fits one chunk.
-
-Sums are written down part by part and added up in a fixed order: the same bits every time.
+A chunk holds logits `(K, N, c)`. The first pass computes softmax statistics, the second replaces logits by gradients,
+in reverse order to reuse the last chunk: 8·N·K·C·D operations, less 2 for one chunk. Results are deterministic.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
@@ -23,13 +18,13 @@ from torch import Tensor
 
 from torchace.kernels.options import LossOptions, compute_dtype
 
-LOGITS = 3 << 28  # bytes of a chunk: products at full rate, and as much for one member as for many
-LEAST_CLASSES = 256  # of a chunk, however many samples there are
-ALIGNED = 64  # a row of a chunk starts at a multiple of so many numbers
+LOGITS = 3 << 28  # bytes of a chunk, for products at full rate
+LEAST_CLASSES = 256  # of a chunk
+ALIGNED = 64  # rows of a chunk start at multiples of this
 TILE = 4096  # logits that a program holds at once: members x classes
-STEPS = 8  # a program makes at most
+STEPS = 8  # maximum per program
 
-LOWEST = tl.constexpr(-3.4e38)  # below every logit, yet a number: differences of two of them are 0, not NaN
+LOWEST = tl.constexpr(-3.4e38)  # below every logit, but finite: a difference of two is 0, not NaN
 
 
 # fmt: off
@@ -54,7 +49,7 @@ def _softmax_sums(
     BIASED: tl.constexpr, ACC: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
-    """Every member's maximum, and sum of exponentials below it, for one sample and a part of a chunk's classes."""
+    """Each member's maximum and sum of exponentials relative to it, for one sample and part of a chunk."""
     sample = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     member = tl.arange(0, BLOCK_K)
@@ -66,7 +61,7 @@ def _softmax_sums(
         column = (part * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
         z, _ = _load_logits(logits, bias, rows, member, is_member, column, start, width, classes, BIASED, ACC)
         above = z - highest
-        ratio = tl.exp(-tl.abs(above))  # of the smaller one to the larger one
+        ratio = tl.exp(-tl.abs(above))
         total = tl.where(above > 0, total * ratio + 1, total + ratio)
         highest = tl.maximum(highest, z)
     top = tl.max(highest, 1)
@@ -88,9 +83,9 @@ def _value_and_gradient(
     WITH_GRADIENT: tl.constexpr, ACC: tl.constexpr,
 ):
     # fmt: on
-    """A part's share of the loss and, in place of its logits, the gradient in them, for one sample.
+    """Write a part's share of one sample's loss, and replace its logits by their gradient.
 
-    ONE_HOT and SPREAD: the target after label smoothing, of the label alone and of every class.
+    ONE_HOT and SPREAD: target of the label and of every class after label smoothing.
     """
     sample = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -127,31 +122,32 @@ def _value_and_gradient(
         if WITH_GRADIENT:
             gradient = tl.where(factor == 0, 0.0, factor * (s * mixed - wp[None, :]))
             tl.store(logits + rows[:, None] + column[None, :], gradient.to(logits.dtype.element_ty), mask=mask)
-    # where, not a product: a sample that does not count may have an infinite loss
+    # where, not a product: a sample of weight 0 may have an infinite loss
     value = tl.where(factor == 0, 0.0, factor * tl.sum(loss, 1)[:, None])
     tl.store(values + (part * MEMBERS + member[:, None]) * samples + sample, value, mask=is_member[:, None])
 
 
 class Chunk(NamedTuple):
-    """Some classes, and the logits of all members and samples for them."""
+    """Logits of all members and samples for some classes."""
 
     start: int
-    logits: Tensor  # (K, N, c), rows longer than c where that aligns them
+    logits: Tensor  # (K, N, c), with aligned rows
 
     @property
     def classes(self) -> slice:
+        """Classes of the chunk."""
         return slice(self.start, self.start + self.logits.shape[2])
 
 
 class Heads(NamedTuple):
-    """Linear heads and their input; products are of the features' type."""
+    """Linear heads and their input; products have the features' dtype."""
 
     features: Tensor  # (N, D)
     weight: Tensor  # (K, C, D)
     bias: Tensor | None  # (K, C)
 
     def chunk_weight(self, member: int, chunk: Chunk) -> Tensor:
-        """A member's weights for a chunk, `(c, D)`."""
+        """Return a member's weights for a chunk, `(c, D)`."""
         return self.weight[member, chunk.classes].to(self.features.dtype)
 
     def fill(self, chunk: Chunk) -> None:
@@ -169,18 +165,11 @@ def value_and_gradients(
     *,
     loss_scale: float,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss summed over samples and members, and its gradients in features, weights and bias where wanted.
+    """Loss summed over samples and members, and its `wanted` gradients in features, weights and bias.
 
-    Args:
-        features: `(N, D)`, of the type that products are computed in.
-        head_weight: `(K, C, D)`.
-        head_bias: `(K, C)`, or None.
-        options: Of one run: a sum over samples of class indices, no mixture.
-        wanted: Which gradients.
-        loss_scale: A power of two by which the gradients are divided, as the scale of the options was multiplied by it.
-
-    Returns:
-        A scalar and gradients: that in the weights in their type, the other two in float32 for half precision.
+    Shapes: features `(N, D)` in the products' dtype, head_weight `(K, C, D)`, head_bias `(K, C)`. The options: one run,
+    class indices, a sum over samples, no mixture, scale multiplied by `loss_scale`, by which gradients are divided.
+    The weights' gradient has their dtype, the others float32 for half precision.
     """
     heads = Heads(features, head_weight, None if head_bias is None else head_bias.contiguous())
     dtype = compute_dtype(features)
@@ -197,7 +186,7 @@ def value_and_gradients(
         arguments = _option_arguments(options, heads, dtype)
         values = []
         for chunk in reversed(chunks):
-            if chunk is not chunks[-1]:  # whose logits are still there
+            if chunk is not chunks[-1]:  # its logits are still in the buffer
                 heads.fill(chunk)
             values.append(_launch_gradient(chunk, heads, arguments, maxima, log_totals, any(wanted)).sum())
             for member, gradient in enumerate(chunk.logits):
@@ -213,13 +202,13 @@ def value_and_gradients(
 
 
 def _option_arguments(options: LossOptions, heads: Heads, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of `_value_and_gradient` that come from the options."""
+    """Arguments of `_value_and_gradient` from the options."""
     (num_members, num_classes, _), num_samples = heads.weight.shape, len(heads.features)
     like = torch.empty((), dtype=dtype, device=heads.features.device)
     smoothing, weight, lam, target = options.label_smoothing, options.weight, options.diversity, options.target[0]
     if not isinstance(lam, Tensor) or lam.device != like.device:
-        lam = torch.full_like(like, float(lam))  # filled there: nothing waits for a copy
-    # Labels are not checked on a device: one out of range gives NaN.
+        lam = torch.full_like(like, float(lam))  # filled on the device, without a sync
+    # labels are not checked on a device: one out of range gives NaN
     outside = (target < 0) | (target >= num_classes)
     target = target.masked_fill(outside, 0)
     scale = options.scale if isinstance(options.scale, Tensor) else torch.full_like(like, options.scale).view(1, 1)
@@ -243,7 +232,7 @@ def _option_arguments(options: LossOptions, heads: Heads, dtype: torch.dtype) ->
 
 
 def _chunks(heads: Heads) -> list[Chunk]:
-    """All classes in chunks that share one buffer; the first holds the remainder, the others are full."""
+    """Split the classes into chunks that share one buffer; the first holds the remainder."""
     (num_members, num_classes, _), num_samples = heads.weight.shape, len(heads.features)
     rows = num_members * num_samples
     most = max(LEAST_CLASSES, LOGITS // (rows * heads.features.element_size()))
@@ -263,11 +252,11 @@ def _aligned(count: int) -> int:
 
 
 def _tiles(chunk: Chunk, heads: Heads, dtype: torch.dtype) -> tuple[int, dict[str, Any]]:
-    """Parts of a chunk's classes, one for each program of a sample, and the arguments of both kernels."""
+    """Number of parts of a chunk, one per program of a sample, and the arguments of both kernels."""
     num_members, num_samples, width = chunk.logits.shape
     block_k = triton.next_power_of_2(num_members)
     block = max(1, TILE // block_k)
-    steps = min(STEPS, triton.next_power_of_2(triton.cdiv(width, block)))  # few values: each is compiled
+    steps = min(STEPS, triton.next_power_of_2(triton.cdiv(width, block)))  # few distinct values: each is compiled
     return triton.cdiv(width, steps * block), {
         "logits": chunk.logits,
         "bias": heads.bias,
@@ -295,7 +284,7 @@ def _launch_sums(chunk: Chunk, heads: Heads, dtype: torch.dtype) -> tuple[Tensor
 
 
 def _combine(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """The maximum of all parts, and the sum of exponentials below it, both `(1, K, N)`."""
+    """Maximum over all parts, and the sum of exponentials relative to it, both `(1, K, N)`."""
     maxima, sums = (torch.cat(values) for values in zip(*parts, strict=True))
     highest = maxima.amax(0, keepdim=True)
     return highest, (sums * (maxima - highest).exp()).sum(0, keepdim=True)
@@ -304,7 +293,7 @@ def _combine(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def _launch_gradient(
     chunk: Chunk, heads: Heads, arguments: dict[str, Any], maxima: Tensor, log_totals: Tensor, want_gradient: bool
 ) -> Tensor:
-    """The loss's parts, `(parts, K, N)`; the chunk holds the gradient afterwards, where it is wanted."""
+    """Return the loss's parts, `(parts, K, N)`; replace the chunk by the gradient where wanted."""
     parts, tiles = _tiles(chunk, heads, maxima.dtype)
     num_members, num_samples, _ = chunk.logits.shape
     values = maxima.new_empty(parts, num_members, num_samples)
@@ -315,7 +304,7 @@ def _launch_gradient(
 
 
 def _product(out: Tensor, a: Tensor, b: Tensor, *, add: bool, alpha: float) -> None:
-    """alpha·a @ b into `out`, or added to it, accumulated in float32; `out` is of their type or float32."""
+    """Write `alpha * a @ b` to `out`, or add it; `out` has their dtype or float32."""
     beta = 1 if add else 0
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)

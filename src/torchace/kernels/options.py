@@ -1,4 +1,4 @@
-"""The options of the amended cross entropy, checked and resolved, as every backend takes them."""
+"""Resolved options of the amended cross entropy, shared by all backends."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torchace import _checks
 
 
 class LossOptions(NamedTuple):
-    """Options of the loss of logits `(R, K, N, C)`, those of R runs.
+    """Options of the loss of logits `(R, K, N, C)`; axes of size 1 are broadcast.
 
-    Floating-point tensors have the type to compute in; an axis of size 1 stands for all entries. Nothing receives a
-    gradient, except probabilities in `target`.
+    Floating-point tensors have the compute dtype. Only probabilities in `target` may receive a gradient.
     """
 
     target: Tensor  # class indices (R, N), or probabilities (R, N, C)
@@ -31,6 +30,7 @@ class LossOptions(NamedTuple):
 
     @property
     def has_probabilities(self) -> bool:
+        """Whether the target holds class probabilities."""
         return self.target.is_floating_point()
 
     @property
@@ -39,7 +39,7 @@ class LossOptions(NamedTuple):
         return not isinstance(self.diversity, Tensor) and self.diversity == 0
 
     def samples(self, part: slice) -> LossOptions:
-        """Options of some samples."""
+        """Return the options of some samples."""
         scale = self.scale
         if isinstance(scale, Tensor) and scale.shape[-1] > 1:
             scale = scale[..., part]
@@ -47,7 +47,7 @@ class LossOptions(NamedTuple):
         return self._replace(target=self.target[:, part], scale=scale, mixture=mixture)
 
     def weighted_target(self, num_classes: int, dtype: torch.dtype) -> Tensor:
-        """w∘p after label smoothing, `(R, N, C)`."""
+        """Weighted target w∘p after label smoothing, `(R, N, C)`."""
         p = self.target
         if not self.has_probabilities:
             p = (p.unsqueeze(2) == torch.arange(num_classes, device=p.device)).to(dtype)
@@ -57,16 +57,14 @@ class LossOptions(NamedTuple):
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """Type to compute in: float32 for half precision, else the tensor's own."""
+    """Dtype to compute in: float32 for half precision, else the tensor's dtype."""
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
 
 
 def fold_mean(options: LossOptions, dtype: torch.dtype) -> tuple[LossOptions, float | Tensor | None]:
-    """Move `ignore_index` and a mean over samples into `scale`.
+    """Move `ignore_index` and a mean over samples into `scale`, so that the loss is a plain sum.
 
-    Returns:
-        Options whose loss is a plain sum, all class indices in range; and what to add to it so that a mean over no
-        samples is NaN, as in torch.
+    Also return a term to add to the loss, or None: it makes a mean over no samples NaN, as in torch.
     """
     target, factor, weight = options.target, options.scale, options.weight
     if options.ignore_index is not None and not options.has_probabilities:
@@ -83,7 +81,7 @@ def fold_mean(options: LossOptions, dtype: torch.dtype) -> tuple[LossOptions, fl
         return folded, None
     counted = factor
     if weight is not None and not options.has_probabilities:
-        # torch's mean divides by the weights of the samples' own classes, label smoothing or not
+        # torch's mean divides by the weights of the target classes, also with label smoothing
         counted = weight[target] if not isinstance(factor, Tensor) or factor.ndim == 2 else weight[target].unsqueeze(1)
         counted = counted * factor
     if not isinstance(counted, Tensor):

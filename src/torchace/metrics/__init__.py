@@ -1,4 +1,4 @@
-"""State over `functional`: scores accumulated over batches, as torchmetrics metrics."""
+"""Scores of ensembles, accumulated over batches as torchmetrics metrics."""
 
 from torchace.metrics.ensemble import EnsembleMetrics
 

@@ -19,15 +19,15 @@ SCORES = ("accuracy", "cross_entropy", "brier", "disagreement", "mutual_informat
 MEMBER_SCORES = ("accuracy", "cross_entropy", "brier")
 
 
-class NoSamples(ValueError):
-    """No sample was added, or none that counts."""
+class NoSamplesError(ValueError):
+    """Scores were requested, but no sample counts."""
 
     def __init__(self) -> None:
         super().__init__("Expected at least one sample before compute(), but none was added.")
 
 
 class MemberMetric(Metric):
-    """Base class of metrics of K members: states are float64 sums over samples."""
+    """Base class of metrics of K members; states are float64 sums over samples."""
 
     is_differentiable = False
     higher_is_better = None
@@ -45,7 +45,7 @@ class MemberMetric(Metric):
             self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Keep the axis of `members` for one member, which torchmetrics removes."""
+        """Keep the axis of `members` for K = 1, which torchmetrics would squeeze."""
         wrapped = super()._wrap_compute(compute)
 
         @functools.wraps(wrapped)
@@ -66,8 +66,7 @@ class EnsembleMetrics(MemberMetric):
     - `disagreement`, `mutual_information`, `ambiguity`: how much the members differ
     - `members`: the accuracy of each member, `(K,)`
 
-    Non-finite logits are an error that names the member: at once on the CPU, in `compute()` on other devices, where
-    `update` reads nothing back.
+    Non-finite logits raise an error: in `update` on the CPU, in `compute` on other devices.
 
     Args:
         num_members: K.
@@ -105,6 +104,7 @@ class EnsembleMetrics(MemberMetric):
         self.num_classes, self.num_bins, self.ignore_index = num_classes, num_bins, ignore_index
 
     def extra_repr(self) -> str:
+        """Return the sizes and options."""
         return f"num_members={self.num_members}, num_classes={self.num_classes}"
 
     @torch.no_grad()
@@ -114,7 +114,7 @@ class EnsembleMetrics(MemberMetric):
         Args:
             logits: Members' logits, `(K, N, C, ...)`.
             target: Class indices, `(N, ...)`.
-            member_weights: The paper's α, `(K,)`; uniform unless given.
+            member_weights: The paper's α, `(K,)`; uniform if None.
         """
         _checks.check_logits(logits)
         if (logits.shape[0], logits.shape[2]) != (self.num_members, self.num_classes):
@@ -158,12 +158,12 @@ class EnsembleMetrics(MemberMetric):
         self.member_bins += torch.stack(bins[1:])
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the scores of all samples added, float32 scalars and `members` `(K,)`."""
+        """Return the scores of all samples, float32 scalars and `members` `(K,)`."""
         bad = self.nonfinite.nonzero().flatten().tolist()
         if bad:
             raise ValueError(_checks.nonfinite_message(bad))
         if self.samples == 0:
-            raise NoSamples
+            raise NoSamplesError
         means = self.member_sums / self.samples  # (3, K)
         errors = [bins_error(CalibrationBins(*bins)) for bins in (self.bins, *self.member_bins)]
         scores = dict(zip(SCORES, self.sums / self.samples, strict=True))

@@ -10,22 +10,11 @@ from torch import Tensor, nn
 
 from torchace import _checks
 from torchace.functional import ensemble_probs
-from torchace.metrics.ensemble import EnsembleMetrics, MemberMetric, NoSamples
+from torchace.metrics.ensemble import EnsembleMetrics, MemberMetric, NoSamplesError
 
 
 class RegressionMetrics(MemberMetric):
-    r"""Scores of an ensemble of regressors, accumulated over batches.
-
-    `compute()` returns a dict: `mean_squared_error` of the ensemble, `member_mean_squared_error` (the mean over
-    members), `ambiguity` (the members' mean squared distance from the ensemble, $\sum_k \alpha^k (F^k - \bar F)^2$) and
-    `members`, the mean squared error of each, `(K,)`.
-
-    Example:
-        >>> metrics = RegressionMetrics(num_members=2)
-        >>> metrics.update(torch.tensor([[1.0], [3.0]]), torch.tensor([1.0]))
-        >>> metrics.compute()["mean_squared_error"], metrics.compute()["ambiguity"]
-        (tensor(1.), tensor(1.))
-    """
+    """`mean_squared_error`, `member_mean_squared_error`, `ambiguity` and `members` `(K,)` of regressors."""
 
     member_score = "member_mean_squared_error"
 
@@ -34,19 +23,14 @@ class RegressionMetrics(MemberMetric):
         super().__init__(num_members, {"sums": (2,), "member_sums": (num_members,)}, **kwargs)
 
     def extra_repr(self) -> str:
+        """Return the number of members."""
         return f"num_members={self.num_members}"
 
     @torch.no_grad()
     def update(
         self, predictions: Tensor, target: Tensor, *, member_weights: Tensor | Sequence[float] | None = None
     ) -> None:
-        """Add a batch.
-
-        Args:
-            predictions: Members' predictions, `(K, N, ...)`.
-            target: `(N, ...)`.
-            member_weights: The weights α of the members' mean, `(K,)`; uniform unless given.
-        """
+        """Add predictions `(K, N, ...)`, their target `(N, ...)` and member weights `(K,)`."""
         _checks.check_members_first(predictions, "predictions")
         _checks.check_same_shape(target, predictions, "predictions")
         _checks.check_finite(predictions, "predictions")
@@ -59,9 +43,9 @@ class RegressionMetrics(MemberMetric):
         self.member_sums += (values - target).square().flatten(1).sum(1)
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the scores of all samples added, float32 scalars and `members` `(K,)`."""
+        """Return the scores of all samples, float32 scalars and `members` `(K,)`."""
         if self.samples == 0:
-            raise NoSamples
+            raise NoSamplesError
         error, spread = self.sums / self.samples
         members = self.member_sums / self.samples
         scores = {
@@ -74,19 +58,10 @@ class RegressionMetrics(MemberMetric):
 
 
 class TaskMetrics(nn.Module):
-    """The scores for an ensemble's link, one scalar each; sizes come from the first batch.
+    """Scores for an ensemble's link, one scalar each; sizes come from the first batch.
 
-    - `"softmax"`: those of `EnsembleMetrics`. A target of class probabilities is scored by its most likely class.
-    - `"sigmoid"`: the same, with each output as two classes; a target above 0.5 is the second one.
-    - `"identity"`: those of `RegressionMetrics`.
-
-    `members` becomes one scalar for each member: `member_accuracy_0`, ..., or `member_mean_squared_error_0`, ...
-
-    Example:
-        >>> metrics = TaskMetrics(num_members=2, link="sigmoid")
-        >>> metrics.update(torch.tensor([[-1.0, 2.0], [-2.0, -1.0]]), torch.tensor([0.0, 1.0]))
-        >>> metrics.compute()["member_accuracy_0"], metrics.compute()["disagreement"]
-        (tensor(1.), tensor(0.5000))
+    Softmax: `EnsembleMetrics`, with the most likely class of a target of probabilities. Sigmoid: the same, with each
+    output as two classes, split at 0.5. Identity: `RegressionMetrics`. `members` becomes `member_accuracy_0`, ...
     """
 
     def __init__(self, num_members: int, link: str = "softmax", *, ignore_index: int = -100) -> None:
@@ -97,14 +72,14 @@ class TaskMetrics(nn.Module):
 
     @classmethod
     def of_loss(cls, ensemble: Any, loss: Any) -> TaskMetrics:
-        """Return the metrics for an ensemble that a loss trains."""
+        """Return the metrics of an ensemble that a loss trains."""
         return cls(ensemble.num_members, ensemble.link, ignore_index=getattr(loss, "ignore_index", -100))
 
     @torch.no_grad()
     def update(
         self, outputs: Tensor, target: Tensor, *, member_weights: Tensor | Sequence[float] | None = None
     ) -> None:
-        """Add a batch: the members' outputs `(K, N, ...)` and their target."""
+        """Add the members' outputs `(K, N, ...)` of a batch and their target."""
         outputs = outputs.detach()
         if self.link == "sigmoid":
             # softmax over (0, z) is sigmoid(z): two classes for each output, (K, N, 2, ...)
@@ -121,17 +96,17 @@ class TaskMetrics(nn.Module):
         self.metrics.update(outputs, target, member_weights=member_weights)
 
     def compute(self) -> dict[str, Tensor]:
-        """Return the scores since the last reset; none if no sample counted."""
+        """Return the scores since the last reset; empty if no sample counts."""
         if self.metrics is None or not self.metrics.update_called:
             return {}
         try:
             scores: dict[str, Tensor] = self.metrics.compute()
-        except NoSamples:  # all are ignored, on all ranks
+        except NoSamplesError:
             return {}
         members = scores.pop("members")
         return scores | {f"{self.metrics.member_score}_{k}": value for k, value in enumerate(members)}
 
     def reset(self) -> None:
-        """Forget all samples."""
+        """Discard all samples."""
         if self.metrics is not None:
             self.metrics.reset()

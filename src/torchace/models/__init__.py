@@ -23,13 +23,7 @@ NETWORKS: dict[str, tuple[Callable[..., nn.Module], Callable[[Mapping[str, Any]]
 
 
 def build(architecture: Mapping[str, Any]) -> nn.Module:
-    """Build a network from its `architecture`, which every network of `torchace.models` has as an attribute.
-
-    Args:
-        architecture: The network's name and its arguments, as JSON types.
-
-    Returns:
-        The network, with new weights.
+    """Build a network, with new weights, from its `architecture`: its name and arguments as JSON types.
 
     Example:
         >>> network = mlp(64, 32, 10)
@@ -43,12 +37,7 @@ def build(architecture: Mapping[str, Any]) -> nn.Module:
 
 
 def count_layers(architecture: Mapping[str, Any]) -> int:
-    """Return the number of layers with weights in a description, a bound of the cost of building it.
-
-    Example:
-        >>> count_layers({"name": "cifar_resnet", "depth": 110})
-        110
-    """
+    """Return the number of layers with weights in a description, a bound of the cost of building it."""
     check_architecture(architecture)
     return NETWORKS[architecture["name"]][1](architecture)
 
@@ -68,5 +57,5 @@ def check_architecture(architecture: object) -> dict[str, Any]:
         raise ValueError(f"Expected arguments of {name} in `architecture`, but got {', '.join(unknown)}.")
     missing = [key for key, p in parameters.items() if p.default is p.empty and key not in arguments]
     if missing:
-        raise ValueError(f"Expected `architecture` of {name} to give {', '.join(missing)}, but it does not.")
+        raise ValueError(f"Expected `architecture` of {name} to have {', '.join(missing)}, but it does not.")
     return arguments

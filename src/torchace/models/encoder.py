@@ -1,4 +1,4 @@
-"""From the raw matrix of a table to features: scaled numbers, missing indicators, one-hot categories."""
+"""Module from the raw matrix of a table to features."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from torchace import _checks
 
-# Standardized values are clipped here. None of N training rows is beyond √N, so training is not affected; an outlier at
-# prediction time stays finite, in half precision too.
+# Bound of standardized values: none of N training rows exceeds √N, and outliers stay finite in half precision.
 LIMIT = 1e4
 
-# the buffers and the number of values in each; columns are int64, statistics float64 whatever the module's type
+# the number of values in each buffer; columns are int64, statistics float64
 BUFFERS = {
     "mean": "num_numbers",
     "std": "num_numbers",
@@ -30,7 +29,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class TableEncoder(nn.Module):
-    """A module without parameters that maps a table's raw matrix `(N, F)` to features `(N, D)`.
+    """A module without parameters that maps a table's raw matrix `(N, F)` in float64 to features `(N, D)`.
 
     The features are, in this order:
 
@@ -38,13 +37,7 @@ class TableEncoder(nn.Module):
     - for each of `indicator_columns`, 1 where x is NaN, otherwise 0;
     - for each of `code_columns`, 1 where x is the code in `codes`, otherwise 0.
 
-    Statistics and features are computed in float64 whatever `.float()` or `.half()` the module is in: a time in
-    seconds, 1.7e9, has no seconds left in float32. The result has the module's type, float32 at first. Give it the
-    matrix in float64.
-
-    Attributes:
-        num_features: D.
-        architecture: The module's description, from which `build` makes one of the same sizes.
+    They are computed in float64 (times in seconds exceed float32's precision) and returned in the module's type.
     """
 
     mean: Tensor
@@ -73,12 +66,7 @@ class TableEncoder(nn.Module):
 
     @classmethod
     def from_values(cls, *, num_columns: int, **values: Sequence[float]) -> TableEncoder:
-        """Return an encoder with statistics: `TableEncoder.from_values(**encoding.encoder_arguments())`.
-
-        Args:
-            num_columns: F, the columns of the raw matrix.
-            **values: `mean` and `std` of the number columns; `number_columns`, `indicator_columns` and `code_columns`,
-                the column of each feature; `codes`, the code at which each one-hot feature is 1.
+        """Return an encoder with the values of its buffers: `TableEncoder.from_values(**encoding.encoder_arguments())`.
 
         Example:
             >>> encoder = TableEncoder.from_values(
@@ -112,7 +100,7 @@ class TableEncoder(nn.Module):
             )
         raw = raw.to(torch.float64)
         parts = []
-        # empty parts are left out: some ONNX runtimes refuse tensors without values
+        # no empty parts: some ONNX runtimes refuse them
         if len(self.number_columns):
             scaled = ((raw.index_select(1, self.number_columns) - self.mean) / self.std).clamp(-LIMIT, LIMIT)
             parts.append(torch.where(scaled.isnan(), torch.zeros_like(scaled), scaled))
@@ -123,10 +111,11 @@ class TableEncoder(nn.Module):
         return torch.cat(parts, 1).to(self.like.dtype)
 
     def extra_repr(self) -> str:
+        """Return the sizes."""
         return ", ".join(f"{name}={value}" for name, value in self.architecture.items() if name != "name")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move the buffers to other devices, but keep their types."""
+        """Keep the buffers' types when they move to another device."""
         before = {name: getattr(self, name) for name in BUFFERS}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, value in before.items():
@@ -137,7 +126,7 @@ class TableEncoder(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
     ) -> None:
-        """Load as any module, and refuse values that no table has."""
+        """Refuse invalid values."""
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
         given = {name: state_dict.get(prefix + name) for name in BUFFERS}
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor) and not value.is_meta}
@@ -147,7 +136,7 @@ class TableEncoder(nn.Module):
 
 
 def _find_problem(values: Mapping[str, Tensor], num_columns: int) -> str | None:
-    """Return a message for the first of an encoder's values that is invalid."""
+    """Return a message for the first invalid value, if any."""
     for name, value in values.items():
         if value.dtype != _dtype(name):
             return f"Expected `{name}` of type {_dtype(name)}, but got {value.dtype}."
@@ -162,22 +151,7 @@ def _find_problem(values: Mapping[str, Tensor], num_columns: int) -> str | None:
 
 
 def table_encoder(num_columns: int, num_numbers: int, num_indicators: int, num_codes: int) -> TableEncoder:
-    """Return an encoder of tables without statistics; `TableEncoder.from_values` returns one with them.
-
-    Args:
-        num_columns: F, the columns of the raw matrix.
-        num_numbers: The number of scaled number columns.
-        num_indicators: The number of indicators of missing values.
-        num_codes: The number of one-hot features.
-
-    Returns:
-        A module that maps a raw matrix `(N, F)` to features `(N, D)`.
-
-    Example:
-        >>> encoder = table_encoder(num_columns=3, num_numbers=2, num_indicators=1, num_codes=4)
-        >>> encoder.num_features, len(list(encoder.parameters()))
-        (7, 0)
-    """
+    """Return an encoder without statistics, from raw columns to numbers, missing indicators and one-hot codes."""
     _checks.check_count(num_columns, "num_columns")
     _checks.check_count(num_numbers, "num_numbers", least=0)
     _checks.check_count(num_indicators, "num_indicators", least=0)

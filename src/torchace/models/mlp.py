@@ -15,11 +15,10 @@ def mlp(
 ) -> nn.Sequential:
     """Return a fully connected ReLU network; the paper's MNIST network has one hidden layer.
 
-    An `nn.Sequential` of `flatten`, `linear1`, `relu1`, `linear2`, ..., `fc`. Its attribute `architecture` describes
-    it for `build`.
+    An `nn.Sequential` of `flatten`, `linear1`, `relu1`, `linear2`, ..., `fc`, with `architecture` for `build`.
 
     Args:
-        in_features: The number of inputs, all axes but the first multiplied.
+        in_features: The number of inputs, the product of all axes but the first.
         hidden: The width of the hidden layer, or of several; `()` for a linear classifier.
         num_classes: C; None for a trunk without the classifier `fc`, which returns `num_features` features.
         dropout: The dropout probability of hidden units.

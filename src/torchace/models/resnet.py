@@ -1,4 +1,4 @@
-"""The residual networks of He et al. for CIFAR."""
+"""Residual networks of He et al. for CIFAR."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchace import _checks
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut: the identity, or a projection (1x1 convolution and batch norm)."""
+    """Two 3x3 convolutions and a shortcut: the identity, or a projection (1x1 convolution and batch norm)."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, project: bool) -> None:
         super().__init__()
@@ -27,24 +27,20 @@ class BasicBlock(nn.Module):
         self.relu2 = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output."""
         residual = self.bn2(self.conv2(self.relu1(self.bn1(self.conv1(x)))))
         return self.relu2(residual + self.shortcut(x))
 
 
 def make_stage(in_channels: int, out_channels: int, num_blocks: int, stride: int) -> nn.Sequential:
-    """Return blocks of which the first has a projection and the stride."""
+    """Return blocks, the first with a projection and the stride."""
     first = BasicBlock(in_channels, out_channels, stride, project=True)
     rest = (BasicBlock(out_channels, out_channels, 1, project=False) for _ in range(num_blocks - 1))
     return nn.Sequential(first, *rest)
 
 
 class CifarResNet(nn.Module):
-    """The network of `cifar_resnet`; its children run in order.
-
-    Attributes:
-        num_features: The number of features that the classifier `fc` receives.
-        architecture: The network's description, from which `build` makes it again.
-    """
+    """The network of `cifar_resnet`; its children run in order, and `fc` has `num_features` inputs."""
 
     def __init__(self, depth: int, num_classes: int | None, width: int, in_channels: int) -> None:
         super().__init__()
@@ -67,7 +63,7 @@ class CifarResNet(nn.Module):
         self.flatten = nn.Flatten()
         self.fc: nn.Module = nn.Identity() if num_classes is None else nn.Linear(self.num_features, num_classes)
         for module in self.modules():
-            # on the meta device, drawing normal numbers would import torch's compiler for 3 s
+            # on meta, drawing normal numbers imports torch's compiler (3 s)
             if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")  # variance 2 / fan-in, He et al. 2015
 
@@ -82,22 +78,21 @@ class CifarResNet(nn.Module):
         return self.fc(features)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits `(N, C)` of images `(N, channels, H, W)`."""
         return self.forward_head(self.forward_features(x))
 
 
 def cifar_resnet(depth: int, num_classes: int | None = 10, *, width: int = 16, in_channels: int = 3) -> CifarResNet:
     """Return a residual network of 6n+2 layers for images of about 32x32 pixels (He et al. 2016).
 
-    Three stages of n basic blocks with 16, 32 and 64 channels. The first block of every stage has a projection shortcut
-    (1x1 convolution and batch norm), as the paper's parameter count of ResNet-110, 1,731,002, implies. Convolutions
-    have no bias and He et al.'s initialization; the classifier has that of `nn.Linear`, like SMOC's heads.
-
-    The children run in order: `conv1`, `bn1`, `relu`, `stage1`, `stage2`, `stage3`, `pool`, `flatten`, `fc`.
+    Three stages of n basic blocks, each starting with a projection shortcut, as the paper's 1,731,002 parameters of
+    ResNet-110 imply. Convolutions have no bias and He et al.'s initialization. The children run in order: `conv1`,
+    `bn1`, `relu`, `stage1`, `stage2`, `stage3`, `pool`, `flatten`, `fc`.
 
     Args:
         depth: 20, 32, 44, 56, 110 or any other 6n+2.
         num_classes: C; None for a trunk that returns the features (its `fc` is the identity).
-        width: Channels of the first stage.
+        width: Channels of the first stage; doubled in each of the next two.
         in_channels: Channels of the images.
 
     Returns:
@@ -107,8 +102,6 @@ def cifar_resnet(depth: int, num_classes: int | None = 10, *, width: int = 16, i
         >>> network = cifar_resnet(20)
         >>> network(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])
-        >>> sum(parameter.numel() for parameter in cifar_resnet(110).parameters())
-        1731002
         >>> trunk = cifar_resnet(20, num_classes=None)
         >>> trunk(torch.zeros(2, 3, 32, 32)).shape, trunk.num_features
         (torch.Size([2, 64]), 64)

@@ -1,4 +1,4 @@
-"""Losses, ensembles, heads and conversion as modules; no formulas, no optimizers."""
+"""Losses, ensembles, heads and conversion as modules."""
 
 from torchace.nn.base import EnsembleModule
 from torchace.nn.branching import branch

@@ -1,4 +1,4 @@
-"""The base class of all ensemble modules: K members, a link, and predictions."""
+"""Base class of all ensemble modules."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torchace.functional import ensemble_log_probs, ensemble_probs
 
 
 class EnsembleModule(nn.Module):
-    """A module that maps an input to the members' logits `(K, N, C, ...)`.
+    """Base class of modules that map an input to the members' logits `(K, N, C, ...)`.
 
-    Predictions are computed in evaluation mode and without gradients, whatever mode the module is in.
-    `member_weights` (the paper's α) are uniform until set.
+    Predictions are computed in evaluation mode and without gradients, in either mode of the module.
+    `member_weights` (the paper's α) are uniform unless set.
     """
 
     _version = 2  # of the state dict; 1 had no member weights
@@ -42,20 +42,18 @@ class EnsembleModule(nn.Module):
         if key in state_dict:
             if self.member_weights is None:
                 self.set_member_weights([1 / self.num_members] * self.num_members)
-        elif local_metadata.get("version", 1) > 1:  # saved with uniform weights
+        elif local_metadata.get("version", 1) > 1:  # uniform weights
             self.member_weights = None
-        elif self.member_weights is not None:  # saved without weights: keep those set
+        elif self.member_weights is not None:  # version 1: keep the current weights
             state_dict[key] = self.member_weights
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def extra_repr(self) -> str:
+        """Return the number of members and the link."""
         return f"num_members={self.num_members}, link={self.link!r}"
 
     def set_member_weights(self, member_weights: Tensor | Sequence[float] | None) -> None:
-        """Set the weights of the members in every prediction, `(K,)`; None for uniform weights.
-
-        They are part of `state_dict()` and of what `save_model` saves.
-        """
+        """Set the members' weights in predictions, `(K,)`; None for uniform ones. `state_dict()` includes them."""
         if member_weights is not None:
             member_weights = _checks.as_member_weights(member_weights, self.num_members, like=self._like())
         self.member_weights = member_weights
@@ -108,7 +106,7 @@ class EnsembleModule(nn.Module):
 
 
 def apply_keeping_dtype(module: nn.Module, names: Sequence[str], apply: Callable[[], Any]) -> Any:
-    """Call a module's `_apply`, but keep the precision of some buffers: `.half()` does not round member weights."""
+    """Call a module's `_apply`, but keep the precision of some buffers: `.half()` must not round member weights."""
     before = {name: getattr(module, name) for name in names}
     result = apply()
     for name, value in before.items():

@@ -1,4 +1,4 @@
-"""Members that share the lower part of a model: the model split at a layer, and the upper part copied K times."""
+"""Members that share the lower part of a model and have copies of the upper part."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from torch import Tensor, fx, nn
 from torchace import _checks
 from torchace.nn.ensemble import Ensemble
 
-# steps that only read the input's shape: they need no trunk
+# steps that only read the input's shape need no trunk
 SHAPE_STEPS = (getattr, operator.getitem, "size", "dim")
 IN_PLACE_OPERATORS = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow, operator.setitem)
-ADVICE = "Move what depends on values or on the mode into a layer, or build the parts: Ensemble(members, trunk=...)."
+ADVICE = (
+    "Move code that depends on values or on the mode into a layer, or build the parts: Ensemble(members, trunk=...)."
+)
 
 
 def branch(
@@ -30,29 +32,27 @@ def branch(
 ) -> Ensemble:
     """Make K members that share all layers of a model before one layer, and have copies of the layers from there on.
 
-    At the model's first layer they are separate models, at its last one they are SMOC. The shared part is computed once
-    and receives the mean of the members' gradients. Parameters keep their names; the model is not changed.
+    Split at its first layer, the model gives separate members; at its last layer, SMOC. The shared part is computed
+    once and receives the mean of the members' gradients. Parameters keep their names; the model is not changed.
 
-    Members that start equal and see the same samples stay equal, whatever the diversity (but for dropout): use
-    `reinitialize` unless each has its own samples. The `forward` of the model, and of the modules around the layer, is
-    traced (`torch.fx`): it must call its layers in the same order for every input. Its optional arguments keep their
-    defaults.
+    Members that start equal and see the same samples stay equal for every λ (without dropout): use `reinitialize`
+    unless each has its own samples. The forward of the model, and of the modules around the layer, is traced
+    (`torch.fx`): it must call its layers in the same order for every input. Optional arguments keep their defaults.
 
     Args:
         model: The model to split, trained or not; it returns logits `(N, C, ...)`.
         num_members: K.
         *positional: Not used; a third positional argument is an error.
-        at: The name of the layer where the members part, such as `"fc"` or `"stage3.0"`.
-        reinitialize: True: draw new weights for every member with the layers' `reset_parameters`. A function that makes
-            a model: take every member's weights from a new one, for models with an initialization of their own (timm's,
+        at: The name of the first layer of the members, such as `"fc"` or `"stage3.0"`.
+        reinitialize: True: draw every member's weights with the layers' `reset_parameters`. A function that returns a
+            model: copy every member's weights from a new one, for models with their own initialization (timm's,
             `cifar_resnet`).
         example: An input, or a tuple of inputs, on which every member must equal the model (in evaluation mode, before
             re-initialization).
         link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
 
     Returns:
-        An ensemble; its `trunk` is None if nothing is computed before the layer. For a network of `torchace.models`
-        its attribute `branched` describes it for `save_model`.
+        An `Ensemble`; its `trunk` is None if nothing is computed before the layer.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -71,7 +71,7 @@ def branch(
     _checks.check_count(num_members, "num_members")
     if not isinstance(reinitialize, bool) and (isinstance(reinitialize, nn.Module) or not callable(reinitialize)):
         got = type(reinitialize).__name__
-        raise TypeError(f"Expected `reinitialize` to be True, False or a function that makes a model, but got {got}.")
+        raise TypeError(f"Expected `reinitialize` to be a bool or a function that returns a model, but got {got}.")
     at = _find_layer(model, at)
     before, after = _split(model, _trace(model, at), at)
     if any(node.op.startswith("call") and node.target not in SHAPE_STEPS for node in before.nodes):
@@ -93,7 +93,7 @@ def branch(
 
 
 class _Tracer(fx.Tracer):
-    """Traces `forward` down to one layer; modules that do not contain it are single steps."""
+    """Trace `forward` down to one layer; modules that do not contain it are single steps."""
 
     def __init__(self, at: str) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class _Tracer(fx.Tracer):
         if kind == "placeholder" and args:  # an argument with a default value, on which `if` statements may depend
             return args[0]
         if _global_modes() != self.modes:
-            raise ValueError("it switches gradients or autocast on or off around a step, which its parts would not")
+            raise ValueError("it switches gradients or autocast around a step, which its parts would not do")
         return super().create_proxy(kind, target, args, kwargs, *rest, **named)
 
 
@@ -116,7 +116,7 @@ def _global_modes() -> tuple[bool, ...]:
 
 
 class _SubModel(fx.GraphModule):
-    """Some steps of a model and the layers they call, with the modes and the saved names of the model."""
+    """Some steps of a model and the layers they call, with the model's modes and non-persistent buffers."""
 
     def __init__(self, root: nn.Module, graph: fx.Graph, class_name: str = "SubModel") -> None:
         super().__init__(root, graph, class_name)
@@ -148,7 +148,7 @@ def _find_layer(model: nn.Module, at: str) -> str:
 
 
 def _trace(model: nn.Module, at: str) -> fx.Graph:
-    """Return the steps of the model's forward, which must be the same in training and evaluation."""
+    """Return the steps of the model's forward; refuse one that differs between training and evaluation."""
     graphs = []
     for training in (True, False):
         try:
@@ -161,20 +161,20 @@ def _trace(model: nn.Module, at: str) -> fx.Graph:
     where = f"The forward of {type(model).__name__}, or of a module around {at!r},"
     if str(graphs[0]) != str(graphs[1]):
         raise ValueError(
-            f"{where} does one thing in training and another in evaluation, which its parts could not. Use layers that "
-            f"know their mode (nn.Dropout for F.dropout, nn.BatchNorm2d for F.batch_norm). {ADVICE}"
+            f"{where} differs between training and evaluation, which its parts cannot do. Use layers that follow the "
+            f"mode (nn.Dropout for F.dropout, nn.BatchNorm2d for F.batch_norm). {ADVICE}"
         )
-    # fx stores tensors that it finds nowhere in the model under this name
+    # fx's name for tensors that the model does not hold
     if any(node.op == "get_attr" and "_tensor_constant" in str(node.target) for node in graphs[0].nodes):
         raise ValueError(
-            f"{where} makes a tensor that depends on no input (torch.arange, torch.rand, ...), which would be frozen. "
+            f"{where} creates a tensor that depends on no input (torch.arange, torch.rand, ...): it would be constant. "
             f"Keep it as a buffer (register_buffer). {ADVICE}"
         )
     return graphs[0]
 
 
 def _split(model: nn.Module, graph: fx.Graph, at: str) -> tuple[fx.Graph, fx.Graph]:
-    """Split the steps at the first call of a layer; the first part returns the values that the second needs."""
+    """Split the steps at the first call of a layer; the first part returns the inputs of the second."""
     nodes = list(graph.nodes)
     cut = next((i for i, node in enumerate(nodes) if node.op == "call_module" and node.target == at), None)
     if cut is None:
@@ -190,7 +190,7 @@ def _split(model: nn.Module, graph: fx.Graph, at: str) -> tuple[fx.Graph, fx.Gra
         )
     first, rest = nodes[:cut], nodes[cut:]
     later = set(rest)
-    # parameters are read in the part that uses them; other values cross
+    # parameters are read where they are used; other values cross the split
     crossing = [node for node in first if node.op != "get_attr" and later & set(node.users)]
     before, after = fx.Graph(), fx.Graph()
 
@@ -216,8 +216,8 @@ def _split(model: nn.Module, graph: fx.Graph, at: str) -> tuple[fx.Graph, fx.Gra
     for key, name in _tensor_names(model, before).items():
         if key in late:
             raise ValueError(
-                f"{name!r} is used both before and after the members part at {at!r}: it can be neither shared nor each "
-                "member's own. Choose a layer before its first use."
+                f"{name!r} is used both before and after the split at {at!r}: it can be neither shared nor copied. "
+                "Choose a layer before its first use."
             )
     return before, after
 
@@ -232,14 +232,14 @@ def _is_in_place(model: nn.Module, node: fx.Node) -> bool:
 
 
 def _clone(shared: Any) -> Any:
-    """Copy the shared tensors for a member that may change them in place."""
+    """Clone the shared tensors for a member that may change them in place."""
     if isinstance(shared, Tensor):
         return shared.clone()
     return tuple(_clone(value) for value in shared) if type(shared) is tuple else shared
 
 
 def _tensor_names(model: nn.Module, graph: fx.Graph) -> dict[int, str]:
-    """Return the names of the parameters and buffers that a graph uses, by the tensors' ids."""
+    """Return the names of a graph's parameters and buffers, by the tensors' ids."""
     found: dict[int, str] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
@@ -252,7 +252,7 @@ def _tensor_names(model: nn.Module, graph: fx.Graph) -> dict[int, str]:
 
 
 def _check_outputs(model: nn.Module, ensemble: Ensemble, inputs: tuple[Any, ...], at: str) -> None:
-    """Check that every member, after the trunk, equals the model."""
+    """Check that the trunk and every member together equal the model."""
     with torch.no_grad():
         expected = copy.deepcopy(model).eval()(*copy.deepcopy(inputs))
         outputs = copy.deepcopy(ensemble).eval()(*copy.deepcopy(inputs))
@@ -261,13 +261,13 @@ def _check_outputs(model: nn.Module, ensemble: Ensemble, inputs: tuple[Any, ...]
             torch.testing.assert_close(output, expected, equal_nan=True)
         except AssertionError as error:
             raise ValueError(
-                f"Member {k} does not give what {type(model).__name__} gives on `example`: something in its forward "
-                f"cannot be split at {at!r}. Build the parts yourself: Ensemble(members, trunk=...)."
+                f"Expected member {k} to equal {type(model).__name__} on `example`, but its output differs: the "
+                f"forward cannot be split at {at!r}. Build the parts yourself: Ensemble(members, trunk=...)."
             ) from error
 
 
 def _reset_parameters(member: nn.Module) -> None:
-    """Draw new weights for every layer; inner layers first, so that an outer layer's rule is the last."""
+    """Draw new weights for every layer; inner layers first, so that an outer layer's rule wins."""
     for name, module in reversed(list(member.named_modules())):
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         own = ", ".join(repr(f"{name}.{own}".lstrip(".")) for own, _ in module.named_parameters(recurse=False))
@@ -275,18 +275,18 @@ def _reset_parameters(member: nn.Module) -> None:
             reset()
         elif own:
             raise ValueError(
-                f"Cannot re-initialise {own}: {type(module).__name__} has no reset_parameters. "
-                "Give a function that makes a new model: branch(..., reinitialize=function)."
+                f"Cannot re-initialize {own}: {type(module).__name__} has no reset_parameters. "
+                "Give a function that returns a new model: branch(..., reinitialize=function)."
             )
 
 
 def _load_weights(member: nn.Module, fresh: nn.Module) -> None:
     """Copy a member's weights and buffers from a new model of the same architecture."""
     if not isinstance(fresh, nn.Module):
-        raise TypeError(f"Expected `reinitialize` to make a model, but it made {type(fresh).__name__}.")
+        raise TypeError(f"Expected `reinitialize` to return a model, but it returned {type(fresh).__name__}.")
     state = fresh.state_dict()
     try:
         member.load_state_dict({name: state[name] for name in member.state_dict()})
     except (KeyError, RuntimeError) as error:
-        message = f"Expected `reinitialize` to make a model like the one given, but it made another: {error}"
+        message = f"Expected `reinitialize` to return a model of the same architecture, but it did not: {error}"
         raise ValueError(message) from error

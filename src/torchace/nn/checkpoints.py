@@ -1,8 +1,4 @@
-"""Weights of models trained elsewhere, read from files as tensors alone: no code of a file is ever run.
-
-Reads safetensors, and files that `torch.load(weights_only=True)` accepts. Names may have a prefix that a wrapper adds:
-Lightning's attribute (`model.`), data parallelism's `module.`, `torch.compile`'s `_orig_mod.`.
-"""
+"""Weights of models trained elsewhere, read as tensors only: code in a file is never run."""
 
 from __future__ import annotations
 
@@ -55,7 +51,9 @@ def _load_member(make_model: MakeModel, path: Path, state_key: str | None, prefi
         model = make_model()
     if model is make_model or not isinstance(model, nn.Module):
         got = type(model).__name__
-        raise TypeError(f"Expected `make_model` to be a function that makes a model, but got {got}. Write lambda: ...")
+        raise TypeError(
+            f"Expected `make_model` to be a function that returns a model, but got {got}. Write lambda: ..."
+        )
     state = _match_names(_read_state(path, state_key), model, path, prefix)
     try:
         model.load_state_dict(state)
@@ -65,11 +63,8 @@ def _load_member(make_model: MakeModel, path: Path, state_key: str | None, prefi
     return model.eval()
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
 def _read_state(path: Path, state_key: str | None) -> State:
-    """Return the state dict in a file, or in a directory that `save_model` wrote for a single model."""
+    """Return the state dict in a file, or in a directory that `save_model` wrote for one model."""
     if path.is_dir():
         return _read_directory(path)
     if not path.is_file():
@@ -86,12 +81,12 @@ def _read_directory(path: Path) -> State:
     if not (path / files.MANIFEST).is_file():
         inside = sorted(file.name for file in path.glob("*.safetensors"))
         hint = f"; give the file in it, {path / inside[0]}" if inside else "; give the file of the weights"
-        raise ModelFileError(f"{path} is a directory and no model that torchace saved{hint}.")
+        raise ModelFileError(f"{path} is a directory, but not a model that torchace saved{hint}.")
     manifest = files.read_manifest(path)
     tensors = files.read_weights(path, manifest)
     if manifest["num_members"] != 1 or not all(name.startswith("members.0.") for name in tensors):
         raise ModelFileError(
-            f"{path} holds an ensemble of {manifest['num_members']} members with all it shares, not one model; "
+            f"{path} holds an ensemble of {manifest['num_members']} members, not one model; "
             "read it with load_model or load_weights."
         )
     return {name.removeprefix("members.0."): tensor for name, tensor in tensors.items()}
@@ -100,15 +95,15 @@ def _read_directory(path: Path) -> State:
 def _torch_load(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about TorchScript archives, which are refused
+            warnings.simplefilter("ignore")  # on TorchScript archives, refused below
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of pickle, zipfile or torch
         needs = re.search(r"GLOBAL (\S+)", str(error))
         problem = "is not a file of torch.save that can be read; copy it again"
         if needs:
             problem = (
-                f"holds objects beside tensors ({needs[1]}), such as a whole pickled model, and reading them "
-                f"would run code of the file. {WEIGHTS_ALONE}"
+                f"holds objects other than tensors ({needs[1]}), such as a pickled model, and reading them "
+                f"would run code in the file. {WEIGHTS_ALONE}"
             )
         elif "TorchScript" in str(error):
             problem = f"is a TorchScript archive, which holds code. {WEIGHTS_ALONE}"
@@ -116,7 +111,7 @@ def _torch_load(path: Path) -> Any:
 
 
 def _find_state(content: Any, path: Path, key: str | None) -> State:
-    """Return the state dict in a file's content: all of it, or the one entry that is a state dict."""
+    """Return the state dict in a file's content: the content itself, or its one entry that is a state dict."""
     if not isinstance(content, Mapping):
         raise ModelFileError(f"{path} holds a {type(content).__name__} and no weights by name. {WEIGHTS_ALONE}.")
     if key is None and _is_state(content):
@@ -145,18 +140,8 @@ def _quote(names: Iterable[Any]) -> str:
     return ", ".join(quoted[:6]) + (", ..." if len(quoted) > 6 else "") if quoted else "nothing"
 
 
-# -- names ------------------------------------------------------------------------------------------------------------
-
-
 def _match_names(state: State, model: nn.Module, path: Path, prefix: str | None) -> State:
-    """Return a file's weights under the model's names: all that the model has and no more, or an error.
-
-    Args:
-        state: The state dict of the file.
-        model: The model.
-        path: The file, for errors.
-        prefix: The prefix of the model's names in the file; found if not given.
-    """
+    """Return a file's weights under exactly the model's names; without `prefix`, find it."""
     names = {_without_compile(name): name for name in model.state_dict()}
     own: State = {_without_compile(name): value for name, value in model.state_dict(keep_vars=True).items()}
     state = {_without_compile(name): value for name, value in state.items()}
@@ -172,14 +157,14 @@ def _match_names(state: State, model: nn.Module, path: Path, prefix: str | None)
         closest = max(candidates, key=lambda candidate: len(candidate.keys() & own.keys()))
         prefixes = sorted({name[: -len(key)] for key in own for name in state if name.endswith(f".{key}")})
         part = next((start for start in prefixes if not _mismatch(_strip(state, start), own)), None)
-        hint = f"; if the rest may be left out, say prefix={part!r}" if part and prefix is None else ""
+        hint = f"; if the rest may be left out, use prefix={part!r}" if part and prefix is None else ""
         raise ModelFileError(f"{path} does not fit {type(model).__name__}: {_mismatch(closest, own)}{hint}.")
     by_tensor = {id(own[name]): value for name, value in found.items()}  # a tied weight may be saved under one name
     return {names[name]: found[name] if name in found else by_tensor[id(value)] for name, value in own.items()}
 
 
 def _without_compile(name: str) -> str:
-    """Remove `_orig_mod`, which `torch.compile` adds wherever a module was compiled."""
+    """Remove `_orig_mod`, which `torch.compile` adds at every compiled module."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
@@ -188,7 +173,7 @@ def _strip(state: State, prefix: str) -> State:
 
 
 def _common_prefixes(state: State) -> list[str]:
-    """Return the prefixes that all names have, in whole parts; the empty one first."""
+    """Return the prefixes that all names share, in whole parts; the empty one first."""
     prefixes = [""]
     for parts in zip(*(name.split(".")[:-1] for name in state), strict=False):
         if len(set(parts)) > 1:
@@ -198,7 +183,7 @@ def _common_prefixes(state: State) -> list[str]:
 
 
 def _mismatch(found: State, own: State) -> str:
-    """Return why weights do not match a model, naming the first that does not; empty if they match."""
+    """Return the first mismatch between weights and a model; empty if they match."""
     tied = {id(own[name]) for name in found.keys() & own.keys()}
     for name, value in own.items():
         given = found.get(name)
@@ -211,4 +196,4 @@ def _mismatch(found: State, own: State) -> str:
         if given.is_floating_point() != value.is_floating_point() or given.is_complex() != value.is_complex():
             return f"{name!r} is {given.dtype} in the file and {value.dtype} in the model"
     more = next((name for name in found if name not in own), None)
-    return f"it has {more!r}, which the model has not" if more else ""
+    return f"it has {more!r}, which the model does not have" if more else ""

@@ -1,4 +1,4 @@
-"""Conversion of any classifier to SMOC: its last linear layer is replaced by K of them."""
+"""Conversion of a classifier to SMOC: K heads replace its last linear layer."""
 
 from __future__ import annotations
 
@@ -26,22 +26,19 @@ def stack_classifiers(
     """Replace a model's last linear layer by K new ones; the rest, trained or not, becomes their shared trunk.
 
     The trunk is computed once, forward and backward, and receives the mean of the heads' gradients (the paper's
-    Algorithm 2). The model is copied, not changed. The new heads have the old one's device and type, and a bias if it
-    had one.
+    Algorithm 2). The model is copied, not changed. The new heads have the old head's device and type, and a bias if it
+    had one. Such heads converge to each other for every λ < 1 (see `SMOC`); members of `branch` have more own layers.
 
-    Without `head`, the layer replaced is the model's `get_classifier()` (timm); else the last linear layer with
-    `config.num_labels` outputs (transformers); else the linear layer registered last. If another layer makes the
-    logits, the first forward raises an error.
-
-    Such heads contract onto each other for every λ < 1 (see `SMOC`); members of `branch` have more layers of their own.
+    The default `head` is the model's `get_classifier()` (timm), else the last linear layer with `config.num_labels`
+    outputs (transformers), else the linear layer registered last. If it does not compute the logits, the first forward
+    raises an error.
 
     Args:
-        model: A classifier whose logits an `nn.Linear` makes: an `nn.Sequential`, a network of timm, an image or
-            sequence classifier of transformers, your own. It returns them as a tensor, as the first element of a tuple,
-            or as `logits` of an object or a dictionary.
+        model: A classifier whose logits an `nn.Linear` computes. It returns them as a tensor, as the first element of a
+            tuple, or as `logits` of an object or a dictionary.
         num_members: K.
         head: The dotted name of the linear layer to replace, such as `"classifier.out_proj"`.
-        rank: Heads differ by a matrix of this rank instead of a full one (`LowRankStackedLinear`).
+        rank: Rank of the matrix by which heads differ (`LowRankStackedLinear`); full rank if None.
         link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
 
     Returns:
@@ -76,7 +73,7 @@ def stack_classifiers(
 
 
 class FlatHead(nn.Module):
-    """K heads inside a host: `(..., K·C)` from `(..., D)`, which receives the mean of the members' gradients."""
+    """K heads inside a host, `(..., D)` to `(..., K·C)`; the input receives the mean of the members' gradients."""
 
     def __init__(self, stacked: MemberHeads) -> None:
         super().__init__()
@@ -87,21 +84,18 @@ class FlatHead(nn.Module):
         self.out_features = stacked.num_members * stacked.out_features
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return all members' logits on one axis."""
         return self.stacked.flat(average_gradients(x, self.num_members))
 
 
 class StackedClassifiers(EnsembleModule):
     """The ensemble of `stack_classifiers`: a host whose head returns `(..., K·C)`, unfolded to `(K, N, C, ...)`.
 
-    Attributes:
-        host: The model, its head replaced.
-        head: The name of the head in the host.
-        num_classes: C.
-        class_axis: The axis of the classes in the host's logits when they have more than two axes: 1 or -1. None until
-            the first forward that shows it; set it yourself where both are possible.
+    The first forward in each mode checks that no layer after the head mixes members (not under `torch.compile`).
 
-    The first forward in training and the first in evaluation mode check that no layer after the head mixes members (not
-    under `torch.compile`, which cannot compare values).
+    Attributes:
+        class_axis: The axis of the classes in host logits of more than two axes, 1 or -1. The first unambiguous forward
+            sets it; set it yourself where both axes fit.
     """
 
     def __init__(self, host: nn.Module, head: str, num_members: int, num_classes: int, link: str = "softmax") -> None:
@@ -113,15 +107,10 @@ class StackedClassifiers(EnsembleModule):
         self._checked_modes: set[bool] = set()  # of `host.training`
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the members' logits, `(K, N, C)`; `(K, N, C, d1, ...)` for a host that classifies tokens or pixels.
-
-        Args:
-            *args: Inputs of the host.
-            **kwargs: Inputs of the host, without `labels`.
-        """
+        """Return the logits of the host's inputs, `(K, N, C)`; `(K, N, C, d1, ...)` for tokens or pixels."""
         if kwargs.pop("labels", None) is not None:
             raise TypeError(
-                "Expected no `labels`: the host would compute a loss of its own over all members' classes at once. "
+                "Expected no `labels`: the host would compute its own loss over all members' classes at once. "
                 "Give them to the loss: amended_cross_entropy(ensemble(**inputs), labels, diversity)."
             )
         if self.num_members == 1 or self.host.training in self._checked_modes or not _can_compare():
@@ -141,7 +130,7 @@ class StackedClassifiers(EnsembleModule):
             return _find_logits(self.host(*args, **kwargs))
         except Exception as error:
             error.add_note(
-                f"If this happened behind the layer {self.head!r}: stack_classifiers replaced it, and it gives "
+                f"If this happened after the layer {self.head!r}: stack_classifiers replaced it, and it returns "
                 f"{self._width()} values now. {self._advice()}"
             )
             raise
@@ -154,7 +143,7 @@ class StackedClassifiers(EnsembleModule):
 
     @torch.no_grad()
     def _check_members_are_separate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a host where a change of some heads' outputs changes the logits of other members."""
+        """Refuse a host where a change of some members' head outputs changes the logits of others."""
 
         def perturbed(changed: list[int]) -> Tensor:
             own_args, own_kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
@@ -163,21 +152,21 @@ class StackedClassifiers(EnsembleModule):
 
         expected = perturbed([])
         largest = torch.where(expected.isfinite(), expected, 0).abs().max()
-        # far below the change that mixing makes, far above that of a GPU's order of addition
+        # far below the effect of mixing, far above that of a GPU's order of addition
         tolerance = float(torch.finfo(expected.dtype).eps ** 0.5 * largest)
         for changed in _separating_sets(self.num_members):
             others = [k for k in range(self.num_members) if k not in changed]
             if not torch.allclose(perturbed(changed)[others], expected[others], rtol=0, atol=tolerance, equal_nan=True):
                 raise ValueError(
-                    f"Expected a model that treats each class by itself behind its layer {self.head!r}, but a change "
-                    "of one member's logits moved those of another: the model acts over all classes there (softmax, "
-                    "normalize, a mean, ...), and they are all members' classes now. Let it return the output of "
+                    f"Expected a model that treats each class separately after its layer {self.head!r}, but a change "
+                    "of one member's logits changed those of another: the model acts over all classes there (softmax, "
+                    "normalize, a mean, ...), which are all members' classes now. Let it return the output of "
                     f"{self.head!r} and do the rest with the ensemble's logits (K, N, C), or use branch(model, "
-                    f"{self.num_members}, at={self.head!r}), which copies everything behind that layer."
+                    f"{self.num_members}, at={self.head!r}), which copies all layers from there on."
                 )
 
     def _find_class_axis(self, logits: Tensor) -> int:
-        """Return the axis of the host's logits that holds the K·C classes, counted from the front."""
+        """Return the non-negative axis of the host's logits that holds the K·C classes."""
         last = logits.ndim - 1
         if logits.ndim == 2:
             candidates = [1]
@@ -204,20 +193,21 @@ class StackedClassifiers(EnsembleModule):
         return f"{self.num_members}·{self.num_classes} = {self.num_members * self.num_classes}"
 
     def _advice(self) -> str:
-        return f"If another layer than {self.head!r} makes the logits, name it: stack_classifiers(..., head=...)."
+        return f"If a layer other than {self.head!r} computes the logits, name it: stack_classifiers(..., head=...)."
 
     def extra_repr(self) -> str:
+        """Return the head's name and the sizes."""
         return f"head={self.head!r}, num_members={self.num_members}, num_classes={self.num_classes}"
 
 
 def _can_compare() -> bool:
-    """Whether values can be compared: nothing is compiled, transformed, traced or captured."""
+    """Whether values can be read: no compilation, transform, trace or CUDA graph capture is active."""
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return _checks.is_eager() and not torch._C._get_tracing_state() and not captured
 
 
 def _separating_sets(num_members: int) -> list[list[int]]:
-    """Return 2·log2(K) sets of members such that for any two members some set has the first without the second."""
+    """Return 2·log2(K) sets of members; for any two members, some set contains the first and not the second."""
     bits = range((num_members - 1).bit_length())
     sets = [[k for k in range(num_members) if (k >> bit & 1) == value] for bit in bits for value in (0, 1)]
     return [members for members in sets if members]
@@ -225,23 +215,23 @@ def _separating_sets(num_members: int) -> list[list[int]]:
 
 def _find_logits(output: Any) -> Tensor:
     """Return the logits in a host's output."""
-    found = output
+    logits = output
     if isinstance(output, Mapping):
-        found = output.get("logits")
+        logits = output.get("logits")
     elif hasattr(output, "logits"):
-        found = output.logits
+        logits = output.logits
     elif isinstance(output, (tuple, list)) and output:
-        found = output[0]
-    if not isinstance(found, Tensor):
+        logits = output[0]
+    if not isinstance(logits, Tensor):
         raise TypeError(
             "Expected the host to return a tensor of logits, a tuple that starts with them, or an object with `logits`,"
             f" but got {type(output).__name__}. Wrap the model in a module that returns the logits."
         )
-    return found
+    return logits
 
 
 def _find_head(model: nn.Module) -> str:
-    """Return the name of the layer that probably makes the logits."""
+    """Return the name of the layer that probably computes the logits."""
     if callable(getattr(model, "get_classifier", None)):  # timm
         return _find_timm_head(model, model.get_classifier())  # type: ignore[operator]
     linears: dict[str, nn.Linear] = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -257,7 +247,7 @@ def _find_head(model: nn.Module) -> str:
     if not labelled:
         raise ValueError(
             f"Expected {type(model).__name__} to have an nn.Linear with config.num_labels = {num_labels} outputs, "
-            "but none has. Take the model with a classifier (...ForSequenceClassification, "
+            "but none has. Use the model with a classifier (...ForSequenceClassification, "
             "...ForImageClassification), or name the layer with `head`."
         )
     return labelled[-1]
@@ -266,13 +256,13 @@ def _find_head(model: nn.Module) -> str:
 def _find_timm_head(model: nn.Module, classifier: Any) -> str:
     if isinstance(classifier, (tuple, list)):
         raise ValueError(
-            f"{type(model).__name__} has {len(classifier)} classifiers that make the logits together. Build it "
-            "with one, or name the layer with `head` if one alone makes them."
+            f"{type(model).__name__} has {len(classifier)} classifiers that compute the logits together. Build it "
+            "with one, or name the layer with `head` if one alone computes them."
         )
     name: str | None = next((name for name, module in model.named_modules() if module is classifier), None)
     if name is None or isinstance(classifier, nn.Identity):
         raise ValueError(
-            f"Expected {type(model).__name__} to have a linear classifier, but its get_classifier() gives "
+            f"Expected {type(model).__name__} to have a linear classifier, but its get_classifier() returns "
             f"{type(classifier).__name__}. Build the model with num_classes=C, or name the layer with `head`."
         )
     inner = [path for path, layer in classifier.named_modules() if isinstance(layer, nn.Linear)]
@@ -280,7 +270,7 @@ def _find_timm_head(model: nn.Module, classifier: Any) -> str:
 
 
 def _check_head(model: nn.Module, name: str) -> tuple[list[str], nn.Linear]:
-    """Return all names of the layer to replace, and the layer: a plain linear one with parameters of its own."""
+    """Return all names of the layer to replace, and the layer: a plain linear one whose weight is not tied."""
     modules = dict(model.named_modules(remove_duplicate=False))
     if name not in modules:
         linears = ", ".join(repr(path) for path, layer in modules.items() if isinstance(layer, nn.Linear))
@@ -302,8 +292,8 @@ def _check_head(model: nn.Module, name: str) -> tuple[list[str], nn.Linear]:
         )
     if not _is_plain(linear):
         raise ValueError(
-            f"The classifier {name!r} is a {type(linear).__qualname__} that computes something else than a linear "
-            "layer does, and new heads would not. Replace it by an nn.Linear, or use branch, which copies any layer."
+            f"Expected the classifier {name!r} to compute what an nn.Linear does, but its {type(linear).__qualname__} "
+            "does not. Replace it by an nn.Linear, or use branch, which copies any layer."
         )
     names = [path for path, module in modules.items() if module is linear]
     own = {f"{path}.weight".removeprefix(".") for path in names}
@@ -317,7 +307,7 @@ def _check_head(model: nn.Module, name: str) -> tuple[list[str], nn.Linear]:
 
 
 def _is_plain(linear: nn.Linear) -> bool:
-    """Whether a layer computes the same as nn.Linear; a subclass may have a forward of its own (timm's)."""
+    """Whether a layer computes the same as nn.Linear, although a subclass may override forward (timm's)."""
     if type(linear).forward is nn.Linear.forward or linear.weight.is_meta:
         return True
     x = torch.linspace(-1, 1, linear.in_features, device=linear.weight.device, dtype=linear.weight.dtype)[None]

@@ -1,4 +1,4 @@
-"""Several models as one: any members, with or without a shared trunk."""
+"""Ensembles of any members, with or without a shared trunk."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class Ensemble(EnsembleModule):
-    """Any members, of one architecture or many, computed one after another.
+    """Members of one or several architectures, computed one after another.
 
-    With a `trunk`, the members receive its output; it is computed once and gets the mean of the members' gradients.
+    With a `trunk`, the members receive its output; it is computed once and receives the mean of the members' gradients.
     Without one, the members receive the input (the paper's Algorithm 1).
 
     Args:
-        members: Modules that return logits `(N, C, ...)`, the same shape for all. They may share frozen parameters and
-            constant buffers, but no trained parameter: a trained shared part is the `trunk`.
+        members: Modules that return logits `(N, C, ...)` of one shape. They may share frozen parameters and constant
+            buffers; trained parameters are shared through `trunk` alone.
         trunk: The part that the members share, if any.
         link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
 
@@ -67,19 +67,17 @@ class Ensemble(EnsembleModule):
     ) -> Self:
         """Build an ensemble of trained models, each from a file of its weights.
 
-        A file is `.safetensors`, or one of `torch.save` (`.pt`, `.pth`, `.ckpt`, ...), read with `weights_only=True`: a
-        state dict, or a checkpoint that contains one, such as Lightning's. A directory that `save_model` wrote for an
-        `Ensemble` of one member works too. Prefixes that wrappers add to names (`model.`, `module.`, `_orig_mod.`) are
-        removed. All names and shapes must match the model's; whole pickled models are refused.
+        Reads `.safetensors`, files of `torch.save` (with `weights_only=True`) that are or contain a state dict, such as
+        Lightning's checkpoints, and directories that `save_model` wrote for one member. Prefixes that wrappers add
+        (`model.`, `module.`, `_orig_mod.`) are removed; then all names and shapes must match the model's.
 
         Args:
-            make_model: Makes one model, whose weights are then replaced; or a list of such functions, one for each
-                path, for models of several architectures.
+            make_model: Returns a model, whose weights are then replaced; or a list of such functions, one a path.
             paths: One file for each member.
             trunk: The part that the members share, if any, with its weights.
             link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
             state_key: The key of the state dict in a file that has several.
-            prefix: The prefix of the model's names in a file that has other weights too.
+            prefix: The prefix of the model's names in a file that also has other weights.
 
         Returns:
             The ensemble; its members are in evaluation mode.
@@ -94,12 +92,12 @@ class Ensemble(EnsembleModule):
             ...     for path in paths:
             ...         torch.save(nn.Linear(4, 2).state_dict(), path)
             ...     ensemble = Ensemble.from_checkpoints(lambda: nn.Linear(4, 2), paths)
-            >>> x, y = torch.randn(50, 4), torch.randint(2, (50,))  # held out
+            >>> x, y = torch.randn(50, 4), torch.randint(2, (50,))  # validation data
             >>> ensemble.set_member_weights(fit_member_weights(ensemble(x).log_softmax(2), y))
             >>> ensemble.predict_proba(x).shape
             torch.Size([50, 2])
         """
-        from torchace.nn.checkpoints import load_members  # here: it would slow down `import torchace`
+        from torchace.nn.checkpoints import load_members  # lazy: slow to import
 
         return cls(load_members(make_model, paths, state_key=state_key, prefix=prefix), trunk, link)
 
@@ -108,8 +106,8 @@ class Ensemble(EnsembleModule):
 
         Args:
             *args: Input of the trunk, or of each member.
-            batches: `"shared"`: all members see one input. `"separate"`: one batch for each member, `(K, N, ...)`.
-            **kwargs: Likewise.
+            batches: `"shared"`: one input for all members. `"separate"`: one batch for each member, `(K, N, ...)`.
+            **kwargs: Further input.
         """
         _checks.check_choice(batches, "batches", BATCHES)
         compute = self._forward_separate if batches == "separate" else self._forward_shared

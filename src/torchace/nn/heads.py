@@ -1,4 +1,4 @@
-"""K linear classifiers on one feature vector: SMOC and its heads."""
+"""SMOC and its heads: K linear classifiers on one feature vector."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ class MemberHeads(nn.Module):
         return self._compute(x, separate=batches == "separate")
 
     def flat(self, x: Tensor) -> Tensor:
-        """Return all members' outputs side by side, `(..., K·C)`, as a host model carries them."""
+        """Return all members' outputs on one axis, `(..., K·C)`."""
         return self(x).movedim(0, -2).flatten(-2)
 
     def extra_repr(self) -> str:
+        """Return the sizes of the layers."""
         names = ("in_features", "out_features", "num_members", *(["rank"] if hasattr(self, "rank") else []))
         return ", ".join(f"{name}={getattr(self, name)}" for name in names) + f", bias={self.bias is not None}"
 
@@ -59,8 +60,7 @@ class MemberHeads(nn.Module):
 class StackedLinear(MemberHeads):
     """K linear layers computed as one matrix product.
 
-    Member k's weights are drawn as those of an `nn.Linear` of its own, in the same order: with the same seed they equal
-    K layers created one after another.
+    Weights are drawn in the order of K `nn.Linear` layers created one after another: the same seed gives the same ones.
 
     Args:
         in_features: D.
@@ -96,7 +96,7 @@ class StackedLinear(MemberHeads):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new weights, as K layers `nn.Linear` would."""
+        """Draw new weights, as K `nn.Linear` layers would."""
         if self.weight.is_meta:
             return
         bound = 1 / math.sqrt(self.in_features)  # equals nn.Linear's kaiming_uniform_(a=√5)
@@ -113,6 +113,7 @@ class StackedLinear(MemberHeads):
         return out.reshape(*x.shape[:-1], self.out_features)
 
     def flat(self, x: Tensor) -> Tensor:
+        """Return all members' outputs on one axis, `(..., K·C)`."""
         return F.linear(x, self.weight.flatten(0, 1), None if self.bias is None else self.bias.flatten())
 
 
@@ -121,9 +122,8 @@ class LowRankStackedLinear(MemberHeads):
 
     $$W^k = W + U^k V^k, \qquad U^k \in \mathbb{R}^{C \times r},\; V^k \in \mathbb{R}^{r \times D}$$
 
-    K·r·(C+D) parameters beyond one `nn.Linear`, instead of the (K-1)·C·D of `StackedLinear`: the paper's open question
-    on many labels. Initially an entry of $W^k$ has the variance of that of an `nn.Linear`, half of it from the shared
-    matrix. The shared matrix receives the mean of the members' gradients.
+    It has K·r·(C+D) parameters more than one `nn.Linear`; `StackedLinear` has (K-1)·C·D more. The initial entries of
+    $W^k$ have the variance of `nn.Linear`'s, half of it from W. W receives the mean of the members' gradients.
 
     Args:
         in_features: D.
@@ -193,7 +193,7 @@ class LowRankStackedLinear(MemberHeads):
 def make_head(
     in_features: int, out_features: int, num_members: int, rank: int | None, **kwargs: Any
 ) -> StackedLinear | LowRankStackedLinear:
-    """Return K heads: of full rank, or sharing one matrix if a rank is given."""
+    """Return K heads, of full rank or, if a rank is given, with one shared matrix."""
     if rank is None:
         return StackedLinear(in_features, out_features, num_members, **kwargs)
     return LowRankStackedLinear(in_features, out_features, num_members, rank, **kwargs)
@@ -203,16 +203,15 @@ class SMOC(EnsembleModule):
     """Stacked Mixture Of Classifiers: one trunk, K linear classifiers on its features (the paper's Algorithm 2).
 
     The trunk is computed once, forward and backward, and receives the mean of the classifiers' gradients.
-
-    Linear heads on one feature vector that see the same samples contract onto each other for every λ < 1: compare
-    `disagreement` before you credit diversity. Members of `branch` have more layers of their own.
+    Linear heads that see the same features converge to each other for every λ < 1: check their `disagreement`.
+    Members of `branch` have more own layers.
 
     Args:
         trunk: Maps an input to features `(N, D)`.
         in_features: D.
         num_classes: C.
         num_members: K.
-        rank: Members differ by a matrix of this rank instead of a full one (`LowRankStackedLinear`).
+        rank: Rank of the matrix by which members differ (`LowRankStackedLinear`); full rank if None.
         link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
 
     Example:
@@ -236,7 +235,7 @@ class SMOC(EnsembleModule):
 
     @classmethod
     def from_parts(cls, trunk: nn.Module, head: StackedLinear | LowRankStackedLinear, link: str = "softmax") -> SMOC:
-        """Return SMOC of an existing trunk and heads."""
+        """Return an SMOC with an existing trunk and heads."""
         smoc = cls.__new__(cls)
         EnsembleModule.__init__(smoc, head.num_members, link)
         smoc.trunk, smoc.head = trunk, head
@@ -247,7 +246,7 @@ class SMOC(EnsembleModule):
 
         Args:
             *args: Input of the trunk.
-            batches: `"shared"`: all members see one input. `"separate"`: one batch for each member, `(K, N, ...)`.
+            batches: `"shared"`: one input for all members. `"separate"`: one batch for each member, `(K, N, ...)`.
             **kwargs: Input of the trunk.
         """
         _checks.check_choice(batches, "batches", BATCHES)

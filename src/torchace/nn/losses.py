@@ -1,4 +1,4 @@
-"""The losses as modules: they hold options and call `functional`."""
+"""Losses as modules: options for the functions of `functional`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ Weights = Tensor | Sequence[float] | None
 class MemberLoss(nn.Module):
     """Base class of the losses: λ, α, the reduction, and the options of one function.
 
-    Attributes:
-        link: The link of the ensembles that the loss trains.
-        score: The score by which to compare models; the loss itself is unbounded below.
+    It trains ensembles with `link`. Compare models by `score`: the loss itself is unbounded below.
     """
 
     function: ClassVar[Callable[..., Tensor]]
@@ -56,7 +54,7 @@ class MemberLoss(nn.Module):
 
     @property
     def diversity(self) -> float | Tensor:
-        """λ; may be set between steps. A tensor does not make `torch.compile` compile again."""
+        """λ; may be set between steps. With a tensor, `torch.compile` does not recompile."""
         return self._diversity if self._diversity_tensor is None else self._diversity_tensor
 
     @diversity.setter
@@ -69,7 +67,7 @@ class MemberLoss(nn.Module):
         self._diversity = float("nan") if isinstance(value, Tensor) else value
 
     def set_diversity(self, value: float) -> None:
-        """Set λ; a λ held as a tensor is changed in place, so that a compiled step stays compiled."""
+        """Set λ; change a tensor in place, so that a compiled step stays compiled."""
         _checks.check_diversity(value)
         if self._diversity_tensor is None:
             self.diversity = value
@@ -99,14 +97,15 @@ class MemberLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        shown = {"diversity": f"{float(self.diversity):g}"}
+        """Return the options that differ from the defaults."""
+        options = {"diversity": f"{float(self.diversity):g}"}
         for name, default in {"member_weights": None, **self.defaults, "reduction": "mean"}.items():
             value = getattr(self, name)
             if isinstance(value, Tensor):
-                shown[name] = str([round(number, 4) for number in value.flatten().tolist()])
+                options[name] = str([round(number, 4) for number in value.flatten().tolist()])
             elif value != default:
-                shown[name] = repr(value)
-        return ", ".join(f"{name}={value}" for name, value in shown.items())
+                options[name] = repr(value)
+        return ", ".join(f"{name}={value}" for name, value in options.items())
 
 
 class AmendedCrossEntropyLoss(MemberLoss):
@@ -208,7 +207,7 @@ LOSSES: dict[str, Callable[..., MemberLoss]] = {kind.link: kind for kind in KIND
 
 
 def attach_loss(ensemble: object, loss: object) -> None:
-    """Check that a loss suits an ensemble; its member weights become the ensemble's, unless that has its own."""
+    """Check that a loss suits an ensemble, and give its member weights to one without."""
     if not isinstance(ensemble, EnsembleModule):
         raise TypeError(
             f"Expected an ensemble module, but got {type(ensemble).__name__}. "

@@ -1,4 +1,4 @@
-"""Checks of members and their outputs, and gradients of the parts that members share."""
+"""Checks of members and their outputs, and gradients of shared parts."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ from torch import Tensor, nn
 from torchace.functional import average_gradients
 
 BATCHES = ("shared", "separate")
-# types beside tensors that a trunk may return: they carry no gradient
+# types without gradient that a trunk may return
 CONSTANTS = (str, bytes, int, float, complex, range, slice, Enum, np.ndarray, np.generic, torch.dtype, torch.device)
 
 
 def as_list(members: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the members as a list of at least one."""
+    """Return a non-empty list of members."""
     if not isinstance(members, Iterable):
         raise TypeError(f"Expected a list of members, but got one {type(members).__name__}. Write [member].")
-    found = list(members)
-    if not found:
+    members = list(members)
+    if not members:
         raise ValueError("Expected at least one member, but got none.")
-    return found
+    return members
 
 
 def check_modules(members: dict[int, nn.Module]) -> None:
-    """Check that members, given by index, are modules."""
+    """Check that members, by index, are modules."""
     for k, member in members.items():
         if not isinstance(member, nn.Module):
             raise TypeError(f"Expected members to be modules, but member {k} is {type(member).__name__}.")
 
 
 def average_shared_gradients(values: Any, num_members: int) -> Any:
-    """Apply `average_gradients` to every floating-point tensor in a trunk's output.
+    """Apply `average_gradients` to every floating-point tensor in a trunk's output, nested or not.
 
-    Tuples, lists, dictionaries and dataclasses of tensors keep their type. Other types must carry no gradient: a
-    gradient that this function does not see would be K times too large.
+    Other types must carry no gradient: one that this function misses would be K times too large.
     """
     if isinstance(values, Tensor):
         return average_gradients(values, num_members) if values.is_floating_point() else values
@@ -53,10 +52,10 @@ def average_shared_gradients(values: Any, num_members: int) -> Any:
         averaged = [average_shared_gradients(value, num_members) for value in values]
         return type(values)(*averaged) if hasattr(values, "_fields") else type(values)(averaged)  # a named tuple
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
-        made = copy.copy(values)
+        result = copy.copy(values)
         for field in dataclasses.fields(values):  # object.__setattr__ also sets fields of frozen dataclasses
-            object.__setattr__(made, field.name, average_shared_gradients(getattr(values, field.name), num_members))
-        return made
+            object.__setattr__(result, field.name, average_shared_gradients(getattr(values, field.name), num_members))
+        return result
     if values is None or isinstance(values, CONSTANTS):
         return values
     raise TypeError(
@@ -67,11 +66,7 @@ def average_shared_gradients(values: Any, num_members: int) -> Any:
 
 
 def check_shared_parameters(members: Sequence[nn.Module], trunk: nn.Module | None = None) -> dict[str, Tensor]:
-    """Check that no trained parameter belongs to several members, or to the trunk and a member.
-
-    Returns:
-        The frozen parameters and buffers that are shared, by a description of where.
-    """
+    """Refuse trained parameters in several members or in trunk and member; return other shared tensors by place."""
     owners: dict[Any, str] = {}
     shared: dict[str, Tensor] = {}
     parts = {"the trunk": trunk} if trunk is not None else {}
@@ -84,8 +79,8 @@ def check_shared_parameters(members: Sequence[nn.Module], trunk: nn.Module | Non
     for name, tensor in shared.items():
         if tensor.requires_grad:
             raise ValueError(
-                f"Expected members with parameters of their own, but {name} is trained. For a shared part, "
-                "which gets the mean of the members' gradients, use Ensemble(members, trunk=...) or "
+                f"Expected members that share no trained parameter, but {name} is trained. For a shared part, "
+                "which receives the mean of the members' gradients, use Ensemble(members, trunk=...) or "
                 "branch(model, num_members, at=...). For separate members, give each its own copy (copy.deepcopy). "
                 "Frozen parameters (requires_grad=False) may be shared."
             )
@@ -99,14 +94,14 @@ def _storage_key(tensor: Tensor) -> Any:
 
 
 def tensor_versions(values: Iterable[Any]) -> list[int]:
-    """Return how often each tensor among some values was changed in place."""
+    """Count the in-place changes of each tensor among some values."""
     if torch.compiler.is_compiling():
         return []
     return [value._version for value in values if isinstance(value, Tensor) and not value.is_inference()]
 
 
 def call_members(members: dict[int, nn.Module], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Call members, given by index, on the same input; return their outputs as `(K, ...)`."""
+    """Call members, by index, on the same input; return their outputs `(K, ...)`."""
     inputs = [*args, *kwargs.values()]
     before = tensor_versions(inputs)
     outputs = []
@@ -114,14 +109,14 @@ def call_members(members: dict[int, nn.Module], args: Sequence[Any], kwargs: dic
         outputs.append(member(*args, **kwargs))
         if len(outputs) < len(members) and tensor_versions(inputs) != before:
             raise ValueError(
-                f"Member {k} changed its input in place, which the next members would see. Use layers that do not "
-                "(inplace=False), or give it a copy."
+                f"Member {k} changed its input in place, and the next members would see the change. "
+                "Use inplace=False, or clone the input in this member."
             )
     return stack_outputs(outputs)
 
 
 def stack_outputs(outputs: Sequence[Any]) -> Tensor:
-    """Stack the members' outputs, one tensor each, to `(K, ...)`."""
+    """Stack the members' outputs to `(K, ...)`."""
     for k, output in enumerate(outputs):
         if not isinstance(output, Tensor):
             raise TypeError(
@@ -140,6 +135,6 @@ def check_own_batches(x: Tensor, num_members: int) -> None:
     """Check an input `(K, N, ...)` with one batch for each member."""
     if x.ndim < 2 or x.shape[0] != num_members:
         raise ValueError(
-            f"Expected an input of shape ({num_members}, N, ...) with one batch a member for batches='separate', "
+            f"Expected an input of shape ({num_members}, N, ...) with one batch per member for batches='separate', "
             f"but got {tuple(x.shape)}."
         )

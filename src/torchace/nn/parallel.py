@@ -1,4 +1,4 @@
-"""An ensemble whose members are spread over processes, which exchange predictions alone."""
+"""Ensembles whose members are spread over processes, which exchange predictions only."""
 
 from __future__ import annotations
 
@@ -27,12 +27,7 @@ Members = EnsembleModule | Iterable[nn.Module] | Callable[[int], nn.Module]
 
 
 def split_range(count: int, parts: int, index: int) -> range:
-    """Return part `index` of `range(count)` split into `parts`; the first parts are longer by one if need be.
-
-    Example:
-        >>> [list(split_range(5, 3, index)) for index in range(3)]
-        [[0, 1], [2, 3], [4]]
-    """
+    """Return part `index` of `range(count)` split into `parts`, of which the first may be longer by one."""
     least, more = divmod(count, parts)
     start = index * least + min(index, more)
     return range(start, start + least + (index < more))
@@ -41,28 +36,27 @@ def split_range(count: int, parts: int, index: int) -> range:
 class MemberParallelEnsemble(EnsembleModule):
     r"""Members without a shared trunk, spread over the ranks of a process group.
 
-    Every rank sees the same batch and computes its own members. A member's loss needs only $\bar q = \sum_j \alpha^j
-    q^j$ of the others, a tensor `(N, C)` without gradient: one all-reduce a step, however large the members are.
-    Calling the ensemble returns the logits of this rank's members, and a step is
+    Every rank computes its own members on the same batch. The loss needs the mixture $\bar q = \sum_j \alpha^j q^j$,
+    `(N, C)`, without gradient: one all-reduce a step. A call returns the logits of this rank's members; a step is
 
         logits = ensemble(x)  # (K of this rank, N, C)
         mixture, weights = ensemble.mixture(logits), ensemble.local_weights
         amended_cross_entropy(logits, y, 0.5, mixture=mixture, member_weights=weights).backward()
 
-    Each rank has its own optimizer over `ensemble.parameters()`. The loss is the sum over this rank's members.
-    Predictions are the whole ensemble's, on every rank. `save_model` writes one model of all members.
+    The loss is the sum over this rank's members, and each rank has an optimizer over `ensemble.parameters()`.
+    Predictions are those of all members, on every rank. `save_model` writes one model of all members.
 
     On a mesh of members x data every column of ranks has its own part of the batch: call
     `DistributedDataParallel(ensemble, process_group=mesh["data"].get_group())`, and `mixture` of the ensemble itself.
     Without `torch.distributed` this process is the only rank and has all members.
 
     Args:
-        members: A function that makes a member from its index, called for this rank's members alone; or all members,
-            as a list or an ensemble, of which every rank keeps its own.
-        num_members: K; needed for a function.
-        group: The ranks that share the members; all of them unless given.
+        members: A function that returns the member of an index, called for this rank's members only; or all members, as
+            a list or an ensemble, of which every rank keeps its own.
+        num_members: K; required with a function.
+        group: The ranks that share the members; all ranks if None.
         mesh: Instead of `group`: a device mesh with a dimension `"members"`.
-        link: `"softmax"`, `"sigmoid"` or `"identity"`; that of the ensemble given, else `"softmax"`.
+        link: `"softmax"`, `"sigmoid"` or `"identity"`; if None, that of the ensemble given, else `"softmax"`.
 
     Example:
         >>> ensemble = MemberParallelEnsemble(lambda k: nn.Linear(4, 3), num_members=5)
@@ -94,7 +88,7 @@ class MemberParallelEnsemble(EnsembleModule):
         if self._groups:
             self._rank, self._size = dist.get_rank(self._groups[0]), dist.get_world_size(self._groups[0])
         if self._rank < 0:
-            raise ValueError("Expected a `group` that this process is part of.")
+            raise ValueError("Expected a `group` that contains this process, but it does not.")
         if self._size > count:
             raise ValueError(
                 f"Expected at most one rank for each of {count} members, but got {self._size} ranks. "
@@ -128,7 +122,7 @@ class MemberParallelEnsemble(EnsembleModule):
 
         Args:
             logits: Logits of this rank's members.
-            member_weights: α of all members, `(K,)`; the ensemble's own unless given.
+            member_weights: α of all members, `(K,)`; the ensemble's own if None.
         """
         total, weights = self._normalized_weights(member_weights)
         mixture = total * ensemble_probs(logits, member_weights=weights, link=self.link)
@@ -154,10 +148,9 @@ class MemberParallelEnsemble(EnsembleModule):
         return self.mixture(logits, member_weights=member_weights)
 
     def gather(self, *, everywhere: bool = False) -> Ensemble | None:
-        """Return all members as an `Ensemble` on the CPU of the first rank, None on the others; all ranks must call it.
+        """Return all members as an `Ensemble` on the CPU of the first rank (or `everywhere`), else None.
 
-        Args:
-            everywhere: Return the ensemble on every rank.
+        All ranks must call it.
         """
         keep = everywhere or self._rank == 0
         members = []
@@ -169,7 +162,7 @@ class MemberParallelEnsemble(EnsembleModule):
                 data = broadcast_bytes(data, owner, self._groups[0], self._like().device)
             assert data is not None
             if keep:
-                with torch.random.fork_rng(devices=[]):  # a function that makes members may draw, or seed
+                with torch.random.fork_rng(devices=[]):  # the function may draw or seed
                     template = self.members[str(k)] if is_local else self._template(k)
                 state, own = load_safetensors(data), template.state_dict(keep_vars=True)
                 members.append(_copy_with(template, {id(t): state[name] for name, t in own.items()}).cpu())
@@ -181,7 +174,7 @@ class MemberParallelEnsemble(EnsembleModule):
         return ensemble
 
     def on_first_rank(self, call: Callable[[Ensemble], None]) -> None:
-        """Call a function with all members on the first rank; the other ranks wait, and fail if it failed."""
+        """Call a function with all members on the first rank; the other ranks wait, and raise if it fails."""
         whole = self.gather()
         problem: Exception | None = None
         if whole is not None and all(dist.get_rank(group) == 0 for group in self._groups):
@@ -195,9 +188,10 @@ class MemberParallelEnsemble(EnsembleModule):
         if problem is not None:
             raise problem
         if failed:
-            raise RuntimeError("The first rank failed; its own message says why.")
+            raise RuntimeError("The first rank failed; see its error message.")
 
     def extra_repr(self) -> str:
+        """Return the options and the indices of this rank's members."""
         return f"{super().extra_repr()}, local_members={self.local_members.start}..{self.local_members.stop - 1}"
 
     def __len__(self) -> int:
@@ -224,7 +218,7 @@ class MemberParallelEnsemble(EnsembleModule):
 
 
 def broadcast_bytes(data: bytes | None, owner: int, group: ProcessGroup, device: torch.device | str = "cpu") -> bytes:
-    """Return the bytes of rank `owner` of a group on all of its ranks; the others pass None."""
+    """Return the bytes of rank `owner` of a group on all its ranks; the others pass None."""
     source = dist.get_global_rank(group, owner)
     size = torch.tensor(0 if data is None else len(data), device=device)
     dist.broadcast(size, source, group)
@@ -237,7 +231,7 @@ def broadcast_bytes(data: bytes | None, owner: int, group: ProcessGroup, device:
 
 
 def _given_members(members: Members, num_members: int | None) -> list[nn.Module] | None:
-    """Return all members as a list; None where a function makes them."""
+    """Return all members as a list; None for a function."""
     if isinstance(members, StackedEnsemble):
         members = members.unstack()
     elif isinstance(members, EnsembleModule):
@@ -249,7 +243,7 @@ def _given_members(members: Members, num_members: int | None) -> list[nn.Module]
         members = list(members)
     if callable(members) and not isinstance(members, nn.Module):
         if num_members is None:
-            raise ValueError("Expected `num_members` for members that a function makes, but got none.")
+            raise ValueError("Expected `num_members` with a function of members, but got none.")
         _checks.check_count(num_members, "num_members")
         return None
     given = as_list(members)  # type: ignore[arg-type]  # refuses a single module
@@ -273,7 +267,7 @@ def _process_groups(group: ProcessGroup | None, mesh: DeviceMesh | None) -> list
 def _state_bytes(member: nn.Module, k: int) -> bytes:
     state = member.state_dict()
     if not all(isinstance(value, Tensor) for value in state.values()):
-        raise TypeError(f"Expected members whose state is tensors, but that of member {k} holds something else.")
+        raise TypeError(f"Expected members whose state dict holds tensors only, but that of member {k} does not.")
     return save_safetensors(
         {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in state.items()}
     )

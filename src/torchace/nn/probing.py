@@ -1,4 +1,4 @@
-"""Trial runs of a module: perturbed outputs of one layer, with the module's state restored afterwards."""
+"""Trial runs of a module: perturb one layer's output, then restore the module's state."""
 
 from __future__ import annotations
 

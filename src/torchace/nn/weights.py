@@ -12,8 +12,8 @@ from torchace.functional import mixture_cross_entropy
 class MemberWeights(nn.Module):
     r"""The paper's α as K free numbers, $\alpha = \operatorname{softmax}(a)$; uniform at the start.
 
-    Calling it returns α `(K,)`. Its `loss`, the mixture's cross entropy with the members held constant, is added to the
-    members' loss, which holds α constant.
+    A call returns α `(K,)`. Add `loss`, the mixture's cross entropy as a function of α only, to the members' loss, in
+    which α is constant.
 
     Args:
         num_members: K.
@@ -34,11 +34,11 @@ class MemberWeights(nn.Module):
         self.logits = nn.Parameter(torch.zeros(num_members))
 
     def forward(self) -> Tensor:
-        """Return α, `(K,)`, with a gradient to the free numbers."""
+        """Return α, `(K,)`, differentiable in the free numbers."""
         return self.logits.softmax(0)
 
     def loss(self, logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
-        """Return the mixture's cross entropy, averaged over samples; its gradient goes to α alone.
+        """Return the mixture's cross entropy, the mean over samples; only α receives a gradient.
 
         Args:
             logits: Members' logits, `(K, N, C, ...)`.
@@ -48,4 +48,5 @@ class MemberWeights(nn.Module):
         return mixture_cross_entropy(logits, target, self(), ignore_index=ignore_index)
 
     def extra_repr(self) -> str:
+        """Return the number of members."""
         return f"num_members={self.num_members}"

@@ -1,9 +1,4 @@
-"""Ensembles as files: weights as safetensors, everything else as JSON; nothing in them is ever run or unpickled.
-
-A model is a directory of `weights.safetensors` and `manifest.json`. The manifest has the kind and architecture of the
-ensemble, K, λ, α, the link, the class names, every tensor with its shape and type, and the SHA-256 of the weights and
-of itself.
-"""
+"""Ensembles as files: weights as safetensors, everything else as JSON; no code in them is run."""
 
 from __future__ import annotations
 
@@ -41,22 +36,19 @@ def save_model(
     class_names: Sequence[str] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save an ensemble as a directory that `load_model` reads.
+    """Save an ensemble as a directory of `weights.safetensors` and `manifest.json`.
 
-    The directory appears complete or not at all: it is written beside `path`, flushed to the disk and renamed. A model
-    at `path` is replaced; anything else there is refused. The weights may be on any device; they keep their type.
-
-    Ensembles of this library whose networks come from `torchace.models` are described, so that `load_model` rebuilds
-    them. Others, and networks that were changed by hand or share parameters, are saved as weights alone, for
-    `load_weights`. Frozen parameters and training mode are not saved.
+    The write is atomic. A model at `path` is replaced; anything else there is an error. `load_model` can rebuild
+    unmodified networks of `torchace.models`; other ensembles are saved as weights for `load_weights`. Frozen
+    parameters and training mode are not recorded.
 
     Args:
         path: The directory.
         ensemble: The ensemble to save.
-        diversity: λ, for the record.
-        member_weights: α, `(K,)`; by default the ensemble's own.
+        diversity: λ, recorded in the manifest.
+        member_weights: α, `(K,)`; the ensemble's own if None.
         class_names: A name for each class.
-        extra: Anything else that JSON can hold.
+        extra: Further data, as JSON types.
 
     Raises:
         ModelFileError: The directory cannot be written; its previous content is unchanged.
@@ -72,13 +64,13 @@ def save_model(
     if not isinstance(ensemble, EnsembleModule):
         raise TypeError(
             f"Expected `ensemble` to be an ensemble module, but got {type(ensemble).__name__}. "
-            "Wrap models in Ensemble([...]); of a compiled or distributed ensemble, give the one inside."
+            "Wrap models in Ensemble([...]); for a compiled or distributed ensemble, pass the module inside."
         )
     if isinstance(ensemble, MemberParallelEnsemble):  # all members, written by one rank
         options: Json = {"diversity": diversity, "class_names": class_names, "extra": extra}
         ensemble.on_first_rank(lambda whole: save_model(path, whole, member_weights=member_weights, **options))
         return
-    from torchace import __version__  # not at the top: torchace may import this module before it has a version
+    from torchace import __version__  # lazy: a circular import
 
     plain = unstack(ensemble)
     kind, architecture = describe(ensemble, plain)
@@ -103,7 +95,7 @@ def save_model(
     }
     try:
         weights = save_safetensors(tensors)
-    except Exception as error:  # for one, a type that the format does not have
+    except Exception as error:  # such as a type that the format lacks
         raise ModelFileError("The ensemble has a tensor that safetensors cannot hold; convert it first.") from error
     files.write_model(files.resolve_path(path), manifest, weights)
 
@@ -111,15 +103,15 @@ def save_model(
 def load_model(path: str | os.PathLike[str]) -> EnsembleModule:
     """Load an ensemble that `save_model` saved, bit for bit, on the CPU and in evaluation mode.
 
-    No code comes from the files, and altered files are refused as a whole. The manifest (λ, class names, extra, ...) is
-    the ensemble's attribute `manifest`, a dictionary.
+    Altered files are refused, and no code in them is run. The manifest (λ, class names, extra, ...) becomes the
+    ensemble's attribute `manifest`, a dictionary.
 
     Args:
         path: The directory.
 
     Raises:
-        ModelFileError: The model is damaged, altered, incomplete, of a newer format, or made of other networks than
-            those of `torchace.models` (then build it yourself and use `load_weights`).
+        ModelFileError: The model is damaged, altered, incomplete, of a newer format, or made of networks outside
+            `torchace.models` (then build it and use `load_weights`).
 
     Example:
         >>> import tempfile
@@ -134,7 +126,7 @@ def load_model(path: str | os.PathLike[str]) -> EnsembleModule:
     manifest = files.read_manifest(where)
     if manifest["architecture"] is None:
         raise ModelFileError(
-            f"{where} holds the weights of an architecture of your own; build it and use load_weights(module, path)."
+            f"{where} holds the weights of a custom architecture; build it and use load_weights(module, path)."
         )
     tensors = files.read_weights(where, manifest)
     try:
@@ -151,20 +143,20 @@ def load_model(path: str | os.PathLike[str]) -> EnsembleModule:
 
 
 def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> Json:
-    """Load the weights of a model directory into a module that you built, of any architecture.
+    """Load the weights of a model directory into a module of any architecture.
 
-    Names, shapes and types must be those of the module, and for an ensemble also K and the link; otherwise nothing is
-    loaded. An ensemble also receives the saved `member_weights`.
+    Names, shapes and types must match the module's; for an ensemble, K and the link too. An ensemble also receives the
+    saved `member_weights`.
 
     Args:
-        module: Module that receives the weights; it keeps its device and its mode.
+        module: Module that receives the weights; it keeps its device and mode.
         path: The directory.
 
     Returns:
         The manifest.
 
     Raises:
-        ModelFileError: The model is damaged, or does not fit the module, which is unchanged.
+        ModelFileError: The model is damaged or does not match the module, which is unchanged.
 
     Example:
         >>> import tempfile
@@ -208,7 +200,7 @@ def _export_member_weights(ensemble: EnsembleModule, given: Tensor | Sequence[fl
     alpha = alpha.detach().cpu() if isinstance(alpha, Tensor) else torch.as_tensor(alpha, dtype=torch.float64)
     dtype = alpha.dtype
     if not isinstance(given, Tensor | None) or dtype not in WEIGHT_DTYPES.values():
-        # the type that EnsembleModule.set_member_weights gives numbers
+        # the type of EnsembleModule.set_member_weights
         double = any(p.dtype == torch.float64 for p in ensemble.parameters())
         dtype = torch.float64 if double else torch.float32
     alpha = _checks.as_member_weights(alpha, ensemble.num_members, like=torch.empty((), dtype=dtype))
@@ -248,8 +240,8 @@ def _export_extra(extra: Mapping[str, Any] | None) -> Json | None:
         same = False
     if not same:
         raise ValueError(
-            "Expected `extra` to hold what JSON can hold (str, int, finite float, bool, None, and lists and str-keyed "
-            "dictionaries of them), but it would be loaded as something else. Convert arrays and tuples to lists."
+            "Expected `extra` of JSON types (str, int, finite float, bool, None, and lists and str-keyed dictionaries "
+            "of them), but it would not be loaded unchanged. Convert arrays and tuples to lists."
         )
     return content
 
@@ -260,19 +252,21 @@ def _check_fit(module: nn.Module, manifest: Json, where: Path) -> None:
     own = {n: files.describe_tensor(t) if isinstance(t, Tensor) else None for n, t in saved_state(module).items()}
     for name in sorted(own.keys() ^ saved.keys()):
         holder, other = ("module", "model") if name in own else ("model", "module")
-        raise ModelFileError(f"{where} does not fit: the {holder} has {name!r}, the {other} has not; build the same.")
+        raise ModelFileError(
+            f"{where} does not fit: the {holder} has {name!r}, the {other} does not; build the same architecture."
+        )
     for name in own:
         if own[name] != saved[name]:
             raise ModelFileError(
                 f"{where} does not fit: {name!r} is {_show_tensor(saved[name])} in the model, but "
-                f"{_show_tensor(own[name])} in the module; build the same, and convert its type after loading."
+                f"{_show_tensor(own[name])} in the module; build the same and convert types after loading."
             )
     if isinstance(module, EnsembleModule):
         for name, value in {"num_members": module.num_members, "link": module.link}.items():
             if manifest[name] != value:
                 raise ModelFileError(
                     f"{where} does not fit: {name} is {manifest[name]!r} in the model and {value!r} in the module; "
-                    "build the same."
+                    "build the same ensemble."
                 )
 
 

@@ -1,4 +1,4 @@
-"""Kinds of ensembles as plain data: how each is described and rebuilt. A new kind is one more entry in `KINDS`."""
+"""Kinds of ensembles, their descriptions as JSON, and how to rebuild them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of ensemble.
+    """One kind of ensemble: `describe` it as JSON (None outside `torchace.models`) and `rebuild` it from that and K.
 
-    Attributes:
-        type: The class of the ensembles.
-        describe: Architecture as JSON; None if it was not made from `torchace.models`.
-        rebuild: A new ensemble from that architecture and K, with the names of the saved weights.
-        finish: Convert that ensemble once it has its weights.
-        copies: Whether one description stands for all members.
+    `finish` converts the ensemble after its weights are loaded; with `copies`, one description is that of all members.
     """
 
     type: type[EnsembleModule]
@@ -100,16 +95,12 @@ KINDS: dict[str, Kind] = {
 
 
 def unstack(module: nn.Module) -> nn.Module:
-    """The module whose names the weights are saved by: for a stacked ensemble, the same one unstacked."""
+    """Return the module whose parameter names are saved: a stacked ensemble unstacked, others unchanged."""
     return Ensemble(module.unstack(), link=module.link) if isinstance(module, StackedEnsemble) else module
 
 
 def describe(ensemble: EnsembleModule, plain: nn.Module) -> tuple[str | None, Json | None]:
-    """Kind and architecture, if rebuilding from them gives this very ensemble; otherwise None twice.
-
-    A network that was changed after it was made (another activation, a replaced layer), or that shares parameters with
-    another, is not described.
-    """
+    """Return kind and architecture if rebuilding from them gives an equal ensemble, else None twice."""
     if len(list(plain.named_parameters(remove_duplicate=False))) != len(list(plain.parameters())):
         return None, None
     for name, kind in KINDS.items():
@@ -119,7 +110,7 @@ def describe(ensemble: EnsembleModule, plain: nn.Module) -> tuple[str | None, Js
         try:
             spec = json.loads(to_json(spec))
             rebuilt = rebuild(kind, spec, ensemble.num_members, ensemble.link, _shapes(plain))
-        except Exception:  # not to be rebuilt, for any reason
+        except Exception:  # cannot be rebuilt
             continue
         if _structure(rebuilt) == _structure(plain):
             return name, spec
@@ -128,14 +119,13 @@ def describe(ensemble: EnsembleModule, plain: nn.Module) -> tuple[str | None, Js
 
 def rebuild(kind: Kind, spec: Json, num_members: int, link: str, shapes: Shapes) -> EnsembleModule:
     """Build the described ensemble on the meta device, where it takes no memory and draws no random numbers."""
-    # Every layer has its own tensor and every member a number: the number of objects that a description can make
-    # Python build is bounded by the content of the weights file, and K = 10**9 is not even tried.
+    # A layer has at least one tensor and a member one value, so the weights file bounds the objects to build.
     layers = sum(count_layers(network) for network in _networks(spec))
     if layers > len(shapes) or num_members > sum(math.prod(shape) for shape in shapes.values()):
         raise ValueError("More layers or members than there are weights.")
     _checks.check_choice(link, "link", _checks.LINKS)
     with torch.device("meta"):
-        if kind.copies:  # one of them first: K copies take as many tensors as there must be
+        if kind.copies:  # build one before K copies
             one = len(kind.rebuild(spec, 1).get_submodule("members.0").state_dict())
             if one * num_members > len(shapes):
                 raise ValueError("More members than there are weights.")
@@ -147,7 +137,7 @@ def rebuild(kind: Kind, spec: Json, num_members: int, link: str, shapes: Shapes)
 
 
 def saved_state(module: nn.Module) -> dict[str, Any]:
-    """The state dict without the member weights, which are in the manifest."""
+    """Return the state dict without member weights, which are in the manifest."""
     state = module.state_dict()
     if isinstance(module, EnsembleModule):
         state.pop("member_weights", None)
@@ -155,7 +145,7 @@ def saved_state(module: nn.Module) -> dict[str, Any]:
 
 
 def _networks(spec: Any) -> Iterator[Json]:
-    """Descriptions of single networks in that of an ensemble."""
+    """Iterate over the descriptions of single networks in that of an ensemble."""
     if isinstance(spec, dict) and "name" in spec:
         yield spec
     elif isinstance(spec, (dict, list)):
@@ -168,7 +158,7 @@ def _shapes(module: nn.Module) -> Shapes:
 
 
 def _structure(module: nn.Module) -> list[tuple[object, ...]]:
-    """Names, types and options of a module's parts, and the code of traced ones; without the weights."""
+    """Return the names, types and options of a module's parts, and the code of traced ones."""
     return [
         (name, type(part).__module__, type(part).__qualname__, part.extra_repr(), getattr(part, "code", None))
         for name, part in module.named_modules(remove_duplicate=False)

@@ -47,7 +47,7 @@ def test_a_batch_that_is_missing(tmp_path, place):
     writers.write_cifar(tmp_path)
     name = sorted(path.name for path in tmp_path.iterdir())[place]
     (tmp_path / name).unlink()
-    assert "is missing beside the other batches" in refused("cifar10", tmp_path, name)
+    assert "is missing, but other batches" in refused("cifar10", tmp_path, name)
 
 
 def test_an_altered_batch(tmp_path, monkeypatch):

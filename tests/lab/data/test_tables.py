@@ -109,7 +109,7 @@ def test_text_behind_a_closing_quotation_mark_is_refused(tmp_path, row):
     (tmp_path / "t.csv").write_text(f"a,b\n1,2\n{row}\n")
     with pytest.raises(DataError) as caught:
         read_table(tmp_path / "t.csv")
-    one_sentence(caught.value, "behind a closing quotation mark")
+    one_sentence(caught.value, "after a closing quotation mark")
 
 
 def test_one_column_keeps_its_missing_values(tmp_path):

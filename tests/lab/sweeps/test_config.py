@@ -193,10 +193,10 @@ def test_many_seeds_are_checked_in_linear_time() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("x = " + "[" * 5000 + "]" * 5000, "too deep"),
+        ("x = " + "[" * 5000 + "]" * 5000, "nested too deeply"),
         ("x = " + "[" * 150 + "]" * 150, "100 levels deep"),
         ("model" + ".a" * 200 + " = 1", "100 levels deep"),
-        ("model" + ".a" * 100_000 + " = 1", "keys of too many parts"),
+        ("model" + ".a" * 100_000 + " = 1", "a key has too many parts"),
         ("x = 1\n" * 200_000, "more than the 1,048,576"),
     ],
     ids=["deep lists", "lists", "a key of parts", "a key of many parts", "a long file"],

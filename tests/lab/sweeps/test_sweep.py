@@ -316,7 +316,7 @@ def test_a_damaged_checkpoint_is_one_sentence_and_the_results_stay(tmp_path: Pat
         run(tmp_path / "b", after(18), sweep={"cohort_size": 2})
     state = next((tmp_path / "b").glob("checkpoints/main-1/state-*"))
     state.write_bytes(state.read_bytes()[:-1] + b"?")
-    with pytest.raises(CheckpointError, match=r"main-1 is damaged .* Remove that folder to start its runs anew"):
+    with pytest.raises(CheckpointError, match=r"main-1 is damaged .* Remove that folder to restart its runs"):
         run(tmp_path / "b", sweep={"cohort_size": 2})
     for file in state.parent.iterdir():
         file.unlink()
@@ -443,8 +443,8 @@ def test_weights_that_overflow_in_the_last_step_are_a_failure(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"data": {"limit": 5000}}, "data.limit: digits has 1297 training samples, but got 5000"),
-        ({"train": {"batch_size": 201}}, "train.batch_size: there are 200 training samples, but got 201"),
+        ({"data": {"limit": 5000}}, "data.limit: expected at most 1297, the training samples of digits, but got 5000"),
+        ({"train": {"batch_size": 201}}, "train.batch_size: expected at most 200, the training samples, but got 201"),
         ({"data": {"limit": 10, "validation": 0.01}}, "data.validation"),
         ({"model": {"kind": "branch", "at": "nowhere"}}, "nowhere"),
         ({"model": {"kind": "smoc", "rank": 50}}, "rank"),

@@ -187,7 +187,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_one_goes_on(
 def lost_contact(rank: int) -> str:
     return (
         f"Error: Rank {rank} lost contact with the others: one of them ended or does not answer. "
-        "What was saved is kept; repeat the command to go on from there.\n"
+        "What was saved is kept; repeat the command to resume.\n"
     )
 
 
@@ -269,13 +269,13 @@ def test_parallel_without_torchrun(
         (
             {"train": {"detach_others": False}},
             (2, 1),
-            "train.detach_others: members on other ranks are constants; set detach_others = true, or use "
-            "--parallel data.",
+            "train.detach_others: expected true, because members on other ranks receive no gradient, but got false. "
+            "Set detach_others = true, or use --parallel data.",
         ),
         (
             {"train": {"batch_size": 3}},
             (1, 4),
-            "train.batch_size: expected at least 4, a sample for each rank, but got 3.",
+            "train.batch_size: expected at least 4, one sample for each rank, but got 3.",
         ),
     ],
 )
@@ -302,7 +302,8 @@ def refused(folder: str, sections: dict[str, Any], layout: str) -> str:
 
 def test_more_ranks_than_members(tmp_path: Path) -> None:
     found = team().run(4, refused, str(tmp_path / "out"), {"model": {"num_members": 3}}, "members")
-    message = "4 ranks are more than 3 members; use fewer, or --parallel 3xD, the batch over D ranks."
+    message = "expected at least 4, one member for each rank, but got 3. "
+    message += "Use fewer ranks, or --parallel 3xD to split the batch too."
     assert found == [f"model.num_members: {message}"] * 4  # all say so, nobody waits
     assert not (tmp_path / "out").exists()
 
@@ -322,7 +323,7 @@ def started_with(sections: list[dict[str, Any]], parallel: list[str], folder: st
 def test_ranks_with_different_configurations(tmp_path: Path) -> None:
     others = [{}, {"train": {"learning_rate": 0.02}}]
     found = team().run(2, started_with, others, ["data", "data"], str(tmp_path))
-    end = "on every rank, but rank 1 has another than rank 0. Start all of them with one command."
+    end = "on every rank, but rank 1 differs from rank 0. Start all ranks with one command."
     assert found == [f"Expected the same experiment {end}"] * 2
     found = team().run(2, started_with, [{}, {}], ["data", "members"], str(tmp_path))
     assert found == [f"Expected the same --parallel {end}"] * 2

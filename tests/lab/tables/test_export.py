@@ -213,7 +213,7 @@ def test_a_missing_package_is_named(
     package: str, small: TableModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"^An export needs {package}, which is not installed: pip install 'torchac"):
+    with pytest.raises(ImportError, match=rf"^The ONNX export needs {package}: pip install 'torchac"):
         export_onnx(small, tmp_path / "model.onnx")
 
 

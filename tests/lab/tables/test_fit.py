@@ -25,7 +25,7 @@ from torchace.lab.data import DataError
 from torchace.lab.data.tables import read_table
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.tables import fit as table_fit
-from torchace.lab.tables.fit import FitCallback, TableFit, TrainingFailed
+from torchace.lab.tables.fit import FitCallback, TableFit, TrainingError
 from torchace.lab.tables.model import TableModel
 from torchace.lab.training.loop import Interrupted, Progress
 from torchace.lab.tuning.search import SearchStage
@@ -352,7 +352,7 @@ def test_a_finished_model_is_known_again(data: Path, tmp_path: Path) -> None:
 def test_other_settings_are_refused(other: dict[str, Any], data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     done(fit)
-    with pytest.raises(RunStoreError, match=r"out holds something else already\. Choose another --out"):
+    with pytest.raises(RunStoreError, match=r"out already holds other files\. Choose another --out"):
         job(data, "pet", tmp_path / "out", **other).is_finished()
     unfinished = job(data, "pet", tmp_path / "unfinished")
     with unfinished.lock():
@@ -366,13 +366,13 @@ def test_other_settings_are_refused(other: dict[str, Any], data: Path, tmp_path:
 def test_other_data_under_the_same_name_are_refused(data: Path, tmp_path: Path) -> None:
     done(job(data, "pet", tmp_path / "out"))
     write_table(pets(seed=1), data)
-    with pytest.raises(RunStoreError, match="holds something else"):
+    with pytest.raises(RunStoreError, match="already holds other files"):
         job(data, "pet", tmp_path / "out").is_finished()
 
 
 def test_two_at_once_are_refused(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
-    with fit.lock(), pytest.raises(RunStoreError, match=f"Process {os.getpid()} is at work in .*out.work"):
+    with fit.lock(), pytest.raises(RunStoreError, match=f"Process {os.getpid()} is using .*out.work"):
         done(job(data, "pet", tmp_path / "out"))
 
 
@@ -381,7 +381,7 @@ def test_another_process_may_be_faster(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     assert not fit.is_finished()
     done(job(data, "pet", tmp_path / "out"))
-    with pytest.raises(RunStoreError, match=r"Another process has just finished .*out\. Repeat the command"):
+    with pytest.raises(RunStoreError, match=r"Another process has finished .*out\. Repeat the command"):
         done(fit)
     assert is_complete(fit.out)
     assert not fit.work.exists()
@@ -394,7 +394,7 @@ def test_foreign_working_directory_is_not_touched(name: str, data: Path, tmp_pat
     (fit.work / name / "notes").write_text("!")
     before = everything_in(tmp_path)
     with pytest.raises(
-        RunStoreError, match=f"out.work, the working directory of a fit, holds something else already .'{name}'"
+        RunStoreError, match=f"out.work, the working directory of this fit, already holds other files .'{name}'"
     ):
         done(fit)
     fit.remove_work()
@@ -428,7 +428,7 @@ def test_a_link_is_refused_at_once(data: Path, tmp_path: Path) -> None:
     """A directory cannot be renamed to a link in the end."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "out").symlink_to("empty")
-    with pytest.raises(RunStoreError, match="out holds something else already"):
+    with pytest.raises(RunStoreError, match="out already holds other files"):
         job(data, "pet", tmp_path / "out").is_finished()
 
 
@@ -496,7 +496,7 @@ def test_a_training_that_fails_is_one_sentence(diversity: float | None, data: Pa
     fit = job(data, "pet", tmp_path / "out", diversity, learning_rate=1e300, epochs=3)
     for _ in range(2):  # it stays so
         with pytest.raises(
-            TrainingFailed, match=r"^The model's training \(λ=\S+, seed 0.*\) ended at step .*\. Try a sm"
+            TrainingError, match=r"^The model's training \(λ=\S+, seed 0.*\) ended at step .*\. Try a sm"
         ):
             done(fit)
         assert not fit.out.exists()
@@ -534,7 +534,7 @@ def test_any_table_is_fitted_or_refused_in_one_sentence(
         path = table.write(folder)
         before = everything_in(folder)
         out = folder / "out"
-        sentence = _refusal(lambda: done(job(path, table.target, out, task=table.task)), DataError, TrainingFailed)
+        sentence = _refusal(lambda: done(job(path, table.target, out, task=table.task)), DataError, TrainingError)
         if sentence is not None:
             assert "\n" not in sentence
             assert sentence.endswith(".")

@@ -193,7 +193,7 @@ def test_kept_columns_of_changing_types_are_one_sentence(classifier: TableModel,
     table = table.append_column("tags", pa.array([None] * 4 + [["a"]] * 4, pa.list_(pa.string())))
     pq.write_table(table, tmp_path / "data.parquet")
     before = everything_in(tmp_path)
-    with pytest.raises(DataError, match=r"^From row 5 on, a column that is kept is of another type than before"):
+    with pytest.raises(DataError, match=r"^A column to keep changes its type at row 5 or later"):
         predict_file(classifier, tmp_path / "data.parquet", tmp_path / "out.parquet", keep=["tags"], rows=4)
     assert everything_in(tmp_path) == before
     assert predict_file(classifier, tmp_path / "data.parquet", tmp_path / "out.csv", keep=["tags"], rows=4) == 8
@@ -203,8 +203,8 @@ def test_kept_columns_of_changing_types_are_one_sentence(classifier: TableModel,
     ("keep", "words"),
     [
         (["nothing"], "no column 'nothing'"),
-        (["age", "age"], "'age' is to be kept twice"),
-        (["age", "prediction"], "have a column 'prediction' of their own"),
+        (["age", "age"], "but got 'age' twice"),
+        (["age", "prediction"], "The column 'prediction' cannot be kept"),
     ],
 )
 def test_columns_that_cannot_be_kept(classifier: TableModel, keep: list[str], words: str, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_the_data_are_not_written_over(classifier: TableModel, link: Callable[..
     data = write_table(pets(8), tmp_path / "data.csv")
     link(data, tmp_path / "alias.csv")
     for out in (data, tmp_path / "alias.csv"):
-        with pytest.raises(DataError, match="is the file that is read; write the predictions to another one"):
+        with pytest.raises(DataError, match="Expected another output file than the input"):
             predict_file(classifier, data, out)
 
 

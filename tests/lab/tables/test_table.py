@@ -178,7 +178,7 @@ def test_targets_whose_squares_are_no_numbers_are_refused(size: float, tmp_path:
     frame = houses()
     frame["price"] = frame["price"] / frame["price"].max() * size
     with pytest.raises(
-        DataError, match=r"^The target 'price' has a standard deviation of .*; give it in other units\.$"
+        DataError, match=r"^The variance of the target 'price' over- or underflows .*\. Rescale the target\.$"
     ):
         opened(frame, tmp_path, "price")
 

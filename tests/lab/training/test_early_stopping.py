@@ -75,8 +75,10 @@ def by_hand(kind: str, run: int, patience: int) -> tuple[dict[str, Tensor], int,
     return best, scores.index(min(scores)) + 1, scores
 
 
-@pytest.mark.parametrize("patience", [1, 3, 100])
-@pytest.mark.parametrize("kind", ["separate", "smoc", "trunk"])
+@pytest.mark.parametrize(
+    ("kind", "patience"),
+    [("separate", 1), ("smoc", 3), pytest.param("trunk", 100, marks=pytest.mark.extended)],
+)
 def test_every_run_keeps_its_best_epoch(kind: str, patience: int) -> None:
     network = group(kind, [0, 1, 2])
     fitted = train(network, patience, [0, 1, 2])

@@ -111,10 +111,10 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     [
         ({"plan": replace(PLAN, epochs=7)}, "holds a search with epochs = 6, but now it is 7"),
         ({"plan": replace(PLAN, hidden=(5, 5))}, r"holds a search with hidden = \[5\], but now it is \[5, 5\]"),
-        ({"train": make_split(48, 9)}, "holds a search on other data: its train samples are not these"),
-        ({"train": Split(TRAIN.x, 1 - TRAIN.y)}, "its train samples are not these"),
-        ({"train": Split(TRAIN.x, TRAIN.y, torch.ones(48))}, "its train samples are not these"),
-        ({"test": None}, "its test samples are not these"),
+        ({"train": make_split(48, 9)}, "holds a search on other data: its train samples differ"),
+        ({"train": Split(TRAIN.x, 1 - TRAIN.y)}, "its train samples differ"),
+        ({"train": Split(TRAIN.x, TRAIN.y, torch.ones(48))}, "its train samples differ"),
+        ({"test": None}, "its test samples differ"),
     ],
 )
 def test_another_search_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:

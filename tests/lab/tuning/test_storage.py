@@ -120,7 +120,7 @@ def test_failing_heartbeat_stops_the_trial(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"train": make_split(48, 5)}, "holds a search on other data: its train samples are not these"),
+        ({"train": make_split(48, 5)}, "holds a search on other data: its train samples differ"),
         ({"plan": replace(PLAN, epochs=7)}, "holds a search with epochs = 6, but now it is 7"),
         ({"num_seeds": 1}, r"holds a search with seeds = \[0, 1\], but now it is \[0\]"),
         ({"plan": replace(PLAN, patience=3)}, "holds a search with patience = None, but now it is 3"),
@@ -163,13 +163,13 @@ def _below_a_file(folder: Path) -> Path:
         (lambda folder: "postgresql+psycopg://me@127.0.0.1:1/db?password=geheim", "Cannot open the storage postgresql"),
         (lambda folder: "postgresql+psycopg://me:geheim@nowhere.invalid/db", "Cannot open the storage postgresql"),
         (lambda folder: "postgresql+psycopg://me:geheim@host:port/db", "a URL that cannot be read"),
-        (lambda folder: "mysql+pymysql://me:geheim@host/db", r"There is no driver .*Install pymysql"),
+        (lambda folder: "mysql+pymysql://me:geheim@host/db", r"No driver is installed .*Install pymysql"),
         (
             lambda folder: "nonsense://me:geheim@host/db",
-            r"There is no driver for the storage nonsense://me:\*\*\*@host/db",
+            r"No driver is installed for the storage nonsense://me:\*\*\*@host/db",
         ),
         (lambda folder: "://geheim", "a URL that cannot be read"),
-        (lambda folder: "redis://me:geheim@host", r"There is no driver for the storage redis://me:\*\*\*@host"),
+        (lambda folder: "redis://me:geheim@host", r"No driver is installed for the storage redis://me:\*\*\*@host"),
     ],
 )
 def test_unusable_storage_is_one_sentence(tmp_path: Path, storage: Callable[[Path], str | Path], message: str) -> None:

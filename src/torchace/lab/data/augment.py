@@ -1,4 +1,4 @@
-"""Random crop and horizontal flip of a whole batch at once, on the device of the batch."""
+"""Random crop and horizontal flip of image batches on their device."""
 
 from __future__ import annotations
 
@@ -13,22 +13,9 @@ from torchace._checks import check_count, check_tensor, shape_of
 
 @dataclass(frozen=True)
 class CropFlip:
-    """The usual augmentation of CIFAR-10: pad, crop at a random place, flip with probability 1/2.
+    """Usual augmentation of CIFAR-10: pad with black, crop at random, flip with probability 1/2."""
 
-    The padding is black (zeros before normalising), as in most published code.
-
-    Args:
-        padding: Pixels added on each side; 0 crops nothing.
-        flip: Whether to flip images horizontally.
-
-    Example:
-        >>> x = torch.arange(4, dtype=torch.uint8).view(1, 1, 2, 2)
-        >>> place = torch.tensor([1])  # row and column 1 of the padded image: the original place
-        >>> CropFlip(padding=1)(x, place, place, torch.tensor([True])).flatten()
-        tensor([1, 0, 3, 2], dtype=torch.uint8)
-    """
-
-    padding: int = 4
+    padding: int = 4  # pixels on each side
     flip: bool = True
 
     def __post_init__(self) -> None:

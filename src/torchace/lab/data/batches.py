@@ -1,4 +1,4 @@
-"""Shuffled, augmented, normalised batches from samples that lie on the device."""
+"""Shuffled, augmented, normalised batches of samples on the device."""
 
 from __future__ import annotations
 
@@ -14,49 +14,22 @@ from torchace.lab.data.rng import hashed_key, permutations, random_integers
 from torchace.lab.data.splits import Split
 
 Statistics = tuple[Sequence[float], Sequence[float]]
-GATHER_BYTES = 1 << 26  # an epoch whose samples take no more is put in order at once
+GATHER_BYTES = 1 << 26  # epochs up to this size are gathered at once
 
 
 class _Epoch(NamedTuple):
     """Random draws of one epoch for S streams, each tensor `(S, N)`."""
 
     order: Tensor
-    augment: tuple[Tensor, ...]  # rows and columns to crop at, and flips; empty without augmentation
-    gathered: tuple[Tensor, Tensor] | None  # transformed samples and labels in this order; None if too large
+    augment: tuple[Tensor, ...]  # crop rows, crop columns, flips; empty without augmentation
+    gathered: tuple[Tensor, Tensor] | None  # samples and labels in this order; None if too large
 
 
 class Batches:
     """Shuffled batches of a split, each a function of (seed, epoch, step, stream) alone.
 
-    There is no state to store: any batch can be computed at any time, in any order, in any process, with the same bits.
-    Shuffling, cropping, flipping and normalising happen on the device, for the whole batch at once; a step reads
-    nothing back from it.
-
-    The last, smaller batch of an epoch is left out unless `drop_last=False`: batches of one size can be stacked and
-    captured in a CUDA graph, and every epoch has its own order.
-
-    Args:
-        split: The samples. They are moved to the device once and keep their type (uint8 for images).
-        batch_size: Samples in a batch.
-        seed: Seed of `batch`; `batch_many` takes its own.
-        device: Device of the batches; that of the split unless given.
-        normalize: Mean and standard deviation, each one number or one for each channel (axis 1 of `x`), in the units of
-            `x`: see `Dataset.normalization`. None only converts to `dtype`.
-        augment: Random crops and flips of images.
-        dtype: Floating-point type of the batches, computed in float32 (or float64).
-        flatten: Return samples as vectors, `(B, D)`.
-        drop_last: Leave out the last batch of an epoch if it is smaller.
-
-    Example:
-        >>> split = Split(torch.arange(10).view(10, 1), torch.arange(10))
-        >>> batches = Batches(split, 4, seed=7)
-        >>> batches
-        Batches(samples=10, batch_size=4, steps_per_epoch=2, seed=7, augment=None, device=cpu)
-        >>> x, y = batches.batch(epoch=0, step=1)
-        >>> x.shape, x.dtype, bool((x[:, 0] == y).all())
-        (torch.Size([4, 1]), torch.float32, True)
-        >>> batches.batch_many([7, 8], epoch=0, step=1)[0].shape
-        torch.Size([2, 4, 1])
+    Stateless: any batch can be computed at any time and in any process, with the same bits. All work happens on the
+    device. Mean and standard deviation in `normalize` are one number or one for each channel, in the units of `x`.
     """
 
     def __init__(
@@ -66,11 +39,11 @@ class Batches:
         *,
         seed: int = 0,
         device: torch.device | str | None = None,
-        normalize: Statistics | None = None,
+        normalize: Statistics | None = None,  # mean and standard deviation
         augment: CropFlip | None = None,
         dtype: torch.dtype = torch.float32,
         flatten: bool = False,
-        drop_last: bool = True,
+        drop_last: bool = True,  # batches of one size can be stacked and captured in a CUDA graph
     ) -> None:
         check_count(batch_size, "batch_size")
         if len(split) < (batch_size if drop_last else 1):
@@ -99,10 +72,12 @@ class Batches:
 
     @property
     def device(self) -> torch.device:
+        """Device of the samples."""
         return self.split.x.device
 
     @property
     def steps_per_epoch(self) -> int:
+        """Number of batches in an epoch."""
         full, left = divmod(len(self.split), self.batch_size)
         return full + (left > 0 and not self.drop_last)
 
@@ -112,38 +87,24 @@ class Batches:
         return divmod(global_step, self.steps_per_epoch)
 
     def batch(self, epoch: int, step: int, *, stream: int = 0) -> tuple[Tensor, Tensor]:
-        """Return one batch: samples `(B, ...)` of a floating-point type and their labels `(B,)`.
-
-        Args:
-            epoch: Counted from 0.
-            step: Within the epoch, in [0, steps_per_epoch).
-            stream: Streams of one seed go through the samples in different orders.
-        """
+        """Samples `(B, ...)` of a floating-point type and labels `(B,)`; each stream has its own order."""
         x, y = self.batch_many([self.seed], epoch, step, streams=stream)
         return x[0], y[0]
 
     def batch_many(
         self, seeds: Sequence[int], epoch: int, step: int, *, streams: int | Sequence[int] = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return the batches of several seeds at once: `(S, B, ...)` and `(S, B)`, bit for bit those of `batch`.
-
-        Args:
-            seeds: One seed for each batch; a seed may occur several times.
-            epoch: Counted from 0.
-            step: Within the epoch, in [0, steps_per_epoch).
-            streams: One stream for all, or one for each seed: `seeds=[3, 3], streams=[0, 1]` gives two independent
-                batches of seed 3.
-        """
+        """Batches of several seeds at once, `(S, B, ...)` and `(S, B)`, bit for bit those of `batch`."""
         draws, part = self._draws_of(seeds, epoch, step, streams)
         if draws.gathered is not None:
             x, y = draws.gathered
-            return x[:, part].clone(), y[:, part].clone()  # copies: a network may change its input
+            return x[:, part].clone(), y[:, part].clone()  # a network may change its input
         return self._gather(draws.order[:, part], tuple(draw[:, part].reshape(-1) for draw in draws.augment))
 
     def weights_many(
         self, seeds: Sequence[int], epoch: int, step: int, *, streams: int | Sequence[int] = 0
     ) -> Tensor | None:
-        """Return the weights `(S, B)` of the samples of `batch_many`; None if the split has none."""
+        """Sample weights `(S, B)` of `batch_many`; None for a split without weights."""
         if self.split.weight is None:
             return None
         draws, part = self._draws_of(seeds, epoch, step, streams)
@@ -192,7 +153,7 @@ class Batches:
         return _Epoch(order, (rows, columns, flips == 1), None)
 
     def _gather(self, indices: Tensor, augment: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:
-        """Return transformed samples and labels at indices `(S, B)`."""
+        """Transformed samples and labels at indices `(S, B)`."""
         flat = indices.reshape(-1)
         x = self.split.x.index_select(0, flat)  # (S·B, ...)
         if self.augment is not None:
@@ -203,7 +164,7 @@ class Batches:
 
 
 class _Transform:
-    """Conversion of samples to a floating-point type, normalised, flattened if requested."""
+    """Convert samples to a floating-point type, normalise and optionally flatten them."""
 
     def __init__(self, split: Split, *, normalize: Statistics | None, dtype: torch.dtype, flatten: bool) -> None:
         if not dtype.is_floating_point:
@@ -218,12 +179,12 @@ class _Transform:
     def __call__(self, x: Tensor) -> Tensor:
         if self.statistics is not None:
             mean, std = self.statistics
-            x = x.to(self.compute_dtype, copy=True).sub_(mean).div_(std)  # a copy: `x` may be the split itself
+            x = x.to(self.compute_dtype, copy=True).sub_(mean).div_(std)  # `x` may be the split itself
         x = x.to(self.dtype)
         return x.flatten(1) if self.flatten else x
 
     def _column(self, values: Sequence[float], x: Tensor) -> Tensor:
-        """One number for each channel, shaped to broadcast along axis 1 of `x`."""
+        """Numbers shaped to broadcast along axis 1 of `x`."""
         if len(values) != 1 and (x.ndim < 2 or len(values) != x.shape[1]):
             raise ValueError(
                 f"Expected `normalize` with 1 number or one for each channel of samples {shape_of(x)}, "
@@ -242,15 +203,7 @@ def chunks(
     dtype: torch.dtype = torch.float32,
     flatten: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Iterate over a split in order, for evaluation: all samples, the last chunk smaller, nothing random.
-
-    The options are those of `Batches`.
-
-    Example:
-        >>> split = Split(torch.arange(5).view(5, 1), torch.arange(5))
-        >>> [y.tolist() for x, y in chunks(split, 2)]
-        [[0, 1], [2, 3], [4]]
-    """
+    """Iterate over all samples in order, for evaluation; options as in `Batches`."""
     check_count(size, "size")
     split = split if device is None else split.to(device)
     transform = _Transform(split, normalize=normalize, dtype=dtype, flatten=flatten)

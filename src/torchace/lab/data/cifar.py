@@ -1,4 +1,4 @@
-"""CIFAR-10's binary version: a folder of six batch files, or the official archive of them."""
+"""Binary version of CIFAR-10: six batch files, or the official archive."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from torchace.lab.data.sources import CifarSource
 
 Arrays = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # images (N, 3, 32, 32), labels (N,)
 _PIXELS = 3 * 32 * 32
-_UNPACKED_BYTES = 1 << 28  # read of an archive at most; the official one has 184 million
+_UNPACKED_BYTES = 1 << 28  # limit for an archive; the official one has 184 million
 
 
 def read_folder(folder: Path, source: CifarSource) -> list[Arrays]:
-    """Read the batches in a folder; the test batch is the last."""
+    """Read the batches in a folder, the test batch last."""
 
     def read(name: str) -> bytes:
         path = folder / name
         if not is_present(path):
             raise DataError(
-                f"{path} is missing beside the other batches of {source.title}; put it there, or remove the others to "
-                "have all of them downloaded."
+                f"{path} is missing, but other batches of {source.title} are there; add it, or remove the others to "
+                "download all of them."
             )
         try:
-            return read_bounded(path, _most_bytes(source))
+            return read_bounded(path, _max_bytes(source))
         except OSError as error:
             raise damaged(path, f"cannot be read ({error.strerror or error})") from None
 
@@ -41,26 +41,26 @@ def read_folder(folder: Path, source: CifarSource) -> list[Arrays]:
 
 
 def read_archive(path: Path, source: CifarSource) -> list[Arrays]:
-    """Read the batches of the official .tar.gz; nothing is unpacked to the disk."""
+    """Read the batches of the official .tar.gz in memory."""
     found: dict[str, bytes] = {}
     with open_data(path) as file:
         try:
             stream = gzip.GzipFile(fileobj=file)
             while len(found) < len(source.batches) and stream.tell() < _UNPACKED_BYTES:
-                # One header at a time: tarfile itself would read names and records of any length into memory.
+                # One header at a time: tarfile would read headers of any length into memory.
                 header = stream.read(tarfile.BLOCKSIZE)
-                if header == bytes(tarfile.BLOCKSIZE):  # the end
+                if header == bytes(tarfile.BLOCKSIZE):
                     break
                 member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
                 end = stream.tell() + -(-max(member.size, 0) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
                 name = member.name.rpartition("/")[2]
-                if name in source.batches and member.isreg() and 0 <= member.size <= _most_bytes(source):
+                if name in source.batches and member.isreg() and 0 <= member.size <= _max_bytes(source):
                     found[name] = stream.read(member.size)
                 while stream.tell() < min(end, _UNPACKED_BYTES) and stream.read(min(end - stream.tell(), 1 << 20)):
                     pass
         except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
             reason = str(error) or "its gzip stream has no end"
-            raise damaged(path, f"is not a whole .tar.gz archive ({reason})") from None
+            raise damaged(path, f"is not a complete .tar.gz archive ({reason})") from None
 
     def read(name: str) -> bytes:
         if name not in found:
@@ -76,7 +76,7 @@ def _read_batches(source: CifarSource, read: Callable[[str], bytes], where: Path
         data, path = read(name), where / name
         if len(data) != source.count * (_PIXELS + 1):
             raise damaged(path, f"has {len(data)} bytes, but {source.count} images take {source.count * (_PIXELS + 1)}")
-        # for each image a label byte, then its red, green and blue planes
+        # each record: label byte, then red, green and blue planes
         records = np.frombuffer(data, np.uint8).reshape(source.count, _PIXELS + 1)
         labels = np.ascontiguousarray(records[:, 0])
         check_labels(labels, path, len(source.class_names))
@@ -86,5 +86,5 @@ def _read_batches(source: CifarSource, read: Callable[[str], bytes], where: Path
     return batches
 
 
-def _most_bytes(source: CifarSource) -> int:
+def _max_bytes(source: CifarSource) -> int:
     return 2 * source.count * (_PIXELS + 1)

@@ -1,4 +1,4 @@
-"""Columns of a table by name, with errors for values that do not belong there."""
+"""Columns of a table by name, with checks of their values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_columns(frame: DataFrame) -> DataFrame:
-    """Return a table whose column names are unique strings, or raise an error."""
+    """Return the table with unique strings as column names, or raise an error."""
     pd = pandas()
     if not isinstance(frame, pd.DataFrame):
         raise TypeError(
@@ -34,7 +34,7 @@ def check_columns(frame: DataFrame) -> DataFrame:
 
 
 def check_names(names: list[str], path: Path) -> None:
-    """Check the column names of a file: some, not too many, no duplicates."""
+    """Raise an error if a file has no columns, too many, or duplicate names."""
     if len(names) > TABLE_COLUMNS:
         raise DataError(f"{path} has {len(names):,} columns, but a table may have {TABLE_COLUMNS:,}; leave some out.")
     if not names:
@@ -48,7 +48,7 @@ def get_column(frame: DataFrame, name: str, role: str) -> Series:
     if name not in frame.columns:
         raise DataError(
             f"The table has no column {quote(name)}{suggestion(name, frame.columns)}, which is {role}; add it, or "
-            f"rename the column that is meant{header_hint(frame.columns)}."
+            f"rename the intended column{header_hint(frame.columns)}."
         )
     return frame[name]
 
@@ -68,12 +68,12 @@ def target_numbers(column: Series) -> NDArray[np.float64]:
 
 
 def check_features(column: Series, values: NDArray[np.float64], invalid: NDArray[np.bool_]) -> None:
-    """Raise an error unless all cells that `numbers` parsed are finite numbers or missing."""
+    """Raise an error unless all cells are finite numbers or missing."""
     _check_numbers(column, values, invalid, "correct it, or leave it empty")
 
 
 def check_targets(column: Series, values: NDArray[np.float64], invalid: NDArray[np.bool_]) -> None:
-    """Raise an error unless all cells that `numbers` parsed are finite numbers."""
+    """Raise an error unless all cells are finite numbers."""
     _check_present(column, np.isnan(values) & ~invalid)
     _check_numbers(column, values, invalid, "correct it, or train for classification")
 
@@ -86,7 +86,7 @@ def target_texts(column: Series) -> Any:
 
 
 def header_hint(names: Iterable[str]) -> str:
-    """Hint that a file lacks its header, if at least half of the column names are numbers."""
+    """Hint at a missing header if at least half of the column names are numbers."""
     found, invalid = numbers(pandas().Series(list(names), dtype=object))
     return " (the first row of a file must hold the names)" if len(found) and invalid.mean() <= 0.5 else ""
 

@@ -1,9 +1,7 @@
-"""CSV files, some rows at a time, every cell a text.
+"""CSV files in chunks of rows, every cell a text.
 
-pyarrow parses the cells. Before that, each block of the file is checked for what pyarrow accepts silently (text behind
-a closing quotation mark, a quotation mark that is never closed), and spaces that belong to the layout are removed:
-those after a delimiter and those behind a closing quotation mark, so that `a, "b, c" ,d` has three cells. A space that
-is part of a text stands in quotation marks, `a," b"`.
+pyarrow parses the cells. Before that, each block is checked for errors that pyarrow accepts (text after a closing
+quote, an unclosed quote), and spaces outside quotes next to a delimiter are removed: `a, "b, c" ,d` has three cells.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
 _BLOCK_BYTES = 1 << 20
-_LINE_BYTES = 1 << 24  # a file without line breaks is not read into memory whole
+_LINE_BYTES = 1 << 24  # bounds memory for a file without line breaks
 _SAMPLE_ROWS = 20
 _DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab"}
 
@@ -56,11 +54,9 @@ def csv_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
             if pending is not None and len(pending):
                 yield pending.to_pandas()
     except csv.Error as error:
-        raise DataError(f"{path} is not a CSV file that can be read ({error}); write it anew.") from None
-    except (OSError, EOFError, zlib.error) as error:  # gzip's own errors are among them
-        raise DataError(
-            f"{path} cannot be read to its end ({error_reason(error)}); copy it again or write it anew."
-        ) from None
+        raise DataError(f"{path} is not a readable CSV file ({error}); save it again.") from None
+    except (OSError, EOFError, zlib.error) as error:  # includes gzip's errors
+        raise DataError(f"{path} cannot be read to its end ({error_reason(error)}); copy or save it again.") from None
 
 
 @contextlib.contextmanager
@@ -70,7 +66,7 @@ def _open(path: Path) -> Iterator[io.BufferedReader]:
         try:
             check_gzip(path)
         except OSError as error:
-            raise DataError(f"{path} is refused ({error_reason(error)}); unpack it if it is what you expect.") from None
+            raise DataError(f"{path} is refused ({error_reason(error)}); unpack it if you trust it.") from None
     with open_regular(path) as file:
         content: Any = gzip.GzipFile(fileobj=file) if is_packed else file
         with io.BufferedReader(content, _BLOCK_BYTES) as stream:
@@ -78,15 +74,15 @@ def _open(path: Path) -> Iterator[io.BufferedReader]:
 
 
 def _find_delimiter(sample: bytes) -> str:
-    """Delimiter that gives the first rows most columns, all of them as many; failing that, the header's."""
-    if len(sample) >= io.DEFAULT_BUFFER_SIZE:  # the last row may be cut
+    """Delimiter that gives the first rows the most columns, equally many each; else the header's most frequent."""
+    if len(sample) >= io.DEFAULT_BUFFER_SIZE:  # the last row may be incomplete
         sample = sample[: sample.rfind(b"\n") + 1] or sample
     text = sample.decode("utf-8-sig", errors="replace")
     best, most = ",", 1
     for delimiter in _DELIMITERS:
         with contextlib.suppress(csv.Error):
             reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True)
-            widths = {len(row) for row in itertools.islice(_not_blank(reader), _SAMPLE_ROWS)}
+            widths = {len(row) for row in itertools.islice(_skip_blank(reader), _SAMPLE_ROWS)}
             if len(widths) == 1 and max(widths) > most:
                 best, most = delimiter, max(widths)
     if most > 1:
@@ -95,12 +91,12 @@ def _find_delimiter(sample: bytes) -> str:
     return max(_DELIMITERS, key=re.sub(r'"[^"]*"', "", header).count)
 
 
-def _not_blank(rows: Iterable[list[str]]) -> Iterator[list[str]]:
+def _skip_blank(rows: Iterable[list[str]]) -> Iterator[list[str]]:
     return (row for row in rows if len(row) > 1 or (row and row[0].strip()))
 
 
 def _complete_rows(stream: io.BufferedReader, delimiter: str, path: Path) -> Iterator[bytes]:
-    """Read blocks that end with a row, check them, and remove the spaces of the layout."""
+    """Read blocks of complete rows, check them, and remove spaces around delimiters."""
     mark, space = re.escape(delimiter), " " if delimiter == "\t" else r"[ \t]"
     quoted = rf'(\A|[{mark}\r\n]) *+"([^"]*+(?:""[^"]*+)*+)("?){space}*+(?=([{mark}\r\n]|\Z)?)'
     quoted_cells = re.compile(quoted.encode())
@@ -109,7 +105,7 @@ def _complete_rows(stream: io.BufferedReader, delimiter: str, path: Path) -> Ite
     while rest or block:
         following = stream.read(_BLOCK_BYTES)
         data = rest + block
-        # \r and \n that end one line must stay together
+        # keep \r\n together
         end = 1 + max(data.rfind(b"\n"), data.rfind(b"\r", 0, len(data) - 1)) if following else len(data)
         try:
             data[:end].decode()
@@ -132,7 +128,7 @@ def _count_lines(data: bytes) -> int:
 
 
 def _check_quotes(data: bytes, quoted_cells: re.Pattern[bytes], path: Path, line: int, *, is_last: bool) -> int:
-    """Check cells in quotation marks; return where the first row begins that goes on in the next block."""
+    """Check quoted cells; return the start of the first row that continues in the next block."""
     row_start = last = 0
     limit = csv.field_size_limit()
     for match in quoted_cells.finditer(data) if b'"' in data else ():
@@ -149,18 +145,18 @@ def _check_quotes(data: bytes, quoted_cells: re.Pattern[bytes], path: Path, line
             )
         if closing:
             raise DataError(
-                f"{path} has something behind a closing quotation mark in line {wrong}; take it out, and write a "
-                "quotation mark that belongs to a value twice."
+                f"{path} has text after a closing quotation mark in line {wrong}; remove it, and write a "
+                "quotation mark inside a value twice."
             )
         if is_last:
-            raise DataError(f"{path} has a quotation mark that is never closed; close it, or take it out.")
+            raise DataError(f"{path} has a quotation mark that is never closed; close it, or remove it.")
         return row_start
     return len(data)
 
 
 def _read_header(lines: io.StringIO, delimiter: str, path: Path) -> list[str]:
-    """Read the column names in the first row that is not blank."""
-    names = [name.strip() for name in next(_not_blank(csv.reader(lines, delimiter=delimiter)), [])]
+    """Read column names from the first row that is not blank."""
+    names = [name.strip() for name in next(_skip_blank(csv.reader(lines, delimiter=delimiter)), [])]
     if not any(names):
         raise DataError(f"{path} is empty; give a file with column names in its first row and data below.")
     if "" in names:
@@ -178,7 +174,7 @@ def _read_header(lines: io.StringIO, delimiter: str, path: Path) -> list[str]:
 
 
 def _is_data(names: list[str]) -> bool:
-    """Whether a first row is data: only numbers, other than whole numbers that may be names of columns."""
+    """Whether a first row is data: only numbers, unless they are distinct whole numbers, which may be names."""
     try:
         [float(name) for name in names]
     except ValueError:
@@ -187,7 +183,7 @@ def _is_data(names: list[str]) -> bool:
 
 
 def _parse(block: bytes, names: list[str], delimiter: str) -> tuple[Any, Any]:
-    """Parse complete rows: an Arrow table of the rows before the first of another width, and that row if any."""
+    """Parse complete rows into an Arrow table that ends before the first row of wrong width; return both."""
     pa, pa_csv = arrow(), arrow("pyarrow.csv")
     schema = pa.schema([(name, pa.large_string()) for name in names])
     if not block:

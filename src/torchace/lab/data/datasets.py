@@ -1,4 +1,4 @@
-"""The data sets by name: digits, mnist, fashion_mnist, cifar10."""
+"""Image data sets by name: digits, mnist, fashion_mnist, cifar10."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ class Normalization(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A data set in memory.
+    """Data set in memory.
 
-    `mean` and `std` are those of the official training part, for each channel, in the units of `x` (0 to `max_value`).
-    They stay the same after `validation_split` and `limit`, so that runs with and without them compare.
+    `mean` and `std` are those of the full official training part, in the units of `x` (0 to `max_value`).
     """
 
     name: str
@@ -53,39 +52,22 @@ class Dataset:
 
     @property
     def num_classes(self) -> int:
+        """Number of classes."""
         return len(self.class_names)
 
     def normalization(self, kind: str = "standard") -> Normalization:
-        """Return mean and standard deviation for the argument `normalize` of `Batches` and `chunks`.
-
-        Args:
-            kind: "standard" gives every channel of the training part mean 0 and variance 1; "unit" scales to [0, 1].
-
-        Example:
-            >>> load("digits").normalization("unit")
-            Normalization(mean=(0.0,), std=(16.0,))
-        """
+        """Argument `normalize` of `Batches`: "standard" for mean 0 and variance 1, "unit" for [0, 1]."""
         check_choice(kind, "kind", ("standard", "unit"))
         if kind == "unit":
             return Normalization((0.0,), (float(self.max_value),))
         return Normalization(self.mean, self.std)
 
     def validation_split(self, size: int | float, *, seed: int = 0) -> tuple[Split, Split]:
-        """Hold out part of the training samples, every class in proportion: `(train, validation)`.
-
-        Args:
-            size: Number of validation samples (int) or fraction (float).
-            seed: Seed of the draw.
-
-        Example:
-            >>> train, validation = load("digits").validation_split(297, seed=0)
-            >>> len(train), len(validation)
-            (1000, 297)
-        """
+        """Stratified split into `(train, validation)`; `size` is a count (int) or a fraction (float)."""
         return stratified_split(self.train, size, seed=seed)
 
     def limit(self, count: int, *, seed: int | None = None) -> Dataset:
-        """Keep the first `count` training samples, or with a seed, `count` drawn with every class in proportion."""
+        """Keep the first `count` training samples, or with a seed, a stratified random subset."""
         check_count(count, "count")
         if count > len(self.train):
             raise ValueError(f"Expected `count` of at most {len(self.train)} training samples, but got {count}.")
@@ -101,31 +83,15 @@ def load(
     download: bool = True,
     progress: bool = True,
 ) -> Dataset:
-    """Load a data set by name.
+    """Load a data set by name; `directory` replaces `$TORCHACE_DATA`.
 
-    `digits` comes with scikit-learn: 1,797 images of 8 x 8, of which the same 500 are always the test part, every class
-    in proportion. The others are read from their original files in `$TORCHACE_DATA` (`mnist/`, torchvision's
-    `MNIST/raw/` and similar folders, or the folder itself), then in the user's cache, and are otherwise downloaded with
-    a known hash. A damaged file is an error.
-
-    Args:
-        name: "digits", "mnist", "fashion_mnist" or "cifar10" (binary version).
-        directory: Folder to search instead of `$TORCHACE_DATA`.
-        download: Whether missing files may be downloaded.
-        progress: Whether a download shows a progress bar.
-
-    Raises:
-        DataError: A file is missing or damaged.
-
-    Example:
-        >>> digits = load("digits")
-        >>> digits.train.x.shape, len(digits.test), digits.num_classes, digits.image_shape
-        (torch.Size([1297, 1, 8, 8]), 500, 10, (1, 8, 8))
+    Files are searched in `$TORCHACE_DATA` (also in torchvision's folders), then in the user's cache, else downloaded
+    with a known hash. `digits` comes with scikit-learn; a fixed, stratified set of 500 images is its test part.
     """
     if name not in NAMES:
         close = difflib.get_close_matches(str(name).lower().replace("-", "_"), NAMES, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise DataError(f"Expected a data set out of {', '.join(NAMES)}, but got {name!r}.{hint}")
+        raise DataError(f"Expected one of the data sets {', '.join(NAMES)}, but got {name!r}.{hint}")
     if name == "digits":
         return _digits()
     source = SOURCES[name]
@@ -146,7 +112,7 @@ def _digits() -> Dataset:
 
 
 def _idx_parts(source: IdxSource, path: list[Path], may_download: bool, progress: bool) -> list[Split]:
-    # All four are located first: a missing file is known before anything is read.
+    # locate all four first: report a missing file before reading any
     located = {}
     for file in (*source.train, *source.test):
         names = (f"{file.name}.gz", file.name, file.name.replace("-idx", ".idx"))
@@ -164,7 +130,7 @@ def _idx_array(source: IdxSource, file: IdxFile, path: Path) -> NDArray[np.uint8
     if array.ndim == 1:
         check_labels(array, path, len(source.class_names))
     digest = hashlib.sha256(array.data).hexdigest()
-    # MNIST's and Fashion-MNIST's files have the same names
+    # MNIST and Fashion-MNIST use the same file names
     for other in (o for o in SOURCES.values() if isinstance(o, IdxSource) and o.name != source.name):
         if digest in {known.content for known in (*other.train, *other.test)}:
             raise damaged(path, f"belongs to {other.title}, not to {source.title}")
@@ -185,8 +151,8 @@ def _cifar_parts(source: CifarSource, path: list[Path], may_download: bool, prog
         python_names = ["cifar-10-batches-py", "cifar-10-python.tar.gz", *(Path(name).stem for name in source.batches)]
         if (found := find(path, python_names)) is not None:
             raise DataError(
-                f"{found} is the Python version of {source.title}, which is a pickle and never loaded; use the binary "
-                f"version ({source.archive}), or remove this one to have it downloaded."
+                f"{found} is the Python version of {source.title}, a pickle, which is never loaded; use the binary "
+                f"version ({source.archive}), or remove this one to download it."
             )
         archive = _download(source, source.archive, source.sha256, path, may_download, progress)
         batches = read_archive(archive, source)
@@ -221,6 +187,6 @@ def _channel_statistics(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]
         squares += (wide * wide).sum((0, 2, 3))
     count = x.numel() // x.shape[1]
     mean = [int(value) / count for value in total]
-    # count · Σx² - (Σx)² is a whole number: no digits cancel
+    # count · Σx² - (Σx)² is an exact integer: no cancellation
     spread = [count * int(second) - int(first) ** 2 for first, second in zip(total, squares, strict=True)]
     return tuple(mean), tuple(value**0.5 / count if value else 1.0 for value in spread)

@@ -1,4 +1,4 @@
-"""Summary of a table's columns for reports: kinds, missing values, statistics, frequent categories."""
+"""Summary of a table's columns for reports."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ from torchace.lab.schema.results import LARGEST, TableSummary
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
 
-MAX_CATEGORIES = 8  # the most frequent ones
+MAX_CATEGORIES = 8  # most frequent first
 
 
 def describe_table(schema: Schema, frame: DataFrame) -> dict[str, Any]:
-    """Summarise the target, all columns of a table and the notes of its schema: a `TableSummary` as JSON values.
-
-    Args:
-        schema: The schema of the table.
-        frame: The rows to summarise: the training part.
+    """Summarise the target, the columns and the notes of a training table: a `TableSummary` as JSON values.
 
     Example:
         >>> import pandas as pd
@@ -50,8 +46,8 @@ def _describe_column(column: Series, kind: str | None) -> dict[str, Any]:
         present = values[~np.isnan(values)]
         mean, std = mean_and_std(present)
         measures = {"mean": mean, "std": std, "min": present.min(initial=np.inf), "max": present.max(initial=-np.inf)}
-        found = {what: float(m) if len(present) and abs(m) < LARGEST else None for what, m in measures.items()}
-        return {"kind": kind, "missing": len(values) - len(present), **found}
+        statistics = {name: float(m) if len(present) and abs(m) < LARGEST else None for name, m in measures.items()}
+        return {"kind": kind, "missing": len(values) - len(present), **statistics}
     cells = [cell for cell in texts(column).to_pylist() if cell is not None]
     counts = sorted(Counter(cells).items(), key=lambda item: (-item[1], item[0]))
     return {

@@ -1,13 +1,8 @@
-"""Encoding of a table's rows as numbers, learnt from the training part.
+"""Encoding of table rows as numbers, learnt from the training part.
 
-The raw matrix of `Encoding.matrix` has one column for each column of the schema, in its order, of float64:
-
-- a number: the number, NaN where it is missing;
-- a category: its code. The known categories are 0, 1, ..., in the order of `CategoryColumn.categories`; then comes the
-  code of all others, if training had rare ones, and then that of missing values, if training had any. A value without a
-  code is -1.
-
-Scaling and one-hot encoding are left to `torchace.models.TableEncoder`, which is saved with the model.
+`Encoding.matrix` has one float64 column for each column of the schema: numbers with NaN for missing values, or category
+codes. Codes are 0, 1, … for known categories, then "other" and "missing" if training had them, and -1 for other
+values. Scaling and one-hot encoding are left to `torchace.models.TableEncoder`.
 """
 
 from __future__ import annotations
@@ -40,9 +35,9 @@ class NumberColumn:
 
     __pydantic_config__ = STRICT
     name: str
-    mean: Finite  # of the values present; it replaces missing ones
-    std: Annotated[Finite, Field(ge=0)]  # of the population; 0 for a constant column, which is not used
-    missing: bool  # whether some were missing: then this is a feature of its own
+    mean: Finite  # replaces missing values
+    std: Annotated[Finite, Field(ge=0)]  # 0: constant, not used
+    missing: bool  # adds an indicator of missing values
 
 
 @dataclass(frozen=True)
@@ -52,12 +47,12 @@ class CategoryColumn:
     __pydantic_config__ = STRICT
     name: str
     categories: tuple[str, ...]  # sorted
-    other: bool  # whether there were rarer ones, which share a code with all unseen ones
-    missing: bool  # whether some were missing: then this is a code of its own
+    other: bool  # one code for rare and unseen categories
+    missing: bool  # one code for missing values
 
     @property
     def codes(self) -> list[str]:
-        """Meaning of each code."""
+        """Name of each code."""
         return [*self.categories, *["(other)"] * self.other, *["(missing)"] * self.missing]
 
 
@@ -72,7 +67,7 @@ class TargetScale:
 
 @dataclass(frozen=True)
 class Encoding:
-    """A table's schema, the statistics of its columns in the same order, and for regression those of its target."""
+    """Schema of a table, statistics of its columns in the same order, and of a regression target."""
 
     __pydantic_config__ = STRICT
     schema: Schema
@@ -81,20 +76,7 @@ class Encoding:
     version: Literal[1] = field(default=1, repr=False)
 
     def matrix(self, frame: DataFrame) -> Tensor:
-        """Encode the rows of a table as the raw matrix, `(N, F)` of float64; columns outside the schema are ignored.
-
-        Raises:
-            DataError: A column is missing, or a column of numbers holds something else.
-
-        Example:
-            >>> import pandas as pd
-            >>> from torchace.lab.data.table_schema import infer_schema
-            >>> frame = pd.DataFrame({"age": [3, 4] * 6, "fur": ["long", "short"] * 6, "pet": ["cat", "dog"] * 6})
-            >>> encoding = learn_encoding(infer_schema(frame, "pet"), frame)
-            >>> encoding.matrix(pd.DataFrame({"fur": ["short", "none at all"], "age": ["5.5", ""]}))
-            tensor([[ 5.5000,  1.0000],
-                    [    nan, -1.0000]], dtype=torch.float64)
-        """
+        """Encode rows as the raw matrix, `(N, F)` of float64; columns outside the schema are ignored."""
         frame = check_columns(frame)
         raw = np.empty((len(frame), len(self.columns)))
         for place, column in enumerate(self.columns):
@@ -103,7 +85,7 @@ class Encoding:
         return torch.from_numpy(raw)
 
     def targets(self, frame: DataFrame) -> Tensor:
-        """Return the target of every row, `(N,)`; see `Schema.targets`."""
+        """Target of every row, `(N,)`; see `Schema.targets`."""
         return self.schema.targets(frame)
 
     @property
@@ -120,14 +102,14 @@ class Encoding:
 
     @property
     def num_features(self) -> int:
-        """Number of features that the encoder makes of a row, D."""
+        """Number of encoded features, D."""
         return len(self.feature_names)
 
     def encoder_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `TableEncoder.from_values`."""
-        found = list(enumerate(self.columns))
-        numbers = [(place, column) for place, column in found if isinstance(column, NumberColumn)]
-        categories = [(place, column) for place, column in found if isinstance(column, CategoryColumn)]
+        """Arguments of `TableEncoder.from_values`."""
+        indexed = list(enumerate(self.columns))
+        numbers = [(place, column) for place, column in indexed if isinstance(column, NumberColumn)]
+        categories = [(place, column) for place, column in indexed if isinstance(column, CategoryColumn)]
         varying = [(place, column) for place, column in numbers if column.std > 0]
         codes = [(place, code) for place, column in categories if _is_used(column) for code in range(len(column.codes))]
         return {
@@ -146,18 +128,18 @@ class Encoding:
 
     @classmethod
     def from_json(cls, content: object) -> Encoding:
-        """Restore an encoding from `to_json`; anything else is a `DataError`."""
+        """Restore an encoding from `to_json`; raise `DataError` for other content."""
         encoding: Encoding = parse_stored(Encoding, content, "encoding")
         encoding.schema.check()
         kinds = [(c.name, "number" if isinstance(c, NumberColumn) else "category") for c in encoding.columns]
         if kinds != [(column.name, column.kind) for column in encoding.schema.columns]:
             raise damaged_json("encoding", "columns: expected those of the schema")
         if any(isinstance(c, CategoryColumn) and first_duplicate(c.categories) is not None for c in encoding.columns):
-            raise damaged_json("encoding", "categories: expected different ones")
+            raise damaged_json("encoding", "categories: expected unique ones")
         if (encoding.target is None) == (encoding.schema.target.task == "regression"):
-            raise damaged_json("encoding", "target: expected mean and std for regression alone")
+            raise damaged_json("encoding", "target: expected mean and std for regression only")
         if not encoding.num_features:
-            raise damaged_json("encoding", "columns: expected one that varies")
+            raise damaged_json("encoding", "columns: expected at least one that varies")
         return encoding
 
 
@@ -168,26 +150,9 @@ def learn_encoding(
     sample_weight: Tensor | Sequence[float] | NDArray[np.float64] | None = None,
     max_categories: int = 50,
 ) -> Encoding:
-    """Learn the encoding of a table from the rows of its training part.
+    """Learn the encoding of a table from its training part.
 
-    Args:
-        schema: The schema of the table.
-        frame: The rows of the training part, and no others.
-        sample_weight: Weight of each row, `(N,)`; a row of weight 2 counts as two, one of weight 0 is ignored.
-        max_categories: Largest number of categories of a column; the rarest beyond that share one code.
-
-    Raises:
-        DataError: A value does not belong to its column, or no column varies in the training part.
-
-    Example:
-        >>> import pandas as pd
-        >>> from torchace.lab.data.table_schema import infer_schema
-        >>> frame = pd.DataFrame({"age": [3, 5] * 6, "fur": ["long", "short"] * 6, "pet": ["cat", "dog"] * 6})
-        >>> encoding = learn_encoding(infer_schema(frame, "pet"), frame)
-        >>> encoding.columns[0]
-        NumberColumn(name='age', mean=4.0, std=1.0, missing=False)
-        >>> encoding.feature_names
-        ['age', 'fur = long', 'fur = short']
+    `sample_weight` is `(N,)`; rows of weight 0 are ignored. Rare categories beyond `max_categories` share a code.
     """
     check_count(max_categories, "max_categories")
     frame = check_columns(frame)
@@ -219,19 +184,7 @@ def learn_encoding(
 
 
 def mean_and_std(values: NDArray[np.float64], weights: NDArray[np.float64] | None = None) -> tuple[float, float]:
-    """Mean and standard deviation (of the population) of numbers `(N,)` of any magnitude, NaN ignored.
-
-    Args:
-        values: The numbers.
-        weights: Weight of each, `(N,)`.
-
-    Returns:
-        Both; 0 and 0 for no numbers, and exactly 0 for the deviation of equal numbers.
-
-    Example:
-        >>> mean_and_std(np.array([1e300, 3e300, np.nan]))
-        (2e+300, 1e+300)
-    """
+    """Weighted mean and population standard deviation of numbers of any magnitude; NaN ignored, 0 if none."""
     present = ~np.isnan(values) if weights is None else ~np.isnan(values) & (weights > 0)
     values = values[present]
     if not len(values):
@@ -240,13 +193,13 @@ def mean_and_std(values: NDArray[np.float64], weights: NDArray[np.float64] | Non
         return float(values[0]), 0.0
     share = np.ones(len(values)) if weights is None else weights[present] / weights[present].max()
     share = share / share.sum()
-    # Scaling by a power of two is exact; squares of 1e200 and of 1e-200 then stay within float64.
+    # Scaling by a power of two is exact, and squares of 1e200 or 1e-200 stay within float64.
     exponent = int(np.frexp(np.abs(values).max())[1])
     scaled = np.ldexp(values, -exponent)
     mean = (share * scaled).sum()
-    mean += (share * (scaled - mean)).sum()  # corrects rounding, e.g. for numbers of 1e9 that differ by 1
+    mean += (share * (scaled - mean)).sum()  # corrects rounding
     off = scaled - mean
-    std = math.sqrt(max(0.0, (share * off**2).sum() - (share * off).sum() ** 2))  # where the mean is between two floats
+    std = math.sqrt(max(0.0, (share * off**2).sum() - (share * off).sum() ** 2))  # the mean was rounded
     return float(np.ldexp(mean, exponent)), float(np.ldexp(std, exponent))
 
 
@@ -273,12 +226,12 @@ def _is_used(column: CategoryColumn) -> bool:
 
 
 def _codes(cells: Series, column: CategoryColumn) -> NDArray[np.int64]:
-    """Codes of a column's categories, `(N,)`, -1 for values without one."""
-    found = texts(cells)
-    codes = positions(found, column.categories)
+    """Category codes, `(N,)`; -1 for values without a code."""
+    values = texts(cells)
+    codes = positions(values, column.categories)
     codes[codes < 0] = len(column.categories) if column.other else -1
     if column.missing:
-        codes[np.asarray(found.is_null())] = len(column.codes) - 1
+        codes[np.asarray(values.is_null())] = len(column.codes) - 1
     return codes
 
 

@@ -1,4 +1,4 @@
-"""Errors of data, and packages of the extra `tool` imported at their first use."""
+"""Errors of data, and imports of the extra `tool` at first use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 
 class DataError(ValueError):
-    """Data that cannot be read or used: one sentence on what is wrong and what to do."""
+    """Data that cannot be read or used; the message is one sentence with the reason and the remedy."""
 
     def __init__(self, message: str) -> None:
         # a file name may hold a line break
@@ -20,8 +20,8 @@ class DataError(ValueError):
 
 
 def damaged(path: Path | str, reason: str) -> DataError:
-    """Error for a file of a data set that is not the official one."""
-    return DataError(f"{path} {reason}; replace it with the original file, or delete it to have it downloaded again.")
+    """Error for a data set file that is not the official one."""
+    return DataError(f"{path} {reason}; replace it with the original file, or delete it to download it again.")
 
 
 def check_labels(labels: NDArray[Any], path: Path | str, num_classes: int) -> None:
@@ -45,5 +45,5 @@ def pandas() -> Any:
 
 
 def arrow(module: str = "pyarrow") -> Any:
-    """Import pyarrow, or one of its modules by its full name."""
+    """Import pyarrow, or one of its modules by full name."""
     return require_extra(module, "pyarrow", "A table")

@@ -1,4 +1,4 @@
-"""Finding a data file in `$TORCHACE_DATA`, in the user's cache, or on the network."""
+"""Search for data files in `$TORCHACE_DATA` and in the user's cache; download."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ ENVIRONMENT = "TORCHACE_DATA"
 
 
 def cache_dir() -> Path:
-    """Folder of downloads: `$XDG_CACHE_HOME/torchace`, else `~/.cache/torchace`."""
+    """Download folder: `$XDG_CACHE_HOME/torchace`, else `~/.cache/torchace`."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "torchace"
 
 
 def search_path(name: str, folders: Sequence[str], directory: str | os.PathLike[str] | None = None) -> list[Path]:
-    """Folders in which the files of a data set are looked for, in order.
+    """Folders to search for a data set: below `directory` or `$TORCHACE_DATA`, then the user's cache.
 
-    They are below `directory`, else below `$TORCHACE_DATA` if it is set; last comes the user's cache. A missing folder
-    is an error, so that a misspelt name does not start a download.
+    A missing root folder is an error: a misspelt name must not start a download.
     """
     given = os.fspath(directory) if directory is not None else os.environ.get(ENVIRONMENT, "")
     if not given:
@@ -44,12 +43,12 @@ def is_present(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        raise DataError(f"{path} cannot be looked at ({error.strerror}); check the folder's permissions.") from None
+        raise DataError(f"{path} cannot be accessed ({error.strerror}); check the folder's permissions.") from None
     return True
 
 
 def find(path: Sequence[Path], names: Sequence[str]) -> Path | None:
-    """First of several names in the first of several folders that has one."""
+    """First existing file among `names` in the first folder that has one."""
     return next((folder / name for folder in path for name in names if is_present(folder / name)), None)
 
 
@@ -63,7 +62,7 @@ def not_found(title: str, name: str, path: Sequence[Path]) -> DataError:
 
 @contextmanager
 def open_data(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file for reading; errors of the system become a `DataError`."""
+    """Open a regular file for reading; raise system errors as `DataError`."""
     try:
         with open_regular(path) as file:
             yield file
@@ -72,10 +71,7 @@ def open_data(path: Path) -> Iterator[BinaryIO]:
 
 
 def download(title: str, name: str, *, urls: Sequence[str], sha256: str, folder: Path, progress: bool = True) -> Path:
-    """Download a file with a known hash into a folder, from the first address that has it.
-
-    The file appears under its name only when it is complete and its hash is right.
-    """
+    """Download a file from the first working address; it appears only complete and with the right hash."""
     pooch = require_extra("pooch", "pooch", f"Downloading {title}")
     failures = []
     log = pooch.get_logger()
@@ -86,7 +82,7 @@ def download(title: str, name: str, *, urls: Sequence[str], sha256: str, folder:
         try:
             downloader = pooch.HTTPDownloader(progressbar=bar or False, chunk_size=1 << 16, timeout=30)
             return Path(pooch.retrieve(url + name, f"sha256:{sha256}", fname=name, path=folder, downloader=downloader))
-        except (OSError, ValueError) as error:  # errors of the network are OSErrors, a wrong hash is a ValueError
+        except (OSError, ValueError) as error:  # network errors are OSErrors, a wrong hash is a ValueError
             failures.append(f"{urlsplit(url).hostname}: {_download_error(error, folder)}")
         finally:
             log.setLevel(level)
@@ -112,7 +108,7 @@ def _download_error(error: Exception, folder: Path) -> str:
 
 
 class _ProgressBar:
-    """Adapter of rich's progress bar to the interface that pooch expects."""
+    """Adapt rich's progress bar to the interface that pooch expects."""
 
     def __init__(self, name: str) -> None:
         console = require_extra("rich.console", "rich", "A progress bar").Console(stderr=True)

@@ -1,4 +1,4 @@
-"""The idx format of MNIST and Fashion-MNIST: a magic number, the dimensions, then the bytes."""
+"""The idx format of MNIST and Fashion-MNIST: magic number, dimensions, bytes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,7 @@ from torchace.lab.data.files import open_data
 
 
 def read_idx(path: Path, *, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Read the array of an idx file of unsigned bytes, gzipped or not (by its first bytes, not its name).
-
-    Args:
-        path: The file.
-        shape: The shape that the array must have.
-
-    Raises:
-        DataError: The file cannot be read, is truncated, is too long, or is something else.
-    """
+    """Read an idx file of unsigned bytes with the expected shape; gzip is detected by its first bytes."""
     with open_data(path) as file:
         is_packed = file.read(2) == b"\x1f\x8b"
         file.seek(0)
@@ -36,15 +28,15 @@ def read_idx(path: Path, *, shape: tuple[int, ...]) -> NDArray[np.uint8]:
                 check_gzip(path)
             header = stream.read(4 + 4 * len(shape))
             _check_header(header, path, shape)
-            # one byte more than expected, to find trailing bytes and to compare gzip's checksum at the end
+            # one extra byte: finds trailing bytes and triggers gzip's checksum
             data = stream.read(math.prod(shape) + 1)
         except EOFError:
-            raise damaged(path, "is cut short: its gzip stream has no end") from None
+            raise damaged(path, "is truncated: its gzip stream has no end") from None
         except (gzip.BadGzipFile, zlib.error) as error:
-            raise damaged(path, f"is not a whole gzip file ({error})") from None
+            raise damaged(path, f"is not a complete gzip file ({error})") from None
     if len(data) != math.prod(shape):
         amount = f"only {len(data)}" if len(data) < math.prod(shape) else "more"
-        raise damaged(path, f"holds {amount} bytes of data where its header promises {math.prod(shape)}")
+        raise damaged(path, f"holds {amount} bytes of data but its header says {math.prod(shape)}")
     return np.frombuffer(data, np.uint8).reshape(shape)
 
 
@@ -58,10 +50,10 @@ def _check_header(header: bytes, path: Path, shape: tuple[int, ...]) -> None:
     if header[2] != 0x08:
         raise damaged(path, f"holds idx type 0x{header[2]:02x}, not unsigned bytes (0x08)")
     if header[3] != len(shape):
-        hint = " (labels in the place of images, or the other way round?)" if {header[3], len(shape)} == {1, 3} else ""
+        hint = " (images and labels swapped?)" if {header[3], len(shape)} == {1, 3} else ""
         raise damaged(path, f"holds an array of {header[3]} dimensions, not {len(shape)}{hint}")
     if len(header) < 4 + 4 * len(shape):
-        raise damaged(path, "is cut short within its header")
+        raise damaged(path, "is truncated within its header")
     found = struct.unpack(f">{len(shape)}I", header[4:])
     if found != shape:
         raise damaged(path, f"holds an array of {' x '.join(map(str, found))}, not {' x '.join(map(str, shape))}")

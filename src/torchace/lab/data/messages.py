@@ -1,4 +1,4 @@
-"""Parts of error messages about tables: row numbers, quoted values, suggestions."""
+"""Parts of error messages about tables."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 
 def row_number(table: DataFrame | Series, place: int) -> int:
-    """Number of a row counted from 1, across all chunks of a file.
+    """Number of a row counted from 1.
 
-    Tables of `read_table` and `iterate_table` have a RangeIndex of the file's rows; rows of other tables are counted
-    from the table's start.
+    A RangeIndex continues across chunks of a file; rows of other tables are counted from the table's start.
     """
     return int(table.index[place] if isinstance(table.index, pandas().RangeIndex) else place) + 1
 
@@ -28,25 +27,25 @@ def quote(value: object, limit: int = 60) -> str:
 
 
 def quote_all(values: Iterable[object], limit: int = 10) -> str:
-    """Quote the first few of many values."""
+    """Quote the first `limit` values."""
     quoted = [quote(value, 40) for value in values]
     more = len(quoted) - limit
     return ", ".join(quoted) if more <= 0 else f"{', '.join(quoted[:limit])} and {more} more"
 
 
 def first_duplicate(names: Iterable[str]) -> str | None:
-    """First name that occurs a second time, or None."""
+    """First repeated name, or None."""
     seen: set[str] = set()
     return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
-    """ " (did you mean 'age'?)", or nothing."""
+    """Hint such as ` (did you mean 'age'?)`, or an empty string."""
     by_form = {known.strip().lower(): known for known in names}
     close = difflib.get_close_matches(name.strip().lower(), by_form, n=1)
     return f" (did you mean {quote(by_form[close[0]])}?)" if close else ""
 
 
 def more_rows(count: int, before: str = " and ", after: str = "") -> str:
-    """ " and 3 more rows", or nothing."""
+    """Count such as ` and 3 more rows`, or an empty string."""
     return "" if count <= 0 else f"{before}{count} more {'row' if count == 1 else 'rows'}{after}"

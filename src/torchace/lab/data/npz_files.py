@@ -1,4 +1,4 @@
-"""NPZ files as tables, some rows at a time."""
+"""NPZ files as tables, in chunks of rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def npz_chunks(path: Path, rows: int) -> Iterator[dict[str, Any]]:
         ) from None
     except NPZ_ERRORS as error:
         reason = error_reason(error)
-        raise DataError(f"{path} is a damaged NPZ file ({reason}); copy it again or write it anew.") from None
+        raise DataError(f"{path} is a damaged NPZ file ({reason}); copy or save it again.") from None
 
 
 def _check_array(array: NpzArray, first: NpzArray, path: Path) -> None:

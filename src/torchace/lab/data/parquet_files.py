@@ -1,4 +1,4 @@
-"""Parquet files, some rows at a time, with bounds on the memory that compressed columns take."""
+"""Parquet files in chunks of rows, with bounds on unpacked memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchace.lab.data.errors import DataError, arrow, pandas
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
-_CELL_BYTES = 8  # of a number, and of the offset of a text
+_CELL_BYTES = 8  # a number, or the offset of a text
 
 
 def parquet_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
@@ -24,7 +24,7 @@ def parquet_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
     try:
         with parquet.ParquetFile(path) as file:
             compressed = _compressed_texts(file)
-        # Read as dictionaries, so that the bytes these columns take are known before they are unpacked.
+        # read as dictionaries: their size is known before unpacking
         with parquet.ParquetFile(path, read_dictionary=compressed) as file:
             names = [name for name in file.schema_arrow.names if not _is_index(name)]
             check_names(names, path)
@@ -38,7 +38,7 @@ def parquet_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
                 unpacked += sum(_text_bytes(array) for array in batch.columns)
                 check_unpacked(path, size, unpacked)
                 columns = {
-                    name: _plain(array)
+                    name: _to_plain(array)
                     for name, array in zip(batch.schema.names, batch.columns, strict=True)
                     if not _is_index(name)
                 }
@@ -51,11 +51,11 @@ def parquet_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
         ) from None
     except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
         reason = error_reason(error)
-        raise DataError(f"{path} is a damaged Parquet file ({reason}); copy it again or write it anew.") from None
+        raise DataError(f"{path} is a damaged Parquet file ({reason}); copy or save it again.") from None
 
 
 def _pandas_types() -> dict[Any, Any]:
-    """Types with missing values, so that every chunk has the type of the whole column."""
+    """Nullable types, so that every chunk has the type of the whole column."""
     pd, pa = pandas(), arrow()
     text = pd.StringDtype("pyarrow")
     types = {pa.bool_(): pd.BooleanDtype(), pa.string(): text, pa.large_string(): text, pa.string_view(): text}
@@ -70,15 +70,15 @@ def _column_chunks(file: Any) -> Iterator[Any]:
 
 
 def _compressed_texts(file: Any) -> list[str]:
-    """Names of text columns that take little in the file and may take much in memory."""
+    """Names of text columns that may take far more memory than disk."""
     texts = {column.name for column in file.schema_arrow if _is_text(column.type)}
-    found = {
+    compressed = {
         column.path_in_schema
         for column in _column_chunks(file)
         if column.total_uncompressed_size < UNPACKED_BYTES // 4
         or column.total_uncompressed_size > 50 * column.total_compressed_size
     }
-    return sorted(texts & found)
+    return sorted(texts & compressed)
 
 
 def _is_text(kind: Any) -> bool:
@@ -87,7 +87,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _text_bytes(array: Any) -> int:
-    """Bytes of a dictionary's texts once they are unpacked."""
+    """Bytes of a dictionary's texts after unpacking."""
     if not arrow().types.is_dictionary(array.type) or not _is_text(array.type.value_type):
         return 0
     compute = arrow("pyarrow.compute")
@@ -95,12 +95,12 @@ def _text_bytes(array: Any) -> int:
 
 
 def _is_index(name: str) -> bool:
-    """Whether pandas stored a table's index as this column."""
+    """Whether this column is pandas's stored index."""
     return name.startswith("__index_level_")
 
 
-def _plain(array: Any) -> Any:
-    """Unpack dictionaries, and convert decimals to numbers and dates to texts."""
+def _to_plain(array: Any) -> Any:
+    """Unpack dictionaries; convert decimals to numbers and dates to texts."""
     pa = arrow()
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()

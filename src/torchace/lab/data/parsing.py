@@ -1,13 +1,8 @@
-"""Meaning of a table's cells: a number, a text, or missing.
+"""Parsing of table cells as numbers, texts or missing values, the same for every file format and chunk.
 
-The rules hold cell by cell and for every file format, so that a chunk of a file is parsed like the whole file, and a
-CSV file like the same table in Parquet.
-
-- Spaces around a text are ignored.
-- Missing are empty cells, pandas's NaN, NA, NaT and None, and the texts in `MISSING`, in capitals or not.
-- A text is a number if it is written as one with a decimal point: `-1.5e3`, `.5`, `007`; not `1,5`, `1_000` or `0x1F`.
-  `inf` and `infinity` are infinite, as is `1e999`.
-- Truth values are the texts `True` and `False`, not numbers; dates are texts in ISO 8601.
+- Surrounding spaces are ignored. Missing: empty cells, NaN, NA, NaT, None, and `MISSING` in any case.
+- Numbers use a decimal point: `-1.5e3`, `.5`, `007`, but not `1,5`, `1_000` or `0x1F`. `inf` and `1e999` are infinite.
+- Truth values are the texts `True` and `False`; dates are texts in ISO 8601.
 """
 
 from __future__ import annotations
@@ -32,14 +27,14 @@ if TYPE_CHECKING:
 
 MISSING = ("", "na", "n/a", "nan", "null", "none", "<na>", "#n/a")
 
-# For whole columns (RE2) and single cells (re).
+# valid in RE2 (columns) and re (cells)
 _NUMBER = r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _INFINITE = r"[+-]?(?:inf|infinity)"
 _WHOLE = re.compile(r"[+-]?[0-9]{1,300}")
 
 
 class CellError(DataError):
-    """A cell that is neither number nor text, as a list or bytes; `found` is the message without advice."""
+    """Cell that is neither number nor text, such as a list; `found` is the message without advice."""
 
     def __init__(self, column: Series, place: int, what: str) -> None:
         self.found = f"Column {quote(column.name)} has {what} in row {row_number(column, place)}"
@@ -47,13 +42,7 @@ class CellError(DataError):
 
 
 def texts(column: Series) -> Any:
-    """Parse the cells of a column as texts: an Arrow array of strings, null where a cell is missing.
-
-    Example:
-        >>> import pandas as pd
-        >>> texts(pd.Series([" a", "n/a", None])).to_pylist(), texts(pd.Series([1.0, 2.5, True])).to_pylist()
-        (['a', None, None], ['1', '2.5', 'True'])
-    """
+    """Parse cells as texts: an Arrow array of strings, null for missing values."""
     pa, pc = arrow(), arrow("pyarrow.compute")
     cells = pc.utf8_trim_whitespace(_to_strings(column).cast(pa.large_string()))
     is_present = pc.invert(pc.is_in(pc.utf8_lower(cells), value_set=pa.array(MISSING, pa.large_string())))
@@ -61,18 +50,9 @@ def texts(column: Series) -> Any:
 
 
 def numbers(column: Series) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Parse the cells of a column as numbers.
-
-    Returns:
-        The numbers, NaN where a cell is missing or not a number; and where it is not a number, both `(N,)`.
-
-    Example:
-        >>> import pandas as pd
-        >>> numbers(pd.Series(["1", "NA", "one"]))
-        (array([ 1., nan, nan]), array([False, False,  True]))
-    """
+    """Parse cells as numbers with NaN for missing and invalid ones, and a mask of invalid ones, both `(N,)`."""
     types = pandas().api.types
-    column = _dense(column)
+    column = _to_dense(column)
     dtype = column.dtype
     if not _is_category(dtype) and types.is_numeric_dtype(dtype) and not types.is_bool_dtype(dtype):
         if types.is_complex_dtype(dtype):
@@ -91,44 +71,28 @@ def numbers(column: Series) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
 
 
 def positions(cells: Any, known: Sequence[str]) -> NDArray[np.int64]:
-    """Indices of the cells of `texts(...)` among known texts, `(N,)`; -1 for unknown and missing ones.
+    """Indices of the cells of `texts` among known texts, `(N,)`; -1 for unknown and missing ones.
 
-    A cell that does not match literally matches as a number (`1`, `1.0` and `01`) or truth value (`True` and `true`),
-    since file formats write them differently.
-
-    Example:
-        >>> import pandas as pd
-        >>> positions(texts(pd.Series(["1.0", "yes", "Yes", None])), ["1", "yes"])
-        array([ 0,  1, -1, -1])
+    Numbers and truth values also match in other spellings (`1` and `1.0`, `True` and `true`): file formats differ.
     """
     pc = arrow("pyarrow.compute")
     exact = {text: place for place, text in enumerate(known)}
     forms = Counter(map(canonical, known))
     by_form = {canonical(text): place for place, text in enumerate(known) if forms[canonical(text)] == 1}
     encoded = cells.dictionary_encode()
-    found = [exact.get(text, by_form.get(canonical(text), -1)) for text in encoded.dictionary.to_pylist()]
-    places = np.asarray(pc.fill_null(encoded.indices, len(found)), dtype=np.int64)
-    return np.asarray([*found, -1], dtype=np.int64)[places]
+    indices = [exact.get(text, by_form.get(canonical(text), -1)) for text in encoded.dictionary.to_pylist()]
+    places = np.asarray(pc.fill_null(encoded.indices, len(indices)), dtype=np.int64)
+    return np.asarray([*indices, -1], dtype=np.int64)[places]
 
 
 def number_text(value: float) -> str:
-    """Convert a number to text, whole numbers without a point.
-
-    Example:
-        >>> number_text(3.0), number_text(0.1), number_text(1e300)
-        ('3', '0.1', '1e+300')
-    """
+    """Convert a number to text, whole numbers without a point."""
     plain = float(value)
     return str(int(plain)) if abs(plain) < 2**53 and plain == int(plain) else str(value)
 
 
 def canonical(text: str) -> str:
-    """Common form of all spellings of a number or truth value; other texts are unchanged.
-
-    Example:
-        >>> canonical("01"), canonical("1.0"), canonical("TRUE"), canonical("Yes")
-        ('1', '1', 'true', 'Yes')
-    """
+    """Common form of all spellings of a number or truth value; other texts are unchanged."""
     if _WHOLE.fullmatch(text):
         return str(int(text))
     if re.fullmatch(_NUMBER, text):
@@ -139,7 +103,7 @@ def canonical(text: str) -> str:
 def _to_strings(column: Series) -> Any:
     """Convert the cells of a column to Arrow strings."""
     pd, pa = pandas(), arrow()
-    column = _dense(column)
+    column = _to_dense(column)
     types, dtype = pd.api.types, column.dtype
     if _is_category(dtype):
         column = column.cat.remove_unused_categories()
@@ -147,7 +111,7 @@ def _to_strings(column: Series) -> Any:
         try:
             return _to_strings(pd.Series(column.cat.categories)).take(pa.array(codes, mask=codes < 0))
         except CellError:
-            return _to_strings(column.astype(object))  # the same error, with the row
+            return _to_strings(column.astype(object))  # same error with the row
     if types.is_bool_dtype(dtype):
         cells = ["True" if value else "False" for value in column.fillna(False)]
         return pa.array(cells, pa.large_string(), mask=np.asarray(column.isna()))
@@ -163,11 +127,11 @@ def _to_strings(column: Series) -> Any:
         return pa.array([_object_text(column, i, value) for i, value in enumerate(column)], pa.large_string())
     except UnicodeEncodeError:
         wrong = next(i for i, v in enumerate(column) if isinstance(v, str) and v != v.encode(errors="replace").decode())
-        raise CellError(column, wrong, "half a Unicode character") from None
+        raise CellError(column, wrong, "an unpaired Unicode surrogate") from None
 
 
 def _object_text(column: Series, place: int, value: Any) -> str | None:
-    """Convert one cell of a column of Python objects."""
+    """Convert one cell of an object column."""
     pd = pandas()
     if isinstance(value, str):
         return value
@@ -191,7 +155,7 @@ def _one_chunk(array: Any) -> Any:
     return array.combine_chunks() if isinstance(array, arrow().ChunkedArray) else array
 
 
-def _dense(column: Series) -> Series:
+def _to_dense(column: Series) -> Series:
     is_sparse = isinstance(column.dtype, pandas().SparseDtype)
     return column.sparse.to_dense() if is_sparse else column
 

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class IdxFile:
-    """One idx file. `sha256` is that of the .gz as downloaded, `content` that of the array (None: not compared)."""
+    """One idx file; `sha256` is of the downloaded .gz, `content` of the array (None: not compared)."""
 
     name: str
     shape: tuple[int, ...]
@@ -20,7 +20,7 @@ class IdxFile:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set; its files are looked for in each of `folders` under `$TORCHACE_DATA`."""
+    """Data set with `folders` to search under `$TORCHACE_DATA`."""
 
     name: str
     title: str
@@ -31,7 +31,7 @@ class Source:
 
 @dataclass(frozen=True)
 class IdxSource(Source):
-    """A data set in four idx files: images and labels for training and for testing."""
+    """Data set of four idx files: images and labels for training and testing."""
 
     train: tuple[IdxFile, IdxFile]
     test: tuple[IdxFile, IdxFile]
@@ -39,7 +39,7 @@ class IdxSource(Source):
 
 @dataclass(frozen=True)
 class CifarSource(Source):
-    """CIFAR-10 in six batches of `count` images: five for training, the last for testing."""
+    """CIFAR-10 in six batches of `count` images, the last for testing."""
 
     archive: str
     sha256: str  # of the archive

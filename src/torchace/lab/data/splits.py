@@ -1,4 +1,4 @@
-"""Samples with their labels, and how they are split into training, validation and test parts."""
+"""Samples with labels, and splits into training, validation and test parts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,9 @@ _PART_CODES = {"train": 0, "training": 0, "validation": 1, "valid": 1, "val": 1,
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Samples `x`, `(N, ...)`, and their labels `y`, `(N,)` of int64 (or targets of a floating-point type).
+    """Samples `x`, `(N, ...)`, with class indices `y`, `(N,)` of int64, or floating-point targets.
 
-    Images are `(N, C, H, W)` of uint8. `weight`, `(N,)`, holds sample weights; uniform unless given.
-
-    Example:
-        >>> split = Split(torch.zeros(3, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 1]))
-        >>> len(split), split.take(torch.tensor([2])).y
-        (3, tensor([1]))
+    Images are `(N, C, H, W)` of uint8. `weight`, `(N,)`, holds sample weights.
     """
 
     x: Tensor
@@ -67,14 +62,14 @@ class Split:
         return Split(self.x[indices], self.y[indices], None if self.weight is None else self.weight[indices])
 
     def to(self, device: torch.device | str) -> Split:
-        """Move the split to a device; itself, not a copy, if it is there already."""
-        if self.x.device == torch.empty(0, device=device).device:  # "cuda" and "cuda:0" may be one device
+        """Move to a device; return itself if already there."""
+        if self.x.device == torch.empty(0, device=device).device:  # "cuda" may be "cuda:0"
             return self
         return Split(self.x.to(device), self.y.to(device), None if self.weight is None else self.weight.to(device))
 
 
 class SplitIndices(NamedTuple):
-    """Row indices of each part, sorted, int64; no row is in two parts."""
+    """Row indices of each part, int64, sorted and disjoint."""
 
     train: Tensor
     validation: Tensor
@@ -82,38 +77,24 @@ class SplitIndices(NamedTuple):
 
 
 def stratified_split(split: Split, size: int | float, *, seed: int) -> tuple[Split, Split]:
-    """Take a random part of the samples, every class in proportion: a function of labels, size and seed alone.
+    """Split into the rest and a random, stratified part of `size`: a function of labels, size and seed alone.
 
-    Class c gives n_c · size / N samples, rounded so that they add up (largest remainders first, then lower classes).
-    Both parts keep the order of the samples.
-
-    Args:
-        split: Samples with class indices.
-        size: Number of samples to take (int) or fraction (float).
-        seed: Seed of the draw.
-
-    Returns:
-        The rest, and the samples taken.
-
-    Example:
-        >>> split = Split(torch.arange(10), torch.tensor([0, 0, 0, 0, 0, 0, 1, 1, 1, 1]))
-        >>> rest, taken = stratified_split(split, 0.5, seed=0)
-        >>> rest.y, taken.y
-        (tensor([0, 0, 0, 1, 1]), tensor([0, 0, 0, 1, 1]))
+    `size` is a count (int) or a fraction (float). Rounding favours largest remainders, then lower classes. Both parts
+    keep the order of the samples.
     """
     count = _check_size(size, len(split))
     labels = split.y.cpu()
     if labels.dtype != torch.int64 or labels.ndim != 1 or int(labels.min()) < 0:
         raise ValueError(
             f"Expected class indices `y` of shape ({len(split)},), but got {labels.dtype} of shape {shape_of(labels)}. "
-            "Only samples with classes can be taken in proportion."
+            "Only class labels can be stratified."
         )
-    taken = torch.zeros(len(split), dtype=torch.bool)
+    is_taken = torch.zeros(len(split), dtype=torch.bool)
     for label, quota in enumerate(_quotas(torch.bincount(labels).tolist(), count)):
         places = (labels == label).nonzero().flatten()
-        taken[places[permutation(seed, "stratify", label, count=len(places))[:quota]]] = True
-    taken = taken.to(split.x.device)
-    return split.take(~taken), split.take(taken)
+        is_taken[places[permutation(seed, "stratify", label, count=len(places))[:quota]]] = True
+    is_taken = is_taken.to(split.x.device)
+    return split.take(~is_taken), split.take(is_taken)
 
 
 def _check_size(size: int | float, available: int) -> int:
@@ -143,33 +124,14 @@ def train_val_test_split(
     targets: Tensor,
     *,
     seed: int = 0,
-    fractions: Sequence[float] = (0.6, 0.2, 0.2),
+    fractions: Sequence[float] = (0.6, 0.2, 0.2),  # training, validation, test; the last may be 0
     column: Series | None = None,
-    classes: Sequence[object] = (),
+    classes: Sequence[object] = (),  # names for error messages
 ) -> SplitIndices:
-    """Split the rows of a table: a function of the targets, the fractions and the seed alone.
+    """Split table rows into training, validation and test parts: a function of targets, fractions and seed alone.
 
-    Classes are split in proportion, and every class has a row in the training part. Numbers are split at random.
-
-    A `column` with the part of every row (`train`, `validation` or `test`, in capitals or not; also `training`, `valid`
-    and `val`) decides instead. If it has no validation row, some training rows are drawn for validation, in proportion
-    to the fractions.
-
-    Args:
-        targets: Class indices of int64, or numbers of a floating-point type, `(N,)`.
-        seed: Seed of the draw.
-        fractions: Fractions of training, validation and test rows; they add up to 1. The last may be 0.
-        column: The part of every row; leave it out of the schema with `infer_schema(..., drop=[column.name])`.
-        classes: Names of the class indices, for error messages.
-
-    Raises:
-        DataError: The rows cannot be split so.
-
-    Example:
-        >>> targets = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1, 1])
-        >>> train, validation, test = train_val_test_split(targets, seed=0)
-        >>> targets[train], targets[validation], targets[test]
-        (tensor([0, 0, 0, 1, 1, 1]), tensor([0, 1]), tensor([0, 1]))
+    Classes `(N,)` of int64 are stratified, each with a training row; floating-point targets are split at random. A
+    `column` with the part of every row decides instead; without a validation row in it, some training rows are drawn.
     """
     check_tensor(targets, "targets")
     if targets.ndim != 1 or not (targets.dtype == torch.int64 or targets.is_floating_point()):
@@ -188,7 +150,7 @@ def train_val_test_split(
         train, test = _take(torch.arange(len(targets)), targets, shares[2], "test", seed)
         validation = train[:0]
     else:
-        train, validation, test = _named_parts(column, targets, needs_test=shares[2] > 0)
+        train, validation, test = _parts_from_column(column, targets, needs_test=shares[2] > 0)
     if not len(validation):
         train, validation = _take(train, targets, shares[1] / (shares[0] + shares[1]), "validation", seed)
     parts = SplitIndices(train, validation, test)
@@ -196,12 +158,12 @@ def train_val_test_split(
         return parts
     if column is None:
         return _train_all_classes(targets, parts)
-    _check_trained(targets, parts, column, classes)
+    _check_classes_trained(targets, parts, column, classes)
     return parts
 
 
 def _take(rows: Tensor, targets: Tensor, share: float, part: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw a share of some rows: the rest, and the rows drawn."""
+    """Draw a share of some rows; return the rest and the rows drawn."""
     if share == 0:
         return rows, rows[:0]
     count = round(share * len(rows))
@@ -220,7 +182,7 @@ def _take(rows: Tensor, targets: Tensor, share: float, part: str, seed: int) -> 
 
 
 def _train_all_classes(targets: Tensor, parts: SplitIndices) -> SplitIndices:
-    """Move one row of every class that the training part lacks into it."""
+    """Move one row of every class missing from the training part into it."""
     train, *others = parts
     for label in sorted(set(targets.unique().tolist()) - set(targets[train].tolist())):
         moved = next(row for part in others for row in part.tolist() if targets[row] == label)
@@ -229,11 +191,11 @@ def _train_all_classes(targets: Tensor, parts: SplitIndices) -> SplitIndices:
     return SplitIndices(train, *others)
 
 
-def _named_parts(column: Series, targets: Tensor, *, needs_test: bool) -> SplitIndices:
+def _parts_from_column(column: Series, targets: Tensor, *, needs_test: bool) -> SplitIndices:
     """Rows of each part according to a column of the file."""
     name, cells = quote(column.name), texts(column)
     if len(cells) != len(targets):
-        raise ValueError(f"Expected `column` with {len(targets)} rows as `targets` has, but got {len(cells)}.")
+        raise ValueError(f"Expected `column` with {len(targets)} rows, as many as `targets`, but got {len(cells)}.")
     codes = np.asarray([-1 if cell is None else _PART_CODES.get(cell.lower(), -1) for cell in cells.to_pylist()])
     if (codes < 0).any():
         wrong = int(np.flatnonzero(codes < 0)[0])
@@ -246,13 +208,12 @@ def _named_parts(column: Series, targets: Tensor, *, needs_test: bool) -> SplitI
     for part, rows in zip(PARTS, parts, strict=True):
         if not len(rows) and (part == "train" or (part == "test" and needs_test)):
             raise DataError(
-                f"Column {name} has no row for {part}; write {part} in some, or leave the column out to have the rows "
-                "drawn."
+                f"Column {name} has no row for {part}; write {part} in some, or leave the column out for random parts."
             )
     return parts
 
 
-def _check_trained(targets: Tensor, parts: SplitIndices, column: Series, classes: Sequence[object]) -> None:
+def _check_classes_trained(targets: Tensor, parts: SplitIndices, column: Series, classes: Sequence[object]) -> None:
     seen = set(targets[parts.train].tolist())
     for part, rows in (("validation", parts.validation), ("test", parts.test)):
         for row in rows.tolist():

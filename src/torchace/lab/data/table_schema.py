@@ -1,4 +1,4 @@
-"""Meaning of a table's columns: numbers, categories, and the target."""
+"""Schema of a table: numbers, categories and the target."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ KINDS = ("number", "category")
 TASKS = ("classification", "regression")
 
 MIN_ROWS = 10
-# Whole numbers are classes if there are few of them and each has several rows: a target of 0 and 1, or of ten digits.
+# whole numbers are classes if few, with several rows each
 MAX_NUMBERED_CLASSES = 20
 MIN_ROWS_PER_NUMBERED_CLASS = 3
-# A larger fraction of distinct texts means names, identifiers or sentences.
-MAX_DISTINCT = 0.9
+MAX_DISTINCT = 0.9  # a larger fraction of distinct texts means names or sentences
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Label = str | int | Finite | bool
@@ -47,7 +46,7 @@ STRICT = ConfigDict(strict=True, extra="forbid")
 
 @dataclass(frozen=True)
 class Column:
-    """A feature column: its name in the file, and "number" or "category"."""
+    """Feature column of kind "number" or "category"."""
 
     __pydantic_config__ = STRICT
     name: str
@@ -56,50 +55,35 @@ class Column:
 
 @dataclass(frozen=True)
 class Target:
-    """The column to predict: its name in the file, and "classification" or "regression"."""
+    """Column to predict, for "classification" or "regression"."""
 
     __pydantic_config__ = STRICT
     name: str
     task: Annotated[str, Field(pattern="^(classification|regression)$")]
-    classes: tuple[Label, ...] = ()  # in order, with their types in the file; empty for regression
+    classes: tuple[Label, ...] = ()  # typed as in the file; empty for regression
 
     @property
     def class_names(self) -> list[str]:
-        """The classes as texts."""
+        """Classes as texts."""
         return [str(label) for label in self.classes]
 
     def labels(self, codes: Tensor) -> list[Label]:
-        """Convert class indices `(N,)` to classes.
-
-        Example:
-            >>> Target("pet", "classification", ("cat", "dog")).labels(torch.tensor([1, 0]))
-            ['dog', 'cat']
-        """
+        """Convert class indices `(N,)` to classes."""
         return [self.classes[code] for code in codes.tolist()]
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The feature columns of a table, in the order of the file, and its target."""
+    """Feature columns of a table, in file order, and its target."""
 
     __pydantic_config__ = STRICT
     columns: tuple[Column, ...]
     target: Target
-    notes: tuple[str, ...] = ()  # decisions of `infer_schema`, one sentence each
+    notes: tuple[str, ...] = ()  # decisions of `infer_schema`
     version: Literal[1] = field(default=1, repr=False)
 
     def targets(self, frame: DataFrame) -> Tensor:
-        """Return the target of every row, `(N,)`: class indices of int64, or numbers of float64.
-
-        Raises:
-            DataError: The column is missing, or a row has no target, an unknown class or text instead of a number.
-
-        Example:
-            >>> import pandas as pd
-            >>> schema = Schema((Column("age", "number"),), Target("pet", "classification", ("cat", "dog")))
-            >>> schema.targets(pd.DataFrame({"age": [3, 4], "pet": ["dog", "cat"]}))
-            tensor([1, 0])
-        """
+        """Target of every row, `(N,)`: class indices of int64, or numbers of float64."""
         column = get_column(check_columns(frame), self.target.name, "the target")
         if self.target.task == "regression":
             return torch.from_numpy(target_numbers(column))
@@ -110,7 +94,7 @@ class Schema:
             place = int(unknown[0])
             raise DataError(
                 f"Row {row_number(frame, place)} has the class {quote(cells[place])} in the target "
-                f"{quote(self.target.name)}, but training saw {quote_all(self.target.classes)} alone; correct or "
+                f"{quote(self.target.name)}, but training had only {quote_all(self.target.classes)}; correct or "
                 "remove such rows, or train with them."
             )
         return torch.from_numpy(codes)
@@ -121,13 +105,7 @@ class Schema:
 
     @classmethod
     def from_json(cls, content: object) -> Schema:
-        """Restore a schema from `to_json`; anything else is a `DataError`.
-
-        Example:
-            >>> schema = Schema((Column("age", "number"),), Target("pet", "classification", ("cat", "dog")))
-            >>> Schema.from_json(schema.to_json()) == schema
-            True
-        """
+        """Restore a schema from `to_json`; raise `DataError` for other content."""
         schema: Schema = parse_stored(Schema, content, "schema")
         schema.check()
         return schema
@@ -137,16 +115,16 @@ class Schema:
         names = [self.target.name, *(column.name for column in self.columns)]
         classes = [_label_text(label) for label in self.target.classes]
         if not self.columns or first_duplicate(names) is not None:
-            raise damaged_json("schema", "columns: expected some with different names")
+            raise damaged_json("schema", "columns: expected at least one, with unique names")
         if len(classes) < 2 if self.target.task == "classification" else classes:
-            raise damaged_json("schema", "target.classes: expected two or more for classification alone")
+            raise damaged_json("schema", "target.classes: expected two or more for classification only")
         if first_duplicate(classes) is not None:
-            raise damaged_json("schema", "target.classes: expected different ones")
+            raise damaged_json("schema", "target.classes: expected unique ones")
 
 
-@cache  # building one takes milliseconds
+@cache  # takes milliseconds to build
 def adapter_of(kind: Any) -> TypeAdapter[Any]:
-    """Return pydantic's validator and serializer of a dataclass."""
+    """Pydantic validator and serializer of a dataclass."""
     return TypeAdapter(kind)
 
 
@@ -166,8 +144,8 @@ def parse_stored(kind: Any, content: object, what: str) -> Any:
 
 
 def damaged_json(what: str, why: str) -> DataError:
-    """Error for a stored schema or encoding that was changed."""
-    return DataError(f"The {what} of the table is damaged ({why}); copy the model again or train anew.")
+    """Error for a damaged schema or encoding."""
+    return DataError(f"The {what} of the table is damaged ({why}); copy the model again or train it again.")
 
 
 def infer_schema(
@@ -178,36 +156,13 @@ def infer_schema(
     *,
     kinds: Mapping[str, str] | None = None,
 ) -> Schema:
-    """Infer the schema of a table from its values.
+    """Infer the schema of a table from its values; decisions are recorded in `notes`.
 
-    A column of numbers, or of texts that are all numbers, is "number"; other texts, dates and truth values are
-    "category". Left out, with a note, are columns that are empty or constant, texts of which more than nine in ten are
-    different (names, identifiers, sentences), and values that are neither numbers nor texts.
+    Columns of numbers are "number"; other texts, dates and truth values "category". Empty and constant columns, texts
+    that are mostly distinct, and other values are left out. `kinds` overrides the kind by name (or "drop").
 
-    The target is classification if it holds texts or truth values, or whole numbers of which there are at most 20
-    different ones, each in 3 rows on average; otherwise regression.
-
-    Args:
-        frame: The table, from `read_table` or elsewhere.
-        target: The column to predict.
-        task: "classification" or "regression"; inferred unless given.
-        drop: Columns to leave out.
-        kinds: Kinds of some columns by name: "number", "category" or "drop".
-
-    Returns:
-        The schema, with its decisions in `notes`.
-
-    Raises:
-        DataError: The table cannot be used.
-
-    Example:
-        >>> import pandas as pd
-        >>> frame = pd.DataFrame({"age": range(12), "fur": ["long", "short"] * 6, "pet": ["cat", "dog", "dog"] * 4})
-        >>> schema = infer_schema(frame, "pet")
-        >>> schema.columns
-        (Column(name='age', kind='number'), Column(name='fur', kind='category'))
-        >>> schema.target
-        Target(name='pet', task='classification', classes=('cat', 'dog'))
+    Targets of texts, truth values or a few whole numbers (`MAX_NUMBERED_CLASSES`) mean classification, others
+    regression.
     """
     frame = check_columns(frame)
     kinds = {} if kinds is None else {str(name): kind for name, kind in kinds.items()}
@@ -257,7 +212,7 @@ def _check_request(
 
 
 def _infer_kind(column: Series, requested: str | None, notes: list[str]) -> str | None:
-    """Kind of a column; None, and a note, if it is left out."""
+    """Kind of a column; None, with a note, if it is left out."""
     try:
         values, invalid = numbers(column)
         cells = texts(column) if invalid.any() or requested == "category" else None
@@ -293,7 +248,7 @@ def _infer_kind(column: Series, requested: str | None, notes: list[str]) -> str 
 
 
 def _decimal_commas(cells: Any) -> str:
-    """Advice for a column of numbers with decimal commas, or nothing."""
+    """Advice for numbers with decimal commas, or an empty string."""
     pc = arrow("pyarrow.compute")
     present = cells.drop_null()
     commas = np.asarray(pc.match_substring_regex(present, r"^[+-]?[0-9]*,[0-9]+$"))
@@ -321,7 +276,7 @@ def _infer_target(column: Series, task: str | None, notes: list[str]) -> Target:
 
 
 def _infer_task(name: str, values: NDArray[np.float64], notes: list[str]) -> str:
-    """Task of a target of numbers, with a note where it is ambiguous."""
+    """Task of a numeric target, with a note if ambiguous."""
     if (values != np.floor(values)).any():
         return "regression"
     distinct = len(np.unique(values))
@@ -335,11 +290,11 @@ def _infer_task(name: str, values: NDArray[np.float64], notes: list[str]) -> str
 
 
 def _infer_classes(column: Series, cells: Any, is_number: bool) -> tuple[Label, ...]:
-    """Classes in order, each in its most frequent spelling."""
+    """Sorted classes, each in its most frequent spelling."""
     counts = {entry["values"]: entry["counts"] for entry in cells.value_counts().to_pylist()}
     forms = {text: canonical(text) for text in counts}
     if not is_number and not set(forms.values()) <= {"true", "false"}:
-        forms = {text: text for text in counts}  # 1 and 1.0 are one class where all are numbers, not among words
+        forms = {text: text for text in counts}  # 1 and 1.0 differ among words
     rows: dict[str, int] = {}
     spelling: dict[str, str] = {}
     for text, count in sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])):
@@ -347,14 +302,14 @@ def _infer_classes(column: Series, cells: Any, is_number: bool) -> tuple[Label, 
         spelling.setdefault(forms[text], text)
     _check_classes(column, cells, rows, spelling)
     ordered = sorted(rows, key=(lambda form: (float(form), form)) if is_number else (lambda form: (0.0, form)))
-    return tuple(_typed(spelling[form], column) for form in ordered)
+    return tuple(_to_column_type(spelling[form], column) for form in ordered)
 
 
 def _check_classes(column: Series, cells: Any, rows: Mapping[str, int], spelling: Mapping[str, str]) -> None:
     name, total = quote(column.name), sum(rows.values())
     if len(rows) == 1:
         raise DataError(
-            f"The target {name} has one class alone, {quote(next(iter(spelling.values())))}, so there is nothing to "
+            f"The target {name} has only one class, {quote(next(iter(spelling.values())))}, so there is nothing to "
             "predict; choose another column, or add rows of other classes."
         )
     if len(rows) > total / 2:
@@ -366,12 +321,12 @@ def _check_classes(column: Series, cells: Any, rows: Mapping[str, int], spelling
         if count == 1:
             place = int(np.flatnonzero(positions(cells, list(rows)) == list(rows).index(form))[0])
             raise DataError(
-                f"The class {quote(spelling[form])} of the target {name} has one row alone, row "
-                f"{row_number(column, place)}, and cannot be both learnt and tested; remove it, or add rows of it."
+                f"The class {quote(spelling[form])} of the target {name} has only one row, row "
+                f"{row_number(column, place)}, too few for training and test parts; remove it, or add rows of it."
             )
 
 
-def _typed(text: str, column: Series) -> Label:
+def _to_column_type(text: str, column: Series) -> Label:
     """Convert a class to the type of its column."""
     pd = pandas()
     types, dtype = pd.api.types, column.dtype
@@ -385,5 +340,5 @@ def _typed(text: str, column: Series) -> Label:
 
 
 def _label_text(label: Label) -> str:
-    """Text that `texts` makes of a class."""
+    """Text of a class as in `texts`."""
     return number_text(label) if isinstance(label, float) else str(label)

@@ -1,7 +1,4 @@
-"""Tables from CSV, Parquet and NPZ files, whole or in chunks.
-
-The cells of a CSV file stay texts; `parsing` decides what they mean, the same for every chunk of every file.
-"""
+"""Tables from CSV, Parquet and NPZ files, whole or in chunks; `parsing` interprets the cells."""
 
 from __future__ import annotations
 
@@ -24,12 +21,12 @@ if TYPE_CHECKING:
 
 Reader = Callable[[Path, int], Iterator[Any]]
 
-# First bytes of files that often have a wrong name, what they are, and what to do.
+# first bytes, file type, remedy
 _CONTENTS: tuple[tuple[bytes, str, str], ...] = (
     (b"PAR1", "Parquet", "rename it to end in .parquet"),
     (b"\x1f\x8b", "gzip", "rename it to end in .csv.gz if that is what it holds"),
     (b"PK\x03\x04", "ZIP", "rename it to end in .npz if numpy wrote it, or save a workbook as CSV"),
-    (b"PK\x05\x06", "ZIP", "save the table anew"),
+    (b"PK\x05\x06", "ZIP", "save the table again"),
     (b"\xd0\xcf\x11\xe0", "Excel", "save it as CSV"),
     (b"\x93NUMPY", "NPY", "save the arrays with numpy.savez(file, x=x, y=y)"),
     (b"\x89HDF", "HDF5", "save it as CSV, Parquet or NPZ"),
@@ -41,51 +38,19 @@ _CONTENTS: tuple[tuple[bytes, str, str], ...] = (
 
 
 def read_table(path: str | os.PathLike[str]) -> DataFrame:
-    """Read a table from a file: `.csv` and `.tsv` (also `.gz`), `.parquet` or `.npz`.
+    """Read a table from a file; its suffix gives the format.
 
-    - CSV: UTF-8 with a row of column names, separated by commas, semicolons or tabs; every cell is a text. Blank lines
-      are skipped, and spaces around column names.
-    - Parquet: columns with their types; whole numbers and truth values may be missing. Pandas's unnamed index is left
-      out.
-    - NPZ: an array of one axis is a column by its name; an array `a` of shape (N, D) is the columns `a0`, `a1`, ...,
-      and so is `X` the columns `x0`, `x1`, .... Python objects are never unpickled.
-
-    Args:
-        path: The file; its suffix gives the format.
-
-    Returns:
-        The table, its rows counted from 0 by the index.
-
-    Raises:
-        DataError: The file is missing, damaged or not a table. Rows are counted from 1 in the message.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = Path(folder, "pets.csv").write_text("kind;weight\\ncat;4.5\\ndog;\\n")
-        ...     read_table(f"{folder}/pets.csv").to_dict("list")
-        {'kind': ['cat', 'dog'], 'weight': ['4.5', '']}
+    - `.csv`, `.tsv` (also `.gz`): UTF-8 with a header, separated by commas, semicolons or tabs; every cell is a text.
+    - `.parquet`: typed columns, without pandas's unnamed index.
+    - `.npz`: arrays `(N,)` are columns; an array `a` of shape `(N, D)` is the columns `a0`, `a1`, …. No unpickling.
     """
     return pandas().concat(list(iterate_table(path)), ignore_index=True)
 
 
 def iterate_table(path: str | os.PathLike[str], *, rows: int = 65_536) -> Iterator[DataFrame]:
-    """Read the table of `read_table` in chunks, for files larger than memory.
+    """Read the table of `read_table` in chunks of at most `rows` rows, with a continuing index.
 
-    Args:
-        path: The file.
-        rows: Largest number of rows in a chunk.
-
-    Returns:
-        Tables whose indices continue from one to the next. Errors of the file are raised at once, errors of its rows
-        when they are reached.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = Path(folder, "numbers.csv").write_text("n\\n1\\n2\\n3\\n")
-        ...     [(list(chunk["n"]), list(chunk.index)) for chunk in iterate_table(f"{folder}/numbers.csv", rows=2)]
-        [(['1', '2'], [0, 1]), (['3'], [2])]
+    Errors of the file are raised at once, errors of its rows on reaching them.
     """
     check_count(rows, "rows")
     file = Path(path).expanduser()
@@ -98,7 +63,7 @@ def _number_rows(chunks: Iterator[Any], file: Path) -> Iterator[DataFrame]:
     for columns in chunks:
         try:
             frame = pd.DataFrame(columns)
-        except (ValueError, TypeError, OverflowError) as error:  # e.g. dates of a unit that pandas does not have
+        except (ValueError, TypeError, OverflowError) as error:  # such as dates in a unit that pandas lacks
             reason = error_reason(error)
             raise DataError(
                 f"{file} has values that do not fit a table ({reason}); save them as numbers or text."
@@ -111,7 +76,7 @@ def _number_rows(chunks: Iterator[Any], file: Path) -> Iterator[DataFrame]:
 
 
 def _find_reader(file: Path) -> Reader:
-    """Check that a file can be opened and begins as its name says; return the function that reads it."""
+    """Check that a file can be opened and matches its suffix; return its reader."""
     readers: dict[str, Reader] = {
         **dict.fromkeys((".csv", ".tsv", ".csv.gz", ".tsv.gz"), csv_chunks),
         ".parquet": parquet_chunks,
@@ -125,9 +90,9 @@ def _find_reader(file: Path) -> Reader:
         if stat.S_ISDIR(mode):
             raise DataError(f"{file} is a folder; give one file that ends in {suffixes}.")
         if suffix is None:
-            raise DataError(f"{file} is of no known kind; give a file whose name ends in {suffixes}.")
-        if not stat.S_ISREG(mode):  # a pipe could block for ever
-            raise DataError(f"{file} is not a regular file; save its content in a file and name that.")
+            raise DataError(f"{file} has an unknown suffix; give a file whose name ends in {suffixes}.")
+        if not stat.S_ISREG(mode):  # a pipe could block forever
+            raise DataError(f"{file} is not a regular file; save its content in a regular file.")
         with open(file, "rb") as stream:
             _check_content(file, suffix, stream.read(4096))
     except DataError:
@@ -135,7 +100,7 @@ def _find_reader(file: Path) -> Reader:
     except FileNotFoundError:
         similar = suggestion(file.name, os.listdir(file.parent)) if file.parent.is_dir() else ""
         raise DataError(f"There is no file {file}{similar}; check the path.") from None
-    except (OSError, ValueError) as error:  # a null character in the name is a ValueError
+    except (OSError, ValueError) as error:  # ValueError: null character in the name
         reason = error_reason(error)
         raise DataError(f"{quote(file, 300)} cannot be read ({reason}); check its name and its permissions.") from None
     return readers[suffix]
@@ -159,4 +124,4 @@ def _check_content(file: Path, suffix: str, head: bytes) -> None:
         elif expected != "text":
             remedy = "rename it to end in .csv if it is a CSV file, or copy it again if it is damaged"
     if found != expected:
-        raise DataError(f"{file} is not the {expected} file that its name says (it is {found}); {remedy}.")
+        raise DataError(f"{file} is not a {expected} file despite its suffix (it is {found}); {remedy}.")

@@ -1,1 +1,1 @@
-"""Decides what is trained: configuration, the store of finished runs, sweeps; writes the result files."""
+"""Sweeps: configuration, executors, callbacks and result files."""

@@ -1,4 +1,4 @@
-"""Callbacks of a sweep: the log of events as JSONL, always, and TensorBoard on request."""
+"""Callbacks of a sweep: the JSONL event log and TensorBoard."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from torchace.lab.training.loop import Progress
 
 LOG = "log.jsonl"
 LOG_EVERY = 5.0  # seconds between two progress lines of a group
-BLOCK = 65_536  # bytes that are searched for a newline at a time
+BLOCK = 65_536  # bytes read at a time
 
 
 class Callback:
     """No-op callback of a sweep; override what you need."""
 
     def on_plan(self, done: int, total: int) -> None:
-        """The sweep has `total` runs, of which `done` are finished already."""
+        """Called once, with the number of finished runs and of all runs."""
 
     def on_group_start(self, group: GroupPlan) -> None:
-        """The training of a run group starts or resumes."""
+        """Called when a run group starts or resumes."""
 
     def on_step(self, group: GroupPlan, progress: Progress) -> None:
-        """A run group made progress, reported a few times a second."""
+        """Called a few times a second while a run group trains."""
 
     def on_group_end(self, group: GroupPlan, done: int) -> None:
-        """The results of a run group are written; `done` runs of the sweep are finished now."""
+        """Called after a run group's results are written; `done` runs of the sweep are finished."""
 
     def on_worker_lost(self, group: GroupPlan, reason: str) -> None:
-        """The process that trained a run group died; another one resumes it."""
+        """Called when the worker of a run group died; another one resumes the group."""
 
     def on_group_restart(self, group: GroupPlan) -> None:
-        """A checkpoint of other runs was removed; the run group starts from its first step."""
+        """Called when a checkpoint of other runs was removed and the run group starts again."""
 
 
 def _call_all(event: str) -> Callable[..., None]:
@@ -65,11 +65,7 @@ class CallbackList(Callback):
 
 
 class EventLog(Callback):
-    """`log.jsonl` in the run directory: one event a line, with its time; a resumed sweep appends.
-
-    Events: `planned`, `started`, `stepped` (every few seconds), `run` (a run's scores), `finished`, `died`,
-    `restarted`. A partial last line, left by a process that was killed while it wrote, is removed first.
-    """
+    """Append events with their time to `log.jsonl`; a partial last line of a killed process is removed first."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -77,12 +73,15 @@ class EventLog(Callback):
         self._is_open = False
 
     def on_plan(self, done: int, total: int) -> None:
+        """Log `planned`."""
         self._write("planned", done=done, total=total)
 
     def on_group_start(self, group: GroupPlan) -> None:
+        """Log `started`."""
         self._write("started", job=group.id, runs=[run.id for run in group.runs])
 
     def on_step(self, group: GroupPlan, progress: Progress) -> None:
+        """Log `stepped` every few seconds."""
         now = time.monotonic()
         if now - self._last.get(group.id, -LOG_EVERY) >= LOG_EVERY:
             self._last[group.id] = now
@@ -90,6 +89,7 @@ class EventLog(Callback):
             self._write("stepped", job=group.id, step=progress.step, steps=progress.steps, train_cross_entropy=scores)
 
     def on_group_end(self, group: GroupPlan, done: int) -> None:
+        """Log `run` with the scores of each run, then `finished`."""
         for run in group.runs:
             result = RunStore(self.directory).result(run)
             if result is not None:
@@ -99,9 +99,11 @@ class EventLog(Callback):
         self._write("finished", job=group.id, done=done)
 
     def on_worker_lost(self, group: GroupPlan, reason: str) -> None:
+        """Log `died`."""
         self._write("died", job=group.id, how=reason)
 
     def on_group_restart(self, group: GroupPlan) -> None:
+        """Log `restarted`."""
         self._write("restarted", job=group.id)
 
     def _write(self, event: str, **content: Any) -> None:
@@ -133,7 +135,7 @@ def _remove_partial_line(path: Path) -> None:
 
 
 class TensorBoard(Callback):
-    """Scalars under `tensorboard/RUN` in the run directory: training scores while it runs, test scores at its end."""
+    """Write scalars of each run to `tensorboard/RUN` in the run directory."""
 
     def __init__(self, directory: Path) -> None:
         try:
@@ -145,11 +147,13 @@ class TensorBoard(Callback):
         self._writers: dict[str, Any] = {}
 
     def on_step(self, group: GroupPlan, progress: Progress) -> None:
+        """Write the running training scores."""
         for run, value in zip(group.runs, progress.score, strict=True):
             if value is not None:
                 self._writer(run, progress.step).add_scalar("train/running_cross_entropy", value, progress.step)
 
     def on_group_end(self, group: GroupPlan, done: int) -> None:
+        """Write the training history and the final scores."""
         for run in group.runs:
             result = RunStore(self.directory).result(run)
             if result is None:
@@ -166,6 +170,6 @@ class TensorBoard(Callback):
 
     def _writer(self, run: RunKey, step: int) -> Any:
         if run.id not in self._writers:
-            # events that an interrupted process wrote from this step on are written again
+            # replaces the events that an interrupted process wrote after this step
             self._writers[run.id] = self._make(str(self.directory / "tensorboard" / run.id), purge_step=step)
         return self._writers[run.id]

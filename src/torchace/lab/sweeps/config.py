@@ -1,4 +1,4 @@
-"""Read experiments from TOML; an error is one sentence."""
+"""Read experiments from TOML."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchace.lab.schema.experiment import Experiment
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used; one sentence with the key, the reason and what to do."""
+    """Invalid configuration; one sentence with the key, the reason and the remedy."""
 
 
 def builtin_names() -> list[str]:
@@ -31,24 +31,24 @@ def builtin_names() -> list[str]:
 def load_experiment(
     source: str = "digits", overrides: Sequence[str] = (), *, seeds: Sequence[int] | None = None
 ) -> Experiment:
-    """Load a built-in experiment by its name, or a TOML file by its path.
+    """Load a built-in experiment by name, or a TOML file by path.
 
     Args:
         source: A name or a path.
-        overrides: `section.key=value` each, the value in TOML (`train.epochs=5`, `sweep.diversities=[0, 0.5]`).
-        seeds: Replace those in the file.
+        overrides: Strings `section.key=value` with a TOML value: `train.epochs=5`, `sweep.diversities=[0, 0.5]`.
+        seeds: Seeds that replace those in the file.
     """
     name, text = _read_source(source)
     try:
         content = _parse_toml(text)
-    except ValueError as error:  # a number of thousands of digits, lists in lists in lists
+    except ValueError as error:
         raise ConfigError(f"{source} is not valid TOML: {str(error).rstrip('.')}.") from error
     content.setdefault("name", name)
     for override in overrides:
         _override(content, override)
     if seeds is not None:
         sweep = content.setdefault("sweep", {})
-        if isinstance(sweep, dict):  # else an error below
+        if isinstance(sweep, dict):  # else validation fails below
             sweep["seeds"] = list(seeds)
     return parse_experiment(content, source)
 
@@ -66,7 +66,6 @@ def parse_experiment(content: Mapping[str, Any], where: str = "The configuration
 
 
 def _read_source(source: str) -> tuple[str, str]:
-    """Return the name of an experiment and its TOML."""
     if source in builtin_names():
         return source, (resources.files("torchace.lab.experiments") / f"{source}.toml").read_text("utf-8")
     path = Path(source)
@@ -86,13 +85,13 @@ def _read_source(source: str) -> tuple[str, str]:
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
-    # tomllib takes quadratic time in the dots of a key, which is on one line
+    # tomllib takes quadratic time in the number of dots of a key
     if sum(line.count(".") ** 2 for line in text.splitlines()) > 10**7:
-        raise ValueError("keys of too many parts")
+        raise ValueError("a key has too many parts")
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ValueError("lists within lists that are too deep") from None
+        raise ValueError("lists are nested too deeply") from None
 
 
 def _override(content: dict[str, Any], override: str) -> None:

@@ -1,4 +1,4 @@
-"""Versions and hardware of a run, for result files."""
+"""Versions and hardware, for result files."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PACKAGES = ("torch", "numpy", "safetensors", "torchmetrics", "scikit-learn")
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of torchace, Python and the packages that results depend on."""
-    found = {"torchace": torchace.__version__, "python": platform.python_version()}
+    """Return the versions of torchace, Python and `PACKAGES`."""
+    installed = {"torchace": torchace.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def hardware(device: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Executors train the run groups of a plan: here, in this process; on Ray; or on the ranks that torchrun started."""
+"""The executor interface and the executor for one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ALONE = Ranks()
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that run groups are trained with; arms and data by the arm's name."""
+    """Inputs of a training; arms and data by the arm's name."""
 
     experiment: Experiment
     arms: Mapping[str, Arm]
@@ -41,7 +41,7 @@ class Plan:
 
 
 class UnfinishedRunsError(Exception):
-    """Runs that could not be finished, each with the reason; all others are finished."""
+    """Some runs could not be finished; `reasons` has the reason of each."""
 
     def __init__(self, reasons: Mapping[RunKey, str]) -> None:
         super().__init__("; ".join(f"{run.id}: {reason}" for run, reason in reasons.items()))
@@ -49,16 +49,10 @@ class UnfinishedRunsError(Exception):
 
 
 class Executor:
-    """Train run groups in this process, one after another; other executors override what differs.
+    """Train run groups one after another in this process."""
 
-    Attributes:
-        device: Where the groups are trained.
-        is_first: Whether this process plans and writes; False for other ranks, which only train.
-        is_concurrent: Whether groups are trained at the same time, so that their seconds overlap.
-    """
-
-    is_first = True
-    is_concurrent = False
+    is_first = True  # False for the other ranks, which only train
+    is_concurrent = False  # whether the times of groups overlap
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
@@ -72,16 +66,15 @@ class Executor:
         return {name: loaded[arm.data] for name, arm in arms.items()}
 
     def hardware(self) -> dict[str, Any]:
-        """Return the hardware that runs are trained on, for the result files."""
+        """Return the hardware that runs are trained on."""
         return hardware(self.device)
 
     def train(
         self, plan: Plan, groups: Sequence[GroupPlan], callback: Callback, stop: Stop
     ) -> Iterator[tuple[GroupPlan | None, float]]:
-        """Train and store run groups; yield each when it is finished, with the seconds it took.
+        """Train and store run groups; yield each finished group with its seconds, interrupted attempts included.
 
-        The seconds include those before an interruption. A concurrent executor yields the seconds since the previous
-        group instead, and may yield None for seconds without a group.
+        A concurrent executor yields the seconds since the previous group, or None for seconds without a group.
         """
         for group in groups:
             callback.on_group_start(group)
@@ -89,14 +82,9 @@ class Executor:
 
 
 def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ranks: Ranks = ALONE) -> float:
-    """Train a run group from its checkpoint, evaluate its runs and store them; return the seconds of all attempts.
+    """Train a run group from its checkpoint, evaluate and store its runs; return the seconds of all attempts.
 
-    Args:
-        plan: What the group is part of.
-        group: The runs.
-        callback: Receives progress.
-        stop: Checked between steps; True saves a checkpoint and raises `Interrupted`.
-        ranks: The processes that train the group together; the first one writes files.
+    `stop` is checked between steps; if True, a checkpoint is saved and `Interrupted` is raised.
     """
     arm, data = plan.arms[group.arm], plan.data[group.arm]
     seeds = [run.seed for run in group.runs]
@@ -123,7 +111,7 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
     test = predict_logits(network, data.chunks(arm, data.dataset.test))
     validation = None if data.validation is None else predict_logits(network, data.chunks(arm, data.validation))
     trained = gather_network(network)
-    if trained is None:  # the first rank writes
+    if trained is None:  # only the first rank writes
         return 0.0
     for r, run in enumerate(group.runs):
         if plan.store.is_finished(run):
@@ -164,16 +152,16 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
 
 
 def config_digest(arm: Arm) -> str:
-    """Return a SHA-256 of everything about an arm that its runs depend on."""
+    """Return the SHA-256 of the settings that an arm's runs depend on."""
     return json_digest(arm.model_dump(mode="json", include={"data", "model", "train"}))
 
 
 def count_run_parameters(network: RunGroup) -> int:
-    """Return the parameters of one run of a group."""
+    """Return the number of parameters of one run."""
     return sum(p.numel() for p in network.parameters()) // network.num_runs
 
 
 def _nonfinite_failure(logits: Tensor, steps: int) -> Failure | None:
-    """Return the failure of a run whose last step left weights that predict NaN or Inf, `(K, N, C)`."""
+    """Return a failure if the logits `(K, N, C)` after the last step are not finite."""
     bad = (~torch.isfinite(logits)).flatten(1).any(1).nonzero().flatten().tolist()
     return Failure(message=NONFINITE, member=bad[0], step=steps) if bad else None

@@ -1,4 +1,4 @@
-"""A data set loaded for an arm: limited, split, on the device."""
+"""The data set of an arm: limited, split, on a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVALUATION_CHUNK = 2000
 
 @dataclass(frozen=True)
 class LoadedData:
-    """A data set with its training, validation and test samples."""
+    """A data set with a validation split."""
 
     dataset: Dataset
     section: DataSection
@@ -29,20 +29,21 @@ class LoadedData:
 
     @classmethod
     def load(cls, section: DataSection, device: str) -> LoadedData:
-        """Load a data set; a setting that does not fit it is an error that names the key."""
+        """Load the data set of a section."""
         dataset, validation = load(section.name), None
         if section.limit is not None:
             if section.limit > len(dataset.train):
                 raise ConfigError(
-                    f"data.limit: {section.name} has {len(dataset.train)} training samples, but got {section.limit}."
+                    f"data.limit: expected at most {len(dataset.train)}, the training samples of {section.name}, "
+                    f"but got {section.limit}."
                 )
             dataset = dataset.limit(section.limit)
         if section.validation:
             size = round(section.validation * len(dataset.train))
             if not 0 < size < len(dataset.train):
                 raise ConfigError(
-                    f"data.validation: {section.validation:g} of {len(dataset.train)} training samples leaves "
-                    "nothing to hold out or nothing to train on."
+                    f"data.validation: expected a fraction that leaves samples to validate and to train on, but got "
+                    f"{section.validation:g} of {len(dataset.train)} training samples."
                 )
             train, validation = dataset.validation_split(size, seed=0)
             dataset = replace(dataset, train=train)
@@ -50,14 +51,14 @@ class LoadedData:
 
     @cached_property
     def images(self) -> Tensor:
-        """The test images as uint8, for the report."""
+        """Test images as uint8, for the report."""
         pixels = self.dataset.test.x
         if self.dataset.max_value != 255:
             pixels = (pixels.float() * (255 / self.dataset.max_value)).round().clamp(0, 255).to(torch.uint8)
         return pixels.to(self.device)
 
     def summary(self) -> DataSummary:
-        """Return the data set's description for a result file."""
+        """Return the description for result files."""
         channels, *size = self.dataset.image_shape
         return DataSummary(
             name=self.dataset.name,
@@ -69,11 +70,11 @@ class LoadedData:
         )
 
     def check_batch_size(self, arm: Arm) -> None:
-        """Raise where a batch would be larger than the training set."""
+        """Refuse batches larger than the training set."""
         available = len(self.dataset.train)
         if arm.train.batch_size > available:
             raise ConfigError(
-                f"train.batch_size: there are {available} training samples, but got {arm.train.batch_size}."
+                f"train.batch_size: expected at most {available}, the training samples, but got {arm.train.batch_size}."
             )
 
     def batches(self, arm: Arm) -> Batches:
@@ -83,7 +84,7 @@ class LoadedData:
         return Batches(self.dataset.train, size, device=self.device, augment=augment, **self._format(arm))
 
     def chunks(self, arm: Arm, split: Split) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return a split in order, in chunks for evaluation."""
+        """Return a split in order, in chunks."""
         return chunks(split, EVALUATION_CHUNK, device=self.device, **self._format(arm))
 
     def _format(self, arm: Arm) -> dict[str, Any]:

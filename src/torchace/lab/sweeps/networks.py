@@ -1,4 +1,4 @@
-"""Networks from a configuration and a seed: the same initial weights for every λ of one seed."""
+"""Build networks from a configuration and a seed; all λ of a seed share initial weights."""
 
 from __future__ import annotations
 
@@ -19,24 +19,21 @@ from torchace.nn.base import EnsembleModule
 from torchace.nn.branching import branch
 
 MIN_COMPILED_STEPS = 20_000
-# settings that have another form in a TrainConfig, or none
+# settings that TrainConfig does not take unchanged
 _CONVERTED = {"epochs", "steps", "batch_size", "milestones", "diversity_warmup_epochs", "compile"}
 
 
 def default_group_size(model: ModelSection, device: torch.device | str) -> int:
-    """Return how many runs to train as one network unless the experiment says it.
-
-    Convolutions fill a GPU with a few runs, and the cache of a CPU with one.
-    """
+    """Return the default number of runs in a group; a few convolutional runs fill a GPU, one fills a CPU's cache."""
     if model.network == "mlp":
         return 64
     return 8 if torch.device(device).type == "cuda" else 1
 
 
 def is_compiled(train: TrainSection, steps: int, device: torch.device | str) -> bool:
-    """Whether to compile a training of so many steps: as configured, or on a GPU where it saves time.
+    """Whether to compile: as configured, or on a GPU where it saves time.
 
-    Compiling takes about 0.4 s a layer and saves about 30 µs a layer and step (eight ResNet-110 on an H200).
+    Compiling takes 0.4 s a layer and saves 30 µs a layer and step (eight ResNet-110, H200).
     """
     if train.compile != "auto":
         return train.compile
@@ -44,7 +41,7 @@ def is_compiled(train: TrainSection, steps: int, device: torch.device | str) -> 
 
 
 def build_network(arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.device | str) -> RunGroup:
-    """Return the runs of these seeds, with initial weights that depend on seed and member alone."""
+    """Build a run group; initial weights depend on seed and member alone."""
     dtype = torch.float64 if arm.train.precision == "float64" else torch.float32
     check_memory(_count_run_parameters(arm.model, data) * len(seeds), dtype, device)
     ensembles = {seed: _ensemble(arm.model, data, seed) for seed in set(seeds)}
@@ -65,7 +62,7 @@ def make_train_config(train: TrainSection, steps_per_epoch: int) -> TrainConfig:
 
 
 def describe_network(model: ModelSection, data: Dataset) -> str:
-    """Return the network in a few words, for the report."""
+    """Return a short description for the report."""
     if model.network == "mlp":
         widths = (data.train.x[0].numel(), *model.hidden, data.num_classes)
         name = "MLP " + "-".join(str(width) for width in widths)
@@ -112,14 +109,14 @@ def _ensemble(model: ModelSection, data: Dataset, seed: int) -> EnsembleModule:
 
 
 def _count_run_parameters(model: ModelSection, data: Dataset) -> int:
-    """Return a lower bound of one run's parameters, from networks that take no memory."""
+    """Return a lower bound of one run's parameters without allocating them."""
     with torch.device("meta"):
         if model.kind == "smoc":
             return count_parameters(_smoc(model, data))
         network = _network(model, data, data.num_classes)
     if model.kind == "separate":
         return model.num_members * count_parameters(network)
-    own = dict(network.named_modules()).get(model.at)  # this layer, at least, is each member's own
+    own = dict(network.named_modules()).get(model.at)  # at least this layer is separate for each member
     return count_parameters(network) + (0 if own is None else (model.num_members - 1) * count_parameters(own))
 
 

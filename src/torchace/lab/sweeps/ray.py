@@ -1,8 +1,7 @@
-"""An executor on Ray: every run group is a task of the cluster, and the driver alone writes the run directory.
+"""An executor on Ray: each run group is a task, and only the driver writes the run directory.
 
-Loaded data go to every node once through Ray's object store; progress and checkpoints go from a worker to the driver
-through an actor beside it; results are a task's return value; a task that resumes a group gets its newest checkpoint.
-So the cluster needs no shared file system and no data sets, and the directory is that of a local sweep.
+Data travel through Ray's object store, progress and checkpoints through an actor, results as return values: the cluster
+needs no shared file system and no data sets.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from torchace.lab.training.loop import Interrupted, Progress
 
 RayError, RayTaskError = ray.exceptions.RayError, ray.exceptions.RayTaskError
 
-MAX_DEATHS = 5  # of a group's workers in a row without a new checkpoint, until it is given up
-MAX_TASKS = 256  # that Ray has at a time
-POLL_SECONDS = 0.1  # between two looks at the mailbox
-STOP_SECONDS = 60.0  # for workers to send their last checkpoint when the sweep is stopped
+MAX_DEATHS = 5  # of a group's workers in a row, without a new checkpoint
+MAX_TASKS = 256  # submitted at a time
+POLL_SECONDS = 0.1
+STOP_SECONDS = 60.0  # for the last checkpoints of workers
 
 
 @contextmanager
 def connect_ray(address: str, device: str, directory: Path, stop: Stop = lambda: False) -> Iterator[RayExecutor]:
-    """Connect to a Ray cluster (see `join_cluster`) and yield its executor; `stop` ends the wait for a free worker."""
+    """Connect to a Ray cluster and yield its executor; `stop` ends the wait for a free worker."""
     join_cluster(address)
     try:
         yield RayExecutor(choose_device(device), stop)
@@ -52,7 +51,7 @@ def connect_ray(address: str, device: str, directory: Path, stop: Stop = lambda:
 
 
 def choose_device(name: str) -> str:
-    """Return the device of every group: `auto` is cuda where the cluster has GPUs."""
+    """Resolve `auto`: cuda if the cluster has GPUs."""
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"Expected --device auto, cpu or cuda with --ray, but got {name!r}. Ray chooses the GPU.")
     has_gpus = ray.cluster_resources().get("GPU", 0) >= 1  # type: ignore[no-untyped-call]
@@ -62,15 +61,10 @@ def choose_device(name: str) -> str:
 
 
 class RayExecutor(Executor):
-    """Train run groups as tasks of the Ray cluster that this process is connected to.
+    """Train run groups as tasks of a Ray cluster.
 
-    A group whose worker dies resumes elsewhere from its newest checkpoint. A group whose workers die again and again,
-    or that ends with an error, is given up; the others continue, and `UnfinishedRunsError` names its runs in the end.
-
-    Args:
-        device: `cpu` or `cuda`.
-        stop: Checked while no worker is free.
-        threads: Of every worker; those of this process by default.
+    A group whose worker dies resumes from its newest checkpoint. A group with an error or repeated deaths is skipped,
+    and `UnfinishedRunsError` lists its runs at the end.
     """
 
     is_concurrent = True
@@ -79,21 +73,24 @@ class RayExecutor(Executor):
         super().__init__(device)
         self.stop = stop
         self.threads = threads or torch.get_num_threads()
-        # a group on a GPU leaves the node's cores to groups on the others
+        # one CPU for a group on a GPU: a node has several GPUs
         on_gpu = device == "cuda"
         self.options = {"num_cpus": 1 if on_gpu else self.threads, "num_gpus": int(on_gpu), "max_retries": 0}
         self._hardware: dict[str, Any] = {}
 
     def load_data(self, arms: Mapping[str, Arm]) -> dict[str, LoadedData]:
-        self._hardware = self._probe()  # before any file is written
+        """Check the workers, then load the data."""
+        self._hardware = self._probe()
         return super().load_data(arms)
 
     def hardware(self) -> dict[str, Any]:
+        """Return the hardware of a worker."""
         return self._hardware
 
     def train(
         self, plan: Plan, groups: Sequence[GroupPlan], callback: Callback, stop: Stop
     ) -> Iterator[tuple[GroupPlan | None, float]]:
+        """Train run groups concurrently, in any order."""
         stored = {id(data): ray.put(data) for data in {id(data): data for data in plan.data.values()}.values()}
         task, mailbox, without_data = ray.remote(train), start_mailbox(), replace(plan, data={})
 
@@ -109,14 +106,14 @@ class RayExecutor(Executor):
         return _Dispatch(plan.store, deque(groups), submit, mailbox, callback, stop).run()
 
     def _probe(self) -> dict[str, Any]:
-        """Return the hardware of a worker; raise where no worker can train a group."""
+        """Return the hardware of a worker; raise if no worker can train a group."""
         cpus = self.options["num_cpus"]
         nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         largest = max((node["Resources"].get("CPU", 0) for node in nodes), default=0)
-        if 0 < largest < cpus:  # with no CPU at all, workers are still to come
+        if 0 < largest < cpus:  # 0: workers may join later
             raise ValueError(
-                f"A run group takes {cpus} CPUs, one for each of this process's threads, but the largest node has "
-                f"{largest:g}. Set OMP_NUM_THREADS={largest:.0f} or less; the number of threads is part of a result."
+                f"Expected a node with {cpus} CPUs, one for each thread of this process, but the largest node has "
+                f"{largest:g}. Set OMP_NUM_THREADS={largest:.0f} or less; results depend on the number of threads."
             )
         task = ray.remote(probe).options(**{**self.options, "name": "torchace probe", "max_retries": 3})
         reference = task.remote(self.device, self.threads)
@@ -133,14 +130,15 @@ class RayExecutor(Executor):
             ) from error
         if version != versions()["torchace"]:
             raise ValueError(
-                f"The Ray workers have torchace {version}, but here it is {versions()['torchace']}. Install the same."
+                f"Expected torchace {versions()['torchace']} on the Ray workers, but got {version}. "
+                "Install the same version."
             )
         return dict(hardware)
 
 
 @dataclass
 class _Dispatch:
-    """The run groups of a sweep on their way through the cluster."""
+    """Submits run groups, stores their results and restarts those whose worker died."""
 
     store: RunStore
     waiting: deque[GroupPlan]
@@ -148,15 +146,15 @@ class _Dispatch:
     mailbox: Any
     callback: Callback
     stop: Stop
-    running: dict[Any, tuple[GroupPlan, int]] = field(default_factory=dict)  # group and attempt by the task's reference
-    attempts: Counter[str] = field(default_factory=Counter)  # by group, as the next two
+    running: dict[Any, tuple[GroupPlan, int]] = field(default_factory=dict)  # group and attempt by task
+    attempts: Counter[str] = field(default_factory=Counter)  # by group
     deaths: Counter[str] = field(default_factory=Counter)
     started: set[str] = field(default_factory=set)
     given_up: dict[RunKey, str] = field(default_factory=dict)
     stopped_at: float | None = None
 
     def run(self) -> Iterator[tuple[GroupPlan | None, float]]:
-        """Yield every finished group with the seconds since the previous one, and the rest of the seconds last."""
+        """Yield each finished group with the seconds since the previous one; last, None with the remaining seconds."""
         left, last = len(self.waiting), time.monotonic()
         while self.waiting or self.running:
             if self.stopped_at is None and self.stop():
@@ -169,7 +167,7 @@ class _Dispatch:
                 attempt = self.attempts[group.id]
                 self.running[self.submit(group, attempt)] = group, attempt
             ready, _ = ray.wait(list(self.running), timeout=POLL_SECONDS)
-            self._fetch_mail()  # first: a dead worker may have left a checkpoint
+            self._fetch_mail()  # first: a dead worker may have sent a checkpoint
             for reference in ready:
                 group, _ = self.running.pop(reference)
                 if self._finish(group, reference):
@@ -188,16 +186,15 @@ class _Dispatch:
         self.waiting.clear()
         for reference, (group, _) in self.running.items():
             if group.id not in self.started:
-                ray.cancel(reference, force=True)  # else an import may break off in a worker that lives on
+                ray.cancel(reference, force=True)  # without force, an import may be interrupted in a reused worker
 
     def _fetch_mail(self) -> None:
-        """Report the progress of groups and write the checkpoints that arrived."""
-        current = {(group.id, attempt): group for group, attempt in self.running.values()}  # no worker given up before
+        current = {(group.id, attempt): group for group, attempt in self.running.values()}  # no earlier attempts
         checkpoint: Any = ()
         while checkpoint is not None:
             try:
                 progress, checkpoint = ray.get(self.mailbox.fetch.remote(self.stopped_at is not None), timeout=10)
-            except RayError:  # its process died too, and is being restarted
+            except RayError:  # the actor died and is being restarted
                 return
             for name, attempt, step in progress:
                 if (group := current.get((name, attempt))) is not None:
@@ -214,11 +211,11 @@ class _Dispatch:
             self.callback.on_group_start(group)
 
     def _finish(self, group: GroupPlan, reference: Any) -> bool:
-        """Store what a task returned; return whether its group is finished."""
+        """Store the results of a task; return whether its group is finished."""
         try:
             results: Results | None = ray.get(reference)
         except RayTaskError as error:
-            if isinstance(error.cause, RayError):  # it lost the mailbox, or the data
+            if isinstance(error.cause, RayError):  # lost the mailbox or the data
                 self._restart(group, type(error.cause).__name__)
             else:
                 self._give_up(group, _describe(error.cause))
@@ -250,15 +247,14 @@ class _Dispatch:
 
 
 def _describe(error: BaseException) -> str:
-    """Return an error of a group in one sentence, without its full stop."""
     text = str(error).strip().partition("\n")[0].rstrip(".")
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
 
 
 def start_mailbox() -> Any:
-    """Start an actor beside the driver that holds each group's newest progress and checkpoint until fetched."""
+    """Start an actor on the driver's node that holds each group's newest progress and checkpoint."""
 
-    # Defined in here, a class travels by value: its process needs neither torchace nor the memory of torch.
+    # local, so that it is pickled by value: its process does not import torch
     class Mailbox:
         def __init__(self) -> None:
             self.progress: dict[str, tuple[str, int, Any]] = {}
@@ -274,7 +270,7 @@ def start_mailbox() -> Any:
             return self.stopping
 
         def fetch(self, stopping: bool) -> tuple[list[Any], Any]:
-            """Return all progress and one checkpoint: several together may be too much for one message."""
+            # one checkpoint at a time: several may exceed the size of a message
             self.stopping = stopping
             progress, self.progress = list(self.progress.values()), {}
             return progress, self.checkpoints.pop(next(iter(self.checkpoints))) if self.checkpoints else None

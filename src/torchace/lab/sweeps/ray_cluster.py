@@ -1,4 +1,4 @@
-"""Connecting to a Ray cluster: within seconds, or one sentence with the reason."""
+"""Connect to a Ray cluster, with a time limit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-# Read when Ray is imported: its messages about lost workers would mix with ours, and a cluster that we start reports
-# nothing to its makers.
+# Read when Ray is imported: no worker logs in the terminal, no usage statistics.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
@@ -24,21 +23,21 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("Sweeps on Ray need an extra package: pip install 'torchace[ray]'.") from error
 
-__all__ = ["RayAddressError", "join_cluster", "last_line", "ray"]  # import ray from here: set up and checked
+__all__ = ["RayAddressError", "join_cluster", "last_line", "ray"]  # import ray from here
 
-CONNECT_SECONDS = 5.0  # for a connection to an address
-JOIN_SECONDS = 60.0  # to join a cluster once its address answers: it may still be starting
+CONNECT_SECONDS = 5.0
+JOIN_SECONDS = 60.0  # a cluster that answers may still be starting
 
 
 class RayAddressError(ValueError):
-    """A cluster that cannot be used; one sentence with the reason and what to do."""
+    """The Ray cluster cannot be used."""
 
 
 def join_cluster(address: str) -> None:
     """Connect this process to a cluster, or raise `RayAddressError`.
 
-    `local` starts Ray on this machine, `auto` finds the one that runs here, `HOST:PORT` is a cluster this machine is
-    part of, `ray://HOST:PORT` any other.
+    `local` starts Ray on this machine, `auto` finds a running one, `HOST:PORT` is a cluster that this machine belongs
+    to, `ray://HOST:PORT` any other.
     """
     address = address.strip()
     if address == "auto":
@@ -51,16 +50,16 @@ def join_cluster(address: str) -> None:
             _check_reachable(address)
         if not address.startswith("ray://"):
             _try_join(address)
-    handler = signal.getsignal(signal.SIGTERM)  # Ray sets one that ends the process at once
+    handler = signal.getsignal(signal.SIGTERM)  # Ray replaces it
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Ray Client connection timed out")  # an error below
+            warnings.filterwarnings("ignore", "Ray Client connection timed out")  # raised below
             try:
                 with _on_loopback() if address == "local" else nullcontext():
                     ray.init(address, **options)
             except ConnectionAbortedError:
-                # The cluster forks a process for each client that comes by ray://, with gRPC's threads running: on a
-                # busy machine one in twenty dies there. The next one is another process.
+                # Ray forks a process for each ray:// client while gRPC's threads run; on a busy machine about one in
+                # twenty dies, so try once more.
                 ray.init(address, **options)
     except (RayError, RuntimeError, OSError, ValueError, ImportError) as error:
         raise _join_error(address, last_line(error)) from error
@@ -70,7 +69,7 @@ def join_cluster(address: str) -> None:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Let Ray listen at 127.0.0.1 alone, as on macOS; on Linux it would listen to the whole network."""
+    """Make Ray listen on 127.0.0.1 only; the default on Linux is every interface."""
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER
@@ -82,7 +81,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Refuse what is not an address, and one that does not answer: Ray itself would try for minutes."""
+    """Refuse an address that is invalid or does not answer; Ray itself would try for minutes."""
     host, colon, port = address.removeprefix("ray://").rstrip("/").rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise RayAddressError(f"Expected --ray auto, local, HOST:PORT or ray://HOST:PORT, but got {address!r}.")
@@ -96,25 +95,25 @@ def _check_reachable(address: str) -> None:
 
 
 def _try_join(address: str) -> None:
-    """Join in a process of its own first: Ray has no time limit, and ends the process it fails in."""
+    """Join in a subprocess first: Ray has no time limit and ends the process on failure."""
     code = f"import ray; ray.init({address!r}, log_to_driver=False)"
-    # a new session: away from the terminal's Ctrl-C, which the sweep handles
+    # new session: Ctrl-C is handled by the sweep
     options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "start_new_session": True}
     try:
-        tried = subprocess.run([sys.executable, "-c", code], timeout=JOIN_SECONDS, **options)
+        attempt = subprocess.run([sys.executable, "-c", code], timeout=JOIN_SECONDS, **options)
     except subprocess.TimeoutExpired:
         raise _join_error(address, f"it did not answer within {JOIN_SECONDS:.0f} seconds") from None
-    if tried.returncode != 0:
-        raise _join_error(address, last_line(tried.stderr))
+    if attempt.returncode != 0:
+        raise _join_error(address, last_line(attempt.stderr))
 
 
 def _join_error(address: str, reason: str) -> RayAddressError:
     return RayAddressError(
         f"Cannot join a Ray cluster with --ray {address} ({reason}). From a machine outside the cluster use "
-        "ray://HOST:10001; where it asks for a token, set RAY_AUTH_MODE=token; without a cluster use --ray local."
+        "ray://HOST:10001; if it asks for a token, set RAY_AUTH_MODE=token; without a cluster use --ray local."
     )
 
 
 def last_line(text: object) -> str:
-    """Return the last line of an error of Ray: the reason, after a traceback."""
+    """Return the last line of a Ray error, after its traceback."""
     return (str(text).strip().splitlines() or ["no reason given"])[-1].rstrip(".")

@@ -1,7 +1,4 @@
-"""A worker of a Ray cluster: it trains a run group like a local sweep, in a temporary directory.
-
-Results are the task's return value. Progress and checkpoints go to the driver's mailbox.
-"""
+"""Training of a run group on a Ray worker, in a temporary directory."""
 
 from __future__ import annotations
 
@@ -29,12 +26,12 @@ from torchace.lab.training.loop import Interrupted, Progress
 
 PREFIX = "torchace-worker-"
 
-Files = dict[str, bytes]  # a checkpoint: its files by name
+Files = dict[str, bytes]  # a checkpoint's files by name
 Results = list[tuple[RunResult, Mapping[str, Tensor]]]
 
 
 class DriverLink(Callback):
-    """Send a worker's progress and checkpoints to the driver's mailbox; the reply says whether to stop."""
+    """Send progress and checkpoints to the driver's mailbox; replies set `stopping`."""
 
     def __init__(self, mailbox: Any, group: str, attempt: int) -> None:
         self.mailbox, self.group, self.attempt = mailbox, group, attempt
@@ -42,29 +39,33 @@ class DriverLink(Callback):
         self._reply: Any = None
 
     def on_step(self, group: GroupPlan, progress: Progress) -> None:
-        import ray  # here: without Ray, `sweeps.ray` explains what to install
+        """Send progress without waiting for the driver."""
+        import ray  # lazy: `sweeps.ray_cluster` raises the error with install instructions
 
         if self._reply is not None:
             if not ray.wait([self._reply], timeout=0)[0]:
-                return  # training does not wait for the driver
+                return
             self.stopping = ray.get(self._reply)
         self.send_progress((progress.step, progress.steps, progress.score))
 
     def send_progress(self, progress: Any) -> None:
+        """Send progress; None marks the start."""
         self._reply = self.mailbox.put_progress.remote(self.group, self.attempt, progress)
 
     def send_checkpoint(self, files: Files) -> None:
+        """Send a checkpoint and wait until it arrives."""
         import ray
 
         self.stopping = ray.get(self.mailbox.put_checkpoint.remote(self.group, self.attempt, files))
 
     def stop(self) -> bool:
+        """Whether the driver stops the sweep."""
         return self.stopping
 
 
 def train(plan: Plan, group: GroupPlan, data: LoadedData, files: Files, link: DriverLink, threads: int) -> Any:
-    """Train a run group from a checkpoint's files and return its `Results`; None when the driver stopped it."""
-    torch.set_num_threads(threads)  # bits depend on it
+    """Train a run group from a checkpoint and return its `Results`; None if the driver stopped it."""
+    torch.set_num_threads(threads)  # results depend on it
     link.send_progress(None)
     with _temporary_directory() as folder:
         store = _MemoryStore(folder, link)
@@ -81,8 +82,6 @@ def train(plan: Plan, group: GroupPlan, data: LoadedData, files: Files, link: Dr
 
 
 class _MemoryStore(RunStore):
-    """A group's results in memory, its checkpoints in a folder and sent to the driver."""
-
     def __init__(self, directory: Path, link: DriverLink) -> None:
         super().__init__(directory)
         self.link = link
@@ -107,7 +106,7 @@ class _SentCheckpoints(Checkpoints):
 
 @contextmanager
 def _temporary_directory() -> Iterator[Path]:
-    """Create a temporary directory; remove those that killed workers left on this machine."""
+    """Create a temporary directory; remove those of killed workers."""
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         process = left.name.removeprefix(PREFIX).partition("-")[0]
         if process.isdigit() and not _is_alive(int(process)):
@@ -121,13 +120,13 @@ def _is_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # of another user
+    except PermissionError:  # a process of another user
         pass
     return True
 
 
 def read_checkpoint(directory: Path) -> Files:
-    """Return the files of the checkpoint in a directory; empty where there is none."""
+    """Return the files of a checkpoint; empty if there is none."""
     if not (directory / MANIFEST).exists():
         return {}
     return {file.name: file.read_bytes() for file in (*directory.glob("state-*.safetensors"), directory / MANIFEST)}
@@ -143,6 +142,6 @@ def write_checkpoint(directory: Path, files: Files) -> None:
 
 
 def probe(device: str, threads: int) -> tuple[str, dict[str, Any]]:
-    """Return a worker's version of torchace and its hardware."""
+    """Return a worker's torchace version and hardware."""
     torch.set_num_threads(threads)
     return versions()["torchace"], hardware(device)

@@ -1,4 +1,4 @@
-"""A sweep: every run of an experiment, planned in run groups, trained by an executor and stored once."""
+"""A sweep: the runs of an experiment, planned in run groups, trained by an executor, stored in a directory."""
 
 from __future__ import annotations
 
@@ -31,26 +31,24 @@ WRITE_EVERY = 1.0  # seconds between two writes of experiment.json
 
 @dataclass(frozen=True)
 class Sweep:
-    """An experiment, the directory it is run in, and the executor that trains its run groups."""
+    """An experiment, its run directory and its executor."""
 
     experiment: Experiment
     directory: Path
     executor: Executor = field(default_factory=Executor)
 
     def run(self, callback: Callback | None = None, stop: Stop = lambda: False) -> dict[RunKey, Failure]:
-        """Train the runs that are not finished yet and return those that failed.
+        """Train all unfinished runs and return those that failed.
 
-        Interrupted at any moment, it resumes: finished runs are kept, the group at hand continues from its checkpoint,
-        and the results are those of a sweep that was never interrupted.
-
-        A group is trained whole: its runs were fixed when it was planned, perhaps by a command that asked for more.
+        An interrupted sweep resumes from finished runs and checkpoints, with the same results. Groups planned earlier
+        are trained as a whole.
 
         Args:
             callback: Receives the events of the sweep.
-            stop: Checked between steps; True saves a checkpoint and raises `Interrupted`.
+            stop: Checked between steps; if True, a checkpoint is saved and `Interrupted` is raised.
 
         Raises:
-            UnfinishedRunsError: Some groups were given up; all others are finished.
+            UnfinishedRunsError: Some runs could not be finished; all others are.
         """
         callback = callback or Callback()
         arms = {arm.name: arm for arm in self.experiment.complete_arms()}
@@ -61,7 +59,7 @@ class Sweep:
             list(self.executor.train(plan, [], callback, stop))
             return {}
         summaries = [_summarize(arm, data[arm.name]) for arm in arms.values()]
-        # Errors in the experiment were raised by now; from here on files are written.
+        # configuration errors are raised above, before any file is written
         store.refuse_foreign()
         with store.locked():
             record = self._begin(store, summaries)
@@ -72,7 +70,7 @@ class Sweep:
             planned = wanted.union(*(group.runs for group in todo))
             done = {run for run in planned if store.is_finished(run)}
             callback.on_plan(len(done), len(planned))
-            if self.executor.is_concurrent:  # earlier attempts, which its groups will not count
+            if self.executor.is_concurrent:  # adds the time of earlier attempts
                 record = self._add_seconds(record, store, todo, None, 0.0)
             written = time.monotonic()
             try:
@@ -85,7 +83,7 @@ class Sweep:
                         done.update(group.runs)
                         callback.on_group_end(group, len(done))
             except BaseException:
-                with suppress(OSError):  # the error at hand is the one to raise
+                with suppress(OSError):  # keep the original error
                     store.write_experiment(record)
                 raise
             store.write_experiment(record)
@@ -93,7 +91,7 @@ class Sweep:
             return {run: failure for run, failure in failures.items() if failure is not None}
 
     def _begin(self, store: RunStore, arms: list[ArmSummary]) -> ExperimentResult:
-        """Write the experiment, or check that the directory holds this very experiment."""
+        """Write experiment.json, or check that the directory holds the same experiment."""
         config = self.experiment.model_dump(mode="json")
         seeds = set(self.experiment.sweep.seeds)
         started, seconds, counted = datetime.now(UTC).isoformat(timespec="seconds"), 0.0, {}
@@ -104,7 +102,7 @@ class Sweep:
                 raise RunStoreError(
                     f"experiment.json in {self.directory} is damaged. Choose another --out, or remove the directory."
                 ) from error
-            # earlier seeds and λ are still part of it
+            # keep earlier seeds and λ
             seeds |= set(before.seeds)
             earlier = {arm.name: arm.diversities for arm in before.arms}
             arms = [
@@ -136,7 +134,7 @@ class Sweep:
         return [RunKey(arm.name, d, seed) for d in arm.diversities for seed in self.experiment.sweep.seeds]
 
     def _plan_groups(self, plan: Plan) -> list[GroupPlan]:
-        """Return the groups planned before, and new ones for runs that are in none of them."""
+        """Return the existing groups, and new ones for runs that are in none."""
         before = plan.store.groups()
         groups = list(before)
         known = {run for group in groups for run in group.runs}
@@ -161,7 +159,7 @@ class Sweep:
         group: GroupPlan | None,
         seconds: float,
     ) -> ExperimentResult:
-        """Add training time once: `counted` holds what is included already of groups that are unfinished."""
+        """Add training time; `counted` holds the seconds of unfinished groups that are already included."""
         counted = dict(record.counted)
         if self.executor.is_concurrent:
             in_checkpoints = store.checkpoint_seconds(groups)
@@ -174,7 +172,7 @@ class Sweep:
 
 
 def _summarize(arm: Arm, data: LoadedData) -> ArmSummary:
-    """Describe an arm for the result file; building its network once finds configurations without one."""
+    """Describe an arm for the result file; building its network also validates the configuration."""
     network = build_network(arm, data.dataset, [0], "cpu")
     return ArmSummary(
         name=arm.name,
@@ -190,7 +188,7 @@ def _summarize(arm: Arm, data: LoadedData) -> ArmSummary:
 
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
-    """Refuse to mix two experiments in one directory; more seeds or λ of the same one are fine."""
+    """Refuse to mix two experiments in one directory; seeds and λ may differ."""
     old, new = _flatten(before), _flatten(now)
     for key in sorted({*old, *new}):
         if old.get(key) != new.get(key) and not key.endswith("diversities"):
@@ -200,12 +198,12 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Pa
             )
 
 
-# Settings that do not change a run: which runs there are, how often they are saved, how they are described.
+# settings that do not change the result of a run
 _FREE = {"sweep", "checkpoint", "title", "description", "paper"}
 
 
 def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration as `section.key: value`; an arm's keys under its name."""
+    """Flatten a configuration to `section.key: value`; keys of an arm start with its name."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if key == "arms":

@@ -1,8 +1,4 @@
-"""A sweep on several processes that torchrun started, which train each group together.
-
-The first rank plans, writes and prints like a sweep in one process. The others receive the next group, train their part
-of it, and write nothing.
-"""
+"""A sweep under torchrun: all ranks train each group together; only the first plans, writes and prints."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from torchace.lab.sweeps.environment import versions
 from torchace.lab.sweeps.executor import Executor, Plan, Stop, train_group
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.training.distributed import (
-    RankLost,
+    RankLostError,
     Ranks,
     check_same,
     connect,
@@ -38,12 +34,9 @@ from torchace.lab.training.distributed import (
 
 @contextmanager
 def process_group(parallel: str | None) -> Iterator[int | None]:
-    """Join the processes that torchrun started; gives this process's rank, or None for a single process.
+    """Join torchrun's process group and yield the rank; None for a single process.
 
-    An error that several ranks have is raised in one of them; the others exit silently.
-
-    Args:
-        parallel: Value of `--parallel`.
+    An error that several ranks have is raised on one of them only.
     """
     if not is_launched():
         if parallel is not None:
@@ -62,7 +55,7 @@ def process_group(parallel: str | None) -> Iterator[int | None]:
     try:
         yield dist.get_rank()
     except Exception as error:
-        if hasattr(error, "exit_code"):  # not an error: all ranks end here
+        if hasattr(error, "exit_code"):  # typer.Exit, on all ranks
             dist.destroy_process_group()
         elif not should_report(store, error):
             raise SystemExit(1) from None
@@ -71,19 +64,17 @@ def process_group(parallel: str | None) -> Iterator[int | None]:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """Handle SIGTERM, which torchrun sends to the other ranks when one dies."""
-    if not RankLost.happened:  # else this rank ends once it has reported that
+    """Handle SIGTERM, which torchrun sends when another rank dies."""
+    if not RankLostError.happened:  # else this rank reports the loss and exits
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
 class RankExecutor(Executor):
-    """Train each run group on all ranks together; the first rank plans and writes, the others only train.
+    """Train each run group on all ranks together.
 
-    Args:
-        experiment: The experiment, the same on all ranks.
-        device: `cpu`; `cuda`, a GPU for each process of a machine; or `cuda:N`, one that they share.
-        parallel: What is spread over ranks, see `parse_layout`; the batch by default.
+    Device `cuda` is one GPU for each process, `cuda:N` a shared one. For `parallel` see `parse_layout`; the default
+    splits the batch.
     """
 
     def __init__(self, experiment: Experiment, device: str, parallel: str | None) -> None:
@@ -111,21 +102,24 @@ class RankExecutor(Executor):
         self.is_first = self.ranks.is_first
 
     def load_data(self, arms: Mapping[str, Arm]) -> dict[str, LoadedData]:
+        """Load the data, on the first rank first: it may download them."""
         for arm in arms.values():
             _check(arm, self.ranks)
         if not self.is_first:
-            self.ranks.broadcast()  # until the first rank has downloaded the data
+            self.ranks.broadcast()
             return super().load_data(arms)
         loaded = super().load_data(arms)
         self.ranks.broadcast("loaded")
         return loaded
 
     def hardware(self) -> dict[str, Any]:
+        """Return the hardware of this rank and the number of processes."""
         return {**super().hardware(), "processes": self.ranks.size}
 
     def train(
         self, plan: Plan, groups: Sequence[GroupPlan], callback: Callback, stop: Stop
     ) -> Iterator[tuple[GroupPlan | None, float]]:
+        """Train run groups; ranks other than the first receive them."""
         if not self.is_first:
             while (content := self.ranks.broadcast()) is not None:
                 group = GroupPlan(**content)
@@ -139,10 +133,10 @@ class RankExecutor(Executor):
 
 
 def _check(arm: Arm, ranks: Ranks) -> None:
-    """Refuse arms that cannot be split over these ranks, before any training."""
     if arm.train.batch_size < ranks.data:
         raise ConfigError(
-            f"train.batch_size: expected at least {ranks.data}, a sample for each rank, but got {arm.train.batch_size}."
+            f"train.batch_size: expected at least {ranks.data}, one sample for each rank, but got "
+            f"{arm.train.batch_size}."
         )
     if ranks.members == 1:
         return
@@ -153,11 +147,11 @@ def _check(arm: Arm, ranks: Ranks) -> None:
         )
     if arm.model.num_members < ranks.members:
         raise ConfigError(
-            f"model.num_members: {ranks.members} ranks are more than {arm.model.num_members} members; use fewer, or "
-            f"--parallel {arm.model.num_members}xD, the batch over D ranks."
+            f"model.num_members: expected at least {ranks.members}, one member for each rank, but got "
+            f"{arm.model.num_members}. Use fewer ranks, or --parallel {arm.model.num_members}xD to split the batch too."
         )
     if not arm.train.detach_others:
         raise ConfigError(
-            "train.detach_others: members on other ranks are constants; set detach_others = true, or use "
-            "--parallel data."
+            "train.detach_others: expected true, because members on other ranks receive no gradient, but got false. "
+            "Set detach_others = true, or use --parallel data."
         )

@@ -1,1 +1,1 @@
-"""Fits, evaluates, applies and exports models of tables."""
+"""Fit, evaluate, predict and export models of tables."""

@@ -1,4 +1,4 @@
-"""Export a model of a table as one ONNX graph, from the raw matrix to predictions and their uncertainty."""
+"""Export a `TableModel` as one ONNX graph."""
 
 from __future__ import annotations
 
@@ -22,17 +22,15 @@ from torchace._files import remove_abandoned, write_atomic
 from torchace.lab.data.encoding import CategoryColumn
 from torchace.lab.tables.model import CLASSIFIER_OUTPUTS, REGRESSOR_OUTPUTS, TableModel
 
-TOLERANCE = 1e-6  # between onnxruntime's and torch's outputs, for numbers of about 1
-BATCH_SIZES = (1, 2, 7, 64)  # for the comparison
+TOLERANCE = 1e-6  # between onnxruntime's and torch's outputs, relative to max(1, largest)
+BATCH_SIZES = (1, 2, 7, 64)  # of the comparison
 
 
 class ExportError(ValueError):
-    """The graph cannot be made, or its outputs differ from the model's."""
+    """The model cannot be exported, or the outputs differ."""
 
 
 class _Graph(nn.Module):
-    """The exported module."""
-
     def __init__(self, model: TableModel) -> None:
         super().__init__()
         self.ensemble = model.ensemble
@@ -45,21 +43,9 @@ class _Graph(nn.Module):
 
 
 def export_onnx(model: TableModel, path: Path, *, seed: int = 0) -> float:
-    """Write the graph after comparing onnxruntime's outputs with torch's.
+    """Compare onnxruntime's outputs with torch's, write the graph, return the largest difference.
 
-    The input `raw` is the matrix of `Encoding.matrix`, `(N, F)` of float64: numbers, NaN where missing, and categories
-    as codes. The graph's metadata hold the columns, the codes and the classes as JSON.
-
-    Args:
-        model: The model.
-        path: The file, written completely or not at all.
-        seed: Seed of the rows for the comparison.
-
-    Returns:
-        The largest difference.
-
-    Raises:
-        ExportError: The graph cannot be made, or its outputs differ.
+    The input `raw` is `Encoding.matrix`, `(N, F)` in float64. The metadata hold columns, codes and classes as JSON.
     """
     onnx, _, runtime = map(_import_package, ("onnx", "onnxscript", "onnxruntime"))
     graph = _Graph(model).eval()
@@ -90,7 +76,6 @@ def export_onnx(model: TableModel, path: Path, *, seed: int = 0) -> float:
 
 
 def _compare(runtime: ModuleType, data: bytes, graph: _Graph, rows: Tensor) -> float:
-    """The largest difference between onnxruntime's and torch's outputs over batches of several sizes."""
     options = runtime.SessionOptions()
     options.log_severity_level = 3
     session = runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
@@ -101,7 +86,7 @@ def _compare(runtime: ModuleType, data: bytes, graph: _Graph, rows: Tensor) -> f
             expected = [value.numpy() for value in graph(rows[:count])]
         for name, ours, theirs in zip(graph.outputs, outputs, expected, strict=True):
             if ours.shape != theirs.shape:
-                raise ExportError(f"The exported graph gives {name} of shape {ours.shape}, but torch {theirs.shape}.")
+                raise ExportError(f"Expected {name} of shape {theirs.shape}, but got {ours.shape} from the graph.")
             scale = 1.0 if graph.is_classifier else max(1.0, float(np.abs(theirs).max()))
             difference = float(np.abs(ours - theirs).max()) / scale
             if not math.isfinite(difference) or difference > TOLERANCE:
@@ -113,7 +98,7 @@ def _compare(runtime: ModuleType, data: bytes, graph: _Graph, rows: Tensor) -> f
 
 
 def _random_rows(model: TableModel, count: int, seed: int) -> Tensor:
-    """Rows with numbers around those of training, missing values and all codes."""
+    """Return rows like those of training, with missing values and unknown codes."""
     generator = torch.Generator().manual_seed(seed)
     columns = []
     for column in model.encoding.columns:
@@ -142,12 +127,11 @@ def _import_package(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise ImportError(f"An export needs {name}, which is not installed: pip install 'torchace[onnx]'.") from None
+        raise ImportError(f"The ONNX export needs {name}: pip install 'torchace[onnx]'.") from None
 
 
 @contextlib.contextmanager
 def _silence_exporter() -> Iterator[None]:
-    """Silence the exporter's output."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

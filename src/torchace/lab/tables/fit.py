@@ -1,6 +1,6 @@
 """Fit a model for a table: search λ, train the ensemble, publish the model directory in one rename.
 
-Until then everything is in a working directory beside it, `NAME.work`, from which a killed fit resumes.
+The working directory `NAME.work` beside it lets a killed fit resume.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torchace._files import PARTIAL, fsync_directory, json_digest, read_json, refuse_links, write_atomic
 from torchace.lab.data import Split
 from torchace.lab.schema.results import ExperimentResult, RunKey, RunResult
-from torchace.lab.store import OURS, RunStore, RunStoreError, finite
+from torchace.lab.store import OUTPUT_FILES, RunStore, RunStoreError, finite
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.tables.model import TableModel, evaluate_chunks
 from torchace.lab.tables.table import Table
@@ -39,36 +39,26 @@ from torchace.saving import ModelFileError
 SAVE_EVERY = 30.0  # seconds
 
 
-class TrainingFailed(ValueError):
-    """The training of the model ended in NaN or Inf."""
+class TrainingError(ValueError):
+    """The training ended in NaN or Inf."""
 
 
 class FitCallback(SearchCallback):
     """No-op callback; override what you need."""
 
     def on_step(self, progress: Progress) -> None:
-        """Called now and then while the model is trained."""
+        """Called while the model is trained."""
 
 
 @dataclass(frozen=True)
 class TableFit:
-    """A fit of a table.
-
-    Attributes:
-        table: The data.
-        plan: Architecture and training.
-        diversity: λ; None to search it.
-        out: The model directory.
-        settings: The user's settings of the table, for the record.
-        seed: Seed of the training and of the search.
-        device: The device to train on.
-    """
+    """The fit of a model for a table."""
 
     table: Table
     plan: MemberPlan
-    diversity: float | None
+    diversity: float | None  # None: search λ
     out: Path
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # of the table, for the record
     seed: int = 0
     device: str = "cpu"
 
@@ -86,7 +76,7 @@ class TableFit:
         return self.work / "fit.json"
 
     def request(self) -> dict[str, Any]:
-        """The identity of this fit: two fits with the same request give the same model."""
+        """Return the identity of this fit: equal requests give equal models."""
         plan = {**asdict(self.plan), "hidden": list(self.plan.hidden)}
         diversity = "auto" if self.diversity is None else self.diversity
         data = {"name": self.table.name, "sha256": self.table.sha256}
@@ -95,11 +85,11 @@ class TableFit:
     # -- directories --------------------------------------------------------------------------------------------------
 
     def is_finished(self) -> bool:
-        """Whether the model directory is complete; one with other content is refused."""
+        """Whether the model directory is complete; refuse one with other content."""
         if not os.path.lexists(self.out):
             return False
         if self.out.is_dir() and not self.out.is_symlink() and not any(self.out.iterdir()):
-            if os.path.ismount(self.out):  # a directory cannot be renamed to it
+            if os.path.ismount(self.out):  # rename would fail
                 raise RunStoreError(
                     f"{self.out} is a mount point. Choose a directory in it: --out {self.out / 'model'}."
                 )
@@ -109,18 +99,18 @@ class TableFit:
         except (ModelFileError, OSError):
             record = {}
         if record.get("fit") != self.request():
-            raise RunStoreError(f"{self.out} holds something else already. Choose another --out, or remove it.")
+            raise RunStoreError(f"{self.out} already holds other files. Choose another --out, or remove it.")
         return True
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Lock the working directory; refuse one of another fit."""
-        self._check_work()  # before the lock file is written into a foreign directory
+        self._check_work()  # before the lock file is written
         with RunStore(self.work).locked():
             self._check_work()
             if self.is_finished():
                 self.remove_work()
-                raise RunStoreError(f"Another process has just finished {self.out}. Repeat the command to see it.")
+                raise RunStoreError(f"Another process has finished {self.out}. Repeat the command to show it.")
             if not self._request_file.exists():
                 started = datetime.now(UTC).isoformat(timespec="seconds")
                 content = {"request": self.request(), "started": started}
@@ -128,7 +118,7 @@ class TableFit:
             yield
 
     def _check_work(self) -> None:
-        """Refuse a working directory of another fit or with other content: it is removed in the end."""
+        """Refuse a working directory with other content, because it is removed at the end."""
         refuse_links(self.work.parent, [self.work.name])
         if self._request_file.exists():
             try:
@@ -141,20 +131,20 @@ class TableFit:
                     "--out."
                 )
         elif self.work.is_dir():
-            # a process killed at its very start leaves its lock and half of fit.json at most
+            # a killed process may leave its lock and a partial fit.json
             foreign = [name for name in sorted(os.listdir(self.work)) if name != "lock" and not name.endswith(PARTIAL)]
             if foreign:
                 raise RunStoreError(
-                    f"{self.work}, the working directory of a fit, holds something else already ({foreign[0]!r}). "
+                    f"{self.work}, the working directory of this fit, already holds other files ({foreign[0]!r}). "
                     "Choose another --out."
                 )
 
     def publish(self) -> None:
-        """Move the model with its results and its report to the model directory."""
+        """Move model, results and report to the model directory."""
         for name in ("experiment.json", "runs", "report"):
             source, copy = self.work / name, self._model / name
             if source.is_dir():
-                # names with a leading dot are files that a killed process was writing
+                # a leading dot marks partial files of a killed process
                 shutil.copytree(source, copy, ignore=shutil.ignore_patterns(".*"), dirs_exist_ok=True)
             elif source.exists():
                 shutil.copyfile(source, copy)
@@ -168,14 +158,14 @@ class TableFit:
         self.remove_work()
 
     def remove_work(self) -> None:
-        """Remove the working directory, if it belongs to this fit."""
+        """Remove the working directory if it belongs to this fit."""
         try:
             self._check_work()
         except ValueError:
             return
         with contextlib.suppress(OSError):
-            last = (self._request_file, self.work / "lock")  # the request marks the rest as ours
-            paths = [*self.work.glob(f".*{PARTIAL}"), *(self.work / name for name in OURS)]
+            last = (self._request_file, self.work / "lock")  # last: the request marks the rest as ours
+            paths = [*self.work.glob(f".*{PARTIAL}"), *(self.work / name for name in OUTPUT_FILES)]
             for path in (*(path for path in paths if path not in last), *last):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             self.work.rmdir()
@@ -183,15 +173,10 @@ class TableFit:
     # -- training -----------------------------------------------------------------------------------------------------
 
     def train(self, callback: FitCallback | None = None, stop: Callable[[], bool] = lambda: False) -> None:
-        """Search λ, train and score the model, and write the results that a report shows.
-
-        Raises:
-            Interrupted: `stop` returned True; finished work is kept.
-            TrainingFailed: The training ended in NaN or Inf.
-        """
+        """Search λ, train and score the model, and write the result files; `Interrupted` if `stop` returns True."""
         callback, start = callback or FitCallback(), time.monotonic()
         store = RunStore(self.work)
-        for leftover in self.work.glob(f".{self._model.name}.*{PARTIAL}"):  # of a process killed while saving
+        for leftover in self.work.glob(f".{self._model.name}.*{PARTIAL}"):  # of a killed process
             shutil.rmtree(leftover)
         store.clean([])
         train, validation, test = self.table.parts(self.plan, self.device)
@@ -219,7 +204,7 @@ class TableFit:
         store.write_experiment(self._experiment(run, tuned, time.monotonic() - start))
 
     def _search(self, train: Split, validation: Split, test: Split) -> GridSearch:
-        # seed + 1: the model's own seed takes no part in choosing
+        # seed + 1: the search must not use the model's seed
         return GridSearch(
             SearchProblem(self.plan, train, validation, self.table.num_outputs, self.seed + 1),
             test=test if len(test) else None,
@@ -228,10 +213,10 @@ class TableFit:
         )
 
     def _save(self, store: RunStore, run: RunKey, trained: TrainedGroup, tuned: TunedDiversity | None) -> None:
-        """Save the trained model, then its result file, which marks the run as finished."""
+        """Save the model, then its result file, which marks the run as finished."""
         if (failure := trained.failure(0)) is not None:
             member = "" if failure.member is None else f", member {failure.member}"
-            raise TrainingFailed(
+            raise TrainingError(
                 f"The model's training (λ={run.diversity:g}, seed {run.seed}{member}) ended at step {failure.step} "
                 f"with {failure.message}. Try a smaller --learning-rate."
             )
@@ -245,7 +230,7 @@ class TableFit:
             "best_epoch": None if fitted.best_epochs is None else fitted.best_epochs[0],
             "rows": {"train": len(table.train), "validation": len(table.validation), "test": len(table.test)},
         }
-        if self._model.exists():  # of a process that was killed right here
+        if self._model.exists():  # of a killed process
             shutil.rmtree(self._model)
         TableModel(ensemble, table.encoding, run.diversity, finite(record)).save(self._model)
         metric = "train_cross_entropy" if table.task == "classification" else "train_mse"
@@ -271,7 +256,7 @@ class TableFit:
         store.write_result(RunResult.model_validate(content), arrays)
 
     def _evaluate(self, trained: TrainedGroup) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Scores on the validation and test parts in the target's units, and the arrays of the last of them."""
+        """Return scores by part, in the target's units, and the arrays of the last part."""
         stacked = trained.ensemble(0).cpu().double()
         table, scores, arrays = self.table, {}, {}
         parts = {"validation": (table.validation, table.validation_rows), "test": (table.test, table.test_rows)}
@@ -286,11 +271,10 @@ class TableFit:
                 evaluation = evaluate_chunks(logits, y)
             scores[name], arrays = evaluation.metrics, evaluation.arrays
             if "disputed_index" in arrays:
-                arrays["disputed_row"] = rows[arrays["disputed_index"]] + 1  # counted from 1 in the file
+                arrays["disputed_row"] = rows[arrays["disputed_index"]] + 1  # from 1, as in the file
         return scores, arrays
 
     def _experiment(self, run: RunKey, tuned: TunedDiversity | None, seconds: float) -> ExperimentResult:
-        """The content of experiment.json."""
         table, plan, target = self.table, self.plan, self.table.schema.target
         widths = [table.train.x.shape[1], *plan.hidden, table.num_outputs]
         arm = {

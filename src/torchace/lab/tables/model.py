@@ -1,4 +1,4 @@
-"""A trained ensemble with the encoding of its table: the content of a model directory of `torchace fit`."""
+"""A trained ensemble with the encoding of its table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchace.saving import ModelFileError, load_model, save_model
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
-# of logits (K, n, C), for each sample (n, ...)
+# logits (K, n, C) to values of each sample (n, ...)
 CLASSIFIER_OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "probabilities": lambda logits: ensemble_log_probs(logits).clamp_(max=0).exp_(),  # rounding may leave 1 + 4e-16
     "entropy": partial(predictive_entropy, reduction="none"),
@@ -40,10 +40,10 @@ class TableModel:
     """An ensemble that predicts rows of a table.
 
     Attributes:
-        ensemble: Maps the raw matrix of `encoding` to logits, or to predictions in the target's units; in float64.
+        ensemble: Maps the raw matrix to logits, or to predictions in the target's units; float64.
         encoding: Maps rows to the raw matrix.
         diversity: λ.
-        record: How the model was trained, and its scores.
+        record: Settings and scores of the training.
     """
 
     ensemble: Ensemble
@@ -62,15 +62,15 @@ class TableModel:
         manifest = cast(Mapping[str, Any], ensemble.manifest)
         record = dict(manifest["extra"] or {})
         if not isinstance(ensemble, Ensemble) or "encoding" not in record or manifest["diversity"] is None:
-            raise ModelFileError(f"{path} holds no model of a table; read it with torchace.load_model.")
+            raise ModelFileError(f"Expected a model of a table in {path}, but got another. Use torchace.load_model.")
         try:
             encoding = Encoding.from_json(record.pop("encoding"))
         except DataError as error:
-            raise ModelFileError(f"{path} holds a table's description that cannot be read: {error}") from error
+            raise ModelFileError(f"The description of the table in {path} cannot be read: {error}") from error
         if not _accepts(ensemble, encoding):
-            raise ModelFileError(f"{path} describes another table than its ensemble was trained on; train it anew.")
+            raise ModelFileError(f"The ensemble in {path} does not fit the description of its table. Train it again.")
         if not _is_readable(record):
-            raise ModelFileError(f"{path} holds notes on its training that cannot be read; train it anew.")
+            raise ModelFileError(f"The training record in {path} cannot be read. Train the model again.")
         return cls(ensemble, encoding, manifest["diversity"], record)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -85,29 +85,29 @@ class TableModel:
 
     @property
     def is_classifier(self) -> bool:
+        """Whether the model predicts classes."""
         return self.encoding.schema.target.task == "classification"
 
     def logits(self, frame: DataFrame) -> Tensor:
-        """The members' logits `(K, N, C)`, or predictions `(K, N, 1)`."""
+        """Return the members' logits `(K, N, C)`, or predictions `(K, N, 1)`."""
         return torch.cat(list(self._chunks(frame)), 1)
 
     @torch.no_grad()
     def _chunks(self, frame: DataFrame) -> Iterator[Tensor]:
-        """Logits of consecutive chunks of rows."""
         rows = chunk_rows(self.ensemble, self.ensemble.num_members)
         for part in self.encoding.matrix(frame).split(rows):
             yield self.ensemble(part)
 
     def predict(self, frame: DataFrame) -> DataFrame:
-        """Predictions and their uncertainty, one row for each row of a table.
+        """Return predictions and their uncertainty, one row for each row of `frame`.
 
-        The columns are, for classes: `prediction`, `probability_CLASS` for each, `entropy`, `mutual_information` and
-        `disagreement`; for numbers: `prediction` and `spread`, the members' standard deviation.
+        Columns for classes: `prediction`, one `probability_CLASS` each, `entropy`, `mutual_information`,
+        `disagreement`. Columns for numbers: `prediction`, and `spread`, the members' standard deviation.
         """
         from pandas import DataFrame
 
         if not len(frame):
-            raise DataError("The table has no rows; nothing can be predicted.")
+            raise DataError("Expected a table with at least one row, but got none.")
         outputs = CLASSIFIER_OUTPUTS if self.is_classifier else REGRESSOR_OUTPUTS
         values = collect_chunks(self._chunks(frame), len(frame), *outputs.values())
         columns: dict[str, Any] = {name: value.numpy() for name, value in zip(outputs, values, strict=True)}
@@ -119,12 +119,12 @@ class TableModel:
         return DataFrame(columns, index=frame.index)
 
     def evaluate(self, frame: DataFrame) -> Evaluation:
-        """Scores on rows whose target is known."""
+        """Return scores on rows whose target is known."""
         return evaluate_chunks(self._chunks(frame), self.encoding.targets(frame))
 
 
 def evaluate_chunks(logits: Iterable[Tensor], target: Tensor) -> Evaluation:
-    """Scores of chunks of logits `(K, n, C)` and class indices `(N,)`, or of predictions `(K, n, 1)` and numbers."""
+    """Score chunks of logits `(K, n, C)` with class indices `(N,)`, or predictions `(K, n, 1)` with numbers."""
     if target.is_floating_point():
         return evaluate_regression(torch.cat(list(logits), 1).squeeze(2), target)
     evaluator, done = Evaluator(), 0
@@ -135,7 +135,6 @@ def evaluate_chunks(logits: Iterable[Tensor], target: Tensor) -> Evaluation:
 
 
 def _accepts(ensemble: Ensemble, encoding: Encoding) -> bool:
-    """Whether an ensemble maps the encoding's rows to its classes, or to one number."""
     outputs = max(1, len(encoding.schema.target.classes))
     try:
         with torch.no_grad():
@@ -145,7 +144,6 @@ def _accepts(ensemble: Ensemble, encoding: Encoding) -> bool:
 
 
 def _is_readable(record: Mapping[str, Any]) -> bool:
-    """Whether the search and the scores have the form in which they are written and shown."""
     search, scores = record.get("search"), record.get("scores")
     if search is not None and not (isinstance(search, Mapping) and isinstance(search.get("sentence"), str)):
         return False

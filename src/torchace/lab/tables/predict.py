@@ -1,4 +1,4 @@
-"""Predict a file of any size in chunks; the output file is written completely or not at all."""
+"""Predict files of any size in chunks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
 MAX_ROWS = 65_536  # in a chunk
-FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r", "\n")  # of texts that a spreadsheet evaluates
+FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r", "\n")  # of text that spreadsheets evaluate
 
 
 def predict_file(
@@ -35,32 +35,22 @@ def predict_file(
     rows: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Predict every row of a file, in order.
+    """Predict every row of a file, in order, and return their number; `out` is written atomically.
 
-    Args:
-        model: The model.
-        data: A CSV, Parquet or NPZ file.
-        out: The file to write, `.csv` or `.parquet`; an existing one is replaced in the end.
-        keep: Columns of the data to write beside the predictions.
-        escape_formulas: In a `.csv` file, put a `'` before texts and names that a spreadsheet would take for formulas:
-            those that begin with `=`, `+`, `-`, `@`, a tab or a line break.
-        rows: Rows in memory at once; by default as many as members and classes allow.
-        stop: Called before every chunk; if it returns True, nothing is written and `Interrupted` is raised.
-
-    Returns:
-        The number of rows.
+    `keep` are columns to copy from the data, `rows` is the chunk size. If `stop`, called before every chunk, returns
+    True, nothing is written and `Interrupted` is raised.
     """
     writers = {".csv": _csv_writer, ".parquet": _parquet_writer}
     suffix = out.suffix.lower()
     if suffix not in writers:
-        raise DataError(f"Expected a file to write that ends in .csv or .parquet, but got {out}.")
+        raise DataError(f"Expected an output file that ends in .csv or .parquet, but got {out}.")
     if data.exists() and out.exists() and data.samefile(out):
-        raise DataError(f"{out} is the file that is read; write the predictions to another one.")
+        raise DataError(f"Expected another output file than the input, but got {out} for both.")
     if (twice := first_duplicate(keep)) is not None:
-        raise DataError(f"The column {twice!r} is to be kept twice; name it once.")
-    rows = rows or chunk_rows(model.ensemble, model.ensemble.num_members, most=MAX_ROWS)
+        raise DataError(f"Expected each column to keep once, but got {twice!r} twice.")
+    rows = rows or chunk_rows(model.ensemble, model.ensemble.num_members, max_rows=MAX_ROWS)
     chunks = _predict_chunks(model, data, keep, rows)
-    first = next(chunks)  # errors of the table come up before anything is written
+    first = next(chunks)  # raises errors of the table before anything is written
     count = 0
     remove_abandoned(out)
     with atomic_file(out) as temporary, writers[suffix](temporary) as write:
@@ -79,7 +69,7 @@ def _predict_chunks(model: TableModel, data: Path, keep: Sequence[str], rows: in
         predictions = model.predict(frame)
         for place, name in enumerate(keep):
             if name in predictions.columns[place:]:
-                raise DataError(f"The predictions have a column {name!r} of their own; do not keep the other one.")
+                raise DataError(f"The column {name!r} cannot be kept: the predictions have a column of the same name.")
             predictions.insert(place, name, get_column(frame, name, "to be kept"))
         yield predictions
 
@@ -115,8 +105,8 @@ def _parquet_writer(path: Path) -> Iterator[Callable[[DataFrame], None]]:
             writer.write_table(table.cast(writer.schema))
         except pa.ArrowException as error:
             raise DataError(
-                f"From row {row_number(frame, 0)} on, a column that is kept is of another type than before "
-                f"({error_reason(error)}); write a .csv file, or keep fewer columns."
+                f"A column to keep changes its type at row {row_number(frame, 0)} or later ({error_reason(error)}). "
+                "Write a .csv file, or keep fewer columns."
             ) from None
 
     try:

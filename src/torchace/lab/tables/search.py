@@ -1,4 +1,4 @@
-"""A search on a table: for λ, or for λ with other hyperparameters."""
+"""Searches on a table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTENT = {"search", "study.db", "study.db.lock", "tune.json"}  # of a search's 
 
 @dataclass(frozen=True)
 class TableSearch:
-    """A table, the plan that the search starts from, and the directory of the results."""
+    """A search on a table, from a plan, with its results in a directory."""
 
     table: Table
     plan: MemberPlan
@@ -39,7 +39,7 @@ class TableSearch:
         callback: SearchCallback | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> TunedDiversity:
-        """Search λ alone, and measure its gain on the test part."""
+        """Search λ alone and measure its gain on the test part."""
         self._check_directory()
         problem, test = self._problem()
         search = GridSearch(
@@ -65,7 +65,7 @@ class TableSearch:
         callback: SearchCallback | None = None,
         stop: Callable[[], bool] = lambda: False,
     ) -> StudyResult:
-        """Search λ with widths, rates and the number of members, in an Optuna study."""
+        """Search λ and other hyperparameters in an Optuna study."""
         self._check_directory()
         problem, _ = self._problem()
         where = storage or self.directory / "study.db"
@@ -78,9 +78,9 @@ class TableSearch:
         return SearchProblem(self.plan, train, validation, self.table.num_outputs, self.seed), test
 
     def _check_directory(self) -> None:
-        """Refuse a directory with other content, or links in place of a search's files."""
+        """Refuse a directory with other content, or with symbolic links."""
         if self.directory.is_dir() and (names := os.listdir(self.directory)) and not CONTENT & set(names):
-            raise RunStoreError(f"{self.directory} holds something else already. Choose another --out.")
+            raise RunStoreError(f"{self.directory} already holds other files. Choose another --out.")
         refuse_links(self.directory, (*CONTENT, "study.db-journal"))
 
     def _write(self, result: SearchResult) -> None:

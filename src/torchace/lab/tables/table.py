@@ -1,4 +1,4 @@
-"""A table prepared for training: read, split into three parts, encoded."""
+"""Read, split and encode a table for training."""
 
 from __future__ import annotations
 
@@ -21,81 +21,73 @@ from torchace.lab.training.members import MemberPlan
 from torchace.lab.training.scaling import Scaler
 from torchace.models.encoder import TableEncoder
 
-MIN_STD, MAX_STD = 1e-45, 1e45  # of a regression's target: beyond, its squares are not finite
+MIN_STD, MAX_STD = 1e-45, 1e45  # of the target: beyond, squares over- or underflow
 
 
 @dataclass(frozen=True)
 class TableSettings:
-    """Settings of a table by the user; the rest is inferred."""
+    """The user's settings of a table."""
 
     target: str
     task: str | None = None  # "classification" or "regression"
     drop: tuple[str, ...] = ()
     kinds: Mapping[str, str] = field(default_factory=dict)  # column: "number", "category" or "drop"
-    split_column: str | None = None  # names the part of every row
+    split_column: str | None = None  # has train, validation or test for each row
     validation: float = 0.2
     test: float = 0.2
     seed: int = 0
 
     def to_json(self) -> dict[str, Any]:
+        """Return the settings for JSON."""
         return {**asdict(self), "drop": list(self.drop)}
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table in three parts. Scaling and categories are learnt from the training part alone.
+    """A table in three parts; the encoding is learned from the training part."""
 
-    Attributes:
-        name: The file's name.
-        sha256: The file's checksum.
-        encoding: The columns and how they are encoded.
-        train: Features `(N, D)` in float64 with class indices `(N,)` or scaled targets `(N, 1)`.
-        validation: Samples for choosing λ and for early stopping.
-        test: Samples for scores alone.
-        validation_rows: Their rows in the file, counted from 0.
-        test_rows: Their rows in the file.
-        description: The columns, as a report shows them.
-    """
-
-    name: str
+    name: str  # of the file
     sha256: str
     encoding: Encoding
-    train: Split
+    train: Split  # features (N, D) in float64, with class indices (N,) or scaled targets (N, 1)
     validation: Split
     test: Split
-    validation_rows: Tensor
+    validation_rows: Tensor  # rows in the file, from 0
     test_rows: Tensor
-    description: dict[str, Any]
+    description: dict[str, Any]  # for the report
 
     @property
     def schema(self) -> Schema:
+        """Columns and target."""
         return self.encoding.schema
 
     @property
     def task(self) -> str:
+        """Classification or regression."""
         return self.schema.target.task
 
     @property
     def num_outputs(self) -> int:
+        """Number of classes, or 1."""
         return len(self.schema.target.classes) if self.task == "classification" else 1
 
     @property
     def target_scaler(self) -> Scaler | None:
-        """The scaler of a regression's target."""
+        """Scaler of a regression's target."""
         return target_scaler(self.encoding)
 
     @property
     def target_variance(self) -> float:
-        """The factor from squared errors of scaled targets to the target's units; 1 for classes."""
+        """Variance that scaled targets were divided by; 1 for classes."""
         scaler = self.target_scaler
         return 1.0 if scaler is None else float(scaler.std) * float(scaler.std)
 
     def encoder(self) -> TableEncoder:
-        """The module from the raw matrix to the features."""
+        """Return the module from the raw matrix to the features."""
         return table_encoder(self.encoding)
 
     def parts(self, plan: MemberPlan, device: str) -> tuple[Split, Split, Split]:
-        """The three parts in a plan's precision on a device."""
+        """Return the three parts on a device, in the plan's precision."""
         dtype = plan.train_config(1).dtype
 
         def convert(split: Split) -> Split:
@@ -106,21 +98,19 @@ class Table:
 
 
 def table_encoder(encoding: Encoding) -> TableEncoder:
+    """Return the module from the raw matrix to the features, in float64."""
     return TableEncoder.from_values(**encoding.encoder_arguments()).double()
 
 
 def target_scaler(encoding: Encoding) -> Scaler | None:
+    """Return the scaler of a regression's target; None for classes."""
     if encoding.target is None:
         return None
     return Scaler(*(torch.tensor([v], dtype=torch.float64) for v in (encoding.target.mean, encoding.target.std)))
 
 
 def load_table(path: Path, settings: TableSettings) -> Table:
-    """Read a table and prepare it for training.
-
-    Raises:
-        DataError: The table cannot be read or does not fit the settings.
-    """
+    """Read, split and encode a table."""
     path = path.expanduser()
     frame = read_table(path)
     drop, column = list(settings.drop), None
@@ -128,11 +118,11 @@ def load_table(path: Path, settings: TableSettings) -> Table:
         if settings.split_column not in frame.columns:
             names = [repr(str(name)) for name in frame.columns]
             raise DataError(
-                f"{path.name} has no column {settings.split_column!r} that names the part of every row; its columns "
-                f"are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
+                f"Expected a split column of {path.name}, but got {settings.split_column!r}. Its columns are "
+                f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
             )
         if settings.split_column == settings.target:
-            raise DataError(f"The column {settings.target!r} cannot be both the target and the part of every row.")
+            raise DataError(f"The column {settings.target!r} cannot be both the target and the split column.")
         column = frame[settings.split_column]
         if settings.split_column not in drop:
             drop.append(settings.split_column)
@@ -146,8 +136,8 @@ def load_table(path: Path, settings: TableSettings) -> Table:
     encoding = learn_encoding(schema, train_frame)
     if encoding.target is not None and not MIN_STD < encoding.target.std < MAX_STD:
         raise DataError(
-            f"The target {schema.target.name!r} has a standard deviation of {encoding.target.std:.1g}, whose square "
-            "over- or underflows; give it in other units."
+            f"The variance of the target {schema.target.name!r} over- or underflows (its standard deviation is "
+            f"{encoding.target.std:.1g}). Rescale the target."
         )
     features = table_encoder(encoding)(encoding.matrix(frame))
     if (scaler := target_scaler(encoding)) is not None:

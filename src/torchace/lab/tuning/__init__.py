@@ -1,1 +1,1 @@
-"""Finds λ and hyperparameters on validation data."""
+"""Search for λ and hyperparameters on validation data."""

@@ -1,4 +1,4 @@
-"""The gain of a chosen λ: its paired comparison with λ=0 on fresh seeds."""
+"""Gain of the chosen λ: a paired comparison with λ=0 on fresh seeds."""
 
 from __future__ import annotations
 
@@ -22,14 +22,10 @@ def measure_gain(
     weight: NDArray[np.float64] | None = None,
     num_choices: int = 1,
 ) -> Gain | None:
-    """Compare the chosen λ with λ=0, seed by seed; None if no seed finished with both.
+    """Compare the chosen λ with λ=0 by seed; None if no seed finished with both.
 
-    Args:
-        split: The name of the samples.
-        baseline: Losses at λ=0 by seed, one a sample; or their means, for an interval over seeds alone.
-        chosen: Losses at the chosen λ.
-        weight: Sample weights.
-        num_choices: Number of λ that these very samples chose from; the interval holds for all (Bonferroni).
+    Losses are `(N,)` by seed, or their means for an interval over seeds alone. With `num_choices` λ chosen from on the
+    same samples, the interval is corrected (Bonferroni).
 
     Example:
         >>> gain = measure_gain("test", {5: 0.5, 6: 0.6, 7: 0.7}, {5: 0.4, 6: 0.4, 7: None})
@@ -57,7 +53,7 @@ def measure_gain(
 
 
 def describe_gain(gain: Gain, metric: str, num_fresh: int) -> str:
-    """A sentence without its subject: "lowers the cross entropy … by …: beyond the noise."."""
+    """Return a sentence without its subject: `lowers the cross entropy … by …: beyond the noise.`."""
     verb, sign = ("lowers", 1) if gain.mean >= 0 else ("raises", -1)
     seeds = _count(len(gain.seeds), "fresh seed")
     if len(gain.seeds) < num_fresh:
@@ -80,7 +76,7 @@ def describe_gain(gain: Gain, metric: str, num_fresh: int) -> str:
 
 
 def _format(*values: float) -> list[str]:
-    """Numbers with as many decimals as give the largest of them three digits."""
+    """Format numbers with common decimals: three digits for the largest."""
     largest = max(map(abs, values))
     size = math.floor(math.log10(largest)) if largest > 0 else 0
     if not -6 <= size <= 6:

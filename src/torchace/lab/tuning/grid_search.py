@@ -1,4 +1,4 @@
-"""Grid search for λ: rounds of candidates, each trained as one run group, and the gain of the chosen λ."""
+"""Grid search for λ in rounds of candidates, and the gain of the chosen λ."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from torchace.lab.tuning.search import MAX_SEEDS, METRICS, Search, SearchCallbac
 from torchace.lab.tuning.search_cache import SearchCache
 
 CANDIDATES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
-TOLERANCE = 1e-9  # relative: other runs in a group change the last digits of a score
+TOLERANCE = 1e-9  # relative: the last digits of a score depend on the other runs of a group
 RESOLUTION = 0.01  # smallest distance between two λ
 MAX_RUNS = 64  # in a run group
-MEMORY = 2**30  # bytes of a run group, about
+MEMORY = 2**30  # bytes of a run group, estimated
 
 Scores = Mapping[int, float | None]  # by seed; None for a training that failed
-Losses = dict[float, dict[int, Tensor | None]]  # on every sample, by λ and seed; None for a training that failed
+Losses = dict[float, dict[int, Tensor | None]]  # (N,) by λ and seed; None for a training that failed
 
 
 def best_diversity(scores: Mapping[float, Scores]) -> float:
     """Return the λ with the fewest failed trainings, then the lowest mean score, then the smallest λ.
 
-    No one-standard-error rule: a larger λ is neither simpler nor cheaper, and all λ share seeds and samples. The
-    optimism of the best of several is corrected afterwards, by the comparison with λ=0 on fresh seeds.
+    No one-standard-error rule: a larger λ is neither simpler nor cheaper. The comparison with λ=0 on fresh seeds
+    corrects for selection bias.
 
     Example:
         >>> best_diversity({0.0: {1: 0.5, 2: 0.7}, 0.3: {1: 0.5, 2: 0.6}, 0.5: {1: 0.1, 2: None}})
@@ -56,21 +56,21 @@ def best_diversity(scores: Mapping[float, Scores]) -> float:
 
 
 def refine_candidates(tried: Iterable[float], best: float) -> list[float]:
-    """Return the midpoints between the best λ and its neighbours, 0 and 1 included.
+    """Return the midpoints between the best λ and its neighbours; 0 and 1 count as neighbours.
 
     Example:
         >>> refine_candidates([0.0, 0.1, 0.3, 0.5], 0.3), refine_candidates([0.0, 0.5, 0.9], 0.9)
         ([0.2, 0.4], [0.7, 0.95])
     """
     grid = sorted({0.0, 1.0, *tried})
-    place = grid.index(best)
-    neighbours = grid[max(place - 1, 0) : place] + grid[place + 1 : place + 2]
+    index = grid.index(best)
+    neighbours = grid[max(index - 1, 0) : index] + grid[index + 1 : index + 2]
     midpoints = {round((best + other) / 2, 6) for other in neighbours if abs(other - best) >= 2 * RESOLUTION}
     return sorted(midpoints - set(tried))
 
 
 class TunedDiversity(DiversitySearch):
-    """The result of a grid search: the chosen λ, all candidates, and the gain over λ=0."""
+    """Result of a grid search: the chosen λ, all candidates, the gain over λ=0."""
 
     @property
     def diversity(self) -> float:
@@ -83,7 +83,7 @@ class TunedDiversity(DiversitySearch):
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> TunedDiversity:
-        """Return the result that `to_json` was called on."""
+        """Return the result from `to_json`'s output."""
         return cls.model_validate(content)
 
 
@@ -91,40 +91,19 @@ class TunedDiversity(DiversitySearch):
 class GridSearch(Search):
     """Search λ by the ensemble's cross entropy (or squared error) on validation samples.
 
-    Every round trains all its λ with all seeds as one run group; the next round refines around the best. λ=0 is always
-    a candidate. A chosen λ above 0 is trained again beside λ=0 with fresh seeds, and compared seed by seed on samples
-    that took no part in choosing. The comparison never changes the choice: it would become part of it.
-
-    Attributes:
-        problem: Plan, samples and seed.
-        test: Samples to measure the gain on; the validation samples if None, which the result then states.
-        test_name: The name of `test` in the result.
-        num_seeds: Trainings of each λ.
-        num_fresh: Trainings of the chosen λ and of λ=0 in the comparison; 0 skips it.
-        rounds: Maximum number of rounds.
-        candidates: λ of the first round.
-        score_scale: Factor for the scores, such as the variance that a regression's targets were divided by.
-        cache: Where finished groups are stored; an interrupted search resumes from it with the same result.
-
-    Example:
-        >>> x = torch.randn(96, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        >>> data = Split(x, (x.prod(1) > 0).long())
-        >>> plan = MemberPlan("classification", num_members=3, hidden=(4,), epochs=10)
-        >>> problem = SearchProblem(plan, data.take(torch.arange(64)), data.take(torch.arange(64, 96)), 2)
-        >>> result = GridSearch(problem, num_seeds=2, num_fresh=2).run()
-        >>> 0 <= result.diversity <= 1, result.rounds[0]
-        (True, (0.0, 0.1, 0.3, 0.5, 0.7, 0.9))
+    Each round refines around the best λ; λ=0 is always a candidate. A chosen λ above 0 is compared with λ=0 on fresh
+    seeds and on `test`. The comparison never changes the choice.
     """
 
     problem: SearchProblem
-    test: Split | None = None
+    test: Split | None = None  # None: measure the gain on the validation samples
     test_name: str = "test"
-    num_seeds: int = 3
-    num_fresh: int = 5
-    rounds: int = 2
-    candidates: Sequence[float] = CANDIDATES
-    score_scale: float = 1.0
-    cache: SearchCache | None = None
+    num_seeds: int = 3  # trainings of each λ
+    num_fresh: int = 5  # fresh seeds of the comparison; 0 skips it
+    rounds: int = 2  # at most
+    candidates: Sequence[float] = CANDIDATES  # of the first round
+    score_scale: float = 1.0  # factor for the scores, such as the variance of a scaled target
+    cache: SearchCache | None = None  # an interrupted search resumes from it
 
     def __post_init__(self) -> None:
         check_count(self.num_seeds, "num_seeds")
@@ -139,7 +118,8 @@ class GridSearch(Search):
             self.problem.check_split(self.test, "test")
 
     def run(self, callback: SearchCallback | None = None, stop: Callable[[], bool] = lambda: False) -> TunedDiversity:
-        problem, max_loss = self.problem, LARGEST / self.score_scale  # what a result file can hold
+        """Search λ, then measure its gain."""
+        problem, max_loss = self.problem, LARGEST / self.score_scale  # the limit of result files
         train = _GroupTrainer(problem, self.cache, callback or SearchCallback(), stop, max_loss)
         seeds, fresh_seeds = problem.training_seeds(self.num_seeds), problem.training_seeds(self.num_fresh, fresh=True)
         is_single = problem.plan.num_members == 1
@@ -172,7 +152,6 @@ class GridSearch(Search):
         )
 
     def _scores(self, losses: Losses) -> dict[float, Scores]:
-        """Mean losses on the validation samples, by λ and seed."""
         weight = self.problem.validation.weight
         weight = None if weight is None else weight.cpu().double()
         return {
@@ -196,16 +175,16 @@ class GridSearch(Search):
 
 @dataclass(frozen=True)
 class _GroupTrainer:
-    """Trains the runs of a stage in groups that fit into memory, or reads them from the cache."""
+    """Train the runs of a stage in groups that fit into memory, or read them from the cache."""
 
     problem: SearchProblem
     cache: SearchCache | None
     callback: SearchCallback
     stop: Callable[[], bool]
-    max_loss: float  # a larger one, or NaN, is a failed training
+    max_loss: float  # above it, a training counts as failed
 
     def __call__(self, stage: SearchStage, split: Split) -> Losses:
-        # all λ of a seed side by side: they share batches
+        # all λ of a seed in one group: they share batches
         runs = [(diversity, seed) for seed in stage.seeds for diversity in stage.diversities]
         rows: list[Tensor | None] = []
         for group in split_evenly(runs, self._max_runs()):
@@ -218,7 +197,7 @@ class _GroupTrainer:
     def _train(
         self, stage: SearchStage, group: Sequence[tuple[float, int]], split: Split, start: float, share: float
     ) -> Tensor:
-        """Losses `(R, N)` of a group's runs in float64; NaN for those that failed."""
+        """Return losses `(R, N)` in float64; NaN for failed runs."""
         name = f"{stage.purpose}-{hashlib.sha256(json.dumps(group).encode()).hexdigest()[:12]}"
         if self.cache is not None and (finished := self.cache.read(name, (len(group), len(split)))) is not None:
             return finished
@@ -241,7 +220,6 @@ class _GroupTrainer:
         return losses
 
     def _max_runs(self) -> int:
-        """An estimate of how many runs fit into the memory of a group."""
         plan = self.problem.plan
         widths = [self.problem.train.x.shape[1], *plan.hidden, self.problem.num_outputs]
         weights = sum((i + 1) * o for i, o in pairwise(widths))
@@ -252,7 +230,7 @@ class _GroupTrainer:
 
 
 def split_evenly(runs: Sequence[tuple[float, int]], limit: int) -> list[list[tuple[float, int]]]:
-    """Split runs into as few parts as the limit allows, with sizes that differ by one at most."""
+    """Split runs into the fewest parts of at most `limit`, with sizes that differ by at most one."""
     parts = np.array_split(np.arange(len(runs)), math.ceil(len(runs) / limit))
     return [[runs[i] for i in part] for part in parts]
 
@@ -260,7 +238,6 @@ def split_evenly(runs: Sequence[tuple[float, int]], limit: int) -> list[list[tup
 def _describe(
     problem: SearchProblem, scores: Mapping[float, Scores], best: float, gain: Gain | None, num_fresh: int
 ) -> str:
-    """The result in one sentence."""
     noun = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[METRICS[problem.plan.task]]
     if problem.plan.num_members == 1:
         return "One member cannot differ from others: λ=0."

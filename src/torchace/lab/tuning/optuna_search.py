@@ -1,4 +1,4 @@
-"""Search λ together with the size of the networks and their training, with Optuna."""
+"""Search λ and other hyperparameters with Optuna."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchace.lab.tuning.storage import FAILURE, first_attempt, open_study, retr
 
 DEFAULT_SPACE = SearchSpace()
 NUM_REPORTS = 10  # intermediate scores of a trial, for pruning
-STARTUP_TRIALS = 5  # never pruned; the others are compared with them
+STARTUP_TRIALS = 5  # never pruned
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class TrialRecord:
 
     number: int
     state: str  # "complete", "pruned", "failed", "running" or "waiting"
-    value: float | None  # the mean validation score of a complete trial
+    value: float | None  # mean validation score, if complete
     params: Mapping[str, float]  # fixed values included
-    failure: str | None = None  # why its training failed; None too if its process died
+    failure: str | None = None  # None if its process died
 
 
 @dataclass(frozen=True)
 class StudyResult:
-    """All trials of a study and the best one; `best`, `plan` and `diversity` are None if no trial is complete.
+    """All trials of a study and the best one, None if no trial is complete.
 
-    The best value was chosen for being low on the validation samples, so it is optimistic.
+    The best value is biased: it was chosen on the same validation samples.
     """
 
     study_name: str
@@ -58,6 +58,7 @@ class StudyResult:
 
     @classmethod
     def from_study(cls, study: Study, plan: MemberPlan) -> StudyResult:
+        """Return the result of a study that tunes `plan`."""
         trials = study.get_trials(deepcopy=False)
         states = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
         records = tuple(
@@ -94,40 +95,18 @@ class StudyResult:
 class OptunaSearch(Search):
     """Search the plan and λ with the lowest cross entropy (or squared error) on validation samples.
 
-    A trial trains its plan with several seeds, the same in every trial, as one run group; its value is their mean
-    score. The first trial is the given plan at λ=0. A study is finished when `trials` trials were completed, pruned or
-    failed; a second run resumes it. Several processes may work on one study; each finishes the trial it has started,
-    so there may be as many more. Suggestions depend on the seed, the trial's place and the trials before it: no two
-    processes suggest the same, and a killed process that is restarted finds what it would have found.
-
-    Attributes:
-        problem: Plan, samples and seed; the plan's own values are where the search starts.
-        trials: How many, earlier ones of the study included.
-        space: Bounds of the hyperparameters.
-        storage: The path of an SQLite file, a URL as Optuna takes it (PostgreSQL, for many machines), or None.
-        study_name: A storage can hold studies of several names.
-        num_seeds: Trainings of each trial.
-        pruning: Whether to stop trials that are worse than the median of those before them.
-        heartbeat: Seconds between two heartbeats; a process without one for three times as long counts as dead.
-
-    Example:
-        >>> x = torch.randn(96, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        >>> data = Split(x, (x.prod(1) > 0).long())
-        >>> plan = MemberPlan("classification", num_members=3, hidden=(4,), epochs=5)
-        >>> problem = SearchProblem(plan, data.take(torch.arange(64)), data.take(torch.arange(64, 96)), 2)
-        >>> result = OptunaSearch(problem, trials=3, space=SearchSpace(num_members=3, width=(4, 8))).run()
-        >>> [trial.state for trial in result.trials], result.trials[0].params["diversity"], result.plan.num_members
-        (['complete', 'complete', 'complete'], 0.0, 3)
+    The value of a trial is the mean score over the seeds. The first trial is the given plan at λ=0. A second run
+    resumes the study, and several processes may share it. Suggestions depend on the seed and earlier trials alone.
     """
 
     problem: SearchProblem
-    trials: int
+    trials: int  # earlier ones of the study included
     space: SearchSpace = DEFAULT_SPACE
-    storage: str | Path | None = None
+    storage: str | Path | None = None  # an SQLite file or an Optuna storage URL
     study_name: str = "torchace"
-    num_seeds: int = 2
-    pruning: bool = True
-    heartbeat: int = 30
+    num_seeds: int = 2  # trainings of each trial
+    pruning: bool = True  # stop trials that are worse than the median
+    heartbeat: int = 30  # seconds; a process without one for three times as long counts as dead
 
     def __post_init__(self) -> None:
         check_count(self.trials, "trials", least=0)
@@ -137,6 +116,7 @@ class OptunaSearch(Search):
             self.problem.check_coupled()
 
     def run(self, callback: SearchCallback | None = None, stop: Callable[[], bool] = lambda: False) -> StudyResult:
+        """Run trials until the study has `trials` finished ones."""
         problem = self.problem
         seeds = problem.training_seeds(self.num_seeds)
         searched = {*DIMENSIONS, "hidden"}
@@ -171,10 +151,9 @@ class OptunaSearch(Search):
 
 
 def _needs_trial(study: Study, count: int) -> bool:
-    """Whether too few trials are finished, or one waits for another attempt."""
     trials = study.get_trials(deepcopy=False)
     waiting = any(trial.state == TrialState.WAITING and first_attempt(trial) is not None for trial in trials)
-    # a trial whose process died does not count: it is tried again
+    # without trials whose process died: they are retried
     finished = [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED) or FAILURE in t.user_attrs]
     return waiting or len(finished) < count
 
@@ -183,7 +162,7 @@ def _run_trial(study: Study, objective: _Objective) -> int | None:
     """Run one trial and return its number; None if this process was declared dead meanwhile."""
     count = len(objective.started)
     try:
-        study.optimize(objective, n_trials=1, catch=(_TrainingFailed,))
+        study.optimize(objective, n_trials=1, catch=(_TrainingError,))
     except (Interrupted, KeyboardInterrupt):
         for number in objective.started[count:]:
             retry_trial(study, number)
@@ -191,12 +170,11 @@ def _run_trial(study: Study, objective: _Objective) -> int | None:
     except (UpdateFinishedTrialError, ValueError) as error:
         if error is objective.error or len(objective.started) == count:
             raise
-        return None  # another process has ended the trial and tries it again
+        return None  # another process retries the trial
     return objective.started[-1]
 
 
 def _best_trial(trials: Sequence[FrozenTrial]) -> FrozenTrial | None:
-    """The complete trial with the lowest value; the earlier of equals."""
     complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     return min(complete, key=lambda trial: (trial.value, trial.number), default=None)
 
@@ -205,18 +183,18 @@ def _value(trial: FrozenTrial) -> float | None:
     return trial.value if trial.state == TrialState.COMPLETE else None
 
 
-class _TrainingFailed(Exception):
-    """NaN, Inf or out of memory: the trial has failed, its value is not infinite."""
+class _TrainingError(Exception):
+    """The training of a trial failed: NaN, Inf or out of memory."""
 
 
-def _fail(trial: Trial, reason: str) -> _TrainingFailed:
+def _fail(trial: Trial, reason: str) -> _TrainingError:
     trial.set_user_attr(FAILURE, reason)
-    return _TrainingFailed(reason)
+    return _TrainingError(reason)
 
 
 @dataclass
 class _Objective:
-    """The value of a trial: the mean validation score of its plan over the seeds."""
+    """Mean validation score of a trial's plan over the seeds."""
 
     space: SearchSpace
     problem: SearchProblem
@@ -263,7 +241,7 @@ class _Objective:
 
 
 class _TrialMonitor:
-    """Called before every step: reports the validation score every few epochs and stops if the pruner says so."""
+    """Called before every step; report the validation score every few epochs, stop pruned trials."""
 
     def __init__(
         self, plan: MemberPlan, problem: SearchProblem, network: RunGroup, trial: Trial, stop: Callable[[], bool]
@@ -290,7 +268,7 @@ class _TrialMonitor:
         if not all(map(math.isfinite, scores)):
             self.error = _fail(self.trial, NONFINITE)
             return
-        if self.plan.patience is not None:  # the weights of the best epoch are the ones that count
+        if self.plan.patience is not None:  # early stopping keeps the best epoch
             self.best = scores = [min(pair) for pair in zip(scores, self.best, strict=True)]
         self.trial.report(sum(scores) / len(scores), epoch)
         if self.trial.should_prune():
@@ -298,10 +276,7 @@ class _TrialMonitor:
 
 
 class _SeededSampler(BaseSampler):
-    """Optuna's TPE, seeded for each trial by its place: suggestions do not depend on which process asks.
-
-    The place of a trial is its number among first attempts: a trial that is tried again changes no other's place.
-    """
+    """Optuna's TPE, seeded by the trial's number among first attempts, so that retries and processes do not matter."""
 
     def __init__(self, seed: int, first: Mapping[str, float]) -> None:
         self.seed, self.first = seed, first
@@ -326,7 +301,7 @@ class _SeededSampler(BaseSampler):
     ) -> Any:
         if self.place == 0:
             return self.first[param_name]
-        # seeded by name: a trial that is tried again may have some of its values already
+        # seeded by name: a retried trial may already have some values
         return self._tpe(param_name).sample_independent(study, trial, param_name, param_distribution)
 
     def _tpe(self, *key: str) -> TPESampler:

@@ -1,4 +1,4 @@
-"""PostgreSQL: connections with a timeout for servers that do not answer, and a lock that all processes share."""
+"""PostgreSQL: connections with a timeout, and a lock shared by all processes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from sqlalchemy.exc import DBAPIError
 
 CONNECT_TIMEOUT = 10  # seconds
 ANSWER_TIMEOUT = 20.0  # seconds
-# the operating system notices a machine or a network that is gone
 KEEPALIVE = {"keepalives_idle": 15, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 20_000}
 
 
 def connection_factory(url: URL) -> Callable[[], Any]:
     """Return a function that opens psycopg connections for an engine.
 
-    A frozen server keeps its sockets open, so that neither TCP's timeouts nor its own help. After one timeout every
-    call on all connections fails at once: error handling would query the server again.
+    TCP timeouts do not detect a frozen server. After one timeout all connections fail at once, because error handling
+    would query the server again.
     """
     import psycopg
 
@@ -30,7 +29,7 @@ def connection_factory(url: URL) -> Callable[[], Any]:
     message = f"the server did not answer within {ANSWER_TIMEOUT:g} seconds"
 
     def limit(gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        """Forward psycopg's wait, which polls every tenth of a second, until the timeout."""
+        """Add a timeout to psycopg's wait, which polls every 0.1 s."""
         try:
             wanted, last_answer = next(gen), time.monotonic()
             while True:
@@ -65,7 +64,7 @@ def connection_factory(url: URL) -> Callable[[], Any]:
 
 
 class ServerLock:
-    """An advisory lock of PostgreSQL: it ends with the connection."""
+    """PostgreSQL advisory lock, released with the connection."""
 
     def __init__(self, engine: Engine, study_name: str) -> None:
         digest = hashlib.sha256(f"torchace {study_name}".encode()).digest()
@@ -75,13 +74,13 @@ class ServerLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[bool]:
-        """Whether no other process works on the study; none starts before the context ends."""
+        """Yield whether no other process works on the study; others wait until the context ends."""
         try:
             acquired = self._select("pg_try_advisory_lock")
         except DBAPIError as error:
             if not error.connection_invalidated:
                 raise
-            self.connection.rollback()  # the server restarted: the lock was lost with the connection
+            self.connection.rollback()  # the server restarted and released the lock
             self._select("pg_advisory_lock_shared")
             acquired = self._select("pg_try_advisory_lock")
         try:
@@ -91,6 +90,7 @@ class ServerLock:
                 self._select("pg_advisory_unlock")
 
     def close(self) -> None:
+        """Close the connection, which releases the lock."""
         self.connection.invalidate()
         self.connection.close()
 

@@ -1,4 +1,4 @@
-"""Finished run groups of a grid search, and the checkpoint of the current one."""
+"""Store of the finished run groups of a grid search and of the current checkpoint."""
 
 from __future__ import annotations
 
@@ -24,13 +24,7 @@ REMEDY = "the directory to search again"
 
 
 class SearchCache:
-    """The directory of one grid search. A finished group is never trained again.
-
-    Args:
-        directory: Created when it is first needed.
-        every_seconds: How often the current group is saved.
-        every_steps: The same, counted in steps.
-    """
+    """The directory of one grid search; the current group is saved every so many seconds or steps."""
 
     def __init__(self, directory: Path, every_seconds: float | None = 30.0, every_steps: int | None = None) -> None:
         self.directory, self.every_seconds, self.every_steps = directory, every_seconds, every_steps
@@ -38,7 +32,7 @@ class SearchCache:
 
     @contextmanager
     def open(self, fingerprint: Mapping[str, Any]) -> Iterator[None]:
-        """Lock the directory for this search; refuse one that holds another search."""
+        """Lock the directory; refuse one of another search."""
         with RunStore(self.directory).locked():
             file = self.directory / FINGERPRINT
             if not file.exists():
@@ -57,7 +51,7 @@ class SearchCache:
             yield
 
     def read(self, group: str, shape: tuple[int, int]) -> Tensor | None:
-        """The losses `(R, N)` of a group's runs; None if the group is not finished."""
+        """Return the losses `(R, N)` of a finished group; None if it is not finished."""
         file = self._file(group)
         if not file.exists():
             return None
@@ -73,18 +67,18 @@ class SearchCache:
             raise _damaged(arrays) from error
         if losses.shape != shape or hashlib.sha256(data).hexdigest() != content.get("arrays_sha256"):
             raise _damaged(arrays)
-        self._remove_checkpoint(group)  # left by a process that was killed right before
+        self._remove_checkpoint(group)  # of a process killed before it could
         return losses
 
     def write(self, group: str, losses: Tensor) -> None:
-        """Store a finished group: the losses, then the file that marks them as complete."""
+        """Store a finished group: the losses, then the JSON file that marks it as finished."""
         data, file = save_safetensors({"losses": losses}), self._file(group)
         write_atomic(file.with_suffix(".safetensors"), data)
         write_record(file, {"search_sha256": self._search, "arrays_sha256": hashlib.sha256(data).hexdigest()})
         self._remove_checkpoint(group)
 
     def checkpoint_policy(self, group: str) -> CheckpointPolicy:
-        """Where and how often a group is saved; checkpoints of other groups are removed."""
+        """Return the policy for a group and remove the checkpoints of others."""
         for folder in (self.directory / "checkpoints").glob("*"):
             if folder.name != group and is_name(folder.name) and folder.is_dir():
                 Checkpoints(folder).remove()

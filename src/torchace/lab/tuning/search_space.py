@@ -1,4 +1,4 @@
-"""The hyperparameters that a study searches, with their bounds."""
+"""The search space of a study."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ from optuna.trial import Trial
 from torchace.lab.training.members import MemberPlan
 
 Bounds = float | tuple[float, float]
-
-
 LOG_SCALE = {"width", "learning_rate", "weight_decay", "batch_size"}
 WHOLE_NUMBERS = {"width", "num_layers", "num_members", "batch_size"}
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Bounds of each hyperparameter; a single number fixes it.
-
-    Widths, learning rates, weight decays and batch sizes are searched on a logarithmic scale.
+    """Bounds of each hyperparameter; a single number fixes it. Those in `LOG_SCALE` are searched on a log scale.
 
     Example:
         >>> SearchSpace(num_members=10, learning_rate=(1e-3, 1e-2)).free
@@ -52,17 +48,17 @@ class SearchSpace:
                 )
 
     def bounds(self, name: str) -> tuple[float, ...]:
-        """The lower and upper bound of a hyperparameter; equal if it is fixed."""
+        """Return the bounds of a hyperparameter; equal if it is fixed."""
         given = getattr(self, name)
         return tuple(given) if isinstance(given, tuple | list) else (given, given)
 
     @property
     def free(self) -> tuple[str, ...]:
-        """The names of the hyperparameters that are not fixed."""
+        """Names of the hyperparameters that are not fixed."""
         return tuple(name for name in DIMENSIONS if self.bounds(name)[0] < self.bounds(name)[1])
 
     def suggest(self, trial: Trial) -> dict[str, float]:
-        """A value for every hyperparameter: Optuna's suggestion, or the fixed value."""
+        """Return Optuna's suggestions and the fixed values."""
         values: dict[str, float] = {}
         for name in DIMENSIONS:
             low, high = self.bounds(name)
@@ -75,7 +71,7 @@ class SearchSpace:
         return values
 
     def clip(self, plan: MemberPlan) -> dict[str, float]:
-        """The free values of a plan at λ=0, clipped to the bounds."""
+        """Return a plan's free values at λ=0, clipped to the bounds."""
         hidden = plan.hidden or (1,)
         values = {**asdict(plan), "diversity": 0.0, "width": hidden[0], "num_layers": len(hidden)}
         return {name: min(max(values[name], self.bounds(name)[0]), self.bounds(name)[1]) for name in self.free}

@@ -1,4 +1,4 @@
-"""Optuna studies in a file or a database: opening, refusing, recovering trials of dead processes."""
+"""Optuna studies in a file or a database: open, check, recover trials of dead processes."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from torchace.lab.tuning.postgres import CONNECT_TIMEOUT, ServerLock, connection
 from torchace.lab.tuning.search import fingerprint_difference
 
 FINGERPRINT = "torchace"  # attribute of a study
-FAILURE = "failure"  # attribute of a trial: why its training failed; such a trial is not tried again
-RETRIES = 3  # of a trial whose process died: the trial may be the cause
-ATTEMPTS = 20  # to create the tables, which other processes may create at the same time
+FAILURE = "failure"  # attribute of a trial: the reason; such a trial is not retried
+RETRIES = 3  # of a trial whose process died
+ATTEMPTS = 20  # to create the tables: other processes may do the same
 SERVER_DELAY = 1.0  # seconds until a server notices that a process died
 
 
 class StorageError(ValueError):
-    """A storage that cannot be used, with the reason and what to do."""
+    """The storage cannot be used."""
 
 
 class _Storage(RDBStorage):
-    """Optuna's storage; an error of its heartbeat thread is kept for the main thread."""
+    """Optuna's storage; keeps an error of the heartbeat thread for the main thread."""
 
     failure: Exception | None = None
 
@@ -50,7 +50,7 @@ class _Storage(RDBStorage):
 
 
 class FileLock:
-    """A lock beside an SQLite file that all processes of one machine share; it ends with the process."""
+    """Lock file beside an SQLite file, shared by the processes of one machine."""
 
     def __init__(self, database: Path) -> None:
         name = f"{database.name}.lock"
@@ -64,7 +64,7 @@ class FileLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[bool]:
-        """Whether no other process works on the study; none starts before the context ends."""
+        """Yield whether no other process works on the study; others wait until the context ends."""
         acquired = True
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,30 +73,30 @@ class FileLock:
         try:
             yield acquired
         finally:
-            fcntl.flock(self.file, fcntl.LOCK_SH)  # also after a refusal, which may have released it
+            fcntl.flock(self.file, fcntl.LOCK_SH)  # a failed attempt may have released it
 
     def close(self) -> None:
+        """Release the lock."""
         self.file.close()
 
 
 @dataclass(frozen=True)
 class OpenStudy:
-    """A study that this process works on."""
+    """An open study."""
 
     study: Study
     lock: FileLock | ServerLock | None
     storage: _Storage | None
 
     def check(self) -> None:
-        """Raise the error of the last heartbeat, if there was one."""
+        """Raise the error of the last heartbeat, if any."""
         if self.storage is not None and self.storage.failure is not None:
             raise self.storage.failure
 
     def recover(self) -> bool:
-        """Have trials of dead processes tried again if no other process works on the study; return whether so.
+        """If no other process works on the study, retry trials of dead ones; return whether this process is alone.
 
-        This process must have no running trial of its own. A process may have died after it marked a trial as failed
-        and before it asked for another attempt.
+        This process must have no running trial.
         """
         with nullcontext(False) if self.lock is None else self.lock.exclusive() as is_alone:
             if is_alone:
@@ -112,7 +112,7 @@ class OpenStudy:
             return is_alone
 
     def wait_for_server(self) -> None:
-        """Recover; give a server time to notice that the process of a running trial died."""
+        """Recover; wait until a server notices dead processes."""
         deadline = time.monotonic() + SERVER_DELAY
         while not self.recover() and isinstance(self.lock, ServerLock) and time.monotonic() < deadline:
             if not self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
@@ -130,13 +130,10 @@ def open_study(
     pruner: BasePruner,
     heartbeat: int,
 ) -> Iterator[OpenStudy]:
-    """Open or create a study that minimises.
+    """Open or create a study that minimizes.
 
-    All processes of a study hold a lock beside an SQLite file or in PostgreSQL, so that a process that is alone can
-    recover trials of dead ones at once. Beside others, trials without a heartbeat for long are tried again.
-
-    Raises:
-        StorageError: The storage cannot be used, failed on the way, or holds another search.
+    All processes hold a shared lock, so that a process that is alone can recover trials of dead ones at once. Otherwise
+    trials without a heartbeat are retried.
     """
     url = _parse_url(where)
     with _silence_optuna(), ExitStack() as stack:
@@ -171,13 +168,13 @@ def open_study(
 
 
 def retry_trial(study: Study, number: int) -> None:
-    """Queue another attempt at an unfinished trial, with the same parameters."""
+    """Queue a retry of an unfinished trial with the same parameters."""
     trial = study.get_trials(deepcopy=True)[number]
     RetryHeartbeatStaleTrialCallback(RETRIES)(study, trial)
 
 
 def first_attempt(trial: FrozenTrial) -> int | None:
-    """The number of the trial that this one repeats; None if it repeats none."""
+    """Return the number of the trial that this one retries, if any."""
     return trial.system_attrs.get("failed_trial")
 
 
@@ -190,7 +187,7 @@ def _parse_url(where: str | Path | None) -> URL | None:
         return make_url(where)
     except (ArgumentError, ValueError):  # its message may contain the password
         raise StorageError(
-            "Expected a path or a URL as in postgresql+psycopg://user:password@host/database for the storage, "
+            "Expected the storage as a path or a URL such as postgresql+psycopg://user:password@host/database, "
             "but got a URL that cannot be read."
         ) from None
 
@@ -202,16 +199,15 @@ def _sqlite_file(url: URL | None) -> Path | None:
 
 
 def _display(url: URL | None) -> str:
-    """An address without its password, and without its options, which may contain one."""
     if url is None:
         return "memory"
     return str(_sqlite_file(url) or url.set(query={}).render_as_string(hide_password=True))
 
 
 def _reason(error: BaseException, url: URL | None) -> str:
-    """The first line of the driver's message, without passwords."""
+    """Return the first line of the driver's message, without passwords."""
     if isinstance(error, StorageInternalError) and error.__cause__ is not None:
-        error = error.__cause__  # Optuna's own message is a guess
+        error = error.__cause__  # Optuna's message is generic
     message = str(getattr(error, "orig", None) or error).strip().split("\n")[0].rstrip(".: ")
     if url is not None:
         options = [value for key, value in url.normalized_query.items() if "pass" in key]
@@ -221,7 +217,7 @@ def _reason(error: BaseException, url: URL | None) -> str:
 
 
 def _storage_cause(error: BaseException | None) -> BaseException | None:
-    """The storage's error behind another one, if there is one."""
+    """Return the storage error that caused another error, if any."""
     while error is not None:
         if isinstance(error, SQLAlchemyError | StorageInternalError | UnicodeError):
             return error
@@ -249,9 +245,9 @@ def _connect(url: URL, heartbeat: int) -> _Storage:
         except (NoSuchModuleError, ImportError) as error:
             package = error.__cause__.name if isinstance(error.__cause__, ImportError) else None
             advice = f"Install {package}" if package else "Use postgresql+psycopg:// or a path"
-            raise StorageError(f"There is no driver for the storage {_display(url)}. {advice}.") from error
+            raise StorageError(f"No driver is installed for the storage {_display(url)}. {advice}.") from error
         except (SQLAlchemyError, StorageInternalError, RuntimeError, UnicodeError) as error:
-            # another process has created a table since Optuna looked for it
+            # another process created a table at the same time
             raced = isinstance(error, IntegrityError | ProgrammingError) or "already exists" in str(error)
             if not raced or attempt == ATTEMPTS - 1:
                 raise StorageError(
