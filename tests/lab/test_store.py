@@ -89,7 +89,7 @@ def test_a_damaged_result_is_one_sentence(text: str, tmp_path: Path) -> None:
 def test_a_second_process_is_refused_and_told_who(tmp_path: Path) -> None:
     with (
         RunStore(tmp_path).locked(),
-        pytest.raises(RunStoreError, match=f"Process {os.getpid()} is at work in {tmp_path}"),
+        pytest.raises(RunStoreError, match=f"Process {os.getpid()} is using {tmp_path}"),
         RunStore(tmp_path).locked(),
     ):
         pass
