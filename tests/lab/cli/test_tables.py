@@ -423,7 +423,7 @@ def test_other_settings_in_the_same_place_are_refused(other: tuple[Any, ...], he
     assert invoke("fit", "pets.csv", "--target", "pet", *TINY).code == 0
     before = everything_in(here)
     refused = invoke("fit", "pets.csv", "--target", "pet", *TINY, *other)
-    assert_one_sentence(refused, "models/pets holds something else already", "--out")
+    assert_one_sentence(refused, "models/pets already holds other files", "--out")
     assert everything_in(here) == before
 
 
