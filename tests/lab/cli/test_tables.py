@@ -261,7 +261,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "out holds another model": ((*FIT, *TINY, "--out", "regressor"), ("regressor", "something else")),
     "out is a dangling link": ((*FIT, *TINY, "--out", "dangling"), ("dangling",)),
     "out is here": ((*FIT, *TINY, "--out", "."), ("'.'",)),
-    "somebody else's working directory": ((*FIT, *TINY, "--out", "mine"), ("mine.work", "something else")),
+    "somebody else's working directory": ((*FIT, *TINY, "--out", "mine"), ("mine.work", "other files")),
     # tune
     "tune: storage without trials": ((*TUNE, "--storage", "sqlite:///s.db"), ("--storage", "--trials")),
     "tune: storage of no driver": ((*TUNE, "--trials", "1", "--storage", "foo://bar"), ("foo://bar",)),
@@ -407,7 +407,7 @@ def test_a_repeated_command_says_that_the_model_is_there(here: Path, invoke: Inv
     Path("models/pets.work").mkdir()  # of a process that was killed right after it put the model in place
     again = invoke(*command)
     assert (again.code, again.err) == (0, "")
-    assert again.out.splitlines() == ["models/pets holds this very model already.", *first.out.splitlines()[:-1]]
+    assert again.out.splitlines() == ["models/pets already holds this model.", *first.out.splitlines()[:-1]]
     assert everything_in(here) == before
     Path("models/pets.work").mkdir()
     Path("models/pets.work/thesis.tex").write_text("years of work")  # the user's own
@@ -514,11 +514,11 @@ def test_a_training_that_fails_is_one_sentence(here: Path, invoke: Invoke) -> No
 @pytest.mark.parametrize(
     ("command", "module", "advice"),
     [
-        ("fit", "tables.fit", "What was saved is kept; try fewer or smaller members (--members, --hidden), or smaller"),
+        ("fit", "tables.fit", "Finished work is saved. Try fewer or smaller members (--members, --hidden), or smaller"),
         (
             "tune",
             "tuning.grid_search",
-            "What was saved is kept; try fewer or smaller members (--members, --hidden), smaller batches",
+            "Finished work is saved. Try fewer or smaller members (--members, --hidden), smaller batches",
         ),
         ("predict", "tables.predict", ""),
     ],
@@ -720,7 +720,7 @@ def test_a_search_of_everything(here: Path, invoke: Invoke) -> None:
     assert lines[:2] == [f"Trial {i}: {_best(found, i)}." for i in range(2)]
     assert "…" not in outcome.out
     assert "2 complete" in outcome.out
-    words = shlex.split(next(line for line in lines if line.startswith("To train with the best: "))[24:])
+    words = shlex.split(next(line for line in lines if line.startswith("Train with the best hyperparameters: "))[37:])
     assert words[:3] == ["torchace", "fit", "my pets.csv"]
     given = dict(zip(words[3::2], words[4::2], strict=True))
     assert given["--target"] == "the pet's kind"
@@ -740,7 +740,7 @@ def _best(found: dict[str, Any], number: int) -> str:
 @pytest.mark.usefixtures("no_report")
 def test_the_command_to_train_with_works(here: Path, invoke: Invoke) -> None:
     outcome = invoke("tune", "pets.csv", "--target", "pet", "--trials", 1, "--epochs", 1, "--out", "t")
-    words = shlex.split(re.search(r"^To train with the best: torchace (.*)$", outcome.out, re.MULTILINE)[1])
+    words = shlex.split(re.search(r"^Train with .*: torchace (.*)$", outcome.out, re.MULTILINE)[1])
     assert invoke(*words).code == 0
 
 

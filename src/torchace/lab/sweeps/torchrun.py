@@ -133,7 +133,6 @@ class RankExecutor(Executor):
 
 
 def _check(arm: Arm, ranks: Ranks) -> None:
-    """Refuse arms that cannot be split over these ranks."""
     if arm.train.batch_size < ranks.data:
         raise ConfigError(
             f"train.batch_size: expected at least {ranks.data}, one sample for each rank, but got "

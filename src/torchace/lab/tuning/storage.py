@@ -199,7 +199,6 @@ def _sqlite_file(url: URL | None) -> Path | None:
 
 
 def _display(url: URL | None) -> str:
-    """Return the address without passwords."""
     if url is None:
         return "memory"
     return str(_sqlite_file(url) or url.set(query={}).render_as_string(hide_password=True))
