@@ -1,7 +1,4 @@
-"""The amended cross entropy behind one interface, with three backends that take the same `LossOptions`.
-
-`composite`: autograd, for every transform. `closed_form`: few operations, for CPUs. `ace_gpu`: Triton kernels.
-"""
+"""One interface to the amended cross entropy's backends: `composite` (autograd), `closed_form` (CPU), `ace_gpu`."""
 
 from __future__ import annotations
 

@@ -215,10 +215,7 @@ def _offsets(
 
 @triton.jit
 def _split_vectors(x, VECTOR: tl.constexpr):
-    """Reshape `(samples, members, classes)` to `(samples, members, vectors, classes of a vector)`.
-
-    One thread holds a vector of all members: sums over members or the last axis need no exchange.
-    """
+    """Reshape to `(samples, members, vectors, classes of a vector)`: one thread holds a vector of all members."""
     return tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // VECTOR, VECTOR))
 
 

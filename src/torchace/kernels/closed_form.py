@@ -64,10 +64,7 @@ def compute(
     want_scores: bool = False,
     per_member: bool = True,
 ) -> LossResult:
-    """Losses, scores and the gradient for detached logits `(R, K, N, C)` and options from `fold_mean`.
-
-    Scores require class indices. Without `per_member`, the losses are their sum.
-    """
+    """Losses, scores (for class indices) and gradient of detached logits `(R, K, N, C)`; options from `fold_mean`."""
     if torch.is_autocast_enabled(logits.device.type):  # the products below must not be rounded to bf16
         with torch.autocast(logits.device.type, enabled=False):
             return compute(logits, options, want_gradient=want_gradient, want_scores=want_scores, per_member=per_member)
@@ -161,10 +158,7 @@ def _compute_in_pieces(
 def _log_softmax_and_softmax(
     z: Tensor, axis: int, log_q: Tensor | None = None, q: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute both, into `log_q` and `q` where given.
-
-    For many classes log q is derived from torch's softmax, faster than `torch.exp`: max q is 1 / denominator.
-    """
+    """Compute both, into `log_q` and `q` where given; for many classes log q from the softmax: max q = 1 / total."""
     if axis == 2:
         log_q = torch.log_softmax(z, axis, out=log_q)
         return log_q, torch.exp(log_q, out=q)
