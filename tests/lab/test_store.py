@@ -207,7 +207,7 @@ def test_the_run_directory_itself_may_be_a_link(tmp_path: Path) -> None:
 
 def test_a_lock_that_is_something_else_is_kept(tmp_path: Path) -> None:
     (tmp_path / "lock").write_bytes(b"the combination is \xff")
-    with pytest.raises(RunStoreError, match="holds something else already"), RunStore(tmp_path).locked():
+    with pytest.raises(RunStoreError, match="already holds other files"), RunStore(tmp_path).locked():
         raise AssertionError
     assert (tmp_path / "lock").read_bytes() == b"the combination is \xff"
 

@@ -91,7 +91,7 @@ class RunStore:
             raise self._foreign(foreign[0])
 
     def _foreign(self, name: str) -> RunStoreError:
-        return RunStoreError(f"{self.directory} holds something else already ({name!r}). Choose another --out.")
+        return RunStoreError(f"{self.directory} already holds other files ({name!r}). Choose another --out.")
 
     def experiment(self) -> ExperimentResult | None:
         """Experiment of the directory; None if new."""

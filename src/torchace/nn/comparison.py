@@ -1,7 +1,4 @@
-"""Comparison of two members' unregistered attributes.
-
-A stacked module has one copy of them for all members: they are equal only if a copy of one can replace the other.
-"""
+"""Comparison of two members' unregistered attributes, of which a stacked module has one copy for all members."""
 
 from __future__ import annotations
 
@@ -34,11 +31,7 @@ class NotStackableError(Exception):
 
 
 class StateComparison:
-    """Compare values of two members of one architecture.
-
-    Compare layers, parameters and buffers by name, containers by items, functions by code and enclosed values, other
-    objects by their `pickle` state or `__eq__`.
-    """
+    """Compare values of two members: registered ones by name, functions by code, others by content or `__eq__`."""
 
     def __init__(self, one: nn.Module, other: nn.Module) -> None:
         self._names = tuple(

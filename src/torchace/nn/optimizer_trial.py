@@ -35,11 +35,7 @@ class Toy(NamedTuple):
         return Toy(self.start[k], self.noise[:, k], self.scale_free)
 
     def gradient(self, weights: Tensor, step: int) -> Tensor:
-        """Return noise with a constant direction, scaled by a function of the weights.
-
-        It depends on the weights for optimizers that evaluate gradients elsewhere, and is orthogonal to them
-        (`scale_free`) for optimizers that project such steps.
-        """
+        """Return noise with a constant direction, scaled by a function of the weights; orthogonal if `scale_free`."""
         gradient = self.noise[step] * (1 + weights.sin() / 2)
         if self.scale_free:
             gradient -= weights * (gradient * weights).sum(-1, keepdim=True) / weights.square().sum(-1, keepdim=True)
@@ -51,10 +47,9 @@ Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]  # an optimizer's group
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # imports the compiler at the first call, not now
 def find_mixing(optimizer: Optimizer, stacked: set[int] | None = None) -> str | None:
-    """Describe how an optimizer mixes stacked members; None where members move as they do alone.
+    """Describe how an optimizer mixes stacked members; None where toy members move as they do alone.
 
-    Copies of the optimizer train toy parameters with the axes of each group's stacked parameters (`stacked`: their ids,
-    by default all), stacked and member by member. The optimizer is not changed.
+    `stacked`: ids of the stacked parameters, by default all. The optimizer is not changed.
     """
     tried = [
         (group, held)
@@ -130,11 +125,7 @@ class _Trial(NamedTuple):
 
 
 def make_toys(ndim: int, large: bool, dtype: torch.dtype, device: torch.device) -> list[Toy]:
-    """Return stacked parameters with `ndim` axes: scalar and small members, or large ones.
-
-    Large ones exceed the size from which optimizers factorize (128) and one quantization block. Gradients keep a
-    direction and differ in scale between members and steps.
-    """
+    """Return scalar and small members with `ndim` axes, or large ones, which optimizers factorize or quantize."""
     ones = (1,) * (ndim - 1)
     small = (6, *(8, 12, *(3,) * ndim)[: ndim - 1])
     shapes = [(130 if ndim == 2 else 6, *(130, 150, *ones)[: ndim - 1])] if large else [(6, *ones), small, small]

@@ -48,10 +48,8 @@ def take_members(stacked: nn.Module, index: int | slice | Sequence[int]) -> nn.M
 
 
 def named_tensors(module: nn.Module, kind: str) -> dict[str, Tensor]:
-    """Return parameters or buffers by name: tied ones under each of their names, those of a shared layer once.
-
-    With all names of a shared layer, `functional_call` would leave its tensors in the module (torch 2.13).
-    """
+    """Return parameters or buffers by name: tied ones under each name, those of a shared layer once."""
+    # with all names of a shared layer, `functional_call` would leave its tensors in the module (torch 2.13)
     return {
         f"{prefix}.{name}".lstrip("."): tensor
         for prefix, layer in module.named_modules()

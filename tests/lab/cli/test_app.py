@@ -566,7 +566,7 @@ def test_what_is_no_sweeps_is_not_written_over(invoke: Invoke, small: Path, name
     outcome = invoke("run", small, "--out", "mine")
     first = name.split("/")[0]
     assert (outcome.code, outcome.out) == (1, "")
-    assert outcome.err == f"Error: mine holds something else already ('{first}'). Choose another --out.\n"
+    assert outcome.err == f"Error: mine already holds other files ('{first}'). Choose another --out.\n"
     assert [path.name for path in Path("mine").iterdir()] == [first]
     assert file.read_text() == "my thesis"
 

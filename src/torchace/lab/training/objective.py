@@ -55,6 +55,8 @@ def compute_objective(
         if own:
             logits, y = logits.flatten(1, 2).unsqueeze(1), y.flatten(1, 2)
         result = LossResult(losses.detach(), ensemble_scores(logits.to(config.dtype), y, config), gradient)
+    elif config.loss == "ace" and mixture is None and not own:  # most steps: as few layers as possible
+        result = member_terms(logits, LossOptions(y, diversity, scale=scale, label_smoothing=config.label_smoothing))
     else:
         rows = _rows(logits, y, diversity, mixture, num_members, config)
         if own:
@@ -74,7 +76,8 @@ def compute_objective(
         scores = mixture_scores(mixture, y, config)
     if weight is not None:
         scores = scores * weight.flatten(1)
-    return Objective(losses, scores.sum(-1) / (batch_size * num_members if own else batch_size), gradient)
+    count = batch_size * num_members if own else batch_size
+    return Objective(losses, scores.mean(-1) if count == scores.shape[-1] else scores.sum(-1) / count, gradient)
 
 
 def member_losses(

@@ -61,11 +61,7 @@ class Decision:
 def decide(
     stacked: nn.Module, num_members: int, token: int, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
 ) -> Decision:
-    """Follow two members and compare outputs and gradients with those of the members alone.
-
-    Compare in float64, or in the present precision for members that fail in float64; with a constant for random
-    numbers. Raise the error of a member that fails alone.
-    """
+    """Compare outputs and gradients of two followed members with those alone, in float64 where members allow it."""
     devices = {parameter.device for parameter in stacked.parameters()}
     with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
         try:

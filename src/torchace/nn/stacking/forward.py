@@ -129,11 +129,7 @@ def follow_in_graph(
     state: dict[str, Tensor],
     key: tuple[Tensor, Tensor, Tensor] | None,
 ) -> Any:
-    """Call `follow` as one function that `torch.compile` runs while it traces.
-
-    A change of `modes`, the layers' modes, recompiles. `state` holds parameters and buffers by name; `key`, the tensors
-    of `KeyedDraws`.
-    """
+    """Call `follow` as one node of a compiled graph; `key`: tensors of `KeyedDraws`; new `modes` recompile."""
     ensemble = _ensembles[token]
     draws = None if key is None else KeyedDraws(*key)
     with replace_tensors(ensemble.stacked, state):

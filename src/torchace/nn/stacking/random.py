@@ -19,10 +19,9 @@ class ConstantDraws:
 
 
 class KeyedDraws:
-    """Random numbers as a function of (seed, step, call, member, position).
+    """Random numbers as a function of (seed, step, call, member, position), for K = R·M members.
 
-    `seeds` `(R,)` and each run's `members` `(M,)` give K = R·M members; `part` selects some of them. `step` is a
-    tensor: CUDA graphs read it at every replay.
+    Shapes: seeds `(R,)`, members of each run `(M,)`, step `()`, a tensor that CUDA graphs read at every replay.
     """
 
     def __init__(self, seeds: Tensor, members: Tensor, step: Tensor, part: slice = slice(None)) -> None:

@@ -157,11 +157,7 @@ def shift(dim: Any) -> Any:
 
 
 def axis_rule(*axes: tuple[int, str, Any], plain_tensors: bool = False) -> Rule:
-    """Return a rule for functions of one tensor along axes.
-
-    `axes`: position, name and default (`"all"`: all axes) of each axis argument. `plain_tensors`: allow plain tensors
-    as other arguments.
-    """
+    """Return a rule for functions of one tensor along axes, given as (position, name, default or `"all"`)."""
 
     def compute(follower: Follower, func: Func, *given: Any, **kwargs: Any) -> Any:
         x, args = given[0], list(given)
