@@ -68,7 +68,7 @@ def render(spec: FigureSpec, theme: Theme) -> bytes:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
-        from PIL import Image  # matplotlib depends on it
+        from PIL import Image
     except ImportError as error:
         raise ImportError("Drawing figures needs matplotlib: pip install 'torchace[tool]'.") from error
 

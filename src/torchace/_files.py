@@ -183,24 +183,24 @@ def check_gzip(path: StrPath) -> None:
 
 def available_memory() -> int | None:
     """Return the bytes that this process may still allocate (machine, control group, process); None if unknown."""
-    found: list[int] = []
+    limits: list[int] = []
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    if not found:
+        limits += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    if not limits:
         with contextlib.suppress(AttributeError, OSError, ValueError):
-            found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+            limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit; its use counts cached files
-            found.append(int(Path("/sys/fs/cgroup", name).read_text()))
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            limits.append(int(Path("/sys/fs/cgroup", name).read_text()))
     with contextlib.suppress(ImportError, OSError, ValueError, IndexError):
         import resource
 
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         if limit != resource.RLIM_INFINITY:
             used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-            found.append(max(0, limit - used))
-    return min(found, default=None)
+            limits.append(max(0, limit - used))
+    return min(limits, default=None)
 
 
 def write_atomic(path: Path, data: bytes) -> None:

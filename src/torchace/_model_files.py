@@ -145,7 +145,7 @@ def _replace(temporary: Path, path: Path) -> None:
     moved = False
     if replacing:
         if previous.exists():
-            _discard(previous)  # left by a save that stopped after its renames
+            _discard(previous)  # of a save that stopped after its renames
         os.rename(path, previous)
     try:
         os.rename(temporary, path)

@@ -113,8 +113,8 @@ class ACEModule(LightningModule):
             return (batch,), {}, None
         if isinstance(batch, Mapping):
             inputs = dict(batch)
-            found = [name for name in TARGETS if name in inputs]
-            return (), inputs, inputs.pop(found[0]) if found else None
+            target_names = [name for name in TARGETS if name in inputs]
+            return (), inputs, inputs.pop(target_names[0]) if target_names else None
         if isinstance(batch, Sequence) and batch:
             return (tuple(batch[:-1]), {}, batch[-1]) if len(batch) > 1 else (tuple(batch), {}, None)
         raise TypeError(

@@ -201,6 +201,6 @@ def __getattr__(name: str) -> Any:
             raise
         raise ImportError(f"torchace.transformers needs {error.name}: pip install 'torchace[transformers]'.") from error
     doc = "`transformers.Trainer` for ensembles; see `ACETrainerMixin`."
-    made = type(name, (ACETrainerMixin, Trainer), {"__doc__": doc, "__module__": __name__})
-    globals()[name] = made
-    return made
+    trainer = type(name, (ACETrainerMixin, Trainer), {"__doc__": doc, "__module__": __name__})
+    globals()[name] = trainer
+    return trainer

@@ -89,7 +89,7 @@ def test_a_damaged_result_is_one_sentence(text: str, tmp_path: Path) -> None:
 def test_a_second_process_is_refused_and_told_who(tmp_path: Path) -> None:
     with (
         RunStore(tmp_path).locked(),
-        pytest.raises(RunStoreError, match=f"Process {os.getpid()} is at work in {tmp_path}"),
+        pytest.raises(RunStoreError, match=f"Process {os.getpid()} is using {tmp_path}"),
         RunStore(tmp_path).locked(),
     ):
         pass
@@ -207,7 +207,7 @@ def test_the_run_directory_itself_may_be_a_link(tmp_path: Path) -> None:
 
 def test_a_lock_that_is_something_else_is_kept(tmp_path: Path) -> None:
     (tmp_path / "lock").write_bytes(b"the combination is \xff")
-    with pytest.raises(RunStoreError, match="holds something else already"), RunStore(tmp_path).locked():
+    with pytest.raises(RunStoreError, match="already holds other files"), RunStore(tmp_path).locked():
         raise AssertionError
     assert (tmp_path / "lock").read_bytes() == b"the combination is \xff"
 

@@ -125,7 +125,7 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str
     "unregistered layers": (
         lambda: Member([nn.Linear(2, 2)]),
         lambda: Member([nn.Linear(2, 2)]),
-        "'state' of layer 'inner' in member 1 holds a trained tensor that is no registered parameter",
+        "'state' of layer 'inner' in member 1 holds a trained tensor that is not a registered parameter",
     ),
 }
 

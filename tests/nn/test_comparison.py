@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchace.nn.comparison import NotComparable, NotStackable, StateComparison
+from torchace.nn.comparison import NotComparableError, NotStackableError, StateComparison
 
 
 @dataclass
@@ -160,7 +160,7 @@ def test_layers_are_compared_by_name() -> None:
 
 def test_values_that_cannot_be_compared() -> None:
     for make in (lambda: (i for i in range(3)), lambda: iter([1]), __import__("threading").Lock):
-        with pytest.raises(NotComparable):
+        with pytest.raises(NotComparableError):
             compare([make()], [make()])
 
 
@@ -169,8 +169,8 @@ def test_values_that_cannot_be_stacked() -> None:
     for make in (lambda: [nn.Linear(2, 2)], lambda: torch.ones(2, requires_grad=True)):
         shared = make()
         for pair in ((make(), make()), (shared, shared)):
-            with pytest.raises(NotStackable, match="trained tensor that is no registered parameter"):
+            with pytest.raises(NotStackableError, match="trained tensor that is not a registered parameter"):
                 compare(*pair)
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    with pytest.raises(NotStackable, match="a function that holds a layer of the member itself"):
+    with pytest.raises(NotStackableError, match="a function that holds a layer of the member itself"):
         StateComparison(one, other).equal(scaled_by(one), scaled_by(other))  # type: ignore[arg-type]

@@ -265,13 +265,23 @@ def test_bfloat16_keeps_the_rates():
 
 
 BAD = {
-    "ASGD": (lambda e: torch.optim.ASGD(e.parameters()), {}, TypeError, "but got ASGD, whose steps are not known"),
+    "ASGD": (
+        lambda e: torch.optim.ASGD(e.parameters()),
+        {},
+        TypeError,
+        "but got ASGD, whose steps may not be proportional",
+    ),
     "subclass": (lambda e: type("Mine", (SGD,), {})(e.parameters()), {}, TypeError, "but got Mine"),
     "others": (lambda e: SGD([nn.Parameter(torch.ones(3))]), {}, ValueError, "holds none of StackedEnsemble"),
-    "three": (None, {"learning_rate": [0.1] * 3}, ValueError, "`learning_rate` with 4 values, one a member, but got 3"),
+    "three": (
+        None,
+        {"learning_rate": [0.1] * 3},
+        ValueError,
+        "`learning_rate` with 4 values, one per member, but got 3",
+    ),
     "number": (None, {"weight_decay": 0.1}, TypeError, "`weight_decay` as a list of 4 numbers, .* but got 0.1"),
-    "negative": (None, {"weight_decay": [0.1, 0, 0, -1]}, ValueError, "`weight_decay` of at least 0 and finite"),
-    "nan": (None, {"learning_rate": [0.1, 0, 0, float("nan")]}, ValueError, "at least 0 and finite"),
+    "negative": (None, {"weight_decay": [0.1, 0, 0, -1]}, ValueError, "finite values of at least 0 in `weight_decay`"),
+    "nan": (None, {"learning_rate": [0.1, 0, 0, float("nan")]}, ValueError, "finite values of at least 0"),
     "zeros": (None, {"learning_rate": [0.0] * 4}, ValueError, "above 0 for at least one member"),
     "no rate": (lambda e: SGD(e.parameters(), lr=0.0), {}, ValueError, "one learning rate above 0 in all"),
 }
@@ -288,7 +298,7 @@ def test_bad_input_is_one_sentence(name):
 
 def test_ensembles_and_groups_that_cannot_have_rates_are_refused():
     plain = Ensemble(make_members())
-    with pytest.raises(ValueError, match=r"none of Ensemble.*one group a member"):
+    with pytest.raises(ValueError, match=r"none of Ensemble.*one group per member"):
         set_member_rates(SGD(plain.parameters()), plain, learning_rate=RATES)
     ensemble, other = StackedEnsemble(make_members()), StackedEnsemble(make_members())
     first, *rest = ensemble.parameters()

@@ -278,7 +278,7 @@ def test_optimizers_that_cannot_be_tried_need_allow_optimizer():
         optimizer.step()
     with pytest.raises(TypeError, match=r"allow_optimizer\(type\(optimizer\)\)"):
         allow_optimizer(optimizer)
-    with pytest.raises(TypeError, match="Expected a class of optimizers, but got 'Stubborn'"):
+    with pytest.raises(TypeError, match="Expected an optimizer class, but got 'Stubborn'"):
         allow_optimizer("Stubborn")
     allow_optimizer(Stubborn)
     optimizer.step()

@@ -132,7 +132,7 @@ def test_keyed_draws_of_a_network_that_is_not_followed() -> None:
     )
     assert torch.equal(one, again)  # a function of seed and step
     stacked = StackedEnsemble([_Noisy(), _Noisy()])
-    with pytest.raises(ValueError, match=r"drawn for each run by itself.*sweep\.cohort_size = 1"):
+    with pytest.raises(ValueError, match=r"drawn separately for each run.*sweep\.cohort_size = 1"):
         stacked.compute([x], {}, own=True, draws=KeyedDraws(torch.tensor([7, 8]), members[:1], step))
 
 
@@ -156,3 +156,10 @@ def test_in_place_change_of_a_shared_activation() -> None:
     torch.testing.assert_close(StackedEnsemble(members)(x), Ensemble(members)(x))
     with pytest.raises(ValueError, match=r"Use Ensemble\(members\)"):  # the result of add_ is dropped
         StackedEnsemble([_InPlace(named=True) for _ in range(3)])(x)
+
+
+def test_draws_of_a_run_do_not_depend_on_other_runs():
+    step, members, cpu = torch.tensor(3), torch.tensor([0, 1]), torch.device("cpu")
+    both = KeyedDraws(torch.tensor([5, 7]), members, step).uniform((4, 3), torch.float32, cpu)
+    alone = KeyedDraws(torch.tensor([7]), members, step).uniform((2, 3), torch.float32, cpu)
+    assert torch.equal(both[2:], alone)

@@ -42,7 +42,7 @@ def test_update_bn(make, shape):
     assert (norm.momentum, stacked.training, len(norm._forward_pre_hooks)) == (0.1, False, 0)
     norm.num_batches_tracked[0] += 1
     norm.momentum = None
-    with pytest.raises(ValueError, match=r"equally many batches .* reset_running_stats\(\)"):
+    with pytest.raises(ValueError, match=r"same number of batches .* reset_running_stats\(\)"):
         stacked.train()(loader[0][0])
 
 

@@ -97,13 +97,13 @@ def _draw_pairs(m: Measures, figure: Figure, theme: Theme) -> None:
 def _draw_train_and_test(m: Measures, train: Measures, figure: Figure, theme: Theme) -> None:
     left, right = figure.subplots(1, 2)
     for axes, name in ((left, "mutual_information"), (right, "disagreement")):
-        found = [mean_interval(getattr(measures, name)) for measures in (train, m)]
-        for x, (value, low, high) in enumerate(found):
+        intervals = [mean_interval(getattr(measures, name)) for measures in (train, m)]
+        for x, (value, low, high) in enumerate(intervals):
             ends = [[value - max(low, 0.0)], [high - value]]
             axes.errorbar(x, value, ends, fmt="o", color=theme.palette[x], elinewidth=1)
         axes.set_xticks([0, 1], ["training", "new"])
         axes.set_xlim(-0.5, 1.5)
-        axes.set_ylim(0, 1.08 * max(found[0].high, found[1].high) or 1)
+        axes.set_ylim(0, 1.08 * max(intervals[0].high, intervals[1].high) or 1)
         axes.set_title(name.replace("_", " "), fontsize=10.5)
 
 

@@ -43,16 +43,16 @@ LOW_RECALL, CLASS_SAMPLES = 0.5, 10  # of the overall accuracy; the least sample
 
 def derive_findings(m: Measures, train: Measures | None = None, class_names: Sequence[str] = ()) -> tuple[Finding, ...]:
     """Return the findings of all checks, the most severe first."""
-    found = [check_chance(m), check_calibration(m), check_member_calibration(m), check_classes(m, class_names)]
+    findings = [check_chance(m), check_calibration(m), check_member_calibration(m), check_classes(m, class_names)]
     if m.num_members > 1:
         checks = (check_collapse, check_copies, check_co_adaptation, check_gain, check_dominant_member)
-        found = [*(check(m) for check in checks), *found]
+        findings = [*(check(m) for check in checks), *findings]
         if train is not None:
-            found.append(check_diversity_gap(m, train))
+            findings.append(check_diversity_gap(m, train))
     samples = m.samples if train is None else min(m.samples, train.samples)
     if samples < MIN_SAMPLES:
-        found = [_downgrade(finding, samples) for finding in found]
-    return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
+        findings = [_downgrade(finding, samples) for finding in findings]
+    return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
 def check_collapse(m: Measures) -> Finding:
@@ -272,8 +272,8 @@ def check_calibration(m: Measures) -> Finding:
 
 def check_member_calibration(m: Measures) -> Finding:
     """Overconfident or underconfident members; the ensemble may be calibrated nevertheless."""
-    found = [_calibration(bins, m.num_members) for bins in m.member_bins]
-    errors, gaps = [error for error, _, _ in found], [gap for _, _, gap in found]
+    calibrations = [_calibration(bins, m.num_members) for bins in m.member_bins]
+    errors, gaps = [error for error, _, _ in calibrations], [gap for _, _, gap in calibrations]
     over = [k for k, gap in enumerate(gaps) if gap.low > MISCALIBRATED]
     under = [k for k, gap in enumerate(gaps) if gap.high < -MISCALIBRATED]
     numbers = {"calibration_errors": errors, "overconfident": over, "underconfident": under}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchace import _checks
+from torchace.kernels import readable_diversity
 from torchace.kernels.options import LossOptions, compute_dtype
 
 
@@ -18,15 +19,13 @@ def resolve_coupling(
     mixture: Tensor | None,
 ) -> tuple[float | Tensor, Tensor, Tensor | None]:
     """Return λ, α `(K,)` and the mixture, detached, in the compute dtype, for outputs `(K, N, ...)`."""
-    _checks.check_diversity(diversity)
     like = _like(outputs)
+    lam = _resolve_diversity(diversity, like)
     alpha = _checks.as_member_weights(member_weights, outputs.shape[0], like=like, partial=mixture is not None)
     if mixture is not None:
         _checks.check_mixture(mixture, outputs)
         mixture = mixture.detach().to(like)
-    if isinstance(diversity, Tensor):
-        diversity = diversity.detach().to(like.dtype)
-    return diversity, alpha, mixture
+    return lam, alpha, mixture
 
 
 def resolve_options(
@@ -49,31 +48,37 @@ def resolve_options(
     _checks.check_fraction(label_smoothing, "label_smoothing")
     _checks.check_int(ignore_index, "ignore_index")
     _checks.check_target(target, logits, ignore_index=ignore_index)
-    lam, alpha, mixture = resolve_coupling(logits, diversity, member_weights, mixture)
     like, num_members = _like(logits), logits.shape[0]
+    lam = _resolve_diversity(diversity, like)
+    alpha: Tensor | None = None
+    if member_weights is not None:  # else no tensor of them is made: on a GPU that is a kernel of its own
+        alpha = _checks.as_member_weights(member_weights, num_members, like=like, partial=mixture is not None)
+    if mixture is not None:
+        _checks.check_mixture(mixture, logits)
+        if not detach_others:
+            raise ValueError(
+                "Expected `detach_others=True` with a `mixture`, but got False. A given mixture is a constant."
+            )
+        mixture = flatten_samples(mixture.detach().to(like), 1)
     if weight is not None:
         _checks.check_class_weight(weight, logits.shape[2])
         weight = weight.detach().to(like)
-    if mixture is not None and not detach_others:
-        raise ValueError(
-            "Expected `detach_others=True` with a `mixture`, but got False. A given mixture is a constant."
-        )
     scale: float | Tensor = 1.0
     if sample_weight is not None:
         samples = (logits.shape[1], *logits.shape[3:])
         scale = _checks.as_sample_weight(sample_weight, num_members, samples, like)
         scale = scale.reshape(1, *scale.shape[: scale.ndim - len(samples)], -1)
     return LossOptions(
-        target=flatten_samples(target.to(like), 1) if target.is_floating_point() else target.reshape(1, -1),
-        diversity=lam,
-        alpha=None if member_weights is None else alpha,
-        weight=weight,
-        mixture=None if mixture is None else flatten_samples(mixture, 1),
-        scale=scale,
-        label_smoothing=float(label_smoothing),
-        ignore_index=ignore_index,
-        reduction=reduction,
-        detach_others=detach_others,
+        flatten_samples(target.to(like), 1) if target.is_floating_point() else target.reshape(1, -1),
+        lam,
+        alpha,
+        weight,
+        mixture,
+        scale,
+        float(label_smoothing),
+        ignore_index,
+        reduction,
+        detach_others,
     )
 
 
@@ -89,6 +94,14 @@ def given_tensors(*values: object) -> list[Tensor]:
     if torch.compiler.is_compiling():  # the compiler checks this itself
         return []
     return [value.detach() for value in values if isinstance(value, Tensor) and not value.is_inference()]
+
+
+def _resolve_diversity(diversity: float | Tensor, like: Tensor) -> float | Tensor:
+    """Return λ, checked: a number, or a constant on the device of `like`."""
+    _checks.check_diversity(diversity)
+    if not isinstance(diversity, Tensor):
+        return float(diversity)
+    return readable_diversity(diversity.detach().to(like.dtype), like.device)
 
 
 def _like(outputs: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""The amended cross entropy behind one interface, with three backends that take the same `LossOptions`.
-
-`composite`: autograd, for every transform. `closed_form`: few operations, for CPUs. `ace_gpu`: Triton kernels.
-"""
+"""One interface to the amended cross entropy's backends: `composite` (autograd), `closed_form` (CPU), `ace_gpu`."""
 
 from __future__ import annotations
 
@@ -18,7 +15,15 @@ from torchace.kernels.available import runs_kernels
 from torchace.kernels.closed_form import LossResult
 from torchace.kernels.options import LossOptions, compute_dtype, fold_mean
 
-__all__ = ["LossOptions", "LossResult", "composite", "member_terms", "total_loss", "value_and_gradient"]
+__all__ = [
+    "LossOptions",
+    "LossResult",
+    "composite",
+    "member_terms",
+    "readable_diversity",
+    "total_loss",
+    "value_and_gradient",
+]
 
 MAX_MEMBERS = 1024  # of the Triton kernels
 STEP_ON_GPU = "triton"  # backend of training steps on a GPU: "triton" or "closed_form"
@@ -34,8 +39,6 @@ def total_loss(logits: Tensor, options: LossOptions, constants: Sequence[Tensor]
 
         if isinstance(options.scale, Tensor):
             options, _ = fold_mean(options, compute_dtype(logits))
-        if isinstance(options.diversity, Tensor):
-            options = options._replace(diversity=readable_diversity(options.diversity, logits.device))
         if torch.compiler.is_compiling():
             from torchace.kernels import ace_op_gpu
 
@@ -43,8 +46,10 @@ def total_loss(logits: Tensor, options: LossOptions, constants: Sequence[Tensor]
         return _apply(logits, options, ace_gpu, constants)
     if not fits_cpu(logits, options):
         return composite.total_loss(logits.unsqueeze(0), options)
-    # A number from here on: changing the tensor before the backward does not change this loss.
-    return _apply(logits, options._replace(diversity=float(options.diversity)), closed_form, constants)
+    if isinstance(options.diversity, Tensor):
+        # A number from here on: changing the tensor before the backward does not change this loss.
+        options = options._replace(diversity=float(options.diversity))
+    return _apply(logits, options, closed_form, constants)
 
 
 def member_terms(logits: Tensor, options: LossOptions) -> LossResult:
@@ -104,7 +109,7 @@ def readable_diversity(diversity: Tensor, device: torch.device) -> float | Tenso
     """λ on the kernel's device, or as a number."""
     if diversity.device == device:
         return diversity
-    return diversity.to(device) if torch.compiler.is_compiling() else float(diversity)  # a graph cannot read
+    return float(diversity) if _checks.can_read(diversity) else diversity.to(device)  # a graph cannot read
 
 
 def _apply(logits: Tensor, options: LossOptions, backend: Any, constants: Sequence[Tensor]) -> Tensor:

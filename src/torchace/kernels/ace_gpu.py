@@ -34,6 +34,7 @@ COUNTERS, COUNTERS_OF_BLOCKS = (256, 1024), (16, 8192)  # at most so many progra
 STAGES, STAGED = 3, 48 << 10  # rounds of loads under way, unless they need more bytes than this
 FEW = 1 << 20  # numbers that torch multiplies faster than a Triton kernel starts
 NO_IGNORE_INDEX = -(1 << 31)
+INTERPRETED = triton.knobs.runtime.interpret  # as it was when the kernels were made
 
 
 def is_gradient_kept(logits: Tensor) -> bool:
@@ -46,11 +47,11 @@ def value_and_gradient(
 ) -> tuple[Tensor, Tensor | None]:
     """Loss summed over members, a scalar, and its gradient in logits `(K, N, C)` times `upstream`."""
     with torch.cuda.device_of(logits):  # Triton launches on the current device, not on that of its arguments
-        launch = _prepare(logits.unsqueeze(0), options, want_gradient, upstream)
+        launch = _prepare(logits, options, want_gradient, upstream)
         tiles = _once_tiles(launch.logits, launch.vector)
         values = _read_twice_values(launch) if tiles is None else _read_once_values(launch, tiles)
     value = values.sum() if values.numel() > 1 else values.view(())
-    return value, launch.gradient[0] if want_gradient else None
+    return value, launch.gradient if want_gradient else None
 
 
 def scaled_gradient(logits: Tensor, options: LossOptions, factor: Tensor) -> Tensor:
@@ -97,46 +98,56 @@ def member_terms(logits: Tensor, options: LossOptions) -> LossResult:
 class Launch(NamedTuple):
     """Arguments of the kernels."""
 
-    logits: Tensor  # (R, K, N, C)
+    logits: Tensor  # (R, K, N, C), or (K, N, C) of one run
     gradient: Tensor  # the logits, where none is wanted
     options: LossOptions
+    target: Tensor  # from here on, options as kernels read them: weights contiguous, classes not too far apart
+    alpha: Tensor | None
+    weight: Tensor | None
+    mixture: Tensor | None
+    scale: Tensor | None  # (R, N) or (R, K, N)
     upstream: Tensor | None
     want_gradient: bool
     vector: int  # classes that a thread reads at once
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Compute dtype."""
-        return torch.promote_types(self.logits.dtype, torch.float32)
+    dtype: torch.dtype
 
 
 def _prepare(logits: Tensor, options: LossOptions, want_gradient: bool, upstream: Tensor | None) -> Launch:
     """Make weights contiguous and class strides small enough for the kernels."""
     logits = reachable(logits)
     gradient = torch.empty_like(logits) if want_gradient else logits
-    scale = options.scale
-    if not isinstance(scale, Tensor) and scale != 1:
-        scale = torch.full((1, 1), scale, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
-    if isinstance(scale, Tensor):
-        scale = scale.expand(logits.shape[0], *scale.shape[1:-1], logits.shape[2])
-    options = options._replace(
-        target=reachable(options.target),
-        alpha=None if options.alpha is None else options.alpha.contiguous(),
-        weight=None if options.weight is None else options.weight.contiguous(),
-        mixture=None if options.mixture is None else reachable(options.mixture),
-        scale=scale,
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    alpha, weight, mixture, scale = options.alpha, options.weight, options.mixture, options.scale
+    if isinstance(scale, Tensor) or scale != 1:
+        if not isinstance(scale, Tensor):
+            scale = torch.full((1, 1), scale, dtype=dtype, device=logits.device)
+        num_runs = logits.shape[0] if logits.ndim == 4 else 1
+        scale = scale.expand(num_runs, *scale.shape[1:-1], logits.shape[-2])
+    return Launch(
+        logits,
+        gradient,
+        options,
+        reachable(options.target),
+        None if alpha is None else alpha.contiguous(),
+        None if weight is None else weight.contiguous(),
+        None if mixture is None else reachable(mixture),
+        scale if isinstance(scale, Tensor) else None,
+        upstream,
+        want_gradient,
+        _vector(logits, gradient),
+        dtype,
     )
-    return Launch(logits, gradient, options, upstream, want_gradient, _vector(logits, gradient))
 
 
 def _vector(logits: Tensor, gradient: Tensor) -> int:
     """Number of classes that a thread reads at once of every member."""
-    return min(_alignment(logits, gradient), 16 // logits.element_size(), _next_power(logits.shape[3]))
+    align = _alignment(logits) if gradient.stride() == logits.stride() else _alignment(logits, gradient)
+    return min(align, 16 // logits.element_size(), _next_power(logits.shape[-1]))
 
 
-def _once_tiles(logits: Tensor, vector: int) -> dict[str, Any] | None:
-    """Tiles of the kernel that reads logits once; None if a sample has too many logits."""
-    _, members, samples, classes = logits.shape
+def _once_tiles(logits: Tensor, vector: int) -> tuple[int, int, int, int, int | None] | None:
+    """BLOCK_C, BLOCK_N, STAGES, warps and registers where logits are read once; None if a sample has too many."""
+    members, samples, classes = logits.shape[-3:]
     block_c, padded = _next_power(classes), sum(_two_powers(members))
     threads = block_c // vector  # that a sample has work for
     numbers = padded * block_c + block_c // 2  # exponentials; terms that all members share are live half the time
@@ -150,38 +161,35 @@ def _once_tiles(logits: Tensor, vector: int) -> dict[str, Any] | None:
     staged = not few and 2 * block_n * padded * block_c * logits.element_size() <= STAGED
     if _next_power(samples) * padded * block_c <= ONE_PROGRAM:
         block_n, warps, registers, staged = _next_power(samples), 16, None, False
-    stages = STAGES if staged else 1
-    return {"BLOCK_C": block_c, "BLOCK_N": block_n, "STAGES": stages, "num_warps": warps, "maxnreg": registers}
+    return block_c, block_n, STAGES if staged else 1, warps, registers
 
 
-def _read_once_values(launch: Launch, tiles: dict[str, Any], scores: Tensor | None = None) -> Tensor:
+def _read_once_values(
+    launch: Launch, tiles: tuple[int, int, int, int, int | None], scores: Tensor | None = None
+) -> Tensor:
     """Partial sums of the loss, one per program and run, with `scores` also per member."""
     logits, per_member = launch.logits, scores is not None
-    num_runs, members, samples, _ = logits.shape
+    members, samples = logits.shape[-3:-1]
+    num_runs = logits.shape[0] if logits.ndim == 4 else 1
+    block_c, block_n, stages, warps, registers = tiles
     if per_member:
-        tiles = tiles | {"maxnreg": None}  # more numbers are held
-    warps, registers = tiles["num_warps"], tiles["maxnreg"]
+        registers = None  # more numbers are held
     # As many programs as there is room for. They take other samples later, whose logits come while they compute.
     room = max(1, ALL_REGISTERS // (32 * warps * (registers or (128 if warps == 1 else 255))))
     room = max(1, room * _multiprocessors(logits.device) // num_runs)
-    programs = min(_ceil_div(samples, tiles["BLOCK_N"]), room)
+    programs = min(_ceil_div(samples, block_n), room)
     size = num_runs * programs * (members if per_member else 1)
     values = torch.empty(size, dtype=launch.dtype, device=logits.device)
-    options = launch.options
-    strides = {
-        "logits_r": logits.stride(0) // launch.vector,
-        "gradient_r": launch.gradient.stride(0) // launch.vector,
-        "target_r": options.target.stride(0),
-        "mixture_r": 0 if options.mixture is None else options.mixture.stride(0),
-        "scale_r": options.scale.stride(0) if isinstance(options.scale, Tensor) else 0,
-    }
     _read_once[(programs, num_runs)](
-        **_arguments(launch, values, launch.vector, _count(launch, in_blocks=False)),
-        **strides,
-        **tiles,
-        scores=logits if scores is None else scores,
-        RUNS=num_runs > 1,
-        PER_MEMBER=per_member,
+        *_arguments(launch, values, launch.vector, block_c, _count(launch, in_blocks=False)),
+        logits if scores is None else scores,
+        *_run_strides(launch),
+        block_n,
+        stages,
+        num_runs > 1,
+        per_member,
+        num_warps=warps,
+        maxnreg=registers,
     )
     return values
 
@@ -189,7 +197,7 @@ def _read_once_values(launch: Launch, tiles: dict[str, Any], scores: Tensor | No
 def _read_twice_values(launch: Launch) -> Tensor:
     """Partial sums of the loss of one run, per sample or per span of its classes."""
     logits, vector = launch.logits, launch.vector
-    _, members, samples, classes = logits.shape
+    members, samples, classes = logits.shape[-3:]
     several = members * classes > READ_TWICE  # programs share a sample
     warps = WARPS * _next_power(_ceil_div(members * classes, LOGITS_OF_WARPS))
     warps = WARPS if several else max(warps, 2 * WARPS) if members <= VERY_FEW_MEMBERS else warps
@@ -197,11 +205,12 @@ def _read_twice_values(launch: Launch) -> Tensor:
     if not several:
         vector = _narrow(vector if members <= FEW_MEMBERS else min(vector, 4), members, HELD_OF_BLOCK)
         block = _block(members, classes, vector, warps, _registers(BLOCK_REGISTERS, members * vector))
-        span = _ceil_div(classes, block["BLOCK_C"]) * block["BLOCK_C"]
+        block_c, warps, registers = block
+        span = _ceil_div(classes, block_c) * block_c
         values = torch.empty(samples, dtype=launch.dtype, device=logits.device)
         _read_twice[(samples, 1)](
-            **_arguments(launch, values, vector, counts), **block, statistics=values, STAGE=0, SPAN=span, SPANS=1,
-            BLOCK_SPANS=1,
+            *_arguments(launch, values, vector, block_c, counts), values, 0, span, 1, 1, num_warps=warps,
+            maxnreg=registers,
         )  # fmt: skip
         return values
     wide, vector = _narrow(vector, members, MAX_HELD), _narrow(min(vector, 4), members, HELD_OF_BLOCK)
@@ -211,26 +220,26 @@ def _read_twice_values(launch: Launch) -> Tensor:
     )
     # not so many spans that their statistics would fill a program that reads them all
     size = max(SPAN // members, _ceil_div(classes * _two_powers(members)[0], STATISTICS))
-    block_c = max(block["BLOCK_C"] for block in blocks)
+    block_c = max(block[0] for block in blocks)
     span = _ceil_div(min(classes, size), block_c) * block_c
     spans = _ceil_div(classes, span)
     values = torch.empty(samples * spans, dtype=launch.dtype, device=logits.device)
     statistics = values.new_empty((samples, spans, 3, members))
-    for stage, block, width in zip((1, 2), blocks, (wide, vector), strict=True):
+    for stage, (block_c, warps, registers), width in zip((1, 2), blocks, (wide, vector), strict=True):
         _read_twice[(samples, spans)](
-            **_arguments(launch, values, width, counts), **block, statistics=statistics, STAGE=stage, SPAN=span,
-            SPANS=spans, BLOCK_SPANS=_next_power(spans),
+            *_arguments(launch, values, width, block_c, counts), statistics, stage, span, spans, _next_power(spans),
+            num_warps=warps, maxnreg=registers,
         )  # fmt: skip
     return values
 
 
 def _count(launch: Launch, *, in_blocks: bool) -> tuple[Tensor, int, int]:
     """Partial denominators of the mean, the mode to combine them (see `_mean_factor`) and their number."""
-    logits, options = launch.logits, launch.options
-    samples, classes = logits.shape[2:]
-    if options.reduction != "mean" or isinstance(options.scale, Tensor):
+    logits, options, target, weight = launch.logits, launch.options, launch.target, launch.weight
+    samples, classes = logits.shape[-2:]
+    if options.reduction != "mean" or launch.scale is not None:
         return logits, 0, 1
-    if options.has_probabilities:
+    if target.is_floating_point():
         return logits, 3, 1
     if samples <= COUNTED and not in_blocks:
         return logits, 2, _next_power(samples)
@@ -238,77 +247,94 @@ def _count(launch: Launch, *, in_blocks: bool) -> tuple[Tensor, int, int]:
     parts = min(most, _next_power(_ceil_div(samples, size)))
     counts = torch.empty(parts, dtype=launch.dtype, device=logits.device)
     _count_samples[(parts,)](
-        options.target,
-        options.target.stride(1),
-        counts if options.weight is None else options.weight,
+        target,
+        target.stride(1),
+        counts if weight is None else weight,
         counts,
         samples,
         classes,
         NO_IGNORE_INDEX if options.ignore_index is None else options.ignore_index,
         _ceil_div(samples, size * parts),
-        WEIGHTED=options.weight is not None,
+        WEIGHTED=weight is not None,
         BLOCK=size,
         num_warps=max(1, size // 512),
     )
     return counts, 4 if in_blocks else 1, parts
 
 
-def _arguments(launch: Launch, values: Tensor, vector: int, counted: tuple[Tensor, int, int]) -> dict[str, Any]:
-    """Arguments of both kernels; the logits are the placeholder for missing tensors."""
-    logits, gradient, options = launch.logits, launch.gradient, launch.options
-    target, weight, mixture, smoothing = options.target, options.weight, options.mixture, options.label_smoothing
-    scale = options.scale if isinstance(options.scale, Tensor) else None
-    probabilities = options.has_probabilities
+def _arguments(
+    launch: Launch, values: Tensor, vector: int, block_c: int, counted: tuple[Tensor, int, int]
+) -> tuple[Any, ...]:
+    """Arguments of both kernels, in order; the logits are the placeholder for missing tensors."""
+    logits, gradient, options, target, alpha, weight, mixture, scale, upstream, want_gradient, _, dtype = launch
+    members, samples, classes = logits.shape[-3:]
+    logits_k, logits_n, logits_c = logits.stride()[-3:]
+    gradient_k, gradient_n, gradient_c = gradient.stride()[-3:]
+    lam, smoothing, ignore_index = options.diversity, options.label_smoothing, options.ignore_index
+    probabilities = target.is_floating_point()
     mean_weight = weight.mean() if weight is not None and smoothing and not probabilities else weight
-    block_k, rest_k = _two_powers(logits.shape[1])
     counts, count, parts = counted
-    return {
-        "logits": logits,
-        "gradient": gradient,
-        "values": values,
-        "target": target,
-        "weight": logits if weight is None else weight,
-        "mean_weight": logits if mean_weight is None else mean_weight,
-        "alpha": logits if options.alpha is None else options.alpha,
-        "mixture": logits if mixture is None else mixture,
-        "scale": logits if scale is None else scale,
-        "counts": counts,
-        "upstream": logits if launch.upstream is None else launch.upstream,
-        "diversity": options.diversity,
-        "logits_k": logits.stride(1) // vector,
-        "logits_n": logits.stride(2) // vector,
-        "logits_c": logits.stride(3),
-        "gradient_k": gradient.stride(1) // vector,
-        "gradient_n": gradient.stride(2) // vector,
-        "gradient_c": gradient.stride(3),
-        "target_n": target.stride(1),
-        "target_c": target.stride(2) if probabilities else 0,
-        "mixture_n": 0 if mixture is None else mixture.stride(1),
-        "mixture_c": 0 if mixture is None else mixture.stride(2),
-        "scale_k": 0 if scale is None or scale.ndim == 2 else scale.stride(1),
-        "scale_n": 0 if scale is None else scale.stride(-1),
-        "smoothing": smoothing,
-        "ignore_index": NO_IGNORE_INDEX if options.ignore_index is None else options.ignore_index,
-        "samples": logits.shape[2],
-        "MEMBERS": logits.shape[1],
-        "CLASSES": logits.shape[3],
-        "VECTOR": vector,
-        "BLOCK_K": block_k,
-        "REST_K": rest_k,
-        "WITH_GRADIENT": launch.want_gradient,
-        "PROBABILITIES": probabilities,
-        "WEIGHTED": weight is not None,
-        "UNIFORM": options.alpha is None,
-        "MIXTURE": mixture is not None,
-        "SCALE": scale is not None,
-        "COUNT": count,
-        "COUNTS": parts,
-        "UPSTREAM": launch.upstream is not None,
-        "DIVERSITY_ON_DEVICE": isinstance(options.diversity, Tensor),
-        "SMOOTHED": smoothing != 0,
-        "ACC": tl.float64 if launch.dtype == torch.float64 else tl.float32,
-        "FAST": launch.dtype == torch.float32 and not triton.knobs.runtime.interpret,
-    }
+    return (
+        logits,
+        gradient,
+        values,
+        target,
+        logits if weight is None else weight,
+        logits if mean_weight is None else mean_weight,
+        logits if alpha is None else alpha,
+        logits if mixture is None else mixture,
+        logits if scale is None else scale,
+        counts,
+        logits if upstream is None else upstream,
+        lam,
+        logits_k // vector,
+        logits_n // vector,
+        logits_c,
+        gradient_k // vector,
+        gradient_n // vector,
+        gradient_c,
+        target.stride(1),
+        target.stride(2) if probabilities else 0,
+        0 if mixture is None else mixture.stride(1),
+        0 if mixture is None else mixture.stride(2),
+        0 if scale is None or scale.ndim == 2 else scale.stride(1),
+        0 if scale is None else scale.stride(-1),
+        smoothing,
+        NO_IGNORE_INDEX if ignore_index is None else ignore_index,
+        samples,
+        members,
+        classes,
+        vector,
+        *_two_powers(members),
+        block_c,
+        want_gradient,
+        probabilities,
+        weight is not None,
+        alpha is None,
+        mixture is not None,
+        scale is not None,
+        count,
+        parts,
+        upstream is not None,
+        isinstance(lam, Tensor),
+        smoothing != 0,
+        tl.float64 if dtype == torch.float64 else tl.float32,
+        dtype == torch.float32 and not INTERPRETED,
+    )
+
+
+def _run_strides(launch: Launch) -> tuple[int, int, int, int, int]:
+    """Strides of the run axis of logits, gradient, target, mixture and scale."""
+    logits, mixture, scale, vector = launch.logits, launch.mixture, launch.scale, launch.vector
+    if logits.ndim == 3:
+        return 0, 0, 0, 0, 0
+    return (
+        logits.stride(0) // vector,
+        launch.gradient.stride(0) // vector,
+        launch.target.stride(0),
+        0 if mixture is None else mixture.stride(0),
+        0 if scale is None else scale.stride(0),
+    )
 
 
 def reachable(values: Tensor) -> Tensor:
@@ -323,11 +349,12 @@ def _narrow(vector: int, members: int, held: int) -> int:
     return vector
 
 
-def _block(members: int, classes: int, vector: int, warps: int, registers: int | None) -> dict[str, Any]:
+def _block(members: int, classes: int, vector: int, warps: int, registers: int | None) -> tuple[int, int, int | None]:
+    """BLOCK_C, warps and registers of the kernel that reads logits twice."""
     shares = _next_power(_ceil_div(members * vector, MAX_HELD))  # threads that have the same classes, of other members
     block_c = min(_next_power(classes), max(1, 32 * warps // shares) * vector)
     warps = max(1, min(warps, shares * block_c // (32 * vector)))
-    return {"BLOCK_C": block_c, "num_warps": warps, "maxnreg": registers}
+    return block_c, warps, registers
 
 
 def _next_power(count: int) -> int:
@@ -359,7 +386,7 @@ def _alignment(*tensors: Tensor) -> int:
     """Common divisor of all rows' offsets, which limits vectorized loads."""
     align = 8
     for tensor in tensors:
-        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True):
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
             while size > 1 and stride % align:
                 align //= 2
     return align

@@ -33,19 +33,20 @@ from torchace.kernels.ace_terms_gpu import (
 @triton.jit
 def _read_once(
     # pointers
-    logits, gradient, values, scores, target, weight, mean_weight, alpha, mixture, scale, counts, upstream, diversity,
+    logits, gradient, values, target, weight, mean_weight, alpha, mixture, scale, counts, upstream, diversity,
     # strides; those of logits and gradient, but for the classes', are divided by VECTOR
-    logits_r, logits_k, logits_n, logits_c, gradient_r, gradient_k, gradient_n, gradient_c,
-    target_r, target_n, target_c, mixture_r, mixture_n, mixture_c, scale_r, scale_k, scale_n,
-    smoothing, ignore_index, samples,
+    logits_k, logits_n, logits_c, gradient_k, gradient_n, gradient_c, target_n, target_c, mixture_n, mixture_c,
+    scale_k, scale_n, smoothing, ignore_index, samples,
     # sizes
     MEMBERS: tl.constexpr, CLASSES: tl.constexpr, VECTOR: tl.constexpr, BLOCK_K: tl.constexpr, REST_K: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     # options
-    RUNS: tl.constexpr, PER_MEMBER: tl.constexpr, WITH_GRADIENT: tl.constexpr, PROBABILITIES: tl.constexpr,
-    WEIGHTED: tl.constexpr, UNIFORM: tl.constexpr, MIXTURE: tl.constexpr, SCALE: tl.constexpr, COUNT: tl.constexpr,
-    COUNTS: tl.constexpr, UPSTREAM: tl.constexpr, DIVERSITY_ON_DEVICE: tl.constexpr, SMOOTHED: tl.constexpr,
-    ACC: tl.constexpr, FAST: tl.constexpr,
+    WITH_GRADIENT: tl.constexpr, PROBABILITIES: tl.constexpr, WEIGHTED: tl.constexpr, UNIFORM: tl.constexpr,
+    MIXTURE: tl.constexpr, SCALE: tl.constexpr, COUNT: tl.constexpr, COUNTS: tl.constexpr, UPSTREAM: tl.constexpr,
+    DIVERSITY_ON_DEVICE: tl.constexpr, SMOOTHED: tl.constexpr, ACC: tl.constexpr, FAST: tl.constexpr,
+    # up to here as in `_read_twice`; runs, samples
+    scores, logits_r, gradient_r, target_r, mixture_r, scale_r, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    RUNS: tl.constexpr, PER_MEMBER: tl.constexpr,
 ):
     # fmt: on
     """Process some samples of a run with all their logits, then the program's next samples.
@@ -214,10 +215,7 @@ def _offsets(
 
 @triton.jit
 def _split_vectors(x, VECTOR: tl.constexpr):
-    """Reshape `(samples, members, classes)` to `(samples, members, vectors, classes of a vector)`.
-
-    One thread holds a vector of all members: sums over members or the last axis need no exchange.
-    """
+    """Reshape to `(samples, members, vectors, classes of a vector)`: one thread holds a vector of all members."""
     return tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // VECTOR, VECTOR))
 
 

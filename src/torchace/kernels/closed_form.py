@@ -19,6 +19,7 @@ from torchace.kernels.options import LossOptions, compute_dtype, fold_mean
 
 PIECE = 1 << 20  # elements of a piece, 4 MiB in float32: measured best with 1 MiB of L2 per core and a shared L3
 SMALL = 1 << 15  # elements up to which the number of operations dominates
+FEW_LOSSES = 64  # up to which Python adds them up faster
 FEW_CLASSES = 64  # below, torch's softmax over the last axis is ten times slower than over the one before it
 
 
@@ -63,10 +64,7 @@ def compute(
     want_scores: bool = False,
     per_member: bool = True,
 ) -> LossResult:
-    """Losses, scores and the gradient for detached logits `(R, K, N, C)` and options from `fold_mean`.
-
-    Scores require class indices. Without `per_member`, the losses are their sum.
-    """
+    """Losses, scores (for class indices) and gradient of detached logits `(R, K, N, C)`; options from `fold_mean`."""
     if torch.is_autocast_enabled(logits.device.type):  # the products below must not be rounded to bf16
         with torch.autocast(logits.device.type, enabled=False):
             return compute(logits, options, want_gradient=want_gradient, want_scores=want_scores, per_member=per_member)
@@ -75,6 +73,10 @@ def compute(
     on_cpu = logits.device.type == "cpu"
     axis = 2 if (on_cpu and logits.shape[3] < FEW_CLASSES) or logits.mT.is_contiguous() else 3  # of the classes
     z = logits.mT if axis == 2 else logits  # (R, K, C, N) or (R, K, N, C)
+    if on_cpu and want_scores and want_gradient and z.numel() <= PIECE and _is_plain(options):
+        found = _compute_plain(z, axis, options, dtype)
+        if found is not None:
+            return found
     if on_cpu and z.numel() > PIECE:
         losses, scores, gradient = _compute_in_pieces(z, axis, options, dtype, want_gradient, want_scores, per_member)
     else:
@@ -83,6 +85,46 @@ def compute(
         losses = _losses_and_gradient(log_q, q, axis, options, q if want_gradient else None, per_member=per_member)
         gradient = q.to(dtype) if want_gradient else None
     return LossResult(losses, scores, gradient.mT if gradient is not None and axis == 2 else gradient)
+
+
+def _is_plain(options: LossOptions) -> bool:
+    """Whether these are a training step's options without extras: class indices, equal weights, all members at hand."""
+    target, lam, alpha, weight, mixture, scale, *_ = options
+    return (
+        alpha is None
+        and weight is None
+        and mixture is None
+        and isinstance(lam, Tensor)
+        and isinstance(scale, Tensor)
+        and scale.ndim == 2
+        and not target.is_floating_point()
+    )
+
+
+def _compute_plain(z: Tensor, axis: int, options: LossOptions, dtype: torch.dtype) -> LossResult | None:
+    """All results in the fewest operations, see `_is_plain`; None where a loss is not finite."""
+    target, lam, _, _, _, scale, smoothing, *_ = options
+    assert isinstance(lam, Tensor)
+    assert isinstance(scale, Tensor)
+    num_runs, num_members = z.shape[:2]
+    shape = (1, -1) if axis == 2 else (-1, 1)
+    index, scale = target.view(num_runs, 1, *shape), scale.view(scale.shape[0], 1, *shape)
+    lam = lam.view(-1, 1, 1, 1)
+    log_q = torch.log_softmax(z, axis, dtype=compute_dtype(z))
+    strength = lam / num_members
+    q = log_q.exp().mul_(scale)  # from here on, everything times its scale
+    b = q.sum(1, keepdim=True).mul_(strength)
+    b.scatter_add_(axis, index, (scale * (smoothing - 1)).expand_as(index))
+    if smoothing:
+        b -= scale * (smoothing / z.shape[axis])
+    losses = torch.addcmul(b, q, strength, value=-1).mul_(log_q).sum((2, 3))
+    if not math.isfinite(sum(map(sum, losses.tolist())) if losses.numel() <= FEW_LOSSES else losses.sum().item()):
+        return None
+    scores = _mixture_scores(log_q.gather(axis, index.expand(-1, num_members, -1, -1)))  # finite, as the losses are
+    gradient = torch.addcmul(b, q, torch.rsub(lam, 1), out=q)
+    if dtype != q.dtype:
+        gradient = gradient.to(dtype)
+    return LossResult(losses, scores, gradient.mT if axis == 2 else gradient)
 
 
 def _compute_in_pieces(
@@ -116,10 +158,7 @@ def _compute_in_pieces(
 def _log_softmax_and_softmax(
     z: Tensor, axis: int, log_q: Tensor | None = None, q: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute both, into `log_q` and `q` where given.
-
-    For many classes log q is derived from torch's softmax, faster than `torch.exp`: max q is 1 / denominator.
-    """
+    """Compute both, into `log_q` and `q` where given; for many classes log q from the softmax: max q = 1 / total."""
     if axis == 2:
         log_q = torch.log_softmax(z, axis, out=log_q)
         return log_q, torch.exp(log_q, out=q)
@@ -231,10 +270,15 @@ def _shared_terms(
 def _scores(log_q: Tensor, axis: int, target: Tensor) -> Tensor:
     """Cross entropy of the members' mean, `(R, N)`; finite where every probability underflows."""
     index = target.unsqueeze(1).expand(-1, log_q.shape[1], -1).unsqueeze(axis)
-    hit = log_q.gather(axis, index).squeeze(axis).clamp_(min=torch.finfo(log_q.dtype).min)  # (R, K, N)
+    hit = log_q.gather(axis, index).clamp_(min=torch.finfo(log_q.dtype).min)
+    return _mixture_scores(hit)
+
+
+def _mixture_scores(hit: Tensor) -> Tensor:
+    """Cross entropies `(R, N)` of the members' mean, from the labels' finite log-probabilities, `(R, K, ...)`."""
     # `torch.logsumexp` takes twice as many operations
     largest = hit.amax(1, keepdim=True)
-    return (hit - largest).exp_().mean(1).log_().add_(largest.squeeze(1)).neg_()
+    return (hit - largest).exp_().mean(1, keepdim=True).log_().add_(largest).neg_().view(hit.shape[0], -1)
 
 
 def _with_member_axis(values: Tensor, axis: int) -> Tensor:

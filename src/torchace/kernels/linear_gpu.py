@@ -78,15 +78,12 @@ def _value_and_gradient(
     # sizes
     samples, pitch, start, width, classes, MEMBERS: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
-    # options
+    # options; ONE_HOT and SPREAD: target of the label and of every class
     ONE_HOT: tl.constexpr, SPREAD: tl.constexpr, BIASED: tl.constexpr, WEIGHTED: tl.constexpr, COUPLED: tl.constexpr,
     WITH_GRADIENT: tl.constexpr, ACC: tl.constexpr,
 ):
     # fmt: on
-    """Write a part's share of one sample's loss, and replace its logits by their gradient.
-
-    ONE_HOT and SPREAD: target of the label and of every class after label smoothing.
-    """
+    """Write a part's share of one sample's loss and replace its logits by their gradient."""
     sample = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     member = tl.arange(0, BLOCK_K)

@@ -1,1 +1,1 @@
-"""Lab: data, training, sweeps, tuning, tables, reports and the command line, built on the library."""
+"""Lab: data, training, sweeps, tuning, tables, reports and the command line."""

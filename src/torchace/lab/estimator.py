@@ -1,4 +1,4 @@
-"""The common base of `ACEClassifier` and `NCLRegressor`: parameters, training, prediction, files."""
+"""Common base of `ACEClassifier` and `NCLRegressor`: parameters, training, prediction, files."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from torchace.saving import ModelFileError, load_model, save_model
 
 @dataclass(frozen=True)
 class _TrainingState:
-    """What `partial_fit` continues from."""
+    """State from which `partial_fit` continues."""
 
     seed: int
     plan: MemberPlan
     scaler: SplitScaler
     calls: int = 0
     optimizer: dict[str, Any] | None = None
-    weight: float = 0.0  # sum over all samples so far
+    weight: float = 0.0  # sum so far
     samples: int = 0
 
     def add(self, samples: Split) -> _TrainingState:
@@ -53,7 +53,7 @@ class _TrainingState:
         return replace(self, weight=self.weight + weight, samples=self.samples + len(samples))
 
 
-class _Fitted(BaseEstimator, ABC):  # type: ignore[misc]
+class _FittedEstimator(BaseEstimator, ABC):  # type: ignore[misc]
     """Attributes of a trained estimator, and the encoding of its targets."""
 
     _task: ClassVar[str]
@@ -73,16 +73,16 @@ class _Fitted(BaseEstimator, ABC):  # type: ignore[misc]
 
     @abstractmethod
     def _targets_to_json(self) -> dict[str, Any]:
-        """What `_learn_targets` has learnt."""
+        """Learnt targets as JSON values."""
 
     @abstractmethod
     def _targets_from_json(self, content: Mapping[str, Any]) -> None:
-        """Restore what `_targets_to_json` returned."""
+        """Restore the result of `_targets_to_json`."""
 
 
 @dataclass(eq=False, repr=False)
-class Estimator(_Fitted):
-    """The common base of the estimators; the fields are their parameters."""
+class Estimator(_FittedEstimator):
+    """Common base of the estimators; the fields are their parameters."""
 
     num_members: int = 10
     _: KW_ONLY
@@ -107,7 +107,7 @@ class Estimator(_Fitted):
         """Train the members.
 
         Args:
-            X: Samples `(N, D)`, numbers without missing values. They are scaled inside; float64 is trained in float64.
+            X: Samples `(N, D)` without missing values; scaled internally. float64 is trained in float64.
             y: Targets `(N,)`.
             sample_weight: Weight of each sample, `(N,)`; 0 leaves it out.
         """
@@ -117,7 +117,7 @@ class Estimator(_Fitted):
 
     @contextmanager
     def _replace_when_done(self) -> Iterator[Self]:
-        """A copy to train; its attributes become this estimator's unless an error is raised."""
+        """Yield a copy to train; adopt its attributes unless an error is raised."""
         new = copy.copy(self)
         yield new
         self.__dict__ = new.__dict__
@@ -150,23 +150,24 @@ class Estimator(_Fitted):
         scaler = SplitScaler.fit(train)
         train, validation, test = (self._scale(scaler, part, plan) for part in (train, validation, test))
         variance = 1.0 if scaler.targets is None else float(scaler.targets.std.square().mean())
-        variance = variance if 1e-50 < variance < 1e50 else 1.0  # scores of scaled targets, which do not overflow
+        variance = variance if 1e-50 < variance < 1e50 else 1.0  # else scores of scaled targets: no overflow
         problem = SearchProblem(plan, train, validation, self._num_outputs, seed)
         return GridSearch(problem, test=test, test_name="held-out", score_scale=variance).run()
 
     def _is_first_call(self) -> bool:
-        """Whether `partial_fit` starts a new model; an estimator from a file cannot be trained further."""
+        """Whether `partial_fit` starts a new model; raise an error for a loaded estimator."""
         if hasattr(self, "_state"):
             return False
         if hasattr(self, "ensemble_"):
-            raise ValueError("A loaded model cannot be trained further, only anew; call fit.")
+            raise ValueError("A loaded model cannot be trained further; call fit to train it from the start.")
         return True
 
     def _partial_fit(self, X: NDArray[Any], y: NDArray[Any], sample_weight: ArrayLike | None, first: bool) -> None:
         """Train one epoch; the samples of the first call determine the scaling."""
         if first and self.diversity == "auto":
             raise ValueError(
-                "Expected `diversity` to be a number for partial_fit, since 'auto' needs all samples at once."
+                "Expected `diversity` to be a number for partial_fit, but got 'auto', which needs all samples at once. "
+                "Use fit, or give a number."
             )
         samples = self._samples(X, y, sample_weight)
         if first:
@@ -183,7 +184,7 @@ class Estimator(_Fitted):
         network = copy.deepcopy(self._network).to(train.x.device)
         optimizer = make_optimizer(plan.train_config(len(samples)), list(network.parameters()))
         if state.optimizer is not None:
-            optimizer.load_state_dict(copy.deepcopy(state.optimizer))  # which does not copy the tensors
+            optimizer.load_state_dict(copy.deepcopy(state.optimizer))  # loading does not copy tensors
         seed = hashed_key(state.seed, "partial fit", state.calls)
         with self._threads():
             options = {"network": network, "optimizer": optimizer, "mean_weight": mean_weight}
@@ -208,7 +209,7 @@ class Estimator(_Fitted):
     # -- inputs -------------------------------------------------------------------------------------------------------
 
     def _plan(self) -> MemberPlan:
-        """The checked parameters."""
+        """Plan of the checked parameters."""
         names = Hyperparameters.model_fields.keys() & self.get_params()
         values = {name: _to_python(getattr(self, name)) for name in names}
         if isinstance(values["hidden"], int):
@@ -232,7 +233,9 @@ class Estimator(_Fitted):
         if weight is None:
             return samples
         if not (weight > 0).any():
-            raise ValueError("Expected a `sample_weight` above 0 for some sample, but all of them are 0.")
+            raise ValueError(
+                "Expected a `sample_weight` above 0 for some sample, but all are 0. Give a positive weight to some."
+            )
         return samples.take(torch.from_numpy(weight > 0))
 
     def _sample_weight(self, X: NDArray[Any], y: NDArray[Any], sample_weight: ArrayLike | None) -> NDArray[Any] | None:
@@ -242,7 +245,7 @@ class Estimator(_Fitted):
         return cast(NDArray[Any], weight)
 
     def _hold_out(self, samples: Split, seed: int) -> tuple[Split, Split]:
-        """The rest and the validation fraction, stratified by class."""
+        """Rest and validation fraction, stratified by class."""
         count = max(1, round(self.validation_fraction * len(samples)))
         if count >= len(samples):
             raise ValueError(
@@ -275,7 +278,7 @@ class Estimator(_Fitted):
 
     @property
     def members_(self) -> list[nn.Module]:
-        """The members: modules that map scaled inputs to logits, or to predictions."""
+        """Members: modules that map scaled inputs to logits, or to predictions."""
         check_is_fitted(self)
         return list(self.ensemble_)
 
@@ -292,7 +295,7 @@ class Estimator(_Fitted):
     # -- files --------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the trained estimator as a model directory (safetensors and JSON, no pickle), for `load`."""
+        """Save the trained estimator as a model directory (safetensors and JSON), for `load`."""
         check_is_fitted(self)
         params = {name: _to_json(value) for name, value in self.get_params(deep=False).items()}
         names = getattr(self, "feature_names_in_", None)
@@ -311,7 +314,7 @@ class Estimator(_Fitted):
         save_model(path, self.ensemble_, diversity=self.diversity_, class_names=class_names, extra=extra)
 
     def _encoding(self) -> Encoding:
-        """The samples as a table, so that `torchace predict` accepts the saved model."""
+        """Samples as a table, so that `torchace predict` accepts the saved model."""
         encoder = cast(TableEncoder, self.ensemble_.trunk)
         names = list(map(str, getattr(self, "feature_names_in_", [f"x{i}" for i in range(self.n_features_in_)])))
         classes = tuple(self.classes_.tolist()) if self._task == "classification" else ()
@@ -319,15 +322,15 @@ class Estimator(_Fitted):
         schema = Schema(tuple(Column(name, "number") for name in names), Target(target, self._task, classes))
         statistics = zip(names, encoder.mean.tolist(), encoder.std.tolist(), strict=True)
         columns = tuple(NumberColumn(name, mean, std, False) for name, mean, std in statistics)
-        # the members of a regressor predict in the targets' own units
+        # members of a regressor predict in the targets' units
         return Encoding(schema, columns, TargetScale(0.0, 1.0) if self._task == "regression" else None)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Load an estimator that was saved by `save`. It predicts as before; `partial_fit` is refused.
+        """Load an estimator saved by `save`; `partial_fit` is refused.
 
         Raises:
-            ModelFileError: The directory is damaged, or holds something else.
+            ModelFileError: The directory is damaged, or is not such an estimator.
         """
         ensemble = load_model(path)
         manifest = cast(Mapping[str, Any], ensemble.manifest)
@@ -347,7 +350,9 @@ class Estimator(_Fitted):
             tuning = extra.get("search")  # older files have none
             estimator.tuning_ = None if tuning is None else TunedDiversity.from_json(tuning)
         except (KeyError, TypeError, ValueError) as error:
-            raise ModelFileError(f"{path} describes no {cls.__name__} that this version can read.") from error
+            raise ModelFileError(
+                f"{path} describes no {cls.__name__} that this version can read; save it again."
+            ) from error
         estimator.ensemble_ = ensemble
         return estimator
 
@@ -364,14 +369,14 @@ def _history(trained: TrainedGroup) -> list[dict[str, Any]]:
 
 
 def _to_python(value: Any) -> Any:
-    """A parameter with Python's own numbers instead of numpy's, which searches give."""
+    """Convert numpy numbers of a parameter to Python numbers."""
     if isinstance(value, tuple | list):
         return [_to_python(item) for item in value]
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
 def _to_json(value: Any) -> Any:
-    """A parameter as JSON holds it; an ellipsis for what it cannot hold, such as a random state."""
+    """Convert a parameter to JSON values; an ellipsis if impossible, as for a random state."""
     value = _to_python(value)
     if isinstance(value, list):
         items = [_to_json(item) for item in value]

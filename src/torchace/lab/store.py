@@ -1,4 +1,4 @@
-"""The run directory: one file for each finished run, never computed again; shared by sweeps, searches and fits."""
+"""Run directory: one file for each finished run; shared by sweeps, searches and fits."""
 
 from __future__ import annotations
 
@@ -38,32 +38,28 @@ from torchace.lab.schema.results import (
 )
 from torchace.lab.training.checkpoint import MANIFEST, Checkpoints
 
-# What a sweep writes after experiment.json.
-WRITTEN = ("checkpoints", "jobs.json", "log.jsonl", "report", "runs", "tensorboard")
-# What sweeps, searches and fits write to: none of it may be a link.
-OURS = (*WRITTEN, "groups", "experiment.json", "fingerprint.json", "fit.json", "lock", "model", "search")
+# written by a sweep after experiment.json
+SWEEP_FILES = ("checkpoints", "jobs.json", "log.jsonl", "report", "runs", "tensorboard")
+# written by sweeps, searches and fits; links are refused
+OUTPUT_FILES = (*SWEEP_FILES, "groups", "experiment.json", "fingerprint.json", "fit.json", "lock", "model", "search")
 
 File = TypeVar("File", bound=ResultFile)
 
 
 class RunStoreError(ValueError):
-    """A run directory that cannot be used; one sentence with the reason and what to do."""
+    """Run directory that cannot be used; the message has the reason and the remedy."""
 
 
 class RunStore:
-    """The files of one experiment.
-
-    Args:
-        directory: The run directory, created when it is locked.
-    """
+    """Files of one experiment in its run directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the directory against other processes; the system releases the lock when this one dies."""
-        refuse_links(self.directory, OURS)
+        """Create the directory and lock it against other processes; the lock ends with the process."""
+        refuse_links(self.directory, OUTPUT_FILES)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             file = open(self.directory / "lock", "a+", errors="replace")  # noqa: SIM115
@@ -76,7 +72,7 @@ class RunStore:
                 file.seek(0)
                 owner = file.read().strip() or "another one"
                 raise RunStoreError(
-                    f"Process {owner} is at work in {self.directory}. Wait for it, or choose another --out."
+                    f"Process {owner} is using {self.directory}. Wait for it, or choose another --out."
                 ) from error
             except OSError as error:
                 raise RunStoreError(f"Cannot lock {self.directory}: {error.strerror}. Choose another --out.") from error
@@ -89,16 +85,16 @@ class RunStore:
             yield
 
     def refuse_foreign(self) -> None:
-        """Raise where a sweep would overwrite files that no sweep wrote."""
-        foreign = [name for name in WRITTEN if os.path.lexists(self.directory / name)]
+        """Raise an error if a sweep would overwrite foreign files."""
+        foreign = [name for name in SWEEP_FILES if os.path.lexists(self.directory / name)]
         if foreign and not (self.directory / "experiment.json").exists():
             raise self._foreign(foreign[0])
 
     def _foreign(self, name: str) -> RunStoreError:
-        return RunStoreError(f"{self.directory} holds something else already ({name!r}). Choose another --out.")
+        return RunStoreError(f"{self.directory} already holds other files ({name!r}). Choose another --out.")
 
     def experiment(self) -> ExperimentResult | None:
-        """Return the experiment that the directory holds; None in a new directory."""
+        """Experiment of the directory; None if new."""
         return _load(self.directory / "experiment.json", ExperimentResult, "the directory")
 
     def write_experiment(self, result: ExperimentResult) -> None:
@@ -106,7 +102,7 @@ class RunStore:
         write_atomic(self.directory / "experiment.json", result.to_json())
 
     def groups(self) -> list[GroupPlan]:
-        """Return the run groups that were planned so far."""
+        """Run groups planned so far."""
         file = _load(self.directory / "jobs.json", PlanFile, "the directory")
         return [] if file is None else list(file.jobs)
 
@@ -115,37 +111,37 @@ class RunStore:
         write_atomic(self.directory / "jobs.json", PlanFile(jobs=tuple(groups)).to_json())
 
     def checkpoints(self, group: GroupPlan, config_sha256: str | None = None) -> Checkpoints:
-        """Return the checkpoints of a run group, valid for its runs with this configuration alone."""
+        """Checkpoints of a run group, valid only for its runs with this configuration."""
         runs = [[run.arm, run.diversity, run.seed] for run in group.runs]
         owner = {"runs": runs, "config_sha256": config_sha256}
         return Checkpoints(self.directory / "checkpoints" / group.id, owner=owner)
 
     def checkpoint_seconds(self, groups: Sequence[GroupPlan]) -> dict[str, float]:
-        """Return the training time in each unfinished group's checkpoint, by group."""
-        found = {}
+        """Training time in each unfinished group's checkpoint, by group."""
+        seconds = {}
         for group in groups:
-            with suppress(OSError, ValueError, LookupError, TypeError):  # none, or one that its group will refuse
+            with suppress(OSError, ValueError, LookupError, TypeError):  # missing, or refused later
                 manifest = json.loads((self.checkpoints(group).directory / MANIFEST).read_bytes())
-                found[group.id] = float(manifest["progress"]["seconds"])
-        return found
+                seconds[group.id] = float(manifest["progress"]["seconds"])
+        return seconds
 
     def is_finished(self, run: RunKey) -> bool:
         """Whether the run's result is written."""
         return self._file(run).exists()
 
     def result(self, run: RunKey) -> RunResult | None:
-        """Return the result of a run; None where it is not finished."""
+        """Result of a run; None if unfinished."""
         return _load(self._file(run), RunResult)
 
     def failure(self, run: RunKey) -> Failure | None:
-        """Return why a finished run failed; None where it did not."""
+        """Failure of a finished run; None if it succeeded."""
         result = self.result(run)
         if result is None or result.status == "finished":
             return None
         return result.failure or Failure(message="no reason given")
 
     def write_result(self, result: RunResult, arrays: Mapping[str, Tensor]) -> None:
-        """Write a finished run: the arrays first, then its file with checksums of both."""
+        """Write a finished run: arrays first, then its file with checksums of both."""
         run = RunKey(result.arm, result.diversity, result.seed)
         digest = None
         if arrays:
@@ -155,7 +151,7 @@ class RunStore:
         write_atomic(self._file(run), result.model_copy(update={"arrays_sha256": digest}).to_json())
 
     def clean(self, groups: Sequence[GroupPlan]) -> None:
-        """Remove what a killed process left: partial files, and checkpoints of finished groups."""
+        """Remove partial files, and checkpoints of finished groups."""
         for folder in (self.directory, self.directory / "runs"):
             remove_partial(folder)
         for group in groups:
@@ -167,7 +163,7 @@ class RunStore:
 
 
 def finite(value: Any) -> Any:
-    """Return JSON content with NaN and Inf replaced by null."""
+    """Copy of JSON content with null for NaN and Inf."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -178,22 +174,17 @@ def finite(value: Any) -> Any:
 
 
 def write_record(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a file as JSON, with its format and a checksum; NaN and Inf become null."""
+    """Write JSON with its format and a checksum; NaN and Inf become null."""
     whole = with_checksum(finite({"format": FORMAT, **content}))
     write_atomic(file, (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode())
 
 
 def read_record(file: Path, remedy: str = "that file to run it again") -> dict[str, Any]:
-    """Return the content of a JSON file, its format and checksum checked.
-
-    Args:
-        file: The file.
-        remedy: What to remove if it is damaged, for the error.
-    """
+    """Read a JSON file and check its format and checksum; `remedy` names what to remove if it is damaged."""
     try:
         content = read_json(file)
     except OSError as error:
-        raise RunStoreError(f"Cannot read {file}: {error.strerror}.") from error
+        raise RunStoreError(f"Cannot read {file}: {error.strerror}. Check its permissions.") from error
     except ValueError as error:
         raise RunStoreError(f"{file} is damaged. Choose another --out, or remove {remedy}.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -204,7 +195,7 @@ def read_record(file: Path, remedy: str = "that file to run it again") -> dict[s
 
 
 def _load(file: Path, model: type[File], remedy: str = "that file to run it again") -> File | None:
-    """Read a result file; None where there is none."""
+    """Read a result file; None if missing."""
     if not file.exists():
         return None
     try:

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from torchace.nn.comparison import NotComparable, NotStackable, StateComparison
+from torchace.nn.comparison import NotComparableError, NotStackableError, StateComparison
 from torchace.nn.stacked_state import recomputed_names
 
-# Each kind of hook, with the attributes that hold its flags by the hook's number, which differs between layers.
+# Kinds of hooks, with the attributes that hold their flags by hook number, which differs between layers.
 HOOKS: dict[str, tuple[str, ...]] = {
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
     **dict.fromkeys(("_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks"), ()),
     **dict.fromkeys(("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"), ()),
 }
-# compared by themselves, or (the last) not copied
+# compared separately, or (the last) not copied
 REGISTERED = ("_parameters", "_buffers", "_modules", "_compiled_call_impl")
 ADVICE = "Use Ensemble(members) for members that differ"
 
@@ -49,7 +49,7 @@ def not_stackable(root: nn.Module, name: str, why: str) -> ValueError:
     where = f"layer {name!r} ({type(layer).__name__})" if name else f"the member ({type(layer).__name__})"
     return ValueError(
         f"Expected members that can be computed at once, but {where} cannot: {why}. "
-        "Use Ensemble(members), which computes them one after another."
+        "Use Ensemble(members), which computes members one after another."
     )
 
 
@@ -102,19 +102,19 @@ def _check_layer(
                         f", or register the numbers that differ as a buffer: register_buffer({attribute!r}, tensor)"
                     )
                 raise _different(f"{attribute!r} of {place} is {ours} in member {k} and {theirs} in member 0. {advice}")
-    except (NotComparable, NotStackable) as error:
+    except (NotComparableError, NotStackableError) as error:
         raise _different(
             f"{attribute!r} of {place} in member {k} holds {error}. Use Ensemble(members), which does not copy members"
         ) from error
 
 
 def _plain_state(layer: nn.Module) -> dict[str, Any]:
-    """Return a layer's attributes without registered ones; hooks in order, without their numbers."""
+    """Return a layer's unregistered attributes; hooks in order, without their numbers."""
     flags = {flag for names in HOOKS.values() for flag in names}
-    left_out = {*REGISTERED, *flags, *recomputed_names(layer)}
+    excluded = {*REGISTERED, *flags, *recomputed_names(layer)}
     if isinstance(layer, nn.RNNBase):
-        left_out |= {"_flat_weights", "_flat_weight_refs"}  # its parameters once more
-    state = {name: value for name, value in vars(layer).items() if name not in left_out}
+        excluded |= {"_flat_weights", "_flat_weight_refs"}  # duplicates of its parameters
+    state = {name: value for name, value in vars(layer).items() if name not in excluded}
     for name, flag_names in HOOKS.items():
         flagged = [vars(layer).get(flag, {}) for flag in flag_names]
         state[name] = [

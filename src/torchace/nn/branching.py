@@ -240,15 +240,15 @@ def _clone(shared: Any) -> Any:
 
 def _tensor_names(model: nn.Module, graph: fx.Graph) -> dict[int, str]:
     """Return the names of a graph's parameters and buffers, by the tensors' ids."""
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
-            found[id(operator.attrgetter(str(node.target))(model))] = str(node.target)
+            names[id(operator.attrgetter(str(node.target))(model))] = str(node.target)
         elif node.op == "call_module":
             layer = model.get_submodule(str(node.target))
             for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
-                found[id(tensor)] = f"{node.target}.{name}"
-    return found
+                names[id(tensor)] = f"{node.target}.{name}"
+    return names
 
 
 def _check_outputs(model: nn.Module, ensemble: Ensemble, inputs: tuple[Any, ...], at: str) -> None:

@@ -116,11 +116,11 @@ def _find_state(content: Any, path: Path, key: str | None) -> State:
         raise ModelFileError(f"{path} holds a {type(content).__name__} and no weights by name. {WEIGHTS_ALONE}.")
     if key is None and _is_state(content):
         return dict(content)
-    found = [name for name, value in content.items() if _is_state(value) and key in (None, name)]
-    if len(found) == 1:
-        return dict(content[found[0]])
-    if found:
-        raise ModelFileError(f"{path} has several state dicts, {_quote(found)}; name one with state_key=....")
+    keys = [name for name, value in content.items() if _is_state(value) and key in (None, name)]
+    if len(keys) == 1:
+        return dict(content[keys[0]])
+    if keys:
+        raise ModelFileError(f"{path} has several state dicts, {_quote(keys)}; name one with state_key=....")
     if key is not None:
         raise ModelFileError(f"{path} has no state dict under {key!r}; it has {_quote(content)}.")
     raise ModelFileError(f"{path} has no state dict; it has {_quote(content)}. {WEIGHTS_ALONE}.")
@@ -152,15 +152,15 @@ def _match_names(state: State, model: nn.Module, path: Path, prefix: str | None)
             raise ModelFileError(f"{path} has nothing under {prefix!r}; it has {_quote(state)}.")
     else:
         candidates = [_strip(state, common) for common in _common_prefixes(state)]
-    found = next((candidate for candidate in candidates if not _mismatch(candidate, own)), None)
-    if found is None:
+    weights = next((candidate for candidate in candidates if not _mismatch(candidate, own)), None)
+    if weights is None:
         closest = max(candidates, key=lambda candidate: len(candidate.keys() & own.keys()))
         prefixes = sorted({name[: -len(key)] for key in own for name in state if name.endswith(f".{key}")})
         part = next((start for start in prefixes if not _mismatch(_strip(state, start), own)), None)
         hint = f"; if the rest may be left out, use prefix={part!r}" if part and prefix is None else ""
         raise ModelFileError(f"{path} does not fit {type(model).__name__}: {_mismatch(closest, own)}{hint}.")
-    by_tensor = {id(own[name]): value for name, value in found.items()}  # a tied weight may be saved under one name
-    return {names[name]: found[name] if name in found else by_tensor[id(value)] for name, value in own.items()}
+    by_tensor = {id(own[name]): value for name, value in weights.items()}  # a tied weight may be saved under one name
+    return {names[name]: weights[name] if name in weights else by_tensor[id(value)] for name, value in own.items()}
 
 
 def _without_compile(name: str) -> str:
@@ -182,12 +182,12 @@ def _common_prefixes(state: State) -> list[str]:
     return prefixes
 
 
-def _mismatch(found: State, own: State) -> str:
+def _mismatch(state: State, own: State) -> str:
     """Return the first mismatch between weights and a model; empty if they match."""
-    tied = {id(own[name]) for name in found.keys() & own.keys()}
+    tied = {id(own[name]) for name in state.keys() & own.keys()}
     for name, value in own.items():
-        given = found.get(name)
-        if name not in found and id(value) not in tied:
+        given = state.get(name)
+        if name not in state and id(value) not in tied:
             return f"it has no {name!r}, which the model has"
         if not isinstance(value, Tensor) or not isinstance(given, Tensor) or is_lazy(value):
             continue
@@ -195,5 +195,5 @@ def _mismatch(found: State, own: State) -> str:
             return f"{name!r} is {tuple(given.shape)} in the file and {tuple(value.shape)} in the model"
         if given.is_floating_point() != value.is_floating_point() or given.is_complex() != value.is_complex():
             return f"{name!r} is {given.dtype} in the file and {value.dtype} in the model"
-    more = next((name for name in found if name not in own), None)
+    more = next((name for name in state if name not in own), None)
     return f"it has {more!r}, which the model does not have" if more else ""

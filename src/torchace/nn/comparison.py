@@ -1,8 +1,4 @@
-"""Comparison of the plain state of two members: what is not a registered layer, parameter or buffer.
-
-A stacked module has one such state for all members, a copy of the first member's. So two states are equal here only
-where a copy of one can replace the other.
-"""
+"""Comparison of two members' unregistered attributes, of which a stacked module has one copy for all members."""
 
 from __future__ import annotations
 
@@ -26,44 +22,35 @@ CODE = (
 CLASS_NAMES = {"__module__", "__dict__", "__weakref__", "__doc__", "__annotations__", "__slotnames__", "_abc_impl"}
 
 
-class NotComparable(Exception):
-    """A value that may or may not be equal in both members; the message describes it."""
+class NotComparableError(Exception):
+    """A value that cannot be compared; the message describes it."""
 
 
-class NotStackable(Exception):
-    """A value that a stacked module would not hold for each member; the message says why."""
+class NotStackableError(Exception):
+    """A value that a stacked module cannot hold for each member; the message gives the reason."""
 
 
 class StateComparison:
-    """Compares values of two members of one architecture.
-
-    A layer, parameter or buffer of the member itself equals that of the same name. Other values are compared by
-    content: containers by their items, functions by their code and what they hold, other objects by the state that
-    `copy` and `pickle` see, or by their own `__eq__`.
-    """
+    """Compare values of two members: registered ones by name, functions by code, others by content or `__eq__`."""
 
     def __init__(self, one: nn.Module, other: nn.Module) -> None:
         self._names = tuple(
             {id(v): n for n, v in [*m.named_modules(), *m.named_parameters(), *m.named_buffers()]} for m in (one, other)
         )
-        # pairs found equal or being compared (a cycle); holds the values, because the id of a freed one is reused
+        # pairs that are equal or being compared (a cycle), with the values, because ids of freed objects are reused
         self._pairs: dict[tuple[int, int, bool], tuple[Any, Any]] = {}
 
     def equal(self, a: Any, b: Any, *, copied: bool = True) -> bool:
-        """Return whether two values are equal.
-
-        Args:
-            a: A value in the first member.
-            b: The value in its place in the second.
-            copied: Whether a deep copy of a member copies this value too; what a function holds is not copied.
-        """
+        """Whether two values are equal; `copied`: whether a deep copy of a member copies them (not in functions)."""
         if type(a) in ATOMS:
             return type(a) is type(b) and bool(a == b or (a != a and b != b))  # NaN equals itself here
         if isinstance(a, (Tensor, nn.Module)) and isinstance(b, (Tensor, nn.Module)):
             name, other_name = self._names[0].get(id(a)), self._names[1].get(id(b))
             if name is not None or other_name is not None:
                 if not copied:
-                    raise NotStackable("a function that holds a layer of the member itself, which a copy would not use")
+                    raise NotStackableError(
+                        "a function that holds a layer of the member itself, which a copy does not replace"
+                    )
                 return name == other_name
         key = (id(a), id(b), copied)
         if key in self._pairs:
@@ -73,13 +60,13 @@ class StateComparison:
         try:
             same = self._equal_values(a, b, copied)
         except RecursionError:
-            raise NotComparable(f"a {type(a).__name__} that is nested too deeply to be compared") from None
-        while not same and len(self._pairs) > count:  # found under the assumption that these are equal
+            raise NotComparableError(f"a {type(a).__name__} that is nested too deeply to be compared") from None
+        while not same and len(self._pairs) > count:  # derived under the assumption of equality
             self._pairs.popitem()
         return same
 
     def same_type(self, a: type, b: type) -> bool:
-        """Return whether two classes do the same: each parametrized or traced module has a class of its own."""
+        """Whether two classes behave the same: each parametrized or traced module has its own class."""
         if a is b:
             return True
         if (a.__module__, a.__qualname__) != (b.__module__, b.__qualname__):
@@ -120,7 +107,7 @@ class StateComparison:
             nodes = [[(node.name, node.op, node.target) for node in graph.nodes] for graph in (a, b)]
             return str(a) == str(b) and self.equal(*nodes)
         if isinstance(a, Iterator):
-            raise NotComparable(f"a {type(a).__name__}, whose position cannot be compared")
+            raise NotComparableError(f"a {type(a).__name__}, whose position cannot be compared")
         return self._equal_objects(a, b, copied)
 
     def _equal_items(self, a: Any, b: Any, copied: bool) -> bool:
@@ -129,11 +116,11 @@ class StateComparison:
     def _equal_or_unknown(self, a: Any, b: Any, copied: bool) -> bool:
         try:
             return self.equal(a, b, copied=copied)
-        except NotComparable:
+        except NotComparableError:
             return False
 
     def _equal_functions(self, a: types.FunctionType, b: types.FunctionType) -> bool:
-        """Compare code, default values, enclosed values and, for functions of two modules, global names."""
+        """Compare code, defaults, enclosed values and, across modules, globals."""
         if not self.equal(a.__code__, b.__code__):
             return False
         names = [] if a.__globals__ is b.__globals__ else _global_names(a.__code__)
@@ -144,17 +131,17 @@ class StateComparison:
         return self.equal(*held, copied=False)
 
     def _equal_objects(self, a: Any, b: Any, copied: bool) -> bool:
-        """Compare the state that `copy` and `pickle` see, or use the type's own `__eq__`."""
+        """Compare the `pickle` state, or use the type's `__eq__`."""
         try:
             if self.equal(_object_state(a), _object_state(b), copied=copied):
                 return True
             comparable = True
-        except NotComparable:
+        except NotComparableError:
             comparable = False
         if (a is b and (comparable or hasattr(a, "__deepcopy__"))) or _equal_by_type(a, b):
             return True
         if not comparable:
-            raise NotComparable(f"a {type(a).__name__}, which cannot be compared")
+            raise NotComparableError(f"a {type(a).__name__}, which cannot be compared")
         return False
 
 
@@ -162,25 +149,29 @@ def _equal_tensors(a: Tensor, b: Tensor) -> bool:
     for tensor in (a, b):
         if tensor.requires_grad:
             if not tensor.is_leaf:
-                raise NotStackable("a tensor with gradients from an earlier forward (set it to None, or detach it)")
-            raise NotStackable("a trained tensor that is no registered parameter (register it)")
+                raise NotStackableError(
+                    "a tensor with gradients from an earlier forward (set it to None, or detach it)"
+                )
+            raise NotStackableError("a trained tensor that is not a registered parameter (register it)")
     if (a.shape, a.dtype, a.device, a.layout) != (b.shape, b.dtype, b.device, b.layout):
         return False
     try:
         return a.is_meta or torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
     except (RuntimeError, NotImplementedError):
-        raise NotComparable(f"a tensor of layout {a.layout} and type {a.dtype}, which cannot be compared") from None
+        raise NotComparableError(
+            f"a tensor of layout {a.layout} and type {a.dtype}, which cannot be compared"
+        ) from None
 
 
 def _enclosed_values(function: types.FunctionType) -> list[Any]:
-    """Return the values of the outer variables that a function uses; None for one without a value yet."""
+    """Return the values of a function's closure; None for unset ones."""
     values = []
     for cell in function.__closure__ or ():
         try:
             values.append(cell.cell_contents)
         except ValueError:
             values.append(None)
-    if function.__module__ == "torch.nn.utils.parametrize":  # holds the layer, but uses its id alone
+    if function.__module__ == "torch.nn.utils.parametrize":  # holds the layer, but uses only its id
         return [value for value in values if not isinstance(value, nn.Module)]
     return values
 
@@ -191,7 +182,7 @@ def _global_names(code: types.CodeType) -> list[str]:
 
 
 def _object_state(value: Any) -> list[Any]:
-    """Return what recreates an object: a function, its arguments, attributes and items."""
+    """Return the parts of `__reduce_ex__`, or the name of a global object."""
     if isinstance(value, types.ModuleType):
         return [value.__name__]
     try:
@@ -201,7 +192,7 @@ def _object_state(value: Any) -> list[Any]:
             return [state]
         return [list(part) if isinstance(part, Iterator) else part for part in state]
     except Exception as error:  # an object may refuse to be copied with any error
-        raise NotComparable(str(error)) from error
+        raise NotComparableError(str(error)) from error
 
 
 def _equal_by_type(a: Any, b: Any) -> bool:

@@ -174,20 +174,20 @@ class StackedClassifiers(EnsembleModule):
             candidates = [self.class_axis % logits.ndim]
         else:
             candidates = [1, last] if logits.ndim > 2 else []
-        found = [axis for axis in candidates if logits.shape[axis] == self.num_members * self.num_classes]
-        if not found:
+        axes = [axis for axis in candidates if logits.shape[axis] == self.num_members * self.num_classes]
+        if not axes:
             raise ValueError(
                 f"Expected the host's logits to have {self._width()} classes on their last axis or on axis 1, but got "
                 f"shape {tuple(logits.shape)}. {self._advice()}"
             )
-        if len(found) == 2:
+        if len(axes) == 2:
             raise ValueError(
                 f"Axis 1 and the last axis of the logits {tuple(logits.shape)} both have {self._width()} elements, and "
                 "either may hold the classes. Set `class_axis` of the ensemble to 1 or -1."
             )
         if logits.ndim > 2 and self.class_axis is None:
-            self.class_axis = -1 if found[0] == last else 1  # an input of another size may fit both
-        return found[0]
+            self.class_axis = -1 if axes[0] == last else 1  # an input of another size may fit both
+        return axes[0]
 
     def _width(self) -> str:
         return f"{self.num_members}·{self.num_classes} = {self.num_members * self.num_classes}"

@@ -52,7 +52,7 @@ class MemberHeads(nn.Module):
         return self(x).movedim(0, -2).flatten(-2)
 
     def extra_repr(self) -> str:
-        """Return the sizes of the layers."""
+        """Return the sizes."""
         names = ("in_features", "out_features", "num_members", *(["rank"] if hasattr(self, "rank") else []))
         return ", ".join(f"{name}={getattr(self, name)}" for name in names) + f", bias={self.bias is not None}"
 

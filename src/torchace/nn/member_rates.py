@@ -25,23 +25,23 @@ def set_member_rates(
     learning_rate: Sequence[float] | None = None,
     weight_decay: Sequence[float] | None = None,
 ) -> None:
-    """Give each member of a stacked ensemble a learning rate and a weight decay of its own.
+    """Set each member's learning rate and weight decay in a stacked ensemble.
 
-    Every member moves as it would alone with its own values. The rates are those at the group's present `lr` (its
-    `initial_lr` where a scheduler has set one) and change with it: a scheduler that halves the group's `lr` halves
-    every member's rate. A rate of 0 freezes a member. Weight decay applies to the groups whose own `weight_decay` is
-    not 0, so that biases stay without it (`StackedEnsemble.parameter_groups`); to all groups where all have 0.
-    Parameters without a member axis, such as a shared trunk, keep the group's own values.
+    Every member trains as it would alone with its values. The rates apply at the group's current `lr` (`initial_lr`
+    with a scheduler) and are scaled with it: a scheduler that halves `lr` halves every rate. A rate of 0 freezes a
+    member. Weight decay applies to groups with a `weight_decay` other than 0, or to all groups where all have 0, so
+    that biases can be excluded (`StackedEnsemble.parameter_groups`). Parameters without a member axis, such as a shared
+    trunk, keep the group's values.
 
-    An optimizer's `state_dict` does not hold the members' values: call this function again after loading it. Each call
-    replaces the values set before; without values it removes them.
+    The values are not part of the optimizer's `state_dict`: call this function again after loading it. Each call
+    replaces earlier values; without values it removes them.
 
     Args:
-        optimizer: `SGD`, `Adam`, `AdamW`, `NAdam`, `RAdam` or `RMSprop` of torch, with any of their options; without
-            a `GradScaler` for its fused form.
+        optimizer: `SGD`, `Adam`, `AdamW`, `NAdam`, `RAdam` or `RMSprop` of torch, with any options; a fused one
+            without `GradScaler`.
         ensemble: A `StackedEnsemble`, or a module with stacked heads (`SMOC`, `stack_classifiers`).
-        learning_rate: K rates; None for the groups' own.
-        weight_decay: K values; None for the groups' own.
+        learning_rate: K rates; None for the groups' `lr`.
+        weight_decay: K values; None for the groups' `weight_decay`.
 
     Example:
         >>> ensemble = StackedEnsemble([nn.Linear(4, 3) for _ in range(3)])
@@ -55,22 +55,22 @@ def set_member_rates(
     """
     if type(optimizer) not in PROPORTIONAL:
         raise TypeError(
-            f"Expected SGD, Adam, AdamW, NAdam, RAdam or RMSprop of torch.optim for rates by member, but got "
-            f"{type(optimizer).__name__}, whose steps are not known to be proportional to the learning rate. "
-            "Use one of these, or Ensemble(members) with one parameter group a member."
+            f"Expected SGD, Adam, AdamW, NAdam, RAdam or RMSprop of torch.optim for rates per member, but got "
+            f"{type(optimizer).__name__}, whose steps may not be proportional to the learning rate. "
+            "Use one of these, or Ensemble(members) with one parameter group per member."
         )
     stacked = {id(p): p.shape[0] for p in stacked_parameters(ensemble)}
     if not any(id(p) in stacked for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             "Expected an optimizer that holds stacked parameters of the ensemble, but this "
-            f"{type(optimizer).__name__} holds none of {type(ensemble).__name__}. For members with parameters of their "
-            "own, give the optimizer one group a member."
+            f"{type(optimizer).__name__} holds none of {type(ensemble).__name__}. For members with separate "
+            "parameters, give the optimizer one group per member."
         )
     before = _set.get(optimizer)
     if before is not None and before.ensemble() not in (None, ensemble):
         raise ValueError(
-            "The optimizer has rates for the members of another ensemble. Use one optimizer an ensemble, or remove "
-            "them first: set_member_rates(optimizer, other_ensemble)."
+            "Expected an optimizer without member rates, but got one with rates for another ensemble. Use one "
+            "optimizer per ensemble, or remove them first: set_member_rates(optimizer, other_ensemble)."
         )
     num_members = max(stacked.values())
     rates = _check_values(learning_rate, "learning_rate", num_members)
@@ -87,12 +87,12 @@ def _check_values(values: Sequence[float] | None, name: str, num_members: int) -
     if values is None:
         return None
     if isinstance(values, (str, dict)) or not hasattr(values, "__iter__"):
-        raise TypeError(f"Expected `{name}` as a list of {num_members} numbers, one a member, but got {values!r}.")
+        raise TypeError(f"Expected `{name}` as a list of {num_members} numbers, one per member, but got {values!r}.")
     numbers = [float(value) for value in values]
     if len(numbers) != num_members:
-        raise ValueError(f"Expected `{name}` with {num_members} values, one a member, but got {len(numbers)}.")
+        raise ValueError(f"Expected `{name}` with {num_members} values, one per member, but got {len(numbers)}.")
     if not all(0 <= value < float("inf") for value in numbers):
-        raise ValueError(f"Expected `{name}` of at least 0 and finite, but got {numbers}.")
+        raise ValueError(f"Expected finite values of at least 0 in `{name}`, but got {numbers}.")
     return numbers
 
 
@@ -105,14 +105,14 @@ class _GroupPlan(NamedTuple):
 
 
 class _MemberRates:
-    """Hooks around an optimizer's step: it steps with the largest rate, then each member's displacement is scaled."""
+    """Hooks around an optimizer's step: step with the largest rate, then scale each member's displacement."""
 
     def __init__(self, optimizer: Optimizer, ensemble: nn.Module, stacked: set[int], rates: Any, decays: Any) -> None:
         self.ensemble = weakref.ref(ensemble)
         self.stacked, self.decays = stacked, decays
         self.plans = _make_plans(optimizer, stacked, rates, decays is not None)
         self.constants: dict[Any, Tensor] = {}
-        # during a step: the groups' options, the gradients without decay, and the parameters before with their shares
+        # during a step: groups' options, gradients without decay, parameters before the step with their shares
         self.options: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.gradients: list[tuple[Tensor, Tensor]] = []
         self.starts: list[tuple[Tensor, Tensor, Tensor | float]] = []
@@ -143,12 +143,12 @@ class _MemberRates:
         """Apply the members' weight decay, and set the groups to the largest rate and no decay."""
         if getattr(optimizer, "found_inf", None) is not None:
             raise ValueError(
-                "Expected a step without GradScaler for rates by member, because a fused optimizer scales gradients "
+                "Expected a step without GradScaler for rates per member, because a fused optimizer scales gradients "
                 "itself. Build the optimizer with fused=False, or train in bfloat16, which needs no scaling."
             )
         self.restore_options()  # after a step that failed
         self.gradients, self.starts = [], []
-        for group, plan in zip(optimizer.param_groups, self.plans, strict=False):  # others were added later
+        for group, plan in zip(optimizer.param_groups, self.plans, strict=False):  # groups added later have no plan
             if plan is None:
                 continue
             rate, decay = group["lr"], group["weight_decay"]
@@ -189,7 +189,7 @@ class _MemberRates:
         self.options = []
 
     def constant(self, values: list[float], p: Tensor) -> Tensor:
-        """Return one number for each member, in the shape that multiplies a parameter; cached."""
+        """Return one number per member, cached, shaped to broadcast against a parameter."""
         key = (tuple(values), p.ndim, p.dtype, p.device)
         if key not in self.constants:
             dtype = torch.promote_types(p.dtype, torch.float32)
@@ -215,7 +215,7 @@ def _make_plans(optimizer: Optimizer, stacked: set[int], rates: Any, with_decay:
             continue
         boost, shares = 1.0, None
         if rates is not None:
-            # the largest rate of the group: scaling a small displacement up would lose digits
+            # the group's largest rate: scaling a small displacement up would lose digits
             largest = max(rates) if all(each) else max(*rates, present[0])
             boost, shares = largest / present[0], [rate / largest for rate in rates]
         plans.append(_GroupPlan(boost, shares, with_decay and (all_zero or bool(group["weight_decay"]))))

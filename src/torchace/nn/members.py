@@ -44,7 +44,7 @@ def average_shared_gradients(values: Any, num_members: int) -> Any:
     if isinstance(values, Tensor):
         return average_gradients(values, num_members) if values.is_floating_point() else values
     if isinstance(values, dict):
-        shared = copy.copy(values)  # keeps subclasses such as transformers' outputs
+        shared = copy.copy(values)  # keep subclasses such as transformers' outputs
         for key, value in values.items():
             shared[key] = average_shared_gradients(value, num_members)
         return shared

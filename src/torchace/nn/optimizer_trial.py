@@ -1,4 +1,4 @@
-"""A trial of an optimizer: stacked toy parameters must move as their members do alone."""
+"""Trial of an optimizer: stacked toy parameters must move as their members do alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 STEPS = 12
 MEMBERS = 3  # number of a toy's members that are trained alone
 MIN_RATE = 1e-3  # a schedule may start at 0, which would move nothing
-# Largest difference from members alone, relative to their displacement. Rounding gives less than 1e-13 (float64) for
-# timm's elementwise optimizers; the one that mixes least on these toys differs by 5e-3.
+# Maximum difference from members alone, relative to their displacement. timm's elementwise optimizers differ by less
+# than 1e-13 in float64, mixing ones by 5e-3 or more.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
@@ -31,14 +31,11 @@ class Toy(NamedTuple):
     scale_free: bool  # whether the loss does not depend on the weights' scale, as before a norm
 
     def member(self, k: int) -> Toy:
+        """Return member `k` alone."""
         return Toy(self.start[k], self.noise[:, k], self.scale_free)
 
     def gradient(self, weights: Tensor, step: int) -> Tensor:
-        """Return noise with a constant direction, scaled by a function of the weights.
-
-        Some optimizers move the weights, compute gradients there and move them back. Others project a step where the
-        gradient is orthogonal to the weights.
-        """
+        """Return noise with a constant direction, scaled by a function of the weights; orthogonal if `scale_free`."""
         gradient = self.noise[step] * (1 + weights.sin() / 2)
         if self.scale_free:
             gradient -= weights * (gradient * weights).sum(-1, keepdim=True) / weights.square().sum(-1, keepdim=True)
@@ -50,14 +47,9 @@ Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]  # an optimizer's group
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # imports the compiler at the first call, not now
 def find_mixing(optimizer: Optimizer, stacked: set[int] | None = None) -> str | None:
-    """Return why an optimizer may not train stacked parameters; None where members move as they do alone.
+    """Describe how an optimizer mixes stacked members; None where toy members move as they do alone.
 
-    A copy of the optimizer, with the options of its own groups, trains toy parameters that have as many axes as the
-    stacked parameters of each group. Further copies train some of the toys' members alone.
-
-    Args:
-        optimizer: The optimizer; neither it nor its parameters are changed.
-        stacked: The `id` of each stacked parameter; all parameters unless given.
+    `stacked`: ids of the stacked parameters, by default all. The optimizer is not changed.
     """
     tried = [
         (group, held)
@@ -75,7 +67,7 @@ def find_mixing(optimizer: Optimizer, stacked: set[int] | None = None) -> str | 
             torch.compiler.set_stance("force_eager"),  # some optimizers compile their step for every shape
         ):
             warnings.simplefilter("ignore")
-            # float32: where the optimizer or the device does not take float64
+            # float32: where the optimizer or device does not support float64
             for dtype, make, with_closure in itertools.product(TOLERANCE, (_copy, _rebuild), (False, True)):
                 try:
                     return _Trial(optimizer, groups, make, with_closure).run(axes, dtype, device)
@@ -93,15 +85,9 @@ class _Trial(NamedTuple):
     with_closure: bool
 
     def run(self, axes: list[set[int]], dtype: torch.dtype, device: torch.device) -> str | None:
-        """Return why the optimizer counts as mixing; None where it does not.
-
-        Args:
-            axes: The numbers of axes of each group's stacked parameters.
-            dtype: The toys' type.
-            device: The toys' device.
-        """
+        """Describe how the optimizer mixes members; `axes`: numbers of axes of each group's stacked parameters."""
         moved = False
-        # small ones with few axes first: an optimizer that mixes may take minutes for others
+        # small toys with few axes first: large ones may take minutes
         for large, ndim in itertools.product((False, True), sorted(set().union(*axes))):
             toys = [make_toys(ndim, large, dtype, device) if ndim in each else [] for each in axes]
             stacked_ends = self.train(toys)
@@ -110,18 +96,18 @@ class _Trial(NamedTuple):
                 try:
                     ends = self.train(members)
                 except Exception as error:
-                    return f"it takes a stacked toy parameter but not a member alone: {_one_line(error)}"
+                    return f"it accepts a stacked toy parameter but not a member alone: {_one_line(error)}"
                 for toy, stacked_end, end in zip(itertools.chain(*members), stacked_ends, ends, strict=True):
                     displacement = (end - toy.start).abs().max().item()
                     difference = (end - stacked_end[k]).abs().max().item()
                     if not difference <= TOLERANCE[dtype] * displacement:  # also where one is not finite
                         share = difference / displacement if displacement else float("inf")
-                        return f"toy members moved otherwise stacked than alone, by {share:.1g} of their displacement"
+                        return f"toy members moved differently when stacked, by {share:.1g} of their displacement"
                     moved |= displacement > 0
         return None if moved else f"it did not move toy parameters in {STEPS} steps"
 
     def train(self, toys: list[list[Toy]]) -> list[Tensor]:
-        """Return toy parameters, given for each group, after all steps of such an optimizer."""
+        """Return the toy parameters of each group after all steps."""
         parameters = [[nn.Parameter(toy.start.clone()) for toy in group] for group in toys]
         optimizer = self.make(self.optimizer, [pair for pair in zip(self.groups, parameters, strict=True) if pair[1]])
         flat = list(itertools.chain(*parameters))
@@ -133,17 +119,13 @@ class _Trial(NamedTuple):
                 return torch.zeros((), device=flat[0].device)
 
             closure()
-            # the class's: schedulers replace an optimizer's own `step` by one that is bound to it
+            # the class's `step`: schedulers bind a replacement to the original optimizer
             type(optimizer).step(optimizer, *([closure] if self.with_closure else []))  # type: ignore[arg-type]
         return [parameter.detach() for parameter in flat]
 
 
 def make_toys(ndim: int, large: bool, dtype: torch.dtype, device: torch.device) -> list[Toy]:
-    """Return stacked parameters with `ndim` axes: members of one number and small ones, or large ones.
-
-    Large ones have sides from which optimizers factorize (128) and more numbers than they quantize in one block. The
-    gradients keep a direction, as in training, and their scale differs between members and between steps.
-    """
+    """Return scalar and small members with `ndim` axes, or large ones, which optimizers factorize or quantize."""
     ones = (1,) * (ndim - 1)
     small = (6, *(8, 12, *(3,) * ndim)[: ndim - 1])
     shapes = [(130 if ndim == 2 else 6, *(130, 150, *ones)[: ndim - 1])] if large else [(6, *ones), small, small]
@@ -156,20 +138,17 @@ def make_toys(ndim: int, large: bool, dtype: torch.dtype, device: torch.device) 
         noise = torch.randn(STEPS, *shape, generator=generator, dtype=torch.float64, device="cpu") + direction
         noise *= 10.0 ** ((members % 3 - 1) + 1.5 * torch.sin(2.0 * steps + members))
         start *= 3.0 ** (members % 3 - 1)
-        scale_free = len(toys) == 2 and ndim > 1  # the second small one; the last axis is a member's own
+        scale_free = len(toys) == 2 and ndim > 1  # the second small toy
         toys.append(Toy(start.to(device, dtype), noise.to(device, dtype), scale_free))
     return toys
 
 
 def _copy(optimizer: Optimizer, groups: Groups) -> Optimizer:
-    """Return a copy with all attributes but the state, on other parameters, without calling a constructor.
-
-    Other references to the parameters and groups, as in a wrapped optimizer, are replaced too.
-    """
-    memo: dict[int, Any] = {}  # deepcopy uses what its memo holds
+    """Copy all attributes but the state, without the constructor; replace all references to parameters and groups."""
+    memo: dict[int, Any] = {}  # deepcopy takes replacements from its memo
     for group in optimizer.param_groups:
         for p in group["params"]:
-            memo[id(p)] = nn.Parameter(torch.zeros((), device=p.device))  # for parameters that are not tried
+            memo[id(p)] = nn.Parameter(torch.zeros((), device=p.device))
     for group, toys in groups:
         memo |= {id(p): toys[i % len(toys)] for i, p in enumerate(group["params"])}
     copied_groups: list[Any] = []
@@ -194,7 +173,7 @@ def _copy_attributes(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 
 
 def _rebuild(optimizer: Optimizer, groups: Groups) -> Optimizer:
-    """Return an optimizer of the same class and options by its constructor, which may make a state that steps need."""
+    """Construct an optimizer of the same class and options; its constructor may set state that steps need."""
     accepted = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in _copy_options(optimizer.defaults, {}).items() if name in accepted}
     return type(optimizer)([{**_copy_options(group, {}), "params": toys} for group, toys in groups], **options)

@@ -1,9 +1,7 @@
-"""Refuses optimizers that would mix the members of a stacked parameter.
+"""Checks of optimizers before their first step on stacked parameters `(K, ...)`.
 
-A stacked parameter `(K, ...)` holds K members. An optimizer that uses a parameter's shape or norm (Muon, Adafactor,
-LAMB, L-BFGS) mixes them, often without any error. So an optimizer is checked before its first step on a stacked
-parameter. Those of torch and timm that are known to be elementwise pass. Any other is tried on stacked toy parameters,
-which must move as their members do alone (`optimizer_trial`).
+An optimizer that uses a parameter's shape or norm (Muon, Adafactor, LAMB, L-BFGS) would mix the members. Known
+elementwise optimizers pass; others are tried on toy parameters (`optimizer_trial`).
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchace.nn.optimizer_trial import find_mixing
 
-# Elementwise with every option but MIXING_OPTIONS. By name: timm need not be installed, and a subclass may override
-# `step`.
+# Elementwise except for MIXING_OPTIONS. By name: timm may be missing, and a subclass may override `step`.
 ELEMENTWISE = {
     *("torch.optim.adadelta.Adadelta", "torch.optim.adagrad.Adagrad", "torch.optim.adam.Adam"),
     *("torch.optim.adamax.Adamax", "torch.optim.adamw.AdamW", "torch.optim.asgd.ASGD", "torch.optim.nadam.NAdam"),
@@ -29,9 +26,9 @@ ELEMENTWISE = {
     *("timm.optim.nadam.NAdamLegacy", "timm.optim.nadamw.NAdamW", "timm.optim.radam.RAdamLegacy"),
     *("timm.optim.rmsprop_tf.RMSpropTF", "timm.optim.sgdw.SGDW"),
 }
-MIXING_OPTIONS = ("caution",)  # timm's: divides a step by the share of a parameter's numbers that moves
+MIXING_OPTIONS = ("caution",)  # of timm: divides a step by the share of a parameter's elements that move
 
-# Elementwise wrappers, and the attribute that holds the wrapped optimizer.
+# Elementwise wrappers, with the attribute of the wrapped optimizer.
 WRAPPERS = {
     "timm.optim.lookahead.Lookahead": "_base_optimizer",
     "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer": "optim",
@@ -46,12 +43,7 @@ _trying = False
 
 
 def watch_optimizers(module: nn.Module, names: tuple[str, ...] | None = None) -> None:
-    """Check optimizers before their first step on stacked parameters of this module.
-
-    Args:
-        module: The module.
-        names: The names of its stacked parameters; all unless given.
-    """
+    """Check optimizers before their first step on this module's stacked parameters, by default all."""
     global _hooked
     _watched[module] = names
     if not _hooked:
@@ -60,7 +52,7 @@ def watch_optimizers(module: nn.Module, names: tuple[str, ...] | None = None) ->
 
 
 def stacked_parameters(root: nn.Module | None = None) -> Iterator[nn.Parameter]:
-    """Iterate over the parameters with a member axis, of a module and its submodules or of all modules."""
+    """Iterate over the stacked parameters of a module and its submodules, or of all modules."""
     for module, names in list(_watched.items()) if root is None else [(m, _watched.get(m, ())) for m in root.modules()]:
         for name, parameter in module.named_parameters():
             if names is None or name in names:
@@ -68,13 +60,13 @@ def stacked_parameters(root: nn.Module | None = None) -> Iterator[nn.Parameter]:
 
 
 def allow_optimizer(kind: type[Optimizer]) -> None:
-    """Let optimizers of this class train stacked parameters without a check.
+    """Allow optimizers of this class on stacked parameters without a check.
 
-    For optimizers that treat every number of a parameter alike but cannot be tried, or that draw random numbers. An
-    optimizer that uses a parameter's norm or shape mixes the members.
+    For elementwise optimizers that fail the check, for example because they draw random numbers. An optimizer that uses
+    a parameter's norm or shape mixes the members.
 
     Args:
-        kind: The class; its subclasses are not allowed with it.
+        kind: The class; subclasses are not included.
 
     Example:
         >>> class Noisy(torch.optim.SGD):
@@ -84,7 +76,7 @@ def allow_optimizer(kind: type[Optimizer]) -> None:
     given: Any = kind
     if not (isinstance(given, type) and issubclass(given, Optimizer)):
         got = f"an object of class {type(given).__name__}" if isinstance(given, Optimizer) else repr(given)
-        raise TypeError(f"Expected a class of optimizers, but got {got}. Write allow_optimizer(type(optimizer)).")
+        raise TypeError(f"Expected an optimizer class, but got {got}. Use allow_optimizer(type(optimizer)).")
     _allowed.add(kind)
 
 
@@ -98,21 +90,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def check_elementwise(optimizer: Optimizer, stacked: set[int] | None = None) -> None:
-    """Refuse an optimizer that does not treat every number of a parameter alike.
-
-    Args:
-        optimizer: The optimizer to check.
-        stacked: The `id` of each stacked parameter; all parameters of the optimizer unless given.
-
-    Example:
-        >>> check_elementwise(torch.optim.Adam([torch.zeros(1, requires_grad=True)]))
-    """
+    """Refuse an optimizer that is not elementwise; `stacked`: ids of the stacked parameters, by default all."""
     global _trying
     while _full_name(optimizer) in WRAPPERS:
         optimizer = getattr(optimizer, WRAPPERS[_full_name(optimizer)])
     if type(optimizer) in _allowed or is_known(optimizer):
         return
-    _trying = True  # the copy of an optimizer that holds its network is not checked in turn
+    _trying = True  # copies of the optimizer are not checked
     try:
         why = find_mixing(optimizer, stacked)
     finally:
@@ -120,14 +104,14 @@ def check_elementwise(optimizer: Optimizer, stacked: set[int] | None = None) -> 
     if why is not None:
         kind = type(optimizer).__name__
         raise ValueError(
-            f"Expected an optimizer that treats every number alike for stacked members, but got {kind} ({why}), which "
-            "may mix the members. Use SGD, Adam or AdamW, or Ensemble(members) with this optimizer. If it does treat "
-            f"every number alike: torchace.allow_optimizer({kind})."
+            f"Expected an elementwise optimizer for stacked members, but got {kind} ({why}), which may mix the members."
+            " Use SGD, Adam or AdamW, or Ensemble(members) with this optimizer. If it is elementwise: "
+            f"torchace.allow_optimizer({kind})."
         )
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is on the list of elementwise ones, with options under which it is elementwise."""
+    """Whether an optimizer is in `ELEMENTWISE` and has no mixing options."""
     mixing = any(group.get(option) for group in optimizer.param_groups for option in MIXING_OPTIONS)
     return _full_name(optimizer) in ELEMENTWISE and not mixing
 

@@ -28,20 +28,20 @@ from torchace.nn.stacking import (
     run_under_vmap,
 )
 
-CACHED = 1 << 21  # elements of the largest images that are computed together on a CPU
+CACHED = 1 << 21  # elements of the largest feature maps that are computed together on a CPU
 
 
 class StackedEnsemble(EnsembleModule):
     """Members of one architecture, computed at once instead of one after another.
 
-    Every parameter and buffer becomes one tensor with the member axis first, `(K, ...)`, held in `stacked` under the
-    names it has in a member: any optimizer that treats every number alike trains it as it would train the members.
-    BatchNorm statistics and dropout masks are each member's own.
+    Every parameter and buffer is one tensor with the member axis first, `(K, ...)`, in `stacked` under its name in a
+    member. Elementwise optimizers train it as they would train the members. BatchNorm statistics and dropout masks are
+    separate for each member.
 
-    A member's `forward` runs once for all members: every call of PyTorch in it is computed with a member axis, linear
-    layers as batched products, convolutions as grouped ones, and so on. A function without such a form runs under
-    `torch.func.vmap`, or member by member; see `explain`. The first call in each mode compares two members with the
-    same members alone; where they differ, the whole network runs under `torch.func.vmap`.
+    A member's `forward` runs once for all members: linear layers as batched products, convolutions as grouped ones, and
+    so on. A function without such a form runs under `torch.func.vmap`, or member by member; see `explain`. The first
+    call in each mode compares two members with the same members alone; where they differ, the whole network runs under
+    `torch.func.vmap`.
 
     Args:
         members: Modules of one architecture, in one mode (training or evaluation). They are copied.
@@ -67,7 +67,7 @@ class StackedEnsemble(EnsembleModule):
 
     @classmethod
     def trusted(cls, members: Iterable[nn.Module], link: str = "softmax") -> StackedEnsemble:
-        """Return an ensemble of members that one function made, without checking that they have one architecture."""
+        """Return an ensemble without checking that the members have one architecture."""
         members = list(members)
         ensemble = cls.__new__(cls)
         EnsembleModule.__init__(ensemble, len(members), link)
@@ -84,14 +84,14 @@ class StackedEnsemble(EnsembleModule):
         self._register()
 
     def _register(self) -> None:
-        """Set what a copy does not share."""
+        """Set the attributes that a copy does not share."""
         self._token = register_ensemble(self)
         self._decisions: dict[Any, Decision] = {}
         self._followed = True
         watch_optimizers(self)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move or cast as `nn.Module.to`; a memory format is that of a member's weights."""
+        """Move or cast as `nn.Module.to`; a memory format applies to a member's weights."""
         parsed: tuple[Any, Any, bool, Any] = torch._C._nn._parse_to(*args, **kwargs)
         device, dtype, non_blocking, memory_format = parsed
         if device is not None or dtype is not None:
@@ -109,8 +109,8 @@ class StackedEnsemble(EnsembleModule):
 
         Args:
             *args: Inputs of a member.
-            batches: `"shared"`: all members see one input. `"separate"`: one batch a member, `(K, N, ...)`.
-                `"grouped"`: `(G, N, ...)` where G divides K; the first K/G members see the first batch, and so on.
+            batches: `"shared"`: one input for all members. `"separate"`: one batch per member, `(K, N, ...)`.
+                `"grouped"`: `(G, N, ...)` where G divides K; the first K/G members share the first batch, and so on.
             **kwargs: Inputs of a member by name; shared by all members.
         """
         _checks.check_choice(batches, "batches", (*BATCHES, "grouped"))
@@ -137,11 +137,8 @@ class StackedEnsemble(EnsembleModule):
     ) -> Any:
         """Return the members' outputs, every tensor in them `(K, ...)`.
 
-        Args:
-            args: Inputs of a member, tensors and containers of tensors.
-            kwargs: Inputs of a member by name; shared by all members.
-            own: Whether `args` are `(G, N, ...)` where G divides K, one batch for each member or group of members.
-            draws: Source of random numbers; PyTorch's generator unless given.
+        With `own`, `args` are `(G, N, ...)` where G divides K, one batch per member or group of members; `kwargs` are
+        shared. `draws` replaces PyTorch's generator.
         """
         layers = _all_modules(self.stacked)
         modes = self._modes(layers)
@@ -163,8 +160,8 @@ class StackedEnsemble(EnsembleModule):
                 output = run_under_vmap(self.stacked, self.num_members, args, kwargs, own=own)
         if tensor_versions(shared) != before:
             raise ValueError(
-                "The members changed their input in place, which all of them share. Use layers that do not "
-                "(inplace=False), or give them a copy."
+                "Expected members that leave their shared input unchanged, but they changed their input in place. Use "
+                "layers with inplace=False, or pass a copy."
             )
         return output
 
@@ -189,7 +186,7 @@ class StackedEnsemble(EnsembleModule):
         return tree_map(lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *outputs)
 
     def _members_at_once(self, decision: Decision | None, args: Sequence[Any], *, own: bool) -> int:
-        """Return how many members to compute together: on a CPU, no more images than stay in its cache."""
+        """Return the number of members to compute together: on a CPU, as many as fit in its cache."""
         if decision is None or not decision.largest:
             return self.num_members
         tensors = [x for x in tree_leaves(list(args)) if isinstance(x, Tensor)]
@@ -209,7 +206,7 @@ class StackedEnsemble(EnsembleModule):
     def _decision(
         self, modes: tuple[bool, ...], args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
     ) -> Decision | None:
-        """Return how members are computed in these modes, tried at the first call; None where it cannot be tried."""
+        """Return the decision for these modes, made at the first call; None where it cannot be made."""
         key = (own, torch.is_grad_enabled(), modes)
         if key not in self._decisions:
             if _is_traced(args):
@@ -240,17 +237,17 @@ class StackedEnsemble(EnsembleModule):
         else:
             decision = next(reversed(self._decisions.values()), None)
         if decision is None:
-            raise ValueError("Expected an ensemble that was called before, but this one was not. Use explain(x).")
+            raise ValueError("Expected a call of the ensemble before explain(), but got none. Use explain(x).")
         return decision
 
     def unstack(self) -> list[nn.Module]:
-        """Return the members as plain modules, copies with parameters of their own."""
+        """Return copies of the members as plain modules."""
         return [self[k] for k in range(self.num_members)]
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Return groups for an optimizer: weight decay for matrices and kernels, none for biases and normalisation.
+        """Return parameter groups: weight decay for matrices and kernels, none for biases and normalization.
 
-        A stacked bias is a matrix `(K, C)` to a rule that counts axes; this one counts the axes a member has.
+        The number of axes is a member's: a stacked bias `(K, C)` counts as a vector.
 
         Example:
             >>> ensemble = StackedEnsemble([nn.Linear(4, 3), nn.Linear(4, 3)])
@@ -267,11 +264,7 @@ class StackedEnsemble(EnsembleModule):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale each member's gradient to a norm of at most `max_norm`, as `clip_grad_norm_` would that member alone.
-
-        Returns:
-            The members' norms before, `(K,)`.
-        """
+        """Clip each member's gradient to a norm of at most `max_norm`; return the norms before, `(K,)`."""
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         if not gradients:
             return torch.zeros(self.num_members)
@@ -284,7 +277,7 @@ class StackedEnsemble(EnsembleModule):
         return total
 
     def take(self, members: slice) -> StackedEnsemble:
-        """Return an ensemble of some of the members, a copy."""
+        """Return a copy with some of the members."""
         taken = StackedEnsemble.trusted([nn.Identity()], self.link)
         taken.num_members = len(range(self.num_members)[members])
         taken.stacked = take_members(self.stacked, members)
@@ -298,24 +291,24 @@ class StackedEnsemble(EnsembleModule):
         return iter(self.unstack())
 
     def __getitem__(self, index: int) -> nn.Module:
-        """Return member `index` as a plain module, a copy."""
+        """Return a copy of member `index` as a plain module."""
         return take_members(self.stacked, range(self.num_members)[operator.index(index)])
 
 
 def _all_modules(root: nn.Module) -> list[nn.Module]:
     """Return `list(root.modules())`, faster and in another order."""
-    found = {root: None}
+    seen = {root}
     pending = [root]
     for module in pending:
         for child in module._modules.values():
-            if child is not None and child not in found:
-                found[child] = None
+            if child is not None and child not in seen:
+                seen.add(child)
                 pending.append(child)
     return pending
 
 
 def _is_traced(args: Sequence[Any]) -> bool:
-    """Whether values cannot be looked at: in a transform of `torch.func`, an export or a CUDA graph."""
+    """Whether values cannot be read: in a transform of `torch.func`, an export or a CUDA graph."""
     return (
         torch.compiler.is_compiling()
         or torch._C._functorch.maybe_current_level() is not None

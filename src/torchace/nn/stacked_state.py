@@ -1,4 +1,4 @@
-"""Tensors of a stacked module: building it from members, taking members out, and replacing its tensors."""
+"""Stacking of members into one module, extraction of members, and replacement of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 
 def stack_members(members: list[nn.Module]) -> nn.Module:
-    """Return a copy of the first member that holds the parameters and buffers of all members, `(K, ...)`."""
+    """Return a copy of the first member with the parameters and buffers of all members, `(K, ...)`."""
     parts: dict[int, Any] = {}
     for first, *others in zip(*(member.parameters() for member in members), strict=True):
         stacked = torch.stack([first.detach(), *(other.detach() for other in others)])
@@ -23,17 +23,17 @@ def stack_members(members: list[nn.Module]) -> nn.Module:
         parts[id(first)] = torch.stack([first, *others])
     stacked_module = copy_module(members[0], parts)
     for layer in stacked_module.modules():
-        if isinstance(layer, nn.RNNBase):  # it would move its weights to one block of memory, as one member's
+        if isinstance(layer, nn.RNNBase):  # its own would flatten the weights as one member's
             vars(layer)["flatten_parameters"] = _do_nothing
     return stacked_module
 
 
 def _do_nothing() -> None:
-    """Replace `flatten_parameters`; a function of this module, so that it can be pickled."""
+    """Replace `flatten_parameters`; a module-level function, so that it can be pickled."""
 
 
 def take_members(stacked: nn.Module, index: int | slice | Sequence[int]) -> nn.Module:
-    """Return a copy of a stacked module with some of its members; for a number, that member as a plain module."""
+    """Return a copy of a stacked module with some of its members; for an integer, a plain module."""
     parts: dict[int, Any] = {}
     for parameter in stacked.parameters():
         parts[id(parameter)] = nn.Parameter(parameter.detach()[index].clone(), requires_grad=parameter.requires_grad)
@@ -48,10 +48,8 @@ def take_members(stacked: nn.Module, index: int | slice | Sequence[int]) -> nn.M
 
 
 def named_tensors(module: nn.Module, kind: str) -> dict[str, Tensor]:
-    """Return parameters or buffers by name: tied ones under each of their names, those of a shared layer once.
-
-    `functional_call` with all names of a shared layer would leave its own tensors in the module (torch 2.13).
-    """
+    """Return parameters or buffers by name: tied ones under each name, those of a shared layer once."""
+    # with all names of a shared layer, `functional_call` would leave its tensors in the module (torch 2.13)
     return {
         f"{prefix}.{name}".lstrip("."): tensor
         for prefix, layer in module.named_modules()
@@ -61,7 +59,7 @@ def named_tensors(module: nn.Module, kind: str) -> dict[str, Tensor]:
 
 @contextmanager
 def replace_tensors(stacked: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace a module's parameters and buffers by name for the duration of the context."""
+    """Temporarily replace a module's parameters and buffers by name."""
     replaced = []
     for prefix, module in stacked.named_modules():
         for held in (module._parameters, module._buffers):
@@ -76,12 +74,12 @@ def replace_tensors(stacked: nn.Module, tensors: Mapping[str, Tensor]) -> Iterat
             held[name] = tensor
 
 
-# Weights that a hook computes from parameters and buffers before every forward (old-style weight norm, pruning) are
-# plain attributes. They cannot be copied, because autograd made them; a copy computes its own.
+# Weights that a hook recomputes before every forward (old-style weight norm, pruning) are results of autograd and
+# cannot be copied; a copy recomputes them.
 
 
 def recomputed_names(layer: nn.Module, hooks: Iterable[Any] | None = None) -> list[str]:
-    """Return the attributes of a layer that its hooks, or some of them, compute before every forward."""
+    """Return the attributes of a layer that its hooks, or the given ones, compute before every forward."""
     names = []
     for hook in layer._forward_pre_hooks.values() if hooks is None else hooks:
         if isinstance(hook, WeightNorm):
@@ -92,15 +90,15 @@ def recomputed_names(layer: nn.Module, hooks: Iterable[Any] | None = None) -> li
 
 
 def copy_module(module: nn.Module, parts: dict[int, Any]) -> nn.Module:
-    """Return a deep copy with other objects in place of those with these ids, and None for recomputed weights."""
+    """Return a deep copy with objects replaced by id, and None for recomputed weights."""
     for layer in module.modules():
         for name in recomputed_names(layer):
             parts[id(vars(layer).get(name))] = None
-    return copy.deepcopy(module, parts)  # deepcopy uses what its memo holds
+    return copy.deepcopy(module, parts)  # deepcopy takes replacements from its memo
 
 
 def recompute_weights(module: nn.Module) -> nn.Module:
-    """Compute the recomputed weights of a module from its present tensors and return it."""
+    """Run the hooks that recompute weights and return the module."""
     for layer in module.modules():
         for hook in layer._forward_pre_hooks.values():
             if recomputed_names(layer, [hook]):

@@ -143,7 +143,7 @@ def load_model(path: str | os.PathLike[str]) -> EnsembleModule:
 
 
 def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> Json:
-    """Load the weights of a model directory into a module of any architecture.
+    """Load the weights of a model directory into a module of any architecture, and return the manifest.
 
     Names, shapes and types must match the module's; for an ensemble, K and the link too. An ensemble also receives the
     saved `member_weights`.
@@ -151,9 +151,6 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> Json:
     Args:
         module: Module that receives the weights; it keeps its device and mode.
         path: The directory.
-
-    Returns:
-        The manifest.
 
     Raises:
         ModelFileError: The model is damaged or does not match the module, which is unchanged.

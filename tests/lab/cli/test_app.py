@@ -113,10 +113,10 @@ def test_more_seeds_go_on_where_the_last_command_ended(invoke: Invoke, small: Pa
     assert invoke("run", small, "--out", "out").code == 0
     outcome = invoke("run", small, "--out", "out", "--seeds", 3)
     assert outcome.out.splitlines()[:2] == [
-        "4 of 6 runs are finished already.",
+        "4 of 6 runs are already finished.",
         "main λ=0, 0.5, seed 2: 6 of 6 runs are finished.",
     ]
-    assert invoke("run", small, "--out", "out", "--seeds", 3).out.startswith("6 of 6 runs are finished already.")
+    assert invoke("run", small, "--out", "out", "--seeds", 3).out.startswith("6 of 6 runs are already finished.")
 
 
 @pytest.mark.usefixtures("no_report")
@@ -145,7 +145,7 @@ def test_a_terminal_sees_how_far_it_is() -> None:
         progress.bars.refresh()
         progress.on_group_end(job, 3)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
-    assert "1 of 3 runs are finished already." in shown
+    assert "1 of 3 runs are already finished." in shown
     assert re.search(r"runs +[━╺╸]+ 1/3", shown)
     assert re.search(r"main λ=0, 0.5, seed 0 [━╺╸]+ +5/12 cross entropy 2.0000", shown)
     assert "3 of 3 runs are finished." not in shown  # that is for files
@@ -186,8 +186,8 @@ def test_interrupted_while_the_report_is_drawn(
     outcome = invoke("run", small, "--out", "my runs")
     assert outcome.code == 3
     assert outcome.err == (
-        "Interrupted while the report was drawn. All results are in my runs; "
-        "draw the report with: torchace report 'my runs'\n"
+        "Interrupted while writing the report. All results are in my runs. "
+        "Write the report with: torchace report 'my runs'\n"
     )
     assert len(list(Path("my runs/runs").glob("*.json"))) == 4
     assert invoke("report", "my runs").code == 3
@@ -347,32 +347,32 @@ SETTINGS = {
     "sweep.diversities=[]": "expected sweep.diversities to be a list with at least one value, but got []",
     "sweep.diversities=[0, 0.5, 0]": "sweep.diversities: expected every value once, but got 0 twice",
     "sweep.diversities=[0.0, -0.0]": "sweep.diversities: expected every value once",
-    "arms=[{name='a'}, {name='a'}]": "expected every arm to have a name of its own, but got 'a' twice",
+    "arms=[{name='a'}, {name='a'}]": "expected distinct names of arms, but got 'a' twice",
     "arms=[{name='a', diversities=[0, 0]}]": "arms.0.diversities: expected every value once",
     # words that are none
     "data.name=mnits": "expected data.name to be 'digits', 'mnist', 'fashion_mnist' or 'cifar10', but got 'mnits'",
     "model.kind=Smoc": "expected model.kind to be 'separate', 'smoc' or 'branch', but got 'Smoc'",
-    "name='My run'": "expected name to be small letters, digits and underscores, but got 'My run'",
+    "name='My run'": "expected name to be lowercase letters, digits and underscores, but got 'My run'",
     f"name='{'a' * 41}'": "expected name to be at most 40 characters",
-    "arms=[{name='../x'}]": "expected arms.0.name to be small letters, digits and underscores",
+    "arms=[{name='../x'}]": "expected arms.0.name to be lowercase letters, digits and underscores",
     # what does not go together
-    "train={epochs=1, steps=1}": "train: give `epochs` or `steps`, not both",
-    "train={batch_size=50}": "give `epochs` or `steps` under [train]",
+    "train={epochs=1, steps=1}": "train: expected `epochs` or `steps`, but got both",
+    "train={batch_size=50}": "expected `epochs` or `steps` under [train]",
     "train.batches=separate": "λ > 0 needs members that see each other's predictions",
     "arms=[{name='a', train={batches='separate'}}]": "arms.0: λ > 0 needs members",
     "train.schedule=step": "train: schedule = 'step' needs `milestones`",
-    "train.milestones=[5]": "train: `milestones` are for schedule = 'step'",
-    "train={steps=9, schedule='step', milestones=[5, 3]}": "train: `milestones` must rise, but got [5, 3]",
+    "train.milestones=[5]": "train: `milestones` need schedule = 'step'",
+    "train={steps=9, schedule='step', milestones=[5, 3]}": "train: expected ascending `milestones`, but got [5, 3]",
     "train.warmup_learning_rate=0.1": "train: `warmup_learning_rate` needs `warmup_steps`",
     "train.nesterov=true": "train: nesterov = true needs optimizer = 'sgd'",
     "train={steps=9, optimizer='sgd', momentum=0, nesterov=true}": "a momentum above 0",
-    "train={steps=9, batches='exchanged', detach_others=false}": "train: with batches = 'exchanged'",
-    "model={network='resnet', depth=21}": "model: a CIFAR ResNet's depth is 6n + 2 (20, 32, 44, 56, 110), but got 21",
+    "train={steps=9, batches='exchanged', detach_others=false}": "train: batches = 'exchanged' needs",
+    "model={network='resnet', depth=21}": "model: expected a ResNet depth of 6n + 2 (20, 32, 44, 56, 110), but got 21",
     "model={network='resnet', dropout=0.1}": "model: a CIFAR ResNet has no dropout",
     "model={kind='branch'}": "model: a branched MLP needs `at`",
     "model={kind='branch', at='linear9'}": "'linear9'",
-    "model={kind='branch', at='fc', head_scale=0.5}": "model: `head_scale` is for kind",
-    "model={rank=2}": "model: `rank` is for kind = 'smoc', but got kind = 'separate'",
+    "model={kind='branch', at='fc', head_scale=0.5}": "model: `head_scale` needs kind",
+    "model={rank=2}": "model: `rank` needs kind = 'smoc', but got kind = 'separate'",
     "model={kind='smoc', rank=11}": "rank",
     # what is no setting
     "": "Expected --set section.key=value, but got ''",
@@ -399,8 +399,8 @@ FILES: dict[str, tuple[bytes, str]] = {
     "binary": (bytes(range(256)), "it is not UTF-8 text"),
     "UTF-16": ("[train]\nepochs = 1".encode("utf-16"), "it is not UTF-8 text"),
     "zeros": (b"\0" * 100, "is not valid TOML"),
-    "empty": (b"", "give `epochs` or `steps` under [train]"),
-    "comment": (b"# nothing yet", "give `epochs` or `steps` under [train]"),
+    "empty": (b"", "expected `epochs` or `steps` under [train]"),
+    "comment": (b"# nothing yet", "expected `epochs` or `steps` under [train]"),
     "deep": (b"a = " + b"[" * 100_000, "is not valid TOML"),
     "long number": (b"a = " + b"1" * 5000, "is not valid TOML"),
     "markup": (b"[train]\nepochs = '[bold]x[/bold]'", "but got '[bold]x[/bold]'"),
@@ -481,7 +481,7 @@ def test_not_enough_memory_is_one_sentence(invoke: Invoke, small: Path, monkeypa
     monkeypatch.setattr("torchace.lab.sweeps.executor.fit", fit)
     outcome = invoke("run", small, "--out", "out")
     assert (outcome.code, outcome.err.count("\n")) == (1, 1)
-    assert "Not enough memory. What was saved is kept" in outcome.err
+    assert "Not enough memory. Finished work is saved" in outcome.err
 
 
 def test_a_bug_is_a_traceback(invoke: Invoke, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,7 +519,7 @@ def test_a_result_that_was_changed_is_one_sentence(invoke: Invoke, small: Path) 
     assert "main-l0.5-s1.json was changed after it was written" in outcome.err
     outcome = invoke("report", "a")
     assert outcome.err.splitlines() == [
-        "Left out: runs/main-l0.5-s1.json was changed after it was written: its SHA-256 differs."
+        "Skipped: runs/main-l0.5-s1.json was changed after it was written: its SHA-256 differs."
     ]
     file.unlink()  # as it says
     outcome = invoke("run", small, "--out", "a")
@@ -546,7 +546,7 @@ def test_no_resume_refuses_a_directory_with_runs(invoke: Invoke, small: Path) ->
     assert invoke("run", small, "--out", "out", "--no-resume").code == 0
     outcome = invoke("run", small, "--out", "out", "--no-resume")
     assert outcome.code == 1
-    assert outcome.err == ("Error: out holds runs already. Leave out --no-resume to resume, or choose another --out.\n")
+    assert outcome.err == ("Error: out already holds runs. Remove --no-resume to resume, or choose another --out.\n")
 
 
 @pytest.mark.usefixtures("no_report")
@@ -554,7 +554,7 @@ def test_a_directory_in_use_is_refused(invoke: Invoke, small: Path) -> None:
     with RunStore(Path("out")).locked():
         outcome = invoke("run", small, "--out", "out")
     assert outcome.code == 1
-    assert outcome.err == (f"Error: Process {os.getpid()} is at work in out. Wait for it, or choose another --out.\n")
+    assert outcome.err == (f"Error: Process {os.getpid()} is using out. Wait for it, or choose another --out.\n")
     assert [path.name for path in Path("out").iterdir()] == ["lock"]
 
 
@@ -566,7 +566,7 @@ def test_what_is_no_sweeps_is_not_written_over(invoke: Invoke, small: Path, name
     outcome = invoke("run", small, "--out", "mine")
     first = name.split("/")[0]
     assert (outcome.code, outcome.out) == (1, "")
-    assert outcome.err == f"Error: mine holds something else already ('{first}'). Choose another --out.\n"
+    assert outcome.err == f"Error: mine already holds other files ('{first}'). Choose another --out.\n"
     assert [path.name for path in Path("mine").iterdir()] == [first]
     assert file.read_text() == "my thesis"
 
@@ -621,7 +621,7 @@ def test_a_full_disk_is_one_sentence(invoke: Invoke, small: Path, monkeypatch: p
     assert outcome.code == 1
     assert outcome.err.count("\n") == 1
     assert outcome.err.startswith("Error: Cannot use b/checkpoints/main-0/")
-    assert "No space left on device. What was saved is kept; make room and repeat the command." in outcome.err
+    assert "No space left on device. Finished work is saved. Free some space and repeat the command." in outcome.err
     assert invoke(*command_line).code == 0
     ours, theirs = stored_files(Path("a")), stored_files(Path("b"))
     ours["experiment.json"]["config"]["checkpoint"] = theirs["experiment.json"]["config"]["checkpoint"]
@@ -640,7 +640,7 @@ def test_a_limit_on_files_in_another_process(small: Path) -> None:
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert err.count("\n") == 1
-    assert "File too large. What was saved is kept; make room and repeat the command." in err
+    assert "File too large. Finished work is saved. Free some space and repeat the command." in err
     assert not list(Path("out").rglob("*.partial"))
 
 

@@ -44,7 +44,7 @@ def test_a_terminal_sees_the_training() -> None:
         assert "training score" not in seen(screen)
         progress.on_step(Progress(6, 12, [0.25]))
         progress.bars.refresh()
-    assert re.search(r"the model [━╺╸]+ training score 0\.2500", seen(screen))
+    assert re.search(r"training [━╺╸]+ training score 0\.2500", seen(screen))
     assert progress.bars.tasks[0].percentage == 50
 
 

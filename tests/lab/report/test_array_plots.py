@@ -46,7 +46,7 @@ def test_pairs_of_members_at_two_lambda(sweep: Results) -> None:
         assert (axes.images[0].norm.vmin, axes.images[0].norm.vmax) == (0, 1)
         upper = matrix[np.triu_indices(5, 1)]
         assert f"λ={diversity:g}: from {upper.min():.2f} to {upper.max():.2f}" in spec.alt
-    assert spec.title == "Who errs with whom"
+    assert spec.title == "Correlation of errors between members"
 
 
 def test_a_correlation_may_be_undefined_or_negative(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_predictions_beside_the_truth(regression_fit: Path, regression_results: 
     assert holds(figure, [low, high], [low, high])  # the line of right predictions
     median = np.median(np.abs(arrays["predicted"] - arrays["observed"]))
     assert f"off by less than {median:.2f}" in spec.alt
-    assert spec.caption == "A dot is a test row; on the line, the prediction is right. λ=0.3, seed 7."
+    assert spec.caption == "A dot is a test row; on the line, the prediction is exact. λ=0.3, seed 7."
     rows = {key: np.linspace(1, 2, 100) for key in ("predicted", "observed", "spread")}
     some = _by_name(_changed(tmp_path, lambda arrays: {**arrays, **rows}))["predicted_0"]
     assert some.caption.endswith("100 of 240 test rows are drawn.")

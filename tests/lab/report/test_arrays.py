@@ -35,7 +35,7 @@ from torchace.lab.report.arrays import (
 )
 def test_inconsistent_arrays_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
     save_file(arrays, tmp_path / "run.safetensors")
-    with pytest.raises(ResultFileError, match=r"runs/run\.safetensors do not fit"):
+    with pytest.raises(ResultFileError, match=r"runs/run\.safetensors have inconsistent"):
         read_arrays(tmp_path / "run.safetensors")
 
 

@@ -98,8 +98,8 @@ def test_a_model_no_better_than_the_mean(tmp_path: Path) -> None:
     ("slope", "scale", "text"),
     [
         (1.0, 1.0, "The spread is about as large as the error (1 times the error)."),
-        (1.0, 4.0, "As an error bar the spread is too short (0.25 times the error)"),
-        (1.0, 0.5, "As an error bar the spread is too long (2 times the error)."),
+        (1.0, 4.0, "The spread underestimates the error (0.25 times the error)"),
+        (1.0, 0.5, "The spread overestimates the error (2 times the error)."),
         (0.0, 1.0, "The members' spread does not predict where errors are large."),
     ],
 )

@@ -58,7 +58,7 @@ def test_a_fit_has_one_arm_its_model(regression_results: Results) -> None:
 
 
 def test_a_damaged_experiment_is_one_sentence(directory: Path, tmp_path: Path) -> None:
-    with pytest.raises(ResultFileError, match=r"^Found no experiment\.json in .*; give the directory"):
+    with pytest.raises(ResultFileError, match=r"^Found no experiment\.json in .*\. Give a directory"):
         read_results(tmp_path / "nowhere")
     _edit(directory / "experiment.json", seeds=[0, "x"])
     message = r"^experiment\.json is damaged: expected seeds\.1 to be a whole number, but got 'x'\.$"

@@ -32,7 +32,7 @@ def _experiment(tmp_path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 2}, "Expected format 1 in experiment.json, but got 2; another torchace wrote it."),
+        ({"format": 2}, "Expected format 1 in experiment.json, but got 2. Use the torchace that wrote it."),
         ({"format": None}, "Expected format 1 in experiment.json, but got None"),
         ({"name": 3}, "experiment.json is damaged: expected name to be text in quotes, but got 3."),
         ({"task": "ranking"}, "expected task to be 'classification' or 'regression', but got 'ranking'."),

@@ -228,7 +228,7 @@ def test_a_second_command_is_refused_by_name(
     with RunStore(directory).locked():
         code, out, err = started(sweep_file, directory).end()
     assert (code, out) == (1, "")
-    assert err == f"Error: Process {os.getpid()} is at work in {directory}. Wait for it, or choose another --out.\n"
+    assert err == f"Error: Process {os.getpid()} is using {directory}. Wait for it, or choose another --out.\n"
 
 
 def test_a_lock_dies_with_its_process(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_networks_that_do_not_fit_into_memory_are_not_built(kind: str, monkeypat
     monkeypatch.setattr("torchace.lab.training.memory.available_memory", lambda: 1 << 34)
     model = {"kind": kind, "num_members": 10_000, "hidden": [100_000], "at": "linear1"}
     (arm,) = small(model=model).complete_arms()
-    with pytest.raises(ValueError, match=r"16 GiB of memory that are available, but \d+,\d+,\d+,\d+ parameters take"):
+    with pytest.raises(ValueError, match=r"16 GiB of available memory, but \d+,\d+,\d+,\d+ parameters take"):
         build_network(arm, load("digits"), [0], "cpu")
 
 

@@ -378,8 +378,8 @@ def test_stopped_with_a_checkpoint_and_a_damaged_one(
         sweep.run()
     assert [run for run in _runs(tmp_path) if not RunStore(tmp_path).is_finished(run)] == list(caught.value.reasons)
     assert set(caught.value.reasons.values()) == {
-        f"The checkpoint in {state.parent} is damaged ({state.name} is not what was written). "
-        "Remove that folder to start its runs anew"
+        f"The checkpoint in {state.parent} is damaged ({state.name} was changed or truncated). "
+        "Remove that folder to restart its runs"
     }
     state.write_bytes(whole)
     sweep.run()
@@ -515,7 +515,7 @@ def test_runs_that_were_given_up_are_named(
         1,
         "",
         "Run λ=0.5, seed 1 (main) is not finished: its worker died.\n"
-        f"All other runs are in {tmp_path}; repeat the command to try these again.\n",
+        f"All other runs are in {tmp_path}. Repeat the command to retry the unfinished ones.\n",
     )
 
 
@@ -571,7 +571,7 @@ def test_several_jobs_at_once_have_a_bar_each() -> None:
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     assert re.search(r"main λ=0.5, seed 0 [━╺╸]+ +3/12", shown)
     assert re.search(r"main λ=0.5, seed 1 [━╺╸]+ +4/12", shown)
-    words = "main λ=0.5, seed 1: its worker died (NodeDiedError); it goes on from its newest checkpoint."
+    words = "main λ=0.5, seed 1: the worker died (NodeDiedError). Resuming from the newest checkpoint."
     assert words in shown
 
 
@@ -635,7 +635,7 @@ def ended_whole(driver: Driving, undisturbed: dict[str, Any], already: int = 0) 
     assert code == cli.SOME_FAILED, err
     assert re.fullmatch(rf"(Run λ=0, seed \d \(wild\) failed at step .*\n){{{FAILED}}}", err)
     if already:
-        assert out.startswith(f"{already} of {RUNS} runs are finished already.\n")
+        assert out.startswith(f"{already} of {RUNS} runs are already finished.\n")
     counts = [int(count) for count in re.findall(rf": (\d+) of {RUNS} runs are finished\.", out)]
     assert counts == list(range(already + 2, RUNS + 1, 2))  # every job once
     assert "Report: " in out

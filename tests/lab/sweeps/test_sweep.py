@@ -316,7 +316,7 @@ def test_a_damaged_checkpoint_is_one_sentence_and_the_results_stay(tmp_path: Pat
         run(tmp_path / "b", after(18), sweep={"cohort_size": 2})
     state = next((tmp_path / "b").glob("checkpoints/main-1/state-*"))
     state.write_bytes(state.read_bytes()[:-1] + b"?")
-    with pytest.raises(CheckpointError, match=r"main-1 is damaged .* Remove that folder to start its runs anew"):
+    with pytest.raises(CheckpointError, match=r"main-1 is damaged .* Remove that folder to restart its runs"):
         run(tmp_path / "b", sweep={"cohort_size": 2})
     for file in state.parent.iterdir():
         file.unlink()

@@ -187,7 +187,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_one_goes_on(
 def lost_contact(rank: int) -> str:
     return (
         f"Error: Rank {rank} lost contact with the others: one of them ended or does not answer. "
-        "What was saved is kept; repeat the command to go on from there.\n"
+        "What was saved is kept; repeat the command to resume.\n"
     )
 
 
@@ -323,7 +323,7 @@ def started_with(sections: list[dict[str, Any]], parallel: list[str], folder: st
 def test_ranks_with_different_configurations(tmp_path: Path) -> None:
     others = [{}, {"train": {"learning_rate": 0.02}}]
     found = team().run(2, started_with, others, ["data", "data"], str(tmp_path))
-    end = "on every rank, but rank 1 has another than rank 0. Start all of them with one command."
+    end = "on every rank, but rank 1 differs from rank 0. Start all ranks with one command."
     assert found == [f"Expected the same experiment {end}"] * 2
     found = team().run(2, started_with, [{}, {}], ["data", "members"], str(tmp_path))
     assert found == [f"Expected the same --parallel {end}"] * 2

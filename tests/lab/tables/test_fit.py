@@ -372,7 +372,7 @@ def test_other_data_under_the_same_name_are_refused(data: Path, tmp_path: Path) 
 
 def test_two_at_once_are_refused(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
-    with fit.lock(), pytest.raises(RunStoreError, match=f"Process {os.getpid()} is at work in .*out.work"):
+    with fit.lock(), pytest.raises(RunStoreError, match=f"Process {os.getpid()} is using .*out.work"):
         done(job(data, "pet", tmp_path / "out"))
 
 

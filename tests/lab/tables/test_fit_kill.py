@@ -264,9 +264,7 @@ def test_a_second_command_is_refused(server: ForkServer, tmp_path: Path) -> None
     second = server.start("fit", folder / "pets.csv", *FIT[2:-1], folder / "model", folder=tmp_path / "elsewhere")
     code, out, err = second.end()
     assert (code, out) == (1, "")
-    assert (
-        err == f"Error: Process {first.pid} is at work in {folder}/model.work. Wait for it, or choose another --out.\n"
-    )
+    assert err == f"Error: Process {first.pid} is using {folder}/model.work. Wait for it, or choose another --out.\n"
     assert first.end(signal.SIGUSR1)[0] == 0  # it goes on
     assert is_complete(folder / "model")
 

@@ -172,7 +172,7 @@ def test_the_callers_table_is_not_changed(classifier: TableModel) -> None:
     [
         (lambda frame: frame.drop(columns="fur"), "no column 'fur'"),
         (lambda frame: frame.assign(age="young"), "'age' holds numbers, but row 1 has 'young'"),
-        (lambda frame: frame[:0], "no rows"),
+        (lambda frame: frame[:0], "at least one row"),
         (lambda frame: pd.concat([frame, frame[["age"]]], axis=1), "two columns named 'age'"),
     ],
 )

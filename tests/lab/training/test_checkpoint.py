@@ -162,7 +162,7 @@ def test_a_cut_file_is_refused(name: str, share: float, tmp_path: Path) -> None:
 def test_a_manifest_that_is_something_else(text: str, tmp_path: Path) -> None:
     save_one(tmp_path)
     (tmp_path / "manifest.json").write_text(text, "latin-1")
-    with pytest.raises(CheckpointError, match=r"manifest.json is not what was written"):
+    with pytest.raises(CheckpointError, match=r"manifest.json was changed or truncated"):
         load_one(tmp_path)
 
 
@@ -191,7 +191,7 @@ def test_a_manifest_names_no_file_elsewhere(name: str, tmp_path: Path) -> None:
     content = {key: value for key, value in json.loads(manifest.read_text()).items() if key != "sha256"}
     content["state"]["file"] = name.format(there=tmp_path)
     manifest.write_text(json.dumps(with_checksum(content)))
-    with pytest.raises(CheckpointError, match=r"manifest.json is not what was written"):
+    with pytest.raises(CheckpointError, match=r"manifest.json was changed or truncated"):
         load_one(tmp_path / "here")
 
 

@@ -22,7 +22,14 @@ from tests.support.processes import counting, team
 from torchace.lab.data import Batches, Split
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.config import TrainConfig, make_optimizer
-from torchace.lab.training.distributed import RankLost, Ranks, check_same, detect_lost_rank, parse_layout, should_report
+from torchace.lab.training.distributed import (
+    RankLostError,
+    Ranks,
+    check_same,
+    detect_lost_rank,
+    parse_layout,
+    should_report,
+)
 from torchace.lab.training.early_stopping import ValidationSet
 from torchace.lab.training.evaluate import evaluate, predict_logits
 from torchace.lab.training.loop import CheckpointPolicy, FitResult, Interrupted, fit
@@ -465,7 +472,7 @@ def unanswered(group: str) -> str:
         try:
             with detect_lost_rank():
                 dist.all_reduce(torch.zeros(3), group=ranks.members_group if group == "members" else ranks.data_group)
-        except RankLost as error:
+        except RankLostError as error:
             return str(error)
         return "answered"
     return ""
@@ -476,7 +483,7 @@ def test_a_rank_that_does_not_answer_is_given_up(group: str) -> None:
     first, _ = team().run(2, unanswered, group)
     assert first == (
         "Rank 0 lost contact with the others: one of them ended or does not answer. "
-        "What was saved is kept; repeat the command to go on from there."
+        "What was saved is kept; repeat the command to resume."
     )
 
 
@@ -507,9 +514,9 @@ def test_ranks_that_were_given_different_things_are_refused() -> None:
     assert found == [found[0]] * 4
     same, device, experiment = found[0]
     assert same == ""
-    start = "Start all of them with one command."
-    assert device == f"Expected the same device on every rank, but rank 2 has another than rank 0. {start}"
-    assert experiment == f"Expected the same experiment on every rank, but rank 1 has another than rank 0. {start}"
+    start = "Start all ranks with one command."
+    assert device == f"Expected the same device on every rank, but rank 2 differs from rank 0. {start}"
+    assert experiment == f"Expected the same experiment on every rank, but rank 1 differs from rank 0. {start}"
 
 
 def test_a_sentence_is_said_once() -> None:
@@ -517,13 +524,15 @@ def test_a_sentence_is_said_once() -> None:
         store = dist.FileStore(f"{folder}/store", 1)
         problem = ValueError("a")
         # all ranks ran into it; one says so, and those that then lost contact have nothing to add
-        assert [should_report(store, error) for error in (problem, problem, RankLost("b"), RankLost("c"))] == [
+        assert [
+            should_report(store, error) for error in (problem, problem, RankLostError("b"), RankLostError("c"))
+        ] == [
             *(True, False),
             *(False, False),
         ]
         assert should_report(store, ValueError("something else"))
         other = dist.FileStore(f"{folder}/other", 1)
-        assert [should_report(other, RankLost(text)) for text in "ab"] == [True, False]
+        assert [should_report(other, RankLostError(text)) for text in "ab"] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -569,5 +578,5 @@ def test_wrong_use() -> None:
             "which splits the batch."
         ]
         * 2,
-        "Expected batches of at least 2 samples, one for each rank, but got 1.",
+        "Expected batches of at least 2 samples, one for each rank, but got 1. Use larger batches or fewer ranks.",
     ]

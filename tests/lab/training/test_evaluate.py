@@ -6,7 +6,14 @@ import torch
 from tests.lab.training.cases import CLASSES, MEMBERS, batches, group_of
 from torchace.functional import disagreement
 from torchace.lab.data import chunks
-from torchace.lab.training.evaluate import CONTESTED, DRAWN, Evaluator, evaluate, evaluate_regression, predict_logits
+from torchace.lab.training.evaluate import (
+    MAX_CONTESTED,
+    MAX_POINTS,
+    Evaluator,
+    evaluate,
+    evaluate_regression,
+    predict_logits,
+)
 from torchace.metrics import EnsembleMetrics
 
 
@@ -57,7 +64,7 @@ def test_the_disputed_samples_are_those_members_differ_on_most() -> None:
     arrays = evaluate(logits, target).arrays
     shares = disagreement(logits, reduction="none")
     shown = shares[arrays["disputed_index"]]
-    assert len(shown) == CONTESTED
+    assert len(shown) == MAX_CONTESTED
     assert (shown.diff() <= 0).all()
     left = torch.ones(len(target), dtype=torch.bool)
     left[arrays["disputed_index"]] = False
@@ -83,7 +90,7 @@ def test_images_are_as_people_see_them(channels: int, shape: tuple[int, ...]) ->
     logits, target = example()
     images = torch.randint(256, (len(target), channels, 8, 8), dtype=torch.uint8)
     arrays = evaluate(logits, target, images).arrays
-    assert arrays["disputed_images"].shape == (CONTESTED, *shape)
+    assert arrays["disputed_images"].shape == (MAX_CONTESTED, *shape)
     assert arrays["disputed_images"].is_contiguous()
     first = int(arrays["disputed_index"][0])
     assert arrays["disputed_images"][0].equal(images[first, 0] if channels == 1 else images[first].permute(1, 2, 0))
@@ -135,15 +142,15 @@ def test_scores_of_a_regression_are_those_of_scikit_learn(members: int, samples:
 
 def test_arrays_of_a_regression() -> None:
     generator = torch.Generator().manual_seed(0)
-    target = torch.randn(DRAWN + 10, generator=generator, dtype=torch.float64)
-    predictions = target + torch.randn(3, DRAWN + 10, generator=generator, dtype=torch.float64)
+    target = torch.randn(MAX_POINTS + 10, generator=generator, dtype=torch.float64)
+    predictions = target + torch.randn(3, MAX_POINTS + 10, generator=generator, dtype=torch.float64)
     arrays = evaluate_regression(predictions, target).arrays
     assert {name: tuple(value.shape) for name, value in arrays.items()} == {
-        **dict.fromkeys(("predicted", "observed", "spread"), (DRAWN,)),
+        **dict.fromkeys(("predicted", "observed", "spread"), (MAX_POINTS,)),
         "residual_correlation": (3, 3),
     }
-    assert arrays["predicted"].equal(predictions.mean(0)[:DRAWN])
-    assert arrays["observed"].equal(target[:DRAWN])
+    assert arrays["predicted"].equal(predictions.mean(0)[:MAX_POINTS])
+    assert arrays["observed"].equal(target[:MAX_POINTS])
     expected = np.corrcoef((predictions - target).numpy())
     np.testing.assert_allclose(arrays["residual_correlation"], expected, rtol=0, atol=1e-12)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -159,9 +160,21 @@ def _below_a_file(folder: Path) -> Path:
         (_text, r"Cannot open the storage .*text.db \(file is not a database\)"),
         (_below_a_file, r"Cannot write to .*study.db: (Not a directory|File exists)"),
         (lambda folder: folder, r"Cannot open the storage .* \(unable to open database file\)"),
-        (lambda folder: "postgresql+psycopg://me:geheim@127.0.0.1:1/db", "Cannot open the storage postgresql"),
-        (lambda folder: "postgresql+psycopg://me@127.0.0.1:1/db?password=geheim", "Cannot open the storage postgresql"),
-        (lambda folder: "postgresql+psycopg://me:geheim@nowhere.invalid/db", "Cannot open the storage postgresql"),
+        pytest.param(
+            lambda folder: "postgresql+psycopg://me:geheim@127.0.0.1:1/db",
+            "Cannot open the storage postgresql",
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
+            lambda folder: "postgresql+psycopg://me@127.0.0.1:1/db?password=geheim",
+            "Cannot open the storage postgresql",
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
+            lambda folder: "postgresql+psycopg://me:geheim@nowhere.invalid/db",
+            "Cannot open the storage postgresql",
+            marks=pytest.mark.extended,
+        ),
         (lambda folder: "postgresql+psycopg://me:geheim@host:port/db", "a URL that cannot be read"),
         (lambda folder: "mysql+pymysql://me:geheim@host/db", r"No driver is installed .*Install pymysql"),
         (
@@ -177,6 +190,12 @@ def test_unusable_storage_is_one_sentence(tmp_path: Path, storage: Callable[[Pat
         found(1, storage(tmp_path))
     assert "\n" not in str(caught.value)
     assert "geheim" not in str(caught.value)
+
+
+def test_missing_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(StorageError, match="Install psycopg"):
+        found(1, "postgresql+psycopg://me@host/db")
 
 
 @pytest.mark.parametrize("url", ["postgresql://me:geheim@host/db", "postgresql://me@host/db?sslpassword=geheim"])

@@ -1,7 +1,6 @@
-"""The command line: parse, call, print. An error is one line and an exit code.
+"""The command line.
 
-Exit codes: 0 success; 1 an error; 2 wrong usage; 3 interrupted after a checkpoint, repeat the command to resume; 4
-finished, but some runs failed (NaN or Inf), named in one line each.
+Exit codes: 0 success; 1 error; 2 wrong usage; 3 interrupted, repeat the command to resume; 4 some runs failed.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ if TYPE_CHECKING:
     from torchace.lab.schema.results import Failure, RunKey
     from torchace.lab.sweeps.executor import Executor
 
-# What to do about too little memory, by command.
+# remedies by command
 LESS_MEMORY = {
-    "run": "try a smaller network or batch, or fewer runs at a time (sweep.cohort_size).",
-    "fit": "try fewer or smaller members (--members, --hidden), or smaller batches (--batch-size).",
-    "tune": "try fewer or smaller members (--members, --hidden), smaller batches (--batch-size), or fewer seeds "
+    "run": "Try a smaller network or batch, or fewer runs at a time (sweep.cohort_size).",
+    "fit": "Try fewer or smaller members (--members, --hidden), or smaller batches (--batch-size).",
+    "tune": "Try fewer or smaller members (--members, --hidden), smaller batches (--batch-size), or fewer seeds "
     "(--seeds).",
 }
 
@@ -59,7 +58,7 @@ app = typer.Typer(
     add_completion=False,
     invoke_without_command=True,
     pretty_exceptions_enable=False,
-    help="Train ensembles jointly, with one knob for how much the members may differ.",
+    help="Train ensembles jointly; the diversity λ controls how much the members differ.",
 )
 
 
@@ -72,16 +71,16 @@ def run(
     seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds: 0, 1, 2, ...")] = None,
     out: Annotated[Path | None, typer.Option(help="Run directory. By default runs/NAME.")] = None,
     device: tables.Device = "auto",
-    resume: Annotated[bool, typer.Option(help="Resume an interrupted sweep, or refuse a directory with runs.")] = True,
+    resume: Annotated[bool, typer.Option(help="Resume, or refuse a directory that already holds runs.")] = True,
     ray: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Train on Ray: auto, local, HOST:PORT or ray://HOST:PORT.")
     ] = None,
     parallel: Annotated[
-        str | None, typer.Option(metavar="HOW", help="With torchrun, split the data, the members, or both: MxD.")
+        str | None, typer.Option(metavar="HOW", help="With torchrun: data, members, or MxD to split both.")
     ] = None,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write scalars for TensorBoard too.")] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard logs.")] = False,
 ) -> None:
-    """Train a sweep over λ and seeds and write a report. Repeat the command to resume after an interruption."""
+    """Train a sweep over λ and seeds and write a report. Repeat the command to resume."""
     check_report_packages()
 
     from torchace.lab.sweeps.config import load_experiment
@@ -91,7 +90,7 @@ def run(
         console.quiet = bool(rank)
         loaded = load_experiment(experiment, set_ or (), seeds=None if seeds is None else range(seeds))
         if rank is not None and ray is not None:
-            raise ValueError("Expected torchrun or --ray, but got both: Ray starts processes of its own.")
+            raise ValueError("Expected torchrun or --ray, but got both: Ray starts its own processes.")
         directory = out or Path("runs") / loaded.name
 
         from torchace.lab.cli.progress import SweepProgress
@@ -101,9 +100,7 @@ def run(
         from torchace.lab.training.loop import Interrupted
 
         if not resume and (directory / "experiment.json").exists():
-            raise ValueError(
-                f"{directory} holds runs already. Leave out --no-resume to resume, or choose another --out."
-            )
+            raise ValueError(f"{directory} already holds runs. Remove --no-resume to resume, or choose another --out.")
         try:
             with (
                 StopSignal() as stop,
@@ -123,7 +120,7 @@ def run(
                 _report(directory)
             for run, reason in error.reasons.items():
                 print_error(f"Run λ={run.diversity:g}, seed {run.seed} ({run.arm}) is not finished: {reason}.")
-            print_error(f"All other runs are in {directory}; repeat the command to try these again.")
+            print_error(f"All other runs are in {directory}. Repeat the command to retry the unfinished ones.")
             raise typer.Exit(ERROR) from None
     if not rank:  # the first rank reports
         _report(directory)
@@ -140,7 +137,6 @@ def _connect(
     rank: int | None,
     stop: Callable[[], bool],
 ) -> Iterator[Executor]:
-    """Yield the executor that the options ask for."""
     if ray is not None:
         from torchace.lab.sweeps.ray import connect_ray
 
@@ -169,16 +165,16 @@ def _print_failures(failures: dict[RunKey, Failure]) -> None:
 
 @app.command()
 def report(directory: Annotated[Path, typer.Argument(help="Run directory.")]) -> None:
-    """Write the report of a run directory again."""
+    """Write the report of a run directory."""
     _report(directory)
 
 
 @app.command()
 def diagnose(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="logits (K, N, C) and target (N,), .npz or .safetensors.")
+        Path, typer.Argument(metavar="FILE", help="logits (K, N, C) and target (N,) as .npz or .safetensors.")
     ],
-    out: Annotated[Path | None, typer.Option(help="Write the findings and their figures to this directory.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the findings and figures.")] = None,
 ) -> None:
     """Diagnose an ensemble's diversity from its members' logits."""
     from torchace.diagnosis import diagnose_file
@@ -211,14 +207,14 @@ for command in tables.COMMANDS:
 def _report(directory: Path) -> None:
     from torchace.lab.report import read_results, rich_table, write_report
 
-    again = f"All results are in {directory}; draw the report with: torchace report {shlex.quote(str(directory))}"
-    with interruptible(f"Interrupted while the report was drawn. {again}"):
+    again = f"All results are in {directory}. Write the report with: torchace report {shlex.quote(str(directory))}"
+    with interruptible(f"Interrupted while writing the report. {again}"):
         page = write_report(directory)
     results = read_results(directory, arrays=False)
     print_table(rich_table(results))
     print_line(f"Report: {page}")
     for damaged in results.damaged:
-        print_error(f"Left out: {damaged.reason}")
+        print_error(f"Skipped: {damaged.reason}")
 
 
 def _version(wanted: bool) -> None:
@@ -239,10 +235,10 @@ def _main(
 
 
 def main() -> None:
-    """Run the command line; errors that a user can fix are one line."""
+    """Run the command line; print expected errors as one line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without λ
+            stream.reconfigure(errors="replace")  # terminals that cannot print λ
     try:
         sys.exit(app(standalone_mode=False))
     except KeyboardInterrupt:
@@ -256,12 +252,12 @@ def main() -> None:
 
 
 def _is_usage_error(error: Exception) -> bool:
-    usage: Any = typer.BadParameter.__mro__[1]  # click's UsageError, which typer may vendor under another name
+    usage: Any = typer.BadParameter.__mro__[1]  # click's UsageError, which typer may vendor
     return isinstance(error, usage)
 
 
 def _describe_error(error: Exception) -> str | None:
-    """Return an error in one sentence; None for a bug."""
+    """Return the message of an expected error; None for a bug."""
     if _is_usage_error(error):
         return str(error.format_message())  # type: ignore[attr-defined]
     if isinstance(error, ModuleNotFoundError) and error.name == "fcntl":
@@ -269,13 +265,13 @@ def _describe_error(error: Exception) -> str | None:
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         return MISSING.format(error.name)
     if isinstance(error, OSError) and error.strerror:
-        message = f"Cannot use {error.filename}" if error.filename else "The system refused"
+        message = f"Cannot use {error.filename}" if error.filename else "Operating system error"
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = " What was saved is kept; make room and repeat the command." if full else ""
+        remedy = " Finished work is saved. Free some space and repeat the command." if full else ""
         return f"{message}: {error.strerror}.{remedy}"
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
         name = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-        remedy = f" What was saved is kept; {LESS_MEMORY[name]}" if name in LESS_MEMORY else ""
+        remedy = f" Finished work is saved. {LESS_MEMORY[name]}" if name in LESS_MEMORY else ""
         return f"Not enough memory.{remedy}"
     return str(error) if isinstance(error, ValueError | TypeError | OSError | ImportError) else None
 

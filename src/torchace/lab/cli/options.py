@@ -1,4 +1,4 @@
-"""The options that `fit` and `tune` share, and their checks."""
+"""Options shared by `fit` and `tune`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto: cuda if a
 
 @dataclass(frozen=True)
 class TableRequest:
-    """A table and the hyperparameters to train with, checked; `given` are the options that differ from defaults."""
+    """Checked options; `given` has those that differ from the defaults."""
 
     data: Path
     settings: TableSettings
@@ -46,17 +46,17 @@ class TableRequest:
 def _table_options(
     data: Data,
     target: Annotated[str, typer.Option(help="Column to predict.")],
-    task: Annotated[str | None, typer.Option(help="classification or regression. By default inferred.")] = None,
+    task: Annotated[str | None, typer.Option(help="classification or regression. Inferred by default.")] = None,
     drop: Annotated[Columns, typer.Option(help="Column to leave out; repeatable.")] = None,
     number: Annotated[Columns, typer.Option(help="Column to read as numbers; repeatable.")] = None,
     category: Annotated[Columns, typer.Option(help="Column to read as categories; repeatable.")] = None,
     split_column: Annotated[
-        str | None, typer.Option(help="Column that says train, validation or test for every row.")
+        str | None, typer.Option(help="Column with train, validation or test for every row.")
     ] = None,
-    validation: Annotated[float, typer.Option(help="Fraction of rows to choose λ on.")] = 0.2,
-    test: Annotated[float, typer.Option(help="Fraction of rows for the final scores alone.")] = 0.2,
+    validation: Annotated[float, typer.Option(help="Fraction of rows for choosing λ and early stopping.")] = 0.2,
+    test: Annotated[float, typer.Option(help="Fraction of rows for the final scores.")] = 0.2,
     members: Annotated[int, typer.Option(min=1, help="Number of members.")] = DEFAULTS.num_members,
-    hidden: Annotated[str, typer.Option(help="Widths of the hidden layers: 64, or 64,32.")] = ",".join(
+    hidden: Annotated[str, typer.Option(help="Widths of the hidden layers, such as 64 or 64,32.")] = ",".join(
         map(str, DEFAULTS.hidden)
     ),
     epochs: Annotated[int, typer.Option(min=1, help="Maximum number of epochs.")] = DEFAULTS.epochs,
@@ -64,11 +64,11 @@ def _table_options(
     learning_rate: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = DEFAULTS.learning_rate,
     weight_decay: Annotated[float, typer.Option(help="Weight decay of AdamW.")] = DEFAULTS.weight_decay,
     patience: Annotated[
-        int, typer.Option(min=0, help="Epochs without improvement before training stops; 0: no early stopping.")
+        int, typer.Option(min=0, help="Epochs without improvement before training stops; 0 disables early stopping.")
     ] = DEFAULTS.patience or 0,
-    batches: Annotated[str, typer.Option(help="shared, or exchanged: each member has its own batch.")] = "shared",
-    precision: Annotated[str, typer.Option(help="float64, or float32 for a GPU.")] = DEFAULTS.precision,
-    seed: Annotated[int, typer.Option(min=0, max=10**15, help="Seed of the split and the training.")] = 0,
+    batches: Annotated[str, typer.Option(help="shared, or exchanged: a separate batch for each member.")] = "shared",
+    precision: Annotated[str, typer.Option(help="float64, or float32, which is faster on a GPU.")] = DEFAULTS.precision,
+    seed: Annotated[int, typer.Option(min=0, max=10**15, help="Random seed of the split and the training.")] = 0,
     device: Device = DEFAULTS.device,
 ) -> TableRequest:
     from torchace.lab.tables.table import TableSettings
@@ -79,16 +79,16 @@ def _table_options(
         raise ValueError(f"Expected --task classification or regression, but got {task!r}.")
     if not (validation > 0 and test >= 0 and validation + test < 1):
         raise ValueError(
-            f"Expected --validation above 0 and --test of at least 0 that leave rows to train on, "
-            f"but got {validation:g} and {test:g}."
+            f"Expected --validation above 0, --test of at least 0 and a sum below 1, but got {validation:g} and "
+            f"{test:g}."
         )
     kinds: dict[str, str] = {}
     for names, kind in ((number, "number"), (category, "category")):
         for name in names or ():
             if name in kinds:
-                raise ValueError(f"The column {name!r} cannot be both numbers and categories.")
+                raise ValueError(f"The column {name!r} cannot be both a number and a category.")
             if name in (drop or ()):
-                raise ValueError(f"The column {name!r} cannot be both left out and a {kind}.")
+                raise ValueError(f"The column {name!r} cannot be both dropped and a {kind}.")
             kinds[name] = kind
     settings = TableSettings(target, task, tuple(drop or ()), kinds, split_column, validation, test, seed)
     if not re.fullmatch(r"\s*([0-9]{1,6}\s*(,\s*[0-9]{1,6}\s*)*)?", hidden):
@@ -114,12 +114,12 @@ _SHARED = inspect.signature(_table_options, eval_str=True).parameters
 
 
 def option_name(name: str) -> str:
-    """Return a hyperparameter's option."""
+    """Return the option of a hyperparameter."""
     return f"--{name.removeprefix('num_').replace('_', '-')}"
 
 
 def parse_diversity(text: str) -> float | None:
-    """Return the value of --diversity; None for `auto`."""
+    """Parse --diversity; None for `auto`."""
     try:
         value: float | str = float(text)
     except ValueError:
@@ -129,7 +129,7 @@ def parse_diversity(text: str) -> float | None:
 
 
 def with_table_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the shared options to a command, which receives them as a `TableRequest` before its own."""
+    """Add the shared options to a command, whose first argument becomes a `TableRequest`."""
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     data, target, *others = _SHARED.values()
     parameters = [data, target, *own, *others]

@@ -18,7 +18,7 @@ from torchace.lab.tuning.search import SearchCallback, SearchStage
 
 
 class _Display:
-    """Bars in a terminal; in a file or a pipe, messages alone."""
+    """Progress bars in a terminal; only messages elsewhere."""
 
     def __init__(self, console: Console, *columns: ProgressColumn) -> None:
         self.console = console
@@ -45,7 +45,7 @@ class _Display:
 
 
 class SweepProgress(_Display, Callback):
-    """A bar for the runs and one for each run group in training; in a file, a line for each finished group."""
+    """A bar for all runs and one for each run group; without a terminal, a line for each finished group."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console, MofNCompleteColumn())
@@ -53,54 +53,60 @@ class SweepProgress(_Display, Callback):
         self.groups: dict[str, TaskID] = {}
 
     def on_plan(self, done: int, total: int) -> None:
+        """Show how many runs are finished."""
         self.total = total
         if done:
-            self._print(f"{done} of {total} runs are finished already.")
+            self._print(f"{done} of {total} runs are already finished.")
         self.runs = self.bars.add_task("runs", total=total, completed=done, note="")
 
     def on_group_start(self, group: GroupPlan) -> None:
+        """Add a bar."""
         self.groups[group.id] = self.bars.add_task(f"  {_describe(group.runs)}", total=None, note="")
 
     def on_step(self, group: GroupPlan, progress: Progress) -> None:
-        values = [value for value in progress.score if value is not None]  # without those of failed runs
+        """Update a bar."""
+        values = [value for value in progress.score if value is not None]  # None: failed runs
         note = f"cross entropy {sum(values) / len(values):.4f}" if values else ""
         self.bars.update(self.groups[group.id], total=progress.steps, completed=progress.step, note=note)
 
     def on_group_end(self, group: GroupPlan, done: int) -> None:
+        """Remove a bar, or print a line."""
         self.bars.remove_task(self.groups.pop(group.id))
         self.bars.update(self.runs, completed=done)
         if self.bars.disable:
             self._print(f"{_describe(group.runs)}: {done} of {self.total} runs are finished.")
 
     def on_worker_lost(self, group: GroupPlan, reason: str) -> None:
-        self._print(f"{_describe(group.runs)}: its worker died ({reason}); it resumes from its newest checkpoint.")
+        """Print the reason."""
+        self._print(f"{_describe(group.runs)}: the worker died ({reason}). Resuming from the newest checkpoint.")
 
     def on_group_restart(self, group: GroupPlan) -> None:
-        self._print(
-            f"{_describe(group.runs)}: the checkpoint found belongs to other runs and is removed; training restarts."
-        )
+        """Print the reason."""
+        self._print(f"{_describe(group.runs)}: removed a checkpoint of other runs. Training starts again.")
 
 
 class FitProgress(_Display, FitCallback):
-    """A bar for each round of a search for λ, then for the training of the model."""
+    """A bar for the search for λ, then for the training."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         self.task = self.bars.add_task("", total=None, note="")
 
     def on_search(self, stage: SearchStage, fraction: float) -> None:
-        title = "λ on fresh seeds" if stage.purpose == "gain" else f"search for λ, round {stage.number}"
+        """Show the stage of the search."""
+        title = "gain of λ on fresh seeds" if stage.purpose == "gain" else f"search for λ, round {stage.number}"
         note = f"{len(stage.diversities)} λ x {len(stage.seeds)} seeds"
         self.bars.update(self.task, description=title, total=1.0, completed=fraction, note=note)
 
     def on_step(self, progress: Progress) -> None:
+        """Show the training score."""
         value = progress.score[0]
         note = "" if value is None else f"training score {value:.4f}"
-        self.bars.update(self.task, description="the model", total=progress.steps, completed=progress.step, note=note)
+        self.bars.update(self.task, description="training", total=progress.steps, completed=progress.step, note=note)
 
 
 class TrialProgress(_Display, SearchCallback):
-    """A bar for the trials of a study; in a file, a line for each."""
+    """A bar for the trials; without a terminal, a line for each."""
 
     def __init__(self, console: Console, trials: int) -> None:
         super().__init__(console)
@@ -108,6 +114,7 @@ class TrialProgress(_Display, SearchCallback):
         self.task = self.bars.add_task("trials", total=trials, note="")
 
     def on_trial(self, number: int, value: float | None, best: float | None) -> None:
+        """Show the best value."""
         note = "" if best is None else f"best {best:.4g}"
         self.bars.update(self.task, completed=min(number + 1, self.trials), note=note)
         if self.bars.disable:

@@ -1,4 +1,4 @@
-"""The commands for a user's own data: fit, tune, evaluate, predict, export, show."""
+"""Commands for tables: fit, tune, evaluate, predict, export, show."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ SCORES = {
     "spread": "members' spread",
 }
 
-Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A directory that `torchace fit` wrote.")]
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Model directory of `torchace fit`.")]
 
 
 @with_table_options
 def fit(
     request: TableRequest,
     out: Annotated[Path | None, typer.Option(help="Model directory. By default models/NAME.")] = None,
-    diversity: Annotated[str, typer.Option(help="λ in [0, 1], or auto: chosen on validation rows.")] = "auto",
+    diversity: Annotated[str, typer.Option(help="λ in [0, 1], or auto: choose it on validation rows.")] = "auto",
 ) -> None:
-    """Train an ensemble on a table, choose λ, and write a model and a report. Repeat the command to resume."""
+    """Train an ensemble on a table, choose λ, and write the model and a report. Repeat the command to resume."""
     check_report_packages()
 
     from torchace.lab.cli.progress import FitProgress
@@ -62,7 +62,7 @@ def fit(
     table, plan = request.load()
     job = TableFit(table, plan, chosen, directory, settings.to_json(), settings.seed, request.device)
     if job.is_finished():
-        print_line(f"{directory} holds this very model already.")
+        print_line(f"{directory} already holds this model.")
         job.remove_work()
         show(directory)
         return
@@ -88,13 +88,13 @@ def tune(
     request: TableRequest,
     out: Annotated[Path | None, typer.Option(help="Directory of the search. By default runs/tune-NAME.")] = None,
     trials: Annotated[
-        int | None, typer.Option(min=1, help="Search width, depth, learning rate and K too, with so many trials.")
+        int | None, typer.Option(min=1, help="Number of trials; also search width, depth, K and more.")
     ] = None,
     storage: Annotated[
-        str | None, typer.Option(help="Optuna storage URL, for several machines. By default a file in --out.")
+        str | None, typer.Option(help="Optuna storage URL, to search on several machines. By default a file in --out.")
     ] = None,
     study: Annotated[str, typer.Option(help="Name of the study in the storage.")] = "torchace",
-    pruning: Annotated[bool, typer.Option(help="Stop trials that do worse than the median.")] = True,
+    pruning: Annotated[bool, typer.Option(help="Stop trials that are worse than the median.")] = True,
     seeds: Annotated[int, typer.Option(min=1, help="Number of trainings of each candidate.")] = 5,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of candidates for λ.")] = 2,
 ) -> None:
@@ -104,7 +104,7 @@ def tune(
     from torchace.lab.training.loop import Interrupted
 
     if trials is None and storage is not None:
-        raise ValueError("--storage is for a search of several hyperparameters: give --trials too.")
+        raise ValueError("--storage needs --trials: it is for a search of several hyperparameters.")
     directory = _directory(out, "runs", request.data, "tune-")
     table, plan = request.load()
     search = TableSearch(table, plan, directory, request.settings.seed, request.device)
@@ -119,13 +119,13 @@ def tune(
         else:
             options: dict[str, Any] = {"storage": storage, "study": study, "pruning": pruning}
             with StopSignal() as stop, TrialProgress(console, trials) as bar:
-                found = search.run_study(trials, **options, callback=bar, stop=stop)
-            print_table(_trial_table(found.to_json()))
-            if found.best is None:
-                raise ValueError("No trial was completed, so there is no best one; see the table.")
-            print_line(f"To train with the best: {_fit_command(found, request)}")
+                result = search.run_study(trials, **options, callback=bar, stop=stop)
+            print_table(_trial_table(result.to_json()))
+            if result.best is None:
+                raise ValueError("No trial was completed; see the table for the reasons.")
+            print_line(f"Train with the best hyperparameters: {_fit_command(result, request)}")
     except Interrupted:
-        place = directory if storage is None else "the storage"  # its address may hold a password
+        place = directory if storage is None else "the storage"  # its URL may contain a password
         raise exit_interrupted(RESUME.format(place)) from None
     print_line(f"Written to {directory / 'tune.json'}.")
 
@@ -133,7 +133,7 @@ def tune(
 def evaluate(
     model: Model,
     data: Data,
-    out: Annotated[Path | None, typer.Option(help="Write the scores to this JSON file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the scores.")] = None,
 ) -> None:
     """Score a model on rows whose target is known."""
     from torchace._files import remove_abandoned, write_atomic
@@ -157,13 +157,13 @@ def evaluate(
 def predict(
     model: Model,
     data: Data,
-    out: Annotated[Path, typer.Option(help="File to write, .csv or .parquet.")],
-    keep: Annotated[list[str] | None, typer.Option(help="Column to copy from the data; repeatable.")] = None,
+    out: Annotated[Path, typer.Option(help="Output file, .csv or .parquet.")],
+    keep: Annotated[list[str] | None, typer.Option(help="Column to copy to the output; repeatable.")] = None,
     escape_formulas: Annotated[
-        bool, typer.Option("--escape-formulas", help="Put ' before texts that a spreadsheet would calculate (.csv).")
+        bool, typer.Option("--escape-formulas", help="Put ' before text that a spreadsheet would evaluate (.csv).")
     ] = False,
 ) -> None:
-    """Predict every row of a file of any size, with probabilities and uncertainty."""
+    """Predict every row of a file, with probabilities and uncertainty."""
     from torchace.lab.tables.model import TableModel
     from torchace.lab.tables.predict import predict_file
     from torchace.lab.training.loop import Interrupted
@@ -178,8 +178,8 @@ def predict(
     print_line(f"{rows} predictions written to {out}.")
 
 
-def export(model: Model, onnx: Annotated[Path, typer.Option(help="File to write.")]) -> None:
-    """Write a model as one ONNX graph, checked against torch by onnxruntime."""
+def export(model: Model, onnx: Annotated[Path, typer.Option(help="Output file.")]) -> None:
+    """Export a model to ONNX and compare onnxruntime's outputs with torch's."""
     from torchace.lab.tables.export import export_onnx
     from torchace.lab.tables.model import TableModel
 
@@ -190,7 +190,7 @@ def export(model: Model, onnx: Annotated[Path, typer.Option(help="File to write.
 
 
 def show(model: Model) -> None:
-    """Describe a model: its target and columns, λ and how it was chosen, its scores."""
+    """Show a model: target, columns, λ and scores."""
     from torchace.lab.tables.model import TableModel
 
     loaded = TableModel.load(model)
@@ -212,7 +212,6 @@ def show(model: Model) -> None:
 
 
 def _directory(out: Path | None, parent: str, data: Path, prefix: str = "") -> Path:
-    """Return --out; by default a directory named after the data without its endings."""
     directory = Path(parent, prefix + data.name.lstrip(".").split(".")[0]) if out is None else out
     if directory.name in ("", ".."):
         raise ValueError(f"Expected --out to name a directory, but got {str(directory)!r}.")
@@ -220,13 +219,13 @@ def _directory(out: Path | None, parent: str, data: Path, prefix: str = "") -> P
 
 
 def _check_output(out: Path, option: str, model: Path, data: Path | None = None) -> None:
-    """Refuse a file to write that is a directory, the data or part of the model."""
+    """Refuse an output file that is a directory, the data or part of the model."""
     if out.is_dir():
-        raise ValueError(f"{out} is a directory, but {option} is a file. Choose another {option}.")
+        raise ValueError(f"Expected a file for {option}, but {out} is a directory.")
     if data is not None and out.exists() and data.exists() and out.samefile(data):
-        raise ValueError(f"{out} is the file that is read. Choose another {option}.")
+        raise ValueError(f"{out} is the input file. Choose another {option}.")
     if out.resolve().is_relative_to(model.resolve()):
-        raise ValueError(f"{out} is in the model's directory, which must not change. Choose another {option}.")
+        raise ValueError(f"{out} is inside the model directory. Choose another {option}.")
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
@@ -238,16 +237,15 @@ def _table(*columns: str) -> Any:
 
     table = Table(box=None, pad_edge=False)
     for i, name in enumerate(columns):
-        # Text: [brackets] are the user's
+        # Text: no markup in names
         table.add_column(Text(printable(name)), justify="left" if i == 0 else "right")
     return table
 
 
 def _list_names(names: Iterable[str], limit: int = 20) -> str:
-    """Return the first names on one line and the number of the others."""
-    clear = [name if name.isprintable() and name.strip() else repr(name) for name in names]
-    more = f" and {len(clear) - limit} more" if len(clear) > limit else ""
-    return ", ".join(clear[:limit]) + more
+    quoted = [name if name.isprintable() and name.strip() else repr(name) for name in names]
+    more = f" and {len(quoted) - limit} more" if len(quoted) > limit else ""
+    return ", ".join(quoted[:limit]) + more
 
 
 def _format_score(value: float | None) -> str:
@@ -276,23 +274,22 @@ def _candidate_table(tuned: Mapping[str, Any]) -> Any:
     return table
 
 
-def _trial_table(found: Mapping[str, Any]) -> Any:
-    done = [trial for trial in found["trials"] if trial["value"] is not None]
-    names = [found["metric"], *(done[0]["params"] if done else ())]
+def _trial_table(study: Mapping[str, Any]) -> Any:
+    done = [trial for trial in study["trials"] if trial["value"] is not None]
+    names = [study["metric"], *(done[0]["params"] if done else ())]
     titles = [name.removeprefix("num_").replace("_", " ").replace("diversity", "λ") for name in names]
     table = _table("trial", *titles)
     for trial in sorted(done, key=lambda trial: trial["value"])[:10]:
         values = (f"{value:.4g}" for value in trial["params"].values())
         table.add_row(str(trial["number"]), f"{trial['value']:.5g}", *values)
-    states = [trial["state"] for trial in found["trials"]]
+    states = [trial["state"] for trial in study["trials"]]
     table.caption = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
     return table
 
 
-def _fit_command(found: Any, request: TableRequest) -> str:
-    """Return the `fit` command with the best hyperparameters and the other options given."""
-    plan = found.plan
-    chosen = {"target": request.settings.target, "diversity": found.diversity, "members": plan.num_members}
+def _fit_command(result: Any, request: TableRequest) -> str:
+    plan = result.plan
+    chosen = {"target": request.settings.target, "diversity": result.diversity, "members": plan.num_members}
     chosen |= {"hidden": ",".join(map(str, plan.hidden)), "batch_size": plan.batch_size}
     chosen |= {"learning_rate": plan.learning_rate, "weight_decay": plan.weight_decay}
     words = ["torchace", "fit", str(request.data)]

@@ -1,4 +1,4 @@
-"""Shared by all commands: output, exit codes, signals."""
+"""Terminal output, exit codes and signals."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 console = Console()
 
-# control characters but tab and newline, marks that change the direction of text, halves of surrogate pairs
+# control characters except tab and newline, bidirectional marks, surrogates
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Return text with terminal control characters escaped.
+    r"""Escape terminal control characters.
 
     Example:
-        >>> printable("\\x1b[2Jλ = 3")
-        '\\\\x1b[2Jλ = 3'
+        >>> printable("\x1b[2Jλ = 3")
+        '\\x1b[2Jλ = 3'
     """
     return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def print_line(text: str, where: Console = console) -> None:
-    """Print a line, without wrapping and without markup: [brackets] and :colons: are the user's."""
+    """Print a line without wrapping and markup."""
     where.print(printable(text), soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
@@ -43,12 +43,12 @@ def print_error(text: str) -> None:
 
 
 def print_table(table: Any) -> None:
-    """Print a table, at least 100 characters wide in a file or a pipe."""
+    """Print a table; without a terminal, at least 100 characters wide."""
     (console if console.is_terminal else Console(width=max(console.width, 100))).print(table)
 
 
 def check_report_packages() -> None:
-    """Raise now if the packages of the report are missing, not after the training."""
+    """Raise before the training if packages of the report are missing."""
     for package in ("matplotlib", "jinja2"):
         if find_spec(package) is None:
             raise ModuleNotFoundError(name=package)
@@ -58,14 +58,14 @@ RESUME = "Interrupted. Everything so far is in {}; repeat the command to resume.
 
 
 def exit_interrupted(message: str) -> typer.Exit:
-    """Print a message and return the exit of an interrupted command."""
+    """Print a message and return the exception for an interrupted command."""
     print_error(message)
     return typer.Exit(INTERRUPTED)
 
 
 @contextmanager
 def interruptible(message: str) -> Iterator[None]:
-    """End the command with a message on SIGINT or SIGTERM; for work that may break off at any point."""
+    """End the command with a message on SIGINT or SIGTERM."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -81,7 +81,7 @@ def interruptible(message: str) -> Iterator[None]:
 
 
 class StopSignal:
-    """True after SIGINT or SIGTERM; a second signal ends the process at once."""
+    """Callable that returns True after SIGINT or SIGTERM; a second signal ends the process."""
 
     def __init__(self) -> None:
         self.received = False
@@ -100,4 +100,5 @@ class StopSignal:
         signal.signal(number, signal.SIG_DFL)
 
     def __call__(self) -> bool:
+        """Whether a signal was received."""
         return self.received

@@ -1,4 +1,4 @@
-"""Tables, statistics, figures and the page of a run directory; reads result files, never imports torch."""
+"""Report of a run directory; reads result files, never imports torch."""
 
 from torchace.lab.report.page import markdown, rich_table, write_report
 from torchace.lab.report.results import Results, read_results

@@ -1,4 +1,4 @@
-"""Figures and tables from the runs' arrays: reliability, pairs of members, predictions, contested cases."""
+"""Figures and tables from arrays: reliability, pairs of members, predictions, contested cases."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COLUMNS = 4  # of contested images
 
 
 def array_figures(results: Results) -> list[FigureSpec]:
-    """Return the figures drawn from arrays, arm by arm, and one of contested images; without empty ones."""
+    """Return the figures drawn from arrays."""
     arms = arms_with_figures(results)
     builders: list[Callable[[Results, ArmSummary], FigureSpec | None]] = [_reliability, _members_alone, _pairs]
     if results.task.name == "regression":
@@ -46,7 +46,6 @@ def array_figures(results: Results) -> list[FigureSpec]:
 
 
 def _curves(results: Results, arm: ArmSummary, summarize: Callable[[list[Arrays]], T | None]) -> dict[float, T]:
-    """Summarize the runs of all seeds, at two λ; without those that recorded nothing."""
     found = {
         diversity: summarize([results.arrays(run) for run in results.finished(arm, diversity)])
         for diversity in two_diversities(results, arm)
@@ -98,21 +97,21 @@ def _reliability(results: Results, arm: ArmSummary) -> FigureSpec | None:
 
 
 def _pairs(results: Results, arm: ArmSummary) -> FigureSpec | None:
-    """Every pair of members at two λ of one seed: their disagreement, or the correlation of their errors."""
+    """Disagreement, or correlation of errors, of each pair of members at two λ of one seed."""
     if results.task.name == "regression":
         key, title, values, scale, unit, top = (
             "residual_correlation",
-            "Who errs with whom",
+            "Correlation of errors between members",
             "from {} to {}",
             1.0,
             "",
             1.0,
         )
-        caption = "Correlation of two members' errors on the test rows: the lower, the more averaging removes"
+        caption = "Correlation of two members' errors on the test rows; averaging removes more where it is low"
     else:
         key, title, values, scale, unit, top = (
             "disagreement_matrix",
-            "Who disagrees with whom",
+            "Disagreement between members",
             "{} to {}%",
             100.0,
             "%",
@@ -144,7 +143,6 @@ def _pairs(results: Results, arm: ArmSummary) -> FigureSpec | None:
 
 
 def _upper(matrix: Array) -> Array:
-    """Return the entries of all pairs."""
     upper: Array = matrix[np.triu_indices(len(matrix), 1)]
     return upper
 
@@ -177,7 +175,6 @@ def _draw_matrices(
 
 
 def _members_alone(results: Results, arm: ArmSummary) -> FigureSpec | None:
-    """The error of each member of a fit's model, beside the ensemble's."""
     metric, run = results.metrics[results.task.error], results.model_run
     if run is None or arm != results.model or len(run.members) < 2 or metric.key not in results.scores(run):
         return None
@@ -201,8 +198,8 @@ def _members_alone(results: Results, arm: ArmSummary) -> FigureSpec | None:
     return FigureSpec(
         "alone",
         "members",
-        figure_title(results, "Each member alone", arm),
-        "A dot is one member of the model on the test set, the line the ensemble of all.",
+        figure_title(results, "Members and ensemble", arm),
+        "A dot is the test error of one member, the line that of the ensemble.",
         f"{capitalize(metric.noun)} of each of the {len(errors)} members; {parts}.",
         draw,
     )
@@ -212,7 +209,7 @@ def _members_alone(results: Results, arm: ArmSummary) -> FigureSpec | None:
 
 
 def _predictions(results: Results, arm: ArmSummary) -> FigureSpec | None:
-    """Predictions against the truth, of the arm's best λ and first seed that recorded them."""
+    """Predictions against observed values, at the best λ and the first seed that recorded them."""
     runs = [run for d in reversed(two_diversities(results, arm)) for run in results.finished(arm, d)]
     found = ((run, rows) for run in runs if (rows := join_predictions([results.arrays(run)])))
     run, rows = next(found, (None, None))
@@ -239,7 +236,7 @@ def _predictions(results: Results, arm: ArmSummary) -> FigureSpec | None:
         f"predicted_{results.arms.index(arm)}",
         "predictions",
         figure_title(results, "Predicted and observed", arm),
-        f"A dot is a test row; on the line, the prediction is right. {at(run.diversity)}, seed {run.seed}.{drawn}",
+        f"A dot is a test row; on the line, the prediction is exact. {at(run.diversity)}, seed {run.seed}.{drawn}",
         f"Predicted against observed, {formats.count(size, 'test row')}, observed from {ends}. "
         f"Half of the predictions are off by less than {typical}.",
         draw,
@@ -248,7 +245,6 @@ def _predictions(results: Results, arm: ArmSummary) -> FigureSpec | None:
 
 
 def _error_vs_spread(results: Results, arm: ArmSummary) -> FigureSpec | None:
-    """The error against the members' spread: whether the uncertainty predicts the error."""
     curves = _curves(results, arm, lambda runs: (rows := join_predictions(runs)) and error_vs_spread(rows))
     if not curves:
         return None
@@ -278,10 +274,10 @@ def _error_vs_spread(results: Results, arm: ArmSummary) -> FigureSpec | None:
     return FigureSpec(
         f"uncertainty_{results.arms.index(arm)}",
         "predictions",
-        figure_title(results, "Error where members differ", arm),
+        figure_title(results, "Error against the members' spread", arm),
         f"Test rows of all seeds in {groups} groups of equal size, ordered by the members' spread; root mean squares. "
-        "A rising curve: the spread predicts the error. On the dashed line both are equally large; above it, the "
-        "spread is too short for an error bar.",
+        "A rising curve: the spread predicts the error. On the dashed line both are equal; above it, the spread "
+        "underestimates the error.",
         f"Error against the spread of the members, {arm.label}. {parts}.",
         draw,
         height=HEIGHT + 0.7,
@@ -292,7 +288,7 @@ def _error_vs_spread(results: Results, arm: ArmSummary) -> FigureSpec | None:
 
 
 def _contested(results: Results) -> tuple[ArmSummary, RunResult, list[ContestedCase]] | None:
-    """Return the contested cases of the first run, by arm and seed, at the best λ, that recorded any."""
+    """Return the contested cases of the first run at a best λ that recorded any."""
     for arm in arms_with_figures(results):
         best = best_diversity(results, arm)
         for run in results.finished(arm, best) if best is not None else ():
@@ -302,7 +298,7 @@ def _contested(results: Results) -> tuple[ArmSummary, RunResult, list[ContestedC
 
 
 def contested_table(results: Results) -> Table | None:
-    """The contested test rows of data that are no images."""
+    """Table of contested test rows, unless the data are images."""
     found = _contested(results)
     if found is None or found[2][0].image is not None:
         return None
@@ -340,7 +336,7 @@ def _contested_images(results: Results) -> FigureSpec | None:
             axes.set_axis_off()
         grey = {"cmap": "gray_r" if theme.name == "light" else "gray", "vmin": 0, "vmax": 255}
         for axes, case in zip(panels, cases, strict=False):
-            assert case.image is not None  # all cases of a run have images, or none
+            assert case.image is not None  # all cases have images, or none
             axes.imshow(case.image, **(grey if case.image.ndim == 2 else {}), interpolation="nearest")
             axes.set_title(_class_name(results, case.target), fontsize=10.5, fontweight="bold", pad=3)
             style = {"ha": "center", "va": "top", "fontsize": 9.5, "linespacing": 1.15}

@@ -1,4 +1,4 @@
-"""The arrays of a run: read, checked, and summarized over seeds."""
+"""Arrays of runs: read, check, summarize over seeds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AXES = {
 
 
 class Reliability(NamedTuple):
-    """Confidence, accuracy and share of the cases, one entry a bin that holds samples."""
+    """Confidence, accuracy and share of cases of each non-empty bin."""
 
     confidence: Array
     accuracy: Array
@@ -36,20 +36,17 @@ class Reliability(NamedTuple):
 
 
 class ContestedCase(NamedTuple):
-    """A test case on which members disagree: its position in the test set, and (class, members) by votes.
+    """A test case on which members disagree."""
 
-    `row` is its number in a user's file, counted from 1; `image` its pixels; None where the run has neither.
-    """
-
-    position: int
+    position: int  # in the test set
     target: int
-    votes: tuple[tuple[int, int], ...]
+    votes: tuple[tuple[int, int], ...]  # (class, number of members)
     image: Array | None = None
-    row: int | None = None
+    row: int | None = None  # in the user's file, from 1
 
 
 class Predictions(NamedTuple):
-    """Test rows of a regression, `(N,)` each: the ensemble's prediction, the truth, the members' spread."""
+    """Test rows of a regression, `(N,)` each: prediction, observed value, members' spread."""
 
     predicted: Array
     observed: Array
@@ -57,24 +54,20 @@ class Predictions(NamedTuple):
 
     @property
     def error(self) -> Array:
-        """Prediction minus truth."""
+        """Prediction minus observed value."""
         difference: Array = self.predicted - self.observed
         return difference
 
 
 class ErrorVsSpread(NamedTuple):
-    """Root mean squares of spread and error, one entry a group of rows, in ascending order of spread."""
+    """Root mean squares of spread and error of groups of rows, by ascending spread."""
 
     spread: Array
     error: Array
 
 
 def read_arrays(path: Path, sha256: str | None = None) -> dict[str, Array]:
-    """Read a run's safetensors file; without a checksum to meet, a missing file is empty.
-
-    Raises:
-        ResultFileError: The file is damaged or changed, or its arrays do not fit together.
-    """
+    """Read a run's safetensors file; empty if it is missing and no checksum is given."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -91,9 +84,9 @@ def read_arrays(path: Path, sha256: str | None = None) -> dict[str, Array]:
     except ResultFileError:
         raise
     except (SafetensorError, KeyError, TypeError, ValueError, AttributeError):
-        raise ResultFileError(f"Expected arrays in {name}, but the file is damaged or something else.") from None
+        raise ResultFileError(f"Expected arrays in {name}, but the file is damaged or has another format.") from None
     if not _consistent(arrays):
-        raise ResultFileError(f"The arrays in {name} do not fit together.")
+        raise ResultFileError(f"The arrays in {name} have inconsistent shapes or values.")
     return arrays
 
 
@@ -115,7 +108,7 @@ def _consistent(arrays: Mapping[str, Array]) -> bool:
 
 
 def _bounded(key: str, values: Array) -> bool:
-    """Whether all numbers are finite with finite squares; an undefined correlation may be NaN."""
+    """Whether all numbers are within bounds; undefined correlations may be NaN."""
     bounded: Array = np.abs(values.astype(np.float64)) < LARGEST
     if key == "residual_correlation":
         bounded |= np.isnan(values)
@@ -123,7 +116,7 @@ def _bounded(key: str, values: Array) -> bool:
 
 
 def sample_scores(arrays: Mapping[str, Array], metric: str) -> Array | None:
-    """Return a metric on every recorded test sample, `(N,)` in float64; None where there is none."""
+    """Return a metric on each test sample, `(N,)` in float64; None if not recorded."""
     if SAMPLES.get(metric) in arrays:
         return np.asarray(arrays[SAMPLES[metric]], dtype=np.float64)
     rows = join_predictions([arrays]) if metric in ("mse", "mae") else None
@@ -133,7 +126,7 @@ def sample_scores(arrays: Mapping[str, Array], metric: str) -> Array | None:
 
 
 def reliability(runs: Iterable[Mapping[str, Array]]) -> Reliability | None:
-    """Return confidence and accuracy of each bin over the samples of all runs; None where no run recorded any."""
+    """Return the reliability over the samples of all runs; None if no run recorded it."""
     keys = ("reliability_count", "reliability_confidence", "reliability_correct")
     recorded = [arrays for arrays in runs if keys[0] in arrays]
     recorded = [arrays for arrays in recorded if arrays[keys[0]].shape == recorded[0][keys[0]].shape]
@@ -147,7 +140,7 @@ def reliability(runs: Iterable[Mapping[str, Array]]) -> Reliability | None:
 
 
 def contested_cases(arrays: Mapping[str, Array], most: int = 12) -> list[ContestedCase]:
-    """Return up to `most` contested test cases of one run, in the order of the file."""
+    """Return up to `most` contested test cases of one run."""
     keys = ("disputed_index", "disputed_target", "disputed_votes")
     if any(key not in arrays for key in keys):
         return []
@@ -162,7 +155,7 @@ def contested_cases(arrays: Mapping[str, Array], most: int = 12) -> list[Contest
 
 
 def join_predictions(runs: Iterable[Mapping[str, Array]]) -> Predictions | None:
-    """Return the test rows of all runs together in float64, None where no run recorded any."""
+    """Concatenate the test rows of all runs in float64; None if no run recorded them."""
     recorded = [arrays for arrays in runs if ROWS[0] in arrays and arrays[ROWS[0]].size]
     if not recorded:
         return None
@@ -170,7 +163,7 @@ def join_predictions(runs: Iterable[Mapping[str, Array]]) -> Predictions | None:
 
 
 def error_vs_spread(rows: Predictions, groups: int = 10) -> ErrorVsSpread | None:
-    """Return spread and error in up to `groups` groups of ten rows or more; None without two groups or any spread."""
+    """Return spread and error in up to `groups` groups of at least ten rows; None for fewer than two groups."""
     groups = min(groups, len(rows.spread) // 10)
     if groups < 2 or not rows.spread.any():
         return None

@@ -1,4 +1,4 @@
-"""Findings of an experiment: sentences about the effect of λ, computed from the paired differences."""
+"""Findings about the effect of λ, from paired differences."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torchace.lab.report.statistics import Comparison, Difference, best_diversit
 from torchace.lab.report.tables import summary_of
 from torchace.lab.schema.results import ArmSummary
 
-COLLAPSED = 0.002  # members that disagree on a smaller share of the test cases count as collapsed
-COLLAPSED_SPREAD = 0.01  # regressors with a smaller spread, as a share of the ensemble's error, count as collapsed
+COLLAPSED = 0.002  # disagreement below which members count as collapsed
+COLLAPSED_SPREAD = 0.01  # the same for the spread of regressors, relative to the ensemble's error
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Sentences under a short heading; `warning` where a reader should be careful."""
+    """Sentences under a heading."""
 
     topic: str
     text: str
@@ -28,10 +28,7 @@ class Finding:
 
 
 def findings(results: Results, arm: ArmSummary) -> list[Finding]:
-    """Findings about an arm: its diversity, scores and members, and its comparison with baselines.
-
-    A baseline with one λ has findings only where its members collapsed.
-    """
+    """Return the findings about an arm; for a baseline with one λ, only collapsed members."""
     found = [diversity_finding(results, arm)]
     if not arm.baseline or len(results.diversities(arm)) > 1:
         found += [
@@ -46,10 +43,7 @@ def findings(results: Results, arm: ArmSummary) -> list[Finding]:
 
 
 def headline(results: Results, arm: ArmSummary) -> str:
-    """The main result of an arm: the effect of λ on the loss, then on diversity, then the baselines.
-
-    Empty where the arm has no λ=0 to compare with.
-    """
+    """Return the main result of an arm; empty without λ=0 to compare with."""
     comparison, best = compare(results, arm, results.task.loss), best_diversity(results, arm)
     if comparison is None or best is None:
         return ""
@@ -71,13 +65,12 @@ def headline(results: Results, arm: ArmSummary) -> str:
 
 
 def _gain(comparison: Comparison, best: float) -> Difference | None:
-    """Return the significant gain at the best λ, or the largest at another."""
+    """Return the significant gain at the best λ, else the largest gain."""
     gains = [d for d in comparison.differences if d.significant and d.mean < 0]
     return next((d for d in gains if d.diversity == best), min(gains, key=lambda d: d.mean, default=None))
 
 
 def _untested(comparison: Comparison) -> str:
-    """Say why none of the differences could be tested."""
     notes = {difference.note for difference in comparison.differences if difference.note}
     return f"{min(notes)}, so this may be noise" if notes else "there is nothing to test"
 
@@ -96,7 +89,6 @@ def _effect_on_diversity(results: Results, arm: ArmSummary) -> str:
 
 
 def _collapsed(results: Results, arm: ArmSummary, spreads: dict[float, float]) -> list[float]:
-    """Return the values of λ at which the members are practically equal."""
     if results.task.spread == "disagreement":
         return [d for d, spread in spreads.items() if spread < COLLAPSED]
     errors = comparable_means(results, arm, results.task.error)
@@ -104,7 +96,7 @@ def _collapsed(results: Results, arm: ArmSummary, spreads: dict[float, float]) -
 
 
 def _verdict(results: Results, arm: ArmSummary, other: ArmSummary) -> str:
-    """Compare a baseline with the arm's best λ by the task's loss; empty where they cannot be compared."""
+    """Compare a baseline with the arm's best λ; empty if not comparable."""
     if not other.baseline or other == arm:
         return ""
     comparison = compare(results, arm, results.task.loss, other)
@@ -117,7 +109,7 @@ def _verdict(results: Results, arm: ArmSummary, other: ArmSummary) -> str:
 
 
 def diversity_finding(results: Results, arm: ArmSummary) -> Finding | None:
-    """Whether the members differ, and whether λ changes that."""
+    """Return the finding about the members' diversity and its dependence on λ."""
     metric = results.metrics[results.task.spread]
     means = comparable_means(results, arm, metric.key)
     if arm.num_members == 1 or not means:
@@ -170,7 +162,6 @@ def _lambdas(values: list[float]) -> str:
 
 
 def _evidence(metric: Metric, difference: Difference, subject: str = "The paired difference") -> str:
-    """Describe a difference, its margin and its test, all three from the same estimate."""
     if difference.p is None:
         return f"{subject} is {metric.difference(difference.mean)}; {difference.note}, so it may be noise."
     p = "p < 0.001" if difference.p < 0.001 else f"p = {difference.p:.3f}"
@@ -181,7 +172,6 @@ def _evidence(metric: Metric, difference: Difference, subject: str = "The paired
 
 
 def _score(results: Results, arm: ArmSummary, key: str) -> Finding | None:
-    """Where a score is lowest, and whether that differs significantly from λ=0."""
     metric, best, comparison = results.metrics[key], best_diversity(results, arm, key), compare(results, arm, key)
     if best is None or comparison is None:
         return None
@@ -212,7 +202,6 @@ def _score(results: Results, arm: ArmSummary, key: str) -> Finding | None:
 
 
 def _one_member(results: Results, arm: ArmSummary) -> Finding | None:
-    """The effect of λ on a single member."""
     best, comparison = best_diversity(results, arm), compare(results, arm, f"member_{results.task.loss}")
     difference = comparison.at(best) if comparison else None
     if arm.num_members == 1 or best is None or difference is None:
@@ -235,7 +224,7 @@ def _one_member(results: Results, arm: ArmSummary) -> Finding | None:
 
 
 def _chosen_on_validation(results: Results, arm: ArmSummary) -> Finding | None:
-    """The λ that the validation data picks, and its effect on the test set."""
+    """The λ chosen on validation data, and its effect on the test set."""
     picked, comparison = best_diversity(results, arm, split="validation"), compare(results, arm, results.task.loss)
     if picked is None or comparison is None:
         return None
@@ -250,7 +239,6 @@ def _chosen_on_validation(results: Results, arm: ArmSummary) -> Finding | None:
 
 
 def _against_baseline(results: Results, arm: ArmSummary, other: ArmSummary) -> Finding | None:
-    """How a baseline arm compares with the arm's best λ."""
     metric = results.metrics[results.task.loss]
     comparison = compare(results, arm, metric.key, other)
     difference = comparison.at(best_diversity(results, arm)) if comparison else None
@@ -272,7 +260,7 @@ def _against_baseline(results: Results, arm: ArmSummary, other: ArmSummary) -> F
 
 
 def remarks(results: Results) -> list[Finding]:
-    """Remarks on the whole experiment: finished and failed runs, seeds, the data that chose λ."""
+    """Return remarks on the whole experiment."""
     found = [_completeness(results)]
     if len(results.experiment.seeds) < 2:
         text = "There is one seed. No interval can be given, and every difference may be chance."

@@ -1,4 +1,4 @@
-"""Numbers, names and lists as text: the same in the page, the Markdown and the terminal."""
+"""Format numbers, names and lists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NONE = "–"  # not measured
 
 
 def number(value: float, digits: int, *, signed: bool = False) -> str:
-    """Return a number with fixed decimals, a true minus sign, and no sign before a zero."""
+    """Format with fixed decimals and a true minus sign; zero has no sign."""
     text = f"{abs(value):,.{digits}f}"
     if not text.strip("0."):
         return text
@@ -19,7 +19,7 @@ def number(value: float, digits: int, *, signed: bool = False) -> str:
 
 
 def quantity(value: float) -> str:
-    """Return a number of any size, to four significant digits."""
+    """Format to four significant digits."""
     exponent = order_of_magnitude([value])
     power = "" if -4 <= exponent <= 6 else f"×{power_of_ten(exponent)}"
     text = number(value / 10.0**exponent, 3) if power else number(value, max(0, 3 - exponent))
@@ -28,40 +28,40 @@ def quantity(value: float) -> str:
 
 
 def order_of_magnitude(values: Sequence[float]) -> int:
-    """Return the power of ten of the median absolute value, 0 where there is none."""
-    sizes = [abs(value) for value in values if abs(value) > 1e-300]  # the inverse of a smaller one may overflow
+    """Return the power of ten of the median absolute value."""
+    sizes = [abs(value) for value in values if abs(value) > 1e-300]  # smaller: the inverse may overflow
     return math.floor(math.log10(median(sizes))) if sizes else 0
 
 
 def power_of_ten(exponent: int) -> str:
-    """Return a power of ten with a raised exponent."""
+    """Format a power of ten with a superscript."""
     return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def shorten(text: str, width: int) -> str:
-    """Return a name of at most `width` characters, cut in its middle."""
+    """Shorten to `width` characters, cut in the middle."""
     text = " ".join(text.split()) or "(blank)"
     tail = width // 4
     return text if len(text) <= width else f"{text[: width - tail - 1]}…{text[-tail:]}"
 
 
 def diversity(value: float) -> str:
-    """Return a value of λ without rounding errors."""
+    """Format λ to six digits."""
     return f"{value:.6g}"
 
 
 def at(value: float) -> str:
-    """Return a value of λ for a sentence: `λ=0.3`."""
+    """Format λ as `λ=0.3`."""
     return f"λ={diversity(value)}"
 
 
 def p_value(p: float | None) -> str:
-    """Return a p value to three decimals."""
+    """Format to three decimals."""
     return NONE if p is None else "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def timestamp(text: str) -> str:
-    """Return an ISO time to the minute, other text unchanged."""
+    """Format an ISO time to the minute; other text is unchanged."""
     try:
         parsed = datetime.fromisoformat(text)
     except ValueError:
@@ -70,7 +70,7 @@ def timestamp(text: str) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a duration in hours, minutes and seconds."""
+    """Format in hours, minutes and seconds."""
     if seconds is None:
         return NONE
     if seconds < 10:
@@ -82,15 +82,15 @@ def duration(seconds: float | None) -> str:
 
 
 def count(value: int, noun: str, plural: str = "") -> str:
-    """Return a number of things: `1 seed`, `60,000 images`, `2 entries`."""
+    """Format a count: `1 seed`, `60,000 images`."""
     return f"{value:,} {noun if value == 1 else plural or noun + 's'}"
 
 
 def join(items: Sequence[str]) -> str:
-    """Return items for a sentence: `0.1, 0.3 and 0.5`."""
+    """Join items: `0.1, 0.3 and 0.5`."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
 
 
 def capitalize(text: str) -> str:
-    """Return the text with a capital first letter, the others unchanged."""
+    """Capitalize the first letter only."""
     return text[:1].upper() + text[1:]

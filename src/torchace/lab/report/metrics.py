@@ -1,4 +1,4 @@
-"""Metrics of a classification and a regression: their names, how they are written, where they are shown."""
+"""Names and formats of the metrics of each task."""
 
 from __future__ import annotations
 
@@ -22,45 +22,41 @@ MUTUAL_INFORMATION = (
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric: its column heading, its noun in a sentence, and its format.
-
-    Values are multiplied by `scale` and get `digits` decimals (differences one more). `power` is 1 for a number in the
-    target's units, 2 for one in their square: `choose_units` adapts their format to their size.
-    """
+    """Name and format of a metric."""
 
     key: str
-    label: str
-    noun: str
-    digits: int = 4
+    label: str  # column heading
+    noun: str  # in a sentence
+    digits: int = 4  # decimals; differences have one more
     scale: float = 1.0
     unit: str = ""
     difference_unit: str = ""
-    power: int = 0
-    reading: str = LOWER_IS_BETTER  # in a figure's caption
+    power: int = 0  # of the target's units
+    reading: str = LOWER_IS_BETTER  # in a caption
 
     def number(self, value: float) -> str:
-        """Return a value without its unit."""
+        """Format a value without unit."""
         return formats.number(value * self.scale, self.digits)
 
     def value(self, value: float) -> str:
-        """Return a value with its unit."""
+        """Format a value with unit."""
         return self.number(value) + self.unit
 
     def change(self, value: float, *, signed: bool = True) -> str:
-        """Return a difference without its unit."""
+        """Format a difference without unit."""
         return formats.number(value * self.scale, self.digits + 1, signed=signed)
 
     def difference(self, mean: float, margin: float | None = None, *, signed: bool = True) -> str:
-        """Return a difference with its margin, where there is one, and its unit."""
+        """Format a difference with margin and unit."""
         error = "" if margin is None else f" ± {self.change(margin, signed=False)}"
         return self.change(mean, signed=signed) + error + self.difference_unit
 
     def interval(self, ends: tuple[float, float]) -> str:
-        """Return the two ends of an interval of differences, without unit."""
+        """Format an interval of differences, without unit."""
         return f"{self.change(ends[0])} to {self.change(ends[1])}"
 
     def mean_sd(self, summary: Summary | None) -> str:
-        """Return mean ± standard deviation, without unit."""
+        """Format mean ± standard deviation, without unit."""
         if summary is None:
             return NONE
         mean = self.number(summary.mean)
@@ -68,7 +64,7 @@ class Metric:
 
     @property
     def difference_label(self) -> str:
-        """The heading of a column of differences."""
+        """Heading of a column of differences."""
         return self.label.replace(", %", ", points")
 
 
@@ -77,25 +73,21 @@ def _percent(key: str, label: str, noun: str, reading: str = LOWER_IS_BETTER) ->
 
 
 def _with_members(*metrics: Metric) -> list[Metric]:
-    """Return metrics of the ensemble, and the same of one member."""
     members = [replace(m, key=f"member_{m.key}", noun=f"{m.noun} of one member") for m in metrics]
     return [*metrics, *members]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Metrics of a task and where they are shown; λ is judged by `loss`, single members by `error`.
-
-    `score` is a second score, `spread` the difference between members; every scored run has the `required` metrics.
-    """
+    """Metrics of a task and their places in the report."""
 
     name: str
     metrics: Mapping[str, Metric]
-    required: tuple[str, ...]
-    loss: str
-    score: str
-    spread: str
-    error: str
+    required: tuple[str, ...]  # in every scored run
+    loss: str  # compares values of λ
+    score: str  # the second score
+    spread: str  # the difference between members
+    error: str  # of single members
     ensemble: tuple[str, ...]
     member: tuple[str, ...]
     curves: tuple[str, ...]
@@ -105,21 +97,21 @@ class Task:
 
     @property
     def diversity(self) -> tuple[str, ...]:
-        """The metrics of diversity."""
+        """Metrics of diversity."""
         return self.details["Diversity"]
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """The metrics with paired differences."""
+        """Metrics with paired differences."""
         return self.loss, self.score, self.spread
 
     def explain(self, keys: Sequence[str]) -> str:
-        """Return how to read the metrics that are not just «lower is better»."""
+        """Explain the metrics other than «lower is better»."""
         metrics = [self.metrics[key] for key in keys if self.metrics[key].reading != LOWER_IS_BETTER]
         return " ".join(f"{formats.capitalize(metric.noun)}: {metric.reading}" for metric in metrics)
 
     def member_error(self, value: float) -> float:
-        """Return a member's accuracy or MSE as a value of `error`."""
+        """Convert a member's accuracy or MSE to `error`."""
         return math.sqrt(value) if self.error == "rmse" else 1 - value
 
 
@@ -190,7 +182,7 @@ TASKS = {task.name: task for task in (CLASSIFICATION, REGRESSION)}
 
 
 def add_derived(values: Mapping[str, float]) -> dict[str, float]:
-    """Return a split's metrics with those that follow from them: errors, roots, and the share averaged away."""
+    """Add derived metrics: errors, roots, and the share averaged away."""
     found = dict(values)
     for key in ("accuracy", "member_accuracy"):
         if key in values:
@@ -204,9 +196,7 @@ def add_derived(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def choose_units(metrics: Mapping[str, Metric], values: Mapping[str, Sequence[float]]) -> dict[str, Metric]:
-    """Return metrics with decimals, and where needed a power of ten, that fit values in the target's units.
-    All metrics of one unit share the power of ten, so that a table's columns can be compared.
-    """
+    """Set decimals and a power of ten, common to all metrics of one unit, to fit the values."""
     found = dict(metrics)
     for power, lead in ((1, "rmse"), (2, "mse")):
         size = formats.order_of_magnitude(values.get(lead, ()))

@@ -1,4 +1,4 @@
-"""Findings of a fit: the scores of its model, its members, and its uncertainty."""
+"""Findings about the model of a fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchace.lab.schema.results import ArmSummary, RunResult
 
 
 def model_headline(results: Results, arm: ArmSummary) -> str:
-    """How well the model predicts the test rows; empty where it was not tested."""
+    """Return the main result of a model; empty without test scores."""
     run = results.model_run
     test = results.scores(run) if run else {}
     rows = formats.count(results.data.test, "test row")
@@ -34,7 +34,7 @@ def model_headline(results: Results, arm: ArmSummary) -> str:
 
 
 def model_findings(results: Results, arm: ArmSummary) -> list[Finding]:
-    """The model's scores with their intervals over test rows, its members, and how far to trust its uncertainty."""
+    """Return the findings about scores, members and uncertainty."""
     run = results.model_run
     if run is None:
         return [Finding("No model", "The training of the model did not finish.", warning=True)]
@@ -77,7 +77,6 @@ def _regression(results: Results, run: RunResult, rows: Predictions | None) -> F
 
 
 def _members(results: Results, arm: ArmSummary, run: RunResult) -> Finding | None:
-    """The gain from averaging, and how far the members differ."""
     test, error = results.scores(run), results.metrics[results.task.error]
     spread, key = results.metrics[results.task.spread], f"member_{results.task.error}"
     if key not in test or spread.key not in test:
@@ -92,7 +91,6 @@ def _members(results: Results, arm: ArmSummary, run: RunResult) -> Finding | Non
 
 
 def _uncertainty(rows: Predictions | None) -> Finding | None:
-    """Whether the members' spread predicts the error, and whether it is as large."""
     thirds = error_vs_spread(rows, 3) if rows is not None else None
     if rows is None or thirds is None or len(thirds.error) < 3 or not thirds.error[0]:
         return None
@@ -105,16 +103,16 @@ def _uncertainty(rows: Predictions | None) -> Finding | None:
     share = math.sqrt(float(np.mean(np.square(rows.spread)) / np.mean(np.square(rows.error))))
     size = f"{share:.2g} times the error"
     if share < 0.8:
-        text += f" As an error bar the spread is too short ({size}): it misses the errors that members share."
+        text += f" The spread underestimates the error ({size}): it does not cover errors common to all members."
     elif share <= 1.25:
         text += f" The spread is about as large as the error ({size})."
     else:
-        text += f" As an error bar the spread is too long ({size})."
+        text += f" The spread overestimates the error ({size})."
     return Finding("Uncertainty", text, warning=not predicts)
 
 
 def wilson_interval(share: float, n: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share that was counted in n cases."""
+    """Return Wilson's 95 % interval of a share of n cases."""
     from scipy.stats import binomtest  # type: ignore[import-untyped]
 
     found = binomtest(min(n, max(0, round(share * n))), n).proportion_ci(method="wilson")

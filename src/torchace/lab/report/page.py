@@ -1,4 +1,4 @@
-"""The page, one HTML file that needs nothing else; the same as Markdown; and the main table for a terminal."""
+"""The report as HTML and Markdown, and the result table for a terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORT_HEADINGS = {"Cross entropy": "CE", "Accuracy": "Acc.", "Disagreement, %": 
 
 
 def contents(results: Results) -> dict[str, Any]:
-    """Collect findings, facts and tables: what the page and the Markdown show."""
+    """Return findings, facts and tables."""
     found = []
     for arm in results.arms:
         if arm.role == "model":
@@ -56,7 +56,7 @@ def contents(results: Results) -> dict[str, Any]:
 
 
 class Image(NamedTuple):
-    """A figure, as PNG files for light and dark pages."""
+    """A figure as PNG, light and dark."""
 
     spec: FigureSpec
     light: bytes
@@ -66,18 +66,17 @@ class Image(NamedTuple):
 def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
     """Write the report of a run directory.
 
-    Each file is written under a temporary name and renamed, the page last: an earlier report is never half replaced.
+    Each file is written atomically, `index.html` last; beside it are `results.md` and the figures.
 
     Args:
         directory: A run directory of `torchace run` or `torchace fit`.
-        out: The folder to write to; `report` inside the directory unless given.
+        out: The output folder; `report` inside the directory by default.
 
     Returns:
-        The path of the page, `index.html`; beside it are `results.md` and, for each figure, `NAME.png` and
-        `NAME-dark.png`.
+        The path of `index.html`.
 
     Raises:
-        ResultFileError: The directory has no readable experiment, or the folder cannot be written.
+        ResultFileError: `experiment.json` cannot be read, or `out` cannot be written.
     """
     results = read_results(directory)
     if out is None:
@@ -100,12 +99,12 @@ def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
 
 
 def figures(results: Results) -> list[FigureSpec]:
-    """Return all figures of a run directory, in the order of the page."""
+    """Return all figures, in order."""
     return lambda_figures(results) + array_figures(results)
 
 
 def page_html(results: Results, images: list[Image]) -> str:
-    """Return the page, one HTML document; all text from files is escaped."""
+    """Return the report as one HTML document; text from files is escaped."""
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError as error:
@@ -132,7 +131,7 @@ def page_html(results: Results, images: list[Image]) -> str:
 
 
 def _keep_percent(value: object) -> object:
-    """Keep a number and its percent sign on one line."""
+    """Use a non-breaking space before percent signs."""
     return value.replace(" %", "\u00a0%") if isinstance(value, str) else value
 
 
@@ -142,14 +141,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def markdown(results: Results) -> str:
-    """Return a complete results page: findings, tables, paired differences, the data of a fit, setup, failed runs.
-
-    Args:
-        results: A run directory.
-
-    Returns:
-        GitHub-flavoured Markdown that ends with a newline.
-    """
+    """Return the report as GitHub-flavoured Markdown."""
     content, experiment = contents(results), results.experiment
     parts = [f"# {_escape(experiment.title or experiment.name)}", _escape(experiment.description)]
     parts.append(f"## {content['findings_title']}")
@@ -170,7 +162,7 @@ def markdown(results: Results) -> str:
         parts += [f"### {table.caption}\n\n{table_markdown(table)}" for table in content["column_tables"]]
         parts.append("\n".join(f"- {_escape(note)}" for note in content["notes"]))
     parts += ["## Setup", table_markdown(content["arm_table"]), _fact_list(content["facts"])]
-    if config := content["configuration"].replace("<", "\\u003c"):  # the same to JSON, and no tag to any reader
+    if config := content["configuration"].replace("<", "\\u003c"):  # no HTML tags; equal JSON
         fence = "`" * (3 + max((len(ticks) for ticks in re.findall("`{3,}", config)), default=0))
         parts.append(f"{fence}json\n{config}\n{fence}")
     if failures := content["failure_table"]:
@@ -187,7 +179,7 @@ def _fact_list(pairs: list[tuple[str, str]]) -> str:
 
 
 def table_markdown(table: tables.Table) -> str:
-    """Return a table as Markdown without a final newline: its sections as rows of their own, its note below."""
+    """Return a table as Markdown, with section titles as rows and the note below."""
     heads = [f"{column.group}: {column.label}" if column.group else column.label for column in table.columns]
     lines = [[_escape(head) for head in heads], [":--" if kind == "text" else "--:" for kind in table.kinds]]
     for section in table.sections:
@@ -199,7 +191,6 @@ def table_markdown(table: tables.Table) -> str:
 
 
 def _escape(text: str) -> str:
-    """Return text that Markdown shows unchanged, on one line."""
     text = re.sub(r"([\\`*_\[\]|~])", r"\\\1", " ".join(text.split()))
     text = re.sub(r"&(?=#?\w+;)", "&amp;", text)
     text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
@@ -207,14 +198,7 @@ def _escape(text: str) -> str:
 
 
 def rich_table(results: Results) -> RichTable:
-    """Return the result table for a terminal.
-
-    Args:
-        results: A run directory.
-
-    Returns:
-        A `rich.table.Table`, to print with a `rich.console.Console`.
-    """
+    """Return the result table for a terminal."""
     try:
         from rich.box import SIMPLE_HEAD
         from rich.table import Table as RichTable
@@ -223,20 +207,20 @@ def rich_table(results: Results) -> RichTable:
         raise ImportError("Tables in a terminal need rich: pip install 'torchace[tool]'.") from error
 
     table = tables.result_table(results)
-    # the paper's numbers for single members stay on the page: a terminal is narrow
-    shown = [i for i, column in enumerate(table.columns) if (column.group, column.label) != ("One member", "paper")]
+    # without the paper's numbers for single members: a terminal is narrow
+    indices = [i for i, column in enumerate(table.columns) if (column.group, column.label) != ("One member", "paper")]
     note = "Mean ± standard deviation over seeds; bold: best of its arm."
     if results.experiment.paper:
         note += f" paper: {results.experiment.paper.table} of Shoham and Permuter (2020)."
     title = Text(results.experiment.title or results.experiment.name)
     drawn = RichTable(title=title, caption=Text(note), box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    heads = [_short_heading(table.columns[i]) for i in shown]
+    heads = [_short_heading(table.columns[i]) for i in indices]
     rows = [row for section in table.sections for row in section.rows]
     texts = [
         [*head.split("\n"), *(_short_text(table.columns[i], row[i]) for row in rows)]
-        for i, head in zip(shown, heads, strict=True)
+        for i, head in zip(indices, heads, strict=True)
     ]
-    # the arms' titles are in the first column and are narrowed where eighty characters hold both
+    # narrow the first column, with the arms' titles, if the table then fits into 80 characters
     room = 78 - sum(2 + max(map(len, column)) for column in texts[1:])
     drawn.add_column(Text(heads[0]), min_width=10, max_width=room if 10 <= room <= 28 else 28, overflow="fold")
     for head in heads[1:]:
@@ -245,7 +229,7 @@ def rich_table(results: Results) -> RichTable:
         drawn.add_section()
         drawn.add_row(Text(section.title, style="italic", overflow="fold"))
         for row in section.rows:
-            cells = [Text(_short_text(table.columns[i], row[i]), style=_style(row[i])) for i in shown]
+            cells = [Text(_short_text(table.columns[i], row[i]), style=_style(row[i])) for i in indices]
             drawn.add_row(Text("  ") + cells[0], *cells[1:])
     return drawn
 
@@ -256,7 +240,7 @@ def _short_heading(column: tables.Column) -> str:
 
 
 def _short_text(column: tables.Column, cell: tables.Cell) -> str:
-    """Return mean and deviation of the ensemble, and of single members the mean alone."""
+    """Drop the standard deviation except for the ensemble."""
     return cell.text if column.group in ("", "Ensemble") else cell.text.split(" ±")[0]
 
 

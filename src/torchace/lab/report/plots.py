@@ -1,4 +1,4 @@
-"""Figures with λ on the x axis: scores, differences, diversity, members, and the search for λ."""
+"""Figures with λ on the x axis."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEED_STYLE: dict[str, Any] = {"lw": 0.7, "alpha": 0.5, "marker": ".", "ms": 5}
 
 
 def short_label(text: str, width: int = 30) -> str:
-    """Return a label short enough for a legend."""
+    """Shorten a label for a legend."""
     return textwrap.shorten(text, width, placeholder="…") or text[: width - 1] + "…"
 
 
@@ -47,18 +47,18 @@ def marker_of(results: Results, arm: ArmSummary) -> str:
 
 
 def arms_with_figures(results: Results) -> list[ArmSummary]:
-    """Return the arms with several members; baselines only where there is nothing else."""
+    """Return the arms with several members, without baselines unless there are no others."""
     several = [arm for arm in results.arms if arm.num_members > 1 and results.diversities(arm)]
     return [arm for arm in several if not arm.baseline] or several
 
 
 def figure_title(results: Results, title: str, arm: ArmSummary) -> str:
-    """Return a figure's title, with the arm's label where several arms have this figure."""
+    """Return a title, with the arm's label if there are several."""
     return title if len(arms_with_figures(results)) == 1 else f"{title}: {short_label(arm.label)}"
 
 
 def two_diversities(results: Results, arm: ArmSummary) -> list[float]:
-    """Return the smallest λ, and that of the lowest loss or else the largest."""
+    """Return the smallest λ and the best, or else the largest."""
     diversities, best = results.diversities(arm), best_diversity(results, arm)
     if not diversities or best is None:
         return []
@@ -66,7 +66,7 @@ def two_diversities(results: Results, arm: ArmSummary) -> list[float]:
 
 
 def lambda_positions(values: Iterable[float]) -> tuple[dict[float, float], bool]:
-    """Return an x position for each λ, and whether they are to scale: values that are too close are evenly spaced."""
+    """Return x positions and whether they are to scale; close values are evenly spaced."""
     ordered = sorted(set(values))
     gaps = [b - a for a, b in pairwise(ordered)]
     if not gaps or min(gaps) >= 0.09 * (ordered[-1] - ordered[0]):
@@ -76,7 +76,7 @@ def lambda_positions(values: Iterable[float]) -> tuple[dict[float, float], bool]
 
 @dataclass(frozen=True)
 class LambdaPlot:
-    """Axes with λ on the x axis; values are multiplied by `scale`, shifts are in steps between two λ."""
+    """Axes with λ on the x axis; `scale` multiplies values, shifts are in steps between two λ."""
 
     axes: Axes
     positions: Mapping[float, float]
@@ -84,7 +84,7 @@ class LambdaPlot:
 
     @classmethod
     def create(cls, figure: Figure, values: Iterable[float], label: str, scale: float) -> LambdaPlot:
-        """Add axes with ticks at the values of λ, thinned where there are many."""
+        """Add axes with at most 12 ticks."""
         axes = figure.add_subplot()
         positions, to_scale = lambda_positions(values)
         ticks = list(positions)[:: -(-len(positions) // 12) or 1]
@@ -112,7 +112,7 @@ class LambdaPlot:
         cap: float = 0.0,
         **style: Any,
     ) -> None:
-        """Draw intervals by λ as vertical bars, with caps of `cap` points."""
+        """Draw intervals by λ as vertical bars."""
         for diversity, ends in intervals.items():
             if ends:
                 x, y = [self.x(diversity, shift)] * 2, [self.scale * end for end in ends]
@@ -122,7 +122,7 @@ class LambdaPlot:
 
 
 def lambda_figures(results: Results) -> list[FigureSpec]:
-    """Return the figures of a search, and those of an experiment's scores and diversity; without empty ones."""
+    """Return the figures of the search, or of scores and diversity."""
     task = results.task
     found: list[FigureSpec | None] = [*_search_figures(results)]
     if results.model is None:
@@ -139,7 +139,7 @@ def _series(results: Results, arm: ArmSummary, key: str) -> Series:
 
 
 def _score(results: Results, key: str, group: str) -> FigureSpec | None:
-    """A metric against λ: arms as lines with intervals, baselines with one λ as levels, the paper's numbers."""
+    """A metric against λ; baselines with one λ are horizontal lines."""
     metric = results.metrics[key]
     series = [(arm, found) for arm in results.arms if (found := _series(results, arm, key))]
     swept = [(arm, found) for arm, found in series if not arm.baseline or len(found) > 1] or series
@@ -174,7 +174,7 @@ def _score(results: Results, key: str, group: str) -> FigureSpec | None:
             if level.interval:
                 axes.axhspan(*(end * metric.scale for end in level.interval), color=color, alpha=0.12, lw=0)
         if key in results.task.diversity:
-            axes.set_ylim(bottom=0)  # a diversity near zero looks like one
+            axes.set_ylim(bottom=0)  # shows how close to zero it is
         if key == "disagreement" and axes.get_ylim()[1] < 4 * 100 * COLLAPSED:
             axes.set_ylim(top=max(axes.get_ylim()[1], 115 * COLLAPSED))
             handles["collapsed below this"] = axes.axhline(100 * COLLAPSED, color=theme.quiet, lw=1.2, ls=(0, (1, 1.5)))
@@ -186,7 +186,7 @@ def _score(results: Results, key: str, group: str) -> FigureSpec | None:
 
 
 def _draw_paper(results: Results, metric: Metric, sizes: set[int], plot: LambdaPlot, theme: Theme) -> Any:
-    """Draw the paper's numbers; one far off the range is written at the edge and does not stretch the axis."""
+    """Draw the paper's numbers; those far outside the range as text at the edge."""
     points = {
         row.diversity: row.values[metric.key] * metric.scale
         for row in (results.experiment.paper.rows if results.experiment.paper else ())
@@ -209,7 +209,6 @@ def _draw_paper(results: Results, metric: Metric, sizes: set[int], plot: LambdaP
 
 
 def _difference(results: Results, key: str) -> FigureSpec | None:
-    """Paired differences to λ=0 with their joint intervals."""
     metric = results.metrics[key]
     found = [comparison for arm in results.arms if (comparison := compare(results, arm, key))]
     tested = [d for comparison in found for d in comparison.differences if d.joint_interval]
@@ -252,7 +251,6 @@ def _difference(results: Results, key: str) -> FigureSpec | None:
 
 
 def _members(results: Results, arm: ArmSummary) -> FigureSpec | None:
-    """Every member's error beside the ensemble's."""
     metric = results.metrics[results.task.error]
     ensemble, members = _series(results, arm, metric.key), _series(results, arm, f"member_{metric.key}")
     if not ensemble or not members:
@@ -268,7 +266,7 @@ def _members(results: Results, arm: ArmSummary) -> FigureSpec | None:
         for diversity in ensemble:
             runs = results.finished(arm, diversity)
             errors = [metric.scale * results.task.member_error(value) for run in runs for value in run.members]
-            # spread evenly, not at random: the same page from the same files
+            # evenly, not at random: reproducible
             shifts = 0.3 * (np.linspace(0, 1, len(errors)) - 0.5) if len(errors) > 1 else np.zeros(len(errors))
             x = [plot.x(diversity, float(shift)) for shift in shifts]
             plot.axes.plot(x, errors, ls="", marker=".", ms=5, color=theme.quiet, alpha=0.5, mew=0)
@@ -289,7 +287,6 @@ def _members(results: Results, arm: ArmSummary) -> FigureSpec | None:
 
 
 def _search_figures(results: Results) -> list[FigureSpec]:
-    """The validation score of every λ that a search tried, and its paired difference to λ=0 where that was tried."""
     search = results.experiment.search
     if search is None or not search.scores:
         return []
@@ -335,7 +332,7 @@ def _search_figures(results: Results) -> list[FigureSpec]:
     alt = f"{title}, mean over seeds: {parts}. Chosen: {at(chosen)}."
     found = [FigureSpec("search", "search", title, caption, alt, draw_scores)]
     if differences:
-        title = "The same as a paired difference to λ=0"
+        title = "Paired difference to λ=0"
         parts = ", ".join(f"{metric.difference(d.mean)} at {at(d.diversity)}" for d in differences)
         caption = (
             "Each λ minus λ=0 of the same seed, which removes the differences between seeds. Bars: 95 % t interval of "

@@ -1,4 +1,4 @@
-"""A run directory, read into memory."""
+"""Read a run directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPLITS = ("test", "validation", "train")
 
 @dataclass(frozen=True)
 class Damaged:
-    """A result file that could not be read, and why."""
+    """A result file that could not be read."""
 
     file: str
     reason: str
@@ -29,7 +29,7 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Results:
-    """A run directory. Runs are in the order of arms, λ and seeds."""
+    """A run directory; runs are sorted by arm, λ and seed."""
 
     directory: Path
     experiment: ExperimentResult
@@ -39,7 +39,7 @@ class Results:
     planned: int
     _arrays: dict[str, dict[str, Array]] = field(repr=False, compare=False)
     _scores: dict[tuple[str, str], dict[str, float]] = field(repr=False, compare=False)
-    cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # of comparisons and values
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def task(self) -> Task:
@@ -48,36 +48,36 @@ class Results:
 
     @property
     def data(self) -> DataSummary:
-        """The data of the experiment; arms may have their own, see `data_of`."""
+        """Data of the experiment; for an arm, use `data_of`."""
         return self.experiment.data
 
     @property
     def arms(self) -> tuple[ArmSummary, ...]:
-        """The arms of the experiment."""
+        """Arms of the experiment."""
         return self.experiment.arms
 
     @property
     def failed(self) -> tuple[RunResult, ...]:
-        """The runs that failed."""
+        """Failed runs."""
         return tuple(run for run in self.runs if not run.finished)
 
     @property
     def model(self) -> ArmSummary | None:
-        """The arm of a fit's model, None for an experiment."""
+        """Arm of a fit's model; None for a sweep."""
         return next((arm for arm in self.arms if arm.role == "model"), None)
 
     @property
     def model_run(self) -> RunResult | None:
-        """The run of a fit's model, None where there is none or it did not finish."""
+        """Finished run of a fit's model, if any."""
         return next((run for run in self.runs if self.model and run.arm == self.model.name and run.finished), None)
 
     def data_of(self, arm: ArmSummary) -> DataSummary:
-        """Return the data that an arm was trained and tested on."""
+        """Return the data of an arm."""
         return arm.data or self.data
 
     @cached_property
     def _finished(self) -> dict[str, dict[float, tuple[RunResult, ...]]]:
-        """The finished runs by arm and, ascending, by λ."""
+        # by arm and ascending λ
         found: dict[str, dict[float, tuple[RunResult, ...]]] = {arm.name: {} for arm in self.arms}
         for run in self.runs:
             if run.finished:
@@ -86,23 +86,23 @@ class Results:
         return found
 
     def finished(self, arm: ArmSummary, diversity: float) -> tuple[RunResult, ...]:
-        """Return the finished runs of an arm at one λ, by seed."""
+        """Return the finished runs of an arm at one λ."""
         return self._finished[arm.name].get(diversity, ())
 
     def diversities(self, arm: ArmSummary) -> tuple[float, ...]:
-        """Return the values of λ at which an arm has a finished run, ascending."""
+        """Return the λ with finished runs, ascending."""
         return tuple(self._finished[arm.name])
 
     def grid(self, arm: ArmSummary) -> tuple[float, ...]:
-        """Return the planned values of λ of an arm, finished or not, ascending."""
+        """Return the planned λ, ascending."""
         return tuple(sorted({*arm.diversities, *self.diversities(arm)}))
 
     def scores(self, run: RunResult, split: str = "test") -> dict[str, float]:
-        """Return a run's metrics on one split, with those that follow from them."""
+        """Return a run's metrics on one split, derived ones included."""
         return self._scores.get((run.run, split), {})
 
     def values(self, arm: ArmSummary, diversity: float, metric: str, split: str = "test") -> dict[int, float]:
-        """Return a metric by seed, for an arm at one λ; seeds without it are left out."""
+        """Return a metric by seed."""
         key = (arm.name, diversity, metric, split)
         if key not in self.cache:
             by_seed = {run.seed: self.scores(run, split) for run in self.finished(arm, diversity)}
@@ -111,37 +111,34 @@ class Results:
         return found
 
     def sample_scores(self, arm: ArmSummary, diversity: float, metric: str) -> dict[int, Array]:
-        """Return a metric on every test sample, `(N,)`, by seed, for an arm at one λ.
-
-        Only of runs that recorded all test samples, and whose metric is their mean.
-        """
+        """Return a metric on each test sample, `(N,)`, by seed, of runs that recorded all of them."""
         means, size = self.values(arm, diversity, metric), self.data_of(arm).test
         found = {}
         for run in self.finished(arm, diversity):
             scores = sample_scores(self.arrays(run), metric)
             if scores is None or run.seed not in means or len(scores) != size or not size:
                 continue
-            if math.isclose(scores.mean(), means[run.seed], rel_tol=1e-4, abs_tol=1e-12):  # they are float32
+            if math.isclose(scores.mean(), means[run.seed], rel_tol=1e-4, abs_tol=1e-12):  # float32
                 found[run.seed] = scores
         return found
 
     def arrays(self, run: RunResult) -> dict[str, Array]:
-        """Return a run's arrays, empty where there are none or their file is damaged."""
+        """Return a run's arrays; empty if missing or damaged."""
         return self._arrays.get(run.run, {})
 
 
 def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
-    """Read a run directory; damaged run and array files are listed under `damaged` and left out.
+    """Read a run directory; damaged files are listed in `damaged` and skipped.
 
     Args:
-        directory: Holds `experiment.json` and `runs/`, as `torchace run` and `torchace fit` write them.
-        arrays: Whether to read the runs' arrays too; tables of scores need none.
+        directory: A run directory of `torchace run` or `torchace fit`.
+        arrays: Whether to read the runs' arrays.
 
     Returns:
         The experiment and its runs.
 
     Raises:
-        ResultFileError: There is no readable `experiment.json`.
+        ResultFileError: `experiment.json` cannot be read.
     """
     directory = Path(directory)
     experiment = read_result(directory / "experiment.json", ExperimentResult)
@@ -180,7 +177,6 @@ def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
 
 
 def _check_run(run: RunResult, name: str, arm: ArmSummary | None, task: Task) -> None:
-    """Refuse a run of another experiment, or without the metrics that its task needs."""
     if arm is None:
         raise ResultFileError(f"{name} belongs to the arm {run.arm!r}, which experiment.json does not have.")
     if not run.finished:
@@ -199,7 +195,7 @@ def _check_run(run: RunResult, name: str, arm: ArmSummary | None, task: Task) ->
 def _measured_values(
     scores: Mapping[tuple[str, str], Mapping[str, float]], search: DiversitySearch | None
 ) -> dict[str, list[float]]:
-    """Return the values by metric: on the test set, on other splits where it has none."""
+    """Return the values of each metric on the test set, else on another split."""
     found: dict[str, dict[str, list[float]]] = {split: {} for split in SPLITS}
     for (_, split), values in scores.items():
         for key, value in values.items():
@@ -211,7 +207,7 @@ def _measured_values(
 
 
 def _merge_stated(stated: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return hardware or versions by name; where runs state several values, all of them with their counts."""
+    """Return hardware or versions; if runs differ, all values with counts."""
     found = dict(stated)
     for name in stated:
         values = Counter(str(run[name]) for run in runs if run.get(name) is not None)
@@ -221,7 +217,7 @@ def _merge_stated(stated: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) 
 
 
 def _planned(directory: Path, experiment: ExperimentResult) -> int:
-    """Return how many runs were planned: those in jobs.json, else every λ with every seed."""
+    """Return the number of runs in jobs.json, else of all λ and seeds."""
     try:
         return len({run for job in read_result(directory / "jobs.json", PlanFile).jobs for run in job.runs})
     except ResultFileError:

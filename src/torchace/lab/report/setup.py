@@ -1,4 +1,4 @@
-"""The setup of a run directory: data, arms, hardware and failures, as facts and tables."""
+"""Data, arms, hardware and failures, as facts and tables."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torchace.lab.report.results import Results
 from torchace.lab.report.tables import Table, make_table
 from torchace.lab.schema.results import ColumnSummary, DataSummary
 
-MOST = 1000  # columns of a kind, or classes, that are listed
+MOST = 1000  # columns of a kind, or classes, to list
 
 Facts = list[tuple[str, str]]
 
 
 def facts(results: Results) -> Facts:
-    """Data, seeds, hardware, versions and time, as headings with their texts."""
+    """Data, seeds, hardware, versions and time."""
     experiment = results.experiment
     found = [("Data", _data(results.data))]
     if any(results.data_of(arm) != results.data for arm in results.arms):
@@ -58,7 +58,7 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 
 def arm_table(results: Results) -> Table:
-    """The arms: network, parameters, batches, λ."""
+    """Table of arms."""
     rows = [
         [
             f"{arm.label}{' (baseline)' if arm.baseline else ''}",
@@ -74,7 +74,7 @@ def arm_table(results: Results) -> Table:
 
 
 def failure_table(results: Results) -> Table | None:
-    """The runs that failed and the files that could not be read, None where there are none."""
+    """Table of failed runs and damaged files, if any."""
     labels = {arm.name: arm.label for arm in results.arms}
     rows = []
     for run in results.failed:
@@ -92,7 +92,7 @@ def failure_table(results: Results) -> Table | None:
 
 
 def configuration(results: Results) -> str:
-    """The experiment's configuration as indented JSON, empty where there is none."""
+    """Configuration as indented JSON."""
     config = results.experiment.config
     return json.dumps(config, indent=2, ensure_ascii=False, default=str) if config else ""
 
@@ -101,7 +101,7 @@ def configuration(results: Results) -> str:
 
 
 def target_facts(results: Results) -> Facts:
-    """The target, the kinds of columns it is predicted from, and the rows; empty where the data is no table."""
+    """Target, columns and rows of a table; empty for other data."""
     table = results.data.table
     if table is None:
         return []
@@ -124,7 +124,7 @@ def target_facts(results: Results) -> Facts:
 
 
 def all_classes(results: Results) -> str:
-    """All classes of a target with more than ten, in one line; else empty."""
+    """All classes of a target with more than ten; else empty."""
     classes = results.data.table.target.classes if results.data.table else ()
     if len(classes) <= 10:
         return ""
@@ -138,7 +138,7 @@ def notes(results: Results) -> list[str]:
 
 
 def column_tables(results: Results) -> list[Table]:
-    """The columns of the data: a table of numbers, of categories, and of columns that were left out."""
+    """Tables of numeric, categorical and dropped columns."""
     if results.data.table is None:
         return []
     kinds = {
@@ -180,7 +180,7 @@ def _missing(missing: int, rows: int) -> str:
 
 
 def fold(table: Table, most: int = 12) -> tuple[Table, Table | None]:
-    """Split a long table into its first rows and the rest; None where it is short."""
+    """Split a long table into its first rows and the rest, None for a short one."""
     [section] = table.sections
     if len(section.rows) <= most + 3:
         return table, None

@@ -1,4 +1,4 @@
-"""Means over seeds, and paired differences with intervals that hold for all λ of an arm together."""
+"""Means over seeds, and paired differences with joint intervals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Summary:
-    """A number over seeds; `sd` and the t interval of the mean are None below two seeds."""
+    """Mean over seeds, standard deviation and t interval; None below two seeds."""
 
     n: int
     mean: float
@@ -31,49 +31,43 @@ class Summary:
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean paired difference over common seeds, one of `tests` that are corrected together (Bonferroni).
-
-    `estimate` is None where there is nothing to test; `note` says why.
-    """
+    """Mean paired difference over common seeds."""
 
     diversity: float
     n: int
     mean: float
-    estimate: MeanEstimate | None = None
-    note: str = ""
-    tests: int = 1
+    estimate: MeanEstimate | None = None  # None: not testable
+    note: str = ""  # the reason
+    tests: int = 1  # number of tests for the Bonferroni correction
 
     @cached_property
     def interval(self) -> Interval | None:
-        """The 95 % interval of this difference alone."""
+        """Uncorrected 95 % interval."""
         return None if self.estimate is None else self.estimate.interval(ALPHA)
 
     @cached_property
     def joint_interval(self) -> Interval | None:
-        """The interval that holds for all tests together with 95 %."""
+        """Joint 95 % interval of all tests."""
         return None if self.estimate is None else self.estimate.interval(ALPHA / self.tests)
 
     @cached_property
     def p(self) -> float | None:
-        """The p value of the same test, corrected for the number of tests."""
+        """Corrected p value."""
         return None if self.estimate is None else min(1.0, self.tests * self.estimate.p)
 
     @property
     def samples(self) -> int | None:
-        """The number of test samples that the interval covers beside the seeds; None for seeds alone."""
+        """Number of test samples that the interval covers; None for seeds alone."""
         return None if self.estimate is None else self.estimate.samples
 
     @property
     def significant(self) -> bool:
-        """Whether the joint interval leaves out zero: p is then below 0.05."""
+        """Whether the joint interval excludes zero, that is p < 0.05."""
         return self.joint_interval is not None and not self.joint_interval[0] <= 0 <= self.joint_interval[1]
 
     @property
     def margin(self) -> float | None:
-        """The distance from the mean to the end of the joint interval that is nearer to zero.
-
-        Mean ± margin contains zero exactly where the interval does.
-        """
+        """Distance from the mean to the end of the joint interval nearer to zero."""
         if self.joint_interval is None:
             return None
         return self.joint_interval[1] - self.mean if self.mean < 0 else self.mean - self.joint_interval[0]
@@ -81,7 +75,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences of one arm's λ to one reference, in one metric: a family of tests."""
+    """Differences of an arm's λ to one reference: a family of tests."""
 
     arm: ArmSummary
     reference: ArmSummary
@@ -91,7 +85,7 @@ class Comparison:
 
     @property
     def tests(self) -> int:
-        """The number of tests that the correction counts."""
+        """Number of tests."""
         return sum(difference.estimate is not None for difference in self.differences)
 
     def at(self, diversity: float | None) -> Difference | None:
@@ -100,7 +94,7 @@ class Comparison:
 
 
 def summarize(values: Sequence[float]) -> Summary:
-    """Return mean, standard deviation (n - 1) and the 95 % t interval of the mean, of at least one value."""
+    """Return mean, standard deviation (n - 1) and the 95 % t interval."""
     n, mean = len(values), math.fsum(values) / len(values)
     estimate = mean_over_seeds(values)
     if estimate is None:
@@ -114,9 +108,9 @@ def paired_difference(
     diversity: float = 0.0,
     samples: Mapping[int, Array] | None = None,
 ) -> Difference | None:
-    """Return the mean of `values - reference`, numbers by seed, over common seeds; None where there are none.
+    """Return the mean of `values - reference` over common seeds, if any.
 
-    Where all common seeds have differences by sample, `samples` `(N,)`, the interval covers new samples too.
+    With differences by sample, `samples` `(N,)` for every common seed, the interval covers new samples too.
     """
     seeds = sorted(values.keys() & reference.keys())
     if not seeds:
@@ -128,7 +122,7 @@ def paired_difference(
         return Difference(diversity, len(seeds), mean, note="one seed: no interval")
     if samples is not None and samples.keys() >= set(seeds):
         estimate = mean_over_seeds_and_samples(np.stack([samples[seed] for seed in seeds])) or estimate
-    # differences that are equal but for rounding have no noise to compare the mean with
+    # equal up to rounding: no variance to test with
     if estimate.error <= 1e-12 * max(abs(v) for v in [*values.values(), *reference.values()]):
         return Difference(diversity, len(seeds), mean, note="the same in every seed: no interval")
     return Difference(diversity, len(seeds), mean, replace(estimate, mean=mean))
@@ -139,7 +133,7 @@ def paired_differences(
     reference: Mapping[int, float],
     samples: Mapping[float, Mapping[int, Array]] | None = None,
 ) -> tuple[Difference, ...]:
-    """Return every λ's paired difference to one reference, in ascending λ, corrected for their number."""
+    """Return the paired differences to one reference, by ascending λ, corrected for their number."""
     found = [paired_difference(series[d], reference, d, (samples or {}).get(d)) for d in sorted(series)]
     differences = [difference for difference in found if difference is not None]
     tests = max(1, sum(difference.estimate is not None for difference in differences))
@@ -147,10 +141,7 @@ def paired_differences(
 
 
 def compare(results: Results, arm: ArmSummary, metric: str, reference: ArmSummary | None = None) -> Comparison | None:
-    """Compare an arm's λ on the test set with its own λ=0, or with the λ=0 or only λ of another arm.
-
-    None where there is nothing to compare, or the arms have other test samples.
-    """
+    """Compare an arm's λ with its λ=0, or with the λ=0 or only λ of another arm; None if not comparable."""
     key = ("compare", arm.name, metric, reference and reference.name)
     if key not in results.cache:
         results.cache[key] = _compare(results, arm, metric, reference)
@@ -177,13 +168,13 @@ def _compare(results: Results, arm: ArmSummary, metric: str, reference: ArmSumma
 
 
 def best_diversity(results: Results, arm: ArmSummary, metric: str | None = None, split: str = "test") -> float | None:
-    """Return the λ with the lowest mean over seeds of a metric (the task's loss), None where nothing was measured."""
+    """Return the λ with the lowest mean of a metric, by default the task's loss."""
     means = comparable_means(results, arm, metric or results.task.loss, split)
     return min(means, key=means.__getitem__) if means else None
 
 
 def comparable_means(results: Results, arm: ArmSummary, metric: str, split: str = "test") -> dict[float, float]:
-    """Return a metric's mean by λ, over the seeds that every λ has, or over each λ's own where there are none."""
+    """Return means by λ over the seeds common to all λ, or over all seeds if there are none."""
     series = _by_diversity(results, arm, metric, split)
     common = set.intersection(*(set(values) for values in series.values())) if series else set()
     return {
@@ -193,11 +184,10 @@ def comparable_means(results: Results, arm: ArmSummary, metric: str, split: str 
 
 
 def has_unequal_seeds(results: Results, arm: ArmSummary) -> bool:
-    """Whether some λ of an arm have seeds that others lack."""
+    """Whether the λ of an arm have different seeds."""
     return len({frozenset(values) for values in _by_diversity(results, arm, results.task.loss).values()}) > 1
 
 
 def _by_diversity(results: Results, arm: ArmSummary, metric: str, split: str = "test") -> dict[float, dict[int, float]]:
-    """Return a metric by λ and seed, for every λ at which it was measured."""
     series = {diversity: results.values(arm, diversity, metric, split) for diversity in results.diversities(arm)}
     return {diversity: values for diversity, values in series.items() if values}

@@ -1,4 +1,4 @@
-"""The tables of results, as plain rows that the page, the Markdown and the terminal draw."""
+"""Tables of results, for the page, the Markdown and the terminal."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from torchace.lab.report.statistics import (
 )
 from torchace.lab.schema.results import ArmSummary, DiversitySearch, PaperRow
 
-RANKED_BY = {"accuracy": "error", "member_accuracy": "member_error", "r2": "mse"}  # high is good: rank by a low one
+RANKED_BY = {"accuracy": "error", "member_accuracy": "member_error", "r2": "mse"}  # higher is better
 DIFFERENCE_COLUMNS = ("difference", "95 % interval", "p, corrected")
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column's heading, and the heading of the group that it belongs to."""
+    """Heading of a column and of its group."""
 
     label: str
     group: str = ""
@@ -36,7 +36,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """A text, `strong` where it is highlighted; `kind` is "number", "paper" or "text"."""
+    """A text; `kind` is "number", "paper" or "text"."""
 
     text: str
     strong: bool = False
@@ -45,7 +45,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Section:
-    """Rows under one heading; the first cell of a row names it."""
+    """Rows under one heading."""
 
     title: str
     rows: tuple[tuple[Cell, ...], ...]
@@ -53,7 +53,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Table:
-    """A caption, columns, sections, and a note on how to read them."""
+    """A table with a caption and a note."""
 
     caption: str
     columns: tuple[Column, ...]
@@ -62,13 +62,13 @@ class Table:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each column's cells, from the first row."""
+        """Kind of each column."""
         first = next((row for section in self.sections for row in section.rows), ())
         return tuple(cell.kind for cell in first) or ("number",) * len(self.columns)
 
     @property
     def groups(self) -> tuple[tuple[str, int], ...]:
-        """Group headings with the number of columns of each, empty where no column has one."""
+        """Group headings with their numbers of columns, if any."""
         spans = [(group, len(list(columns))) for group, columns in groupby(column.group for column in self.columns)]
         return tuple(spans) if any(group for group, _ in spans) else ()
 
@@ -79,7 +79,7 @@ Rows = Iterable[Sequence[str | Cell]]
 def make_table(
     caption: str, columns: Sequence[str | Column], sections: Iterable[tuple[str, Rows]], note: str = "", kinds: str = ""
 ) -> Table:
-    """Build a table from titled sections; `kinds` has a letter a column, `t` for text and `n` for numbers."""
+    """Build a table from titled sections; `kinds` has one letter per column, `t` for text or `n` for numbers."""
     names = ["text" if letter == "t" else "number" for letter in kinds.ljust(len(columns), "n")]
     built = []
     for title, rows in sections:
@@ -95,14 +95,14 @@ def make_table(
 
 
 def arm_title(arm: ArmSummary) -> str:
-    """Return an arm's label, with its number of members where the label does not give it."""
+    """Return an arm's label with its number of members."""
     notes = [] if f"K={arm.num_members}" in arm.label else [f"K={arm.num_members}"]
     notes += ["baseline"] if arm.baseline else []
     return f"{arm.label} ({', '.join(notes)})" if notes else arm.label
 
 
 def summary_of(results: Results, arm: ArmSummary, diversity: float, metric: str) -> Summary | None:
-    """Return a metric over the seeds of an arm at one λ, None where nothing was measured."""
+    """Summarize a metric of an arm at one λ; None if not measured."""
     if arm.num_members == 1 and metric in results.task.diversity:
         return None
     values = results.values(arm, diversity, metric)
@@ -110,7 +110,7 @@ def summary_of(results: Results, arm: ArmSummary, diversity: float, metric: str)
 
 
 def result_table(results: Results) -> Table:
-    """Ensemble and members at every λ, with the paper's numbers; each arm's best scores are bold."""
+    """Scores of ensemble and members at every λ, with the paper's numbers."""
     metrics, paper = results.metrics, results.experiment.paper
     groups = {"Ensemble": results.task.ensemble, "One member": results.task.member}
     if paper and any(row.error is not None for row in paper.rows):
@@ -169,7 +169,7 @@ def _result_note(results: Results) -> str:
 
 
 def detail_table(results: Results) -> Table:
-    """Calibration (of a regression, squared error) and diversity at every λ."""
+    """Calibration or squared error, and diversity, at every λ."""
     measured = {key for run in results.runs for key in results.scores(run)}
     pairs = [(group, key) for group, keys in results.task.details.items() for key in keys if key in measured]
     sections = []
@@ -184,7 +184,7 @@ def detail_table(results: Results) -> Table:
 
 
 def difference_tables(results: Results) -> list[Table]:
-    """Paired differences: each λ against λ=0 of its arm, then against each baseline arm."""
+    """Paired differences to λ=0 of the arm, and to each baseline."""
     swept = [arm for arm in results.arms if len(results.diversities(arm)) > 1]
     others = [arm for arm in results.arms if not arm.baseline]
     tables = [_difference_table(results, "Each λ against λ=0 of the same arm", swept, None)]
@@ -223,7 +223,6 @@ def _difference_table(
 
 
 def _difference_cells(metric: Metric, difference: Difference | None) -> list[Cell]:
-    """Return a difference, its interval and its corrected p value."""
     if difference is None:
         return [Cell(NONE)] * 3
     interval = Cell(difference.note, kind="text")
@@ -242,11 +241,11 @@ def _difference_note(results: Results, families: Sequence[Comparison], reference
     if reference is None:
         note = "Differences are paired: both sides have the same seed, and so the same initial weights. "
     if not tests:
-        return note + "There are too few seeds, or no differences between them, for an interval."
+        return note + "There are too few seeds, or no variation between them, for an interval."
     if tests[-1] > 1:
         number = formats.join([str(m) for m in tests]).replace(" and ", " or ")
         note += (
-            "The intervals of one arm and column hold together with 95 %; p values are corrected likewise "
+            "The intervals of one arm and column are joint 95 % intervals; p values are corrected likewise "
             f"(Bonferroni, {number} λ). "
         )
     covered = {
@@ -259,18 +258,18 @@ def _difference_note(results: Results, families: Sequence[Comparison], reference
         note += f"Intervals of {formats.join(whole)} cover new seeds and new test samples (crossed random effects)"
         note += f"{rest}. "
     else:
-        note += "Intervals cover the noise of seeds alone, not of test samples. "
-    return note + "Bold: p below 0.05, and the interval leaves out 0."
+        note += "Intervals cover new seeds alone, not new test samples. "
+    return note + "Bold: p below 0.05; the interval excludes 0."
 
 
 def search_differences(search: DiversitySearch) -> tuple[Difference, ...]:
-    """Return the paired difference to λ=0 of every other λ that was tried."""
+    """Return the paired differences of all candidates to λ=0."""
     others = {diversity: values for diversity, values in search.scores.items() if diversity != 0}
     return paired_differences(others, search.scores.get(0.0, {}))
 
 
 def search_table(results: Results) -> Table | None:
-    """The validation score of every λ that was tried and its paired difference to λ=0; None without a search."""
+    """Validation scores of all candidates and their paired differences to λ=0, if there was a search."""
     search = results.experiment.search
     if search is None or not search.scores:
         return None
@@ -292,7 +291,7 @@ def search_table(results: Results) -> Table | None:
     columns += [Column(label, "Against λ=0") for label in DIFFERENCE_COLUMNS]
     note = (
         f"Scores on the {search.split} data, mean ± standard deviation over seeds. Differences are paired by seed; "
-        "their intervals hold together with 95 % and cover the noise of seeds alone. The score of the chosen λ is "
+        "their intervals are joint 95 % intervals over seeds alone. The score of the chosen λ is "
         f"biased by the choice; the gain of {at(search.chosen)} is measured with other seeds on the test data."
     )
-    return make_table("The values of λ that were tried", columns, [("", rows)], note)
+    return make_table("Candidates for λ", columns, [("", rows)], note)

@@ -1,4 +1,4 @@
-"""One sentence for the first error that pydantic finds in a configuration or a result file."""
+"""Pydantic errors as one sentence."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-PATTERNS = {r"^[a-z0-9_]+$": "small letters, digits and underscores"}
-# pydantic's error types and the expected value, from the error's context
+PATTERNS = {r"^[a-z0-9_]+$": "lowercase letters, digits and underscores"}
+# expected value by pydantic's error type
 EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
     "int_type": lambda c: "a whole number",
     "int_from_float": lambda c: "a whole number",
@@ -34,25 +34,21 @@ EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
 def describe_error(
     error: ValidationError, model: type[BaseModel], place: Sequence[int | str] = (), name: Callable[[str], str] = str
 ) -> str:
-    """Return the first error as one sentence: the key, the expected value, the value found.
+    """Return the first error as one sentence.
 
-    Args:
-        error: The error of pydantic.
-        model: The model that was validated.
-        place: The location of that model in the whole file.
-        name: Returns a key as the user wrote it.
+    `place` is the location of the model in the file; `name` formats a key for the user.
     """
     errors = error.errors(include_url=False)
-    # a misspelt key first: it may well be the one that is missing
+    # unknown keys first: a misspelt key may also be reported as missing
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     where = ".".join(str(part) for part in (*place, *first["loc"]))
     where = name(where) if where else ""
     kind, context = first["type"], first.get("ctx", {})
     if kind == "extra_forbidden":
         return f"there is no key {where!r}.{_hint(str(first['loc'][-1]), _keys(model, first['loc'][:-1]))}"
-    if kind == "value_error":  # ours: a sentence of its own
-        said = str(context["error"])
-        return said if not where else f"{where}: {said}"
+    if kind == "value_error":  # raised by our validators: a complete sentence
+        message = str(context["error"])
+        return message if not where else f"{where}: {message}"
     if kind == "missing":
         return f"expected a value for {where}, but there is none."
     got = repr(first["input"])
@@ -68,11 +64,10 @@ def _hint(wrong: str, known: list[str]) -> str:
 
 
 def _keys(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    """The keys of the section at a location."""
     for part in location:
         if isinstance(part, int):
-            continue  # which item of a list
+            continue  # index in a list
         annotation = model.model_fields[part].annotation
-        kinds = [annotation, *getattr(annotation, "__args__", ())]  # a section, or a list of them
+        kinds = [annotation, *getattr(annotation, "__args__", ())]  # a section, or a list of sections
         model = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
     return list(model.model_fields)

@@ -1,4 +1,4 @@
-"""Experiments: the models of their TOML files."""
+"""Pydantic models of an experiment's TOML file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10")
 
 
 class Section(BaseModel):
-    """A table of the TOML file; unknown keys are refused."""
+    """A section of the TOML file; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -59,32 +59,32 @@ class ModelSection(Section):
 
     kind: Literal["separate", "smoc", "branch"] = "separate"
     network: Literal["mlp", "resnet"] = "mlp"
-    hidden: Annotated[list[Width], Field(max_length=100)] = [64]  # the MLP's hidden layers
-    dropout: Share = 0.0  # the MLP's
-    depth: Annotated[int, Field(ge=8, le=2000)] = 20  # the ResNet's
-    width: Annotated[int, Field(ge=1, le=4096)] = 16  # the ResNet's first stage
+    hidden: Annotated[list[Width], Field(max_length=100)] = [64]  # MLP
+    dropout: Share = 0.0  # MLP
+    depth: Annotated[int, Field(ge=8, le=2000)] = 20  # ResNet
+    width: Annotated[int, Field(ge=1, le=4096)] = 16  # ResNet: channels of the first stage
     num_members: NumMembers = 5
     rank: Count | None = None  # SMOC: rank of the difference between members
-    at: str = "stage3"  # branch: the layer where the members part
-    head_scale: Positive = 1.0  # factor of the heads' initial weights
+    at: str = "stage3"  # branch: first layer that is separate for each member
+    head_scale: Positive = 1.0  # factor of the initial head weights
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.network == "resnet" and self.depth % 6 != 2:
-            raise ValueError(f"a CIFAR ResNet's depth is 6n + 2 (20, 32, 44, 56, 110), but got {self.depth}.")
+            raise ValueError(f"expected a ResNet depth of 6n + 2 (20, 32, 44, 56, 110), but got {self.depth}.")
         if self.kind == "branch" and self.network == "mlp" and self.at == "stage3":
-            raise ValueError("a branched MLP needs `at`, the layer where the members part, such as 'linear2'.")
+            raise ValueError("a branched MLP needs `at`, the first separate layer of each member, such as 'linear2'.")
         if self.network == "resnet" and self.dropout:
-            raise ValueError("a CIFAR ResNet has no dropout: leave `dropout` out, or use network = 'mlp'.")
+            raise ValueError("a CIFAR ResNet has no dropout: remove `dropout`, or use network = 'mlp'.")
         if self.rank is not None and self.kind != "smoc":
-            raise ValueError(f"`rank` is for kind = 'smoc', but got kind = {self.kind!r}.")
+            raise ValueError(f"`rank` needs kind = 'smoc', but got kind = {self.kind!r}.")
         if self.head_scale != 1 and self.kind == "branch":
-            raise ValueError("`head_scale` is for kind = 'separate' and kind = 'smoc', but got kind = 'branch'.")
+            raise ValueError("`head_scale` needs kind = 'separate' or kind = 'smoc', but got kind = 'branch'.")
         return self
 
 
 class TrainSection(Section):
-    """The training of every run."""
+    """Training of each run."""
 
     epochs: Count | None = None
     steps: Count | None = None
@@ -109,20 +109,20 @@ class TrainSection(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.epochs is not None and self.steps is not None:
-            raise ValueError("give `epochs` or `steps`, not both.")
+            raise ValueError("expected `epochs` or `steps`, but got both.")
         if self.schedule == "step" and not self.milestones:
-            raise ValueError("schedule = 'step' needs `milestones`, the steps at which the learning rate falls.")
+            raise ValueError("schedule = 'step' needs `milestones`, the steps at which the learning rate decays.")
         if self.schedule != "step" and self.milestones:
-            raise ValueError(f"`milestones` are for schedule = 'step', but got schedule = {self.schedule!r}.")
+            raise ValueError(f"`milestones` need schedule = 'step', but got schedule = {self.schedule!r}.")
         if any(later <= earlier for earlier, later in zip(self.milestones, self.milestones[1:], strict=False)):
-            raise ValueError(f"`milestones` must rise, but got {self.milestones}.")
+            raise ValueError(f"expected ascending `milestones`, but got {self.milestones}.")
         if self.warmup_learning_rate is not None and not self.warmup_steps:
-            raise ValueError("`warmup_learning_rate` needs `warmup_steps`, the steps it is for.")
+            raise ValueError("`warmup_learning_rate` needs `warmup_steps`.")
         if self.nesterov and (self.optimizer != "sgd" or not self.momentum):
             raise ValueError("nesterov = true needs optimizer = 'sgd' and a momentum above 0.")
         if self.batches == "exchanged" and not self.detach_others:
             raise ValueError(
-                "with batches = 'exchanged' the others' predictions have no gradient: set detach_others = true."
+                "batches = 'exchanged' needs detach_others = true: other members' predictions have no gradient."
             )
         return self
 
@@ -132,22 +132,22 @@ class SweepSection(Section):
 
     diversities: Diversities = [0.0, 0.1, 0.3, 0.5, 0.7]
     seeds: Annotated[list[Seed], Field(min_length=1), AfterValidator(_check_distinct)] = [0, 1, 2, 3, 4]
-    cohort_size: Count | None = None  # maximum size of a run group; None: by network and device
+    cohort_size: Count | None = None  # maximum size of a run group
 
 
 class CheckpointSection(Section):
-    """How often checkpoints are saved."""
+    """Interval between checkpoints."""
 
     steps: Count | None = None
     seconds: Positive | None = 60.0
 
 
 class ArmSection(Section):
-    """A series of runs: the settings that differ from the experiment's."""
+    """Settings of an arm that differ from the experiment's."""
 
     name: Name
     label: str = ""
-    baseline: bool = False  # other arms are compared with its λ=0
+    baseline: bool = False  # reference for the other arms
     model: dict[str, Any] = {}
     train: dict[str, Any] = {}
     data: dict[str, Any] = {}
@@ -155,7 +155,7 @@ class ArmSection(Section):
 
 
 class Arm(Section):
-    """A series of runs with all settings."""
+    """An arm with all settings."""
 
     name: str
     label: str
@@ -173,12 +173,12 @@ class Arm(Section):
                 "diversities = [0.0], or use batches = 'exchanged'."
             )
         if self.train.epochs is None and self.train.steps is None:
-            raise ValueError("give `epochs` or `steps` under [train].")
+            raise ValueError("expected `epochs` or `steps` under [train], but got neither.")
         return self
 
 
 class Experiment(Section):
-    """An experiment: common settings, and its arms."""
+    """An experiment: common settings and arms."""
 
     name: Name
     title: str = ""
@@ -195,19 +195,19 @@ class Experiment(Section):
     def _check(self) -> Self:
         counts = Counter(arm.name for arm in self.arms).most_common(1)
         if counts and counts[0][1] > 1:
-            raise ValueError(f"expected every arm to have a name of its own, but got {counts[0][0]!r} twice.")
+            raise ValueError(f"expected distinct names of arms, but got {counts[0][0]!r} twice.")
         self.complete_arms()
         return self
 
     def complete_arms(self) -> list[Arm]:
-        """Return the arms with the common settings filled in; one arm, named `main`, if none is given."""
+        """Return the arms with all settings; a single arm `main` if none is given."""
         if not self.arms:
             return [self._complete(ArmSection(name="main", label=f"{self.train.batches} batches"), ())]
         return [self._complete(arm, ("arms", i)) for i, arm in enumerate(self.arms)]
 
     def _complete(self, arm: ArmSection, place: tuple[int | str, ...]) -> Arm:
         train = self.train.model_dump()
-        if "epochs" in arm.train or "steps" in arm.train:  # an arm's length replaces the common one
+        if "epochs" in arm.train or "steps" in arm.train:  # replaces the common length
             train |= {"epochs": None, "steps": None}
         content = {
             "name": arm.name,
@@ -222,7 +222,7 @@ class Experiment(Section):
 
 
 def _validate(model: type[AnySection], content: dict[str, Any], place: tuple[int | str, ...]) -> AnySection:
-    """Return a section of an arm; its errors name its place in the file."""
+    """Validate a section of an arm; errors include its place in the file."""
     try:
         return model(**content)
     except ValidationError as error:

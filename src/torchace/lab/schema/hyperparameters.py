@@ -1,4 +1,4 @@
-"""Hyperparameters: one set of names, defaults and bounds for TOML files, estimators and the command line."""
+"""Hyperparameters shared by TOML files, estimators and the command line."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Batches = Literal["shared", "separate", "exchanged"]
 
 
 class Hyperparameters(BaseModel):
-    """An ensemble of fully connected networks and its training, as estimators and `torchace fit` take them."""
+    """Hyperparameters of estimators and `torchace fit`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     num_members: NumMembers = 10
     hidden: Annotated[tuple[Width, ...], Field(max_length=100, strict=False)] = (64,)
-    diversity: float | str = "auto"  # λ, or "auto": chosen on validation data
+    diversity: float | str = "auto"  # λ, or "auto"
     epochs: Count = 100
     batch_size: Count = 128
     learning_rate: Positive = 3e-3
     weight_decay: NonNegative = 1e-2
-    schedule: Literal["constant", "cosine"] | None = None  # None: cosine, constant with early stopping
+    schedule: Literal["constant", "cosine"] | None = None  # None: constant with early stopping, else cosine
     batches: Batches = "shared"
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    patience: Count | None = 10  # epochs without improvement before training stops; None: never
+    patience: Count | None = 10  # epochs; None: no early stopping
     precision: Literal["float32", "float64"] = "float64"
     device: str = "auto"
 
@@ -46,7 +46,7 @@ class Hyperparameters(BaseModel):
             return "auto"
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise ValueError(f"expected a number in [0, 1] or 'auto', but got {value!r}.")
-        return value + 0.0  # -0.0 is 0.0
+        return value + 0.0  # no -0.0
 
     @model_validator(mode="after")
     def _check_batches(self) -> Self:
@@ -59,14 +59,7 @@ class Hyperparameters(BaseModel):
 
 
 def check_hyperparameters(name: Callable[[str], str], **values: Any) -> Hyperparameters:
-    """Return checked hyperparameters, defaults filled in.
-
-    Args:
-        name: Returns a hyperparameter's name as the user writes it, for errors.
-        values: The hyperparameters given.
-
-    Raises:
-        ValueError: A value has the wrong type or is out of bounds.
+    """Return validated hyperparameters; `name` formats their names in errors.
 
     Example:
         >>> check_hyperparameters("--{}".format, epochs=5).batch_size

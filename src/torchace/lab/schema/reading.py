@@ -1,4 +1,4 @@
-"""Reading result files: within bounds, refused in one sentence, their text made printable."""
+"""Read result files, with bounds on their size."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torchace.lab.schema.results import FORMAT, ResultFile
 
 File = TypeVar("File", bound=ResultFile)
 
-# control characters, marks that change the direction of text, halves of surrogate pairs
+# control characters, bidirectional marks, surrogates
 _HIDDEN = "\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 _UNPRINTABLE = re.compile(f"[\x00-\x1f{_HIDDEN}]")
 _ESCAPED_OR_HIDDEN = re.compile(rf"[\\{_HIDDEN}]")
 
 
 class ResultFileError(ValueError):
-    """A result file that is missing, damaged or of another version; one sentence that names the file."""
+    """A result file is missing, damaged or of another version."""
 
 
 def printable(value: Any) -> Any:
-    """Return parsed JSON with unprintable characters of every string, keys too, replaced by spaces.
+    r"""Replace unprintable characters in all strings of parsed JSON by spaces.
 
     Example:
-        >>> printable({"a\\n": ["\\ud800", 3, None]})
+        >>> printable({"a\n": ["\ud800", 3, None]})
         {'a ': [' ', 3, None]}
     """
     if isinstance(value, str):
@@ -41,16 +41,7 @@ def printable(value: Any) -> Any:
 
 
 def read_result(path: Path, model: type[File], name: str = "") -> File:
-    """Read a result file within bounds on its size, its depth and its numbers; text becomes printable.
-
-    Args:
-        path: The file.
-        model: `ExperimentResult`, `RunResult` or `PlanFile`.
-        name: The file's name in errors, `path.name` unless given.
-
-    Raises:
-        ResultFileError: The file is missing, damaged, changed, or of another version.
-    """
+    """Read and validate a result file; `name` is its name in errors, by default `path.name`."""
     name = name or path.name
     try:
         data = read_bounded(path, JSON_BYTES)
@@ -59,19 +50,19 @@ def read_result(path: Path, model: type[File], name: str = "") -> File:
     except FileNotFoundError:
         folder = str(path).removesuffix(name) or "."
         raise ResultFileError(
-            f"Found no {name} in {folder}; give the directory that `torchace run` or `torchace fit` wrote."
+            f"Found no {name} in {folder}. Give a directory of `torchace run` or `torchace fit`."
         ) from None
     except OSError as error:
         raise ResultFileError(f"Could not read {name}: {error.strerror}.") from None
     except ValueError:
-        raise ResultFileError(f"Expected JSON in {name}, but the file is damaged or something else.") from None
+        raise ResultFileError(f"Expected JSON in {name}, but the file is damaged or has another format.") from None
     if not isinstance(parsed, dict):
         raise ResultFileError(f"Expected an object in {name}, but got {printable(repr(parsed)[:40])}.")
     if CHECKSUM in parsed and not is_unchanged(parsed):  # earlier versions wrote none
         raise ResultFileError(f"{name} was changed after it was written: its SHA-256 differs.")
     if (version := parsed.get("format")) != FORMAT:
         got = printable(repr(version)[:40])
-        raise ResultFileError(f"Expected format {FORMAT} in {name}, but got {got}; another torchace wrote it.")
+        raise ResultFileError(f"Expected format {FORMAT} in {name}, but got {got}. Use the torchace that wrote it.")
     try:
         return model.model_validate(printable(parsed) if _ESCAPED_OR_HIDDEN.search(text) else parsed)
     except ValidationError as error:

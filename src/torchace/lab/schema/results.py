@@ -1,4 +1,4 @@
-"""Result files of format 1: experiment.json, runs/*.json and jobs.json of a run directory."""
+"""Pydantic models of result files: experiment.json, runs/*.json and jobs.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from torchace._files import with_checksum
 
 FORMAT = 1
-LARGEST = 1e100  # no measured number is larger, and its square is still finite
+LARGEST = 1e100  # bound of measured numbers; its square is finite
 
 Task = Literal["classification", "regression"]
 Split = Literal["train", "validation", "test"]
@@ -29,12 +29,11 @@ def _drop_not_finite(value: Any) -> Any:
     return None if is_number and not abs(value) < LARGEST else value
 
 
-Measured = Annotated[Number | None, BeforeValidator(_drop_not_finite)]
-"""A number, None where it was not measured or is not finite."""
+Measured = Annotated[Number | None, BeforeValidator(_drop_not_finite)]  # None: not measured or not finite
 
 
 class ResultModel(BaseModel):
-    """Part of a result file; unknown keys are ignored, those of later versions among them."""
+    """Part of a result file; unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, strict=True, populate_by_name=True)
 
@@ -45,7 +44,7 @@ class ResultFile(ResultModel):
     format: Literal[1] = 1
 
     def to_json(self) -> bytes:
-        """Return the file's content, with its own checksum in it."""
+        """Return the file's content with a checksum."""
         content = with_checksum(self.model_dump(mode="json", by_alias=True))
         return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
 
@@ -54,7 +53,7 @@ class ResultFile(ResultModel):
 
 
 class Failure(ResultModel):
-    """Why a run stopped, with the member and the step where it did."""
+    """Reason, member and step of a failure."""
 
     message: str
     member: Count | None = None
@@ -62,7 +61,7 @@ class Failure(ResultModel):
 
 
 class Scores(ResultModel):
-    """Metrics by name on one split; `members` has each member's accuracy, or in a regression its MSE."""
+    """Metrics on one split; `members` has each member's accuracy or MSE."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Measured] = Field(init=False)
@@ -71,12 +70,12 @@ class Scores(ResultModel):
 
     @property
     def values(self) -> dict[str, float]:
-        """The metrics that were measured."""
+        """Metrics that were measured."""
         return {key: value for key, value in (self.model_extra or {}).items() if value is not None}
 
 
 class Metrics(ResultModel):
-    """Scores by split, None where a split was not scored."""
+    """Scores by split."""
 
     test: Scores | None = None
     validation: Scores | None = None
@@ -84,7 +83,7 @@ class Metrics(ResultModel):
 
 
 class RunResult(ResultFile):
-    """One training: an arm, one λ, one seed; `runs/NAME.json`, its arrays in `runs/NAME.safetensors`."""
+    """One run: `runs/NAME.json`, with arrays in `runs/NAME.safetensors`."""
 
     run: str
     arm: str
@@ -114,20 +113,20 @@ class RunResult(ResultFile):
 
     @property
     def scores(self) -> dict[str, dict[str, float]]:
-        """Metrics by name, by split: test, validation, train; without splits that were not scored."""
+        """Metrics by split and name."""
         splits = {} if self.metrics is None else dict(self.metrics)
         return {split: scores.values for split, scores in splits.items() if scores is not None}
 
     @property
     def members(self) -> tuple[float, ...]:
-        """Each member's accuracy or MSE on the test set, on the validation set where that was not scored."""
+        """Each member's accuracy or MSE on the test set, else on the validation set."""
         scored = self.metrics and (self.metrics.test or self.metrics.validation)
         return scored.members if scored else ()
 
 
 @dataclass(frozen=True)
 class RunKey:
-    """An arm of the experiment, one λ and one seed: together they name a run."""
+    """The identity of a run: arm, λ and seed."""
 
     arm: Name
     diversity: Diversity
@@ -135,38 +134,38 @@ class RunKey:
 
     @property
     def id(self) -> str:
-        """The name of the run's files."""
-        # all digits: two λ that differ in the tenth must not share a file; + 0.0 makes -0.0 a 0.0
+        """Name of the run's files."""
+        # repr: distinct λ need distinct files; + 0.0: no -0.0
         return f"{self.arm}-l{repr(self.diversity + 0.0).removesuffix('.0')}-s{self.seed}"
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """A run group: runs of one arm that are trained together, fixed when they are first planned."""
+    """Runs of one arm that are trained together."""
 
     id: Name
     runs: Annotated[tuple[RunKey, ...], Field(min_length=1)]
-    compile: Annotated[bool, Field(strict=True)] = False  # fixed too: a run resumes as it began
+    compile: Annotated[bool, Field(strict=True)] = False  # fixed, so that a run resumes the same way
 
     def __post_init__(self) -> None:
         if len({run.arm for run in self.runs}) != 1:
-            raise ValueError("expected runs of one arm in a group.")
+            raise ValueError("expected all runs of a group to have the same arm.")
 
     @property
     def arm(self) -> str:
-        """The name of the arm."""
+        """Name of the arm."""
         return self.runs[0].arm
 
 
 class PlanFile(ResultFile):
-    """The run groups that were planned: `jobs.json`."""
+    """The planned run groups: `jobs.json`."""
 
     jobs: Items[GroupPlan]
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
         if len({group.id for group in self.jobs}) < len(self.jobs):
-            raise ValueError("expected every group to have a name of its own.")
+            raise ValueError("expected distinct names of groups.")
         return self
 
 
@@ -174,7 +173,7 @@ class PlanFile(ResultFile):
 
 
 class TargetSummary(ResultModel):
-    """The target column of a table; no classes for a number."""
+    """Target column of a table; no classes for a regression."""
 
     name: str
     task: Task | None = None
@@ -182,7 +181,7 @@ class TargetSummary(ResultModel):
 
 
 class ColumnSummary(ResultModel):
-    """A column of a table, as its training rows have it; `categories` has the most frequent with their counts."""
+    """A column in the training rows; `categories` has the most frequent ones with counts."""
 
     name: str
     kind: Literal["number", "category", "dropped"]
@@ -193,23 +192,23 @@ class ColumnSummary(ResultModel):
     max: Number | None = None
     categories: Items[Annotated[tuple[str, Count], Field(strict=False)]] = ()
     num_categories: Count = 0
-    why: str = ""  # a dropped column's reason
+    why: str = ""  # reason for dropping it
 
 
 class TableSummary(ResultModel):
-    """The target and the columns that a fit found in a table, with notes on how they were read."""
+    """Target and columns of a table, with notes."""
 
     target: TargetSummary
     columns: Items[ColumnSummary]
     notes: Items[str] = ()
 
     def of_kind(self, kind: str) -> tuple[ColumnSummary, ...]:
-        """Return the columns of one kind, in the table's order."""
+        """Return the columns of one kind, in order."""
         return tuple(column for column in self.columns if column.kind == kind)
 
 
 class DataSummary(ResultModel):
-    """The data of an experiment or of one arm: sizes, classes, and the columns of a table."""
+    """Data of an experiment or arm."""
 
     name: str
     train: Count
@@ -220,12 +219,12 @@ class DataSummary(ResultModel):
     table: TableSummary | None = Field(default=None, alias="schema")
 
     def has_same_test_set(self, other: DataSummary) -> bool:
-        """Whether both have the same test samples, as far as the file says."""
+        """Whether name, size and classes of the test sets are equal."""
         return (self.name, self.test, self.classes) == (other.name, other.test, other.classes)
 
 
 class ArmSummary(ResultModel):
-    """One way of training, at several λ; the others are compared with a `baseline`. A fit has one arm, its model."""
+    """An arm of an experiment; a fit has one arm, its model."""
 
     name: str
     label: str
@@ -236,17 +235,17 @@ class ArmSummary(ResultModel):
     parameters: Count | None = None
     diversities: Items[Number]
     baseline: bool = False
-    data: DataSummary | None = None  # None: that of the experiment
+    data: DataSummary | None = None  # None: the experiment's
 
 
 class PaperRow(ResultModel):
-    """A row of the paper's table; `arms` names the arms it is compared with, None: all with its K and λ."""
+    """A row of the paper's table; `arms` are the arms to compare, None for all with its K and λ."""
 
     model_config = ConfigDict(extra="forbid")
 
     label: str | None = None
     num_members: Annotated[int, Field(ge=1, lt=2**31)]
-    diversity: Diversity | None = None  # None where the paper states none
+    diversity: Diversity | None = None  # None: not stated
     arms: list[str] | None = None
     accuracy: Diversity | None = None
     error: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None  # in percent
@@ -256,13 +255,13 @@ class PaperRow(ResultModel):
 
     @property
     def title(self) -> str:
-        """The label, K and λ where there is none."""
+        """The label, or else K and λ."""
         diversity = "" if self.diversity is None else f", λ={self.diversity:g}"
         return self.label or f"K={self.num_members}{diversity}"
 
     @property
     def values(self) -> dict[str, float]:
-        """The metrics of the row as shares; an error gives the accuracy too."""
+        """Metrics of the row as fractions; accuracy is derived from an error."""
         keys = ("accuracy", "cross_entropy", "member_accuracy", "member_cross_entropy")
         found = {key: value for key in keys if (value := getattr(self, key)) is not None}
         if self.error is not None:
@@ -270,7 +269,7 @@ class PaperRow(ResultModel):
         return found
 
     def matches(self, arm: ArmSummary, diversity: float) -> bool:
-        """Whether this row is compared with an arm at one λ."""
+        """Whether this row is for an arm at one λ."""
         if self.arms is not None and arm.name not in self.arms:
             return False
         same_diversity = self.diversity is None or abs(self.diversity - diversity) < 1e-9
@@ -288,31 +287,30 @@ class PaperTable(ResultModel):
 
 
 class Candidate(ResultModel):
-    """A λ that was tried, and its score by seed: None where the training failed."""
+    """A candidate λ and its scores by seed; None for a failed training."""
 
     diversity: Number
     scores: Annotated[dict[Annotated[int, Field(ge=0, strict=False)], Number | None], Field(strict=False)]
 
 
 class Gain(ResultModel):
-    """By how much the chosen λ lowers the score of λ=0, seed by seed on fresh seeds: above zero is better.
+    """Paired reduction of the loss by the chosen λ, relative to λ=0, on fresh seeds.
 
-    `low` and `high` are a 95 % interval of the mean, None for a single seed. It covers new seeds and, where `samples`
-    is given, new samples. Where the samples chose λ among several, it holds for all `choices` of them together.
+    The 95 % interval covers new seeds, and new samples if `samples` is given; it is corrected for `choices` λ.
     """
 
     split: str = "test"
     mean: Number
     low: Number | None = None
     high: Number | None = None
-    seeds: Items[Count] = ()  # those for which both trainings finished
+    seeds: Items[Count] = ()  # with both trainings finished
     beyond_noise: bool
     samples: Count | None = None
     choices: Count = 1
 
 
 class DiversitySearch(ResultModel):
-    """How λ was chosen: candidates in rounds, scored by `metric` on `split` (lower is better), and its gain."""
+    """A search for λ: candidates by round, scored by `metric` on `split`, and the gain."""
 
     chosen: Number
     task: Task = "classification"
@@ -321,13 +319,13 @@ class DiversitySearch(ResultModel):
     rounds: Items[Items[Number]] = ()
     candidates: Items[Candidate]
     seeds: Items[Count] = ()
-    fresh_seeds: Items[Count] = ()  # those of the gain
+    fresh_seeds: Items[Count] = ()  # of the gain
     gain: Gain | None = None
     sentence: str = ""
 
     @property
     def scores(self) -> dict[float, dict[int, float]]:
-        """The scores by λ, ascending, and seed; without those of failed trainings."""
+        """Scores by λ, ascending, and seed, without failed trainings."""
         found = {
             candidate.diversity: {seed: score for seed, score in candidate.scores.items() if score is not None}
             for candidate in sorted(self.candidates, key=lambda candidate: candidate.diversity)
@@ -336,7 +334,7 @@ class DiversitySearch(ResultModel):
 
 
 class ExperimentResult(ResultFile):
-    """A sweep or a fit: its data, its arms, and where and with what it was run; `experiment.json`."""
+    """A sweep or a fit: `experiment.json`."""
 
     name: str
     title: str = ""
@@ -352,4 +350,4 @@ class ExperimentResult(ResultFile):
     config: dict[str, Any] = {}
     started: str = ""
     seconds: Number | None = None
-    counted: dict[str, Number] = {}  # seconds of unfinished jobs that `seconds` includes
+    counted: dict[str, Number] = {}  # seconds of unfinished groups included in `seconds`

@@ -66,7 +66,6 @@ def parse_experiment(content: Mapping[str, Any], where: str = "The configuration
 
 
 def _read_source(source: str) -> tuple[str, str]:
-    """Return the name of an experiment and its TOML."""
     if source in builtin_names():
         return source, (resources.files("torchace.lab.experiments") / f"{source}.toml").read_text("utf-8")
     path = Path(source)

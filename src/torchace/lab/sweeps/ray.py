@@ -189,7 +189,6 @@ class _Dispatch:
                 ray.cancel(reference, force=True)  # without force, an import may be interrupted in a reused worker
 
     def _fetch_mail(self) -> None:
-        """Report progress and write the checkpoints that arrived."""
         current = {(group.id, attempt): group for group, attempt in self.running.values()}  # no earlier attempts
         checkpoint: Any = ()
         while checkpoint is not None:

@@ -82,8 +82,6 @@ def train(plan: Plan, group: GroupPlan, data: LoadedData, files: Files, link: Dr
 
 
 class _MemoryStore(RunStore):
-    """Keep results in memory and send checkpoints to the driver."""
-
     def __init__(self, directory: Path, link: DriverLink) -> None:
         super().__init__(directory)
         self.link = link

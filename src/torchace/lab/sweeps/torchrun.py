@@ -22,7 +22,7 @@ from torchace.lab.sweeps.environment import versions
 from torchace.lab.sweeps.executor import Executor, Plan, Stop, train_group
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.training.distributed import (
-    RankLost,
+    RankLostError,
     Ranks,
     check_same,
     connect,
@@ -65,7 +65,7 @@ def process_group(parallel: str | None) -> Iterator[int | None]:
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     """Handle SIGTERM, which torchrun sends when another rank dies."""
-    if not RankLost.happened:  # else this rank reports the loss and exits
+    if not RankLostError.happened:  # else this rank reports the loss and exits
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -133,7 +133,6 @@ class RankExecutor(Executor):
 
 
 def _check(arm: Arm, ranks: Ranks) -> None:
-    """Refuse arms that cannot be split over these ranks."""
     if arm.train.batch_size < ranks.data:
         raise ConfigError(
             f"train.batch_size: expected at least {ranks.data}, one sample for each rank, but got "

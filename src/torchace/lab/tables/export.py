@@ -31,8 +31,6 @@ class ExportError(ValueError):
 
 
 class _Graph(nn.Module):
-    """The exported module."""
-
     def __init__(self, model: TableModel) -> None:
         super().__init__()
         self.ensemble = model.ensemble
@@ -78,7 +76,6 @@ def export_onnx(model: TableModel, path: Path, *, seed: int = 0) -> float:
 
 
 def _compare(runtime: ModuleType, data: bytes, graph: _Graph, rows: Tensor) -> float:
-    """Return the largest difference of the outputs over several batch sizes."""
     options = runtime.SessionOptions()
     options.log_severity_level = 3
     session = runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
@@ -135,7 +132,6 @@ def _import_package(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _silence_exporter() -> Iterator[None]:
-    """Silence the exporter's output."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

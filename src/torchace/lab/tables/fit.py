@@ -22,7 +22,7 @@ import torch
 from torchace._files import PARTIAL, fsync_directory, json_digest, read_json, refuse_links, write_atomic
 from torchace.lab.data import Split
 from torchace.lab.schema.results import ExperimentResult, RunKey, RunResult
-from torchace.lab.store import OURS, RunStore, RunStoreError, finite
+from torchace.lab.store import OUTPUT_FILES, RunStore, RunStoreError, finite
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.tables.model import TableModel, evaluate_chunks
 from torchace.lab.tables.table import Table
@@ -165,7 +165,7 @@ class TableFit:
             return
         with contextlib.suppress(OSError):
             last = (self._request_file, self.work / "lock")  # last: the request marks the rest as ours
-            paths = [*self.work.glob(f".*{PARTIAL}"), *(self.work / name for name in OURS)]
+            paths = [*self.work.glob(f".*{PARTIAL}"), *(self.work / name for name in OUTPUT_FILES)]
             for path in (*(path for path in paths if path not in last), *last):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             self.work.rmdir()

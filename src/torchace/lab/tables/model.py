@@ -135,7 +135,6 @@ def evaluate_chunks(logits: Iterable[Tensor], target: Tensor) -> Evaluation:
 
 
 def _accepts(ensemble: Ensemble, encoding: Encoding) -> bool:
-    """Whether the ensemble's input and output match the encoding."""
     outputs = max(1, len(encoding.schema.target.classes))
     try:
         with torch.no_grad():
@@ -145,7 +144,6 @@ def _accepts(ensemble: Ensemble, encoding: Encoding) -> bool:
 
 
 def _is_readable(record: Mapping[str, Any]) -> bool:
-    """Whether the search and the scores have the expected form."""
     search, scores = record.get("search"), record.get("scores")
     if search is not None and not (isinstance(search, Mapping) and isinstance(search.get("sentence"), str)):
         return False

@@ -48,7 +48,7 @@ def predict_file(
         raise DataError(f"Expected another output file than the input, but got {out} for both.")
     if (twice := first_duplicate(keep)) is not None:
         raise DataError(f"Expected each column to keep once, but got {twice!r} twice.")
-    rows = rows or chunk_rows(model.ensemble, model.ensemble.num_members, most=MAX_ROWS)
+    rows = rows or chunk_rows(model.ensemble, model.ensemble.num_members, max_rows=MAX_ROWS)
     chunks = _predict_chunks(model, data, keep, rows)
     first = next(chunks)  # raises errors of the table before anything is written
     count = 0

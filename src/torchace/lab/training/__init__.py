@@ -1,1 +1,1 @@
-"""Trains what it is given: the step, the loop around it, evaluation and checkpoints."""
+"""Training: step, loop, evaluation and checkpoints."""

@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a training between two steps, on the disk."""
+"""Checkpoints: the state of a training between two steps."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _EarlyStopping(_Strict):
 
 
 class _Progress(_Strict):
-    """Everything in a checkpoint beside the tensors; lists have an entry for each run."""
+    """Checkpoint content beside the tensors; lists have one entry a run."""
 
     step: Count
     seconds: Annotated[float, Field(ge=0, lt=2**53)]
@@ -80,7 +80,7 @@ class _Progress(_Strict):
     stopping: _EarlyStopping | None = None
 
     def fits(self, num_runs: int) -> bool:
-        """Whether this is the progress of so many runs."""
+        """Whether all entries match the number of runs."""
         lists: list[Any] = [self.stopped, self.tally.sums, self.tally.weights]
         for epoch in self.history:
             lists += [epoch.score, epoch.held_out or epoch.score]
@@ -92,23 +92,18 @@ class _Progress(_Strict):
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used."""
+    """Checkpoint that cannot be used."""
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The newest checkpoint of one training in a directory: a safetensors file and the manifest that names it.
+    """Newest checkpoint of one training: a safetensors file, and the manifest that names it, written last.
 
-    The manifest is written last. A process killed at any moment leaves the previous checkpoint or the new one. Several
-    ranks write the checkpoint that one process would write, so that any number of ranks can resume from it.
-
-    Attributes:
-        directory: Directory of the two files.
-        owner: The runs and the configuration of the checkpoint, as JSON; another owner's checkpoint is refused.
+    A process killed at any moment leaves the previous or the new checkpoint. Any number of ranks can resume from it.
     """
 
     directory: Path
-    owner: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    owner: Mapping[str, Any] | None = field(default=None, kw_only=True)  # runs and configuration as JSON
 
     def save(
         self,
@@ -117,14 +112,7 @@ class Checkpoints:
         progress: dict[str, Any],
         stopping: EarlyStopping | None = None,
     ) -> None:
-        """Replace the checkpoint. Called by all ranks.
-
-        Args:
-            network: Its weights are saved.
-            optimizer: Its state is saved.
-            progress: Everything else, as JSON.
-            stopping: Its best weights and scores are saved.
-        """
+        """Replace the checkpoint. Called by all ranks."""
         state = {f"network.{name}": value for name, value in network.state_dict().items()}
         if stopping is not None:
             state |= {f"best.{name}": value for name, value in stopping.weights.items()}
@@ -132,7 +120,7 @@ class Checkpoints:
         for index, values in optimizer.state_dict()["state"].items():
             state |= {f"optimizer.{index}.{name}": value for name, value in values.items() if value is not None}
         tensors = gather_state(network, state)
-        if tensors is None:  # the first rank writes
+        if tensors is None:
             return
         data = save_safetensors({name: value.detach().cpu().contiguous() for name, value in tensors.items()})
         name = f"state-{progress['step']}.safetensors"
@@ -151,7 +139,7 @@ class Checkpoints:
     def load(
         self, network: RunGroup, optimizer: torch.optim.Optimizer, stopping: EarlyStopping | None = None
     ) -> dict[str, Any] | None:
-        """Restore the newest checkpoint and return its progress; None if there is none. Called by all ranks."""
+        """Restore the newest checkpoint and return its progress, or None. Called by all ranks."""
         ranks = network.ranks
         progress, tensors = self._read(network.num_runs) if ranks.is_first else (None, None)
         progress = ranks.broadcast(progress)
@@ -169,25 +157,25 @@ class Checkpoints:
         return progress
 
     def _read(self, num_runs: int) -> tuple[dict[str, Any] | None, State | None]:
-        """Progress and tensors of the newest checkpoint, or None twice."""
+        """Progress and tensors of the newest checkpoint, or `(None, None)`."""
         remove_partial(self.directory)
         if not (self.directory / MANIFEST).exists():
             return None, None
         if self._is_foreign():
             raise CheckpointError(
                 f"The checkpoint in {self.directory} belongs to other runs or to another configuration. "
-                "Remove that folder to start these runs anew."
+                "Remove that folder to restart these runs."
             )
         try:
             content = self._manifest()
             if not _Progress.model_validate(content["progress"]).fits(num_runs):
-                raise ValueError("it has another number of runs")
+                raise ValueError("its number of runs is wrong")
             state = content["state"]
-            if not _STATE.fullmatch(state["file"]) or type(state["bytes"]) is not int:  # never a path elsewhere
-                raise ValueError(f"{MANIFEST} is not what was written")
+            if not _STATE.fullmatch(state["file"]) or type(state["bytes"]) is not int:  # no path outside the folder
+                raise ValueError(f"{MANIFEST} was changed or truncated")
             data = read_bounded(self.directory / state["file"], state["bytes"])
             if hashlib.sha256(data).hexdigest() != state["sha256"]:
-                raise ValueError(f"{state['file']} is not what was written")
+                raise ValueError(f"{state['file']} was changed or truncated")
             return content["progress"], load_safetensors(data)
         except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as error:
             raise self._damaged(error) from error
@@ -198,33 +186,33 @@ class Checkpoints:
         elif isinstance(error, ValidationError):
             reason = f"{MANIFEST} has no valid {(*error.errors()[0]['loc'], 'progress')[0]}"
         elif isinstance(error, LookupError | json.JSONDecodeError | UnicodeDecodeError):
-            reason = f"{MANIFEST} is not what was written"
+            reason = f"{MANIFEST} was changed or truncated"
         else:
             reason = str(error).split("\n")[0].rstrip(".:")
         return CheckpointError(
-            f"The checkpoint in {self.directory} is damaged ({reason}). Remove that folder to start its runs anew."
+            f"The checkpoint in {self.directory} is damaged ({reason}). Remove that folder to restart its runs."
         )
 
     def _manifest(self) -> dict[str, Any]:
         content = read_json(self.directory / MANIFEST)
         if not isinstance(content, dict) or not is_unchanged(content) or content["format"] != FORMAT:
-            raise ValueError(f"{MANIFEST} is not what was written")
+            raise ValueError(f"{MANIFEST} was changed or truncated")
         return content
 
     def _is_foreign(self) -> bool:
         """Whether the checkpoint is intact and has another owner."""
         try:
             return self._manifest().get("owner") != self.owner
-        except (OSError, ValueError, LookupError):  # missing or damaged: `load` reports it
+        except (OSError, ValueError, LookupError):  # reported by `load`
             return False
 
     def remove(self) -> None:
-        """Remove the checkpoint of a finished training, and the folders around it once they are empty."""
-        (self.directory / MANIFEST).unlink(missing_ok=True)  # first: the other files are nothing without it
+        """Remove the checkpoint of a finished training, and its folders if empty."""
+        (self.directory / MANIFEST).unlink(missing_ok=True)  # first: without it the other files are ignored
         for state in self._states():
             state.unlink(missing_ok=True)
         remove_partial(self.directory)
-        for folder in (self.directory, self.directory.parent):  # each by itself: a killed process may have left either
+        for folder in (self.directory, self.directory.parent):
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -236,7 +224,7 @@ class Checkpoints:
         return foreign
 
     def _states(self) -> Iterator[Path]:
-        """Files of states, also those that no manifest names."""
+        """State files, including those without a manifest."""
         return (file for file in self.directory.glob("state-*") if _STATE.fullmatch(file.name) and not file.is_dir())
 
 
@@ -251,21 +239,21 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, tensors: State) -> None:
         index, _, key = name.partition(".")
         states.setdefault(int(index), {})[key] = _match_layout(parameters[int(index)], value)
     if len({frozenset(state) for state in states.values()}) > 1:
-        raise ValueError("it holds other optimizer states for some parameters than for others")
+        raise ValueError("its optimizer states differ between parameters")
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _match_layout(parameter: Tensor, value: Tensor) -> Tensor:
-    """A saved moment in its parameter's memory format: fused optimizers refuse channels-last beside contiguous."""
-    if value.numel() == 1 and value.shape != parameter.shape:  # a count of steps
+    """Copy a saved moment to its parameter's memory format: fused optimizers need equal formats."""
+    if value.numel() == 1 and value.shape != parameter.shape:  # a step count
         return value
     if value.shape != parameter.shape:
-        raise ValueError(f"it holds an optimizer state of shape {tuple(value.shape)} for {tuple(parameter.shape)}")
+        raise ValueError(f"it has an optimizer state of shape {tuple(value.shape)} for {tuple(parameter.shape)}")
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def weights_digest(network: RunGroup, run: int) -> str:
-    """SHA-256 of one run's weights and buffers: equal digests mean bit-identical runs."""
+    """SHA-256 of one run's weights and buffers, equal for bit-identical runs."""
     digest = hashlib.sha256()
     for name, value in sorted(network.ensemble(run).state_dict().items()):
         digest.update(name.encode())

@@ -1,4 +1,4 @@
-"""The configuration of a training; schedules are pure functions of the step."""
+"""Configuration of a training; schedules are pure functions of the step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. Steps are counted from 0."""
+    """Hyperparameters of one training; steps are counted from 0."""
 
     steps: int
     loss: str = "ace"  # "ace" (classification) or "ncl" (regression)
@@ -21,29 +21,22 @@ class TrainConfig:
     nesterov: bool = False
     weight_decay: float = 0.0
     schedule: str = "constant"  # "constant", "step" or "cosine"
-    milestones: tuple[int, ...] = ()  # steps at which the learning rate is multiplied by `decay`
+    milestones: tuple[int, ...] = ()  # steps of a decay
     decay: float = 0.1
     warmup_steps: int = 0
-    warmup_learning_rate: float | None = None  # constant during warm-up (He et al.); None rises linearly
-    diversity_warmup_steps: int = 0  # λ rises linearly from 0 over these steps
+    warmup_learning_rate: float | None = None  # constant (He et al.); None: linear rise
+    diversity_warmup_steps: int = 0  # linear rise of λ from 0
     label_smoothing: float = 0.0
     detach_others: bool = True
     precision: str = "float32"  # "float32", "float64" or "bf16" (autocast; weights stay float32)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of weights and inputs."""
+        """Type of weights and inputs."""
         return torch.float64 if self.precision == "float64" else torch.float32
 
     def learning_rate_at(self, step: int) -> float:
-        """The learning rate of a step.
-
-        Example:
-            >>> config = TrainConfig(steps=100, learning_rate=0.1, schedule="step", milestones=(50,), warmup_steps=10,
-            ...                      warmup_learning_rate=0.01)
-            >>> [round(config.learning_rate_at(step), 6) for step in (0, 10, 50)]
-            [0.01, 0.1, 0.01]
-        """
+        """Learning rate of a step."""
         if step < self.warmup_steps:
             if self.warmup_learning_rate is not None:
                 return self.warmup_learning_rate
@@ -56,12 +49,12 @@ class TrainConfig:
         return self.learning_rate
 
     def diversity_share_at(self, step: int) -> float:
-        """The factor of λ at a step."""
+        """Factor of λ at a step."""
         return 1.0 if step >= self.diversity_warmup_steps else step / self.diversity_warmup_steps
 
 
 def make_optimizer(config: TrainConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer in its fused form; on a GPU with the learning rate on the device, for CUDA graphs."""
+    """Fused optimizer; on a GPU the learning rate is on the device, for CUDA graphs."""
     device = parameters[0].device
     on_gpu = device.type == "cuda"
     lr = torch.tensor(config.learning_rate, device=device) if on_gpu else config.learning_rate
@@ -74,6 +67,7 @@ def make_optimizer(config: TrainConfig, parameters: list[torch.nn.Parameter]) ->
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Set the learning rate in place."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(value)

@@ -1,4 +1,4 @@
-"""The training step as one CUDA graph."""
+"""Training step as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 from torchace.lab.training.step import StepResult, TrainStep
 
-EAGER_STEPS = 3  # real steps before the capture: they warm up cuDNN, cuBLAS and the optimizer's state
+EAGER_STEPS = 3  # warm up cuDNN, cuBLAS and the optimizer's state before the capture
 
 Step = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor], StepResult]
 
 
 def graph_on_gpu(step: TrainStep) -> Step:
-    """Return the step as a CUDA graph if it runs on a single GPU, else the step itself."""
+    """Step as a CUDA graph on a single GPU, else the step itself."""
     on_gpu = step.parameters[0].device.type == "cuda"
     return GraphedStep(step) if on_gpu and step.network.ranks.size == 1 else step
 
 
 class GraphedStep:
-    """A step that is captured after a few calls and replayed from then on."""
+    """Step that is captured after `EAGER_STEPS` calls and then replayed."""
 
     def __init__(self, step: TrainStep) -> None:
         self.step = step
@@ -31,8 +31,9 @@ class GraphedStep:
         self._result: StepResult | None = None
 
     def __call__(self, *inputs: Tensor | None) -> StepResult:
+        """Run, capture or replay the step; results are overwritten by the next call."""
         self._calls += 1
-        if self._calls <= EAGER_STEPS:  # on a side stream, as a capture requires
+        if self._calls <= EAGER_STEPS:  # on a side stream, required before a capture
             device = self.step.parameters[0].device
             stream = torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -46,9 +47,9 @@ class GraphedStep:
             self.step.optimizer.zero_grad(set_to_none=True)
             with torch.cuda.graph(self._graph):
                 self._result = self.step(*self._inputs)  # type: ignore[arg-type]
-        for held, given in zip(self._inputs, inputs, strict=True):
-            if held is not None and given is not None:
-                held.copy_(given)
+        for buffer, value in zip(self._inputs, inputs, strict=True):
+            if buffer is not None and value is not None:
+                buffer.copy_(value)
         self._graph.replay()
         assert self._result is not None
         return self._result

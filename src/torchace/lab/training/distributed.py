@@ -1,8 +1,7 @@
-"""Processes that train together, or a single one: their layout and their communication.
+"""Layout and communication of the ranks that train together.
 
-The ranks are a mesh of members x data: ranks of one row have the same members and different samples of a batch, ranks
-of one column the same samples and different members. Steps communicate over the mesh (gloo, or NCCL on GPUs); what
-depends on a clock, a signal or a file is decided by all ranks together or by the first one, over gloo.
+Ranks form a mesh of members x data: a row has the same members and different samples, a column the same samples and
+different members. Steps use gloo or NCCL; decisions that depend on clocks, signals or files use gloo.
 """
 
 from __future__ import annotations
@@ -29,47 +28,39 @@ from torchace.nn.parallel import broadcast_bytes, split_range
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-TIMEOUT = 600.0  # seconds until a rank that does not answer counts as lost; `TORCHACE_TIMEOUT` overrides it
-SYNC_EVERY = 0.25  # seconds between two synchronizations of the timers, roughly
-MOST_STEPS = 1000  # between two synchronizations
+TIMEOUT = 600.0  # seconds without an answer until a rank is lost; overridden by `TORCHACE_TIMEOUT`
+SYNC_EVERY = 0.25  # seconds, roughly
+MAX_SYNC_STEPS = 1000
 
 State = dict[str, Tensor]
 
 
-class RankLost(ConnectionError):
+class RankLostError(ConnectionError):
     """Another rank died or does not answer."""
 
-    happened = False  # to this process
+    happened = False  # in this process
 
 
 @contextmanager
 def detect_lost_rank() -> Iterator[None]:
-    """Turn a broken connection into `RankLost`; also a decorator."""
+    """Raise a broken connection as `RankLostError`; also a decorator."""
     try:
         yield
-    except RuntimeError as error:  # gloo has no type of its own
+    except RuntimeError as error:  # gloo has no exception type
         if not (isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)):
             raise
-        RankLost.happened = True
+        RankLostError.happened = True
         rank = os.environ.get("RANK") or (dist.get_rank() if dist.is_initialized() else 0)
-        raise RankLost(
+        raise RankLostError(
             f"Rank {rank} lost contact with the others: one of them ended or does not answer. "
-            "What was saved is kept; repeat the command to go on from there."
+            "What was saved is kept; repeat the command to resume."
         ) from error
 
 
 class Ranks:
-    """This process among those that train together; without a layout it is the only one.
+    """This process among `members` x `data` ranks; without a layout (see `parse_layout`), the only one.
 
-    Args:
-        layout: See `parse_layout`.
-        device: Device of this rank, such as `"cpu"` or `"cuda:3"`.
-        backend: Backend of the mesh; by default NCCL on a GPU, else gloo.
-
-    Attributes:
-        members: Number of ranks over which the members are split.
-        data: Number of ranks over which the samples of a batch are split.
-        is_first: Whether this rank writes files and prints.
+    The first rank (`is_first`) writes files and prints. The mesh uses NCCL on a GPU, else gloo, or `backend`.
     """
 
     def __init__(self, layout: str | None = None, *, device: str = "cpu", backend: str | None = None) -> None:
@@ -97,7 +88,7 @@ class Ranks:
         return slice(share.start, share.stop)
 
     def shard_samples(self, axis: int, *tensors: Tensor | None) -> tuple[Any, ...]:
-        """Samples of this rank, from tensors of whole batches with the samples at `axis`."""
+        """Samples of this rank, from tensors of whole batches with samples at `axis`."""
         if self.data == 1:
             return tensors
         size = next(tensor.shape[axis] for tensor in tensors if tensor is not None)
@@ -105,13 +96,13 @@ class Ranks:
         return tuple(None if t is None else t.narrow(axis, share.start, len(share)) for t in tensors)
 
     def data_parallel(self, network: nn.Module) -> nn.Module:
-        """The network, with gradients averaged over the ranks that have the same members."""
+        """Network with gradients averaged over the ranks with the same members."""
         if self.data == 1:
             return network
         return nn.parallel.DistributedDataParallel(network, process_group=self.data_group)
 
     def sum_over_members(self, values: Tensor) -> Tensor:
-        """Sum over the ranks that have the other members."""
+        """Sum over the ranks with the other members."""
         if self.members > 1:
             values = values.contiguous()
             dist.all_reduce(values, group=self.members_group)
@@ -143,7 +134,7 @@ class Ranks:
 
     @detect_lost_rank()
     def gather_tensors(self, tensors: State) -> list[State] | None:
-        """On the first rank, tensors of each rank with other members; None on the others. Called by all ranks."""
+        """On the first rank, tensors of each rank with other members; else None. Called by all ranks."""
         if self.data_index != 0:
             return None
         if not self.is_first:
@@ -161,16 +152,12 @@ class Ranks:
         return states
 
     def timer(self, stop: Callable[[], bool], save_every: float | None) -> Timer:
-        """A timer that is the same on all ranks."""
+        """Timer that agrees on all ranks."""
         return (Timer if self.size == 1 else SyncedTimer)(stop, save_every)
 
 
 class SyncedTimer(Timer):
-    """A timer that agrees on all ranks, synchronized every few steps.
-
-    Ranks must stop, save and report at the same step. The first rank's clock decides; a stop signal to any rank counts
-    for all.
-    """
+    """Timer synchronized every few steps: the first rank's clock decides; a stop signal to any rank stops all."""
 
     def __init__(self, stop: Callable[[], bool], save_every: float | None) -> None:
         super().__init__(stop, save_every)
@@ -178,6 +165,7 @@ class SyncedTimer(Timer):
         self._synced = time.monotonic()
 
     def update(self) -> None:
+        """Update the flags; synchronize if due."""
         self._remaining -= 1
         if self._remaining > 0:
             self.should_stop = self.should_save = self.should_report = False
@@ -187,7 +175,7 @@ class SyncedTimer(Timer):
         interval = 1
         if self._interval:
             steps = round(SYNC_EVERY * self._interval / max(now - self._synced, 1e-6))
-            interval = min(max(steps, 1), 2 * self._interval, MOST_STEPS)  # first steps may take longer than others
+            interval = min(max(steps, 1), 2 * self._interval, MAX_SYNC_STEPS)  # first steps may be slow
         local = (self.should_stop, self.should_save, self.should_report, interval)
         flags = all_gather([float(value) for value in local])
         self.should_stop = bool(flags[:, 0].any())
@@ -197,16 +185,7 @@ class SyncedTimer(Timer):
 
 
 def parse_layout(text: str, num_ranks: int) -> tuple[int, int]:
-    """Number of ranks over which the members, and the samples of a batch, are split.
-
-    Args:
-        text: `"data"`, `"members"`, or `"MxD"`: the members over M ranks, the batch over D.
-        num_ranks: Number of ranks.
-
-    Example:
-        >>> parse_layout("data", 4), parse_layout("members", 4), parse_layout("2x2", 4)
-        ((1, 4), (4, 1), (2, 2))
-    """
+    """Ranks for members and for data from `"data"`, `"members"` or `"MxD"` (members over M, the batch over D)."""
     if text in ("data", "members"):
         return (1, num_ranks) if text == "data" else (num_ranks, 1)
     match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", text)
@@ -221,17 +200,17 @@ def parse_layout(text: str, num_ranks: int) -> tuple[int, int]:
 
 
 def is_launched() -> bool:
-    """Whether torchrun, or another launcher with the same variables, started this process."""
+    """Whether torchrun, or a launcher with the same variables, started this process."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 @detect_lost_rank()
 def connect() -> Store:
-    """Join the processes that torchrun started; return the store that they share."""
-    from torch.distributed.rendezvous import rendezvous  # not in builds without torch.distributed
+    """Join the processes that torchrun started; return their store."""
+    from torch.distributed.rendezvous import rendezvous  # missing in some builds
 
     store, rank, size = next(rendezvous("env://", timeout=_timeout()))
-    # after a restart, torchrun's store still has the addresses of the ranks before
+    # after a restart, torchrun's store has old addresses
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"torchace, attempt {attempt}", store)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_timeout())
@@ -248,41 +227,38 @@ def all_gather(values: list[float]) -> Tensor:
 
 
 def check_same(arguments: Mapping[str, str]) -> None:
-    """Refuse ranks with different arguments, on all ranks alike."""
+    """Raise an error on all ranks if their arguments differ."""
     digests = [int(hashlib.sha256(value.encode()).hexdigest()[:12], 16) for value in arguments.values()]
     gathered = all_gather([float(value) for value in digests])  # 48 bits are exact in float64
     for column, name in enumerate(arguments):
         other = (gathered[:, column] != gathered[0, column]).nonzero().flatten().tolist()
         if other:
             raise ValueError(
-                f"Expected the same {name} on every rank, but rank {other[0]} has another than rank 0. "
-                "Start all of them with one command."
+                f"Expected the same {name} on every rank, but rank {other[0]} differs from rank 0. "
+                "Start all ranks with one command."
             )
 
 
 def should_report(store: Store, error: Exception) -> bool:
-    """Whether this rank prints its error: the same error of several ranks is printed once.
-
-    A lost connection is printed only where no rank printed why it ended.
-    """
-    message = "" if isinstance(error, RankLost) else f"{type(error).__name__}: {error}"
+    """Whether this rank prints its error: equal errors once, a lost connection only if no other error."""
+    message = "" if isinstance(error, RankLostError) else f"{type(error).__name__}: {error}"
     key = hashlib.sha256(message.encode()).hexdigest()
     try:
-        first_of_all = store.add("torchace said", 1) == 1
-        first_of_these = store.add(f"torchace said {key}", 1) == 1
-    except RuntimeError:  # the rank, or the machine, with the store is gone
+        first_of_all = store.add("torchace reported", 1) == 1
+        first_of_these = store.add(f"torchace reported {key}", 1) == 1
+    except RuntimeError:  # the store is gone
         return True
-    return first_of_all if isinstance(error, RankLost) else first_of_these
+    return first_of_all if isinstance(error, RankLostError) else first_of_these
 
 
 def _gather_axis(part: Tensor, axis: int, count: int, num_parts: int, group: Any) -> Tensor:
-    """Concatenate parts of one axis, whose sizes differ by one at most, on every rank of a group."""
+    """Concatenate shards along an axis, whose sizes differ by at most one, on every rank of a group."""
     if num_parts == 1:
         return part
     sizes = [len(split_range(count, num_parts, index)) for index in range(num_parts)]
     shape = list(part.shape)
     shape[axis] = sizes[0]
-    # gloo gathers on the CPU alone
+    # gloo gathers on the CPU only
     padded = torch.zeros(shape, dtype=part.dtype, device="cpu" if dist.get_backend(group) == "gloo" else part.device)
     padded.narrow(axis, 0, part.shape[axis]).copy_(part)
     parts = [torch.empty_like(padded) for _ in sizes]

@@ -16,38 +16,30 @@ from torchace.lab.training.memory import chunk_rows
 from torchace.lab.training.objective import ensemble_scores, mean_over_samples
 from torchace.lab.training.run_group import RunGroup
 
-CHUNK = 4096  # samples that all runs predict at once, at most
+CHUNK = 4096  # samples predicted at once, at most
 
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Samples that are not trained on, and how long a run may go without improving on them."""
+    """Validation samples, and epochs without improvement until a run stops."""
 
     split: Split
     patience: int  # epochs
 
 
 class EarlyStopping:
-    """The best epoch of each run so far, by the ensemble's score on the validation set.
-
-    A run that has not improved for `patience` epochs stops; the others continue. The weights of a stopped run may
-    change after that: `restore` gives every run those of its best epoch.
-    """
+    """Best epoch of each run by the ensemble's validation score; `restore` loads its weights."""
 
     def __init__(self, network: RunGroup, validation: ValidationSet, config: TrainConfig) -> None:
         self.validation, self.config = validation, config
         self.best: list[float] = [math.inf] * network.num_runs
-        self.best_epoch = [0] * network.num_runs  # 0: before the first
+        self.best_epoch = [0] * network.num_runs  # 0: none
         self.weights = {name: value.detach().clone() for name, value in network.state_dict().items()}
 
     def update(self, network: RunGroup, epoch: int, stopped: Sequence[bool]) -> tuple[list[float | None], list[bool]]:
-        """Score the runs after an epoch (counted from 1).
-
-        Returns:
-            Each run's score, None for NaN, Inf and runs that stopped before; and which runs are stopped now.
-        """
+        """Score the runs after an epoch (from 1): scores, None for nonfinite or stopped ones, and stopped runs."""
         scores = validation_scores(network, self.validation.split, self.config).tolist()
-        # a stopped run may not profit from the epochs of others
+        # a stopped run must not improve later
         scores = [math.nan if done else score for score, done in zip(scores, stopped, strict=True)]
         improved = [score < best for score, best in zip(scores, self.best, strict=True)]
         for run, better in enumerate(improved):
@@ -63,20 +55,22 @@ class EarlyStopping:
         return [score if math.isfinite(score) else None for score in scores], now
 
     def restore(self, network: RunGroup) -> None:
-        """Give every run the weights of its best epoch."""
+        """Load the weights of every run's best epoch."""
         network.load_state_dict(self.weights)
 
     def state(self) -> dict[str, Any]:
-        return {"best": [repr(value) for value in self.best], "best_epoch": self.best_epoch}  # JSON has no Inf
+        """Scores and epochs as JSON values."""
+        return {"best": [repr(value) for value in self.best], "best_epoch": self.best_epoch}  # text: JSON has no Inf
 
     def load(self, state: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        """Restore `state` and the best weights."""
         self.best, self.best_epoch = [float(value) for value in state["best"]], list(state["best_epoch"])
         for name, value in self.weights.items():
             value.copy_(weights[name])
 
 
 def validation_scores(network: RunGroup, split: Split, config: TrainConfig) -> Tensor:
-    """Each run's cross entropy or squared error on a split, `(R,)`, weighted by the samples' weights."""
+    """Each run's weighted mean cross entropy or squared error on a split, `(R,)`."""
     return mean_over_samples(validation_losses(network, split, config), split.weight)
 
 
@@ -86,7 +80,7 @@ def validation_losses(network: RunGroup, split: Split, config: TrainConfig) -> T
     training = network.training
     network.eval()
     members = network.num_runs * network.num_members
-    rows = chunk_rows(network, members, itemsize=config.dtype.itemsize, most=CHUNK)
+    rows = chunk_rows(network, members, itemsize=config.dtype.itemsize, max_rows=CHUNK)
     losses = torch.empty(network.num_runs, len(split), dtype=config.dtype, device=split.x.device)
     for start in range(0, len(split), rows):
         part = slice(start, start + rows)

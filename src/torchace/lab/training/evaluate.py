@@ -1,4 +1,4 @@
-"""Scores of trained runs on samples they were not trained on, and the arrays that a report draws."""
+"""Test scores of trained runs, and arrays for reports."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from torchace.lab.training.run_group import RunGroup
 if TYPE_CHECKING:
     from torchace.metrics import EnsembleMetrics
 
-CONTESTED = 24  # samples on which the members differ most, for the report
-DRAWN = 5000  # samples of a regression, for the report
+MAX_CONTESTED = 24  # samples in a report
+MAX_POINTS = 5000  # samples in a regression plot
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One run's scores as plain numbers, and small arrays on the CPU."""
+    """Scores of one run, and small arrays on the CPU."""
 
     metrics: dict[str, float | list[float]]
     arrays: dict[str, Tensor]
@@ -42,50 +42,46 @@ def predict_logits(network: RunGroup, chunks: Iterable[tuple[Tensor, Tensor]]) -
 
 
 class Evaluator:
-    """Scores of one run, computed from chunks: the logits of all samples are never in memory together."""
+    """Scores of one run, computed in chunks: memory never holds the logits of all samples."""
 
     def __init__(self) -> None:
         self._metrics: EnsembleMetrics | None = None
         self._samples = 0
-        self._bins: list[Tensor] = []  # sums over the chunks
-        self._losses: list[Tensor] = []  # cross entropy of each sample
-        self._errors: list[Tensor] = []  # whether each sample is classified wrongly
-        self._differ = torch.zeros(())  # (K, K): samples on which two members differ
-        # the most contested samples so far: degree, index, target, votes (n, K), probabilities (n, C)
+        self._bins: list[Tensor] = []  # sums
+        self._losses: list[Tensor] = []  # cross entropy per sample
+        self._errors: list[Tensor] = []  # misclassified, per sample
+        self._differ = torch.zeros(())  # (K, K): samples with different votes
+        # degree, index, target, votes (n, K), probabilities (n, C)
         self._contested: list[Tensor] = []
 
     @torch.no_grad()
     def update(self, logits: Tensor, target: Tensor) -> None:
         """Add samples: logits `(K, n, C)` and class indices `(n,)`."""
         if self._metrics is None:
-            from torchace.metrics import EnsembleMetrics  # here: torchmetrics takes seconds to import
+            from torchace.metrics import EnsembleMetrics  # torchmetrics takes seconds to import
 
             num_members, _, num_classes = logits.shape
-            # no sync: every sample is here, and other ranks may have nothing to score
+            # no sync: this rank has all samples, others may have none
             self._metrics = EnsembleMetrics(num_members, num_classes, sync_on_compute=False).to(logits.device)
         self._metrics.update(logits, target)
         probs, votes = ensemble_probs(logits), logits.argmax(2)
         bins = list(calibration_bins(probs, target))
         self._bins = [a + b for a, b in zip(self._bins, bins, strict=True)] if self._bins else bins
-        # float32: enough for an interval over samples, in half the space
+        # float32 is enough for an interval over samples
         self._losses.append(F.nll_loss(ensemble_log_probs(logits), target, reduction="none").float())
         self._errors.append((probs.argmax(1) != target).to(torch.uint8))
         self._differ = self._differ.to(votes.device) + (votes[:, None] != votes[None]).sum(2)
-        # disagreement first, mutual information between equals
+        # mutual information breaks ties
         degree = disagreement(logits, reduction="none") + 1e-3 * mutual_information(logits, reduction="none")
         index = torch.arange(self._samples, self._samples + len(target), device=target.device)
-        chunk = _most_contested([degree, index, target, votes.T, probs])  # of the chunk first: not all of it is copied
+        chunk = _most_contested([degree, index, target, votes.T, probs])  # avoids copying the whole chunk
         if self._contested:
             chunk = [torch.cat(parts) for parts in zip(self._contested, chunk, strict=True)]
         self._contested = _most_contested(chunk)
         self._samples += len(target)
 
     def compute(self, images: Tensor | None = None) -> Evaluation:
-        """Scores of everything added so far.
-
-        Args:
-            images: The samples as uint8 `(N, C, H, W)`, for the contested ones; None for other data.
-        """
+        """Scores so far; `images` are the samples as uint8 `(N, C, H, W)`, for the contested cases."""
         if self._metrics is None:
             raise ValueError("Expected at least one sample to score, but none was added.")
         scores: dict[str, float | list[float]] = {
@@ -112,8 +108,8 @@ class Evaluator:
 
 
 def _most_contested(parts: list[Tensor]) -> list[Tensor]:
-    """Samples with the largest first part; stable, so that equal ones keep their order."""
-    first = parts[0].argsort(descending=True, stable=True)[:CONTESTED]
+    """Samples with the largest first part; stable for equal ones."""
+    first = parts[0].argsort(descending=True, stable=True)[:MAX_CONTESTED]
     return [part[first] for part in parts]
 
 
@@ -128,7 +124,7 @@ def evaluate(logits: Tensor, target: Tensor, images: Tensor | None = None) -> Ev
 
 @torch.no_grad()
 def evaluate_regression(predictions: Tensor, target: Tensor) -> Evaluation:
-    """Score one run of a regression with predictions `(K, N)` and target `(N,)`."""
+    """Score one regression run with predictions `(K, N)` and target `(N,)`."""
     predictions, target = predictions.double(), target.double()
     mean, spread = predictions.mean(0), predictions.std(0, correction=0)
     errors = predictions - target  # (K, N)
@@ -148,9 +144,9 @@ def evaluate_regression(predictions: Tensor, target: Tensor) -> Evaluation:
     size = centred.square().sum(1).sqrt()
     correlation = centred @ centred.T / (size[:, None] * size).clamp_min(torch.finfo(torch.float64).tiny)
     arrays = {
-        "predicted": mean[:DRAWN],
-        "observed": target[:DRAWN],
-        "spread": spread[:DRAWN],
+        "predicted": mean[:MAX_POINTS],
+        "observed": target[:MAX_POINTS],
+        "spread": spread[:MAX_POINTS],
         "residual_correlation": correlation,
     }
     return Evaluation(scores, {name: value.cpu().contiguous() for name, value in arrays.items()})

@@ -1,4 +1,4 @@
-"""The training loop: batches, schedules, checkpoints, failed runs, interruption."""
+"""Training loop: batches, schedules, checkpoints, failed runs, interruption."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.step import StepResult, TrainStep
 
 NONFINITE = "NaN or Inf in loss or gradient"
-CHECK_EVERY = 100  # steps between two looks at failures on a GPU or of other ranks
+CHECK_EVERY = 100  # steps between failure checks on a GPU or across ranks
 
 
-class Interrupted(Exception):
-    """The process was asked to stop; a checkpoint was written."""
+class Interrupted(Exception):  # noqa: N818, control flow
+    """Training stopped on request after a checkpoint."""
 
 
 @dataclass
 class Failure:
-    """Why a run was stopped."""
+    """Reason why a run was stopped."""
 
     message: str
     member: int | None
@@ -42,23 +42,23 @@ class Failure:
 class FitResult:
     """Results of a training beside the weights."""
 
-    # one entry an epoch: epoch, step, score (R,), held_out (R,), with None for NaN, Inf and values not measured
+    # per epoch: epoch, step, score (R,), held_out (R,); None for nonfinite or missing values
     history: list[dict[str, Any]] = field(default_factory=list)
     failures: dict[int, Failure] = field(default_factory=dict)  # by run
-    best_epochs: list[int] | None = None  # of each run, with a validation set; counted from 1
+    best_epochs: list[int] | None = None  # with a validation set; from 1
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class CheckpointPolicy:
-    """Where and how often the state is saved."""
+    """Place and frequency of checkpoints."""
 
     checkpoints: Checkpoints
     every_steps: int | None = None
     every_seconds: float | None = 60.0
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is due after so many steps."""
+        """Whether a checkpoint is due after `step` steps."""
         return self.every_steps is not None and step % self.every_steps == 0
 
 
@@ -68,45 +68,33 @@ class Progress:
 
     step: int
     steps: int
-    # of each run, the mean over the epoch so far of its cross entropy or squared error; None for NaN and Inf
-    score: list[float | None]
+    score: list[float | None]  # mean over the epoch so far; None for nonfinite values
 
 
 @detect_lost_rank()
 def fit(
-    network: RunGroup,
+    network: RunGroup,  # this rank's shard
     batches: Batches,
     config: TrainConfig,
     *,
     diversities: Sequence[float],
     seeds: Sequence[int],
     validation: ValidationSet | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | None = None,  # to continue a training
     mean_weight: float | None = None,
     checkpoint_policy: CheckpointPolicy | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> FitResult:
-    """Train R runs that differ in λ and seed alone, from the newest checkpoint if there is one.
+    """Train R runs that differ only in λ and seed, from the newest checkpoint if there is one.
 
-    Args:
-        network: The runs with their initial weights; with several ranks, this rank's part of them.
-        batches: Training samples; every draw is a function of seed, epoch and step.
-        config: How to train.
-        diversities: λ of each run.
-        seeds: The seed of each run.
-        validation: Samples that decide when a run stops and which epoch's weights it keeps.
-        optimizer: One that has trained this network before, to continue with.
-        mean_weight: Mean sample weight that weights are relative to; by default that of the samples in `batches`.
-        checkpoint_policy: Where and how often to save.
-        on_progress: Called at most ten times a second.
-        stop: Called before every step, less often with several ranks; on True, a checkpoint is written and
-            `Interrupted` raised.
+    Weights are relative to `mean_weight`, by default that of `batches`. `on_progress` is called at most ten times a
+    second. If `stop` returns True before a step, a checkpoint is written and `Interrupted` raised.
     """
     if batches.batch_size < network.ranks.data:
         raise ValueError(
             f"Expected batches of at least {network.ranks.data} samples, one for each rank, but got "
-            f"{batches.batch_size}."
+            f"{batches.batch_size}. Use larger batches or fewer ranks."
         )
     if optimizer is None:
         optimizer = make_optimizer(config, [p for p in network.parameters() if p.requires_grad])
@@ -154,7 +142,7 @@ def fit(
 
 
 class _Training:
-    """The state of a training: results so far, active runs, early stopping; saved in checkpoints."""
+    """State of a training: results, active runs, early stopping; saved in checkpoints."""
 
     def __init__(
         self,
@@ -171,7 +159,7 @@ class _Training:
         self.stopped = [False] * network.num_runs
         self.active = torch.ones(network.num_runs, dtype=torch.bool, device=device)
         self.stats = EpochStats(network, device)
-        self.began = time.monotonic()  # less the seconds before a resume
+        self.start_time = time.monotonic()  # minus the seconds before a resume
 
     def is_active(self) -> bool:
         """Whether any run is still trained."""
@@ -186,7 +174,7 @@ class _Training:
             return 0
         failures = {int(run): Failure(**failure) for run, failure in saved["failures"].items()}
         self.result = FitResult(saved["history"], failures)
-        self.began -= saved["seconds"]
+        self.start_time -= saved["seconds"]
         self.stopped = saved["stopped"]
         self.stats.load(saved["tally"])
         for run, stopped in enumerate(self.stopped):
@@ -197,18 +185,19 @@ class _Training:
         """Write a checkpoint before a step."""
         if self.policy is None:
             return
-        self.record_failures()  # or a resumed training would find them later than an uninterrupted one
+        self.record_failures()  # at the same step as without a resume
         progress = {
             "step": step,
             "history": self.result.history,
             "failures": {str(run): asdict(failure) for run, failure in self.result.failures.items()},
-            "seconds": time.monotonic() - self.began,
+            "seconds": time.monotonic() - self.start_time,
             "stopped": self.stopped,
             "tally": self.stats.state(),
         }
         self.policy.checkpoints.save(self.network, self.optimizer, progress, self.early_stopping)
 
     def record_failures(self) -> None:
+        """Record new failures of any rank and stop those runs."""
         self.stats.share()
         for run, failure in self.stats.failures(self.active).items():
             self.result.failures[run] = failure
@@ -232,12 +221,12 @@ class _Training:
         if self.early_stopping is not None:
             self.early_stopping.restore(self.network)
             self.result.best_epochs = self.early_stopping.best_epoch
-        self.result.seconds = time.monotonic() - self.began
+        self.result.seconds = time.monotonic() - self.start_time
         return self.result
 
 
 class BatchFeed:
-    """Batches of the runs: `(R, B, ...)` where members share them, else `(R, K, B, ...)`."""
+    """Batches of the runs: `(R, B, ...)` if members share them, else `(R, K, B, ...)`."""
 
     def __init__(
         self,
@@ -250,10 +239,10 @@ class BatchFeed:
         distinct = sorted(set(seeds))
         self.batches, self.shape = batches, None if config.batches == "shared" else (len(distinct), num_members)
         self.seeds, self.streams = distinct, [0] * len(distinct)
-        if self.shape is not None:  # a stream for each member
+        if self.shape is not None:  # one stream a member
             self.seeds = [seed for seed in distinct for _ in range(num_members)]
             self.streams = [k for _ in distinct for k in range(num_members)]
-        # the λ of one seed see the same batch
+        # all λ of one seed see the same batch
         places = [distinct.index(seed) for seed in seeds]
         self.runs = None if list(seeds) == distinct else torch.tensor(places, device=batches.device)
         if (weight := batches.split.weight) is not None:
@@ -279,13 +268,14 @@ class EpochStats:
     def __init__(self, network: RunGroup, device: torch.device) -> None:
         self.num_members, self.ranks = network.total_members, network.ranks
         self.sums = torch.zeros(network.num_runs, dtype=torch.float64, device=device)
-        self.weights = torch.zeros_like(self.sums)  # of the batches, relative to the training set's mean
+        self.weights = torch.zeros_like(self.sums)  # relative to the training set's mean
         self.steps = 0
-        self.has_failure = False  # of the last step, where that is known without a transfer
+        self.has_failure = False  # of the last step, if known without a transfer
         self.failed_step = torch.full((network.num_runs,), -1, device=device)
         self.failed_code = torch.full((network.num_runs,), -1, device=device)  # see `first_nonfinite`
 
     def add(self, result: StepResult, step: int, weight: Tensor | None) -> None:
+        """Add one step."""
         self.sums += result.score
         self.steps += 1
         self.weights += 1.0 if weight is None else weight.flatten(1).mean(1)
@@ -298,7 +288,7 @@ class EpochStats:
         self.failed_code = torch.where(first, codes, self.failed_code)
 
     def share(self) -> None:
-        """Add up the ranks' sums on the first rank, and keep the first failure of any rank on all of them."""
+        """Sum over ranks on the first rank; keep the earliest failure on all ranks."""
         if self.ranks.size == 1:
             return
         last = float(2**40)  # later than any step
@@ -324,20 +314,23 @@ class EpochStats:
         }
 
     def mean(self) -> list[float | None]:
-        """The weighted mean of each run's scores; None for NaN and Inf, and where nothing was added."""
+        """Weighted mean score of each run; None if nonfinite or empty."""
         return [value if math.isfinite(value) else None for value in (self.sums / self.weights).tolist()]
 
     def reset(self) -> None:
+        """Start a new epoch."""
         self.sums.zero_()
         self.weights.zero_()
         self.steps = 0
 
     def state(self) -> dict[str, Any]:
-        sums = [repr(value) for value in self.sums.tolist()]  # JSON has no NaN
+        """Sums as JSON values."""
+        sums = [repr(value) for value in self.sums.tolist()]  # text: JSON has no NaN
         return {"sums": sums, "weights": self.weights.tolist(), "steps": self.steps}
 
     def load(self, state: dict[str, Any]) -> None:
+        """Restore `state`."""
         self.steps = state["steps"]
         self.weights.copy_(torch.tensor(state["weights"], dtype=torch.float64))
-        if self.ranks.is_first:  # it has the sums of all ranks
+        if self.ranks.is_first:  # has the sums of all ranks
             self.sums.copy_(torch.tensor([float(value) for value in state["sums"]], dtype=torch.float64))

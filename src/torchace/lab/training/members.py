@@ -27,10 +27,7 @@ LOSSES = {"classification": "ace", "regression": "ncl"}
 
 @dataclass(frozen=True)
 class MemberPlan:
-    """Architecture and training of an ensemble on vectors, without λ and seed.
-
-    Inputs, and the targets of a regression, are expected to be standardised.
-    """
+    """Architecture and training of an ensemble on standardised vectors, without λ and seed."""
 
     task: str  # "classification" or "regression"
     num_members: int = 10
@@ -39,20 +36,20 @@ class MemberPlan:
     batch_size: int = 128
     learning_rate: float = 3e-3
     weight_decay: float = 1e-2
-    schedule: str | None = None  # "constant" or "cosine"; None: cosine, or constant where training may stop early
+    schedule: str | None = None  # None: cosine, or constant with early stopping
     batches: str = "shared"
     label_smoothing: float = 0.0
-    patience: int | None = None  # epochs without improvement on held-out samples; None: no early stopping
+    patience: int | None = None  # epochs; None: no early stopping
     precision: str = "float64"
 
     @classmethod
     def from_hyperparameters(cls, task: str, values: Hyperparameters) -> MemberPlan:
-        """Return the plan of checked hyperparameters."""
+        """Plan of checked hyperparameters."""
         names = [field.name for field in fields(cls) if field.name in Hyperparameters.model_fields]
         return cls(task, **{name: getattr(values, name) for name in names})
 
     def train_config(self, num_samples: int) -> TrainConfig:
-        """The training configuration for `num_samples` samples."""
+        """Training configuration for `num_samples` samples."""
         return TrainConfig(
             steps=self.epochs * self.steps_per_epoch(num_samples),
             loss=LOSSES[self.task],
@@ -66,7 +63,7 @@ class MemberPlan:
         )
 
     def steps_per_epoch(self, num_samples: int) -> int:
-        """The number of batches of equal size, at most `batch_size`, that cover the samples."""
+        """Number of batches of equal size, at most `batch_size`, that cover the samples."""
         return math.ceil(num_samples / self.batch_size)
 
 
@@ -80,6 +77,7 @@ class TrainedGroup:
     fitted: FitResult
 
     def failure(self, run: int) -> Failure | None:
+        """Failure of a run, or None."""
         return self.fitted.failures.get(run)
 
     def losses(self, split: Split) -> Tensor:
@@ -87,13 +85,13 @@ class TrainedGroup:
         return validation_losses(self.network, split, self.train_config)
 
     def scores(self, split: Split, losses: Tensor | None = None) -> list[float]:
-        """The weighted means of `losses` over a split; Inf for runs that failed."""
+        """Weighted means of `losses` over a split; Inf for failed runs."""
         losses = self.losses(split) if losses is None else losses
         values = mean_over_samples(losses, split.weight).tolist()
         return [v if r not in self.fitted.failures and math.isfinite(v) else math.inf for r, v in enumerate(values)]
 
     def ensemble(self, run: int) -> StackedEnsemble:
-        """A run's ensemble, separated from the group."""
+        """Ensemble of one run, separated from the group."""
         ensemble = cast(StackedEnsemble, self.network.ensemble(run))
         ensemble.link = LINKS[self.train_config.loss]
         return ensemble
@@ -102,32 +100,18 @@ class TrainedGroup:
 def train_members(
     plan: MemberPlan,
     train: Split,
-    num_outputs: int,
+    num_outputs: int,  # C or M
     *,
     diversities: Sequence[float],
     seeds: Sequence[int],
     validation: Split | None = None,
-    network: RunGroup | None = None,
+    network: RunGroup | None = None,  # to train further
     **options: Any,
 ) -> TrainedGroup:
-    """Train runs that differ in λ and seed alone as one run group.
+    """Train runs that differ only in λ and seed as one run group.
 
-    Args:
-        plan: Architecture and training.
-        train: Vectors `(N, D)` on the device, of the plan's precision, with class indices `(N,)` or targets `(N, M)`.
-        num_outputs: Classes, or targets of a regression.
-        diversities: λ of each run.
-        seeds: Seed of each run: it determines the initial weights and the order of the samples.
-        validation: Samples for early stopping; required if the plan has a patience.
-        network: A network to train further.
-        options: Other arguments of `fit`, such as `optimizer`, `checkpoint_policy`, `on_progress`, `stop`.
-
-    Example:
-        >>> x = torch.randn(64, 2, dtype=torch.float64)
-        >>> plan = MemberPlan("classification", num_members=3, hidden=(8,), epochs=20)
-        >>> trained = train_members(plan, Split(x, (x[:, 0] > 0).long()), 2, diversities=[0.0, 0.5], seeds=[1, 1])
-        >>> trained.network.num_runs, trained.ensemble(1).num_members
-        (2, 3)
+    `train` has vectors `(N, D)` on the device, in the plan's precision, and class indices `(N,)` or targets `(N, M)`.
+    The seed determines initial weights and sample order. `options` are passed to `fit`.
     """
     if plan.patience is not None and validation is None:
         raise ValueError("Expected `validation` samples for a plan with `patience`, but got None.")
@@ -143,7 +127,7 @@ def train_members(
 
 
 def new_run_group(plan: MemberPlan, num_features: int, num_outputs: int, seeds: Sequence[int]) -> RunGroup:
-    """Return untrained runs; initial weights depend on the seed and the member's index alone."""
+    """Untrained runs; initial weights depend only on the seed and the member's index."""
     dtype = plan.train_config(1).dtype
     with torch.device("meta"):
         member = count_parameters(mlp(num_features, plan.hidden, num_outputs))
@@ -159,7 +143,7 @@ def new_run_group(plan: MemberPlan, num_features: int, num_outputs: int, seeds: 
 
 
 def resolve_device(name: str) -> str:
-    """Return a usable device: cpu, cuda or cuda:N; `auto` is cuda if available."""
+    """Check a device (cpu, cuda, cuda:N); `auto` is cuda if available."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -1,4 +1,4 @@
-"""Memory: whether a network fits, and how many samples are predicted at once."""
+"""Memory limits of networks and prediction chunks."""
 
 from __future__ import annotations
 
@@ -9,55 +9,38 @@ from torch import Tensor, nn
 
 from torchace._files import available_memory
 
-CHUNK_BYTES = 1 << 25  # of the widest layer of all members on a chunk; logits take a few times that while scored
-CHUNK_ROWS = 8192  # at most
+CHUNK_BYTES = 1 << 25  # of the widest layer of all members on a chunk
+CHUNK_ROWS = 8192
 
 
 def check_memory(num_parameters: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-    """Refuse a network, before it is built, whose weights and gradients take more than the available memory."""
+    """Raise an error if weights and gradients of a network exceed the available memory."""
     needed, device = 2 * num_parameters * dtype.itemsize, torch.device(device)
     available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     if available is not None and needed > available:
         raise ValueError(
-            f"Expected networks that fit into the {available / 2**30:.3g} GiB of memory that are available, but "
+            f"Expected networks that fit into {available / 2**30:.3g} GiB of available memory, but "
             f"{num_parameters:,} parameters take {needed / 2**30:.3g} GiB with their gradients. Use fewer members, "
-            "smaller layers or fewer runs at a time."
+            "smaller layers or fewer runs at once."
         )
 
 
 def count_parameters(network: nn.Module) -> int:
+    """Number of parameters."""
     return sum(parameter.numel() for parameter in network.parameters())
 
 
-def chunk_rows(network: nn.Module, num_members: int, *, itemsize: int = 8, most: int = CHUNK_ROWS) -> int:
-    """Number of samples in a chunk of bounded memory.
+def chunk_rows(network: nn.Module, num_members: int, *, itemsize: int = 8, max_rows: int = CHUNK_ROWS) -> int:
+    """Number of samples in a chunk of bounded memory, for `num_members` networks computed at once.
 
-    Args:
-        network: All members. The last two axes of a weight are the sizes of a linear layer: the widest layer may be
-            the inputs, the classes or a hidden one.
-        num_members: Number of networks that are computed at once, of all runs.
-        itemsize: Bytes of a number.
-        most: Largest number of samples.
-
-    Example:
-        >>> head = nn.Linear(64, 2000)
-        >>> chunk_rows(head, num_members=10), chunk_rows(nn.Linear(64, 3), num_members=10)
-        (209, 6553)
+    The widest layer counts: the last two axes of a weight are the sizes of a linear layer.
     """
     width = max((max(p.shape[-2:]) for p in network.parameters() if p.ndim > 1), default=1)
-    return max(1, min(most, CHUNK_BYTES // (itemsize * num_members * width)))
+    return max(1, min(max_rows, CHUNK_BYTES // (itemsize * num_members * width)))
 
 
 def collect_chunks(chunks: Iterable[Tensor], count: int, *functions: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Apply functions to chunks of logits `(K, n, C)` and join each function's results for all `count` samples.
-
-    Results are written in place: joined from a list they would be in memory twice.
-
-    Example:
-        >>> logits = torch.arange(6.0).view(1, 6, 1)
-        >>> collect_chunks(logits.split(4, 1), 6, lambda z: z.mean((0, 2)))
-        [tensor([0., 1., 2., 3., 4., 5.])]
-    """
+    """Apply functions to chunks of logits `(K, n, C)`; results `(count, ...)` are written in place to save memory."""
     results: list[Tensor] = []
     done = 0
     for logits in chunks:

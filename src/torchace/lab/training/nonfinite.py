@@ -1,4 +1,4 @@
-"""Which run became NaN or Inf, and through which member. Nothing is read back from the device."""
+"""Detection of NaN and Inf by run and member, without transfers from the device."""
 
 from __future__ import annotations
 
@@ -12,37 +12,36 @@ from torchace.lab.training.run_group import RunGroup
 
 
 def all_finite(values: Sequence[Tensor | None]) -> bool:
-    """Whether CPU tensors hold no NaN or Inf. False may also mean an overflowing sum, or tensors on another device."""
-    found = [value for value in values if value is not None]
-    return found[0].device.type == "cpu" and all(math.isfinite(norm) for norm in torch._foreach_norm(found))
+    """Whether CPU tensors are finite; False also for overflowing sums and for other devices."""
+    tensors = [value for value in values if value is not None]
+    return tensors[0].device.type == "cpu" and all(math.isfinite(norm) for norm in torch._foreach_norm(tensors))
 
 
 @torch.no_grad()
-def first_nonfinite(network: RunGroup, logits: Tensor, losses: Tensor) -> Tensor:
-    """The first member of each run with a NaN or Inf, as a code `(R,)`; -1: none. See `nonfinite_member`.
+def first_nonfinite(
+    network: RunGroup,
+    logits: Tensor,  # (R, K, B, C)
+    losses: Tensor,  # (R, K)
+) -> Tensor:
+    """Code of the first nonfinite member of each run, `(R,)`, for `nonfinite_member`; -1 if all are finite.
 
-    Coupled members pass a NaN on to each other's losses within one step, also across ranks. So codes are smallest for
-    a member's own logits, larger for its loss, and largest for its gradient: the smallest code is the origin.
-
-    Args:
-        network: The runs, with their gradients.
-        logits: `(R, K, B, C)`.
-        losses: `(R, K)`.
+    Coupled members spread a NaN within one step. Codes are smallest for logits, larger for losses, largest for
+    gradients: the smallest code is the origin.
     """
     others = [torch.nn.functional.pad(sums, (0, 1)) for sums in (logits.sum((2, 3)).to(losses), losses)]
-    sums = torch.stack([*others, _gradient_sums(network).to(losses)])  # a sum keeps NaN and Inf
+    sums = torch.stack([*others, _gradient_sums(network).to(losses)])  # sums keep NaN and Inf
     bad = (sums - sums) != 0  # (3, R, K + 1); fewer kernels than isfinite
     seen, member = bad.any(2), bad.int().argmax(2)  # (3, R)
     total = network.total_members
     member = torch.where(member == network.num_members, total, member + network.local_members.start)
-    found = torch.full_like(member[0], -1)
+    codes = torch.full_like(member[0], -1)
     for source in (2, 1, 0):
-        found = torch.where(seen[source], member[source] + source * (total + 1), found)
-    return found
+        codes = torch.where(seen[source], member[source] + source * (total + 1), codes)
+    return codes
 
 
 def nonfinite_member(code: int, num_members: int) -> int | None:
-    """The member of a code of `first_nonfinite`; None for parts that members share."""
+    """Member of a code of `first_nonfinite`; None for shared parts."""
     member = code % (num_members + 1)
     return member if member < num_members else None
 

@@ -1,4 +1,4 @@
-"""The losses and scores of runs: ACE and cross entropy, or NCL and squared error."""
+"""Losses and scores of runs: ACE and cross entropy, or NCL and squared error."""
 
 from __future__ import annotations
 
@@ -16,38 +16,29 @@ LINKS = {"ace": "softmax", "ncl": "identity"}
 
 
 class Objective(NamedTuple):
-    losses: Tensor  # (R, K): each member's training loss; not a score
-    score: Tensor  # (R,): cross entropy or squared error, of the ensemble if its members share a batch, else of them
-    gradient: Tensor  # (R, K, B, C): of the active runs' losses in the logits, every member's own
+    """Losses, scores and gradient of one step."""
+
+    losses: Tensor  # (R, K): training loss of each member
+    score: Tensor  # (R,): of the ensemble if members share a batch, else mean over members
+    gradient: Tensor  # (R, K, B, C): with respect to the logits; 0 for stopped runs
 
 
 def compute_objective(
-    logits: Tensor,
-    y: Tensor,
-    weight: Tensor | None,
-    diversity: Tensor,
-    active: Tensor,
-    mixture: Tensor | None,
+    logits: Tensor,  # (R, K, B, C), detached
+    y: Tensor,  # (R, B), or (R, K, B) with own batches; for regression (..., M)
+    weight: Tensor | None,  # first axes of y, relative to the training set's mean
+    diversity: Tensor,  # (R,)
+    active: Tensor,  # (R,): False for stopped runs
+    mixture: Tensor | None,  # (R, K·B, C) for exchanged batches, (R, B, C) for members on other ranks
     config: TrainConfig,
     *,
     num_members: int | None = None,
     batch_size: int | None = None,
 ) -> Objective:
-    """Losses, scores and the gradient of one training step.
+    """Losses, scores and gradient of one training step.
 
-    Args:
-        logits: `(R, K, B, C)`, detached.
-        y: `(R, B)`, or `(R, K, B)` with batches of the members' own; for regression with an axis of outputs at the end.
-        weight: Sample weights, as the first axes of `y`, relative to the mean weight of the training set; None where
-            all count alike. Losses and score are divided by the batch size, not by the sum of the batch's weights: a
-            weight of k is then k repeats, in expectation.
-        diversity: λ of each run, `(R,)`.
-        active: False for a run that was stopped: its gradient is 0, `(R,)`.
-        mixture: The ensemble's predictions on all its members' batches, `(R, K·B, C)`, for exchanged batches; on the
-            one batch, `(R, B, C)`, where some of its members are on other ranks.
-        config: Which loss.
-        num_members: K of the whole ensemble, where some members are on other ranks.
-        batch_size: Samples of the whole batch, where some are on other ranks: results are shares of its mean.
+    Losses and score are divided by the batch size, not by the sum of weights: a weight of k counts as k repeats in
+    expectation. `num_members` and `batch_size` are those of all ranks; results are then shares of the whole.
     """
     num_runs, local_members, size = logits.shape[:3]
     num_members, batch_size = num_members or local_members, batch_size or size
@@ -55,7 +46,7 @@ def compute_objective(
     scale = active.to(config.dtype).view(-1, *[1] * (1 + own)) / batch_size
     if weight is not None:
         scale = scale * weight
-    if not config.detach_others:  # gradients in the other members have no closed form of their own
+    if not config.detach_others:  # no closed form
         z = logits.detach().requires_grad_()
         with torch.enable_grad():
             losses = member_losses(z, y, diversity, mixture, config, num_members=num_members)
@@ -63,27 +54,30 @@ def compute_objective(
         (gradient,) = torch.autograd.grad(losses.sum(), z)
         if own:
             logits, y = logits.flatten(1, 2).unsqueeze(1), y.flatten(1, 2)
-        found = LossResult(losses.detach(), ensemble_scores(logits.to(config.dtype), y, config), gradient)
+        result = LossResult(losses.detach(), ensemble_scores(logits.to(config.dtype), y, config), gradient)
+    elif config.loss == "ace" and mixture is None and not own:  # most steps: as few layers as possible
+        result = member_terms(logits, LossOptions(y, diversity, scale=scale, label_smoothing=config.label_smoothing))
     else:
         rows = _rows(logits, y, diversity, mixture, num_members, config)
         if own:
             scale = scale.expand(num_runs, local_members, -1).flatten(0, 1)
         if config.loss == "ace":
-            found = member_terms(rows.logits, rows.options(scale, config.label_smoothing))
+            result = member_terms(rows.logits, rows.options(scale, config.label_smoothing))
         else:
-            found = ncl.closed_form(rows.logits, rows.y, rows.diversity, scale, alpha=rows.alpha, mixture=rows.mixture)
-    losses, scores = found.losses, found.scores
+            result = ncl.closed_form(rows.logits, rows.y, rows.diversity, scale, alpha=rows.alpha, mixture=rows.mixture)
+    losses, scores = result.losses, result.scores
     assert scores is not None
-    assert found.gradient is not None
-    gradient = found.gradient
+    assert result.gradient is not None
+    gradient = result.gradient
     if own and config.detach_others:
         losses, scores = losses.view(num_runs, local_members), scores.view(num_runs, -1)
         gradient = gradient.squeeze(1).unflatten(0, (num_runs, local_members))
-    elif not own and mixture is not None:  # the members at hand are not the whole ensemble
+    elif not own and mixture is not None:  # some members are on other ranks
         scores = mixture_scores(mixture, y, config)
     if weight is not None:
         scores = scores * weight.flatten(1)
-    return Objective(losses, scores.sum(-1) / (batch_size * num_members if own else batch_size), gradient)
+    count = batch_size * num_members if own else batch_size
+    return Objective(losses, scores.mean(-1) if count == scores.shape[-1] else scores.sum(-1) / count, gradient)
 
 
 def member_losses(
@@ -95,17 +89,7 @@ def member_losses(
     *,
     num_members: int | None = None,
 ) -> Tensor:
-    """Every member's loss on every sample of its batch, `(R, K, B)`, differentiable.
-
-    Args:
-        logits: `(R, K, B, C)`.
-        y: `(R, B)`, or `(R, K, B)` with batches of the members' own; for regression with an axis of outputs at the end.
-        diversity: λ of each run, `(R,)`.
-        mixture: The ensemble's predictions on all its members' batches, `(R, K·B, C)`, for exchanged batches; on the
-            one batch, `(R, B, C)`, where some of its members are on other ranks.
-        config: Which loss.
-        num_members: K of the whole ensemble, where some are on other ranks.
-    """
+    """Differentiable loss of every member on every sample, `(R, K, B)`; arguments as in `compute_objective`."""
     rows = _rows(logits, y, diversity, mixture, num_members or logits.shape[1], config)
     if config.loss == "ace":
         options = rows.options(1.0, config.label_smoothing, config.detach_others)
@@ -118,14 +102,12 @@ def member_losses(
     return losses.view(logits.shape[:3])
 
 
-def ensemble_scores(logits: Tensor, y: Tensor, config: TrainConfig) -> Tensor:
-    """The ensemble's cross entropy or squared error on every sample, `(R, N)`.
-
-    Args:
-        logits: `(R, K, N, C)`.
-        y: `(N,)` for all runs, or `(R, N)`; for regression with an axis of outputs at the end.
-        config: Which score.
-    """
+def ensemble_scores(
+    logits: Tensor,  # (R, K, N, C)
+    y: Tensor,  # (N,) or (R, N); for regression (..., M)
+    config: TrainConfig,
+) -> Tensor:
+    """Ensemble's cross entropy or squared error on every sample, `(R, N)`."""
     if config.loss == "ncl":
         return (logits.mean(1) - y).square().mean(-1)
     index = y.expand(len(logits), -1)[:, None, :, None].expand(-1, logits.shape[1], -1, -1)
@@ -133,11 +115,12 @@ def ensemble_scores(logits: Tensor, y: Tensor, config: TrainConfig) -> Tensor:
     return math.log(logits.shape[1]) - hits.logsumexp(1)
 
 
-def mixture_scores(mixture: Tensor, y: Tensor, config: TrainConfig) -> Tensor:
-    """`ensemble_scores` where the ensemble's prediction is known, `(R, N, C)`, and `y` is `(R, N)`.
-
-    A probability that underflowed counts as the smallest positive number: the sum does not have its logarithm.
-    """
+def mixture_scores(
+    mixture: Tensor,  # (R, N, C)
+    y: Tensor,  # (R, N); for regression (R, N, M)
+    config: TrainConfig,
+) -> Tensor:
+    """Like `ensemble_scores`, from the mixture; an underflowed probability counts as the smallest number."""
     if config.loss == "ace":
         log_probs = mixture.clamp_min(torch.finfo(mixture.dtype).tiny).log()
         return -log_probs.gather(2, y.unsqueeze(2)).squeeze(2)
@@ -150,13 +133,13 @@ def ensemble_predictions(logits: Tensor, config: TrainConfig) -> Tensor:
 
 
 def member_predictions(logits: Tensor, config: TrainConfig) -> Tensor:
-    """Each member's own prediction, in the shape of its logits: probabilities, or numbers."""
+    """Each member's prediction in the shape of its logits: probabilities, or numbers."""
     logits = logits.to(config.dtype)
     return logits.softmax(-1) if config.loss == "ace" else logits
 
 
 def mean_over_samples(values: Tensor, weight: Tensor | None) -> Tensor:
-    """The mean over the last axis, weighted where samples have weights; 0 where the weights sum to 0."""
+    """Mean over the last axis, weighted if `weight` is given; 0 if the weights sum to 0."""
     if weight is None:
         return values.mean(-1)
     total = weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
@@ -164,15 +147,16 @@ def mean_over_samples(values: Tensor, weight: Tensor | None) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """The arguments of a loss whose members share their batches."""
+    """Arguments of a loss whose members share their batches."""
 
     logits: Tensor  # (R, K, B, C)
     y: Tensor  # (R, B) or (R, B, M)
     diversity: Tensor  # (R,)
-    alpha: float | None  # weight of every member; None: 1/K
+    alpha: float | None  # member weight; None: 1/K
     mixture: Tensor | None  # (R, B, C)
 
     def options(self, scale: float | Tensor, label_smoothing: float, detach_others: bool = True) -> LossOptions:
+        """Options of the ACE loss."""
         alpha = None if self.alpha is None else self.diversity.new_full((self.logits.shape[1],), self.alpha)
         return LossOptions(
             self.y,
@@ -188,12 +172,12 @@ class _Rows(NamedTuple):
 def _rows(
     logits: Tensor, y: Tensor, diversity: Tensor, mixture: Tensor | None, num_members: int, config: TrainConfig
 ) -> _Rows:
-    """Own batches as R·K runs of one member: its loss needs the others' predictions on its batch and nothing else."""
+    """Own batches as R·K runs of one member: its loss needs only the others' predictions on its batch."""
     alpha = None if mixture is None else 1 / num_members
     if config.batches == "shared":
         return _Rows(logits, y, diversity, alpha, mixture)
     lead = logits.shape[:2]
-    # without a mixture, batches are separate: no coupling
+    # no mixture: separate batches, no coupling
     lam = torch.zeros_like(diversity) if mixture is None else diversity
     if mixture is not None:
         mixture = mixture.unflatten(1, logits.shape[1:3]).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Runs that are trained together as one network: inputs `(R, B, ...)`, logits `(R, K, B, C)`."""
+"""Runs trained together as one network: inputs `(R, B, ...)`, logits `(R, K, B, C)`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,18 @@ from torchace.nn.stacking import KeyedDraws
 
 
 class RunGroup(nn.Module):
-    """R independent runs of K members each.
+    """R independent runs of K members each, from one `Ensemble` (of one architecture) or `SMOC` a run.
 
-    Separate members, and members behind a trunk, are one stack of R·K; R trunks are a stack, and R heads of SMOC are
-    another, each of K members. Random numbers in training are a function of (seed, step, layer, member): a run draws
-    the same numbers in any group.
-
-    Args:
-        ensembles: One for each run, of one kind: `Ensemble` of members of one architecture, or `SMOC`.
-        ranks: Processes that train the runs together; the ensembles then have the members of this rank.
-        total_members: Number of members of a run on all ranks.
+    Members are one stack of R·K, trunks a stack of R, and SMOC's heads a stack of R with K members each. Random numbers
+    in training are a function of (seed, step, layer, member): a run draws the same in any group.
     """
 
     def __init__(
         self,
-        ensembles: Sequence[EnsembleModule],
+        ensembles: Sequence[EnsembleModule],  # one a run, with the members of this rank
         *,
         ranks: Ranks | None = None,
-        total_members: int | None = None,
+        total_members: int | None = None,  # on all ranks
     ) -> None:
         super().__init__()
         first = ensembles[0]
@@ -56,12 +50,7 @@ class RunGroup(nn.Module):
         self.step = torch.zeros((), dtype=torch.int64)
 
     def forward(self, x: Tensor, *, own: bool = False) -> Tensor:
-        """Logits `(R, K, B, C)`.
-
-        Args:
-            x: A batch for each run, `(R, B, ...)`; with `own`, for each member, `(R, K, B, ...)`.
-            own: Whether every member has its own batch.
-        """
+        """Logits `(R, K, B, C)` of batches `(R, B, ...)`, or with `own`, `(R, K, B, ...)`."""
         if self.trunk is None:
             logits = self._compute(self.members, x.flatten(0, 1) if own else x)
             return logits.unflatten(0, (self.num_runs, self.num_members))
@@ -71,8 +60,8 @@ class RunGroup(nn.Module):
             return self._from_features(features)
         if not isinstance(features, Tensor):
             raise TypeError(
-                f"Expected the trunk to return one tensor where members have their own batches, but got "
-                f"{type(features).__name__}."
+                f"Expected the trunk to return one tensor for members with own batches, but got "
+                f"{type(features).__name__}. Use shared batches."
             )
         features = features.unflatten(1, x.shape[1:3])  # (R, K, B, ...)
         if self.heads:
@@ -100,7 +89,7 @@ class RunGroup(nn.Module):
     def _compute(self, stack: StackedEnsemble, x: Any) -> Any:
         draws = None
         if self.training:
-            # the trunk is no member: it draws as number -1
+            # the trunk draws as member -1
             first, count = (-1, 1) if stack is self.trunk else (self.local_members.start, self.num_members)
             draws = KeyedDraws(self.seeds, torch.arange(first, first + count, device=self.seeds.device), self.step)
         return stack.compute([x], {}, own=True, draws=draws)
@@ -123,7 +112,7 @@ class RunGroup(nn.Module):
         return self
 
     def set_seeds(self, seeds: Sequence[int]) -> None:
-        """Set the seeds of the runs' random numbers in training; ranks with other samples draw other numbers."""
+        """Set the seeds of random numbers in training; ranks with other samples draw other numbers."""
         if index := self.ranks.data_index:
             seeds = [hashed_key(seed, "rank", index) for seed in seeds]
         self.seeds.copy_(torch.tensor([hashed_key(seed, "network", 0) for seed in seeds]))
@@ -133,7 +122,7 @@ class RunGroup(nn.Module):
         return 1 if self.heads or name.startswith("trunk.") else self.num_members
 
     def ensemble(self, run: int) -> EnsembleModule:
-        """Return a copy of one run's ensemble."""
+        """Copy of one run's ensemble."""
         first = run * self.num_members
         if self.trunk is None:
             return self.members.take(slice(first, first + self.num_members))
@@ -146,5 +135,5 @@ class RunGroup(nn.Module):
             ensemble = Ensemble([self.members[first + k] for k in range(self.num_members)], trunk, self.link)
             if self._branched is not None:
                 ensemble.branched = self._branched
-        ensemble.training = self.training  # its layers have the modes they have here
+        ensemble.training = self.training  # layers keep their modes
         return ensemble

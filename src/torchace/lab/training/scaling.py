@@ -1,4 +1,4 @@
-"""Standardisation of inputs and targets, learnt from training samples alone, and its inverse in a trained ensemble."""
+"""Standardisation of inputs and targets, and its inverse in a trained ensemble."""
 
 from __future__ import annotations
 
@@ -14,27 +14,22 @@ from torchace.nn import Ensemble, StackedEnsemble
 
 @dataclass(frozen=True)
 class Scaler:
-    """Mean and standard deviation of each column, `(D,)` in float64; the deviation of a constant column is 1."""
+    """Mean and standard deviation of each column, `(D,)` in float64; 1 for the deviation of a constant column."""
 
     mean: Tensor
     std: Tensor
 
     @classmethod
     def fit(cls, values: Tensor, weight: Tensor | None = None) -> Scaler:
-        """Return the scaler of a matrix `(N, D)` with sample weights `(N,)`.
-
-        Example:
-            >>> Scaler.fit(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
-            Scaler(mean=tensor([2., 5.], dtype=torch.float64), std=tensor([1., 1.], dtype=torch.float64))
-        """
+        """Scaler of a matrix `(N, D)` with sample weights `(N,)`."""
         share = torch.ones(len(values), dtype=torch.float64) if weight is None else weight.double()
         share = (share / share.sum())[:, None]
-        scratch = share * values  # reused below: a large table is in memory twice, not five times
+        scratch = share * values  # reused below to save memory
         mean = scratch.sum(0)
         std = torch.sub(values, mean, out=scratch).square_().mul_(share).sum(0).sqrt()
         highest, lowest = values.amax(0), values.amin(0)
-        constant = highest == lowest  # not by std: rounding leaves some of a constant column
-        if not ((std > 0) & std.isfinite() | constant).all():  # squares of numbers beyond 1e154 or below 1e-162
+        constant = highest == lowest  # std is not exactly 0 after rounding
+        if not ((std > 0) & std.isfinite() | constant).all():  # squares over- or underflow
             torch.sub(values, mean, out=scratch)
             unit = torch.maximum(highest - mean, mean - lowest)
             unit = torch.where(unit > 0, unit, 1.0)
@@ -42,13 +37,15 @@ class Scaler:
         return cls(mean, torch.where(constant | (std == 0), 1.0, std))
 
     def transform(self, values: Tensor) -> Tensor:
+        """Standardise values `(N, D)`."""
         return (values - self.mean).div_(self.std)
 
     def inverse_transform(self, values: Tensor) -> Tensor:
+        """Convert standardised values to their units."""
         return values * self.std + self.mean
 
     def encoder(self) -> TableEncoder:
-        """The module that transforms, to be saved with a model."""
+        """Module that transforms, saved with a model."""
         columns = list(range(len(self.mean)))
         return TableEncoder.from_values(
             num_columns=len(columns),
@@ -63,7 +60,7 @@ class Scaler:
 
 @dataclass(frozen=True)
 class SplitScaler:
-    """Scalers of a split's inputs and, for regression, of its targets."""
+    """Scalers of inputs and, for regression, of targets."""
 
     inputs: Scaler
     targets: Scaler | None
@@ -75,18 +72,16 @@ class SplitScaler:
         return cls(Scaler.fit(train.x, train.weight), targets)
 
     def transform(self, split: Split, dtype: torch.dtype, device: torch.device | str = "cpu") -> Split:
+        """Standardise a split, in `dtype` on `device`."""
         y = split.y if self.targets is None else self.targets.transform(split.y).to(dtype)
         weight = None if split.weight is None else split.weight.to(dtype)
         return Split(self.inputs.transform(split.x).to(dtype), y, weight).to(device)
 
 
 def assemble_ensemble(encoder: nn.Module, stacked: StackedEnsemble, targets: Scaler | None) -> Ensemble:
-    """Return an ensemble from raw inputs to predictions in the targets' own units, on the CPU in float64.
+    """Ensemble from raw inputs to predictions in the targets' units, on the CPU in float64.
 
-    Args:
-        encoder: Maps raw inputs to the members' inputs.
-        stacked: The trained members.
-        targets: The scaler of the targets of a regression; its inverse is folded into the members' last layers.
+    The inverse scaling of regression targets is folded into the members' last layers.
     """
     members = [member.cpu().double() for member in stacked.unstack()]
     if targets is not None:

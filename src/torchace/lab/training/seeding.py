@@ -1,4 +1,4 @@
-"""Random numbers of torch that depend on a seed and a purpose alone."""
+"""Random numbers of torch as a function of seed and purpose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchace.lab.data import hashed_key
 
 @contextmanager
 def torch_seed(seed: int, purpose: str, index: int) -> Iterator[None]:
-    """Seed torch inside the block; its global random state is restored afterwards.
+    """Seed torch inside the block; restore its global random state afterwards.
 
     Example:
         >>> with torch_seed(7, "member", 0):
@@ -22,6 +22,6 @@ def torch_seed(seed: int, purpose: str, index: int) -> Iterator[None]:
         True
     """
     with torch.random.fork_rng(devices=[]):
-        # the CPU's generator alone: torch.manual_seed also looks for other devices, which takes longer than drawing
+        # CPU generator only: torch.manual_seed also seeds other devices, which is slow
         torch.default_generator.manual_seed(hashed_key(seed, purpose, index))
         yield

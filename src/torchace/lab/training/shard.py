@@ -1,4 +1,4 @@
-"""The part of a run group that one rank trains, and its state in that of the whole group."""
+"""Shard of a run group on one rank, and its state in that of the whole group."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from torchace.nn import Ensemble
 
 
 def shard_network(network: RunGroup, ranks: Ranks) -> RunGroup:
-    """Return the members of a run group that this rank trains.
-
-    Args:
-        network: The runs with all members, the same on every rank.
-        ranks: All ranks, of which this process is one.
-    """
+    """Members of a run group that this rank trains; `network` has all members, the same on every rank."""
     if ranks.size == 1:
         return network
     if ranks.members > network.num_members:
@@ -39,7 +34,7 @@ def shard_network(network: RunGroup, ranks: Ranks) -> RunGroup:
 
 
 def shard_state(network: RunGroup, whole: Mapping[str, Tensor]) -> State:
-    """Select this rank's part of tensors of the whole group, their first axis `(R·K)`."""
+    """This rank's shard of tensors of the whole group, whose first axis is `(R·K)`."""
     if network.ranks.members == 1:
         return dict(whole)
     runs = (network.num_runs, network.total_members)
@@ -50,20 +45,20 @@ def shard_state(network: RunGroup, whole: Mapping[str, Tensor]) -> State:
 
 
 def gather_state(network: RunGroup, state: State) -> State | None:
-    """Return tensors of the whole group on the first rank, None on the others. Called by all ranks."""
+    """Tensors of the whole group on the first rank, None on the others. Called by all ranks."""
     parts = network.ranks.gather_tensors(state)
     if parts is None or len(parts) == 1:
         return None if parts is None else parts[0]
     return {
         name: torch.cat([part[name].unflatten(0, (network.num_runs, -1)) for part in parts], 1).flatten(0, 1)
         if value.ndim
-        else value  # a number for all members, such as an optimizer's steps
+        else value  # one number for all members, such as a step count
         for name, value in parts[0].items()
     }
 
 
 def gather_network(network: RunGroup) -> RunGroup | None:
-    """Return the runs with all members on the first rank, None on the others. Called by all ranks."""
+    """Runs with all members on the first rank, None on the others. Called by all ranks."""
     if network.ranks.members == 1:
         return network if network.ranks.is_first else None
     state = gather_state(network, network.state_dict())

@@ -1,4 +1,4 @@
-"""The training step: batch → logits → loss → gradients → new weights."""
+"""Training step: batch → logits → loss → gradients → new weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torchace.lab.training.run_group import RunGroup
 
 
 class StepResult(NamedTuple):
-    """Losses and scores of several ranks add up to those of the step."""
+    """Losses and scores of this rank; ranks add up to the whole step."""
 
-    losses: Tensor  # (R, K): each member's training loss; not a score
-    score: Tensor  # (R,): cross entropy or squared error, of the ensemble if its members share a batch, else of them
+    losses: Tensor  # (R, K): training loss of each member
+    score: Tensor  # (R,): of the ensemble if members share a batch, else mean over members
     nonfinite: Tensor | None  # (R,): see `first_nonfinite`; None: all finite
 
 
 class TrainStep:
-    """One step of every run, on this rank's members and samples. Nothing is read back from the device."""
+    """One step of every run, on this rank's members and samples, without transfers from the device."""
 
     def __init__(self, network: RunGroup, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
         self.network, self.optimizer, self.config = network, optimizer, config
@@ -32,12 +32,13 @@ class TrainStep:
 
     def __call__(
         self,
-        x: Tensor,  # (R, B, ...), or (R, K, B, ...) where members have their own batches
-        y: Tensor,  # (R, B), or (R, K, B); for regression (..., outputs)
-        weight: Tensor | None,  # of the samples, with the first axes of y, relative to the training set's mean
-        diversity: Tensor,  # (R,): λ of each run
-        active: Tensor,  # (R,): False for a run that was stopped
+        x: Tensor,  # (R, B, ...), or (R, K, B, ...) with own batches
+        y: Tensor,  # (R, B) or (R, K, B); for regression (..., M)
+        weight: Tensor | None,  # first axes of y, relative to the training set's mean
+        diversity: Tensor,  # (R,)
+        active: Tensor,  # (R,): False for stopped runs
     ) -> StepResult:
+        """Update the weights on one batch."""
         network, ranks, config = self.network, self.network.ranks, self.config
         own = config.batches != "shared"
         axis = 2 if own else 1
@@ -63,21 +64,21 @@ class TrainStep:
         )
         for parameter in self.parameters:
             parameter.grad = None
-        # DistributedDataParallel divides by the number of ranks, but a mean over their samples is a sum of shares
-        logits.backward(gradient if ranks.data == 1 else gradient * ranks.data)  # every member its own
+        # DistributedDataParallel divides by the number of ranks; the mean over samples is a sum of shares
+        logits.backward(gradient if ranks.data == 1 else gradient * ranks.data)
         nonfinite = None
         if not all_finite([logits.detach(), losses, *(p.grad for p in self.parameters)]):
             nonfinite = first_nonfinite(network, logits.detach(), losses)
         self.optimizer.step()
         if not own and ranks.members > 1:
-            score = score / ranks.members  # each of these ranks has the whole ensemble's
+            score = score / ranks.members  # each rank has the whole ensemble's score
         return StepResult(losses, score, nonfinite)
 
     def _mixture(self, logits: Tensor, others: Tensor | None) -> Tensor | None:
-        """The ensemble's prediction, where the loss cannot compute it from the logits of the batch."""
+        """Ensemble's prediction, if the loss cannot compute it from the logits."""
         network, ranks = self.network, self.network.ranks
         if others is not None:
-            # a member's own share is its prediction in training mode, with dropout and batch statistics: the gradient's
+            # own share in training mode (dropout, batch statistics), as in the gradient
             return others.add(member_predictions(logits, self.config) / network.total_members).flatten(1, 2)
         if ranks.members == 1 or self.config.batches != "shared":
             return None
@@ -86,19 +87,19 @@ class TrainStep:
 
     @torch.no_grad()
     def _others_mixture(self, x: Tensor) -> Tensor:
-        """The other members' share of the prediction on each member's batch, `(R, K, B, C)`: Σ_{j≠k} q^j / K."""
+        """Other members' share of the prediction on each member's batch, `(R, K, B, C)`: Σ_{j≠k} q^j / K."""
         network = self.network
-        network.eval()  # others' samples must not enter a member's batch statistics
+        network.eval()  # keep others' samples out of batch statistics
         with autocast(x, self.config):
             logits = network(x.flatten(1, 2))
         network.train()
         q = member_predictions(logits, self.config).unflatten(2, x.shape[1:3])  # (R, K of this rank, K, B, C)
-        q[:, :, network.local_members].diagonal(dim1=1, dim2=2).zero_()  # no share of its own
+        q[:, :, network.local_members].diagonal(dim1=1, dim2=2).zero_()  # excludes the member itself
         return network.ranks.sum_over_members(q.sum(1) / network.total_members)
 
 
 def autocast(x: Tensor, config: TrainConfig) -> AbstractContextManager[object]:
-    """Precision of the network's computation."""
+    """Precision context of the network's computation."""
     if config.precision != "bf16":
         return nullcontext()
     return torch.autocast(x.device.type, dtype=torch.bfloat16)

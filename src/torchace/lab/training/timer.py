@@ -1,4 +1,4 @@
-"""When a training stops, saves its state and reports its progress."""
+"""Times at which a training stops, saves and reports."""
 
 from __future__ import annotations
 
@@ -9,18 +9,12 @@ REPORT_EVERY = 0.1  # seconds
 
 
 class Timer:
-    """Actions due at a step; updated before every step.
-
-    Attributes:
-        should_stop: Whether to save and stop before this step.
-        should_save: Whether to save the state after it.
-        should_report: Whether to report progress after it.
-    """
+    """Actions due at a step; updated before every step."""
 
     def __init__(self, stop: Callable[[], bool], save_every: float | None) -> None:
         self._stop, self._save_every = stop, save_every
         self._saved, self._reported = time.monotonic(), 0.0
-        self.should_stop = self.should_save = self.should_report = False
+        self.should_stop = self.should_save = self.should_report = False  # stop before, others after the step
 
     def update(self) -> None:
         """Read the clock and the stop signal."""
@@ -30,7 +24,9 @@ class Timer:
         self.should_report = now - self._reported >= REPORT_EVERY
 
     def mark_saved(self) -> None:
+        """Restart the interval of saving."""
         self._saved = time.monotonic()
 
     def mark_reported(self) -> None:
+        """Restart the interval of reporting."""
         self._reported = time.monotonic()

@@ -93,37 +93,17 @@ class GridSearch(Search):
 
     Each round refines around the best λ; λ=0 is always a candidate. A chosen λ above 0 is compared with λ=0 on fresh
     seeds and on `test`. The comparison never changes the choice.
-
-    Attributes:
-        problem: Plan, samples and seed.
-        test: Samples to measure the gain on; None for the validation samples.
-        test_name: Name of `test` in the result.
-        num_seeds: Trainings of each λ.
-        num_fresh: Fresh seeds of the comparison; 0 skips it.
-        rounds: Maximum number of rounds.
-        candidates: λ of the first round.
-        score_scale: Factor for the scores, such as the variance of a scaled target.
-        cache: Stores finished groups; an interrupted search resumes from it.
-
-    Example:
-        >>> x = torch.randn(96, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        >>> data = Split(x, (x.prod(1) > 0).long())
-        >>> plan = MemberPlan("classification", num_members=3, hidden=(4,), epochs=10)
-        >>> problem = SearchProblem(plan, data.take(torch.arange(64)), data.take(torch.arange(64, 96)), 2)
-        >>> result = GridSearch(problem, num_seeds=2, num_fresh=2).run()
-        >>> 0 <= result.diversity <= 1, result.rounds[0]
-        (True, (0.0, 0.1, 0.3, 0.5, 0.7, 0.9))
     """
 
     problem: SearchProblem
-    test: Split | None = None
+    test: Split | None = None  # None: measure the gain on the validation samples
     test_name: str = "test"
-    num_seeds: int = 3
-    num_fresh: int = 5
-    rounds: int = 2
-    candidates: Sequence[float] = CANDIDATES
-    score_scale: float = 1.0
-    cache: SearchCache | None = None
+    num_seeds: int = 3  # trainings of each λ
+    num_fresh: int = 5  # fresh seeds of the comparison; 0 skips it
+    rounds: int = 2  # at most
+    candidates: Sequence[float] = CANDIDATES  # of the first round
+    score_scale: float = 1.0  # factor for the scores, such as the variance of a scaled target
+    cache: SearchCache | None = None  # an interrupted search resumes from it
 
     def __post_init__(self) -> None:
         check_count(self.num_seeds, "num_seeds")
@@ -172,7 +152,6 @@ class GridSearch(Search):
         )
 
     def _scores(self, losses: Losses) -> dict[float, Scores]:
-        """Return mean losses on the validation samples."""
         weight = self.problem.validation.weight
         weight = None if weight is None else weight.cpu().double()
         return {
@@ -241,7 +220,6 @@ class _GroupTrainer:
         return losses
 
     def _max_runs(self) -> int:
-        """Estimate how many runs fit into `MEMORY`."""
         plan = self.problem.plan
         widths = [self.problem.train.x.shape[1], *plan.hidden, self.problem.num_outputs]
         weights = sum((i + 1) * o for i, o in pairwise(widths))

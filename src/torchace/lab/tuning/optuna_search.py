@@ -97,35 +97,16 @@ class OptunaSearch(Search):
 
     The value of a trial is the mean score over the seeds. The first trial is the given plan at λ=0. A second run
     resumes the study, and several processes may share it. Suggestions depend on the seed and earlier trials alone.
-
-    Attributes:
-        problem: Plan, samples and seed; the search starts from the plan's values.
-        trials: Number of trials, earlier ones of the study included.
-        space: Bounds of the hyperparameters.
-        storage: Path of an SQLite file, an Optuna storage URL such as PostgreSQL, or None.
-        study_name: Name of the study in the storage.
-        num_seeds: Trainings of each trial.
-        pruning: Whether to stop trials that are worse than the median.
-        heartbeat: Seconds between heartbeats; a process without one for three times as long counts as dead.
-
-    Example:
-        >>> x = torch.randn(96, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        >>> data = Split(x, (x.prod(1) > 0).long())
-        >>> plan = MemberPlan("classification", num_members=3, hidden=(4,), epochs=5)
-        >>> problem = SearchProblem(plan, data.take(torch.arange(64)), data.take(torch.arange(64, 96)), 2)
-        >>> result = OptunaSearch(problem, trials=3, space=SearchSpace(num_members=3, width=(4, 8))).run()
-        >>> [trial.state for trial in result.trials], result.trials[0].params["diversity"], result.plan.num_members
-        (['complete', 'complete', 'complete'], 0.0, 3)
     """
 
     problem: SearchProblem
-    trials: int
+    trials: int  # earlier ones of the study included
     space: SearchSpace = DEFAULT_SPACE
-    storage: str | Path | None = None
+    storage: str | Path | None = None  # an SQLite file or an Optuna storage URL
     study_name: str = "torchace"
-    num_seeds: int = 2
-    pruning: bool = True
-    heartbeat: int = 30
+    num_seeds: int = 2  # trainings of each trial
+    pruning: bool = True  # stop trials that are worse than the median
+    heartbeat: int = 30  # seconds; a process without one for three times as long counts as dead
 
     def __post_init__(self) -> None:
         check_count(self.trials, "trials", least=0)
@@ -170,7 +151,6 @@ class OptunaSearch(Search):
 
 
 def _needs_trial(study: Study, count: int) -> bool:
-    """Whether too few trials are finished, or one waits for another attempt."""
     trials = study.get_trials(deepcopy=False)
     waiting = any(trial.state == TrialState.WAITING and first_attempt(trial) is not None for trial in trials)
     # without trials whose process died: they are retried

@@ -199,7 +199,6 @@ def _sqlite_file(url: URL | None) -> Path | None:
 
 
 def _display(url: URL | None) -> str:
-    """Return the address without passwords."""
     if url is None:
         return "memory"
     return str(_sqlite_file(url) or url.set(query={}).render_as_string(hide_password=True))
@@ -244,7 +243,8 @@ def _connect(url: URL, heartbeat: int) -> _Storage:
                 heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(RETRIES),
             )
         except (NoSuchModuleError, ImportError) as error:
-            package = error.__cause__.name if isinstance(error.__cause__, ImportError) else None
+            missing = (e.name for e in (error, error.__cause__) if isinstance(e, ImportError))
+            package = next(filter(None, missing), None)
             advice = f"Install {package}" if package else "Use postgresql+psycopg:// or a path"
             raise StorageError(f"No driver is installed for the storage {_display(url)}. {advice}.") from error
         except (SQLAlchemyError, StorageInternalError, RuntimeError, UnicodeError) as error:

@@ -1,4 +1,4 @@
-"""Computes members of one architecture at once, by following the forward of one."""
+"""Computation of members of one architecture at once, by following one member's forward."""
 
 from torchace.nn.stacked_state import named_tensors, replace_tensors, stack_members, take_members
 from torchace.nn.stacking import layers as layers  # registers its rules, and those of `rules` and `random_layers`

@@ -1,4 +1,4 @@
-"""Decides how a stacked module is computed, by comparing two members with the same members alone."""
+"""Decision how to compute a stacked module, by comparison of two stacked members with the same members alone."""
 
 from __future__ import annotations
 
@@ -22,28 +22,23 @@ from torchace.nn.stacking.random import ConstantDraws
 from torchace.nn.stacking.values import FIRST, Stacked
 
 HEADER = Node("layer", "function", "computed")
-EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)  # random by rule, because they may be filled later
+EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)  # have random rules, because they may be filled later
 FILLING = (Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_)
 
 
 @dataclass(frozen=True, repr=False)
 class Decision:
-    """How the members of a stack are computed: a sequence of (layer, function, how), printed as a table.
+    """How a stack is computed: a sequence of (layer, function, how), printed as a table.
 
-    Attributes:
-        followed: Whether the forward is followed call by call; otherwise the whole network runs under `vmap`.
-        reason: Why it is not followed.
-        nodes: The calls of the forward. `how` is `"batched"` (for all members at once), `"once"` (the same for all
-            members), `"vmap"` or `"loop"` (member by member).
-        largest: Elements of the largest convolution's output, of one member.
-        random: Whether the members draw random numbers.
+    `how` is `"batched"` (all members at once), `"once"` (the same for all members), `"vmap"` or `"loop"` (member by
+    member).
     """
 
-    followed: bool
-    reason: str = ""
-    nodes: tuple[Node, ...] = ()
-    largest: int = 0
-    random: bool = False
+    followed: bool  # call by call; otherwise the whole network runs under `vmap`
+    reason: str = ""  # why it is not followed
+    nodes: tuple[Node, ...] = ()  # calls of the forward
+    largest: int = 0  # elements of the largest convolution's output, of one member
+    random: bool = False  # whether members draw random numbers
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)
@@ -66,11 +61,7 @@ class Decision:
 def decide(
     stacked: nn.Module, num_members: int, token: int, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
 ) -> Decision:
-    """Follow two members and compare outputs and gradients with those of the members alone.
-
-    In float64, where rounding cannot be mistaken for a difference, or in the present precision for members that fail in
-    float64. Random numbers are replaced by a constant on both sides. An error that a member raises alone is raised.
-    """
+    """Compare outputs and gradients of two followed members with those alone, in float64 where members allow it."""
     devices = {parameter.device for parameter in stacked.parameters()}
     with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
         try:
@@ -133,16 +124,16 @@ def _compare(
 
 
 def _finite_members(stacked: nn.Module, num_members: int) -> list[int]:
-    """Return the first and the last member without NaN and Inf, which cannot be compared; of all, if there is none."""
+    """Return the first and last member with finite tensors, or of all members if none is finite."""
     finite = torch.ones(num_members, dtype=torch.bool)
     for tensor in (*stacked.parameters(), *stacked.buffers()):
         finite &= tensor.detach().isfinite().reshape(num_members, -1).all(1).cpu()
-    found = finite.nonzero().flatten().tolist() or [0, num_members - 1]
-    return sorted({found[0], found[-1]})
+    indices = finite.nonzero().flatten().tolist() or [0, num_members - 1]
+    return sorted({indices[0], indices[-1]})
 
 
 def _gradients(output: Any, module: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients of the output, weighted by a bounded and smooth function of its values."""
+    """Return the gradients of a bounded, smooth weighting of the output."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     if not outputs or not trained:
@@ -159,13 +150,13 @@ def _find_difference(
     own_outputs: list[Any],
     own_gradients: dict[str, Tensor],
 ) -> str | None:
-    """Return how member `place` differs from the same member alone; None where it does not."""
+    """Describe how member `place` differs from the same member alone; None where it does not."""
     for ours, theirs in zip(outputs, own_outputs, strict=True):
         if not isinstance(theirs, Tensor) or theirs.isnan().any():
             continue
         if ours.shape[1:] != theirs.shape or not _is_close(ours[place], theirs, 1):
             return "the outputs differ from those of a member alone"
-    # relative to all gradients too: that of a bias before BatchNorm is rounding alone
+    # relative to all gradients too: a bias before BatchNorm has only rounding errors as gradient
     size = math.hypot(*(float(gradient.double().norm()) for gradient in own_gradients.values()))
     for name, gradient in own_gradients.items():
         if math.isfinite(size) and not _is_close(gradients[name][place], gradient, 10, size / 100):
@@ -174,7 +165,7 @@ def _find_difference(
 
 
 def _is_close(ours: Tensor, theirs: Tensor, factor: float, size: float = 0.0) -> bool:
-    """Whether two tensors are equal up to rounding, which deep networks amplify; a wrong rule is off by its size."""
+    """Whether two tensors are equal up to amplified rounding; the error of a wrong rule is larger."""
     if theirs.dtype != ours.dtype:
         return False
     if not theirs.is_floating_point():
@@ -190,7 +181,7 @@ def _is_close(ours: Tensor, theirs: Tensor, factor: float, size: float = 0.0) ->
 
 
 class _ConstantRandomness(TorchFunctionMode):
-    """Runs a member alone with the same constant for every random number."""
+    """Replace every random number of a member by a constant."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,7 @@
-"""Follows one member's forward and computes every call for all members at once.
+"""A torch function mode that computes every PyTorch call of one member's forward for all members.
 
-A `Follower` is a torch function mode: it intercepts every PyTorch call of the forward. Tensors that hold all members
-carry a mark (`values`). A call on plain tensors is made once. Otherwise the function's rule computes it; a function
-without a rule runs under `vmap`, or member by member where `vmap` fails. Python code runs unchanged, so modes, branches
-on shapes and counters are the module's own.
+Calls on plain tensors run once. Calls on marked tensors, which hold all members, run by the function's rule, else under
+`vmap`, else member by member.
 """
 
 from __future__ import annotations
@@ -20,12 +18,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchace.nn.stacking.random import ConstantDraws, KeyedDraws
 from torchace.nn.stacking.values import CHANNELS, FIRST, LAST, Stacked, to_members
 
-# Called with the follower, the function and its arguments, stacked tensors as `Stacked`; returns `NotImplemented` for
-# arguments that it does not support.
+# (follower, function, *args, **kwargs), stacked tensors as `Stacked`; returns `NotImplemented` where unsupported
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
-RANDOM: set[Any] = set()  # functions that draw random numbers: rules compute them on plain tensors too
-QUERIES: set[Any] = set()  # functions that compute nothing; not shown by `explain`
+RANDOM: set[Any] = set()  # functions that draw random numbers; their rules apply to plain tensors too
+QUERIES: set[Any] = set()  # functions that compute nothing; hidden in `explain`
 RANDOM_NAMES = {  # names of all functions that draw random numbers
     *("bernoulli", "cauchy", "exponential", "geometric", "gumbel_softmax", "log_normal", "multinomial", "normal"),
     *("poisson", "randint", "randint_like", "randperm", "random", "rrelu", "uniform"),
@@ -34,8 +31,8 @@ WITHOUT_VMAP: set[Any] = {torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, tor
 MARK = "_torchace_members"
 
 
-class CannotFollow(Exception):
-    """The forward does something that cannot be computed for all members at once."""
+class FollowError(Exception):
+    """The forward contains a call that cannot be computed for all members at once."""
 
 
 class Node(NamedTuple):
@@ -57,13 +54,10 @@ def rule(*functions: Any) -> Callable[[Rule], Rule]:
 
 
 class Follower(TorchFunctionMode):
-    """Computes the calls of a member's forward for `num_members` members.
+    """Compute the calls of a member's forward for `num_members` members.
 
-    Args:
-        num_members: K.
-        token: Identifies the ensemble; marks of other ensembles are ignored.
-        draws: Source of random numbers; PyTorch's generator unless given.
-        record: Filled with a `Node` for each call.
+    `token` identifies the ensemble: marks of other ensembles are ignored. `draws` replaces PyTorch's generator.
+    `record` receives a `Node` per call.
     """
 
     def __init__(
@@ -103,7 +97,7 @@ class Follower(TorchFunctionMode):
             inputs.append(options.pop("input"))
         compute = RULES.get(func)
         if compute is None and name_of(func) in RANDOM_NAMES:
-            raise CannotFollow(f"{name_of(func)!r} draws random numbers that cannot be drawn for each member")
+            raise FollowError(f"{name_of(func)!r} draws random numbers, which has no form for each member")
         if func not in RANDOM and not _any_stacked(inputs) and not _any_stacked(options.values()):
             self.note(func, "once")
             return func(*args, **(kwargs or {}))
@@ -157,7 +151,7 @@ class Follower(TorchFunctionMode):
             elif all(value == values[0] for value in values):
                 combined.append(values[0])
             else:
-                raise CannotFollow(f"members differ in what {name_of(func)!r} returns, which their code depends on")
+                raise FollowError(f"{name_of(func)!r} returns Python values that differ between members")
         return tree_unflatten(combined, members[0][1])
 
 
@@ -170,7 +164,7 @@ def _any_stacked(values: Iterable[Any]) -> bool:
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """Return the name of one of PyTorch's functions."""
+    """Return the name of a PyTorch function."""
     name = getattr(func, "__name__", "") or type(func).__name__
     if name == "__get__":  # a property of tensors
         return str(getattr(getattr(func, "__self__", None), "__name__", name))

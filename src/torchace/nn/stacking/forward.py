@@ -20,13 +20,13 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from torchace.nn.architecture import not_stackable
 from torchace.nn.stacked_state import named_tensors, recomputed_names, replace_tensors, take_members
-from torchace.nn.stacking.follower import MARK, CannotFollow, Follower
+from torchace.nn.stacking.follower import MARK, Follower, FollowError
 from torchace.nn.stacking.random import KeyedDraws
 from torchace.nn.stacking.values import expand_groups, to_members
 
 CHECKPOINT = (
-    "activation checkpointing inside a member cannot be computed for all at once; take it out of the member and "
-    "checkpoint the ensemble: torch.utils.checkpoint.checkpoint(ensemble, x, use_reentrant=False)"
+    "activation checkpointing inside a member cannot be computed for all members at once; remove it and checkpoint "
+    "the ensemble: torch.utils.checkpoint.checkpoint(ensemble, x, use_reentrant=False)"
 )
 
 
@@ -39,15 +39,10 @@ def follow(
     own: bool,
     layers: Iterable[nn.Module] | None = None,
 ) -> Any:
-    """Run the module's forward once for all members; every tensor returned is `(K, ...)`.
+    """Run the module's forward once for all members; every returned tensor is `(K, ...)`.
 
-    Args:
-        stacked: The module.
-        follower: Computes its calls.
-        args: Its inputs.
-        kwargs: Its inputs by name, shared by all members.
-        own: Whether `args` are `(G, ...)`, one for each member or group of members.
-        layers: All modules of `stacked`, where they are known.
+    With `own`, `args` are `(G, ...)`, one per member or group of members; `kwargs` are shared. `layers` caches
+    `stacked.modules()`.
     """
     buffers, recomputed = [], []
     for module in stacked.modules() if layers is None else layers:
@@ -60,18 +55,18 @@ def follow(
             if buffer is not None:
                 buffers.append((module, name, follower.mark(buffer)))
                 follower.buffers.add(id(buffer))
-    if own:  # views, so that the caller's tensors are not marked
+    if own:  # views: the caller's tensors stay unmarked
         args = [tree_map(lambda x: follower.mark(x[:]) if isinstance(x, Tensor) else x, x) for x in args]
     with follower:
         output = stacked(*args, **kwargs)
-    for module, name in recomputed:  # a tensor of this call must not be used after it
+    for module, name in recomputed:  # valid during this call only
         vars(module)[name] = None
     for module, name, buffer in buffers:
         now = module._buffers[name]
         if now is not buffer and now is not None:  # replaced instead of changed in place
             new = to_members(follower.value_of(now), follower.num_members).detach()
             if new.shape != buffer.shape:
-                raise CannotFollow(f"the shape of buffer {name!r} changes")
+                raise FollowError(f"the shape of buffer {name!r} changes")
             module._buffers[name] = buffer.copy_(new)
     return _unmark(follower, output) if isinstance(output, Tensor) else tree_map(partial(_unmark, follower), output)
 
@@ -107,7 +102,7 @@ def track_layers(module: nn.Module, follower: Follower) -> Iterator[None]:
             hook.remove()
 
 
-# Followed forwards as one node of a graph that `torch.compile` makes
+# Followed forwards as one node of a `torch.compile` graph
 
 _ensembles: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _tokens = itertools.count()
@@ -115,7 +110,7 @@ _allowed = False
 
 
 def register_ensemble(ensemble: nn.Module) -> int:
-    """Return a token by which graphs find this ensemble, and which its marks carry."""
+    """Return a token that identifies this ensemble in graphs and marks."""
     global _allowed
     if not _allowed:
         torch.compiler.allow_in_graph(follow_in_graph)
@@ -134,17 +129,7 @@ def follow_in_graph(
     state: dict[str, Tensor],
     key: tuple[Tensor, Tensor, Tensor] | None,
 ) -> Any:
-    """Call `follow` as one function that `torch.compile` does not look into but runs while it traces.
-
-    Args:
-        token: Of the ensemble.
-        modes: Each layer's mode: a change of any compiles anew.
-        own: See `follow`.
-        args: See `follow`.
-        kwargs: See `follow`.
-        state: The ensemble's parameters and buffers by name, which the graph differentiates and writes to.
-        key: The tensors of `KeyedDraws`, where random numbers are not PyTorch's.
-    """
+    """Call `follow` as one node of a compiled graph; `key`: tensors of `KeyedDraws`; new `modes` recompile."""
     ensemble = _ensembles[token]
     draws = None if key is None else KeyedDraws(*key)
     with replace_tensors(ensemble.stacked, state):
@@ -157,17 +142,13 @@ def follow_in_graph(
 def run_under_vmap(
     stacked: nn.Module, num_members: int, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
 ) -> Any:
-    """Compute all members under `vmap`; the arguments are those of `follow`.
-
-    Raises:
-        ValueError: A layer cannot be computed under `vmap`; its name and the reason.
-    """
+    """Compute all members under `vmap`, with the arguments of `follow`; name the layer that fails."""
     if own:
         args = tree_map(lambda x: expand_groups(x, num_members) if isinstance(x, Tensor) else x, list(args))
     try:
         return _vmap_members(stacked, args, kwargs, own=own)
     except Exception as error:
-        stopped = type(error).__name__ == "_StopRecomputationError"  # checkpointing around the call, which is done
+        stopped = type(error).__name__ == "_StopRecomputationError"  # from checkpointing around the call
         if torch.compiler.is_compiling() or stopped:
             raise
         raise _explain_failure(stacked, error, args, kwargs, own=own) from error
@@ -180,8 +161,8 @@ def _vmap_members(stacked: nn.Module, args: Sequence[Any], kwargs: dict[str, Any
         state = {**parameters, **buffers}
         output = functional_call(stacked, state, args, kwargs, tie_weights=False)
         for name, before in buffers.items():
-            if state[name] is not before:  # functional_call leaves there what the module holds after the call
-                raise _ReplacedBuffer(name)
+            if state[name] is not before:  # updated by functional_call
+                raise _ReplacedBufferError(name)
         return output
 
     in_dims = (0, 0, *[0 if own else None] * len(args))
@@ -189,15 +170,15 @@ def _vmap_members(stacked: nn.Module, args: Sequence[Any], kwargs: dict[str, Any
         return vmap(run_member, in_dims=in_dims, randomness="different")(parameters, buffers, *args)
 
 
-class _ReplacedBuffer(Exception):
-    """A member replaced a buffer, named by the argument, instead of changing it in place."""
+class _ReplacedBufferError(Exception):
+    """A member replaced the named buffer instead of changing it in place."""
 
 
 def _explain_failure(
     stacked: nn.Module, error: Exception, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
 ) -> Exception:
-    """Return the first member's own error, or one that names the layer that `vmap` cannot compute."""
-    if isinstance(error, _ReplacedBuffer):
+    """Return the first member's error, or one that names the layer that `vmap` cannot compute."""
+    if isinstance(error, _ReplacedBufferError):
         layer, _, buffer = str(error).rpartition(".")
         return not_stackable(stacked, layer, f"it replaces its buffer {buffer!r} instead of changing it in place")
     try:
@@ -228,7 +209,7 @@ def _prepare_for_vmap(stacked: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for layer in layers:  # a tensor of a call under vmap must not be used after it
+            for layer in layers:  # valid during this call only
                 for name in recomputed_names(layer):
                     vars(layer)[name] = None
 
@@ -239,8 +220,8 @@ def _cumulative_average(layer: Any) -> Iterator[None]:
     counts = layer.num_batches_tracked.unique().tolist()
     if len(counts) > 1:
         raise ValueError(
-            f"Expected members that have seen equally many batches for a BatchNorm layer with momentum=None, but got "
-            f"{counts[0]} to {counts[-1]}. Call reset_running_stats() of the layer, or use Ensemble(members)."
+            f"Expected members with the same number of batches in a BatchNorm layer with momentum=None, but got "
+            f"{counts[0]} to {counts[-1]}. Call the layer's reset_running_stats(), or use Ensemble(members)."
         )
 
     def count(layer: Any, _: Any) -> None:  # a layer may be called several times
@@ -257,7 +238,7 @@ def _cumulative_average(layer: Any) -> Iterator[None]:
 
 @contextmanager
 def refuse_checkpointing() -> Iterator[None]:
-    """Make `checkpoint` inside raise an error at once: its backward would run the forward without the follower."""
+    """Make `checkpoint` raise an error: its backward would run the forward without the follower."""
     if not torch.is_grad_enabled():
         yield
         return

@@ -25,7 +25,7 @@ def _has_own_weights(follower: Follower, *weights: Any) -> bool:
 
 
 def _flatten(weight: Any) -> Tensor | None:
-    """Return a view `(K·C,)` of a member's `(C,)`; a view, because running statistics are written in place."""
+    """Return a view `(K·C,)` of `(K, C)`; a view, because running statistics are updated in place."""
     return None if weight is None else weight.data.view(-1)
 
 
@@ -33,8 +33,8 @@ def _flatten(weight: Any) -> Tensor | None:
 
 
 @rule(F.linear)
-def linear(follower: Follower, func: Func, input: Any, weight: Any, bias: Any = None) -> Any:
-    """One product for all members, on vectors with the batch last: every weight keeps the layout of a member's."""
+def _linear(follower: Follower, func: Func, input: Any, weight: Any, bias: Any = None) -> Any:
+    """Compute one product for all members, with the batch last, so that weights keep their layout."""
     count = follower.num_members
     if not _has_own_weights(follower, weight, bias):
         return NotImplemented
@@ -56,7 +56,7 @@ def linear(follower: Follower, func: Func, input: Any, weight: Any, bias: Any = 
 
 
 @rule(*named("matmul", "bmm", "mm", "mv"), Tensor.__matmul__, Tensor.__rmatmul__)
-def matmul(follower: Follower, func: Func, input: Any, other: Any = None, **kwargs: Any) -> Any:
+def _matmul(follower: Follower, func: Func, input: Any, other: Any = None, **kwargs: Any) -> Any:
     other = next(iter(kwargs.values())) if other is None else other  # mat2, vec
     if func is Tensor.__rmatmul__:
         input, other = other, input
@@ -70,13 +70,13 @@ def matmul(follower: Follower, func: Func, input: Any, other: Any = None, **kwar
 
 
 @rule(*named("addmm"))
-def addmm(follower: Follower, func: Func, input: Any, mat1: Any, mat2: Any, **scales: Any) -> Any:
+def _addmm(follower: Follower, func: Func, input: Any, mat1: Any, mat2: Any, **scales: Any) -> Any:
     values = [to_members(value, follower.num_members) for value in (input, mat1, mat2)]
     return Stacked(torch.baddbmm(pad_axes(values[0], 2), *values[1:], **scales))
 
 
 @rule(torch.einsum)
-def einsum(follower: Follower, func: Func, equation: Any, *operands: Any) -> Any:
+def _einsum(follower: Follower, func: Func, equation: Any, *operands: Any) -> Any:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
     if not isinstance(equation, str) or "->" not in equation:
@@ -95,7 +95,7 @@ def einsum(follower: Follower, func: Func, equation: Any, *operands: Any) -> Any
 
 
 @rule(F.conv1d, F.conv2d, F.conv3d)
-def convolution(
+def _convolution(
     follower: Follower,
     func: Func,
     input: Any,
@@ -120,7 +120,7 @@ def convolution(
 
 
 @rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-def transposed_convolution(
+def _transposed_convolution(
     follower: Follower,
     func: Func,
     input: Any,
@@ -144,7 +144,7 @@ def _with_dimensions(*names: str) -> list[Any]:
 
 
 @rule(*_with_dimensions("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool"))
-def pooling(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _pooling(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     spatial = int(func.__name__.rstrip("_").removesuffix("d")[-1])
     if not isinstance(x, Stacked) or x.ndim != spatial + 2 or kwargs.get("return_indices"):
         return NotImplemented
@@ -152,12 +152,12 @@ def pooling(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -
 
 
 @rule(F.interpolate, F.upsample)
-def resize(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _resize(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     return Stacked(func(to_channels(x, follower.num_members), *args, **kwargs), CHANNELS)
 
 
 @rule(F.pad, torch._C._nn.pad)
-def pad(follower: Follower, func: Func, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
+def _pad(follower: Follower, func: Func, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
     if input.layout == CHANNELS and len(pad) // 2 <= input.ndim - 2:
         return Stacked(F.pad(input.data, pad, mode, value), CHANNELS)
     if mode != "constant":
@@ -166,7 +166,7 @@ def pad(follower: Follower, func: Func, input: Any, pad: Any, mode: str = "const
 
 
 @rule(*named("pixel_shuffle", "pixel_unshuffle"))
-def pixel_shuffle(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _pixel_shuffle(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     return Stacked(func(to_first(x, follower.num_members), *args, **kwargs))
 
 
@@ -174,7 +174,7 @@ def pixel_shuffle(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: 
 
 
 @rule(F.batch_norm, F.instance_norm)
-def channel_norm(
+def _channel_norm(
     follower: Follower,
     func: Func,
     input: Any,
@@ -185,7 +185,7 @@ def channel_norm(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Each channel of each member has its own statistics."""
+    """Normalize with members among the channels: each channel of each member has its own statistics."""
     tensors = (running_mean, running_var, weight, bias)
     if not _has_own_weights(follower, *tensors):
         return NotImplemented
@@ -194,7 +194,7 @@ def channel_norm(
 
 
 @rule(F.group_norm)
-def group_norm(
+def _group_norm(
     follower: Follower, func: Func, input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
     count = follower.num_members
@@ -205,7 +205,7 @@ def group_norm(
 
 
 @rule(F.layer_norm)
-def layer_norm(
+def _layer_norm(
     follower: Follower, func: Func, input: Any, shape: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5
 ) -> Any:
     count = follower.num_members
@@ -221,12 +221,12 @@ def layer_norm(
 
 
 @rule(F.rms_norm)
-def rms_norm(follower: Follower, func: Func, input: Any, shape: Any, weight: Any = None, eps: Any = None) -> Any:
-    return layer_norm(follower, func, input, shape, weight, None, eps)
+def _rms_norm(follower: Follower, func: Func, input: Any, shape: Any, weight: Any = None, eps: Any = None) -> Any:
+    return _layer_norm(follower, func, input, shape, weight, None, eps)
 
 
 @rule(F.prelu, torch.prelu)
-def prelu(follower: Follower, func: Func, input: Any, weight: Any) -> Any:
+def _prelu(follower: Follower, func: Func, input: Any, weight: Any) -> Any:
     count = follower.num_members
     if not isinstance(input, Stacked) or not _has_own_weights(follower, weight) or input.ndim < 2:
         return NotImplemented
@@ -238,7 +238,7 @@ def prelu(follower: Follower, func: Func, input: Any, weight: Any) -> Any:
 
 
 @rule(F.embedding)
-def embedding(
+def _embedding(
     follower: Follower,
     func: Func,
     input: Any,
@@ -262,7 +262,7 @@ def embedding(
 
 
 @rule(F.scaled_dot_product_attention)
-def attention(
+def _attention(
     follower: Follower,
     func: Func,
     query: Any,
@@ -274,7 +274,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Members are folded into the batch."""
+    """Fold members into the batch."""
     count = follower.num_members
     with_draws = dropout_p > 0 and follower.draws is not None
     if query.ndim < 3 and not with_draws:
@@ -295,7 +295,7 @@ def attention(
 def _attention_with_draws(
     follower: Follower, q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, causal: bool, scale: Any, gqa: bool
 ) -> Tensor:
-    """Compute attention with the follower's random numbers, which PyTorch's function does not take."""
+    """Compute attention with dropout from the follower's random numbers."""
     if gqa:
         k, v = (part.repeat_interleave(q.shape[-3] // part.shape[-3], -3) for part in (k, v))
     logits = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
@@ -309,7 +309,7 @@ def _attention_with_draws(
 
 
 def _without_overrides(func: Any) -> Any:
-    """Return a copy of a function of `torch.nn.functional` that does not dispatch to torch function modes itself."""
+    """Return a copy of a function of `torch.nn.functional` that does not dispatch to torch function modes."""
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     scope = {**func.__globals__, **dict.fromkeys(names, lambda *_: False)}
     body = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__)
@@ -318,7 +318,7 @@ def _without_overrides(func: Any) -> Any:
 
 
 def _follow_body(func: Any) -> Rule:
-    """Return a rule that follows the body of a function that PyTorch writes in Python."""
+    """Return a rule that follows the body of a PyTorch function written in Python."""
     body = _without_overrides(func)
 
     def compute(follower: Follower, func: Func, *args: Any, **kwargs: Any) -> Any:

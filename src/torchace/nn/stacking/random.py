@@ -1,4 +1,4 @@
-"""Random numbers that each member draws for itself."""
+"""Random numbers for each member."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class ConstantDraws:
-    """Always 0.5: makes two computations of a network with random layers comparable."""
+    """Constant 0.5, to compare two computations of a network with random layers."""
 
     def uniform(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a tensor of 0.5."""
@@ -19,20 +19,9 @@ class ConstantDraws:
 
 
 class KeyedDraws:
-    """Random numbers that are a function of (seed, step, call, member, position).
+    """Random numbers as a function of (seed, step, call, member, position), for K = R·M members.
 
-    Args:
-        seeds: The seeds of R runs, `(R,)`.
-        members: The indices of each run's members, `(M,)`; together there are K = R·M members.
-        step: The step, a tensor of one number: a CUDA graph reads it anew at every replay.
-        part: The members to draw for, of all K; all unless given.
-
-    Example:
-        >>> step, members = torch.tensor(3), torch.tensor([0, 1])
-        >>> both = KeyedDraws(torch.tensor([5, 7]), members, step).uniform((4, 3), torch.float32, torch.device("cpu"))
-        >>> alone = KeyedDraws(torch.tensor([7]), members, step).uniform((2, 3), torch.float32, torch.device("cpu"))
-        >>> torch.equal(both[2:], alone)
-        True
+    Shapes: seeds `(R,)`, members of each run `(M,)`, step `()`, a tensor that CUDA graphs read at every replay.
     """
 
     def __init__(self, seeds: Tensor, members: Tensor, step: Tensor, part: slice = slice(None)) -> None:
@@ -45,16 +34,12 @@ class KeyedDraws:
 
     @contextmanager
     def seed_generator(self, reason: str) -> Iterator[None]:
-        """Seed PyTorch's generator by run and step, for a network whose calls are not followed.
-
-        Args:
-            reason: Why they are not, for the error where several runs would need draws of their own.
-        """
+        """Seed PyTorch's generator by seed and step, for one run whose calls are not followed because of `reason`."""
         seeds, _, step = self.tensors
         if len(seeds) > 1:
             raise ValueError(
-                f"Expected a network whose random numbers can be drawn for each run by itself, but {reason}. Train one "
-                "run at a time: sweep.cohort_size = 1."
+                f"Expected a network whose random numbers can be drawn separately for each run, but {reason}. Train "
+                "one run at a time: sweep.cohort_size = 1."
             )
         with torch.random.fork_rng(devices=[seeds.device] if seeds.device.type == "cuda" else []):
             torch.manual_seed(int(_mix(_mix(seeds[0]) + step)))
@@ -78,7 +63,7 @@ _BITS = 0xFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Hash 32 bits, held in 64: every input bit changes about half of the output's."""
+    """Hash 32 bits, stored in int64: every input bit changes about half of the output bits."""
     x = x & _BITS
     x = ((x ^ (x >> 16)) * 0x45D9F3B) & _BITS
     x = ((x ^ (x >> 16)) * 0x45D9F3B) & _BITS

@@ -1,4 +1,4 @@
-"""Rules for random functions: each member draws for itself."""
+"""Rules for random functions, with separate random numbers for each member."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchace.nn.stacking.follower import RANDOM, CannotFollow, Follower, Rule, rule
+from torchace.nn.stacking.follower import RANDOM, Follower, FollowError, Rule, rule
 from torchace.nn.stacking.rules import Func, named
 from torchace.nn.stacking.values import CHANNELS, FIRST, Stacked, to_channels, to_members
 
 
 def random_rule(*functions: Any) -> Callable[[Rule], Rule]:
-    """Register a rule of functions that draw random numbers."""
+    """Register a rule for functions that draw random numbers."""
     RANDOM.update(functions)
     return rule(*functions)
 
 
 @random_rule(F.dropout, torch.dropout)
-def dropout(follower: Follower, func: Func, x: Any, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
+def _dropout(follower: Follower, func: Func, x: Any, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
     training = args[0] if args else kwargs.get("training", kwargs.get("train", True))
     if not training or p == 0:
         return x
@@ -35,7 +35,7 @@ def dropout(follower: Follower, func: Func, x: Any, p: float = 0.5, *args: Any, 
 
 
 @random_rule(*named("dropout1d", "dropout2d", "dropout3d"), F.feature_alpha_dropout, F.alpha_dropout)
-def channel_dropout(
+def _channel_dropout(
     follower: Follower, func: Func, x: Any, p: float = 0.5, training: bool | None = None, inplace: bool = False
 ) -> Any:
     alpha = func in (F.alpha_dropout, F.feature_alpha_dropout)
@@ -62,8 +62,8 @@ def dropout_mask(follower: Follower, like: Tensor, shape: Any, p: float) -> Tens
 
 
 @random_rule(torch.empty, torch.rand, torch.randn)
-def random_tensor(follower: Follower, func: Func, *args: Any, size: Any = None, **kwargs: Any) -> Any:
-    """Create each member's own numbers; `torch.empty` too, because random numbers may be written into it."""
+def _random_tensor(follower: Follower, func: Func, *args: Any, size: Any = None, **kwargs: Any) -> Any:
+    """Create numbers for each member; also for `torch.empty`, which may be filled with random numbers."""
     given = args or (size,)
     shape = (follower.num_members, *(given[0] if isinstance(given[0], (list, tuple)) else given))
     if func is torch.empty or follower.draws is None:
@@ -72,7 +72,7 @@ def random_tensor(follower: Follower, func: Func, *args: Any, size: Any = None, 
 
 
 @random_rule(*named("empty_like", "rand_like", "randn_like"), Tensor.new_empty)
-def random_like(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _random_like(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     data = x.data if isinstance(x, Stacked) else x
     if func is Tensor.new_empty:
         sizes = kwargs.pop("size", args[0] if args and not isinstance(args[0], int) else args)
@@ -80,7 +80,7 @@ def random_like(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: An
         sizes = x.shape(follower.num_members) if isinstance(x, Stacked) else x.shape
     kwargs.pop("memory_format", None)
     make = {"rand_like": torch.rand, "randn_like": torch.randn}.get(func.__name__, torch.empty)
-    return random_tensor(follower, make, tuple(sizes), **{"dtype": data.dtype, "device": data.device, **kwargs})
+    return _random_tensor(follower, make, tuple(sizes), **{"dtype": data.dtype, "device": data.device, **kwargs})
 
 
 def _normal(uniform: Tensor) -> Tensor:
@@ -94,9 +94,9 @@ def _fill(follower: Follower, data: Tensor, transform: Callable[[Tensor], Tensor
 
 
 @rule(Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_)
-def fill_randomly(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _fill_randomly(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, Stacked) or len(x.data) != follower.num_members:
-        raise CannotFollow("random numbers would be written into a tensor that all members share")
+        raise FollowError("random numbers would be written into a tensor that all members share")
     if follower.draws is None or x.layout == CHANNELS:
         func(x.data, *args, **kwargs)
         return x
@@ -113,7 +113,7 @@ def fill_randomly(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: 
 
 
 @random_rule(torch.bernoulli, Tensor.bernoulli)
-def bernoulli(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _bernoulli(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     if args or kwargs:
         return NotImplemented
     data = to_members(x, follower.num_members)

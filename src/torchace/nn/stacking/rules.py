@@ -9,22 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchace.nn.stacking.follower import QUERIES, CannotFollow, Follower, Rule, rule
+from torchace.nn.stacking.follower import QUERIES, Follower, FollowError, Rule, rule
 from torchace.nn.stacking.values import CHANNELS, FIRST, Stacked, expand_groups, pad_axes, to_first, to_members
 
 Func = Callable[..., Any]
-SHARED_WRITE = "a member's numbers would be written into a tensor that all members share"
+SHARED_WRITE = "a member's values would be written into a tensor that all members share"
 
 
 def named(*names: str) -> list[Any]:
-    """Return the functions of these names in `torch`, `torch.nn.functional` and `Tensor`, in-place ones included."""
+    """Return the functions with these names in `torch`, `torch.nn.functional` and `Tensor`, also in-place ones."""
     spaces = (torch, F, Tensor, torch.special, torch.linalg, torch._C._nn)
-    found = [getattr(space, f"{name}{end}", None) for name in names for space in spaces for end in ("", "_")]
-    return [f for f in found if callable(f)]
+    functions = [getattr(space, f"{name}{end}", None) for name in names for space in spaces for end in ("", "_")]
+    return [f for f in functions if callable(f)]
 
 
 def getters(*names: str) -> list[Any]:
-    """Return the functions behind properties of tensors."""
+    """Return the getters of tensor properties."""
     return [getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)]
 
 
@@ -55,14 +55,14 @@ def _is_tensor(value: Any) -> bool:
     *(Tensor.cuda, Tensor.cpu, Tensor.type),
     *getters("data", "real", "imag"),
 )
-def elementwise(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _elementwise(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, Stacked) or any(map(_is_tensor, (*args, *kwargs.values()))):
         return NotImplemented
     return Stacked(func(x.data, *args, **kwargs), x.layout)
 
 
 @rule(Tensor.contiguous, Tensor.clone, torch.clone, Tensor.to, Tensor.type_as)
-def convert(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _convert(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     args = tuple(other.data if isinstance(other, Stacked) else other for other in args)  # for its type and device
     if not isinstance(x, Stacked):
         return func(x, *args, **kwargs)
@@ -88,7 +88,7 @@ def convert(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -
         *("eq", "ne", "lt", "le", "gt", "ge"),
     ),
 )
-def broadcast(follower: Follower, func: Func, *args: Any, **kwargs: Any) -> Any:
+def _broadcast(follower: Follower, func: Func, *args: Any, **kwargs: Any) -> Any:
     count = follower.num_members
     tensors = [v for v in (*args, *kwargs.values()) if _is_tensor(v)]
     stacked = [v for v in tensors if isinstance(v, Stacked)]
@@ -121,7 +121,7 @@ def _call(func: Func, args: Any, kwargs: dict[str, Any], data: dict[int, Tensor]
 
 
 def _promote_like_scalar(data: Tensor, value: Any, tensors: list[Any]) -> Tensor:
-    """Cast a member's 0-dimensional tensor, which does not decide the result's type beside a tensor with axes."""
+    """Cast a member's 0-dimensional tensor, which takes no part in type promotion beside a tensor with axes."""
     if not isinstance(value, Stacked) or value.ndim:
         return data
     for other in tensors:
@@ -137,32 +137,27 @@ def _is_in_place(func: Func) -> bool:
 
 
 def _out_of_place(func: Func) -> Func:
-    """Return the function that returns what this one writes into its first argument, as `h + y` for `h += y`."""
+    """Return the out-of-place form of an in-place function."""
     name = func.__name__.strip("_").removeprefix("i") if func.__name__.startswith("__i") else func.__name__[:-1]
     name = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}.get(name, name)
     name = f"bitwise_{name}" if name in ("and", "or", "xor") else name
     if not hasattr(Tensor, name):
-        raise CannotFollow(SHARED_WRITE)
+        raise FollowError(SHARED_WRITE)
     return getattr(Tensor, name)
 
 
-# Functions along axes: a member's axis d is axis d + 1 with the member axis in front
+# Functions along axes: a member's axis d is axis d + 1 of the stacked tensor
 
 
 def shift(dim: Any) -> Any:
-    """Count a member's axes with the member axis in front."""
+    """Convert a member's axis to that of the stacked tensor."""
     if isinstance(dim, (list, tuple)):
         return [shift(d) for d in dim]
     return dim + 1 if isinstance(dim, int) and dim >= 0 else dim
 
 
 def axis_rule(*axes: tuple[int, str, Any], plain_tensors: bool = False) -> Rule:
-    """Return a rule for functions of one tensor along axes.
-
-    Args:
-        *axes: Position, name and default of each argument that is an axis; `"all"` for all of a member's axes.
-        plain_tensors: Whether other arguments may be plain tensors.
-    """
+    """Return a rule for functions of one tensor along axes, given as (position, name, default or `"all"`)."""
 
     def compute(follower: Follower, func: Func, *given: Any, **kwargs: Any) -> Any:
         x, args = given[0], list(given)
@@ -170,17 +165,17 @@ def axis_rule(*axes: tuple[int, str, Any], plain_tensors: bool = False) -> Rule:
         refused = Stacked if plain_tensors else (Stacked, Tensor)
         if not isinstance(x, Stacked) or not x.ndim or any(isinstance(v, refused) for v in others):
             return NotImplemented
-        found = []
+        dims = []
         for position, argument, default in axes:
             name = "axis" if "axis" in kwargs else argument
             dim = args[position] if len(args) > position else kwargs.get(name, default)
             dim = list(range(x.ndim)) if dim == "all" else dim
             if dim is None or dim == () or isinstance(dim, bool):
                 return NotImplemented
-            found.append((position, name, dim))
-        flat = [d for _, _, dim in found for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
+            dims.append((position, name, dim))
+        flat = [d for _, _, dim in dims for d in (dim if isinstance(dim, (list, tuple)) else [dim])]
         spatial = x.layout == CHANNELS and all(d % x.ndim > 1 for d in flat)  # then axes keep their place
-        for position, name, dim in found:
+        for position, name, dim in dims:
             if len(args) > position:
                 args[position] = dim if spatial else shift(dim)
             else:
@@ -217,21 +212,21 @@ rule(*named("repeat_interleave"))(axis_rule((2, "dim", None), plain_tensors=True
 
 
 @rule(*named("permute", "flip"))
-def permute(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _permute(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     dims = [d % x.ndim + 1 for d in _sizes(args, kwargs)]
     data = to_first(x, follower.num_members)
     return Stacked(data.flip(dims) if func.__name__ == "flip" else data.permute(0, *dims))
 
 
 @rule(*getters("T", "mT", "H", "mH"), *named("t", "adjoint"))
-def matrix_transpose(follower: Follower, func: Func, x: Any, *_: Any) -> Any:
+def _matrix_transpose(follower: Follower, func: Func, x: Any, *_: Any) -> Any:
     if x.ndim != 2 or x.data.is_complex():
         return NotImplemented
     return Stacked(to_first(x, follower.num_members).mT)
 
 
 @rule(*named("gather"))
-def gather(follower: Follower, func: Func, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
+def _gather(follower: Follower, func: Func, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
     count = follower.num_members
     return Stacked(torch.gather(to_members(x, count), shift(dim), to_members(index, count), **kwargs))
 
@@ -240,13 +235,13 @@ def gather(follower: Follower, func: Func, x: Any, dim: int, index: Any, **kwarg
 
 
 def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return sizes or axes given one by one, as a list, or by name."""
+    """Return sizes or axes passed separately, as a list, or by name."""
     given = args or tuple(kwargs.values())
     return list(given[0]) if isinstance(given[0], (list, tuple)) else list(given)
 
 
 @rule(*named("reshape", "view"))
-def reshape(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _reshape(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(v, torch.dtype) for v in (*args, *kwargs.values())):
         return NotImplemented
     data = to_first(x, follower.num_members)
@@ -254,28 +249,28 @@ def reshape(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -
 
 
 @rule(*named("expand", "broadcast_to"))
-def expand(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _expand(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     sizes = _sizes(args, kwargs)
     return Stacked(pad_axes(to_first(x, follower.num_members), len(sizes)).expand(-1, *sizes))
 
 
 @rule(*named("repeat", "tile"))
-def repeat(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _repeat(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     sizes = _sizes(args, kwargs)
     ndim = max(len(sizes), x.ndim)
     return Stacked(pad_axes(to_first(x, follower.num_members), ndim).repeat(1, *[1] * (ndim - len(sizes)), *sizes))
 
 
 @rule(*named("view_as", "reshape_as", "expand_as"))
-def shape_as(follower: Follower, func: Func, x: Any, other: Any) -> Any:
+def _shape_as(follower: Follower, func: Func, x: Any, other: Any) -> Any:
     shape = other.shape(follower.num_members) if isinstance(other, Stacked) else other.shape
     if not isinstance(x, Stacked):
         return func(x, other.data.new_empty(shape))
-    return (expand if func is Tensor.expand_as else reshape)(follower, func, x, shape)
+    return (_expand if func is Tensor.expand_as else _reshape)(follower, func, x, shape)
 
 
 @rule(*named("cat", "concat", "concatenate", "stack"))
-def concatenate(follower: Follower, func: Func, tensors: Any, dim: int = 0, *, axis: int | None = None) -> Any:
+def _concatenate(follower: Follower, func: Func, tensors: Any, dim: int = 0, *, axis: int | None = None) -> Any:
     dim = dim if axis is None else axis
     count = follower.num_members
     if func is not torch.stack:
@@ -289,7 +284,7 @@ def concatenate(follower: Follower, func: Func, tensors: Any, dim: int = 0, *, a
 
 
 @rule(Tensor.__getitem__)
-def getitem(follower: Follower, func: Func, x: Any, index: Any) -> Any:
+def _getitem(follower: Follower, func: Func, x: Any, index: Any) -> Any:
     index = index if isinstance(index, tuple) else (index,)
     if not isinstance(x, Stacked):
         return NotImplemented
@@ -307,12 +302,12 @@ def getitem(follower: Follower, func: Func, x: Any, index: Any) -> Any:
 
 
 @rule(Tensor.__setitem__)
-def setitem(follower: Follower, func: Func, x: Any, index: Any, value: Any) -> None:
+def _setitem(follower: Follower, func: Func, x: Any, index: Any, value: Any) -> None:
     index = index if isinstance(index, tuple) else (index,)
     if not isinstance(x, Stacked) or len(to_first(x, follower.num_members)) != follower.num_members:
-        raise CannotFollow(SHARED_WRITE)
+        raise FollowError(SHARED_WRITE)
     if any(isinstance(part, (Tensor, list, Stacked)) for part in index):
-        raise CannotFollow("numbers are written to places given by a tensor")
+        raise FollowError("values are written to positions given by a tensor")
     place = to_first(x, follower.num_members)[(slice(None), *index)]
     if isinstance(value, Stacked):
         value = pad_axes(to_members(value, follower.num_members), place.ndim - 1)
@@ -320,12 +315,12 @@ def setitem(follower: Follower, func: Func, x: Any, index: Any, value: Any) -> N
 
 
 @rule(*named("zeros_like", "ones_like", "full_like"))
-def constant_like(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _constant_like(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     return Stacked(func(to_members(x, follower.num_members), *args, **kwargs))  # a forward may write into them
 
 
 @rule(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full)
-def new_constant(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _new_constant(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     sizes, rest = (args[0], args[1:]) if isinstance(args[0], (list, tuple)) else (args, ())
     return Stacked(func(x.data, (follower.num_members, *sizes), *rest, **kwargs))
 
@@ -334,29 +329,29 @@ def new_constant(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: A
 
 
 def query(*functions: Any) -> Callable[[Rule], Rule]:
-    """Register a rule of functions that compute nothing."""
+    """Register a rule for functions that compute nothing."""
     QUERIES.update(functions)
     return rule(*functions)
 
 
 @query(*getters("shape"), Tensor.size)
-def shape(follower: Follower, func: Func, x: Any, dim: Any = None) -> Any:
+def _shape(follower: Follower, func: Func, x: Any, dim: Any = None) -> Any:
     sizes = x.shape(follower.num_members)
     return sizes if not isinstance(dim, int) else sizes[dim]
 
 
 @query(*getters("ndim"), Tensor.dim, Tensor.ndimension)
-def ndim(follower: Follower, func: Func, x: Any, *_: Any) -> Any:
+def _ndim(follower: Follower, func: Func, x: Any, *_: Any) -> Any:
     return x.ndim
 
 
 @query(Tensor.__len__)
-def length(follower: Follower, func: Func, x: Any) -> Any:
+def _length(follower: Follower, func: Func, x: Any) -> Any:
     return x.shape(follower.num_members)[0]
 
 
 @query(Tensor.numel, torch.numel, Tensor.nelement)
-def numel(follower: Follower, func: Func, x: Any) -> Any:
+def _numel(follower: Follower, func: Func, x: Any) -> Any:
     return x.shape(follower.num_members).numel()
 
 
@@ -364,10 +359,10 @@ def numel(follower: Follower, func: Func, x: Any) -> Any:
     *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__),
     *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, Tensor.__contains__, torch.is_nonzero),
 )
-def python_value(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Allow reading a buffer that all members hold alike, such as BatchNorm's count; refuse computed values."""
+def _python_value(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Allow to read a buffer that is equal in all members, such as BatchNorm's count; refuse computed values."""
     if id(x.data if isinstance(x, Stacked) else x) not in follower.buffers:
-        raise CannotFollow("what it does is data-dependent, and members' data differ")
+        raise FollowError("its control flow is data-dependent, and members' data differ")
     return NotImplemented
 
 
@@ -377,5 +372,5 @@ def python_value(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: A
     *named("is_floating_point", "is_complex", "is_signed", "element_size", "get_device", "is_contiguous"),
     *(Tensor.__repr__, Tensor.__hash__, Tensor.register_hook, Tensor.is_inference),
 )
-def tensor_property(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _tensor_property(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     return func(x.data, *args, **kwargs)

@@ -1,12 +1,4 @@
-"""Tensors of all members, and where their member axis is.
-
-In a followed forward a tensor is plain (the same for all members, with a member's shape) or `Stacked` in one of three
-layouts:
-
-- `FIRST`: `(K, ...)`, or `(G, ...)` where G divides K and the first K/G members share the first entry, and so on;
-- `CHANNELS`: `(N, K·C, ...)`, the input of grouped convolutions;
-- `LAST`: `(K, D, N)` for vectors `(N, D)`, the output of linear layers.
-"""
+"""Tensors of all members and their layouts."""
 
 from __future__ import annotations
 
@@ -15,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FIRST, CHANNELS, LAST = "first", "channels", "last"
+FIRST = "first"  # (K, ...), or (G, ...) where G divides K and the first K/G members share the first entry, and so on
+CHANNELS = "channels"  # (N, K·C, ...), for grouped convolutions
+LAST = "last"  # (K, D, N) for vectors (N, D), the output of linear layers
 
 
 class Stacked:
-    """A tensor of all members as rules see it."""
+    """A tensor of all members; plain tensors are the same for all members and have a member's shape."""
 
     __slots__ = ("data", "layout")
 
@@ -28,7 +22,7 @@ class Stacked:
 
     @property
     def ndim(self) -> int:
-        """A member's number of axes."""
+        """Number of a member's axes."""
         return self.data.ndim - (self.layout != CHANNELS)
 
     def shape(self, num_members: int) -> torch.Size:
@@ -51,19 +45,19 @@ def to_first(value: Stacked, num_members: int) -> Tensor:
 
 
 def expand_groups(data: Tensor, num_members: int) -> Tensor:
-    """Return `(K, ...)` of `(G, ...)`."""
+    """Repeat `(G, ...)` to `(K, ...)`."""
     return data if data.shape[0] == num_members else data.repeat_interleave(num_members // data.shape[0], 0)
 
 
 def to_members(value: Any, num_members: int) -> Tensor:
-    """Return `(K, ...)` of a stacked or plain tensor; plain ones are repeated without a copy."""
+    """Return a stacked or plain tensor as `(K, ...)`; plain ones are expanded without a copy."""
     if isinstance(value, Stacked):
         return expand_groups(to_first(value, num_members), num_members)
     return value.expand(num_members, *value.shape)
 
 
 def to_channels(value: Any, num_members: int) -> Tensor:
-    """Return `(N, K·C, ...)` of a stacked or plain tensor whose member shape is `(N, C, ...)`."""
+    """Return a stacked or plain tensor with member shape `(N, C, ...)` as `(N, K·C, ...)`."""
     if isinstance(value, Stacked) and value.layout == CHANNELS:
         return value.data
     data = to_members(value, num_members)
@@ -74,6 +68,6 @@ def to_channels(value: Any, num_members: int) -> Tensor:
 
 
 def pad_axes(data: Tensor, ndim: int) -> Tensor:
-    """Return `(K, 1, ..., *shape)` such that a member has at least `ndim` axes."""
+    """Insert axes, `(K, 1, ..., *shape)`, up to `ndim` axes of a member."""
     missing = ndim + 1 - data.ndim
     return data if missing <= 0 else data.reshape(data.shape[0], *[1] * missing, *data.shape[1:])
