@@ -428,7 +428,7 @@ def test_bad_targets() -> None:
         model.partial_fit(IRIS_X, IRIS_Y + 1)
     with pytest.raises(ValueError, match="first call"):
         model.partial_fit(IRIS_X, IRIS_Y, classes=[0, 1])
-    with pytest.raises(ValueError, match="'auto' needs all samples"):
+    with pytest.raises(ValueError, match="'auto', which needs all samples"):
         small(diversity="auto").partial_fit(IRIS_X, IRIS_Y)
     with pytest.raises(ValueError, match=r"above 0|at least one non-zero"):
         small().fit(IRIS_X, IRIS_Y, sample_weight=np.zeros(150))

@@ -197,7 +197,7 @@ def test_many_seeds_are_checked_in_linear_time() -> None:
         ("x = " + "[" * 150 + "]" * 150, "100 levels deep"),
         ("model" + ".a" * 200 + " = 1", "100 levels deep"),
         ("model" + ".a" * 100_000 + " = 1", "a key has too many parts"),
-        ("x = 1\n" * 200_000, "more than the 1,048,576"),
+        ("x = 1\n" * 200_000, "more than the limit of 1,048,576"),
     ],
     ids=["deep lists", "lists", "a key of parts", "a key of many parts", "a long file"],
 )
