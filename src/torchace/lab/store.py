@@ -70,9 +70,10 @@ class RunStore:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 file.seek(0)
-                owner = file.read().strip() or "another one"
+                pid = file.read().strip()
+                owner = f"Process {pid}" if pid else "Another process"
                 raise RunStoreError(
-                    f"Process {owner} is using {self.directory}. Wait for it, or choose another --out."
+                    f"{owner} is using {self.directory}. Wait for it, or choose another --out."
                 ) from error
             except OSError as error:
                 raise RunStoreError(f"Cannot lock {self.directory}: {error.strerror}. Choose another --out.") from error

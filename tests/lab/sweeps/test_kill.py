@@ -154,7 +154,7 @@ def test_told_to_stop(
         assert sweeping.wait_until(lambda s=sweeping, b=before: s.progress() != b)
         # a second process on the same directory
         with (
-            pytest.raises(RunStoreError, match=f"Process {sweeping.command.pid} is at work"),
+            pytest.raises(RunStoreError, match=f"Process {sweeping.command.pid} is using"),
             RunStore(directory).locked(),
         ):
             pass
@@ -240,7 +240,7 @@ def test_a_lock_dies_with_its_process(tmp_path: Path) -> None:
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(RunStoreError, match="is at work"), RunStore(tmp_path).locked():
+        with pytest.raises(RunStoreError, match="is using"), RunStore(tmp_path).locked():
             pass
         holder.kill()
     with RunStore(tmp_path).locked():
