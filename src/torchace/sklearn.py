@@ -123,13 +123,13 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 
     def _validate(
         self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
+    ) -> tuple[Any, NDArray[Any]]:
         samples, labels = super()._validate(X, y, reset=reset, **options)
         check_classification_targets(labels)
         return samples, column_or_1d(labels, warn=True)
 
-    def _sample_weight(self, X: NDArray[Any], y: NDArray[Any], sample_weight: ArrayLike | None) -> NDArray[Any] | None:
-        weight = super()._sample_weight(X, y, sample_weight)
+    def _sample_weight(self, table: Any, y: NDArray[Any], sample_weight: ArrayLike | None) -> NDArray[Any] | None:
+        weight = super()._sample_weight(table, y, sample_weight)
         if self.class_weight is None:
             return weight
         seen = np.unique(y)  # partial_fit may see some classes only
@@ -215,7 +215,7 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
 
     def _validate(
         self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
+    ) -> tuple[Any, NDArray[Any]]:
         return super()._validate(X, y, reset=reset, y_numeric=True, multi_output=True, **options)
 
     def _learn_targets(self, y: NDArray[Any]) -> None:

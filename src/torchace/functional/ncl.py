@@ -95,7 +95,7 @@ def closed_form(
     lam = diversity.view(-1, 1, 1, 1)
     # alpha = 1: no second term
     strength, lam = (lam / (2 * (1 - alpha)), lam) if alpha < 1 else (0 * lam, 0 * lam)
-    scale = scale.unsqueeze(1)
+    scale = scale if scale.ndim == 3 else scale.unsqueeze(1)
     losses = ((0.5 * error.square() - strength * gap.square()).mean(-1) * scale).sum(2)
     gradient = (error - lam * gap) * (scale / f.shape[3]).unsqueeze(3)
     return LossResult(losses, scores, gradient.to(predictions.dtype))

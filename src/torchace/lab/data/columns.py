@@ -60,6 +60,37 @@ def feature_numbers(column: Series) -> NDArray[np.float64]:
     return values
 
 
+def date_part(column: Series, part: str) -> NDArray[np.float64]:
+    """One part of every date, `(N,)`, NaN where one is missing; "elapsed" is in days since 1970, in UTC."""
+    pd = pandas()
+    moments = column if pd.api.types.is_datetime64_any_dtype(column.dtype) else _parse_dates(column)
+    local = moments.dt.tz_localize(None)
+    if part == "elapsed":
+        start = pd.Timestamp(0, tz=moments.dt.tz)
+        values = (moments - start) / pd.Timedelta(days=1)
+    elif part == "hour":
+        values = (local - local.dt.normalize()) / pd.Timedelta(hours=1)
+    else:
+        values = getattr(local.dt, part)
+    return values.to_numpy(dtype=np.float64, na_value=np.nan, copy=True)
+
+
+def _parse_dates(column: Series) -> Series:
+    """Texts as dates; raise an error for other texts."""
+    pd = pandas()
+    cells = pd.Series(texts(column).to_pandas(), index=column.index, name=column.name)
+    moments = pd.to_datetime(cells, errors="coerce", utc=True, format="mixed")
+    places = np.flatnonzero(moments.isna() & cells.notna())
+    if len(places):
+        first = int(places[0])
+        raise DataError(
+            f"Column {quote(column.name)} holds dates, but row {row_number(column, first)} has "
+            f"{quote(column.iloc[first])}, which is not a date{more_rows(len(places) - 1, ' (likewise ', ')')}; "
+            "correct it, or leave it empty."
+        )
+    return moments
+
+
 def target_numbers(column: Series) -> NDArray[np.float64]:
     """Numbers of a target column, `(N,)`, none missing."""
     values, invalid = numbers(column)

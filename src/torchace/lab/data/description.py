@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchace.lab.data.columns import feature_numbers
+from torchace.lab.data.columns import date_part, feature_numbers
 from torchace.lab.data.encoding import mean_and_std
 from torchace.lab.data.parsing import texts
 from torchace.lab.data.table_schema import Schema
@@ -48,6 +48,8 @@ def _describe_column(column: Series, kind: str | None) -> dict[str, Any]:
         measures = {"mean": mean, "std": std, "min": present.min(initial=np.inf), "max": present.max(initial=-np.inf)}
         statistics = {name: float(m) if len(present) and abs(m) < LARGEST else None for name, m in measures.items()}
         return {"kind": kind, "missing": len(values) - len(present), **statistics}
+    if kind == "date":
+        return {"kind": kind, "missing": int(np.isnan(date_part(column, "elapsed")).sum())}
     cells = [cell for cell in texts(column).to_pylist() if cell is not None]
     counts = sorted(Counter(cells).items(), key=lambda item: (-item[1], item[0]))
     return {

@@ -27,7 +27,7 @@ _PART_CODES = {"train": 0, "training": 0, "validation": 1, "valid": 1, "val": 1,
 class Split:
     """Samples `x`, `(N, ...)`, with class indices `y`, `(N,)` of int64, or floating-point targets.
 
-    Images are `(N, C, H, W)` of uint8. `weight`, `(N,)`, holds sample weights.
+    Images are `(N, C, H, W)` of uint8. `weight` holds sample weights, `(N,)`, or `(K, N)` with each member's own.
     """
 
     x: Tensor
@@ -48,9 +48,13 @@ class Split:
             raise ValueError(
                 f"Expected `x` and `y` on one device, but got {self.x.device} and {self.y.device}. Move both."
             )
-        if self.weight is not None and (self.weight.shape != self.x.shape[:1] or self.weight.device != self.x.device):
+        if self.weight is not None and (
+            self.weight.ndim not in (1, 2)
+            or self.weight.shape[-1] != self.x.shape[0]
+            or self.weight.device != self.x.device
+        ):
             raise ValueError(
-                f"Expected `weight` of shape ({self.x.shape[0]},) on {self.x.device}, "
+                f"Expected `weight` of shape ({self.x.shape[0]},) or (K, {self.x.shape[0]}) on {self.x.device}, "
                 f"but got {shape_of(self.weight)} on {self.weight.device}."
             )
 
@@ -59,7 +63,7 @@ class Split:
 
     def take(self, indices: Tensor) -> Split:
         """Return the samples at these indices, in this order."""
-        return Split(self.x[indices], self.y[indices], None if self.weight is None else self.weight[indices])
+        return Split(self.x[indices], self.y[indices], None if self.weight is None else self.weight[..., indices])
 
     def to(self, device: torch.device | str) -> Split:
         """Move to a device; return itself if already there."""

@@ -30,7 +30,7 @@ from torchace.lab.data.parsing import CellError, canonical, number_text, numbers
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
 
-KINDS = ("number", "category")
+KINDS = ("number", "category", "date")
 TASKS = ("classification", "regression")
 
 MIN_ROWS = 10
@@ -46,11 +46,11 @@ STRICT = ConfigDict(strict=True, extra="forbid")
 
 @dataclass(frozen=True)
 class Column:
-    """Feature column of kind "number" or "category"."""
+    """Feature column of kind "number", "category" or "date"."""
 
     __pydantic_config__ = STRICT
     name: str
-    kind: Annotated[str, Field(pattern="^(number|category)$")]
+    kind: Annotated[str, Field(pattern="^(number|category|date)$")]
 
 
 @dataclass(frozen=True)
@@ -172,18 +172,24 @@ def infer_schema(
         raise DataError(f"The table has {len(frame)} rows, too few to learn from; give at least {MIN_ROWS}.")
     notes: list[str] = []
     predicted = _infer_target(frame[str(target)], task, notes)
+    columns = infer_columns(frame.drop(columns=[predicted.name, *drop]), notes, kinds)
+    return Schema(columns, predicted, tuple(notes))
+
+
+def infer_columns(frame: DataFrame, notes: list[str], kinds: Mapping[str, str] | None = None) -> tuple[Column, ...]:
+    """Infer the kinds of feature columns; decisions are added to `notes`."""
+    kinds = kinds or {}
     columns = []
     for name in frame.columns:
-        if name != predicted.name and name not in drop and kinds.get(name) != "drop":
-            kind = _infer_kind(frame[name], kinds.get(name), notes)
-            columns += [] if kind is None else [Column(name, kind)]
+        kind = None if kinds.get(name) == "drop" else _infer_kind(frame[name], kinds.get(name), notes)
+        columns += [] if kind is None else [Column(name, kind)]
     if not columns:
         why = [f" ({note.removesuffix('.')})" for note in notes if note.startswith("Column")]
         raise DataError(
-            f"No column is left to predict {quote(target)} from{''.join(why[-1:])}; give a table with columns of "
-            "numbers or of categories that vary."
+            f"No column is left to predict from{''.join(why[-1:])}; give a table with columns of numbers or of "
+            "categories that vary."
         )
-    return Schema(tuple(columns), predicted, tuple(notes))
+    return tuple(columns)
 
 
 def _check_request(
@@ -207,12 +213,19 @@ def _check_request(
     for name, kind in kinds.items():
         if kind not in (*KINDS, "drop"):
             raise DataError(
-                f"The kind {quote(kind)} of column {quote(name)} is not known; use number, category or drop."
+                f"The kind {quote(kind)} of column {quote(name)} is not known; use number, category, date or drop."
             )
 
 
 def _infer_kind(column: Series, requested: str | None, notes: list[str]) -> str | None:
     """Kind of a column; None, with a note, if it is left out."""
+    dtype = column.dtype
+    if requested is None and isinstance(dtype, pandas().CategoricalDtype):
+        requested = "category"
+    if pandas().api.types.is_datetime64_any_dtype(dtype) and requested != "category" and column.nunique() > 1:
+        return "date"
+    if requested == "date":
+        return requested
     try:
         values, invalid = numbers(column)
         cells = texts(column) if invalid.any() or requested == "category" else None

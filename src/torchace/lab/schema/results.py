@@ -184,7 +184,7 @@ class ColumnSummary(ResultModel):
     """A column in the training rows; `categories` has the most frequent ones with counts."""
 
     name: str
-    kind: Literal["number", "category", "dropped"]
+    kind: Literal["number", "category", "date", "dropped"]
     missing: Count = 0
     mean: Number | None = None
     std: Number | None = None

@@ -84,7 +84,7 @@ class Table:
 
     def encoder(self) -> TableEncoder:
         """Return the module from the raw matrix to the features."""
-        return table_encoder(self.encoding)
+        return self.encoding.encoder()
 
     def parts(self, plan: MemberPlan, device: str) -> tuple[Split, Split, Split]:
         """Return the three parts on a device, in the plan's precision."""
@@ -95,11 +95,6 @@ class Table:
             return Split(split.x.to(dtype), y).to(device)
 
         return convert(self.train), convert(self.validation), convert(self.test)
-
-
-def table_encoder(encoding: Encoding) -> TableEncoder:
-    """Return the module from the raw matrix to the features, in float64."""
-    return TableEncoder.from_values(**encoding.encoder_arguments()).double()
 
 
 def target_scaler(encoding: Encoding) -> Scaler | None:
@@ -139,7 +134,7 @@ def load_table(path: Path, settings: TableSettings) -> Table:
             f"The variance of the target {schema.target.name!r} over- or underflows (its standard deviation is "
             f"{encoding.target.std:.1g}). Rescale the target."
         )
-    features = table_encoder(encoding)(encoding.matrix(frame))
+    features = encoding.encoder()(encoding.matrix(frame))
     if (scaler := target_scaler(encoding)) is not None:
         targets = scaler.transform(targets[:, None])
     train, validation, test = (Split(features[part], targets[part]) for part in rows)

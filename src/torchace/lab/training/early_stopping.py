@@ -25,6 +25,7 @@ class ValidationSet:
 
     split: Split
     patience: int  # epochs
+    members: Tensor | None = None  # (K, N): those that predict each sample; None: all
 
 
 class EarlyStopping:
@@ -38,7 +39,7 @@ class EarlyStopping:
 
     def update(self, network: RunGroup, epoch: int, stopped: Sequence[bool]) -> tuple[list[float | None], list[bool]]:
         """Score the runs after an epoch (from 1): scores, None for nonfinite or stopped ones, and stopped runs."""
-        scores = validation_scores(network, self.validation.split, self.config).tolist()
+        scores = validation_scores(network, self.validation.split, self.config, self.validation.members).tolist()
         # a stopped run must not improve later
         scores = [math.nan if done else score for score, done in zip(scores, stopped, strict=True)]
         improved = [score < best for score, best in zip(scores, self.best, strict=True)]
@@ -69,21 +70,30 @@ class EarlyStopping:
             value.copy_(weights[name])
 
 
-def validation_scores(network: RunGroup, split: Split, config: TrainConfig) -> Tensor:
-    """Each run's weighted mean cross entropy or squared error on a split, `(R,)`."""
-    return mean_over_samples(validation_losses(network, split, config), split.weight)
+def validation_scores(
+    network: RunGroup, split: Split, config: TrainConfig, members: Tensor | None = None
+) -> Tensor:
+    """Each run's weighted mean cross entropy or squared error on a split, `(R,)`; see `validation_losses`."""
+    return mean_over_samples(validation_losses(network, split, config, members), split.weight)
 
 
 @torch.no_grad()
-def validation_losses(network: RunGroup, split: Split, config: TrainConfig) -> Tensor:
-    """Each run's cross entropy or squared error on every sample of a split, `(R, N)`."""
+def validation_losses(
+    network: RunGroup, split: Split, config: TrainConfig, members: Tensor | None = None
+) -> Tensor:
+    """Each run's cross entropy or squared error on every sample of a split, `(R, N)`.
+
+    `members` is as in `ValidationSet`.
+    """
     training = network.training
     network.eval()
-    members = network.num_runs * network.num_members
-    rows = chunk_rows(network, members, itemsize=config.dtype.itemsize, max_rows=CHUNK)
+    count = network.num_runs * network.num_members
+    rows = chunk_rows(network, count, itemsize=config.dtype.itemsize, max_rows=CHUNK)
     losses = torch.empty(network.num_runs, len(split), dtype=config.dtype, device=split.x.device)
     for start in range(0, len(split), rows):
         part = slice(start, start + rows)
-        losses[:, part] = ensemble_scores(network.predict(split.x[part]).to(config.dtype), split.y[part], config)
+        logits = network.predict(split.x[part]).to(config.dtype)
+        mask = None if members is None else members[:, part]
+        losses[:, part] = ensemble_scores(logits, split.y[part], config, mask)
     network.train(training)
     return losses

@@ -26,10 +26,10 @@ class Objective(NamedTuple):
 def compute_objective(
     logits: Tensor,  # (R, K, B, C), detached
     y: Tensor,  # (R, B), or (R, K, B) with own batches; for regression (..., M)
-    weight: Tensor | None,  # first axes of y, relative to the training set's mean
+    weight: Tensor | None,  # first axes of y, or (R, K, B); relative to the training set's mean
     diversity: Tensor,  # (R,)
     active: Tensor,  # (R,): False for stopped runs
-    mixture: Tensor | None,  # (R, K·B, C) for exchanged batches, (R, B, C) for members on other ranks
+    mixture: Tensor | None,  # (R, K·B, C) for exchanged batches, (R, B, C) for members on other ranks or own weights
     config: TrainConfig,
     *,
     num_members: int | None = None,
@@ -43,14 +43,15 @@ def compute_objective(
     num_runs, local_members, size = logits.shape[:3]
     num_members, batch_size = num_members or local_members, batch_size or size
     own = config.batches != "shared"
-    scale = active.to(config.dtype).view(-1, *[1] * (1 + own)) / batch_size
+    by_member = weight is not None and weight.ndim == 3  # (R, K, B)
+    scale = active.to(config.dtype).view(-1, *[1] * (1 + (own or by_member))) / batch_size
     if weight is not None:
         scale = scale * weight
     if not config.detach_others:  # no closed form
         z = logits.detach().requires_grad_()
         with torch.enable_grad():
             losses = member_losses(z, y, diversity, mixture, config, num_members=num_members)
-            losses = (losses * (scale if own else scale.unsqueeze(1))).sum(2)
+            losses = (losses * (scale if scale.ndim == 3 else scale.unsqueeze(1))).sum(2)
         (gradient,) = torch.autograd.grad(losses.sum(), z)
         if own:
             logits, y = logits.flatten(1, 2).unsqueeze(1), y.flatten(1, 2)
@@ -72,10 +73,10 @@ def compute_objective(
     if own and config.detach_others:
         losses, scores = losses.view(num_runs, local_members), scores.view(num_runs, -1)
         gradient = gradient.squeeze(1).unflatten(0, (num_runs, local_members))
-    elif not own and mixture is not None:  # some members are on other ranks
+    elif not own and mixture is not None:  # some members are on other ranks, or do not train on a sample
         scores = mixture_scores(mixture, y, config)
     if weight is not None:
-        scores = scores * weight.flatten(1)
+        scores = scores * (weight.mean(1) if by_member and not own else weight.flatten(1))
     count = batch_size * num_members if own else batch_size
     return Objective(losses, scores.mean(-1) if count == scores.shape[-1] else scores.sum(-1) / count, gradient)
 
@@ -106,13 +107,17 @@ def ensemble_scores(
     logits: Tensor,  # (R, K, N, C)
     y: Tensor,  # (N,) or (R, N); for regression (..., M)
     config: TrainConfig,
+    members: Tensor | None = None,  # (K, N): those that predict each sample; None: all
 ) -> Tensor:
     """Ensemble's cross entropy or squared error on every sample, `(R, N)`."""
     if config.loss == "ncl":
-        return (logits.mean(1) - y).square().mean(-1)
+        share = 1 / logits.shape[1] if members is None else (members / members.sum(0)).unsqueeze(2)
+        return ((logits * share).sum(1) - y).square().mean(-1)
     index = y.expand(len(logits), -1)[:, None, :, None].expand(-1, logits.shape[1], -1, -1)
     hits = logits.log_softmax(3).gather(3, index).squeeze(3)  # (R, K, N)
-    return math.log(logits.shape[1]) - hits.logsumexp(1)
+    if members is None:
+        return math.log(logits.shape[1]) - hits.logsumexp(1)
+    return members.sum(0).log() - hits.masked_fill(~members, -torch.inf).logsumexp(1)
 
 
 def mixture_scores(

@@ -34,7 +34,7 @@ class TrainStep:
         self,
         x: Tensor,  # (R, B, ...), or (R, K, B, ...) with own batches
         y: Tensor,  # (R, B) or (R, K, B); for regression (..., M)
-        weight: Tensor | None,  # first axes of y, relative to the training set's mean
+        weight: Tensor | None,  # first axes of y, or (R, K, B); relative to the training set's mean
         diversity: Tensor,  # (R,)
         active: Tensor,  # (R,): False for stopped runs
     ) -> StepResult:
@@ -50,7 +50,7 @@ class TrainStep:
 
         with autocast(x, config):
             logits = self.forward(x, own=own)  # (R, K, B, C)
-        mixture = self._mixture(logits.detach(), others)
+        mixture = self._mixture(logits.detach(), others, weight)
         losses, score, gradient = compute_objective(
             logits.detach(),
             y,
@@ -74,9 +74,14 @@ class TrainStep:
             score = score / ranks.members  # each rank has the whole ensemble's score
         return StepResult(losses, score, nonfinite)
 
-    def _mixture(self, logits: Tensor, others: Tensor | None) -> Tensor | None:
+    def _mixture(self, logits: Tensor, others: Tensor | None, weight: Tensor | None) -> Tensor | None:
         """Ensemble's prediction, if the loss cannot compute it from the logits."""
         network, ranks = self.network, self.network.ranks
+        if weight is not None and weight.ndim == 3 and self.config.batches == "shared":
+            # of the members that train on the sample
+            trains = (weight > 0).to(self.config.dtype)
+            alpha = trains / trains.sum(1, keepdim=True).clamp_min(1)  # (R, K, B)
+            return (member_predictions(logits, self.config) * alpha.unsqueeze(3)).sum(1)
         if others is not None:
             # own share in training mode (dropout, batch statistics), as in the gradient
             return others.add(member_predictions(logits, self.config) / network.total_members).flatten(1, 2)
