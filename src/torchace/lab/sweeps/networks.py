@@ -20,7 +20,17 @@ from torchace.nn.branching import branch
 
 MIN_COMPILED_STEPS = 20_000
 # settings that TrainConfig does not take unchanged
-_CONVERTED = {"epochs", "steps", "batch_size", "milestones", "diversity_warmup_epochs", "compile"}
+_CONVERTED = {
+    "epochs",
+    "steps",
+    "batch_size",
+    "milestones",
+    "diversity_warmup_epochs",
+    "compile",
+    "metrics",
+    "patience",
+}
+_CONVERTED |= {"optimizer_arguments"}
 
 
 def default_group_size(model: ModelSection, device: torch.device | str) -> int:
