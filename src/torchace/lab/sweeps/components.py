@@ -180,7 +180,7 @@ def _update_object(digest: Any, value: Any, seen: set[int]) -> None:
             _update(digest, [own, inner], seen)
     else:  # a callable object, or a value in a closure
         digest.update(object_name(value).encode())
-        if hasattr(type(value), "__call__"):
+        if callable(value):
             _update(digest, type(value), seen)
 
 
