@@ -12,9 +12,10 @@ from torch import Tensor
 
 from torchace.lab.data import Batches, Split
 from torchace.lab.schema.hyperparameters import Hyperparameters
+from torchace.lab.schema.results import Failure
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.early_stopping import ValidationSet, validation_losses
-from torchace.lab.training.loop import Failure, FitResult, fit
+from torchace.lab.training.loop import FitResult, fit
 from torchace.lab.training.memory import check_memory, count_parameters
 from torchace.lab.training.objective import mean_over_samples
 from torchace.lab.training.run_group import RunGroup
