@@ -121,8 +121,7 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
     for r, run in enumerate(group.runs):
         if plan.store.is_finished(run):
             continue
-        failed = fitted.failures.get(r)
-        failure = _nonfinite_failure(test[0][r], config.steps) if failed is None else Failure(**vars(failed))
+        failure = fitted.failures.get(r) or _nonfinite_failure(test[0][r], config.steps)
         metrics, arrays = None, dict[str, Tensor]()
         if failure is None:
             scored = evaluate(test[0][r], test[1], data.images)
