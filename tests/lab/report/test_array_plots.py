@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.lab.report import synthetic_sweeps
 from tests.lab.report.figure_lines import drawn, holds
 from tests.lab.report.synthetic_fits import CLASSES, FitSpec, write_fit
 from torchace._figures import FigureSpec

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.lab.report import synthetic_sweeps
 from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from torchace._files import with_checksum
 from torchace.lab.schema.reading import ResultFileError, read_result
