@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 import torchace.lab.report
+from tests.lab.report import synthetic_sweeps
 from tests.lab.report.figure_lines import drawn
 from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from torchace._figures import DARK, LIGHT, FigureSpec, Theme, render

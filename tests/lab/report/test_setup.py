@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.lab.report import synthetic_sweeps
 from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from torchace.lab.report import Results, read_results
 from torchace.lab.report.setup import MOST, all_classes, column_tables, facts, failure_table, fold, target_facts

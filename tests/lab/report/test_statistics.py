@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 from scipy import stats
 
+from tests.lab.report import synthetic_sweeps
 from torchace.lab.report import Results, read_results
 from torchace.lab.report.findings import findings
 from torchace.lab.report.statistics import (
