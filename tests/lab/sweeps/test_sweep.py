@@ -34,7 +34,7 @@ class Heard(Callback):
     def on_group_start(self, job: GroupPlan) -> None:
         self.jobs.append(job.id)
 
-    def on_step(self, job: GroupPlan, progress: Progress) -> None:
+    def on_group_step(self, job: GroupPlan, progress: Progress) -> None:
         assert progress.step <= progress.steps
 
     def on_group_end(self, job: GroupPlan, done: int) -> None:

@@ -81,6 +81,9 @@ class Sweep:
                         written = time.monotonic()
                     if group is not None:
                         done.update(group.runs)
+                        for run in group.runs:
+                            if (result := store.result(run)) is not None:
+                                callback.on_run_end(run, result)
                         callback.on_group_end(group, len(done))
             except BaseException:
                 with suppress(OSError):  # keep the original error
