@@ -8,7 +8,7 @@ from tests.lab.report import synthetic
 from tests.lab.report.fits import FitSpec, write_fit
 from torchace.lab.report import Results, read_results
 from torchace.lab.report.setup import MOST, all_classes, column_tables, facts, failure_table, fold, target_facts
-from torchace.lab.report.tables import Table
+from torchace.lab.report.tables import ReportTable
 
 
 def _fit(tmp_path: Path, **schema: Any) -> Results:
@@ -16,7 +16,7 @@ def _fit(tmp_path: Path, **schema: Any) -> Results:
     return read_results(write_fit(tmp_path / "fit", FitSpec(arrays=False, schema=content)))
 
 
-def _rows(table: Table) -> list[list[str]]:
+def _rows(table: ReportTable) -> list[list[str]]:
     return [[cell.text for cell in row] for row in table.sections[0].rows]
 
 

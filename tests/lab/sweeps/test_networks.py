@@ -142,7 +142,7 @@ def test_a_recipe_takes_everything_from_its_section() -> None:
         "milestones": (2, 4),
         "diversity_warmup_steps": 5,
         "detach_others": True,
-        "loss": "ace",
+        "task": "classification",
     }
     assert not make_train_config(TrainSection(steps=1, detach_others=False), 10).detach_others
 
