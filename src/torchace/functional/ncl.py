@@ -84,7 +84,8 @@ def closed_form(
     """Losses, squared errors of the ensemble and the gradient of R runs, without autograd.
 
     Shapes: predictions `(R, K, N, M)`, target and mixture `(R, N, M)`, diversity `(R,)`, scale (factor of a sample's
-    loss) `(R, N)`. A sample's loss is the mean over its M outputs; `alpha` is every member's weight, by default 1/K.
+    loss) `(R, N)` or `(R, K, N)`. A sample's loss is the mean over its M outputs; `alpha` is every member's weight, by
+    default 1/K.
     """
     f = predictions.to(compute_dtype(predictions))
     alpha = 1 / f.shape[1] if alpha is None else alpha

@@ -42,9 +42,9 @@ def kind_of(values: Any, **options: Any) -> str | None:
         (["a", None] * 15, "category"),  # whether it is there is something to learn from
         ([1.0, None] * 15, "number"),
         (["2020-01-01", "2020-01-02"] * 15, "category"),
-        (pd.to_datetime(["2020-01-01", "2020-01-02"] * 15), "category"),
+        (pd.to_datetime(["2020-01-01", "2020-01-02"] * 15), "date"),
         (["1,5", "2,5"] * 15, "category"),
-        (pd.Series(["1", "2"] * 15, dtype="category"), "number"),
+        (pd.Series(["1", "2"] * 15, dtype="category"), "category"),
         ([f"name {i}" for i in range(30)], None),
         ([f"name {i}" for i in range(28)] + ["name 0"] * 2, None),
         ([f"name {i}" for i in range(27)] + ["name 0"] * 3, "category"),  # nine in ten, not more
@@ -57,7 +57,8 @@ def kind_of(values: Any, **options: Any) -> str | None:
         ([[1]] * 30, None),
         ([b"x", b"y"] * 15, None),
         ([1j] * 30, None),
-        (pd.date_range("2020-01-01", periods=30), None),
+        (pd.date_range("2020-01-01", periods=30), "date"),
+        (pd.to_datetime(["2020-01-01"] * 30), None),
     ],
 )
 def test_kinds(values, kind):

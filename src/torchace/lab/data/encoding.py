@@ -8,7 +8,7 @@ piecewise-linear and one-hot encoding are left to `torchace.models.TableEncoder`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 ENCODINGS = ("auto", "standard", "robust", "piecewise")
 NUM_BINS = 8  # of a piecewise-linear encoding
-MIN_LEVELS = 33  # "auto": columns with fewer distinct numbers have no bins
+MIN_COLUMNS, MIN_OVERLAP = 4, 0.5  # "auto": see `resolve_method`
 SMOOTH_LIMIT = 3.0  # of robustly scaled numbers
 DatePart = Literal["elapsed", "year", "month", "weekday", "hour"]
 DATE_PARTS: tuple[DatePart, ...] = get_args(DatePart)
@@ -200,6 +200,8 @@ def learn_columns(
     max_categories: int = 50,
 ) -> tuple[NumberColumn | CategoryColumn, ...]:
     """Learn the statistics of some columns of a table, with weights `(N,)` above 0."""
+    numbers = (feature_numbers(frame[column.name]) for column in columns if column.kind == "number")
+    method = resolve_method(method, numbers)
     learnt: list[NumberColumn | CategoryColumn] = []
     for column in columns:
         values = get_column(frame, column.name, "in the schema")
@@ -215,6 +217,22 @@ def learn_columns(
     return tuple(learnt)
 
 
+def resolve_method(method: str, columns: Iterable[NDArray[np.float64]]) -> str:
+    """Resolve "auto" for columns of numbers: "robust" if they share their levels, else "piecewise".
+
+    Columns of one kind with the same few levels, such as pixels or scores from 0 to 15, are better left whole: there,
+    bins of single columns only add inputs. They share their levels if a column has at least half of the distinct
+    numbers of all columns together, on average over at least four columns with more than two levels.
+    """
+    if method != "auto":
+        return method
+    levels = [found for values in columns if len(found := np.unique(values[~np.isnan(values)])) > 2]
+    if len(levels) < MIN_COLUMNS:
+        return "piecewise"
+    overlap = np.mean([len(found) for found in levels]) / len(np.unique(np.concatenate(levels)))
+    return "robust" if overlap >= MIN_OVERLAP else "piecewise"
+
+
 def learn_number(
     name: str, values: NDArray[np.float64], weights: NDArray[np.float64], method: str, part: DatePart | None = None
 ) -> NumberColumn:
@@ -224,7 +242,8 @@ def learn_number(
     - "robust": two-valued columns become 0 and 1; others have median 0 and interquartile range 1, and outliers are
       bounded smoothly.
     - "piecewise": like "robust", with a piecewise-linear encoding in `NUM_BINS` bins between quantiles beside it.
-    - "auto": "piecewise" for columns of at least `MIN_LEVELS` distinct numbers, else "robust".
+
+    Callers resolve "auto" by `resolve_method`.
     """
     missing = np.isnan(values)
     present, weights = values[~missing], weights[~missing]
@@ -239,8 +258,7 @@ def learn_number(
     low, median, high = (float(quantiles[NUM_BINS * i // 4]) for i in (1, 2, 3))
     scale = high / 2 - low / 2  # halves: no overflow
     scale = min(2 * scale, np.finfo(np.float64).max) if scale > 0 else std
-    has_bins = method == "piecewise" or (method == "auto" and len(levels) >= MIN_LEVELS)
-    knots = tuple(np.unique(quantiles).tolist()) if has_bins else ()
+    knots = tuple(np.unique(quantiles).tolist()) if method == "piecewise" else ()
     return NumberColumn(name, median, median, scale, 1 / SMOOTH_LIMIT, knots, indicator, part)
 
 

@@ -19,6 +19,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted
 from torch import Tensor, nn
 
+from torchace._checks import check_choice
 from torchace.lab.data import Split, hashed_key, permutation, stratified_split
 from torchace.lab.data.encoding import Encoding
 from torchace.lab.data.folds import NUM_FOLDS, assign_folds
@@ -38,6 +39,7 @@ from torchace.nn import Ensemble
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
+STOPPING = (True, False, "auto", "folds")
 MIN_FOLD_ROWS = 200  # early_stopping="auto": fewer samples are trained for all epochs
 ENCODE_ROWS = 65_536  # encoded at once
 
@@ -151,9 +153,7 @@ class Estimator(_FittedEstimator):
         yield new
         self.__dict__ = new.__dict__
 
-    def _fit(
-        self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None, groups: ArrayLike | None
-    ) -> None:
+    def _fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None, groups: ArrayLike | None) -> None:
         plan = self._plan()
         table, y = self._validate(X, y, reset=True)
         self._learn_targets(y)
@@ -166,7 +166,7 @@ class Estimator(_FittedEstimator):
             groups = None if groups is None else np.asarray(groups)[used]
             raw = raw_matrix(self._encoding, table[used])
             folds = assign_folds(raw, samples.y.cpu(), seed=seed, weight=samples.weight, groups=groups)
-        elif not self.early_stopping or self.early_stopping == "auto":
+        elif self.early_stopping == "auto":
             plan = replace(plan, patience=None)
         with self._threads():
             self.tuning_ = self._tune(plan, samples, seed) if self.diversity == "auto" else None
@@ -287,7 +287,8 @@ class Estimator(_FittedEstimator):
             values["hidden"] = [values["hidden"]]
         plan = MemberPlan.from_hyperparameters(self._task, check_hyperparameters("`{}`".format, **values))
         resolve_device(self.device)
-        return plan
+        check_choice(self.early_stopping, "early_stopping", STOPPING)
+        return plan if self.early_stopping else replace(plan, patience=None)
 
     def _validate(
         self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any

@@ -13,7 +13,15 @@ from sklearn.utils.validation import check_array, check_consistent_length, valid
 from torch import Tensor
 
 from torchace.lab.data.columns import check_columns
-from torchace.lab.data.encoding import CategoryColumn, Encoding, NumberColumn, TargetScale, learn_columns, learn_number
+from torchace.lab.data.encoding import (
+    CategoryColumn,
+    Encoding,
+    NumberColumn,
+    TargetScale,
+    learn_columns,
+    learn_number,
+    resolve_method,
+)
 from torchace.lab.data.table_schema import Column, Schema, Target, infer_columns
 
 if TYPE_CHECKING:
@@ -79,6 +87,7 @@ def learn_inputs(
     columns: tuple[NumberColumn | CategoryColumn, ...]
     if isinstance(table, np.ndarray):
         schema = Schema(tuple(Column(name, "number") for name in names), target)
+        method = resolve_method(method, table.T)
         values = (np.asarray(column, dtype=np.float64) for column in table.T)
         columns = tuple(learn_number(n, v, weights, method) for n, v in zip(names, values, strict=True))
         encoding = Encoding(schema, columns, scale)

@@ -36,6 +36,7 @@ class TableSettings:
     validation: float = 0.2
     test: float = 0.2
     seed: int = 0
+    encoding: str = "auto"  # of the numbers; see `learn_number`
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings for JSON."""
@@ -128,7 +129,7 @@ def load_table(path: Path, settings: TableSettings) -> Table:
         targets, seed=settings.seed, fractions=fractions, column=column, classes=schema.target.classes
     )
     train_frame = frame.iloc[rows.train.numpy()]
-    encoding = learn_encoding(schema, train_frame)
+    encoding = learn_encoding(schema, train_frame, method=settings.encoding)
     if encoding.target is not None and not MIN_STD < encoding.target.std < MAX_STD:
         raise DataError(
             f"The variance of the target {schema.target.name!r} over- or underflows (its standard deviation is "

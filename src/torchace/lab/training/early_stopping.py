@@ -13,8 +13,9 @@ from torch import Tensor
 from torchace.lab.data import Split
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.memory import chunk_rows
-from torchace.lab.training.objective import ensemble_scores, mean_over_samples
+from torchace.lab.training.objective import mean_over_samples, partial_mixture
 from torchace.lab.training.run_group import RunGroup
+from torchace.lab.training.tasks import TASKS
 
 CHUNK = 4096  # samples predicted at once, at most
 
@@ -47,7 +48,7 @@ class EarlyStopping:
             if better:
                 self.best[run], self.best_epoch[run] = scores[run], epoch
         if any(improved):
-            runs = torch.tensor(improved, device=self.validation.split.x.device)
+            runs = torch.tensor(improved, device=network.step.device)
             for name, value in network.state_dict().items():
                 mask = runs.repeat_interleave(network.entries_per_run(name)).view(-1, *[1] * (value.ndim - 1))
                 self.weights[name] = torch.where(mask, value.detach(), self.weights[name])
@@ -70,17 +71,13 @@ class EarlyStopping:
             value.copy_(weights[name])
 
 
-def validation_scores(
-    network: RunGroup, split: Split, config: TrainConfig, members: Tensor | None = None
-) -> Tensor:
+def validation_scores(network: RunGroup, split: Split, config: TrainConfig, members: Tensor | None = None) -> Tensor:
     """Each run's weighted mean cross entropy or squared error on a split, `(R,)`; see `validation_losses`."""
     return mean_over_samples(validation_losses(network, split, config, members), split.weight)
 
 
 @torch.no_grad()
-def validation_losses(
-    network: RunGroup, split: Split, config: TrainConfig, members: Tensor | None = None
-) -> Tensor:
+def validation_losses(network: RunGroup, split: Split, config: TrainConfig, members: Tensor | None = None) -> Tensor:
     """Each run's cross entropy or squared error on every sample of a split, `(R, N)`.
 
     `members` is as in `ValidationSet`.
@@ -89,11 +86,14 @@ def validation_losses(
     network.eval()
     count = network.num_runs * network.num_members
     rows = chunk_rows(network, count, itemsize=config.dtype.itemsize, max_rows=CHUNK)
-    losses = torch.empty(network.num_runs, len(split), dtype=config.dtype, device=split.x.device)
-    for start in range(0, len(split), rows):
-        part = slice(start, start + rows)
-        logits = network.predict(split.x[part]).to(config.dtype)
-        mask = None if members is None else members[:, part]
-        losses[:, part] = ensemble_scores(logits, split.y[part], config, mask)
+    task, losses, done = TASKS[config.task], [], 0
+    for x, y in split.chunks(rows):
+        logits = network.predict(x).to(config.dtype)
+        if members is None:
+            losses.append(task.scores(logits, y))
+        else:
+            mixture = partial_mixture(logits, members[:, done : done + len(y)], config)
+            losses.append(task.mixture_scores(mixture, y.expand(len(logits), *y.shape)))
+        done += len(y)
     network.train(training)
-    return losses
+    return torch.cat(losses, 1)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchace.lab.data import Batches
+from torchace.lab.data.inputs import Inputs, map_inputs
+from torchace.lab.schema.results import Failure
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.config import TrainConfig, make_optimizer, set_learning_rate
 from torchace.lab.training.cuda_graph import graph_on_gpu
@@ -27,15 +29,6 @@ CHECK_EVERY = 100  # steps between failure checks on a GPU or across ranks
 
 class Interrupted(Exception):  # noqa: N818, control flow
     """Training stopped on request after a checkpoint."""
-
-
-@dataclass
-class Failure:
-    """Reason why a run was stopped."""
-
-    message: str
-    member: int | None
-    step: int
 
 
 @dataclass
@@ -63,12 +56,35 @@ class CheckpointPolicy:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Progress of a training, for display."""
+class RunProgress:
+    """Progress of one run: epoch (from 1), step of all steps, and metrics by name."""
 
     step: int
     steps: int
-    score: list[float | None]  # mean over the epoch so far; None for nonfinite values
+    epoch: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a training after a step, within an epoch or at its end."""
+
+    step: int
+    steps: int
+    score: list[float | None]  # of each run: mean over the epoch so far; None for nonfinite values
+    epoch: int = 1
+    held_out: list[float | None] | None = None  # validation scores at the end of an epoch
+    metric: str = "cross_entropy"
+
+    def by_run(self) -> list[RunProgress]:
+        """Progress of each run."""
+        held_out = self.held_out or [None] * len(self.score)
+        found = []
+        for values in zip(self.score, held_out, strict=True):
+            scores = zip(("train", "validation"), values, strict=True)
+            metrics = {f"{split}_{self.metric}": value for split, value in scores if value is not None}
+            found.append(RunProgress(self.step, self.steps, self.epoch, metrics))
+        return found
 
 
 @detect_lost_rank()
@@ -84,6 +100,7 @@ def fit(
     mean_weight: float | None = None,
     checkpoint_policy: CheckpointPolicy | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    on_epoch_end: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> FitResult:
     """Train R runs that differ only in λ and seed, from the newest checkpoint if there is one.
@@ -128,17 +145,24 @@ def fit(
                 break
         if ends_epoch:
             training.end_epoch(epoch + 1, step + 1)
+            if on_epoch_end is not None:
+                on_epoch_end(_progress(config, **training.result.history[-1]))
         if timer.should_report:
             training.stats.share()
         if on_progress is not None and (timer.should_report or is_last_step):
             timer.mark_reported()
-            on_progress(Progress(step + 1, config.steps, training.score()))
+            on_progress(_progress(config, step + 1, epoch + 1, training.score()))
         if checkpoint_policy and not is_last_step and (timer.should_save or checkpoint_policy.is_due(step + 1)):
             training.save(step + 1)
             timer.mark_saved()
         if ends_epoch and not training.is_active():
             break
     return training.finish()
+
+
+def _progress(config: TrainConfig, step: int, epoch: int, score: Any, held_out: Any = None) -> Progress:
+    metric = "mse" if config.task == "regression" else "cross_entropy"
+    return Progress(step, config.steps, score, epoch, held_out, metric)
 
 
 class _Training:
@@ -189,7 +213,7 @@ class _Training:
         progress = {
             "step": step,
             "history": self.result.history,
-            "failures": {str(run): asdict(failure) for run, failure in self.result.failures.items()},
+            "failures": {str(run): failure.model_dump() for run, failure in self.result.failures.items()},
             "seconds": time.monotonic() - self.start_time,
             "stopped": self.stopped,
             "tally": self.stats.state(),
@@ -249,7 +273,7 @@ class BatchFeed:
             mean = weight.mean(dtype=torch.float64) if mean_weight is None else weight.new_tensor(mean_weight)
             self.mean_weight = mean.to(weight.dtype).clamp_min(torch.finfo(weight.dtype).tiny)
 
-    def __call__(self, epoch: int, within: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def __call__(self, epoch: int, within: int) -> tuple[Inputs, Tensor, Tensor | None]:
         """Samples, targets, and weights relative to their mean."""
         x, y = self.batches.batch_many(self.seeds, epoch, within, streams=self.streams)
         weight = self.batches.weights_many(self.seeds, epoch, within, streams=self.streams)
@@ -257,7 +281,7 @@ class BatchFeed:
             weight = self._arrange(weight / self.mean_weight)
             if weight.ndim == 4:  # (R, K, K, B): each stream is of one member
                 weight = weight.diagonal(dim1=1, dim2=2).movedim(-1, 1)
-        return self._arrange(x), self._arrange(y), weight
+        return map_inputs(self._arrange, x), self._arrange(y), weight
 
     def _arrange(self, values: Tensor) -> Tensor:
         values = values if self.shape is None else values.unflatten(0, self.shape)
@@ -308,9 +332,9 @@ class EpochStats:
         runs = ((self.failed_step >= 0) & active).nonzero().flatten().tolist()
         return {
             run: Failure(
-                NONFINITE,
-                nonfinite_member(int(self.failed_code[run]), self.num_members),
-                int(self.failed_step[run]),
+                message=NONFINITE,
+                member=nonfinite_member(int(self.failed_code[run]), self.num_members),
+                step=int(self.failed_step[run]),
             )
             for run in runs
         }

@@ -24,7 +24,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from tests.any_table import AnyTable, any_table
-from tests.lab.cli.cases import TINY, Invoke, assert_one_sentence, everything_in, fake_report, houses, pets, write_table
+from tests.lab.cli.command_line import (
+    TINY,
+    Invoke,
+    assert_one_sentence,
+    everything_in,
+    fake_report,
+    houses,
+    pets,
+    write_table,
+)
 from torchace.lab.store import RunStore
 from torchace.lab.tables import fit as table_fit
 from torchace.lab.tables.fit import TableFit
@@ -201,10 +210,10 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text among numbers": (fit_of("text_in_age.csv", "--number", "age"), ("'age'", "row 11", "'young'")),
     "an infinite number": (fit_of("infinite_age.csv"), ("'age'", "row 11", "'1e999'")),
     "texts called numbers": (fit_of("good.csv", "--number", "fur"), ("'fur'", "row 1")),
-    "nothing but the target": (fit_of("only_pet.csv"), ("'pet'",)),
+    "nothing but the target": (fit_of("only_pet.csv"), ("No column",)),
     "everything dropped": (
         fit_of("good.csv", *(part for name in ("age", "born", "fur", "chipped") for part in ("--drop", name))),
-        ("'pet'",),
+        ("No column",),
     ),
     "too few rows": (fit_of("few.csv"), ("9 rows",)),
     "dropped column unknown": (fit_of("good.csv", "--drop", "colour"), ("'colour'",)),
