@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lab.sweeps.cases import small
+from tests.lab.sweeps.small_sweeps import small
 from torchace.lab.data import load
 from torchace.lab.schema.experiment import Arm, TrainSection
 from torchace.lab.sweeps import networks as build
