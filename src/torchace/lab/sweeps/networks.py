@@ -58,7 +58,7 @@ def is_compiled(train: TrainSection, steps: int, device: torch.device | str) -> 
 
 def build_network(
     arm: Arm,
-    data: Dataset,
+    data: Dataset | None,  # for built-in networks
     seeds: Sequence[int],
     device: torch.device | str,
     *,
@@ -68,6 +68,7 @@ def build_network(
     dtype = torch.float64 if arm.train.precision == "float64" else torch.float32
     link = TASKS[arm.data.task].link
     if components is None or components.member is None:
+        assert data is not None
         check_memory(_count_run_parameters(arm.model, data) * len(seeds), dtype, device)
         ensembles = {seed: _builtin_ensemble(arm.model, data, seed, link) for seed in set(seeds)}
     else:
@@ -91,7 +92,9 @@ def make_train_config(train: TrainSection, steps_per_epoch: int) -> TrainConfig:
 
 def describe_network(model: ModelSection, data: Dataset) -> str:
     """Return a short description for the report."""
-    if model.network == "mlp":
+    if model.factory is not None:
+        name = model.factory + (f" {model.arguments}" if model.arguments else "")
+    elif model.network == "mlp":
         widths = (data.train.x[0].numel(), *model.hidden, data.num_classes)
         name = "MLP " + "-".join(str(width) for width in widths)
     else:
