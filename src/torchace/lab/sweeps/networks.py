@@ -39,7 +39,7 @@ _CONVERTED |= {"optimizer_arguments"}
 def default_group_size(model: ModelSection, parameters: int, device: torch.device | str) -> int:
     """Return the default number of runs in a group; `parameters` are those of one run."""
     on_gpu = torch.device(device).type == "cuda"
-    if model.factory is not None:  # weights, gradients and optimizer state of a group take at most 4 GiB, or 16 on a GPU
+    if model.factory is not None:  # weights, gradients and optimizer state: at most 4 GiB, or 16 GiB on a GPU
         return max(1, min(64, (2**30 if on_gpu else 2**28) // max(1, parameters)))
     if model.network == "mlp":
         return 64
