@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchace.lab.data import Batches
+from torchace.lab.data.inputs import Inputs, map_inputs
 from torchace.lab.schema.results import Failure
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.config import TrainConfig, make_optimizer, set_learning_rate
@@ -241,13 +242,13 @@ class BatchFeed:
             mean = weight.mean(dtype=torch.float64) if mean_weight is None else weight.new_tensor(mean_weight)
             self.mean_weight = mean.to(weight.dtype).clamp_min(torch.finfo(weight.dtype).tiny)
 
-    def __call__(self, epoch: int, within: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def __call__(self, epoch: int, within: int) -> tuple[Inputs, Tensor, Tensor | None]:
         """Samples, targets, and weights relative to their mean."""
         x, y = self.batches.batch_many(self.seeds, epoch, within, streams=self.streams)
         weight = self.batches.weights_many(self.seeds, epoch, within, streams=self.streams)
         if weight is not None:
             weight = self._arrange(weight / self.mean_weight)
-        return self._arrange(x), self._arrange(y), weight
+        return map_inputs(self._arrange, x), self._arrange(y), weight
 
     def _arrange(self, values: Tensor) -> Tensor:
         values = values if self.shape is None else values.unflatten(0, self.shape)
