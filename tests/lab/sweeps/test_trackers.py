@@ -11,8 +11,8 @@ from typing import Any
 
 import pandas as pd
 import pytest
-
 from tests.lab.sweeps.cases import small
+
 from torchace.lab.cli.app import main
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.sweeps.trackers import TRACKERS, make_callbacks, make_tracker
