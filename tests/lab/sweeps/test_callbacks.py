@@ -105,13 +105,13 @@ def test_each_run_has_its_events(tmp_path: Path) -> None:
 
 
 def test_an_object_with_some_methods_is_a_callback(tmp_path: Path) -> None:
-    class Ends:
-        seeds: list[int] = []
+    seeds = []
 
+    class Ends:
         def on_run_end(self, run: RunKey, result: RunResult) -> None:
-            self.seeds.append(run.seed)
+            seeds.append(run.seed)
 
     Sweep(small(sweep={"diversities": [0.0]}), tmp_path).run(CallbackList([Ends()]))
-    assert Ends.seeds == [0, 1]
+    assert seeds == [0, 1]
     with pytest.raises(TypeError, match=r"on_epoch_end\(run, progress\), but got 3"):
         CallbackList([3])

@@ -123,7 +123,8 @@ class EventLog(Callback):
         if now - self._last.get(group.id, -LOG_EVERY) >= LOG_EVERY:
             self._last[group.id] = now
             scores = dict(zip((run.id for run in group.runs), progress.score, strict=True))
-            self._write("stepped", job=group.id, step=progress.step, steps=progress.steps, **{f"train_{progress.metric}": scores})
+            content = {"step": progress.step, "steps": progress.steps, f"train_{progress.metric}": scores}
+            self._write("stepped", job=group.id, **content)
 
     def on_run_end(self, run: RunKey, result: RunResult) -> None:
         """Log `run` with its scores."""
