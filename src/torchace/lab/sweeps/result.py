@@ -41,9 +41,7 @@ class SweepResult:
         Sweep of 3 λ and 2 seeds, 6 runs
     """
 
-    def __init__(
-        self, directory: str | Path, components: Components | None = None, *, temporary: bool = False
-    ) -> None:
+    def __init__(self, directory: str | Path, components: Components | None = None, *, temporary: bool = False) -> None:
         self.directory = Path(directory)
         self._components = components
         if temporary:

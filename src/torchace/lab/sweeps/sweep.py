@@ -155,9 +155,7 @@ class Sweep:
         count = Counter(group.arm for group in groups)
         for arm in plan.arms.values():
             new = [run for run in self._runs(arm) if run not in known]
-            size = self.experiment.sweep.group_size or default_group_size(
-                arm.model, parameters[arm.name], plan.device
-            )
+            size = self.experiment.sweep.group_size or default_group_size(arm.model, parameters[arm.name], plan.device)
             steps = make_train_config(arm.train, plan.data[arm.name].batches(arm).steps_per_epoch).steps
             compiled = is_compiled(arm.train, steps, plan.device)
             for start in range(0, len(new), size):
