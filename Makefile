@@ -3,7 +3,7 @@
 # make test-all  adds the linters, and the tests with servers, browsers, other frameworks, real data
 # make docs   the documentation, into site/
 # make dist   the wheel and the source archive, into dist/
-# make mutations  4,400 changed files of every format: refused in one sentence, or harmless
+# make fuzz       4,400 changed files of every format: refused in one sentence, or harmless
 # make bench  the CPU benchmarks, on quiet cores
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -18,7 +18,7 @@ lowest := $(shell sed -n 's/^dependencies = .*"torch>=\([0-9.]*\)".*/\1/p' pypro
 endif
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo test test-all test-extended lint mutations docs bench dist clean
+.PHONY: demo test test-all test-extended lint fuzz docs bench dist clean
 
 demo: $(VENV)/.tool
 	$(BIN)/torchace run digits
@@ -40,8 +40,8 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-mutations: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutations --count 200
+fuzz: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzzing --count 200
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -84,7 +84,7 @@ $(VENV)/.test: $(VENV)/.tool
 
 # What linters and the other tests need. torchvision comes with timm; the shim lets it import beside a CPU torch.
 $(VENV)/.dev: $(VENV)/.test tests/support/torchvision_shim.py
-	$(INSTALL) -e ".[tool,ray,lightning,timm,transformers,onnx,tensorboard,docs,test,dev]"
+	$(INSTALL) -e ".[tool,ray,lightning,timm,transformers,peft,onnx,tensorboard,docs,test,dev]"
 	cp tests/support/torchvision_shim.py "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/"
 	echo "import torchvision_shim" > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torchvision_shim.pth"
 	@touch $@

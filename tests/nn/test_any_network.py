@@ -71,7 +71,7 @@ def test_outputs_gradients_and_statistics(name: str) -> None:
         theirs.cos().sum().backward()
         assert_same_gradients(loop, stacked)
         how = stacked.explain()
-        assert how.followed, how.reason
+        assert how.call_by_call, how.reason
         others = {node.function for node in how if node.how in ("vmap", "loop")}
         assert others <= WITHOUT_RULE.get(name, set()), how
     for k, member in enumerate(loop):
@@ -158,7 +158,7 @@ def test_random_layers_draw_for_each_member(make: Callable[[], nn.Module], x: Te
     stacked = StackedEnsemble([member, copy.deepcopy(member)])
     with torch.no_grad():
         logits = stacked(x)
-        assert stacked.explain().followed
+        assert stacked.explain().call_by_call
         assert not torch.equal(logits[0], logits[1])  # equal weights, other masks
         stacked.eval()
         logits = stacked(x)
@@ -184,4 +184,4 @@ def test_autocast() -> None:
         ours, theirs = stacked(x), loop(x)
     assert ours.dtype == theirs.dtype
     torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)  # bfloat16 keeps 8 bits
-    assert stacked.explain().followed
+    assert stacked.explain().call_by_call

@@ -139,7 +139,7 @@ def test_outputs_and_gradients(case, path, batches, monkeypatch):
         logits = ensemble(x, batches=batches)
         amended_cross_entropy(logits, y, 0.7).backward()
     torch.testing.assert_close(logits, one(x, batches=batches), **EXACT)
-    assert stacked.explain().followed == (path == "own")
+    assert stacked.explain().call_by_call == (path == "own")
     assert set(stacked.explain().counts()) <= {"batched", "once"}
     assert_same_gradients(one, stacked)
     for a, b in zip(one, stacked, strict=True):  # BatchNorm's statistics: `one` has seen the batch twice

@@ -8,7 +8,7 @@ from torch import nn
 
 from torchace.nn import Ensemble, StackedEnsemble
 from torchace.nn import stacked as stacked_module
-from torchace.nn.stacking import KeyedDraws
+from torchace.nn.stacking import MemberRNG
 
 ARCHITECTURES = {
     "convolutions": lambda: nn.Sequential(
@@ -124,16 +124,14 @@ class _Noisy(nn.Module):
         return self.linear(x[:, torch.randperm(4)])
 
 
-def test_keyed_draws_of_a_network_that_is_not_followed() -> None:
+def test_random_numbers_of_a_network_under_vmap_are_a_function_of_seed_and_step() -> None:
     stacked = StackedEnsemble([_Noisy(), _Noisy()])
     x, members, step = torch.randn(2, 5, 4), torch.tensor([0, 1]), torch.tensor(3)
-    one, again = (
-        stacked.compute([x[:1]], {}, own=True, draws=KeyedDraws(torch.tensor([7]), members, step)) for _ in "ab"
-    )
+    one, again = (stacked.compute([x[:1]], {}, own=True, rng=MemberRNG(torch.tensor([7]), members, step)) for _ in "ab")
     assert torch.equal(one, again)  # a function of seed and step
     stacked = StackedEnsemble([_Noisy(), _Noisy()])
     with pytest.raises(ValueError, match=r"drawn separately for each run.*sweep\.cohort_size = 1"):
-        stacked.compute([x], {}, own=True, draws=KeyedDraws(torch.tensor([7, 8]), members[:1], step))
+        stacked.compute([x], {}, own=True, rng=MemberRNG(torch.tensor([7, 8]), members[:1], step))
 
 
 class _InPlace(nn.Module):
@@ -158,8 +156,8 @@ def test_in_place_change_of_a_shared_activation() -> None:
         StackedEnsemble([_InPlace(named=True) for _ in range(3)])(x)
 
 
-def test_draws_of_a_run_do_not_depend_on_other_runs():
+def test_random_numbers_of_a_run_do_not_depend_on_other_runs():
     step, members, cpu = torch.tensor(3), torch.tensor([0, 1]), torch.device("cpu")
-    both = KeyedDraws(torch.tensor([5, 7]), members, step).uniform((4, 3), torch.float32, cpu)
-    alone = KeyedDraws(torch.tensor([7]), members, step).uniform((2, 3), torch.float32, cpu)
+    both = MemberRNG(torch.tensor([5, 7]), members, step).uniform((4, 3), torch.float32, cpu)
+    alone = MemberRNG(torch.tensor([7]), members, step).uniform((2, 3), torch.float32, cpu)
     assert torch.equal(both[2:], alone)

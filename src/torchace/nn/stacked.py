@@ -19,12 +19,12 @@ from torchace.nn.optimizers import watch_optimizers
 from torchace.nn.stacked_state import named_tensors, replace_tensors, stack_members, take_members
 from torchace.nn.stacking import (
     Decision,
-    Follower,
-    KeyedDraws,
+    MemberRNG,
+    StackingMode,
     decide,
-    follow,
-    follow_in_graph,
     register_ensemble,
+    run_stacked,
+    run_stacked_in_graph,
     run_under_vmap,
 )
 
@@ -87,7 +87,7 @@ class StackedEnsemble(EnsembleModule):
         """Set the attributes that a copy does not share."""
         self._token = register_ensemble(self)
         self._decisions: dict[Any, Decision] = {}
-        self._followed = True
+        self._call_by_call = True
         watch_optimizers(self)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -132,31 +132,29 @@ class StackedEnsemble(EnsembleModule):
             )
         return output
 
-    def compute(
-        self, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool, draws: KeyedDraws | None = None
-    ) -> Any:
+    def compute(self, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool, rng: MemberRNG | None = None) -> Any:
         """Return the members' outputs, every tensor in them `(K, ...)`.
 
         With `own`, `args` are `(G, N, ...)` where G divides K, one batch per member or group of members; `kwargs` are
-        shared. `draws` replaces PyTorch's generator.
+        shared. `rng` replaces PyTorch's generator.
         """
         layers = _all_modules(self.stacked)
         modes = self._modes(layers)
         if torch.compiler.is_dynamo_compiling():
-            if not self._followed:
+            if not self._call_by_call:
                 return run_under_vmap(self.stacked, self.num_members, args, kwargs, own=own)
-            key = None if draws is None else draws.tensors
-            return follow_in_graph(self._token, modes, own, list(args), kwargs, self._tensors(), key)
+            key = None if rng is None else rng.tensors
+            return run_stacked_in_graph(self._token, modes, own, list(args), kwargs, self._tensors(), key)
         decision = self._decision(modes, args, kwargs, own=own)
         shared = [] if own else [*args, *kwargs.values()]
         before = tensor_versions(shared)
-        if decision is None or decision.followed:
+        if decision is None or decision.call_by_call:
             size = self._members_at_once(decision, args, own=own)
-            output = self._follow(layers, args, kwargs, size, own=own, draws=draws)
-        elif draws is None or not decision.random:
+            output = self._run_stacked(layers, args, kwargs, size, own=own, rng=rng)
+        elif rng is None or not decision.random:
             output = run_under_vmap(self.stacked, self.num_members, args, kwargs, own=own)
         else:
-            with draws.seed_generator(decision.reason):
+            with rng.seed_generator(decision.reason):
                 output = run_under_vmap(self.stacked, self.num_members, args, kwargs, own=own)
         if tensor_versions(shared) != before:
             raise ValueError(
@@ -168,21 +166,21 @@ class StackedEnsemble(EnsembleModule):
     def _tensors(self) -> dict[str, Tensor]:
         return {**named_tensors(self.stacked, "parameters"), **named_tensors(self.stacked, "buffers")}
 
-    def _follow(
-        self, layers: list[nn.Module], args: Sequence[Any], kwargs: dict[str, Any], size: int, *, own: bool, draws: Any
+    def _run_stacked(
+        self, layers: list[nn.Module], args: Sequence[Any], kwargs: dict[str, Any], size: int, *, own: bool, rng: Any
     ) -> Any:
         """Compute the members, `size` at a time."""
         if size >= self.num_members:
-            follower = Follower(self.num_members, self._token, draws)
-            return follow(self.stacked, follower, args, kwargs, own=own, layers=layers)
+            mode = StackingMode(self.num_members, self._token, rng)
+            return run_stacked(self.stacked, mode, args, kwargs, own=own, layers=layers)
         tensors = self._tensors()
         outputs = []
         for start in range(0, self.num_members, size):
             part = slice(start, min(start + size, self.num_members))
             inputs = tree_map(lambda x, part=part: x[part] if own and isinstance(x, Tensor) else x, list(args))
             with replace_tensors(self.stacked, {name: tensor[part] for name, tensor in tensors.items()}):
-                follower = Follower(part.stop - start, self._token, None if draws is None else draws[part])
-                outputs.append(follow(self.stacked, follower, inputs, kwargs, own=own, layers=layers))
+                mode = StackingMode(part.stop - start, self._token, None if rng is None else rng[part])
+                outputs.append(run_stacked(self.stacked, mode, inputs, kwargs, own=own, layers=layers))
         return tree_map(lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *outputs)
 
     def _members_at_once(self, decision: Decision | None, args: Sequence[Any], *, own: bool) -> int:
@@ -210,9 +208,9 @@ class StackedEnsemble(EnsembleModule):
         key = (own, torch.is_grad_enabled(), modes)
         if key not in self._decisions:
             if _is_traced(args):
-                return None if self._followed else Decision(False, random=True)
+                return None if self._call_by_call else Decision(False, random=True)
             self._decisions[key] = decide(self.stacked, self.num_members, self._token, args, kwargs, own=own)
-            self._followed = self._decisions[key].followed
+            self._call_by_call = self._decisions[key].call_by_call
         return self._decisions[key]
 
     def explain(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Decision:

@@ -18,8 +18,8 @@ import torch
 from rich.console import Console
 
 import torchace
-from tests.lab.cli.cases import Invoke, Outcome
-from tests.lab.sweeps.cases import command, leftovers, poison, stored_files
+from tests.lab.cli.command_line import Invoke, Outcome
+from tests.lab.sweeps.small_sweeps import command, leftovers, poison, stored_files
 from torchace import _files as files
 from torchace.lab.cli import app as cli
 from torchace.lab.cli.progress import SweepProgress

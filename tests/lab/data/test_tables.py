@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.lab.data.damage import mutations
+from tests.lab.data.damaged_files import mutations
 from tests.lab.data.tables_support import one_sentence, write_csv
 from torchace.lab.data import DataError, iterate_table, read_table
 from torchace.lab.data.parsing import numbers, texts

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.lab.report.fits import FitSpec, write_fit
+from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from torchace.lab.report import Results, markdown, read_results, rich_table
 from torchace.lab.report.page import contents, table_markdown
-from torchace.lab.report.tables import Cell, Column, Section, Table, result_table
+from torchace.lab.report.tables import Cell, ReportColumn, ReportTable, Section, result_table
 
 
 def _printed(results: Results, width: int) -> str:
@@ -26,7 +26,7 @@ def _printed(results: Results, width: int) -> str:
 )
 def test_every_row_is_as_wide_as_its_table(name: str, request: pytest.FixtureRequest) -> None:
     found = contents(read_results(request.getfixturevalue(name)))
-    tables = [table for table in found.values() if isinstance(table, Table)]
+    tables = [table for table in found.values() if isinstance(table, ReportTable)]
     tables += [*found["difference_tables"], *found["column_tables"]]
     assert len(tables) >= 3
     for table in tables:
@@ -76,7 +76,7 @@ def test_markdown_cannot_be_broken_out_of(name: str, request: pytest.FixtureRequ
 
 
 def test_markdown_is_escaped() -> None:
-    table = Table("t", (Column("a|b"),), (Section("", ((Cell("*x* <b> p <0.001", strong=True),),)),))
+    table = ReportTable("t", (ReportColumn("a|b"),), (Section("", ((Cell("*x* <b> p <0.001", strong=True),),)),))
     assert table_markdown(table).splitlines() == ["| a\\|b |", "| --: |", "| **\\*x\\* &lt;b> p <0.001** |"]
 
 

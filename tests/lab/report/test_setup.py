@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.lab.report import synthetic
-from tests.lab.report.fits import FitSpec, write_fit
+from tests.lab.report import synthetic_sweeps
+from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from torchace.lab.report import Results, read_results
 from torchace.lab.report.setup import MOST, all_classes, column_tables, facts, failure_table, fold, target_facts
-from torchace.lab.report.tables import Table
+from torchace.lab.report.tables import ReportTable
 
 
 def _fit(tmp_path: Path, **schema: Any) -> Results:
@@ -16,7 +16,7 @@ def _fit(tmp_path: Path, **schema: Any) -> Results:
     return read_results(write_fit(tmp_path / "fit", FitSpec(arrays=False, schema=content)))
 
 
-def _rows(table: Table) -> list[list[str]]:
+def _rows(table: ReportTable) -> list[list[str]]:
     return [[cell.text for cell in row] for row in table.sections[0].rows]
 
 
@@ -29,8 +29,8 @@ def test_facts(table1_results: Results) -> None:
 
 
 def test_runs_on_several_machines(tmp_path: Path) -> None:
-    arm = synthetic.ArmSpec("a", "a", 2, [0], lambda d: 0.3, lambda d: 0.1)
-    directory = synthetic.write(tmp_path / "run", synthetic.Spec("x", "x", [arm]))
+    arm = synthetic_sweeps.ArmSpec("a", "a", 2, [0], lambda d: 0.3, lambda d: 0.1)
+    directory = synthetic_sweeps.write(tmp_path / "run", synthetic_sweeps.Spec("x", "x", [arm]))
     for seed in range(5):
         file = directory / "runs" / f"a-l0-s{seed}.json"
         own = {"threads": 1 if seed < 2 else 4, "device": "NVIDIA H200", "versions": {"torch": f"2.{seed // 4}"}}

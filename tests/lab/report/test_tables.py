@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tests.lab.report.fits import GRID, REFINED, FitSpec, validation_loss, write_fit
+from tests.lab.report.synthetic_fits import GRID, REFINED, FitSpec, validation_loss, write_fit
 from torchace._statistics import MeanEstimate, mean_over_seeds_and_samples
 from torchace.lab.report import Results, read_results
-from torchace.lab.report.tables import Table, detail_table, difference_tables, result_table, search_table
+from torchace.lab.report.tables import ReportTable, detail_table, difference_tables, result_table, search_table
 
 
-def _labels(table: Table) -> list[str]:
+def _labels(table: ReportTable) -> list[str]:
     return [column.label for column in table.columns]
 
 
-def _texts(table: Table, section: int = 0) -> list[list[str]]:
+def _texts(table: ReportTable, section: int = 0) -> list[list[str]]:
     return [[cell.text for cell in row] for row in table.sections[section].rows]
 
 

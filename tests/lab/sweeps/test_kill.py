@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from tests.lab.sweeps.cases import leftovers, stored_files
+from tests.lab.sweeps.small_sweeps import leftovers, stored_files
 from tests.support.fork_server import ForkServer
-from tests.support.held import CHECKPOINT
+from tests.support.paused_command import CHECKPOINT
 from torchace._files import PARTIAL
 from torchace.lab.store import RunStore, RunStoreError
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lab.sweeps.cases import small
+from tests.lab.sweeps.small_sweeps import small
 from torchace.lab.data import load
 from torchace.lab.schema.experiment import Arm, TrainSection
 from torchace.lab.sweeps import networks as build
@@ -142,7 +142,7 @@ def test_a_recipe_takes_everything_from_its_section() -> None:
         "milestones": (2, 4),
         "diversity_warmup_steps": 5,
         "detach_others": True,
-        "loss": "ace",
+        "task": "classification",
     }
     assert not make_train_config(TrainSection(steps=1, detach_others=False), 10).detach_others
 

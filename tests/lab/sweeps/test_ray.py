@@ -24,8 +24,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.lab.sweeps.cases import command, leftovers, stored_files
-from tests.support.held_ray import FREE, held_link
+from tests.lab.sweeps.small_sweeps import command, leftovers, stored_files
+from tests.support.paused_ray import FREE, held_link
 from torchace.lab.cli import app as cli
 from torchace.lab.cli.progress import SweepProgress
 from torchace.lab.schema.experiment import Experiment
@@ -586,7 +586,7 @@ class Driving:
         arguments = ("run", str(file), "--out", str(directory), "--ray", address)
         options: dict[str, Any] = {"start_new_session": True, "env": env}
         if held:
-            self.process = command(str(directory / "never"), *arguments, module="tests.support.held_ray", **options)
+            self.process = command(str(directory / "never"), *arguments, module="tests.support.paused_ray", **options)
         else:
             self.process = command(*arguments, **options)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab.sweeps.cases import leftovers, poison, run, small, stored_files
+from tests.lab.sweeps.small_sweeps import leftovers, poison, run, small, stored_files
 from torchace import _files as files
 from torchace._files import with_checksum
 from torchace.lab.schema.results import GroupPlan, RunKey, RunResult

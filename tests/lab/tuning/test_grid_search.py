@@ -15,11 +15,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.lab.tuning.cases import make_split
+from tests.lab.tuning.search_data import make_split
 from torchace.lab.data import Split
 from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_group, train_members
 from torchace.lab.tuning import grid_search
-from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity, best_diversity, refine_candidates, split_evenly
+from torchace.lab.tuning.grid_search import (
+    GridSearch,
+    TunedDiversity,
+    refine_candidates,
+    select_diversity,
+    split_evenly,
+)
 from torchace.lab.tuning.search import SearchCallback, SearchProblem, SearchStage
 from torchace.lab.tuning.search_cache import SearchCache
 
@@ -79,12 +85,12 @@ def test_best_has_fewest_failures_then_lowest_mean_then_smallest_diversity(
         sums = [sum(value for value in scores[d].values() if value is not None) for d in (a, b)]
         return sums[0] < sums[1] if sums[0] != sums[1] else a < b  # as many finished: sums order as means do
 
-    best = best_diversity(scores)
+    best = select_diversity(scores)
     assert not any(is_better(other, best) for other in scores if other != best)
 
 
 def test_rounding_does_not_choose() -> None:
-    assert best_diversity({0.5: {0: 1.0}, 0.1: {0: 1.0 + 1e-13}, 0.0: {0: 1.0 + 1e-6}}) == 0.1
+    assert select_diversity({0.5: {0: 1.0}, 0.1: {0: 1.0 + 1e-13}, 0.0: {0: 1.0 + 1e-6}}) == 0.1
 
 
 @given(st.lists(LAMBDAS, min_size=1, max_size=8, unique=True), st.data())
@@ -152,8 +158,8 @@ def test_a_round_is_one_group(trainings: list[list[tuple[float, int]]]) -> None:
     scores: dict[float, Mapping[int, float | None]] = {}
     for tried, following in zip(result.rounds, result.rounds[1:], strict=False):
         scores |= {c.diversity: c.scores for c in result.candidates if c.diversity in tried}
-        assert list(following) == refine_candidates(scores, best_diversity(scores))
-    assert result.diversity == best_diversity({c.diversity: c.scores for c in result.candidates})
+        assert list(following) == refine_candidates(scores, select_diversity(scores))
+    assert result.diversity == select_diversity({c.diversity: c.scores for c in result.candidates})
 
 
 def test_seeds_are_fresh_and_determine_the_result() -> None:

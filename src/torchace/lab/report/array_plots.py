@@ -21,7 +21,7 @@ from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.plots import DASHED, arms_with_figures, color_of, figure_title, short_label, two_diversities
 from torchace.lab.report.results import Results
 from torchace.lab.report.statistics import best_diversity
-from torchace.lab.report.tables import Table, make_table
+from torchace.lab.report.tables import ReportTable, make_table
 from torchace.lab.schema.results import ArmSummary, RunResult
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ def _contested(results: Results) -> tuple[ArmSummary, RunResult, list[ContestedC
     return None
 
 
-def contested_table(results: Results) -> Table | None:
+def contested_table(results: Results) -> ReportTable | None:
     """Table of contested test rows, unless the data are images."""
     found = _contested(results)
     if found is None or found[2][0].image is not None:

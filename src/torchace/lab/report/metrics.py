@@ -78,7 +78,7 @@ def _with_members(*metrics: Metric) -> list[Metric]:
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskLayout:
     """Metrics of a task and their places in the report."""
 
     name: str
@@ -115,8 +115,8 @@ class Task:
         return math.sqrt(value) if self.error == "rmse" else 1 - value
 
 
-def _task(metrics: Sequence[Metric], **fields: Any) -> Task:
-    return Task(metrics={metric.key: metric for metric in metrics}, **fields)
+def _task(metrics: Sequence[Metric], **fields: Any) -> TaskLayout:
+    return TaskLayout(metrics={metric.key: metric for metric in metrics}, **fields)
 
 
 CLASSIFICATION = _task(

@@ -178,7 +178,7 @@ def _fact_list(pairs: list[tuple[str, str]]) -> str:
     return "\n".join(f"- **{_escape(heading)}**: {_escape(text)}" for heading, text in pairs)
 
 
-def table_markdown(table: tables.Table) -> str:
+def table_markdown(table: tables.ReportTable) -> str:
     """Return a table as Markdown, with section titles as rows and the note below."""
     heads = [f"{column.group}: {column.label}" if column.group else column.label for column in table.columns]
     lines = [[_escape(head) for head in heads], [":--" if kind == "text" else "--:" for kind in table.kinds]]
@@ -234,12 +234,12 @@ def rich_table(results: Results) -> RichTable:
     return drawn
 
 
-def _short_heading(column: tables.Column) -> str:
+def _short_heading(column: tables.ReportColumn) -> str:
     label = SHORT_HEADINGS.get(column.label, column.label.replace(", ×", "\n×"))
     return f"Member\n{label}" if column.group == "One member" else label
 
 
-def _short_text(column: tables.Column, cell: tables.Cell) -> str:
+def _short_text(column: tables.ReportColumn, cell: tables.Cell) -> str:
     """Drop the standard deviation except for the ensemble."""
     return cell.text if column.group in ("", "Ensemble") else cell.text.split(" ±")[0]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchace.lab.report.arrays import Array, read_arrays, sample_scores
 from torchace.lab.report.formats import count
-from torchace.lab.report.metrics import TASKS, Metric, Task, add_derived, choose_units
+from torchace.lab.report.metrics import TASKS, Metric, TaskLayout, add_derived, choose_units
 from torchace.lab.schema.reading import ResultFileError, read_result
 from torchace.lab.schema.results import ArmSummary, DataSummary, DiversitySearch, ExperimentResult, PlanFile, RunResult
 
@@ -42,7 +42,7 @@ class Results:
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def task(self) -> Task:
+    def task(self) -> TaskLayout:
         """Classification or regression."""
         return TASKS[self.experiment.task]
 
@@ -176,7 +176,7 @@ def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
     )
 
 
-def _check_run(run: RunResult, name: str, arm: ArmSummary | None, task: Task) -> None:
+def _check_run(run: RunResult, name: str, arm: ArmSummary | None, task: TaskLayout) -> None:
     if arm is None:
         raise ResultFileError(f"{name} belongs to the arm {run.arm!r}, which experiment.json does not have.")
     if not run.finished:

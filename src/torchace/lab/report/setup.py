@@ -10,7 +10,7 @@ from typing import Any
 from torchace.lab.report import formats
 from torchace.lab.report.formats import NONE, quantity
 from torchace.lab.report.results import Results
-from torchace.lab.report.tables import Table, make_table
+from torchace.lab.report.tables import ReportTable, make_table
 from torchace.lab.schema.results import ColumnSummary, DataSummary
 
 MOST = 1000  # columns of a kind, or classes, to list
@@ -57,7 +57,7 @@ def _pairs(values: Mapping[str, Any]) -> str:
     return "; ".join(f"{key} {value}" for key, value in values.items() if value not in (None, "")) or NONE
 
 
-def arm_table(results: Results) -> Table:
+def arm_table(results: Results) -> ReportTable:
     """Table of arms."""
     rows = [
         [
@@ -73,7 +73,7 @@ def arm_table(results: Results) -> Table:
     return make_table("Arms", ("Arm", "K", "Network", "Parameters", "Batches", "λ"), [("", rows)], kinds="tntntt")
 
 
-def failure_table(results: Results) -> Table | None:
+def failure_table(results: Results) -> ReportTable | None:
     """Table of failed runs and damaged files, if any."""
     labels = {arm.name: arm.label for arm in results.arms}
     rows = []
@@ -137,7 +137,7 @@ def notes(results: Results) -> list[str]:
     return [note for note in results.data.table.notes if note.strip()] if results.data.table else []
 
 
-def column_tables(results: Results) -> list[Table]:
+def column_tables(results: Results) -> list[ReportTable]:
     """Tables of numeric, categorical and dropped columns."""
     if results.data.table is None:
         return []
@@ -179,7 +179,7 @@ def _missing(missing: int, rows: int) -> str:
     return f"{missing:,}{share}"
 
 
-def fold(table: Table, most: int = 12) -> tuple[Table, Table | None]:
+def fold(table: ReportTable, most: int = 12) -> tuple[ReportTable, ReportTable | None]:
     """Split a long table into its first rows and the rest, None for a short one."""
     [section] = table.sections
     if len(section.rows) <= most + 3:

@@ -27,7 +27,7 @@ DIFFERENCE_COLUMNS = ("difference", "95 % interval", "p, corrected")
 
 
 @dataclass(frozen=True)
-class Column:
+class ReportColumn:
     """Heading of a column and of its group."""
 
     label: str
@@ -52,11 +52,11 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """A table with a caption and a note."""
 
     caption: str
-    columns: tuple[Column, ...]
+    columns: tuple[ReportColumn, ...]
     sections: tuple[Section, ...]
     note: str = ""
 
@@ -77,8 +77,12 @@ Rows = Iterable[Sequence[str | Cell]]
 
 
 def make_table(
-    caption: str, columns: Sequence[str | Column], sections: Iterable[tuple[str, Rows]], note: str = "", kinds: str = ""
-) -> Table:
+    caption: str,
+    columns: Sequence[str | ReportColumn],
+    sections: Iterable[tuple[str, Rows]],
+    note: str = "",
+    kinds: str = "",
+) -> ReportTable:
     """Build a table from titled sections; `kinds` has one letter per column, `t` for text or `n` for numbers."""
     names = ["text" if letter == "t" else "number" for letter in kinds.ljust(len(columns), "n")]
     built = []
@@ -90,8 +94,8 @@ def make_table(
             for row in rows
         ]
         built.append(Section(title, tuple(cells)))
-    heads = tuple(Column(column) if isinstance(column, str) else column for column in columns)
-    return Table(caption, heads, tuple(built), note)
+    heads = tuple(ReportColumn(column) if isinstance(column, str) else column for column in columns)
+    return ReportTable(caption, heads, tuple(built), note)
 
 
 def arm_title(arm: ArmSummary) -> str:
@@ -109,7 +113,7 @@ def summary_of(results: Results, arm: ArmSummary, diversity: float, metric: str)
     return summarize(list(values.values())) if values else None
 
 
-def result_table(results: Results) -> Table:
+def result_table(results: Results) -> ReportTable:
     """Scores of ensemble and members at every λ, with the paper's numbers."""
     metrics, paper = results.metrics, results.experiment.paper
     groups = {"Ensemble": results.task.ensemble, "One member": results.task.member}
@@ -118,11 +122,11 @@ def result_table(results: Results) -> Table:
     pairs = [(arm, diversity) for arm in results.arms for diversity in results.diversities(arm)]
     matched = [row for row in (_paper_row(results, *pair) for pair in pairs) if row]
     shown = {key for row in matched for key in row.values}
-    columns: list[str | Column] = ["λ", "Seeds"]
+    columns: list[str | ReportColumn] = ["λ", "Seeds"]
     for group, keys in groups.items():
         for key in keys:
-            columns += [Column(metrics[key].label, group)] + [Column("paper", group)] * (key in shown)
-    columns.append(Column(metrics[results.task.spread].label, "Members"))
+            columns += [ReportColumn(metrics[key].label, group)] + [ReportColumn("paper", group)] * (key in shown)
+    columns.append(ReportColumn(metrics[results.task.spread].label, "Members"))
     sections = []
     for arm in results.arms:
         rows = []
@@ -168,7 +172,7 @@ def _result_note(results: Results) -> str:
     return note
 
 
-def detail_table(results: Results) -> Table:
+def detail_table(results: Results) -> ReportTable:
     """Calibration or squared error, and diversity, at every λ."""
     measured = {key for run in results.runs for key in results.scores(run)}
     pairs = [(group, key) for group, keys in results.task.details.items() for key in keys if key in measured]
@@ -179,11 +183,14 @@ def detail_table(results: Results) -> Table:
             found = [results.metrics[key].mean_sd(summary_of(results, arm, diversity, key)) for _, key in pairs]
             rows.append([formats.diversity(diversity), *found])
         sections.append((arm_title(arm), rows))
-    columns: list[str | Column] = ["λ", *(Column(results.metrics[key].label, group) for group, key in pairs)]
+    columns: list[str | ReportColumn] = [
+        "λ",
+        *(ReportColumn(results.metrics[key].label, group) for group, key in pairs),
+    ]
     return make_table(results.task.details_title, columns, sections, results.task.explain(results.task.diversity[1:]))
 
 
-def difference_tables(results: Results) -> list[Table]:
+def difference_tables(results: Results) -> list[ReportTable]:
     """Paired differences to λ=0 of the arm, and to each baseline."""
     swept = [arm for arm in results.arms if len(results.diversities(arm)) > 1]
     others = [arm for arm in results.arms if not arm.baseline]
@@ -196,7 +203,7 @@ def difference_tables(results: Results) -> list[Table]:
 
 def _difference_table(
     results: Results, caption: str, arms: Sequence[ArmSummary], reference: ArmSummary | None
-) -> Table:
+) -> ReportTable:
     compared: list[dict[str, Comparison]] = []
     for arm in arms:
         several = min(arm.num_members, (reference or arm).num_members) > 1
@@ -204,9 +211,9 @@ def _difference_table(
         found = {key: compare(results, arm, key, reference) for key in keys}
         compared.append({key: comparison for key, comparison in found.items() if comparison})
     metrics = [key for key in results.task.differences if any(key in tested for tested in compared)]
-    columns: list[str | Column] = ["λ", "Pairs"]
+    columns: list[str | ReportColumn] = ["λ", "Pairs"]
     for key in metrics:
-        columns += [Column(label, results.metrics[key].difference_label) for label in DIFFERENCE_COLUMNS]
+        columns += [ReportColumn(label, results.metrics[key].difference_label) for label in DIFFERENCE_COLUMNS]
     sections = []
     for arm, tested in zip(arms, compared, strict=True):
         rows = []
@@ -268,7 +275,7 @@ def search_differences(search: DiversitySearch) -> tuple[Difference, ...]:
     return paired_differences(others, search.scores.get(0.0, {}))
 
 
-def search_table(results: Results) -> Table | None:
+def search_table(results: Results) -> ReportTable | None:
     """Validation scores of all candidates and their paired differences to λ=0, if there was a search."""
     search = results.experiment.search
     if search is None or not search.scores:
@@ -287,8 +294,8 @@ def search_table(results: Results) -> Table | None:
                 *_difference_cells(metric, differences.get(diversity)),
             ]
         )
-    columns: list[str | Column] = ["λ", "Round", "Seeds", metric.label]
-    columns += [Column(label, "Against λ=0") for label in DIFFERENCE_COLUMNS]
+    columns: list[str | ReportColumn] = ["λ", "Round", "Seeds", metric.label]
+    columns += [ReportColumn(label, "Against λ=0") for label in DIFFERENCE_COLUMNS]
     note = (
         f"Scores on the {search.split} data, mean ± standard deviation over seeds. Differences are paired by seed; "
         "their intervals are joint 95 % intervals over seeds alone. The score of the chosen λ is "

@@ -13,8 +13,8 @@ from torchace._files import with_checksum
 FORMAT = 1
 LARGEST = 1e100  # bound of measured numbers; its square is finite
 
-Task = Literal["classification", "regression"]
-Split = Literal["train", "validation", "test"]
+TaskName = Literal["classification", "regression"]
+SplitName = Literal["train", "validation", "test"]
 
 T = TypeVar("T")
 Items = Annotated[tuple[T, ...], Field(strict=False)]  # a list in JSON
@@ -176,7 +176,7 @@ class TargetSummary(ResultModel):
     """Target column of a table; no classes for a regression."""
 
     name: str
-    task: Task | None = None
+    task: TaskName | None = None
     classes: Items[str] = ()
 
 
@@ -314,9 +314,9 @@ class DiversitySearch(ResultModel):
     """A search for λ: candidates by round, scored by `metric` on `split`, and the gain."""
 
     chosen: Number
-    task: Task = "classification"
+    task: TaskName = "classification"
     metric: Literal["cross_entropy", "mse"]
-    split: Split = "validation"
+    split: SplitName = "validation"
     rounds: Items[Items[Number]] = ()
     candidates: Items[Candidate]
     seeds: Items[Count] = ()
@@ -340,7 +340,7 @@ class ExperimentResult(ResultFile):
     name: str
     title: str = ""
     description: str = ""
-    task: Task = "classification"
+    task: TaskName = "classification"
     data: DataSummary
     arms: Items[ArmSummary]
     seeds: Items[Count]

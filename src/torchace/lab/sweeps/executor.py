@@ -15,6 +15,7 @@ from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import Failure, GroupPlan, Metrics, RunKey, RunResult
 from torchace.lab.store import RunStore
 from torchace.lab.sweeps.callbacks import Callback
+from torchace.lab.sweeps.components import Components
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network, make_train_config
@@ -31,10 +32,11 @@ ALONE = Ranks()
 
 @dataclass(frozen=True)
 class Plan:
-    """Inputs of a training; arms and data by the arm's name."""
+    """Inputs of a training; arms, their objects and data by the arm's name."""
 
     experiment: Experiment
     arms: Mapping[str, Arm]
+    components: Mapping[str, Components]
     data: Mapping[str, LoadedData]
     store: RunStore
     device: str
@@ -57,13 +59,14 @@ class Executor:
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
 
-    def load_data(self, arms: Mapping[str, Arm]) -> dict[str, LoadedData]:
+    def load_data(self, arms: Mapping[str, Arm], components: Mapping[str, Components]) -> dict[str, LoadedData]:
         """Load the data of every arm, each data set once."""
-        sections = dict.fromkeys(arm.data for arm in arms.values())
-        loaded = {section: LoadedData.load(section, self.device) for section in sections}
-        for arm in arms.values():
-            loaded[arm.data].check_batch_size(arm)
-        return {name: loaded[arm.data] for name, arm in arms.items()}
+        loaded: dict[str, LoadedData] = {}
+        for name, arm in arms.items():
+            same = next((data for data in loaded.values() if data.section == arm.data), None)
+            loaded[name] = same or LoadedData.load(arm.data, self.device, components[name])
+            loaded[name].check_batch_size(arm)
+        return loaded
 
     def hardware(self) -> dict[str, Any]:
         """Return the hardware that runs are trained on."""
@@ -90,7 +93,9 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
     seeds = [run.seed for run in group.runs]
     batches = data.batches(arm)
     config = make_train_config(arm.train, batches.steps_per_epoch)
-    network = shard_network(build_network(arm, data.dataset, seeds, plan.device), ranks)
+    network = shard_network(
+        build_network(arm, data.dataset, seeds, plan.device, components=plan.components[group.arm]), ranks
+    )
     if group.compile:
         network.compile()
     checkpoints = plan.store.checkpoints(group, config_digest(arm))
@@ -116,8 +121,7 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
     for r, run in enumerate(group.runs):
         if plan.store.is_finished(run):
             continue
-        failed = fitted.failures.get(r)
-        failure = _nonfinite_failure(test[0][r], config.steps) if failed is None else Failure(**vars(failed))
+        failure = fitted.failures.get(r) or _nonfinite_failure(test[0][r], config.steps)
         metrics, arrays = None, dict[str, Tensor]()
         if failure is None:
             scored = evaluate(test[0][r], test[1], data.images)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchace.lab.data import Batches, CropFlip, Dataset, Split, chunks, load
 from torchace.lab.schema.experiment import Arm, DataSection
 from torchace.lab.schema.results import DataSummary
+from torchace.lab.sweeps.components import Components
 from torchace.lab.sweeps.config import ConfigError
 
 EVALUATION_CHUNK = 2000
@@ -28,7 +29,7 @@ class LoadedData:
     device: str
 
     @classmethod
-    def load(cls, section: DataSection, device: str) -> LoadedData:
+    def load(cls, section: DataSection, device: str, components: Components | None = None) -> LoadedData:
         """Load the data set of a section."""
         dataset, validation = load(section.name), None
         if section.limit is not None:

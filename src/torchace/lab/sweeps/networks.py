@@ -9,6 +9,7 @@ from torch import nn
 
 from torchace.lab.data import Dataset
 from torchace.lab.schema.experiment import Arm, ModelSection, TrainSection
+from torchace.lab.sweeps.components import Components
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.memory import check_memory, count_parameters
 from torchace.lab.training.run_group import RunGroup
@@ -20,7 +21,17 @@ from torchace.nn.branching import branch
 
 MIN_COMPILED_STEPS = 20_000
 # settings that TrainConfig does not take unchanged
-_CONVERTED = {"epochs", "steps", "batch_size", "milestones", "diversity_warmup_epochs", "compile"}
+_CONVERTED = {
+    "epochs",
+    "steps",
+    "batch_size",
+    "milestones",
+    "diversity_warmup_epochs",
+    "compile",
+    "metrics",
+    "patience",
+}
+_CONVERTED |= {"optimizer_arguments"}
 
 
 def default_group_size(model: ModelSection, device: torch.device | str) -> int:
@@ -40,7 +51,14 @@ def is_compiled(train: TrainSection, steps: int, device: torch.device | str) -> 
     return torch.device(device).type == "cuda" and steps >= MIN_COMPILED_STEPS
 
 
-def build_network(arm: Arm, data: Dataset, seeds: Sequence[int], device: torch.device | str) -> RunGroup:
+def build_network(
+    arm: Arm,
+    data: Dataset,
+    seeds: Sequence[int],
+    device: torch.device | str,
+    *,
+    components: Components | None = None,
+) -> RunGroup:
     """Build a run group; initial weights depend on seed and member alone."""
     dtype = torch.float64 if arm.train.precision == "float64" else torch.float32
     check_memory(_count_run_parameters(arm.model, data) * len(seeds), dtype, device)

@@ -20,6 +20,7 @@ from torchace.lab.schema.experiment import Arm
 from torchace.lab.schema.results import GroupPlan, RunKey
 from torchace.lab.store import RunStore
 from torchace.lab.sweeps.callbacks import Callback
+from torchace.lab.sweeps.components import Components
 from torchace.lab.sweeps.environment import versions
 from torchace.lab.sweeps.executor import Executor, Plan, Stop, UnfinishedRunsError, config_digest
 from torchace.lab.sweeps.loaded_data import LoadedData
@@ -78,10 +79,10 @@ class RayExecutor(Executor):
         self.options = {"num_cpus": 1 if on_gpu else self.threads, "num_gpus": int(on_gpu), "max_retries": 0}
         self._hardware: dict[str, Any] = {}
 
-    def load_data(self, arms: Mapping[str, Arm]) -> dict[str, LoadedData]:
+    def load_data(self, arms: Mapping[str, Arm], components: Mapping[str, Components]) -> dict[str, LoadedData]:
         """Check the workers, then load the data."""
         self._hardware = self._probe()
-        return super().load_data(arms)
+        return super().load_data(arms, components)
 
     def hardware(self) -> dict[str, Any]:
         """Return the hardware of a worker."""

@@ -15,6 +15,7 @@ from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import ArmSummary, ExperimentResult, Failure, GroupPlan, RunKey
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.sweeps.callbacks import Callback
+from torchace.lab.sweeps.components import Components
 from torchace.lab.sweeps.environment import versions
 from torchace.lab.sweeps.executor import Executor, Plan, Stop, count_run_parameters
 from torchace.lab.sweeps.loaded_data import LoadedData
@@ -31,11 +32,12 @@ WRITE_EVERY = 1.0  # seconds between two writes of experiment.json
 
 @dataclass(frozen=True)
 class Sweep:
-    """An experiment, its run directory and its executor."""
+    """An experiment, its run directory and its executor; `components` replace the objects that it names."""
 
     experiment: Experiment
     directory: Path
     executor: Executor = field(default_factory=Executor)
+    components: Components | None = None
 
     def run(self, callback: Callback | None = None, stop: Stop = lambda: False) -> dict[RunKey, Failure]:
         """Train all unfinished runs and return those that failed.
@@ -52,13 +54,14 @@ class Sweep:
         """
         callback = callback or Callback()
         arms = {arm.name: arm for arm in self.experiment.complete_arms()}
-        data = self.executor.load_data(arms)
+        components = {name: self.components or Components.load(arm) for name, arm in arms.items()}
+        data = self.executor.load_data(arms, components)
         store = RunStore(self.directory)
-        plan = Plan(self.experiment, arms, data, store, self.executor.device)
+        plan = Plan(self.experiment, arms, components, data, store, self.executor.device)
         if not self.executor.is_first:
             list(self.executor.train(plan, [], callback, stop))
             return {}
-        summaries = [_summarize(arm, data[arm.name]) for arm in arms.values()]
+        summaries = [_summarize(arm, data[arm.name], components[arm.name]) for arm in arms.values()]
         # configuration errors are raised above, before any file is written
         store.refuse_foreign()
         with store.locked():
@@ -171,9 +174,9 @@ class Sweep:
         return record.model_copy(update={"seconds": (record.seconds or 0.0) + seconds, "counted": counted})
 
 
-def _summarize(arm: Arm, data: LoadedData) -> ArmSummary:
+def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary:
     """Describe an arm for the result file; building its network also validates the configuration."""
-    network = build_network(arm, data.dataset, [0], "cpu")
+    network = build_network(arm, data.dataset, [0], "cpu", components=components)
     return ArmSummary(
         name=arm.name,
         label=arm.label,

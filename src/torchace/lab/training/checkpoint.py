@@ -19,6 +19,7 @@ from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from torchace._files import is_unchanged, read_bounded, read_json, remove_partial, with_checksum, write_atomic
+from torchace.lab.schema.results import Failure
 from torchace.lab.training.distributed import State
 from torchace.lab.training.early_stopping import EarlyStopping
 from torchace.lab.training.run_group import RunGroup
@@ -51,12 +52,6 @@ class _Epoch(_Strict):
     held_out: Scores | None
 
 
-class _Failure(_Strict):
-    message: str
-    member: Count | None
-    step: Count
-
-
 class _EpochStats(_Strict):
     sums: list[NumberText]
     weights: list[FiniteFloat]
@@ -75,7 +70,7 @@ class _Progress(_Strict):
     seconds: Annotated[float, Field(ge=0, lt=2**53)]
     stopped: list[bool]
     history: list[_Epoch]
-    failures: dict[str, _Failure]  # by run
+    failures: dict[str, Failure]  # by run
     tally: _EpochStats
     stopping: _EarlyStopping | None = None
 

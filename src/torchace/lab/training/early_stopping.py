@@ -13,8 +13,9 @@ from torch import Tensor
 from torchace.lab.data import Split
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.memory import chunk_rows
-from torchace.lab.training.objective import ensemble_scores, mean_over_samples
+from torchace.lab.training.objective import mean_over_samples
 from torchace.lab.training.run_group import RunGroup
+from torchace.lab.training.tasks import TASKS
 
 CHUNK = 4096  # samples predicted at once, at most
 
@@ -84,6 +85,7 @@ def validation_losses(network: RunGroup, split: Split, config: TrainConfig) -> T
     losses = torch.empty(network.num_runs, len(split), dtype=config.dtype, device=split.x.device)
     for start in range(0, len(split), rows):
         part = slice(start, start + rows)
-        losses[:, part] = ensemble_scores(network.predict(split.x[part]).to(config.dtype), split.y[part], config)
+        logits = network.predict(split.x[part]).to(config.dtype)
+        losses[:, part] = TASKS[config.task].scores(logits, split.y[part])
     network.train(training)
     return losses

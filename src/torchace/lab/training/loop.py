@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchace.lab.data import Batches
+from torchace.lab.schema.results import Failure
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.config import TrainConfig, make_optimizer, set_learning_rate
 from torchace.lab.training.cuda_graph import graph_on_gpu
@@ -27,15 +28,6 @@ CHECK_EVERY = 100  # steps between failure checks on a GPU or across ranks
 
 class Interrupted(Exception):  # noqa: N818, control flow
     """Training stopped on request after a checkpoint."""
-
-
-@dataclass
-class Failure:
-    """Reason why a run was stopped."""
-
-    message: str
-    member: int | None
-    step: int
 
 
 @dataclass
@@ -189,7 +181,7 @@ class _Training:
         progress = {
             "step": step,
             "history": self.result.history,
-            "failures": {str(run): asdict(failure) for run, failure in self.result.failures.items()},
+            "failures": {str(run): failure.model_dump() for run, failure in self.result.failures.items()},
             "seconds": time.monotonic() - self.start_time,
             "stopped": self.stopped,
             "tally": self.stats.state(),
@@ -306,9 +298,9 @@ class EpochStats:
         runs = ((self.failed_step >= 0) & active).nonzero().flatten().tolist()
         return {
             run: Failure(
-                NONFINITE,
-                nonfinite_member(int(self.failed_code[run]), self.num_members),
-                int(self.failed_step[run]),
+                message=NONFINITE,
+                member=nonfinite_member(int(self.failed_code[run]), self.num_members),
+                step=int(self.failed_step[run]),
             )
             for run in runs
         }

@@ -13,7 +13,7 @@ from torchace.lab.training.distributed import Ranks
 from torchace.nn import SMOC, Ensemble, StackedEnsemble
 from torchace.nn.base import EnsembleModule
 from torchace.nn.members import average_shared_gradients
-from torchace.nn.stacking import KeyedDraws
+from torchace.nn.stacking import MemberRNG
 
 
 class RunGroup(nn.Module):
@@ -87,12 +87,12 @@ class RunGroup(nn.Module):
         return logits.unflatten(0, (self.num_runs, self.num_members))
 
     def _compute(self, stack: StackedEnsemble, x: Any) -> Any:
-        draws = None
+        rng = None
         if self.training:
             # the trunk draws as member -1
             first, count = (-1, 1) if stack is self.trunk else (self.local_members.start, self.num_members)
-            draws = KeyedDraws(self.seeds, torch.arange(first, first + count, device=self.seeds.device), self.step)
-        return stack.compute([x], {}, own=True, draws=draws)
+            rng = MemberRNG(self.seeds, torch.arange(first, first + count, device=self.seeds.device), self.step)
+        return stack.compute([x], {}, own=True, rng=rng)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Like `nn.Module.to`; a memory format applies to each member's weights."""

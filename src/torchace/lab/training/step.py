@@ -33,7 +33,7 @@ class TrainStep:
     def __call__(
         self,
         x: Tensor,  # (R, B, ...), or (R, K, B, ...) with own batches
-        y: Tensor,  # (R, B) or (R, K, B); for regression (..., M)
+        y: Tensor,  # (R, B) or (R, K, B); (..., M) for numbers and labels
         weight: Tensor | None,  # first axes of y, relative to the training set's mean
         diversity: Tensor,  # (R,)
         active: Tensor,  # (R,): False for stopped runs

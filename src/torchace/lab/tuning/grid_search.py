@@ -36,14 +36,14 @@ Scores = Mapping[int, float | None]  # by seed; None for a training that failed
 Losses = dict[float, dict[int, Tensor | None]]  # (N,) by λ and seed; None for a training that failed
 
 
-def best_diversity(scores: Mapping[float, Scores]) -> float:
+def select_diversity(scores: Mapping[float, Scores]) -> float:
     """Return the λ with the fewest failed trainings, then the lowest mean score, then the smallest λ.
 
     No one-standard-error rule: a larger λ is neither simpler nor cheaper. The comparison with λ=0 on fresh seeds
     corrects for selection bias.
 
     Example:
-        >>> best_diversity({0.0: {1: 0.5, 2: 0.7}, 0.3: {1: 0.5, 2: 0.6}, 0.5: {1: 0.1, 2: None}})
+        >>> select_diversity({0.0: {1: 0.5, 2: 0.7}, 0.3: {1: 0.5, 2: 0.6}, 0.5: {1: 0.1, 2: None}})
         0.3
     """
 
@@ -132,7 +132,7 @@ class GridSearch(Search):
                 losses = train(SearchStage(len(rounds) + 1, "search", tuple(tried), seeds), problem.validation)
                 scores |= self._scores(losses)
                 rounds.append(tuple(tried))
-                best = best_diversity(scores)
+                best = select_diversity(scores)
                 tried = [] if is_single else refine_candidates(scores, best)
             if compared := best > 0 and self.num_fresh > 0:
                 split = problem.validation if self.test is None else self.test

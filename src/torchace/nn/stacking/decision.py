@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace.nn.stacked_state import take_members
-from torchace.nn.stacking.follower import RANDOM, RANDOM_NAMES, RULES, Follower, Node, name_of
-from torchace.nn.stacking.forward import follow, refuse_checkpointing, track_layers
-from torchace.nn.stacking.random import ConstantDraws
+from torchace.nn.stacking.forward import refuse_checkpointing, run_stacked, track_layers
+from torchace.nn.stacking.mode import RANDOM, RANDOM_NAMES, RULES, Node, StackingMode, name_of
+from torchace.nn.stacking.rng import ConstantRNG
 from torchace.nn.stacking.values import FIRST, Stacked
 
 HEADER = Node("layer", "function", "computed")
@@ -34,7 +34,7 @@ class Decision:
     member).
     """
 
-    followed: bool  # call by call; otherwise the whole network runs under `vmap`
+    call_by_call: bool  # otherwise the whole network runs under `vmap`
     reason: str = ""  # why it is not followed
     nodes: tuple[Node, ...] = ()  # calls of the forward
     largest: int = 0  # elements of the largest convolution's output, of one member
@@ -51,7 +51,7 @@ class Decision:
         return dict(Counter(node.how for node in self.nodes))
 
     def __repr__(self) -> str:
-        if not self.followed:
+        if not self.call_by_call:
             return f"The whole network runs under vmap: {self.reason}."
         rows = [HEADER, *self.nodes]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
@@ -101,18 +101,18 @@ def _compare(
     for k in chosen:
         member = cast(take_members(stacked, k))
         try:
-            with _ConstantRandomness() as mode:
+            with _ConstantRandomness() as constant:
                 output = member(*inputs_of(torch.tensor(k)), **kwargs)
             alone.append((tree_leaves(output), _gradients(output, member)))
         except Exception as error:
             raise _MemberError(error) from error
-        random |= mode.random
+        random |= constant.random
     record: list[Node] = []
-    follower = Follower(len(chosen), token, ConstantDraws(), record)
+    mode = StackingMode(len(chosen), token, ConstantRNG(), record)
     together = cast(take_members(stacked, chosen))
     try:
-        with track_layers(together, follower), refuse_checkpointing():
-            output = follow(together, follower, inputs_of(torch.tensor(chosen)), kwargs, own=own)
+        with track_layers(together, mode), refuse_checkpointing():
+            output = run_stacked(together, mode, inputs_of(torch.tensor(chosen)), kwargs, own=own)
         outputs, gradients = tree_leaves(output), _gradients(output, together)
     except Exception as error:
         return Decision(False, str(error).split("\n")[0].rstrip(".") or type(error).__name__, random=random)
@@ -120,7 +120,7 @@ def _compare(
         difference = _find_difference(place, outputs, gradients, own_outputs, own_gradients)
         if difference is not None:
             return Decision(False, difference, random=random)
-    return Decision(True, "", tuple(record), follower.largest, random)
+    return Decision(True, "", tuple(record), mode.largest, random)
 
 
 def _finite_members(stacked: nn.Module, num_members: int) -> list[int]:
@@ -185,7 +185,7 @@ class _ConstantRandomness(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.follower = Follower(1, -1, ConstantDraws())
+        self.mode = StackingMode(1, -1, ConstantRNG())
         self.random = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,11 +193,11 @@ class _ConstantRandomness(TorchFunctionMode):
         random = func in RANDOM or (func is F.scaled_dot_product_attention and kwargs.get("dropout_p", 0) > 0)
         self.random |= (random and func not in EMPTY) or name_of(func) in RANDOM_NAMES
         if func in FILLING:
-            RULES[func](self.follower, func, Stacked(args[0][None]), *args[1:], **kwargs)
+            RULES[func](self.mode, func, Stacked(args[0][None]), *args[1:], **kwargs)
             return args[0]
         if not random:
             return func(*args, **kwargs)
-        result = RULES[func](self.follower, func, *args, **kwargs)
+        result = RULES[func](self.mode, func, *args, **kwargs)
         if result is NotImplemented:
-            result = self.follower.compute_without_rule(func, args, kwargs)
+            result = self.mode.compute_without_rule(func, args, kwargs)
         return result.data[0] if isinstance(result, Stacked) and result.layout == FIRST else result

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from torchace.nn.architecture import not_stackable
 from torchace.nn.stacked_state import named_tensors, recomputed_names, replace_tensors, take_members
-from torchace.nn.stacking.follower import MARK, Follower, FollowError
-from torchace.nn.stacking.random import KeyedDraws
+from torchace.nn.stacking.mode import MARK, StackingError, StackingMode
+from torchace.nn.stacking.rng import MemberRNG
 from torchace.nn.stacking.values import expand_groups, to_members
 
 CHECKPOINT = (
@@ -30,9 +30,9 @@ CHECKPOINT = (
 )
 
 
-def follow(
+def run_stacked(
     stacked: nn.Module,
-    follower: Follower,
+    mode: StackingMode,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     *,
@@ -50,49 +50,49 @@ def follow(
             recomputed += [(module, name) for name in recomputed_names(module)]
         for parameter in module._parameters.values():
             if parameter is not None:
-                follower.mark(parameter)
+                mode.mark(parameter)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                buffers.append((module, name, follower.mark(buffer)))
-                follower.buffers.add(id(buffer))
+                buffers.append((module, name, mode.mark(buffer)))
+                mode.buffers.add(id(buffer))
     if own:  # views: the caller's tensors stay unmarked
-        args = [tree_map(lambda x: follower.mark(x[:]) if isinstance(x, Tensor) else x, x) for x in args]
-    with follower:
+        args = [tree_map(lambda x: mode.mark(x[:]) if isinstance(x, Tensor) else x, x) for x in args]
+    with mode:
         output = stacked(*args, **kwargs)
     for module, name in recomputed:  # valid during this call only
         vars(module)[name] = None
     for module, name, buffer in buffers:
         now = module._buffers[name]
         if now is not buffer and now is not None:  # replaced instead of changed in place
-            new = to_members(follower.value_of(now), follower.num_members).detach()
+            new = to_members(mode.value_of(now), mode.num_members).detach()
             if new.shape != buffer.shape:
-                raise FollowError(f"the shape of buffer {name!r} changes")
+                raise StackingError(f"the shape of buffer {name!r} changes")
             module._buffers[name] = buffer.copy_(new)
-    return _unmark(follower, output) if isinstance(output, Tensor) else tree_map(partial(_unmark, follower), output)
+    return _unmark(mode, output) if isinstance(output, Tensor) else tree_map(partial(_unmark, mode), output)
 
 
-def _unmark(follower: Follower, output: Any) -> Any:
+def _unmark(mode: StackingMode, output: Any) -> Any:
     """Return an output as a plain tensor `(K, ...)`."""
     if not isinstance(output, Tensor):
         return output
-    data = to_members(follower.value_of(output), follower.num_members)
+    data = to_members(mode.value_of(output), mode.num_members)
     setattr(data, MARK, None)
     return data
 
 
 @contextmanager
-def track_layers(module: nn.Module, follower: Follower) -> Iterator[None]:
-    """Keep `follower.layer`, the name of the running layer, up to date."""
+def track_layers(module: nn.Module, mode: StackingMode) -> Iterator[None]:
+    """Keep `mode.layer`, the name of the running layer, up to date."""
     names = {inner: name for name, inner in module.named_modules()}
     running = [""]
 
     def enter(inner: nn.Module, _: Any) -> None:
         running.append(names.get(inner, running[-1]))
-        follower.layer = running[-1]
+        mode.layer = running[-1]
 
     def leave(*_: Any) -> None:
         running.pop()
-        follower.layer = running[-1]
+        mode.layer = running[-1]
 
     hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
     try:
@@ -113,14 +113,14 @@ def register_ensemble(ensemble: nn.Module) -> int:
     """Return a token that identifies this ensemble in graphs and marks."""
     global _allowed
     if not _allowed:
-        torch.compiler.allow_in_graph(follow_in_graph)
+        torch.compiler.allow_in_graph(run_stacked_in_graph)
         _allowed = True
     token = next(_tokens)
     _ensembles[token] = ensemble
     return token
 
 
-def follow_in_graph(
+def run_stacked_in_graph(
     token: int,
     modes: tuple[bool, ...],
     own: bool,
@@ -129,11 +129,11 @@ def follow_in_graph(
     state: dict[str, Tensor],
     key: tuple[Tensor, Tensor, Tensor] | None,
 ) -> Any:
-    """Call `follow` as one node of a compiled graph; `key`: tensors of `KeyedDraws`; new `modes` recompile."""
+    """Call `run_stacked` as one node of a compiled graph; `key`: tensors of `MemberRNG`; new `modes` recompile."""
     ensemble = _ensembles[token]
-    draws = None if key is None else KeyedDraws(*key)
+    rng = None if key is None else MemberRNG(*key)
     with replace_tensors(ensemble.stacked, state):
-        return follow(ensemble.stacked, Follower(ensemble.num_members, token, draws), args, kwargs, own=own)
+        return run_stacked(ensemble.stacked, StackingMode(ensemble.num_members, token, rng), args, kwargs, own=own)
 
 
 # Whole networks under `vmap`, for a forward that cannot be followed
@@ -142,7 +142,7 @@ def follow_in_graph(
 def run_under_vmap(
     stacked: nn.Module, num_members: int, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
 ) -> Any:
-    """Compute all members under `vmap`, with the arguments of `follow`; name the layer that fails."""
+    """Compute all members under `vmap`, with the arguments of `run_stacked`; name the layer that fails."""
     if own:
         args = tree_map(lambda x: expand_groups(x, num_members) if isinstance(x, Tensor) else x, list(args))
     try:
@@ -185,7 +185,7 @@ def _explain_failure(
         take_members(stacked, 0)(*(tree_map(lambda x: x[0], list(args)) if own else args), **kwargs)
     except Exception as member_error:
         return member_error
-    tracker = Follower(1, -1)
+    tracker = StackingMode(1, -1)
     try:
         with track_layers(stacked, tracker):
             _vmap_members(stacked, args, kwargs, own=own)
@@ -238,7 +238,7 @@ def _cumulative_average(layer: Any) -> Iterator[None]:
 
 @contextmanager
 def refuse_checkpointing() -> Iterator[None]:
-    """Make `checkpoint` raise an error: its backward would run the forward without the follower."""
+    """Make `checkpoint` raise an error: its backward would run the forward without the mode."""
     if not torch.is_grad_enabled():
         yield
         return

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchace.nn.stacking.follower import QUERIES, Follower, FollowError, Rule, rule
+from torchace.nn.stacking.mode import QUERIES, Rule, StackingError, StackingMode, rule
 from torchace.nn.stacking.values import CHANNELS, FIRST, Stacked, expand_groups, pad_axes, to_first, to_members
 
 Func = Callable[..., Any]
@@ -55,14 +55,14 @@ def _is_tensor(value: Any) -> bool:
     *(Tensor.cuda, Tensor.cpu, Tensor.type),
     *getters("data", "real", "imag"),
 )
-def _elementwise(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _elementwise(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, Stacked) or any(map(_is_tensor, (*args, *kwargs.values()))):
         return NotImplemented
     return Stacked(func(x.data, *args, **kwargs), x.layout)
 
 
 @rule(Tensor.contiguous, Tensor.clone, torch.clone, Tensor.to, Tensor.type_as)
-def _convert(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _convert(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     args = tuple(other.data if isinstance(other, Stacked) else other for other in args)  # for its type and device
     if not isinstance(x, Stacked):
         return func(x, *args, **kwargs)
@@ -88,8 +88,8 @@ def _convert(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) 
         *("eq", "ne", "lt", "le", "gt", "ge"),
     ),
 )
-def _broadcast(follower: Follower, func: Func, *args: Any, **kwargs: Any) -> Any:
-    count = follower.num_members
+def _broadcast(stacking: StackingMode, func: Func, *args: Any, **kwargs: Any) -> Any:
+    count = stacking.num_members
     tensors = [v for v in (*args, *kwargs.values()) if _is_tensor(v)]
     stacked = [v for v in tensors if isinstance(v, Stacked)]
     ndim = max(v.ndim for v in tensors)
@@ -142,7 +142,7 @@ def _out_of_place(func: Func) -> Func:
     name = {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}.get(name, name)
     name = f"bitwise_{name}" if name in ("and", "or", "xor") else name
     if not hasattr(Tensor, name):
-        raise FollowError(SHARED_WRITE)
+        raise StackingError(SHARED_WRITE)
     return getattr(Tensor, name)
 
 
@@ -159,7 +159,7 @@ def shift(dim: Any) -> Any:
 def axis_rule(*axes: tuple[int, str, Any], plain_tensors: bool = False) -> Rule:
     """Return a rule for functions of one tensor along axes, given as (position, name, default or `"all"`)."""
 
-    def compute(follower: Follower, func: Func, *given: Any, **kwargs: Any) -> Any:
+    def compute(stacking: StackingMode, func: Func, *given: Any, **kwargs: Any) -> Any:
         x, args = given[0], list(given)
         others = (*args[1:], *kwargs.values())
         refused = Stacked if plain_tensors else (Stacked, Tensor)
@@ -180,7 +180,7 @@ def axis_rule(*axes: tuple[int, str, Any], plain_tensors: bool = False) -> Rule:
                 args[position] = dim if spatial else shift(dim)
             else:
                 kwargs[name] = dim if spatial else shift(dim)
-        data = x.data if spatial else to_first(x, follower.num_members)
+        data = x.data if spatial else to_first(x, stacking.num_members)
         return _wrap(func(data, *args[1:], **kwargs), CHANNELS if spatial else FIRST)
 
     return compute
@@ -212,22 +212,22 @@ rule(*named("repeat_interleave"))(axis_rule((2, "dim", None), plain_tensors=True
 
 
 @rule(*named("permute", "flip"))
-def _permute(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _permute(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     dims = [d % x.ndim + 1 for d in _sizes(args, kwargs)]
-    data = to_first(x, follower.num_members)
+    data = to_first(x, stacking.num_members)
     return Stacked(data.flip(dims) if func.__name__ == "flip" else data.permute(0, *dims))
 
 
 @rule(*getters("T", "mT", "H", "mH"), *named("t", "adjoint"))
-def _matrix_transpose(follower: Follower, func: Func, x: Any, *_: Any) -> Any:
+def _matrix_transpose(stacking: StackingMode, func: Func, x: Any, *_: Any) -> Any:
     if x.ndim != 2 or x.data.is_complex():
         return NotImplemented
-    return Stacked(to_first(x, follower.num_members).mT)
+    return Stacked(to_first(x, stacking.num_members).mT)
 
 
 @rule(*named("gather"))
-def _gather(follower: Follower, func: Func, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
-    count = follower.num_members
+def _gather(stacking: StackingMode, func: Func, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
+    count = stacking.num_members
     return Stacked(torch.gather(to_members(x, count), shift(dim), to_members(index, count), **kwargs))
 
 
@@ -241,38 +241,38 @@ def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 
 @rule(*named("reshape", "view"))
-def _reshape(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _reshape(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(v, torch.dtype) for v in (*args, *kwargs.values())):
         return NotImplemented
-    data = to_first(x, follower.num_members)
+    data = to_first(x, stacking.num_members)
     return Stacked(data.reshape(data.shape[0], *_sizes(args, kwargs)))
 
 
 @rule(*named("expand", "broadcast_to"))
-def _expand(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _expand(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     sizes = _sizes(args, kwargs)
-    return Stacked(pad_axes(to_first(x, follower.num_members), len(sizes)).expand(-1, *sizes))
+    return Stacked(pad_axes(to_first(x, stacking.num_members), len(sizes)).expand(-1, *sizes))
 
 
 @rule(*named("repeat", "tile"))
-def _repeat(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _repeat(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     sizes = _sizes(args, kwargs)
     ndim = max(len(sizes), x.ndim)
-    return Stacked(pad_axes(to_first(x, follower.num_members), ndim).repeat(1, *[1] * (ndim - len(sizes)), *sizes))
+    return Stacked(pad_axes(to_first(x, stacking.num_members), ndim).repeat(1, *[1] * (ndim - len(sizes)), *sizes))
 
 
 @rule(*named("view_as", "reshape_as", "expand_as"))
-def _shape_as(follower: Follower, func: Func, x: Any, other: Any) -> Any:
-    shape = other.shape(follower.num_members) if isinstance(other, Stacked) else other.shape
+def _shape_as(stacking: StackingMode, func: Func, x: Any, other: Any) -> Any:
+    shape = other.shape(stacking.num_members) if isinstance(other, Stacked) else other.shape
     if not isinstance(x, Stacked):
         return func(x, other.data.new_empty(shape))
-    return (_expand if func is Tensor.expand_as else _reshape)(follower, func, x, shape)
+    return (_expand if func is Tensor.expand_as else _reshape)(stacking, func, x, shape)
 
 
 @rule(*named("cat", "concat", "concatenate", "stack"))
-def _concatenate(follower: Follower, func: Func, tensors: Any, dim: int = 0, *, axis: int | None = None) -> Any:
+def _concatenate(stacking: StackingMode, func: Func, tensors: Any, dim: int = 0, *, axis: int | None = None) -> Any:
     dim = dim if axis is None else axis
-    count = follower.num_members
+    count = stacking.num_members
     if func is not torch.stack:
         if dim == 1 and all(isinstance(v, Stacked) and v.layout == CHANNELS for v in tensors):
             return Stacked(torch.cat([v.data.unflatten(1, (count, -1)) for v in tensors], 2).flatten(1, 2), CHANNELS)
@@ -284,7 +284,7 @@ def _concatenate(follower: Follower, func: Func, tensors: Any, dim: int = 0, *, 
 
 
 @rule(Tensor.__getitem__)
-def _getitem(follower: Follower, func: Func, x: Any, index: Any) -> Any:
+def _getitem(stacking: StackingMode, func: Func, x: Any, index: Any) -> Any:
     index = index if isinstance(index, tuple) else (index,)
     if not isinstance(x, Stacked):
         return NotImplemented
@@ -293,36 +293,36 @@ def _getitem(follower: Follower, func: Func, x: Any, index: Any) -> Any:
         dtype = stacked[0].data.dtype
         if len(index) > 1 or dtype.is_floating_point or dtype == torch.bool:
             return NotImplemented
-        data, where = (to_members(v, follower.num_members) for v in (x, stacked[0]))
+        data, where = (to_members(v, stacking.num_members) for v in (x, stacked[0]))
         return Stacked(data[torch.arange(len(data), device=data.device).view(-1, *[1] * (where.ndim - 1)), where])
     arrays = [i for i, part in enumerate(index) if isinstance(part, (Tensor, list))]
     if arrays and arrays[-1] - arrays[0] + 1 != len(arrays):  # then the result's axes are in another order
         return NotImplemented
-    return Stacked(to_first(x, follower.num_members)[(slice(None), *index)])
+    return Stacked(to_first(x, stacking.num_members)[(slice(None), *index)])
 
 
 @rule(Tensor.__setitem__)
-def _setitem(follower: Follower, func: Func, x: Any, index: Any, value: Any) -> None:
+def _setitem(stacking: StackingMode, func: Func, x: Any, index: Any, value: Any) -> None:
     index = index if isinstance(index, tuple) else (index,)
-    if not isinstance(x, Stacked) or len(to_first(x, follower.num_members)) != follower.num_members:
-        raise FollowError(SHARED_WRITE)
+    if not isinstance(x, Stacked) or len(to_first(x, stacking.num_members)) != stacking.num_members:
+        raise StackingError(SHARED_WRITE)
     if any(isinstance(part, (Tensor, list, Stacked)) for part in index):
-        raise FollowError("values are written to positions given by a tensor")
-    place = to_first(x, follower.num_members)[(slice(None), *index)]
+        raise StackingError("values are written to positions given by a tensor")
+    place = to_first(x, stacking.num_members)[(slice(None), *index)]
     if isinstance(value, Stacked):
-        value = pad_axes(to_members(value, follower.num_members), place.ndim - 1)
+        value = pad_axes(to_members(value, stacking.num_members), place.ndim - 1)
     place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
 
 
 @rule(*named("zeros_like", "ones_like", "full_like"))
-def _constant_like(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return Stacked(func(to_members(x, follower.num_members), *args, **kwargs))  # a forward may write into them
+def _constant_like(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return Stacked(func(to_members(x, stacking.num_members), *args, **kwargs))  # a forward may write into them
 
 
 @rule(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full)
-def _new_constant(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _new_constant(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     sizes, rest = (args[0], args[1:]) if isinstance(args[0], (list, tuple)) else (args, ())
-    return Stacked(func(x.data, (follower.num_members, *sizes), *rest, **kwargs))
+    return Stacked(func(x.data, (stacking.num_members, *sizes), *rest, **kwargs))
 
 
 # Queries
@@ -335,34 +335,34 @@ def query(*functions: Any) -> Callable[[Rule], Rule]:
 
 
 @query(*getters("shape"), Tensor.size)
-def _shape(follower: Follower, func: Func, x: Any, dim: Any = None) -> Any:
-    sizes = x.shape(follower.num_members)
+def _shape(stacking: StackingMode, func: Func, x: Any, dim: Any = None) -> Any:
+    sizes = x.shape(stacking.num_members)
     return sizes if not isinstance(dim, int) else sizes[dim]
 
 
 @query(*getters("ndim"), Tensor.dim, Tensor.ndimension)
-def _ndim(follower: Follower, func: Func, x: Any, *_: Any) -> Any:
+def _ndim(stacking: StackingMode, func: Func, x: Any, *_: Any) -> Any:
     return x.ndim
 
 
 @query(Tensor.__len__)
-def _length(follower: Follower, func: Func, x: Any) -> Any:
-    return x.shape(follower.num_members)[0]
+def _length(stacking: StackingMode, func: Func, x: Any) -> Any:
+    return x.shape(stacking.num_members)[0]
 
 
 @query(Tensor.numel, torch.numel, Tensor.nelement)
-def _numel(follower: Follower, func: Func, x: Any) -> Any:
-    return x.shape(follower.num_members).numel()
+def _numel(stacking: StackingMode, func: Func, x: Any) -> Any:
+    return x.shape(stacking.num_members).numel()
 
 
 @rule(
     *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__),
     *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, Tensor.__contains__, torch.is_nonzero),
 )
-def _python_value(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _python_value(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Allow to read a buffer that is equal in all members, such as BatchNorm's count; refuse computed values."""
-    if id(x.data if isinstance(x, Stacked) else x) not in follower.buffers:
-        raise FollowError("its control flow is data-dependent, and members' data differ")
+    if id(x.data if isinstance(x, Stacked) else x) not in stacking.buffers:
+        raise StackingError("its control flow is data-dependent, and members' data differ")
     return NotImplemented
 
 
@@ -372,5 +372,5 @@ def _python_value(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: 
     *named("is_floating_point", "is_complex", "is_signed", "element_size", "get_device", "is_contiguous"),
     *(Tensor.__repr__, Tensor.__hash__, Tensor.register_hook, Tensor.is_inference),
 )
-def _tensor_property(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _tensor_property(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     return func(x.data, *args, **kwargs)

@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchace.nn.stacking.follower import Follower, Rule, rule
-from torchace.nn.stacking.random_layers import dropout_mask
-from torchace.nn.stacking.rules import Func, named
+from torchace.nn.stacking.mode import Rule, StackingMode, rule
+from torchace.nn.stacking.random_rules import dropout_mask
+from torchace.nn.stacking.tensor_rules import Func, named
 from torchace.nn.stacking.values import CHANNELS, FIRST, LAST, Stacked, pad_axes, to_channels, to_first, to_members
 
 
-def _has_own_weights(follower: Follower, *weights: Any) -> bool:
+def _has_own_weights(stacking: StackingMode, *weights: Any) -> bool:
     """Whether each weight is None or has an entry for each member."""
     for weight in weights:
-        if weight is not None and (type(weight) is not Stacked or len(weight.data) != follower.num_members):
+        if weight is not None and (type(weight) is not Stacked or len(weight.data) != stacking.num_members):
             return False
     return True
 
@@ -33,10 +33,10 @@ def _flatten(weight: Any) -> Tensor | None:
 
 
 @rule(F.linear)
-def _linear(follower: Follower, func: Func, input: Any, weight: Any, bias: Any = None) -> Any:
+def _linear(stacking: StackingMode, func: Func, input: Any, weight: Any, bias: Any = None) -> Any:
     """Compute one product for all members, with the batch last, so that weights keep their layout."""
-    count = follower.num_members
-    if not _has_own_weights(follower, weight, bias):
+    count = stacking.num_members
+    if not _has_own_weights(stacking, weight, bias):
         return NotImplemented
     w, b = weight.data, None if bias is None else bias.data
     if input.ndim == 2:
@@ -56,27 +56,27 @@ def _linear(follower: Follower, func: Func, input: Any, weight: Any, bias: Any =
 
 
 @rule(*named("matmul", "bmm", "mm", "mv"), Tensor.__matmul__, Tensor.__rmatmul__)
-def _matmul(follower: Follower, func: Func, input: Any, other: Any = None, **kwargs: Any) -> Any:
+def _matmul(stacking: StackingMode, func: Func, input: Any, other: Any = None, **kwargs: Any) -> Any:
     other = next(iter(kwargs.values())) if other is None else other  # mat2, vec
     if func is Tensor.__rmatmul__:
         input, other = other, input
     ndim = max(input.ndim, other.ndim)
     if min(input.ndim, other.ndim) < 2:
         return NotImplemented
-    count = follower.num_members
+    count = stacking.num_members
     return Stacked(
         torch.matmul(*(pad_axes(to_members(v, count), ndim) if isinstance(v, Stacked) else v for v in (input, other)))
     )
 
 
 @rule(*named("addmm"))
-def _addmm(follower: Follower, func: Func, input: Any, mat1: Any, mat2: Any, **scales: Any) -> Any:
-    values = [to_members(value, follower.num_members) for value in (input, mat1, mat2)]
+def _addmm(stacking: StackingMode, func: Func, input: Any, mat1: Any, mat2: Any, **scales: Any) -> Any:
+    values = [to_members(value, stacking.num_members) for value in (input, mat1, mat2)]
     return Stacked(torch.baddbmm(pad_axes(values[0], 2), *values[1:], **scales))
 
 
 @rule(torch.einsum)
-def _einsum(follower: Follower, func: Func, equation: Any, *operands: Any) -> Any:
+def _einsum(stacking: StackingMode, func: Func, equation: Any, *operands: Any) -> Any:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
     if not isinstance(equation, str) or "->" not in equation:
@@ -87,7 +87,7 @@ def _einsum(follower: Follower, func: Func, equation: Any, *operands: Any) -> An
     for term, value in zip(inputs.split(","), operands, strict=True):
         stacked = isinstance(value, Stacked)
         terms.append(letter + term if stacked else term)
-        data.append(to_members(value, follower.num_members) if stacked else value)
+        data.append(to_members(value, stacking.num_members) if stacked else value)
     return Stacked(torch.einsum(f"{','.join(terms)}->{letter}{output}", *data))
 
 
@@ -96,7 +96,7 @@ def _einsum(follower: Follower, func: Func, equation: Any, *operands: Any) -> An
 
 @rule(F.conv1d, F.conv2d, F.conv3d)
 def _convolution(
-    follower: Follower,
+    stacking: StackingMode,
     func: Func,
     input: Any,
     weight: Any,
@@ -106,8 +106,8 @@ def _convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Any:
-    count = follower.num_members
-    if not _has_own_weights(follower, weight, bias) or input.ndim != weight.ndim:
+    count = stacking.num_members
+    if not _has_own_weights(stacking, weight, bias) or input.ndim != weight.ndim:
         return NotImplemented
     x, sources = input, 1  # a plain input: one wide layer
     if isinstance(input, Stacked) or groups > 1:
@@ -115,13 +115,13 @@ def _convolution(
         sources = len(input.data) if shares else count
         x = to_channels(input, sources)
     out = func(x, weight.data.flatten(0, 1), _flatten(bias), stride, padding, dilation, sources * groups)
-    follower.largest = max(follower.largest, out.numel() // count)
+    stacking.largest = max(stacking.largest, out.numel() // count)
     return Stacked(out, CHANNELS)
 
 
 @rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 def _transposed_convolution(
-    follower: Follower,
+    stacking: StackingMode,
     func: Func,
     input: Any,
     weight: Any,
@@ -132,8 +132,8 @@ def _transposed_convolution(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Any:
-    count = follower.num_members
-    if not _has_own_weights(follower, weight, bias) or input.ndim != weight.ndim:
+    count = stacking.num_members
+    if not _has_own_weights(stacking, weight, bias) or input.ndim != weight.ndim:
         return NotImplemented
     x, kernels, options = to_channels(input, count), weight.data.flatten(0, 1), (stride, padding, output_padding)
     return Stacked(func(x, kernels, _flatten(bias), *options, count * groups, dilation), CHANNELS)
@@ -144,30 +144,30 @@ def _with_dimensions(*names: str) -> list[Any]:
 
 
 @rule(*_with_dimensions("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool"))
-def _pooling(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _pooling(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     spatial = int(func.__name__.rstrip("_").removesuffix("d")[-1])
     if not isinstance(x, Stacked) or x.ndim != spatial + 2 or kwargs.get("return_indices"):
         return NotImplemented
-    return Stacked(func(to_channels(x, follower.num_members), *args, **kwargs), CHANNELS)
+    return Stacked(func(to_channels(x, stacking.num_members), *args, **kwargs), CHANNELS)
 
 
 @rule(F.interpolate, F.upsample)
-def _resize(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return Stacked(func(to_channels(x, follower.num_members), *args, **kwargs), CHANNELS)
+def _resize(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return Stacked(func(to_channels(x, stacking.num_members), *args, **kwargs), CHANNELS)
 
 
 @rule(F.pad, torch._C._nn.pad)
-def _pad(follower: Follower, func: Func, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
+def _pad(stacking: StackingMode, func: Func, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
     if input.layout == CHANNELS and len(pad) // 2 <= input.ndim - 2:
         return Stacked(F.pad(input.data, pad, mode, value), CHANNELS)
     if mode != "constant":
         return NotImplemented
-    return Stacked(F.pad(to_first(input, follower.num_members), pad, mode, value))
+    return Stacked(F.pad(to_first(input, stacking.num_members), pad, mode, value))
 
 
 @rule(*named("pixel_shuffle", "pixel_unshuffle"))
-def _pixel_shuffle(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return Stacked(func(to_first(x, follower.num_members), *args, **kwargs))
+def _pixel_shuffle(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return Stacked(func(to_first(x, stacking.num_members), *args, **kwargs))
 
 
 # Normalization
@@ -175,7 +175,7 @@ def _pixel_shuffle(follower: Follower, func: Func, x: Any, *args: Any, **kwargs:
 
 @rule(F.batch_norm, F.instance_norm)
 def _channel_norm(
-    follower: Follower,
+    stacking: StackingMode,
     func: Func,
     input: Any,
     running_mean: Any = None,
@@ -187,18 +187,24 @@ def _channel_norm(
 ) -> Any:
     """Normalize with members among the channels: each channel of each member has its own statistics."""
     tensors = (running_mean, running_var, weight, bias)
-    if not _has_own_weights(follower, *tensors):
+    if not _has_own_weights(stacking, *tensors):
         return NotImplemented
-    x = to_channels(input, follower.num_members)
+    x = to_channels(input, stacking.num_members)
     return Stacked(func(x, *map(_flatten, tensors), *args, **kwargs), CHANNELS)
 
 
 @rule(F.group_norm)
 def _group_norm(
-    follower: Follower, func: Func, input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    stacking: StackingMode,
+    func: Func,
+    input: Any,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
 ) -> Any:
-    count = follower.num_members
-    if not _has_own_weights(follower, weight, bias):
+    count = stacking.num_members
+    if not _has_own_weights(stacking, weight, bias):
         return NotImplemented
     x = to_channels(input, count)
     return Stacked(F.group_norm(x, count * num_groups, _flatten(weight), _flatten(bias), eps), CHANNELS)
@@ -206,9 +212,9 @@ def _group_norm(
 
 @rule(F.layer_norm)
 def _layer_norm(
-    follower: Follower, func: Func, input: Any, shape: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5
+    stacking: StackingMode, func: Func, input: Any, shape: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5
 ) -> Any:
-    count = follower.num_members
+    count = stacking.num_members
     x = to_first(input, count) if isinstance(input, Stacked) else input
     out = func(x, shape, eps=eps)  # without weights: once for all members where the input is plain
     if weight is None and bias is None:
@@ -221,14 +227,14 @@ def _layer_norm(
 
 
 @rule(F.rms_norm)
-def _rms_norm(follower: Follower, func: Func, input: Any, shape: Any, weight: Any = None, eps: Any = None) -> Any:
-    return _layer_norm(follower, func, input, shape, weight, None, eps)
+def _rms_norm(stacking: StackingMode, func: Func, input: Any, shape: Any, weight: Any = None, eps: Any = None) -> Any:
+    return _layer_norm(stacking, func, input, shape, weight, None, eps)
 
 
 @rule(F.prelu, torch.prelu)
-def _prelu(follower: Follower, func: Func, input: Any, weight: Any) -> Any:
-    count = follower.num_members
-    if not isinstance(input, Stacked) or not _has_own_weights(follower, weight) or input.ndim < 2:
+def _prelu(stacking: StackingMode, func: Func, input: Any, weight: Any) -> Any:
+    count = stacking.num_members
+    if not isinstance(input, Stacked) or not _has_own_weights(stacking, weight) or input.ndim < 2:
         return NotImplemented
     slopes = weight.data.expand(-1, input.shape(count)[1]).reshape(-1)
     return Stacked(F.prelu(to_channels(input, count), slopes), CHANNELS)
@@ -239,7 +245,7 @@ def _prelu(follower: Follower, func: Func, input: Any, weight: Any) -> Any:
 
 @rule(F.embedding)
 def _embedding(
-    follower: Follower,
+    stacking: StackingMode,
     func: Func,
     input: Any,
     weight: Any,
@@ -249,8 +255,8 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    count = follower.num_members
-    if not _has_own_weights(follower, weight) or max_norm is not None or scale_grad_by_freq:
+    count = stacking.num_members
+    if not _has_own_weights(stacking, weight) or max_norm is not None or scale_grad_by_freq:
         return NotImplemented
     rows = weight.data.shape[1]
     index = to_members(input, count)
@@ -263,7 +269,7 @@ def _embedding(
 
 @rule(F.scaled_dot_product_attention)
 def _attention(
-    follower: Follower,
+    stacking: StackingMode,
     func: Func,
     query: Any,
     key: Any,
@@ -275,9 +281,9 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     """Fold members into the batch."""
-    count = follower.num_members
-    with_draws = dropout_p > 0 and follower.draws is not None
-    if query.ndim < 3 and not with_draws:
+    count = stacking.num_members
+    with_rng = dropout_p > 0 and stacking.rng is not None
+    if query.ndim < 3 and not with_rng:
         return NotImplemented
     q, k, v = (to_members(part, count) for part in (query, key, value))
     mask = attn_mask
@@ -285,17 +291,17 @@ def _attention(
         mask = pad_axes(to_members(mask, count), query.ndim)
         mask = mask.expand(-1, q.shape[1], *[-1] * (mask.ndim - 2)) if mask.shape[1] == 1 else mask
         mask = mask.flatten(0, 1)
-    if with_draws:
-        return Stacked(_attention_with_draws(follower, q, k, v, mask, dropout_p, is_causal, scale, enable_gqa))
+    if with_rng:
+        return Stacked(_attention_with_rng(stacking, q, k, v, mask, dropout_p, is_causal, scale, enable_gqa))
     options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     out = func(*(part.flatten(0, 1) for part in (q, k, v)), attn_mask=mask, dropout_p=dropout_p, **options)
     return Stacked(out.unflatten(0, (count, -1)))
 
 
-def _attention_with_draws(
-    follower: Follower, q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, causal: bool, scale: Any, gqa: bool
+def _attention_with_rng(
+    stacking: StackingMode, q: Tensor, k: Tensor, v: Tensor, mask: Any, p: float, causal: bool, scale: Any, gqa: bool
 ) -> Tensor:
-    """Compute attention with dropout from the follower's random numbers."""
+    """Compute attention with dropout from the mode's random numbers."""
     if gqa:
         k, v = (part.repeat_interleave(q.shape[-3] // part.shape[-3], -3) for part in (k, v))
     logits = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
@@ -305,7 +311,7 @@ def _attention_with_draws(
         mask = mask.unflatten(0, (len(q), -1)) if mask.ndim == q.ndim - 1 else mask
         logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
     weights = logits.softmax(-1)
-    return (weights * dropout_mask(follower, weights, weights.shape, p)) @ v
+    return (weights * dropout_mask(stacking, weights, weights.shape, p)) @ v
 
 
 def _without_overrides(func: Any) -> Any:
@@ -321,9 +327,9 @@ def _follow_body(func: Any) -> Rule:
     """Return a rule that follows the body of a PyTorch function written in Python."""
     body = _without_overrides(func)
 
-    def compute(follower: Follower, func: Func, *args: Any, **kwargs: Any) -> Any:
-        with follower:
-            return body(*follower.to_tensors(args), **follower.to_tensors(kwargs))
+    def compute(stacking: StackingMode, func: Func, *args: Any, **kwargs: Any) -> Any:
+        with stacking:
+            return body(*stacking.to_tensors(args), **stacking.to_tensors(kwargs))
 
     return compute
 

@@ -1,9 +1,9 @@
-"""Files of every format, changed at random: the short form of `python -m tests.mutations`."""
+"""Files of every format, changed at random: the short form of `python -m tests.fuzzing`."""
 
 import pytest
 
-from tests.mutations.__main__ import problems, spread
-from tests.mutations.subjects import SUBJECTS
+from tests.fuzzing.__main__ import problems, spread
+from tests.fuzzing.subjects import SUBJECTS
 
 
 @pytest.mark.extended

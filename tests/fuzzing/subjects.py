@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from tests.lab.cli.cases import pets, write_table
+from tests.fuzzing.changes import mutate_json
+from tests.lab.cli.command_line import pets, write_table
 from tests.lab.data.writers import cifar_files, mnist_files, packed, small_cifar, small_mnist
-from tests.lab.sweeps.cases import small
-from tests.lab.tables.table_cases import fitted
-from tests.lab.training.cases import batches, group_of, train_config
-from tests.mutations.changes import mutate_json
+from tests.lab.sweeps.small_sweeps import small
+from tests.lab.tables.small_fits import fitted
+from tests.lab.training.small_trainings import batches, group_of, train_config
 from tests.support.saved_models import KINDS, bits
 from torchace import _model_files
 from torchace._files import PathError, json_digest
@@ -99,11 +99,11 @@ def _table_model() -> Any:
 
 
 def _read_table_model(folder: Path) -> object:
-    from torchace.lab.cli import tables as cli_data
+    from torchace.lab.cli import table_commands
     from torchace.lab.tables.model import TableModel
 
     with contextlib.redirect_stdout(io.StringIO()):
-        cli_data.show(folder / "model")
+        table_commands.show(folder / "model")
     return TableModel.load(folder / "model").predict(pets(5)).to_json()
 
 

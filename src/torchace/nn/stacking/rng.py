@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class ConstantDraws:
+class ConstantRNG:
     """Constant 0.5, to compare two computations of a network with random layers."""
 
     def uniform(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -18,7 +18,7 @@ class ConstantDraws:
         return torch.full(shape, 0.5, dtype=dtype, device=device)
 
 
-class KeyedDraws:
+class MemberRNG:
     """Random numbers as a function of (seed, step, call, member, position), for K = R·M members.
 
     Shapes: seeds `(R,)`, members of each run `(M,)`, step `()`, a tensor that CUDA graphs read at every replay.
@@ -28,9 +28,9 @@ class KeyedDraws:
         self.tensors, self.part, self.calls = (seeds, members, step), part, 0
         self._keys: tuple[Tensor, Tensor] | None = None
 
-    def __getitem__(self, part: slice) -> KeyedDraws:
-        """Return the draws of some of the members."""
-        return KeyedDraws(*self.tensors, part)
+    def __getitem__(self, part: slice) -> MemberRNG:
+        """Return the generator of some of the members."""
+        return MemberRNG(*self.tensors, part)
 
     @contextmanager
     def seed_generator(self, reason: str) -> Iterator[None]:

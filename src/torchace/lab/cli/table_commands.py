@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchace.lab.cli.options import Data, Device, TableRequest, option_name, parse_diversity, with_table_options
+from torchace.lab.cli.table_options import Data, TableRequest, option_name, parse_diversity, with_table_options
 from torchace.lab.cli.terminal import (
     RESUME,
     StopSignal,
@@ -22,8 +22,6 @@ from torchace.lab.cli.terminal import (
     print_table,
     printable,
 )
-
-__all__ = ["COMMANDS", "Device", "show"]
 
 SCORES = {
     "accuracy": "accuracy",

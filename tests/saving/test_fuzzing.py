@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.mutations.changes import mutate_bytes, mutate_json
+from tests.fuzzing.changes import mutate_bytes, mutate_json
 from tests.support.saved_models import KINDS, bits, one_sentence, state
 from torchace import _model_files as files
 from torchace.models import mlp

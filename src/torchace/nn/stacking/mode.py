@@ -15,10 +15,10 @@ from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from torchace.nn.stacking.random import ConstantDraws, KeyedDraws
+from torchace.nn.stacking.rng import ConstantRNG, MemberRNG
 from torchace.nn.stacking.values import CHANNELS, FIRST, LAST, Stacked, to_members
 
-# (follower, function, *args, **kwargs), stacked tensors as `Stacked`; returns `NotImplemented` where unsupported
+# (mode, function, *args, **kwargs), stacked tensors as `Stacked`; returns `NotImplemented` where unsupported
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
 RANDOM: set[Any] = set()  # functions that draw random numbers; their rules apply to plain tensors too
@@ -31,7 +31,7 @@ WITHOUT_VMAP: set[Any] = {torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, tor
 MARK = "_torchace_members"
 
 
-class FollowError(Exception):
+class StackingError(Exception):
     """The forward contains a call that cannot be computed for all members at once."""
 
 
@@ -53,10 +53,10 @@ def rule(*functions: Any) -> Callable[[Rule], Rule]:
     return register
 
 
-class Follower(TorchFunctionMode):
+class StackingMode(TorchFunctionMode):
     """Compute the calls of a member's forward for `num_members` members.
 
-    `token` identifies the ensemble: marks of other ensembles are ignored. `draws` replaces PyTorch's generator.
+    `token` identifies the ensemble: marks of other ensembles are ignored. `rng` replaces PyTorch's generator.
     `record` receives a `Node` per call.
     """
 
@@ -64,11 +64,11 @@ class Follower(TorchFunctionMode):
         self,
         num_members: int,
         token: int,
-        draws: ConstantDraws | KeyedDraws | None = None,
+        rng: ConstantRNG | MemberRNG | None = None,
         record: list[Node] | None = None,
     ) -> None:
         super().__init__()
-        self.num_members, self.token, self.draws, self.record = num_members, token, draws, record
+        self.num_members, self.token, self.rng, self.record = num_members, token, rng, record
         self.marks = {layout: (token, layout) for layout in (FIRST, CHANNELS, LAST)}
         self.buffers: set[int] = set()  # ids of the members' buffers
         self.layer = ""  # name of the running layer, set by `track_layers`
@@ -97,7 +97,7 @@ class Follower(TorchFunctionMode):
             inputs.append(options.pop("input"))
         compute = RULES.get(func)
         if compute is None and name_of(func) in RANDOM_NAMES:
-            raise FollowError(f"{name_of(func)!r} draws random numbers, which has no form for each member")
+            raise StackingError(f"{name_of(func)!r} draws random numbers, which has no form for each member")
         if func not in RANDOM and not _any_stacked(inputs) and not _any_stacked(options.values()):
             self.note(func, "once")
             return func(*args, **(kwargs or {}))
@@ -151,7 +151,7 @@ class Follower(TorchFunctionMode):
             elif all(value == values[0] for value in values):
                 combined.append(values[0])
             else:
-                raise FollowError(f"{name_of(func)!r} returns Python values that differ between members")
+                raise StackingError(f"{name_of(func)!r} returns Python values that differ between members")
         return tree_unflatten(combined, members[0][1])
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchace.nn.stacking.follower import RANDOM, Follower, FollowError, Rule, rule
-from torchace.nn.stacking.rules import Func, named
+from torchace.nn.stacking.mode import RANDOM, Rule, StackingError, StackingMode, rule
+from torchace.nn.stacking.tensor_rules import Func, named
 from torchace.nn.stacking.values import CHANNELS, FIRST, Stacked, to_channels, to_members
 
 
@@ -22,30 +22,30 @@ def random_rule(*functions: Any) -> Callable[[Rule], Rule]:
 
 
 @random_rule(F.dropout, torch.dropout)
-def _dropout(follower: Follower, func: Func, x: Any, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
+def _dropout(stacking: StackingMode, func: Func, x: Any, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
     training = args[0] if args else kwargs.get("training", kwargs.get("train", True))
     if not training or p == 0:
         return x
-    if isinstance(x, Stacked) and x.layout != FIRST and follower.draws is None:
+    if isinstance(x, Stacked) and x.layout != FIRST and stacking.rng is None:
         return Stacked(F.dropout(x.data, p), x.layout)
-    data = to_members(x, follower.num_members)
-    if follower.draws is None:
+    data = to_members(x, stacking.num_members)
+    if stacking.rng is None:
         return Stacked(F.dropout(data, p))
-    return Stacked(data * dropout_mask(follower, data, data.shape, p))
+    return Stacked(data * dropout_mask(stacking, data, data.shape, p))
 
 
 @random_rule(*named("dropout1d", "dropout2d", "dropout3d"), F.feature_alpha_dropout, F.alpha_dropout)
 def _channel_dropout(
-    follower: Follower, func: Func, x: Any, p: float = 0.5, training: bool | None = None, inplace: bool = False
+    stacking: StackingMode, func: Func, x: Any, p: float = 0.5, training: bool | None = None, inplace: bool = False
 ) -> Any:
     alpha = func in (F.alpha_dropout, F.feature_alpha_dropout)
     if not (not alpha if training is None else training) or p == 0:
         return x
-    if follower.draws is None:
-        return Stacked(func(to_channels(x, follower.num_members), p, True), CHANNELS)
-    data = to_members(x, follower.num_members)
+    if stacking.rng is None:
+        return Stacked(func(to_channels(x, stacking.num_members), p, True), CHANNELS)
+    data = to_members(x, stacking.num_members)
     shape = data.shape if func is F.alpha_dropout else (*data.shape[:3], *[1] * (data.ndim - 3))
-    mask = dropout_mask(follower, data, shape, p)
+    mask = dropout_mask(stacking, data, shape, p)
     if not alpha:
         return Stacked(data * mask)
     low = -1.7580993408473766  # SELU's limit; mean and variance are preserved
@@ -53,70 +53,70 @@ def _channel_dropout(
     return Stacked(scale * (torch.where(mask > 0, data, low) - low * p))
 
 
-def dropout_mask(follower: Follower, like: Tensor, shape: Any, p: float) -> Tensor:
-    """Return a mask of 0 and 1 / (1 - p) from the follower's random numbers."""
-    assert follower.draws is not None
+def dropout_mask(stacking: StackingMode, like: Tensor, shape: Any, p: float) -> Tensor:
+    """Return a mask of 0 and 1 / (1 - p) from the mode's random numbers."""
+    assert stacking.rng is not None
     if p >= 1:
         return like.new_zeros(shape)
-    return (follower.draws.uniform(tuple(shape), torch.float32, like.device) >= p).to(like.dtype) / (1 - p)
+    return (stacking.rng.uniform(tuple(shape), torch.float32, like.device) >= p).to(like.dtype) / (1 - p)
 
 
 @random_rule(torch.empty, torch.rand, torch.randn)
-def _random_tensor(follower: Follower, func: Func, *args: Any, size: Any = None, **kwargs: Any) -> Any:
+def _random_tensor(stacking: StackingMode, func: Func, *args: Any, size: Any = None, **kwargs: Any) -> Any:
     """Create numbers for each member; also for `torch.empty`, which may be filled with random numbers."""
     given = args or (size,)
-    shape = (follower.num_members, *(given[0] if isinstance(given[0], (list, tuple)) else given))
-    if func is torch.empty or follower.draws is None:
+    shape = (stacking.num_members, *(given[0] if isinstance(given[0], (list, tuple)) else given))
+    if func is torch.empty or stacking.rng is None:
         return Stacked(func(shape, **kwargs))
-    return Stacked(_fill(follower, torch.empty(shape, **kwargs), (lambda u: u) if func is torch.rand else _normal))
+    return Stacked(_fill(stacking, torch.empty(shape, **kwargs), (lambda u: u) if func is torch.rand else _normal))
 
 
 @random_rule(*named("empty_like", "rand_like", "randn_like"), Tensor.new_empty)
-def _random_like(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _random_like(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     data = x.data if isinstance(x, Stacked) else x
     if func is Tensor.new_empty:
         sizes = kwargs.pop("size", args[0] if args and not isinstance(args[0], int) else args)
     else:
-        sizes = x.shape(follower.num_members) if isinstance(x, Stacked) else x.shape
+        sizes = x.shape(stacking.num_members) if isinstance(x, Stacked) else x.shape
     kwargs.pop("memory_format", None)
     make = {"rand_like": torch.rand, "randn_like": torch.randn}.get(func.__name__, torch.empty)
-    return _random_tensor(follower, make, tuple(sizes), **{"dtype": data.dtype, "device": data.device, **kwargs})
+    return _random_tensor(stacking, make, tuple(sizes), **{"dtype": data.dtype, "device": data.device, **kwargs})
 
 
 def _normal(uniform: Tensor) -> Tensor:
     return math.sqrt(2) * torch.erfinv(2 * uniform - 1)
 
 
-def _fill(follower: Follower, data: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
-    assert follower.draws is not None
+def _fill(stacking: StackingMode, data: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
+    assert stacking.rng is not None
     dtype = data.dtype if data.dtype in (torch.float32, torch.float64) else torch.float32
-    return data.copy_(transform(follower.draws.uniform(tuple(data.shape), dtype, data.device)))
+    return data.copy_(transform(stacking.rng.uniform(tuple(data.shape), dtype, data.device)))
 
 
 @rule(Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_)
-def _fill_randomly(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(x, Stacked) or len(x.data) != follower.num_members:
-        raise FollowError("random numbers would be written into a tensor that all members share")
-    if follower.draws is None or x.layout == CHANNELS:
+def _fill_randomly(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(x, Stacked) or len(x.data) != stacking.num_members:
+        raise StackingError("random numbers would be written into a tensor that all members share")
+    if stacking.rng is None or x.layout == CHANNELS:
         func(x.data, *args, **kwargs)
         return x
     if func is Tensor.bernoulli_:
         p = args[0] if args else kwargs.get("p", 0.5)
-        _fill(follower, x.data, lambda u: u < (p.data if isinstance(p, Stacked) else p))
+        _fill(stacking, x.data, lambda u: u < (p.data if isinstance(p, Stacked) else p))
         return x
     is_normal = func is Tensor.normal_
     defaults = {"mean": 0.0, "std": 1.0} if is_normal else {"from": 0.0, "to": 1.0}
     low, width = ({**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}[name] for name in defaults)
     width = width if is_normal else width - low
-    _fill(follower, x.data, lambda u: low + width * (_normal(u) if is_normal else u))
+    _fill(stacking, x.data, lambda u: low + width * (_normal(u) if is_normal else u))
     return x
 
 
 @random_rule(torch.bernoulli, Tensor.bernoulli)
-def _bernoulli(follower: Follower, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _bernoulli(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     if args or kwargs:
         return NotImplemented
-    data = to_members(x, follower.num_members)
-    if follower.draws is None:
+    data = to_members(x, stacking.num_members)
+    if stacking.rng is None:
         return Stacked(torch.bernoulli(data))
-    return Stacked(_fill(follower, torch.empty_like(data, memory_format=torch.contiguous_format), lambda u: u < data))
+    return Stacked(_fill(stacking, torch.empty_like(data, memory_format=torch.contiguous_format), lambda u: u < data))

@@ -1,4 +1,4 @@
-"""Changes files of every format and reads them: `python -m tests.mutations [--count 120] [--seed 0]`.
+"""Changes files of every format and reads them: `python -m tests.fuzzing [--count 120] [--seed 0]`.
 
 Each case has at most 10 s and 2 GiB. Prints a table, and ends with 1 if a case had more, raised anything but one
 sentence, or was read with changed values although it has a checksum.
@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.mutations.changes import KINDS_OF_FILE, mutate_bytes, mutate_json, mutate_number, nest, splice
+from tests.fuzzing.changes import KINDS_OF_FILE, mutate_bytes, mutate_json, mutate_number, nest, splice
 
 SECONDS, BYTES = 10, 1 << 31
 COLUMNS = ("cases", "refused", "read", "tracebacks", "slow", "large", "altered")
@@ -43,7 +43,7 @@ def main() -> int:
         for name in options.only:
             print(json.dumps({name: mutated(name, options.count, options.seed)}), flush=True)
         return 0
-    from tests.mutations.subjects import SUBJECTS
+    from tests.fuzzing.subjects import SUBJECTS
 
     names = options.only or list(SUBJECTS)
     began = time.monotonic()
@@ -56,7 +56,7 @@ def spread(names: list[str], count: int, seed: int, workers: int) -> dict[str, d
     """What became of each format, each in one of several processes."""
     begun = []
     for worker in range(workers):
-        command = [sys.executable, "-m", "tests.mutations", "--here", "--count", str(count), "--seed", str(seed)]
+        command = [sys.executable, "-m", "tests.fuzzing", "--here", "--count", str(count), "--seed", str(seed)]
         begun.append(subprocess.Popen([*command, "--only", *names[worker::workers]], stdout=subprocess.PIPE, text=True))
     outputs = [process.communicate()[0] for process in begun]
     if any(process.returncode for process in begun):
@@ -89,7 +89,7 @@ def print_table(found: dict[str, dict[str, Any]], seconds: float) -> None:
 
 def mutated(name: str, count: int, seed: int) -> dict[str, Any]:
     """Change the files of one format `count` times and read them; count what happened."""
-    from tests.mutations.subjects import SUBJECTS
+    from tests.fuzzing.subjects import SUBJECTS
 
     subject = SUBJECTS[name]
     counts: dict[str, Any] = Counter()

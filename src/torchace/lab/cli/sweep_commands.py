@@ -1,0 +1,146 @@
+"""Commands for sweeps: run, report."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from torchace.lab.cli.table_options import Device
+from torchace.lab.cli.terminal import (
+    ERROR,
+    INTERRUPTED,
+    RESUME,
+    SOME_FAILED,
+    StopSignal,
+    check_report_packages,
+    console,
+    exit_interrupted,
+    interruptible,
+    print_error,
+    print_line,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from torchace.lab.schema.experiment import Experiment
+    from torchace.lab.schema.results import Failure, RunKey
+    from torchace.lab.sweeps.executor import Executor
+
+
+def run(
+    experiment: Annotated[str, typer.Argument(help="A built-in experiment or the path of a TOML file.")] = "digits",
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds: 0, 1, 2, ...")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory. By default runs/NAME.")] = None,
+    device: Device = "auto",
+    resume: Annotated[bool, typer.Option(help="Resume, or refuse a directory that already holds runs.")] = True,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Train on Ray: auto, local, HOST:PORT or ray://HOST:PORT.")
+    ] = None,
+    parallel: Annotated[
+        str | None, typer.Option(metavar="HOW", help="With torchrun: data, members, or MxD to split both.")
+    ] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard logs.")] = False,
+) -> None:
+    """Train a sweep over λ and seeds and write a report. Repeat the command to resume."""
+    check_report_packages()
+
+    from torchace.lab.sweeps.config import load_experiment
+    from torchace.lab.sweeps.torchrun import process_group
+
+    with process_group(parallel) as rank:  # None: a single process
+        console.quiet = bool(rank)
+        loaded = load_experiment(experiment, set_ or (), seeds=None if seeds is None else range(seeds))
+        if rank is not None and ray is not None:
+            raise ValueError("Expected torchrun or --ray, but got both: Ray starts its own processes.")
+        directory = out or Path("runs") / loaded.name
+
+        from torchace.lab.cli.progress import SweepProgress
+        from torchace.lab.sweeps.callbacks import Callback, CallbackList, EventLog, TensorBoard
+        from torchace.lab.sweeps.executor import UnfinishedRunsError
+        from torchace.lab.sweeps.sweep import Sweep
+        from torchace.lab.training.loop import Interrupted
+
+        if not resume and (directory / "experiment.json").exists():
+            raise ValueError(f"{directory} already holds runs. Remove --no-resume to resume, or choose another --out.")
+        try:
+            with (
+                StopSignal() as stop,
+                SweepProgress(console) as progress,
+                _connect(loaded, directory, device, ray, parallel, rank, stop) as executor,
+            ):
+                callbacks: list[Callback] = [progress]
+                if not rank:
+                    callbacks += [EventLog(directory), *([TensorBoard(directory)] if tensorboard else [])]
+                failures = Sweep(loaded, directory, executor).run(CallbackList(callbacks), stop)
+        except Interrupted:
+            if rank:
+                raise typer.Exit(INTERRUPTED) from None
+            raise exit_interrupted(RESUME.format(directory)) from None
+        except UnfinishedRunsError as error:
+            if any(directory.glob("runs/*.json")):
+                report(directory)
+            for run, reason in error.reasons.items():
+                print_error(f"Run λ={run.diversity:g}, seed {run.seed} ({run.arm}) is not finished: {reason}.")
+            print_error(f"All other runs are in {directory}. Repeat the command to retry the unfinished ones.")
+            raise typer.Exit(ERROR) from None
+    if not rank:  # the first rank reports
+        report(directory)
+        _print_failures(failures)
+
+
+@contextmanager
+def _connect(
+    experiment: Experiment,
+    directory: Path,
+    device: str,
+    ray: str | None,
+    parallel: str | None,
+    rank: int | None,
+    stop: Callable[[], bool],
+) -> Iterator[Executor]:
+    if ray is not None:
+        from torchace.lab.sweeps.ray import connect_ray
+
+        with connect_ray(ray, device, directory, stop) as executor:
+            yield executor
+        return
+
+    from torchace.lab.sweeps.executor import Executor
+    from torchace.lab.sweeps.torchrun import RankExecutor
+    from torchace.lab.training.members import resolve_device
+
+    device = resolve_device(device)
+    yield Executor(device) if rank is None else RankExecutor(experiment, device, parallel)
+
+
+def _print_failures(failures: dict[RunKey, Failure]) -> None:
+    for run, failure in failures.items():
+        member = "" if failure.member is None else f", member {failure.member}"
+        print_error(
+            f"Run λ={run.diversity:g}, seed {run.seed} ({run.arm}) failed at step {failure.step}{member}: "
+            f"{failure.message}."
+        )
+    if failures:
+        raise typer.Exit(SOME_FAILED)
+
+
+def report(directory: Annotated[Path, typer.Argument(help="Run directory.")]) -> None:
+    """Write the report of a run directory."""
+    from torchace.lab.report import read_results, rich_table, write_report
+
+    again = f"All results are in {directory}. Write the report with: torchace report {shlex.quote(str(directory))}"
+    with interruptible(f"Interrupted while writing the report. {again}"):
+        page = write_report(directory)
+    results = read_results(directory, arrays=False)
+    print_table(rich_table(results))
+    print_line(f"Report: {page}")
+    for damaged in results.damaged:
+        print_error(f"Skipped: {damaged.reason}")
