@@ -134,10 +134,10 @@ def _find_layout(sample: bytes, delimiters: list[str]) -> tuple[str, bool]:
     for delimiter in delimiters:
         with contextlib.suppress(csv.Error):
             reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True)
-            header, *rows = [len(row) for row in itertools.islice(_skip_blank(reader), _SAMPLE_ROWS)] or [0]
-            is_longer = header > 1 and set(rows) == {header + 1}
-            if (is_longer or {header} >= set(rows)) and header > most:
-                best, most, has_row_names = delimiter, header, is_longer
+            width, *rows = [len(row) for row in itertools.islice(_skip_blank(reader), _SAMPLE_ROWS)] or [0]
+            is_longer = width > 1 and set(rows) == {width + 1}
+            if (is_longer or {width} >= set(rows)) and width > most:
+                best, most, has_row_names = delimiter, width, is_longer
     if most > 1:
         return best, has_row_names
     header = next((line for line in text.splitlines() if line.strip()), "")

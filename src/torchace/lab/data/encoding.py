@@ -81,8 +81,10 @@ class Encoding:
         raw = np.empty((len(frame), len(self.columns)))
         for place, (column, statistics) in enumerate(zip(self.schema.columns, self.columns, strict=True)):
             cells = get_column(frame, column.name, "needed for predictions")
-            is_category = isinstance(statistics, CategoryColumn)
-            raw[:, place] = _codes(cells, statistics) if is_category else feature_numbers(cells, column)
+            if isinstance(statistics, CategoryColumn):
+                raw[:, place] = _codes(cells, statistics)
+            else:
+                raw[:, place] = feature_numbers(cells, column)
         return torch.from_numpy(raw)
 
     def targets(self, frame: DataFrame) -> Tensor:

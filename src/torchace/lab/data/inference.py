@@ -159,9 +159,8 @@ def _number_formats(columns: Mapping[str, Series]) -> dict[str, tuple[str, float
     """
     shares = {name: _number_shares(column) for name, column in columns.items()}
     european = any(
-        (best := max(found.values())) >= MIN_SHARE
-        and best > max(found[""], found["1,234.5"])
-        and any(found[format] == best for format in _EUROPEAN)
+        max(found[format] for format in _EUROPEAN) >= MIN_SHARE
+        and max(found[format] for format in _EUROPEAN) > max(found[""], found["1,234.5"])
         for found in shares.values()
         if found.keys() > {""}
     )
