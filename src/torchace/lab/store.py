@@ -39,7 +39,10 @@ from torchace.lab.schema.results import (
 from torchace.lab.training.checkpoint import MANIFEST, Checkpoints
 
 # written by a sweep after experiment.json
-SWEEP_FILES = ("checkpoints", "jobs.json", "log.jsonl", "report", "runs", "tensorboard")
+SWEEP_FILES = (
+    *("checkpoints", "jobs.json", "log.jsonl", "report", "runs"),
+    *("metrics.csv", "mlflow.db", "tensorboard", "wandb"),  # of trackers
+)
 # written by sweeps, searches and fits; links are refused
 OUTPUT_FILES = (*SWEEP_FILES, "groups", "experiment.json", "fingerprint.json", "fit.json", "lock", "model", "search")
 

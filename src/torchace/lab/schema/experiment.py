@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -210,7 +211,8 @@ class SweepSection(Section):
 
     diversities: Diversities = [0.0, 0.1, 0.3, 0.5, 0.7]
     seeds: Annotated[list[Seed], *Distinct] = [0, 1, 2, 3, 4]
-    cohort_size: Count | None = None  # maximum size of a run group
+    # maximum size of a run group; formerly `cohort_size`
+    group_size: Count | None = Field(default=None, validation_alias=AliasChoices("group_size", "cohort_size"))
     keep_weights: Literal[True, False, "auto"] = "auto"  # "auto": where all runs together take at most 256 MiB
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,7 +110,8 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
         diversities=[run.diversity for run in group.runs],
         seeds=seeds,
         checkpoint_policy=CheckpointPolicy(checkpoints, every.steps, every.seconds),
-        on_progress=lambda progress: callback.on_step(group, progress),
+        on_progress=partial(callback.on_group_step, group),
+        on_epoch_end=partial(callback.on_group_epoch_end, group),
         stop=stop,
     )
     start = time.monotonic()

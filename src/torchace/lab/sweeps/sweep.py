@@ -84,6 +84,9 @@ class Sweep:
                         written = time.monotonic()
                     if group is not None:
                         done.update(group.runs)
+                        for run in group.runs:
+                            if (result := store.result(run)) is not None:
+                                callback.on_run_end(run, result)
                         callback.on_group_end(group, len(done))
             except BaseException:
                 with suppress(OSError):  # keep the original error
@@ -144,7 +147,7 @@ class Sweep:
         count = Counter(group.arm for group in groups)
         for arm in plan.arms.values():
             new = [run for run in self._runs(arm) if run not in known]
-            size = self.experiment.sweep.cohort_size or default_group_size(arm.model, plan.device)
+            size = self.experiment.sweep.group_size or default_group_size(arm.model, plan.device)
             steps = make_train_config(arm.train, plan.data[arm.name].batches(arm).steps_per_epoch).steps
             compiled = is_compiled(arm.train, steps, plan.device)
             for start in range(0, len(new), size):

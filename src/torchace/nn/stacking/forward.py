@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchace.nn.architecture import not_stackable
@@ -165,7 +165,7 @@ def _vmap_members(stacked: nn.Module, args: Sequence[Any], kwargs: dict[str, Any
                 raise _ReplacedBufferError(name)
         return output
 
-    in_dims = (0, 0, *[0 if own else None] * len(args))
+    in_dims = (0, 0, *(0 if own and any(isinstance(v, Tensor) for v in tree_leaves(x)) else None for x in args))
     with _prepare_for_vmap(stacked):
         return vmap(run_member, in_dims=in_dims, randomness="different")(parameters, buffers, *args)
 
@@ -182,7 +182,9 @@ def _explain_failure(
         layer, _, buffer = str(error).rpartition(".")
         return not_stackable(stacked, layer, f"it replaces its buffer {buffer!r} instead of changing it in place")
     try:
-        take_members(stacked, 0)(*(tree_map(lambda x: x[0], list(args)) if own else args), **kwargs)
+        take_members(stacked, 0)(
+            *(tree_map(lambda x: x[0] if isinstance(x, Tensor) else x, list(args)) if own else args), **kwargs
+        )
     except Exception as member_error:
         return member_error
     tracker = StackingMode(1, -1)
