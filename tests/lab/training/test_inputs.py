@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.lab.training.cases import CLASSES, MEMBERS, run_group, train_config, weights
 from torch import Tensor, nn
 
+from tests.lab.training.small_trainings import CLASSES, MEMBERS, run_group, train_config, weights
 from torchace.lab.data import Batches, Split
 from torchace.lab.data.inputs import as_arguments, map_inputs
 from torchace.lab.data.transform import BatchTransform

@@ -230,5 +230,6 @@ def chunks(
     check_count(size, "size")
     split = split if device is None else split.to(device)
     format_inputs = _Format(split, normalize=normalize, dtype=dtype, flatten=flatten)
-    evaluate = (lambda x: x) if transform is None else transform.evaluate
-    return ((evaluate(format_inputs(x)), y) for x, y in split.chunks(size))
+    for x, y in split.chunks(size):
+        x = format_inputs(x)
+        yield (x if transform is None else transform.evaluate(x)), y

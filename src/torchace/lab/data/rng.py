@@ -11,6 +11,7 @@ import operator
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +76,7 @@ def seed_generators(key: int, device: torch.device | str = "cpu") -> None:
 
 def generator_states() -> tuple[bytes, ...]:
     """Return the states of the CPU's global generators, to compare them."""
-    numpy_state = np.random.get_state(legacy=True)  # noqa: NPY002
+    numpy_state: Any = np.random.get_state()  # noqa: NPY002
     return (
         torch.default_generator.get_state().numpy().tobytes(),
         repr((numpy_state[1].tobytes(), *numpy_state[2:])).encode(),
