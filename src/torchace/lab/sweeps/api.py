@@ -184,7 +184,7 @@ def _parse(content: dict[str, Any], settings: Mapping[str, Any]) -> Experiment:
     known = TrainSection.model_fields
     for key in settings:
         if key not in known:
-            close = difflib.get_close_matches(key, [*known, *sweep.__kwdefaults__], n=1)
+            close = difflib.get_close_matches(key, [*known, *(sweep.__kwdefaults__ or ())], n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"sweep() got an unexpected keyword argument {key!r}.{hint}")
     try:

@@ -32,8 +32,8 @@ class LoadedData:
     @classmethod
     def load(cls, section: DataSection, device: str, components: Components | None = None) -> LoadedData:
         """Load the data set of a section."""
-        given = components is not None and components.data is not None
-        dataset, validation = _given_dataset(components.data) if given else load(section.name), None
+        given = None if components is None else components.data
+        dataset, validation = load(section.name) if given is None else _given_dataset(given), None
         if section.limit is not None:
             if section.limit > len(dataset.train):
                 raise ConfigError(
