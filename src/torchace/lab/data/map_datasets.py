@@ -163,7 +163,7 @@ def _read_batches(items: Items, batches: Iterator[list[Place]], num_workers: int
         return
     sampled, batches = itertools.tee(batches)
     with preserve_generators():  # DataLoader draws a seed for its workers
-        loaded = iter(DataLoader(items, batch_sampler=sampled, num_workers=num_workers, collate_fn=_stack))  # type: ignore[arg-type]
+        loaded = iter(DataLoader(items, batch_sampler=sampled, num_workers=num_workers, collate_fn=_stack))
     for places in batches:
         try:
             yield next(loaded)
@@ -217,8 +217,10 @@ class StreamedSplit:
             check_classes(y, self.num_classes, part, indices)
         if self.device.type == "cpu":
             return x, y
-        move = lambda t: t.pin_memory().to(self.device, non_blocking=True)  # noqa: E731
-        return map_inputs(move, x), move(y)
+        return map_inputs(self._move, x), self._move(y)
+
+    def _move(self, values: Tensor) -> Tensor:
+        return values.pin_memory().to(self.device, non_blocking=True)
 
     @cached_property
     def x(self) -> Inputs:
@@ -232,9 +234,9 @@ def check_finite_inputs(x: Inputs, part: str, indices: Sequence[int] | None = No
         if values.is_floating_point() and not bool(torch.isfinite(values).all()):
             bad = (~torch.isfinite(values)).flatten(1).any(1) if values.ndim > 1 else ~torch.isfinite(values)
             first = int(bad.nonzero()[0])
+            sample = indices[first] if indices else first
             raise DataError(
-                f"The {part} data has NaN or Inf in sample {indices[first] if indices else first}; replace such values, or leave the "
-                "sample out."
+                f"The {part} data has NaN or Inf in sample {sample}; replace such values, or leave the sample out."
             )
 
 

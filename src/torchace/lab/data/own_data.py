@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,20 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from torch.utils.data import Dataset as TorchDataset
 
 from torchace._files import available_memory, error_reason
 from torchace._npz import NPZ_ERRORS, read_npz
-from torchace.lab.data.datasets import Dataset
+from torchace.lab.data.columns import get_column, target_numbers
+from torchace.lab.data.datasets import Dataset, channel_statistics
 from torchace.lab.data.encoding import learn_encoding
 from torchace.lab.data.errors import DataError, pandas
+from torchace.lab.data.inference import infer_schema
 from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
 from torchace.lab.data.map_datasets import Items, StreamedSplit, check_finite_inputs, is_random, item_bytes, read_all
-from torchace.lab.data.messages import quote, suggestion
-from torchace.lab.data.parsing import feature_numbers
 from torchace.lab.data.rng import permutation
 from torchace.lab.data.splits import Split, stratified_split
-from torchace.lab.data.table_schema import infer_schema
 from torchace.lab.data.tables import read_table
 from torchace.lab.data.targets import as_targets, check_classes, encode_labels, find_missing_classes
 from torchace.models.encoder import TableEncoder
@@ -36,9 +33,8 @@ if TYPE_CHECKING:
 
 FORMS = "give (X, y), a DataFrame with `target`, or a map-style Dataset"
 MEMORY_SHARE = 0.5  # of the available memory that the samples may take
-HASHED_BYTES = 1 << 26  # larger tensors are hashed by a sample of their rows
 
-AnySplit = Split | StreamedSplit
+AnySplit = Any  # Split or StreamedSplit
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,8 @@ def make_dataset(train: Any, test: Any, options: DataOptions, name: str = "own d
     else:
         splits = [_dataset_split(part, kind, options) for part, kind in ((train, "training"), (test, "test"))]
         names = tuple(str(value) for value in getattr(train, "classes", ()))
-    return _check(name, *splits, names, options)
+    train, test = splits
+    return _check(name, train, test, names, options)
 
 
 def _check(name: str, train: AnySplit, test: AnySplit, names: tuple[str, ...], options: DataOptions) -> Dataset:
@@ -89,13 +86,17 @@ def _check(name: str, train: AnySplit, test: AnySplit, names: tuple[str, ...], o
         num_targets = sizes[0]
         names = () if options.task == "regression" else names or tuple(map(str, range(num_targets)))
     image_shape = _image_shape(train.x)
+    is_pixels = image_shape is not None and train.x.dtype == torch.uint8
+    mean, std = channel_statistics(train.x) if is_pixels and isinstance(train, Split) else ((), ())
     return Dataset(
         name,
-        train,  # type: ignore[arg-type]
-        test,  # type: ignore[arg-type]
+        train,
+        test,
         names,
         image_shape=image_shape,
-        max_value=255 if image_shape is not None and train.x.dtype == torch.uint8 else None,
+        max_value=255 if is_pixels else None,
+        mean=mean,
+        std=std,
         task=options.task,
         num_targets=num_targets,
         notes=tuple(notes),
@@ -118,8 +119,6 @@ def _class_names(train: AnySplit, test: AnySplit, names: tuple[str, ...], option
 def _with_classes(split: AnySplit, count: int) -> AnySplit:
     if isinstance(split, Split):
         return split
-    from dataclasses import replace
-
     return replace(split, num_classes=count)
 
 
@@ -148,7 +147,9 @@ def _array_splits(train: Any, test: Any, options: DataOptions) -> tuple[list[Any
 
 
 def _array_split(x: Any, y: Any, part: str, options: DataOptions) -> Split:
-    inputs = map_inputs(lambda values: _as_tensor(values, part), tuple(x) if isinstance(x, list) and _holds_arrays(x) else x)
+    inputs = map_inputs(
+        lambda values: _as_tensor(values, part), tuple(x) if isinstance(x, list) and _holds_arrays(x) else x
+    )
     targets = as_targets(_as_tensor(y, part), options.task, part)
     for values in input_tensors(inputs):
         if values.ndim == 0 or len(values) != len(targets):
@@ -212,13 +213,13 @@ def _table_splits(train: Any, test: Any, options: DataOptions) -> tuple[list[Any
         schema = infer_schema(train.drop(columns=targets[1:]), targets[0], "regression")
         names = tuple(targets) if options.task == "multilabel" else ()
     encoding = learn_encoding(schema, train)
-    encoder = TableEncoder.from_values(**encoding.encoder_arguments())
+    encoder = TableEncoder.from_values(**encoding.encoder_arguments()).double()
     splits: list[AnySplit] = []
     for part, frame in (("training", train), ("test", test)):
         if options.task == "classification":
             y = encoding.targets(frame)
         else:
-            columns = [feature_numbers(_column(frame, name, part)) for name in targets]
+            columns = [target_numbers(get_column(frame, name, "the target")) for name in targets]
             y = torch.from_numpy(np.stack(columns, 1))
         x = encoder(encoding.matrix(frame))
         splits.append(Split(x, as_targets(y, options.task, part)).to(options.device))
@@ -234,15 +235,8 @@ def _target_columns(frame: DataFrame, options: DataOptions) -> list[str]:
         return found
     names = [target] if isinstance(target, str) else list(target)
     for name in names:
-        _column(frame, name, "training")
+        get_column(frame, name, "the target")
     return names
-
-
-def _column(frame: DataFrame, name: str, part: str) -> Any:
-    if name not in frame.columns:
-        hint = suggestion(name, map(str, frame.columns))
-        raise DataError(f"The {part} table has no column {quote(name)}{hint}; name one of its columns.")
-    return frame[name]
 
 
 # -- map-style Datasets ------------------------------------------------------------------------------------------------
@@ -255,7 +249,7 @@ def _dataset_split(dataset: Any, part: str, options: DataOptions) -> AnySplit:
         raise DataError(f"The {part} data is a DataLoader, which has an order of its own; give its `dataset`.")
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(f"The {part} data is {type(dataset).__name__}; {FORMS}, which has a length and items by index.")
-    if not isinstance(dataset, TorchDataset) and isinstance(dataset, Tensor | np.ndarray):
+    if isinstance(dataset, Tensor | np.ndarray):
         raise DataError(f"The {part} data has no targets; {FORMS}.")
     if isinstance(dataset, TensorDataset):
         *x, y = dataset.tensors
@@ -297,9 +291,7 @@ def _known_labels(dataset: Any, options: DataOptions) -> Tensor | None:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def read_data_file(
-    file: str, *, target: str | None, test_file: str | None, test: float, task: str
-) -> tuple[Any, Any]:
+def read_data_file(file: str, *, target: Any, test_file: str | None, test: float, task: str) -> tuple[Any, Any]:
     """Return training and test data of files, in a form that `make_dataset` accepts.
 
     An `.npz` file holds arrays `x_train`, `y_train`, `x_test`, `y_test`, or `x` and `y` (or the name in `target`), or
@@ -315,10 +307,11 @@ def read_data_file(
     (part,) = parts
     if _is_frame(part):
         y = None
-        if task == "classification" and target is not None and target in part.columns:
+        if task == "classification" and isinstance(target, str) and target in part.columns:
             y = infer_schema(part, target, task).targets(part)
-        train, held_out = _random_rows(len(part), y, test)
-        return part.iloc[train.numpy()].reset_index(drop=True), part.iloc[held_out.numpy()].reset_index(drop=True)
+        rows = _random_rows(len(part), y, test)
+        train, held_out = (part.iloc[index.numpy()].reset_index(drop=True) for index in rows)
+        return train, held_out
     x, y = part
     labels = np.unique(y, return_inverse=True)[1] if task == "classification" and np.ndim(y) == 1 else None
     rows = _random_rows(len(x), None if labels is None else torch.from_numpy(labels.astype(np.int64)), test)
@@ -326,11 +319,12 @@ def read_data_file(
     return train, held_out
 
 
-def _read_part(file: str, target: str | None) -> Any:
+def _read_part(file: str, target: Any) -> Any:
     """Return four arrays by name, (x, y), or a DataFrame."""
     if not file.lower().endswith(".npz"):
         return read_table(file)
-    names = ("x_train", "y_train", "x_test", "y_test", "x", "X", "y", *([target] if target else []))
+    target = target if isinstance(target, str) else "y"
+    names = ("x_train", "y_train", "x_test", "y_test", "x", "X", target)
     path = Path(file).expanduser()
     try:
         arrays = read_npz(path, names)
@@ -340,7 +334,7 @@ def _read_part(file: str, target: str | None) -> Any:
         raise DataError(f"{file} is a damaged NPZ file ({error_reason(error)}); copy or save it again.") from None
     if {"x_train", "y_train", "x_test", "y_test"} <= arrays.keys():
         return arrays
-    x, y = arrays.get("x", arrays.get("X")), arrays.get(target or "y")
+    x, y = arrays.get("x", arrays.get("X")), arrays.get(target)
     return read_table(file) if x is None or y is None else (x, y)
 
 
@@ -355,19 +349,3 @@ def _random_rows(count: int, labels: Tensor | None, share: float) -> tuple[Tenso
         return rest.x, taken.x
     order = permutation(0, "test", count=count)
     return order[size:].sort().values, order[:size].sort().values
-
-
-# -- fingerprint -------------------------------------------------------------------------------------------------------
-
-
-def data_digest(split: AnySplit) -> str:
-    """Return a SHA-256 of types, shapes and contents; of some rows of a split that is large or read while training."""
-    digest = hashlib.sha256(str(len(split)).encode())
-    size = len(split)
-    if isinstance(split, StreamedSplit) or sum(x.nbytes for x in input_tensors(split.x)) > HASHED_BYTES:
-        split = split.take(torch.linspace(0, size - 1, min(size, 64)).long())
-    for x, y in split.chunks(1024):
-        for values in (*input_tensors(x), y):
-            digest.update(f"{values.dtype} {tuple(values.shape[1:])}".encode())
-            digest.update(values.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

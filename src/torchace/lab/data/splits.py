@@ -97,9 +97,12 @@ def stratified_split(split: Split, size: int | float, *, seed: int) -> tuple[Spl
     """Split into the rest and a random, stratified part of `size`: a function of labels, size and seed alone.
 
     `size` is a count (int) or a fraction (float). Rounding favours largest remainders, then lower classes. Both parts
-    keep the order of the samples.
+    keep the order of the samples. Floating-point targets are split at random.
     """
     count = _check_size(size, len(split))
+    if split.y is None or split.y.is_floating_point():  # no classes, or unknown: at random
+        order = permutation(seed, "split", count=len(split))
+        return split.take(order[count:].sort().values), split.take(order[:count].sort().values)
     labels = split.y.cpu()
     if labels.dtype != torch.int64 or labels.ndim != 1 or int(labels.min()) < 0:
         raise ValueError(

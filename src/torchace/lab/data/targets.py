@@ -40,7 +40,9 @@ def as_targets(y: Tensor, task: str, part: str) -> Tensor:
         raise DataError(f"The {part} targets have NaN or Inf in sample {int(bad[0])}; leave such samples out.")
     if task == "multilabel" and not bool(((y >= 0) & (y <= 1)).all()):
         bad = ((y < 0) | (y > 1)).any(1).nonzero().flatten()
-        raise DataError(f"The {part} labels of sample {int(bad[0])} are not between 0 and 1; give 1 where a label holds.")
+        raise DataError(
+            f"The {part} labels of sample {int(bad[0])} are not between 0 and 1; give 1 where a label holds."
+        )
     return y
 
 
