@@ -238,23 +238,20 @@ def _cumulative_average(layer: Any) -> Iterator[None]:
 
 @contextmanager
 def refuse_checkpointing() -> Iterator[None]:
-    """Make `checkpoint` raise an error: its backward would run the forward without the mode."""
+    """Make `checkpoint` raise an error: its backward would run the forward without the stacking mode."""
     if not torch.is_grad_enabled():
         yield
         return
-    hooks = torch._C._autograd
-    enabled = hooks._saved_tensors_hooks_get_disabled_error_message() is None
-    apply = CheckpointFunction.apply
-    if enabled:
-        hooks._saved_tensors_hooks_disable(CHECKPOINT, False)
-    CheckpointFunction.apply = _raise_checkpoint_error  # type: ignore[method-assign]
+    places = ((CheckpointFunction, "apply"), (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"))
+    originals = [getattr(owner, name) for owner, name in places]
+    for owner, name in places:
+        setattr(owner, name, _raise_checkpoint_error)
     try:
         yield
     finally:
-        CheckpointFunction.apply = apply  # type: ignore[method-assign]
-        if enabled:
-            hooks._saved_tensors_hooks_enable()
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, original)
 
 
-def _raise_checkpoint_error(*_: Any) -> Any:
+def _raise_checkpoint_error(*_: Any, **__: Any) -> Any:
     raise RuntimeError(CHECKPOINT)
