@@ -149,7 +149,7 @@ def _forge_checkpoint(folder: Path, rng: random.Random) -> None:
 
 
 def _experiment() -> Any:
-    return small(train={"steps": 2}, sweep={"diversities": [0.0, 0.5], "seeds": [0, 1], "cohort_size": 2})
+    return small(train={"steps": 2}, sweep={"diversities": [0.0, 0.5], "seeds": [0, 1], "group_size": 2})
 
 
 def _write_runs(folder: Path) -> None:

@@ -40,7 +40,7 @@ batch_size = 64
 [sweep]
 diversities = [0.0, 0.5]
 seeds = [0, 1]
-cohort_size = 2
+group_size = 2
 """
 
 

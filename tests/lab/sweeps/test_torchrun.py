@@ -44,7 +44,7 @@ precision = "float64"
 [sweep]
 diversities = [0.0, 0.5]
 seeds = [0, 1]
-cohort_size = 2
+group_size = 2
 [checkpoint]
 steps = 20
 """
