@@ -74,6 +74,30 @@ def test_it_is_the_loss_of_all_logits(kind: str, target_kind: str, rows: int | N
             torch.testing.assert_close(one.grad, other.grad, **CLOSE)
 
 
+@pytest.mark.parametrize("shared_head", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "members' sample weights"])
+def test_features_of_each_member(kind: str, shared_head: bool) -> None:
+    target = torch.randint(C, (N,), generator=torch.Generator().manual_seed(2))
+    _, *heads = inputs()
+    results = []
+    for compute in (full_of_own, lambda *args, **options: linear_amended_cross_entropy(*args, chunk_rows=4, **options)):
+        features = torch.randn(K, N, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        own = [features.requires_grad_(), *(head.detach().requires_grad_() for head in heads)]
+        given = own
+        if shared_head:
+            own = [own[0], own[1][0].detach().requires_grad_()]
+            given = [own[0], own[1].expand(K, C, D), None]
+        loss = compute(*given, target, 0.6, **options_of(kind))
+        results.append((loss.detach(), *torch.autograd.grad(loss, own)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
+
+
+def full_of_own(features: Tensor, heads: Tensor, bias: Tensor | None, *args: Any, **options: Any) -> Tensor:
+    logits = torch.stack([x @ head.T for x, head in zip(features, heads, strict=True)])
+    return amended_cross_entropy(logits if bias is None else logits + bias[:, None], *args, **options)
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     st.integers(1, 4), st.integers(1, 9), st.integers(1, 6), st.integers(1, 5), st.floats(0, 1), st.integers(1, 10),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchace import _checks
 from torchace.functional._members import along_members, compute_dtype, member_mean
 from torchace.functional._options import resolve_coupling
+from torchace.kernels.closed_form import LossResult
 
 
 def binary_amended_cross_entropy(
@@ -60,11 +63,24 @@ def binary_amended_cross_entropy(
     _checks.check_binary_target(target)
     lam, alpha, mixture = resolve_coupling(logits, diversity, member_weights, mixture)
     z = logits.to(compute_dtype(logits))
-    p, alpha = target.to(z), along_members(alpha, z)
-    vp = p
+    p = target.to(z)
     if pos_weight is not None:
         _checks.check_broadcasts(pos_weight, "pos_weight", p)
-        vp = pos_weight.detach().to(z) * p
+        pos_weight = pos_weight.detach().to(z)
+    losses = element_losses(z, p, lam, along_members(alpha, z), mixture, pos_weight)
+    return member_mean(losses, sample_weight, reduction)
+
+
+def element_losses(
+    z: Tensor,
+    p: Tensor,
+    lam: float | Tensor,
+    alpha: Tensor,
+    mixture: Tensor | None,
+    pos_weight: Tensor | None = None,
+) -> Tensor:
+    """Differentiable loss of each element; all arguments broadcast to the shape of `z`, members first."""
+    vp = p if pos_weight is None else pos_weight * p
     s = vp + (1 - p)
     q = z.detach().sigmoid()  # detached: the others are constants in the paper's derivation
     if mixture is None:
@@ -73,5 +89,43 @@ def binary_amended_cross_entropy(
     a = vp - lam * s * others
     b = 1 - p - lam * s * (1 - alpha - others)
     # two logsigmoids, not log(1-q) = log q - z: a confident, correct output keeps its small gradient
-    losses = -(a * F.logsigmoid(z) + b * F.logsigmoid(-z))
-    return member_mean(losses, sample_weight, reduction)
+    return -(a * F.logsigmoid(z) + b * F.logsigmoid(-z))
+
+
+def closed_form(
+    logits: Tensor,
+    target: Tensor,
+    diversity: Tensor,
+    scale: Tensor,
+    alpha: float | None = None,
+    mixture: Tensor | None = None,
+    label_smoothing: float | Tensor = 0.0,
+) -> LossResult:
+    """Losses, cross entropies of the ensemble and the gradient of R runs, without autograd.
+
+    Shapes: logits `(R, K, N, L)`, target and mixture `(R, N, L)`, diversity `(R,)`, scale (factor of a sample's loss)
+    `(R, N)`. A sample's loss is the mean over its L labels; `alpha` is every member's weight, by default 1/K.
+    """
+    z = logits.to(compute_dtype(logits))
+    alpha = 1 / z.shape[1] if alpha is None else alpha
+    q, r = z.sigmoid(), (-z).sigmoid()  # 1 - q would lose small probabilities
+    mean_q, mean_r = (q.mean(1), r.mean(1)) if mixture is None else (mixture, 1 - mixture)
+    mean_q, mean_r = mean_q.unsqueeze(1), mean_r.unsqueeze(1)
+    p = (target * (1 - label_smoothing) + label_smoothing / 2).unsqueeze(1)
+    lam, scale = diversity.view(-1, 1, 1, 1), scale.unsqueeze(1)
+    a = p - lam * (mean_q - alpha * q)
+    b = 1 - p - lam * (mean_r - alpha * r)
+    losses = (-(a * F.logsigmoid(z) + b * F.logsigmoid(-z)).mean(-1) * scale).sum(2)
+    gradient = (1 - p) * torch.lerp(q, mean_q, lam) - p * torch.lerp(r, mean_r, lam)
+    gradient = gradient * (scale / z.shape[3]).unsqueeze(3)
+    return LossResult(losses, ensemble_cross_entropy(z, target), gradient.to(logits.dtype))
+
+
+def ensemble_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy of the members' mean, the mean over labels, `(R, N)`.
+
+    Shapes: logits `(R, K, N, L)`, target `(N, L)` or `(R, N, L)`.
+    """
+    count = math.log(logits.shape[1])
+    log_q, log_r = F.logsigmoid(logits).logsumexp(1) - count, F.logsigmoid(-logits).logsumexp(1) - count
+    return -(target * log_q + (1 - target) * log_r).mean(-1)

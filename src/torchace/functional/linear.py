@@ -1,4 +1,4 @@
-"""Amended Cross Entropy of linear heads on shared features, in chunks of the logits `(K, N, C)`.
+"""Amended Cross Entropy of linear heads, in chunks of the logits `(K, N, C)`.
 
 A chunk holds some rows; on a CUDA GPU, some classes of all rows where the options allow it (`kernels.linear_gpu`).
 """
@@ -39,15 +39,15 @@ def linear_amended_cross_entropy(
     reduction: str = "mean",
     chunk_rows: int | None = None,
 ) -> Tensor:
-    r"""The Amended Cross Entropy of K linear heads on shared features, without holding all logits in memory.
+    r"""The Amended Cross Entropy of K linear heads, without holding all logits in memory.
 
     Equal to `amended_cross_entropy` of the logits `features @ head_weight.mT + head_bias[:, None]` up to rounding, in
-    the memory of a chunk of logits. Second derivatives are not supported. The features' gradient is the sum over
-    members: for a shared trunk, pass `average_gradients(features, K)`.
+    the memory of a chunk of logits. Second derivatives are not supported. The gradient of shared features is the sum
+    over members: for a shared trunk, pass `average_gradients(features, K)`.
 
     Args:
-        features: `(N, D)`.
-        head_weight: `(K, C, D)`, such as `SMOC.head.weight`.
+        features: Shared features `(N, D)`, or each member's own, `(K, N, D)`.
+        head_weight: `(K, C, D)`, such as `SMOC.head.weight`; for one shared head, `weight.expand(K, C, D)`.
         head_bias: `(K, C)`, or None.
         target: Class indices `(N,)`, or class probabilities `(N, C)`.
         diversity: λ in [0, 1], a number or a 0-dimensional tensor.
@@ -74,7 +74,7 @@ def linear_amended_cross_entropy(
     _checks.check_choice(reduction, "reduction", ("mean", "sum"))
     if chunk_rows is not None:
         _checks.check_count(chunk_rows, "chunk_rows")
-    (num_members, num_classes, _), num_samples = head_weight.shape, len(features)
+    (num_members, num_classes, _), num_samples = head_weight.shape, features.shape[-2]
     options = resolve_options(
         features.new_empty(()).expand(num_members, num_samples, num_classes),  # logits that take no memory
         target,
@@ -180,13 +180,14 @@ def _by_rows(
         torch.zeros_like(source, dtype=compute_dtype(source)) if want and source is not None else None
         for source, want in zip((features, head_weight, head_bias), wanted, strict=True)
     ]
-    for start in range(0, len(features), rows):
+    for start in range(0, features.shape[-2], rows):
         chunk = slice(start, start + rows)
-        logits = _logits(features[chunk], head_weight, head_bias)  # (K, n, C)
+        part = features[..., chunk, :]
+        logits = _logits(part, head_weight, head_bias)  # (K, n, C)
         value, gradient = value_and_gradient(logits, options.samples(chunk), want_gradient=any(wanted))
         total += value
         if gradient is not None:
-            _add_gradients(grads, chunk, features[chunk], head_weight, gradient)
+            _add_gradients(grads, chunk, part, head_weight, gradient)
     if loss_scale != 1:
         grads = [None if grad is None else grad.div_(loss_scale) for grad in grads]
     return total, grads
@@ -198,9 +199,11 @@ def _add_gradients(grads: Gradients, rows: slice, features: Tensor, head_weight:
     dtype = torch.float32 if logits_grad.dtype == torch.float16 else logits_grad.dtype
     for k, own in enumerate(logits_grad):  # member by member: (n, C) x (C, D)
         if grads[0] is not None:
-            grads[0][rows] += (own @ head_weight[k].to(own.dtype)).to(grads[0].dtype)
+            grad = grads[0] if features.ndim == 2 else grads[0][k]
+            grad[rows] += (own @ head_weight[k].to(own.dtype)).to(grad.dtype)
         if grads[1] is not None:
-            grads[1][k] += (own.to(dtype).mT @ features.to(dtype)).to(grads[1].dtype)
+            inputs = features if features.ndim == 2 else features[k]
+            grads[1][k] += (own.to(dtype).mT @ inputs.to(dtype)).to(grads[1].dtype)
     if grads[2] is not None:
         grads[2] += logits_grad.sum(1, dtype=grads[2].dtype)
 
@@ -209,7 +212,7 @@ def _loss_scale(features: Tensor) -> float:
     """Return a factor against underflow in half precision, divided out after gradients are summed over rows."""
     if _product_dtype(features) not in (torch.float16, torch.bfloat16):
         return 1.0
-    return float(min(LARGEST_LOSS_SCALE, 1 << max(0, len(features) - 1).bit_length()))
+    return float(min(LARGEST_LOSS_SCALE, 1 << max(0, features.shape[-2] - 1).bit_length()))
 
 
 def _fits_gpu(features: Tensor, head_weight: Tensor, head_bias: Tensor | None, target: Tensor) -> bool:
@@ -218,6 +221,7 @@ def _fits_gpu(features: Tensor, head_weight: Tensor, head_bias: Tensor | None, t
     lowered = _product_dtype(features) != features.dtype
     return (
         features.is_cuda
+        and features.ndim == 2
         and all(type(value) in (Tensor, torch.nn.Parameter) and value.device == features.device for value in given)
         and not target.is_floating_point()
         and head_weight.dtype == (torch.float32 if lowered else features.dtype)
@@ -235,18 +239,25 @@ def _product_dtype(features: Tensor) -> torch.dtype:
 
 
 def _check_shapes(features: object, head_weight: object, head_bias: object) -> None:
-    for value, name, axes in ((features, "features", "(N, D)"), (head_weight, "head_weight", "(K, C, D)")):
+    shapes = ((features, "features", "(N, D) or (K, N, D)", (2, 3)), (head_weight, "head_weight", "(K, C, D)", (3,)))
+    for value, name, axes, ndims in shapes:
         _checks.check_tensor(value, name)
         assert isinstance(value, Tensor)
-        if value.ndim != axes.count(",") + 1:
+        if value.ndim not in ndims:
             raise ValueError(f"Expected `{name}` of shape {axes}, but got {_checks.shape_of(value)}.")
         _checks.check_floating(value, name)
     assert isinstance(features, Tensor)
     assert isinstance(head_weight, Tensor)
-    if head_weight.shape[2] != features.shape[1] or not head_weight.shape[0] or not head_weight.shape[1]:
+    num_members = "K" if features.ndim == 2 else len(features)
+    if (
+        head_weight.shape[2] != features.shape[-1]
+        or not head_weight.shape[0]
+        or not head_weight.shape[1]
+        or num_members not in ("K", len(head_weight))
+    ):
         raise ValueError(
-            f"Expected `head_weight` of shape (K, C, {features.shape[1]}) for features {_checks.shape_of(features)}, "
-            f"but got {_checks.shape_of(head_weight)}."
+            f"Expected `head_weight` of shape ({num_members}, C, {features.shape[-1]}) for features "
+            f"{_checks.shape_of(features)}, but got {_checks.shape_of(head_weight)}."
         )
     if _product_dtype(features) != _product_dtype(head_weight):
         raise TypeError(

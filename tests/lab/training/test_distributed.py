@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.lab.training import cases
-from tests.lab.training.cases import BATCH, CLASSES, FEATURES, assert_same, run_group
+from tests.lab.training import small_trainings
+from tests.lab.training.small_trainings import BATCH, CLASSES, FEATURES, assert_same, run_group
 from tests.support.processes import counting, team
 from torchace.lab.data import Batches, Split
 from torchace.lab.training.checkpoint import Checkpoints
@@ -81,18 +81,18 @@ def _with_norm(seed: int, k: int) -> nn.Module:
         return nn.Sequential(nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, CLASSES)).double()
 
 
-def batches_of(size: int, loss: str, weighted: bool) -> Batches:
+def batches_of(size: int, task: str, weighted: bool) -> Batches:
     """40 samples; weights in [0, 3), some of them 0."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40, FEATURES, generator=generator, dtype=torch.float64)
     y = torch.randint(CLASSES, (40,), generator=generator)
     weight = torch.randint(4, (40,), generator=generator) * torch.rand(40, generator=generator, dtype=torch.float64)
-    target = y if loss == "ace" else torch.randn(40, CLASSES, generator=generator, dtype=torch.float64)
+    target = y if task == "classification" else torch.randn(40, CLASSES, generator=generator, dtype=torch.float64)
     return Batches(Split(x, target, weight if weighted else None), size, dtype=torch.float64)
 
 
 def make_train_config(case: dict[str, Any]) -> TrainConfig:
-    names = ("loss", "batches", "optimizer", "steps")
+    names = ("task", "batches", "optimizer", "steps")
     return TrainConfig(
         **{"steps": 20, "learning_rate": 0.02, "precision": "float64"} | {n: case[n] for n in names if n in case}
     )
@@ -102,7 +102,7 @@ def trained(case: dict[str, Any], layout: str | None, folder: str | None = None,
     """A training in one process, or this rank's part of it; what it left behind, on the first rank."""
     whole = network_of(case.get("kind", "separate"), case.get("hidden", 5), case.get("count", 3))
     network = whole if layout is None else shard_network(whole, Ranks(layout, backend=backend))
-    batches = batches_of(case.get("size", BATCH), case.get("loss", "ace"), case.get("weighted", False))
+    batches = batches_of(case.get("size", BATCH), case.get("task", "classification"), case.get("weighted", False))
     held_out = None
     if "patience" in case:
         x, y = batches.split.x[:13] * 0.9, batches.split.y[:13].roll(1, 0)
@@ -139,9 +139,9 @@ def trained(case: dict[str, Any], layout: str | None, folder: str | None = None,
     if finished is None:
         return {"interrupted": interrupted}
     return {
-        "weights": [cases.weights(finished, run) for run in range(2)],
+        "weights": [small_trainings.weights(finished, run) for run in range(2)],
         "history": fitted.history,
-        "failures": {run: vars(failure) for run, failure in fitted.failures.items()},
+        "failures": {run: failure.model_dump() for run, failure in fitted.failures.items()},
         "best_epochs": fitted.best_epochs,
         "interrupted": interrupted,
         "first_step": min(told, default=None),
@@ -171,11 +171,11 @@ CASES: dict[str, dict[str, Any]] = {
     "weighted": {"weighted": True},
     "separate and weighted": {"batches": "separate", "weighted": True},
     "a batch that does not divide": {"size": 7, "weighted": True},
-    "regression": {"loss": "ncl"},
-    "regression, exchanged": {"loss": "ncl", "batches": "exchanged", "weighted": True},
+    "regression": {"task": "regression"},
+    "regression, exchanged": {"task": "regression", "batches": "exchanged", "weighted": True},
     "sgd": {"optimizer": "sgd"},
     "early stopping": {"patience": 1},
-    "early stopping, regression": {"patience": 2, "loss": "ncl"},
+    "early stopping, regression": {"patience": 2, "task": "regression"},
 }
 
 
@@ -221,7 +221,7 @@ def test_ranks_without_each_other_are_not_one_process() -> None:
 
 def batch_norm() -> dict[str, Tensor]:
     network = shard_network(network_of("norm"), Ranks("data"))
-    fit(network, batches_of(BATCH, "ace", False), make_train_config({}), diversities=LAMBDAS, seeds=SEEDS)
+    fit(network, batches_of(BATCH, "classification", False), make_train_config({}), diversities=LAMBDAS, seeds=SEEDS)
     return network.state_dict()
 
 
@@ -244,7 +244,13 @@ def dropout_of_twins() -> dict[str, Tensor]:
     twins = [_members(1, dropout=0.5)[0], _members(1, dropout=0.5)[0]]
     assert torch.equal(twins[0].fc.weight, twins[1].fc.weight)  # type: ignore[union-attr]
     network = shard_network(run_group([twins]), Ranks("members"))
-    fit(network, batches_of(BATCH, "ace", False), make_train_config({"steps": 1}), diversities=[0.0], seeds=[3])
+    fit(
+        network,
+        batches_of(BATCH, "classification", False),
+        make_train_config({"steps": 1}),
+        diversities=[0.0],
+        seeds=[3],
+    )
     return network.state_dict()
 
 
@@ -258,8 +264,8 @@ def test_dropout_masks_are_each_ranks_own() -> None:
 
 def predicted(kind: str, layout: str, count: int) -> tuple[Tensor, dict[str, Any]]:
     network = shard_network(network_of(kind), Ranks(layout))
-    x = batches_of(BATCH, "ace", False).split.x[:count]
-    y = batches_of(BATCH, "ace", False).split.y[:count]
+    x = batches_of(BATCH, "classification", False).split.x[:count]
+    y = batches_of(BATCH, "classification", False).split.y[:count]
     logits, target = predict_logits(network, [(x[:5], y[:5]), (x[5:], y[5:])] if count > 5 else [(x, y)])
     return torch.stack(logits), evaluate(logits[1], target).metrics  # scored by each rank for itself
 
@@ -270,7 +276,7 @@ def predicted(kind: str, layout: str, count: int) -> tuple[Tensor, dict[str, Any
     [("separate", 4, "data"), ("separate", 4, "2x2"), ("separate", 2, "members"), ("smoc", 2, "data")],
 )
 def test_every_sample_is_predicted_by_every_member_once(kind: str, size: int, layout: str, count: int) -> None:
-    split = batches_of(BATCH, "ace", False).split
+    split = batches_of(BATCH, "classification", False).split
     whole = network_of(kind).predict(split.x[:count])
     metrics = evaluate(whole[1], split.y[:count]).metrics
     for logits, found in team().run(size, predicted, kind, layout, count):
@@ -287,7 +293,7 @@ def sent_in_a_step(layout: str, case: dict[str, Any]) -> tuple[list[tuple[str, i
     network = shard_network(network_of("separate", case["hidden"]), Ranks(layout, backend="counting"))
     config = make_train_config(case)
     stepper = TrainStep(network, make_optimizer(config, list(network.parameters())), config)
-    batches = batches_of(BATCH, "ace", False)
+    batches = batches_of(BATCH, "classification", False)
     own = case.get("batches", "shared") != "shared"
     seeds, streams = (SEEDS, [0, 0]) if not own else ([3, 3, 3, 4, 4, 4], [0, 1, 2] * 2)
     x, y = batches.batch_many(seeds, 0, 0, streams=streams)
@@ -363,8 +369,10 @@ def poisoned(layout: str | None, where: str) -> Any:
             weight += mine
     else:
         weight.register_hook(lambda gradient: gradient + mine)
-    fitted = fit(part, batches_of(BATCH, "ace", False), make_train_config({}), diversities=LAMBDAS, seeds=SEEDS)
-    return {run: vars(failure) for run, failure in fitted.failures.items()}
+    fitted = fit(
+        part, batches_of(BATCH, "classification", False), make_train_config({}), diversities=LAMBDAS, seeds=SEEDS
+    )
+    return {run: failure.model_dump() for run, failure in fitted.failures.items()}
 
 
 @pytest.mark.parametrize("where", ["weight", "gradient"])
@@ -424,7 +432,7 @@ def stops_together(folder: str) -> list[int]:
     TrainStep.__call__ = noted  # type: ignore[method-assign]
     try:
         checkpoint_policy = CheckpointPolicy(Checkpoints(Path(folder)), every_seconds=None)
-        data = batches_of(BATCH, "ace", False)
+        data = batches_of(BATCH, "classification", False)
         config = make_train_config({"steps": 100_000})
         fit(
             network,

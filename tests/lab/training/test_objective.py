@@ -6,63 +6,78 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tests.lab.training.cases import BATCH, CLASSES, FEATURES, MEMBERS, group_of, members, train_config, weights
+from tests.lab.training.small_trainings import (
+    BATCH,
+    CLASSES,
+    FEATURES,
+    MEMBERS,
+    group_of,
+    members,
+    train_config,
+    weights,
+)
 from torchace.lab.data import Batches, Split
 from torchace.lab.training.loop import fit
 from torchace.lab.training.objective import (
     compute_objective,
     ensemble_predictions,
-    ensemble_scores,
     mean_over_samples,
     member_losses,
 )
+from torchace.lab.training.tasks import TASKS, LossInputs
 
 KINDS = ["shared", "exchanged", "separate"]
 # float64 sums in another order, through 20 steps of Adam
 WITHIN = 1e-9
 
 
-def samples(count: int = BATCH, task: str = "ace") -> tuple[Tensor, Tensor]:
+def targets(task: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    if task == "classification":
+        return torch.randint(CLASSES, shape, generator=generator)
+    y = torch.randn(*shape, CLASSES, generator=generator, dtype=torch.float64)
+    return y if task == "regression" else y.sigmoid().round()
+
+
+def samples(count: int = BATCH, task: str = "classification") -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
-    if task == "ncl":
-        return x, torch.randn(count, CLASSES, generator=generator, dtype=torch.float64)
-    return x, torch.randint(CLASSES, (count,), generator=generator)
+    return x, targets(task, (count,), generator)
 
 
 def _add(total: Tensor, gradient: Tensor) -> None:
     total += gradient
 
 
-def trained(split: Split, kind: str, loss: str, diversity: float = 0.4) -> dict[str, Tensor]:
+def trained(split: Split, kind: str, task: str, diversity: float = 0.4) -> dict[str, Tensor]:
     """The weights after 20 steps on the whole split."""
     network = group_of([3])
-    settings = train_config(kind, 20, loss=loss)
+    settings = train_config(kind, 20, task=task)
     fit(network, Batches(split, len(split), dtype=torch.float64), settings, diversities=[diversity], seeds=[3])
     return weights(network, 0)
 
 
-@pytest.mark.parametrize("loss", ["ace", "ncl"])
+@pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_weight_of_n_is_a_sample_n_times_and_a_weight_of_0_is_none(kind: str, loss: str) -> None:
-    x, y = samples(task=loss)
+def test_a_weight_of_n_is_a_sample_n_times_and_a_weight_of_0_is_none(kind: str, task: str) -> None:
+    x, y = samples(task=task)
     times = torch.tensor([1, 0, 3, 2, 0, 1, 1, 2])
     diversity = 0.0 if kind == "separate" else 0.4
-    weighted = trained(Split(x, y, times.double()), kind, loss, diversity)
-    repeated = trained(Split(x.repeat_interleave(times, 0), y.repeat_interleave(times, 0)), kind, loss, diversity)
-    other = trained(Split(x, y), kind, loss, diversity)
+    weighted = trained(Split(x, y, times.double()), kind, task, diversity)
+    repeated = trained(Split(x.repeat_interleave(times, 0), y.repeat_interleave(times, 0)), kind, task, diversity)
+    other = trained(Split(x, y), kind, task, diversity)
     for name, value in weighted.items():
         torch.testing.assert_close(value, repeated[name], rtol=0, atol=WITHIN)
     assert any((value - other[name]).abs().max() > 1e-3 for name, value in weighted.items())
 
 
-@pytest.mark.parametrize("loss", ["ace", "ncl"])
+@pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("kind", ["shared", "separate"])
-def test_the_gradients_of_an_epochs_batches_average_to_that_of_the_whole_set(kind: str, loss: str) -> None:
+def test_the_gradients_of_an_epochs_batches_average_to_that_of_the_whole_set(kind: str, task: str) -> None:
     """A weight of k is k repeats in expectation: batches that happen to hold large weights count for more."""
-    x, y = samples(5 * BATCH, loss)
+    x, y = samples(5 * BATCH, task)
     times = torch.ones(5 * BATCH, dtype=torch.long)
     times[3], times[4] = 200, 0  # in one batch of five
     repeated = Split(x.repeat_interleave(times, 0), y.repeat_interleave(times, 0))
@@ -73,7 +88,7 @@ def test_the_gradients_of_an_epochs_batches_average_to_that_of_the_whole_set(kin
         for name, p in network.named_parameters():
             p.register_hook(partial(_add, sums[name]))
         data = Batches(split, size, dtype=torch.float64)
-        how = train_config(kind, data.steps_per_epoch, loss=loss, optimizer="sgd", learning_rate=0.0)
+        how = train_config(kind, data.steps_per_epoch, task=task, optimizer="sgd", learning_rate=0.0)
         fitted = fit(network, data, how, diversities=[0.0 if kind == "separate" else 0.4], seeds=[3])
         found[size] = {name: total / how.steps for name, total in sums.items()}, fitted.history[0]["score"]
     (ours, score), (whole, expected) = found.values()
@@ -82,21 +97,23 @@ def test_the_gradients_of_an_epochs_batches_average_to_that_of_the_whole_set(kin
     assert score == pytest.approx(expected, abs=1e-12)  # of the epoch: the weighted mean
 
 
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_regression_moves_every_member_by_its_own_gradient(kind: str) -> None:
-    """∂e^k/∂F^k = (F^k - Y) - λ(F^k - F̄), through each member alone."""
+def test_every_member_moves_by_its_own_gradient(kind: str, task: str) -> None:
+    """∂e^k/∂z^k = (q^k - p) - λ(q^k - q̄), through each member alone; q is the link of z."""
+    link = torch.sigmoid if task == "multilabel" else torch.nn.Identity()
     diversity = 0.0 if kind == "separate" else 0.7
     network, plain = group_of([3]), members(3)
-    x, y = samples(task="ncl")
+    x, y = samples(task=task)
     data = Batches(Split(x, y), BATCH, dtype=torch.float64)
-    settings = train_config(kind, 1, loss="ncl", optimizer="sgd", momentum=0.0, learning_rate=1.0)
+    settings = train_config(kind, 1, task=task, optimizer="sgd", momentum=0.0, learning_rate=1.0)
     fit(network, data, settings, diversities=[diversity], seeds=[3])
     ensemble = network.ensemble(0)
     for k, member in enumerate(plain):
         xk, yk = (part[0] for part in data.batch_many([3], 0, 0, streams=0 if kind == "shared" else k))
         prediction = member(xk)
-        mean = sum(other(xk) for other in plain).detach() / MEMBERS  # type: ignore[union-attr]
-        gradient = (prediction - yk) - diversity * (prediction - mean)
+        q, mean = link(prediction), sum(link(other(xk)) for other in plain).detach() / MEMBERS  # type: ignore[union-attr]
+        gradient = (q - yk) - diversity * (q - mean)
         # the mean over samples and outputs
         (prediction * gradient.detach()).sum().div(BATCH * CLASSES).backward()
         for name, parameter in member.named_parameters():
@@ -105,17 +122,15 @@ def test_regression_moves_every_member_by_its_own_gradient(kind: str) -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("loss", ["ace", "ncl"])
+@pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_objective_is_what_autograd_makes_of_the_losses(kind: str, loss: str, weighted: bool) -> None:
+def test_the_objective_is_what_autograd_makes_of_the_losses(kind: str, task: str, weighted: bool) -> None:
     """The closed form of a step against the loss functions, run by run; a run that was stopped gets nothing."""
     generator = torch.Generator().manual_seed(6)
-    how = train_config(kind, loss=loss, **({"label_smoothing": 0.1} if loss == "ace" else {}))
+    how = train_config(kind, task=task, **({} if task == "regression" else {"label_smoothing": 0.1}))
     logits = torch.randn(3, MEMBERS, BATCH, CLASSES, generator=generator, dtype=torch.float64)
     lead = (3, BATCH) if kind == "shared" else (3, MEMBERS, BATCH)
-    y = torch.randint(CLASSES, lead, generator=generator)
-    if loss == "ncl":
-        y = torch.randn(*lead, CLASSES, generator=generator, dtype=torch.float64)
+    y = targets(task, lead, generator)
     weight = torch.rand(lead, generator=generator, dtype=torch.float64) if weighted else None
     lam = torch.tensor([0.0, 0.4, 0.9], dtype=torch.float64)
     mixture = None
@@ -134,9 +149,9 @@ def test_the_objective_is_what_autograd_makes_of_the_losses(kind: str, loss: str
     torch.testing.assert_close(found.losses[::2], losses[::2].detach(), rtol=0, atol=1e-13)
     torch.testing.assert_close(found.gradient, gradient, rtol=0, atol=1e-13)
     if kind == "shared":
-        scores = ensemble_scores(logits, y, how)
+        scores = TASKS[task].scores(logits, y)
     else:
-        scores = ensemble_scores(logits.flatten(1, 2).unsqueeze(1), y.flatten(1, 2), how)
+        scores = TASKS[task].scores(logits.flatten(1, 2).unsqueeze(1), y.flatten(1, 2))
     score = (scores if weight is None else scores * weight.flatten(1)).mean(1)
     torch.testing.assert_close(found.score, score, rtol=0, atol=1e-13)
 
@@ -146,18 +161,33 @@ def test_scores_are_those_of_the_ensemble_not_of_its_members() -> None:
     _, y = samples()
     q = logits.softmax(3).mean(1)
     expected = torch.stack([-q[r, torch.arange(BATCH), y].log() for r in range(2)])
-    torch.testing.assert_close(ensemble_scores(logits, y, train_config()), expected)
-    torch.testing.assert_close(ensemble_scores(logits, y.expand(2, -1), train_config()), expected)
-    _, target = samples(task="ncl")
+    scores = TASKS["classification"].scores
+    torch.testing.assert_close(scores(logits, y), expected)
+    torch.testing.assert_close(scores(logits, y.expand(2, -1)), expected)
+    torch.testing.assert_close(TASKS["classification"].mixture_scores(q, y.expand(2, -1)), expected)
+    _, target = samples(task="multilabel")
+    q = logits.sigmoid().mean(1)
+    expected = torch.stack([F.binary_cross_entropy(q[r], target, reduction="none").mean(1) for r in range(2)])
+    torch.testing.assert_close(TASKS["multilabel"].scores(logits, target), expected)
+    torch.testing.assert_close(TASKS["multilabel"].mixture_scores(q, target), expected)
+    _, target = samples(task="regression")
     expected = ((logits.mean(1) - target) ** 2).mean(2)
-    torch.testing.assert_close(ensemble_scores(logits, target, train_config(loss="ncl")), expected)
+    torch.testing.assert_close(TASKS["regression"].scores(logits, target), expected)
+
+
+def test_a_confident_correct_label_keeps_its_small_gradient() -> None:
+    """σ(-30) is 9.4e-14, far below the spacing of float32 at 1."""
+    logits, y = torch.full((1, 1, 1, 2), 30.0), torch.tensor([[[1.0, 1.0]]])
+    result = TASKS["multilabel"].closed_form(LossInputs(logits, y, torch.zeros(1)), torch.ones(1, 1))
+    assert result.gradient is not None
+    torch.testing.assert_close(result.gradient, torch.full_like(logits, -9.357623e-14 / 2), rtol=1e-5, atol=0)
 
 
 def test_a_batch_of_samples_that_weigh_nothing_moves_nothing() -> None:
     assert mean_over_samples(torch.ones(2, 3), torch.zeros(3)).tolist() == [0.0, 0.0]
     x, y = samples()
     before = weights(group_of([3]), 0)
-    after = trained(Split(x, y, torch.zeros(BATCH, dtype=torch.float64)), "shared", "ace")
+    after = trained(Split(x, y, torch.zeros(BATCH, dtype=torch.float64)), "shared", "classification")
     assert all(value.equal(before[name]) for name, value in after.items())
 
 
@@ -183,12 +213,12 @@ def test_weights_must_fit_the_samples() -> None:
 
 
 def test_regression_runs_of_a_group_do_not_touch_each_other() -> None:
-    x, y = samples(40, "ncl")
+    x, y = samples(40, "regression")
     data = Batches(Split(x, y), BATCH, dtype=torch.float64)
     together = group_of([3, 4])
-    fit(together, data, train_config(loss="ncl"), diversities=[0.2, 0.9], seeds=[3, 4])
+    fit(together, data, train_config(task="regression"), diversities=[0.2, 0.9], seeds=[3, 4])
     for r, (diversity, seed) in enumerate([(0.2, 3), (0.9, 4)]):
         alone = group_of([seed])
-        fit(alone, data, train_config(loss="ncl"), diversities=[diversity], seeds=[seed])
+        fit(alone, data, train_config(task="regression"), diversities=[diversity], seeds=[seed])
         for name, value in weights(alone, 0).items():
             torch.testing.assert_close(weights(together, r)[name], value, rtol=0, atol=WITHIN)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.lab.training.cases import (
+from tests.lab.training.small_trainings import (
     BATCH,
     CLASSES,
     FEATURES,
@@ -327,15 +327,15 @@ def with_layer(kind: str, seed: int) -> nn.Module:
         return nn.Sequential(nn.Linear(FEATURES, 16), layer, nn.ReLU(), nn.Linear(16, CLASSES)).double()
 
 
-@pytest.mark.parametrize("loss", ["ace", "ncl"])
+@pytest.mark.parametrize("task", ["classification", "regression"])
 @pytest.mark.parametrize("layer", ["norm", "dropout"])
-def test_exchanged_batches_take_a_members_own_share_from_its_training_mode(layer: str, loss: str) -> None:
+def test_exchanged_batches_take_a_members_own_share_from_its_training_mode(layer: str, task: str) -> None:
     """Line 2 of the design, (1-λ)(q^k - p) + λ(q̄ - p), with q^k the prediction that is differentiated, also in q̄."""
     lam, count = 0.8, 2
     plain = [with_layer(layer, k) for k in range(count)]
     copies = copy.deepcopy(plain)
     network = run_group([copies])
-    settings = train_config("exchanged", 1, optimizer="sgd", momentum=0.0, learning_rate=1.0, loss=loss)
+    settings = train_config("exchanged", 1, optimizer="sgd", momentum=0.0, learning_rate=1.0, task=task)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, count, BATCH, FEATURES, generator=generator, dtype=torch.float64)
     y = torch.randint(CLASSES, (1, count, BATCH), generator=generator)
@@ -351,12 +351,14 @@ def test_exchanged_batches_take_a_members_own_share_from_its_training_mode(layer
     network.register_forward_hook(look)
     optimizer = make_optimizer(settings, list(network.parameters()))
     lam_of_run, active = torch.tensor([lam], dtype=torch.float64), torch.tensor([True])
-    losses = TrainStep(network, optimizer, settings)(x, y if loss == "ace" else p, None, lam_of_run, active).losses
+    losses = TrainStep(network, optimizer, settings)(
+        x, y if task == "classification" else p, None, lam_of_run, active
+    ).losses
     z, gradient = seen  # (K, B, C)
     for k, other in enumerate(reversed(plain)):
         with torch.no_grad():
             theirs = other.eval()(x[0, k])
-        if loss == "ace":
+        if task == "classification":
             own, theirs, log_q = z[k].softmax(-1), theirs.softmax(-1), z[k].log_softmax(-1)
             value = -((p[0, k] - lam / count * theirs) * log_q).sum(-1).mean()
         else:
@@ -365,5 +367,5 @@ def test_exchanged_batches_take_a_members_own_share_from_its_training_mode(layer
         expected = (1 - lam) * (own - p[0, k]) + lam * ((own + theirs) / count - p[0, k])
         # float64, numbers of about 1
         torch.testing.assert_close(losses[0, k], value, rtol=0, atol=1e-13)
-        size = BATCH if loss == "ace" else BATCH * CLASSES
+        size = BATCH if task == "classification" else BATCH * CLASSES
         torch.testing.assert_close(gradient[k], expected / size, rtol=0, atol=1e-13)

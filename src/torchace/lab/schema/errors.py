@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+TAGS = ("one", "many")  # of a value that may be a list
 PATTERNS = {r"^[a-z0-9_]+$": "lowercase letters, digits and underscores"}
 # expected value by pydantic's error type
 EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -41,7 +42,7 @@ def describe_error(
     errors = error.errors(include_url=False)
     # unknown keys first: a misspelt key may also be reported as missing
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
-    where = ".".join(str(part) for part in (*place, *first["loc"]))
+    where = ".".join(str(part) for part in (*place, *first["loc"]) if part not in TAGS)
     where = name(where) if where else ""
     kind, context = first["type"], first.get("ctx", {})
     if kind == "extra_forbidden":

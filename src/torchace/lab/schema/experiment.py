@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from torchace.lab.schema.errors import describe_error
 from torchace.lab.schema.hyperparameters import (
@@ -22,6 +34,8 @@ from torchace.lab.schema.hyperparameters import (
 from torchace.lab.schema.results import PaperTable
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10")
+GIVEN = "given"  # data given to `torchace.sweep` as objects
+OPTIMIZERS = ("sgd", "adam", "adamw")
 
 
 class Section(BaseModel):
@@ -41,46 +55,100 @@ def _check_distinct(values: list[Any]) -> list[Any]:
     return values
 
 
-Diversities = Annotated[list[Fraction], Field(min_length=1), AfterValidator(_check_distinct)]
+def _check_object_name(name: str) -> str:
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ValueError(f"expected the name of an object, such as 'package.module:function', but got {name!r}.")
+    return name
+
+
+Distinct = (Field(min_length=1), AfterValidator(_check_distinct))
+Diversities = Annotated[list[Fraction], *Distinct]
+ObjectName = Annotated[str, AfterValidator(_check_object_name)]  # "package.module:function"
+_one_or_many = Discriminator(lambda value: "many" if isinstance(value, list) else "one")
+# one number, or a list of numbers: an axis of the grid of runs
+PositiveAxis = Annotated[
+    Annotated[Positive, Tag("one")] | Annotated[list[Positive], *Distinct, Tag("many")], _one_or_many
+]
+NonNegativeAxis = Annotated[
+    Annotated[NonNegative, Tag("one")] | Annotated[list[NonNegative], *Distinct, Tag("many")], _one_or_many
+]
+ShareAxis = Annotated[Annotated[Share, Tag("one")] | Annotated[list[Share], *Distinct, Tag("many")], _one_or_many]
 
 
 class DataSection(Section):
-    """The data set."""
+    """The data: a built-in set, a function that returns (train, test), a file, or objects given from Python."""
 
-    name: Literal[DATASETS] = "digits"  # type: ignore[valid-type]
+    name: Literal[*DATASETS, GIVEN] = "digits"  # type: ignore[valid-type]
+    factory: ObjectName | None = None
+    arguments: dict[str, Any] = {}  # of the factory
+    file: str | None = None  # .npz, .csv or .parquet
+    target: str | None = None  # column of a table, or array of an .npz file
+    test: Annotated[Fraction, Field(gt=0, lt=1)] = 0.2  # fraction of a file's samples
+    test_file: str | None = None
+    task: Literal["classification", "multilabel", "regression"] = "classification"
+    num_classes: Count | None = None  # None: the largest label + 1
     limit: Count | None = None  # number of training samples to use
     validation: Share = 0.0  # fraction of the training samples
-    normalize: Literal["unit", "standard"] = "unit"
+    normalize: Literal["unit", "standard"] = "unit"  # built-in image sets
     augment: bool = False  # pad by 4, random crop, random flip
+    transform: ObjectName | None = None  # function of a batch of inputs, called on the device
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        sources = [key for key in ("factory", "file") if getattr(self, key) is not None]
+        if self.name != "digits":
+            sources.insert(0, "name")
+        if len(sources) > 1:
+            raise ValueError(f"expected one source of data, but got {' and '.join(f'`{key}`' for key in sources)}.")
+        if self.arguments and self.factory is None:
+            raise ValueError("`arguments` need `factory`, the function that returns the data.")
+        if (self.target is not None or self.test_file is not None) and self.file is None and self.name != GIVEN:
+            raise ValueError("`target` and `test_file` need `file`, the data file.")
+        return self
 
 
 class ModelSection(Section):
-    """The ensemble."""
+    """The ensemble: a built-in network, or a function that returns one member."""
 
-    kind: Literal["separate", "smoc", "branch"] = "separate"
+    kind: Literal["separate", "smoc", "branch", "adapters"] = "separate"
+    factory: ObjectName | None = None  # replaces `network` and its settings
+    arguments: dict[str, Any] = {}  # of the factory
     network: Literal["mlp", "resnet"] = "mlp"
     hidden: Annotated[list[Width], Field(max_length=100)] = [64]  # MLP
     dropout: Share = 0.0  # MLP
     depth: Annotated[int, Field(ge=8, le=2000)] = 20  # ResNet
     width: Annotated[int, Field(ge=1, le=4096)] = 16  # ResNet: channels of the first stage
     num_members: NumMembers = 5
-    rank: Count | None = None  # SMOC: rank of the difference between members
+    rank: Count | None = None  # SMOC: rank of the difference between members; low-rank adapters: their rank
     at: str = "stage3"  # branch: first layer that is separate for each member
+    adapter: Literal["multiplicative", "low_rank"] = "multiplicative"
+    layers: list[str] | None = None  # adapters: names of the layers
     head_scale: Positive = 1.0  # factor of the initial head weights
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.factory is None:
+            self._check_builtin()
+        elif self.kind == "branch" and "at" not in self.model_fields_set:
+            raise ValueError("kind = 'branch' needs `at`, the name of the first layer that each member has alone.")
+        if self.arguments and self.factory is None:
+            raise ValueError("`arguments` need `factory`, the function that returns a member.")
+        if self.rank is not None and self.kind not in ("smoc", "adapters"):
+            raise ValueError(f"`rank` needs kind = 'smoc' or kind = 'adapters', but got kind = {self.kind!r}.")
+        if self.layers is not None and self.kind != "adapters":
+            raise ValueError(f"`layers` need kind = 'adapters', but got kind = {self.kind!r}.")
+        if self.head_scale != 1 and self.kind == "branch":
+            raise ValueError("`head_scale` needs kind = 'separate' or kind = 'smoc', but got kind = 'branch'.")
+        return self
+
+    def _check_builtin(self) -> None:
         if self.network == "resnet" and self.depth % 6 != 2:
             raise ValueError(f"expected a ResNet depth of 6n + 2 (20, 32, 44, 56, 110), but got {self.depth}.")
         if self.kind == "branch" and self.network == "mlp" and self.at == "stage3":
             raise ValueError("a branched MLP needs `at`, the first separate layer of each member, such as 'linear2'.")
         if self.network == "resnet" and self.dropout:
             raise ValueError("a CIFAR ResNet has no dropout: remove `dropout`, or use network = 'mlp'.")
-        if self.rank is not None and self.kind != "smoc":
-            raise ValueError(f"`rank` needs kind = 'smoc', but got kind = {self.kind!r}.")
-        if self.head_scale != 1 and self.kind == "branch":
-            raise ValueError("`head_scale` needs kind = 'separate' or kind = 'smoc', but got kind = 'branch'.")
-        return self
 
 
 class TrainSection(Section):
@@ -90,21 +158,32 @@ class TrainSection(Section):
     steps: Count | None = None
     batch_size: Count = 128
     batches: Batches = "shared"
-    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
-    learning_rate: Positive = 1e-3
+    optimizer: str = "adam"  # "sgd", "adam", "adamw" or the name of a class or function, such as "torch.optim:RMSprop"
+    optimizer_arguments: dict[str, Any] = {}
+    learning_rate: PositiveAxis = 1e-3
     momentum: Share = 0.9
     nesterov: bool = False
-    weight_decay: NonNegative = 0.0
+    weight_decay: NonNegativeAxis = 0.0
     schedule: Literal["constant", "step", "cosine"] = "constant"
     milestones: list[Count] = []
     decay: Positive = 0.1
     warmup_steps: Seed = 0
     warmup_learning_rate: Positive | None = None
     diversity_warmup_epochs: NonNegative = 0.0
-    label_smoothing: Share = 0.0
+    label_smoothing: ShareAxis = 0.0
+    patience: Count | None = None  # epochs without improvement on validation data; None: no early stopping
+    metrics: list[ObjectName] = []  # functions of logits (K, N, C) and target
     detach_others: bool = True
     precision: Literal["float32", "float64", "bf16"] = "float32"
     compile: Literal[True, False, "auto"] = "auto"  # "auto": for long trainings on a GPU
+
+    @field_validator("optimizer")
+    @classmethod
+    def _check_optimizer(cls, name: str) -> str:
+        if name not in OPTIMIZERS and ":" not in name:
+            known = ", ".join(repr(known) for known in OPTIMIZERS)
+            raise ValueError(f"expected {known} or a class such as 'torch.optim:RMSprop', but got {name!r}.")
+        return name
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -131,8 +210,10 @@ class SweepSection(Section):
     """The grid of runs."""
 
     diversities: Diversities = [0.0, 0.1, 0.3, 0.5, 0.7]
-    seeds: Annotated[list[Seed], Field(min_length=1), AfterValidator(_check_distinct)] = [0, 1, 2, 3, 4]
-    cohort_size: Count | None = None  # maximum size of a run group
+    seeds: Annotated[list[Seed], *Distinct] = [0, 1, 2, 3, 4]
+    # maximum size of a run group; formerly `cohort_size`
+    group_size: Count | None = Field(default=None, validation_alias=AliasChoices("group_size", "cohort_size"))
+    keep_weights: Literal[True, False, "auto"] = "auto"  # "auto": where all runs together take at most 256 MiB
 
 
 class CheckpointSection(Section):
@@ -174,6 +255,8 @@ class Arm(Section):
             )
         if self.train.epochs is None and self.train.steps is None:
             raise ValueError("expected `epochs` or `steps` under [train], but got neither.")
+        if self.train.patience is not None and not self.data.validation:
+            raise ValueError("`patience` needs validation data: set `validation` under [data], such as 0.2.")
         return self
 
 
@@ -213,12 +296,25 @@ class Experiment(Section):
             "name": arm.name,
             "label": arm.label or arm.name.replace("_", " "),
             "baseline": arm.baseline,
-            "data": _validate(DataSection, {**self.data.model_dump(), **arm.data}, (*place, "data")),
-            "model": _validate(ModelSection, {**self.model.model_dump(), **arm.model}, (*place, "model")),
+            "data": _validate(DataSection, {**_without(self.data, arm.data, _SOURCES), **arm.data}, (*place, "data")),
+            "model": _validate(
+                ModelSection, {**_without(self.model, arm.model, _NETWORKS), **arm.model}, (*place, "model")
+            ),
             "train": _validate(TrainSection, {**train, **arm.train}, (*place, "train")),
             "diversities": self.sweep.diversities if arm.diversities is None else arm.diversities,
         }
         return _validate(Arm, content, place)
+
+
+# keys of an arm that replace all of the common section's keys for the same purpose
+_SOURCES = ({"name", "factory", "file"}, {"name", "factory", "arguments", "file", "target", "test_file"})
+_NETWORKS = ({"network", "factory"}, {"factory", "arguments"})
+
+
+def _without(section: Section, arm: Mapping[str, Any], keys: tuple[set[str], set[str]]) -> dict[str, Any]:
+    """Return a section's settings without those that an arm replaces."""
+    source, replaced = keys
+    return section.model_dump(exclude=replaced if source & set(arm) else set())
 
 
 def _validate(model: type[AnySection], content: dict[str, Any], place: tuple[int | str, ...]) -> AnySection:

@@ -20,6 +20,7 @@ from torchace.lab.schema.experiment import Arm
 from torchace.lab.schema.results import GroupPlan, RunKey
 from torchace.lab.store import RunStore
 from torchace.lab.sweeps.callbacks import Callback
+from torchace.lab.sweeps.components import Components
 from torchace.lab.sweeps.environment import versions
 from torchace.lab.sweeps.executor import Executor, Plan, Stop, UnfinishedRunsError, config_digest
 from torchace.lab.sweeps.loaded_data import LoadedData
@@ -78,10 +79,10 @@ class RayExecutor(Executor):
         self.options = {"num_cpus": 1 if on_gpu else self.threads, "num_gpus": int(on_gpu), "max_retries": 0}
         self._hardware: dict[str, Any] = {}
 
-    def load_data(self, arms: Mapping[str, Arm]) -> dict[str, LoadedData]:
+    def load_data(self, arms: Mapping[str, Arm], components: Mapping[str, Components]) -> dict[str, LoadedData]:
         """Check the workers, then load the data."""
         self._hardware = self._probe()
-        return super().load_data(arms)
+        return super().load_data(arms, components)
 
     def hardware(self) -> dict[str, Any]:
         """Return the hardware of a worker."""
@@ -193,14 +194,17 @@ class _Dispatch:
         checkpoint: Any = ()
         while checkpoint is not None:
             try:
-                progress, checkpoint = ray.get(self.mailbox.fetch.remote(self.stopped_at is not None), timeout=10)
+                epochs, progress, checkpoint = ray.get(
+                    self.mailbox.fetch.remote(self.stopped_at is not None), timeout=10
+                )
             except RayError:  # the actor died and is being restarted
                 return
-            for name, attempt, step in progress:
-                if (group := current.get((name, attempt))) is not None:
-                    self._mark_started(group)
-                    if step is not None:
-                        self.callback.on_step(group, Progress(*step))
+            for event, messages in (("on_group_epoch_end", epochs), ("on_group_step", progress)):
+                for name, attempt, content in messages:
+                    if (group := current.get((name, attempt))) is not None:
+                        self._mark_started(group)
+                        if content is not None:
+                            getattr(self.callback, event)(group, Progress(*content))
             if checkpoint is not None and (group := current.get(checkpoint[:2])) is not None:
                 write_checkpoint(self.store.checkpoints(group).directory, checkpoint[2])
                 self.deaths[group.id] = 0
@@ -226,9 +230,9 @@ class _Dispatch:
         if results is None:  # stopped with a checkpoint
             return False
         self._mark_started(group)
-        for run, (result, arrays) in zip(group.runs, results, strict=True):
+        for run, written in zip(group.runs, results, strict=True):
             if not self.store.is_finished(run):
-                self.store.write_result(result, arrays)
+                self.store.write_result(*written)
         self.store.checkpoints(group).remove()
         return True
 
@@ -257,6 +261,7 @@ def start_mailbox() -> Any:
     # local, so that it is pickled by value: its process does not import torch
     class Mailbox:
         def __init__(self) -> None:
+            self.epochs: list[tuple[str, int, Any]] = []
             self.progress: dict[str, tuple[str, int, Any]] = {}
             self.checkpoints: dict[str, tuple[str, int, Any]] = {}
             self.stopping = False
@@ -265,15 +270,20 @@ def start_mailbox() -> Any:
             self.progress[group] = group, attempt, progress
             return self.stopping
 
+        def put_epoch(self, group: str, attempt: int, progress: Any) -> bool:
+            self.epochs.append((group, attempt, progress))
+            return self.stopping
+
         def put_checkpoint(self, group: str, attempt: int, files: Any) -> bool:
             self.checkpoints[group] = group, attempt, files
             return self.stopping
 
-        def fetch(self, stopping: bool) -> tuple[list[Any], Any]:
+        def fetch(self, stopping: bool) -> tuple[list[Any], list[Any], Any]:
             # one checkpoint at a time: several may exceed the size of a message
             self.stopping = stopping
+            epochs, self.epochs = self.epochs, []
             progress, self.progress = list(self.progress.values()), {}
-            return progress, self.checkpoints.pop(next(iter(self.checkpoints))) if self.checkpoints else None
+            return epochs, progress, self.checkpoints.pop(next(iter(self.checkpoints))) if self.checkpoints else None
 
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import GroupPlan
 from torchace.lab.sweeps.callbacks import Callback
+from torchace.lab.sweeps.components import Components
 from torchace.lab.sweeps.config import ConfigError
 from torchace.lab.sweeps.environment import versions
 from torchace.lab.sweeps.executor import Executor, Plan, Stop, train_group
@@ -101,14 +102,14 @@ class RankExecutor(Executor):
         self.ranks = Ranks(parallel or "data", device=device, backend=backend)
         self.is_first = self.ranks.is_first
 
-    def load_data(self, arms: Mapping[str, Arm]) -> dict[str, LoadedData]:
+    def load_data(self, arms: Mapping[str, Arm], components: Mapping[str, Components]) -> dict[str, LoadedData]:
         """Load the data, on the first rank first: it may download them."""
         for arm in arms.values():
             _check(arm, self.ranks)
         if not self.is_first:
             self.ranks.broadcast()
-            return super().load_data(arms)
-        loaded = super().load_data(arms)
+            return super().load_data(arms, components)
+        loaded = super().load_data(arms, components)
         self.ranks.broadcast("loaded")
         return loaded
 

@@ -13,7 +13,7 @@ class TrainConfig:
     """Hyperparameters of one training; steps are counted from 0."""
 
     steps: int
-    loss: str = "ace"  # "ace" (classification) or "ncl" (regression)
+    task: str = "classification"  # "classification", "multilabel" or "regression"
     batches: str = "shared"  # "shared", "separate" or "exchanged"
     optimizer: str = "adam"  # "sgd", "adam" or "adamw"
     learning_rate: float = 1e-3

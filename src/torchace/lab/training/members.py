@@ -17,13 +17,12 @@ from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.early_stopping import ValidationSet, validation_losses
 from torchace.lab.training.loop import FitResult, fit
 from torchace.lab.training.memory import check_memory, count_parameters
-from torchace.lab.training.objective import LINKS, mean_over_samples
+from torchace.lab.training.objective import mean_over_samples
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.seeding import torch_seed
+from torchace.lab.training.tasks import TASKS
 from torchace.models import mlp
 from torchace.nn import Ensemble, StackedEnsemble
-
-LOSSES = {"classification": "ace", "regression": "ncl"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class MemberPlan:
         """Training configuration for `num_samples` samples."""
         return TrainConfig(
             steps=self.epochs * self.steps_per_epoch(num_samples),
-            loss=LOSSES[self.task],
+            task=self.task,
             batches=self.batches,
             optimizer="adamw",
             learning_rate=self.learning_rate,
@@ -94,7 +93,7 @@ class TrainedGroup:
     def ensemble(self, run: int) -> StackedEnsemble:
         """Ensemble of one run, separated from the group."""
         ensemble = cast(StackedEnsemble, self.network.ensemble(run))
-        ensemble.link = LINKS[self.train_config.loss]
+        ensemble.link = TASKS[self.plan.task].link
         return ensemble
 
 
@@ -139,7 +138,7 @@ def new_run_group(plan: MemberPlan, num_features: int, num_outputs: int, seeds: 
         for k in range(plan.num_members):
             with torch_seed(seed, "member", k):
                 members.append(mlp(num_features, plan.hidden, num_outputs).to(dtype))
-        runs.append(Ensemble(members, link=LINKS[LOSSES[plan.task]]))
+        runs.append(Ensemble(members, link=TASKS[plan.task].link))
     return RunGroup(runs)
 
 

@@ -1,18 +1,15 @@
-"""Losses and scores of runs: ACE and cross entropy, or NCL and squared error."""
+"""Losses, scores and gradient of a training step."""
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchace.functional import ncl
-from torchace.kernels import LossOptions, LossResult, composite, member_terms
+from torchace.kernels import LossResult
 from torchace.lab.training.config import TrainConfig
-
-LINKS = {"ace": "softmax", "ncl": "identity"}
+from torchace.lab.training.tasks import TASKS, LossInputs
 
 
 class Objective(NamedTuple):
@@ -25,7 +22,7 @@ class Objective(NamedTuple):
 
 def compute_objective(
     logits: Tensor,  # (R, K, B, C), detached
-    y: Tensor,  # (R, B), or (R, K, B) with own batches; for regression (..., M)
+    y: Tensor,  # (R, B), or (R, K, B) with own batches; (..., M) for numbers and labels
     weight: Tensor | None,  # first axes of y, relative to the training set's mean
     diversity: Tensor,  # (R,)
     active: Tensor,  # (R,): False for stopped runs
@@ -42,11 +39,16 @@ def compute_objective(
     """
     num_runs, local_members, size = logits.shape[:3]
     num_members, batch_size = num_members or local_members, batch_size or size
-    own = config.batches != "shared"
+    own, task = config.batches != "shared", TASKS[config.task]
     scale = active.to(config.dtype).view(-1, *[1] * (1 + own)) / batch_size
     if weight is not None:
         scale = scale * weight
-    if not config.detach_others:  # no closed form
+    if config.detach_others:
+        inputs = _loss_inputs(logits, y, diversity, mixture, num_members, config)
+        if own:
+            scale = scale.expand(num_runs, local_members, -1).flatten(0, 1)
+        result = task.closed_form(inputs, scale)
+    else:  # no closed form
         z = logits.detach().requires_grad_()
         with torch.enable_grad():
             losses = member_losses(z, y, diversity, mixture, config, num_members=num_members)
@@ -54,17 +56,7 @@ def compute_objective(
         (gradient,) = torch.autograd.grad(losses.sum(), z)
         if own:
             logits, y = logits.flatten(1, 2).unsqueeze(1), y.flatten(1, 2)
-        result = LossResult(losses.detach(), ensemble_scores(logits.to(config.dtype), y, config), gradient)
-    elif config.loss == "ace" and mixture is None and not own:  # most steps: as few layers as possible
-        result = member_terms(logits, LossOptions(y, diversity, scale=scale, label_smoothing=config.label_smoothing))
-    else:
-        rows = _rows(logits, y, diversity, mixture, num_members, config)
-        if own:
-            scale = scale.expand(num_runs, local_members, -1).flatten(0, 1)
-        if config.loss == "ace":
-            result = member_terms(rows.logits, rows.options(scale, config.label_smoothing))
-        else:
-            result = ncl.closed_form(rows.logits, rows.y, rows.diversity, scale, alpha=rows.alpha, mixture=rows.mixture)
+        result = LossResult(losses.detach(), task.scores(logits.to(config.dtype), y), gradient)
     losses, scores = result.losses, result.scores
     assert scores is not None
     assert result.gradient is not None
@@ -73,7 +65,7 @@ def compute_objective(
         losses, scores = losses.view(num_runs, local_members), scores.view(num_runs, -1)
         gradient = gradient.squeeze(1).unflatten(0, (num_runs, local_members))
     elif not own and mixture is not None:  # some members are on other ranks
-        scores = mixture_scores(mixture, y, config)
+        scores = task.mixture_scores(mixture, y)
     if weight is not None:
         scores = scores * weight.flatten(1)
     count = batch_size * num_members if own else batch_size
@@ -90,41 +82,8 @@ def member_losses(
     num_members: int | None = None,
 ) -> Tensor:
     """Differentiable loss of every member on every sample, `(R, K, B)`; arguments as in `compute_objective`."""
-    rows = _rows(logits, y, diversity, mixture, num_members or logits.shape[1], config)
-    if config.loss == "ace":
-        options = rows.options(1.0, config.label_smoothing, config.detach_others)
-        losses = composite.member_losses(rows.logits, options)
-    else:
-        f = rows.logits.to(config.dtype).transpose(0, 1)  # members first
-        alpha = torch.full_like(f[:, :1, :1, :1], 1 / f.shape[0] if rows.alpha is None else rows.alpha)
-        lam = rows.diversity.view(-1, 1, 1)
-        losses = ncl.element_losses(f, rows.y, lam, alpha, rows.mixture).mean(-1).transpose(0, 1)
-    return losses.view(logits.shape[:3])
-
-
-def ensemble_scores(
-    logits: Tensor,  # (R, K, N, C)
-    y: Tensor,  # (N,) or (R, N); for regression (..., M)
-    config: TrainConfig,
-) -> Tensor:
-    """Ensemble's cross entropy or squared error on every sample, `(R, N)`."""
-    if config.loss == "ncl":
-        return (logits.mean(1) - y).square().mean(-1)
-    index = y.expand(len(logits), -1)[:, None, :, None].expand(-1, logits.shape[1], -1, -1)
-    hits = logits.log_softmax(3).gather(3, index).squeeze(3)  # (R, K, N)
-    return math.log(logits.shape[1]) - hits.logsumexp(1)
-
-
-def mixture_scores(
-    mixture: Tensor,  # (R, N, C)
-    y: Tensor,  # (R, N); for regression (R, N, M)
-    config: TrainConfig,
-) -> Tensor:
-    """Like `ensemble_scores`, from the mixture; an underflowed probability counts as the smallest number."""
-    if config.loss == "ace":
-        log_probs = mixture.clamp_min(torch.finfo(mixture.dtype).tiny).log()
-        return -log_probs.gather(2, y.unsqueeze(2)).squeeze(2)
-    return (mixture - y).square().mean(-1)
+    inputs = _loss_inputs(logits, y, diversity, mixture, num_members or logits.shape[1], config)
+    return TASKS[config.task].member_losses(inputs, config.detach_others).view(logits.shape[:3])
 
 
 def ensemble_predictions(logits: Tensor, config: TrainConfig) -> Tensor:
@@ -134,8 +93,7 @@ def ensemble_predictions(logits: Tensor, config: TrainConfig) -> Tensor:
 
 def member_predictions(logits: Tensor, config: TrainConfig) -> Tensor:
     """Each member's prediction in the shape of its logits: probabilities, or numbers."""
-    logits = logits.to(config.dtype)
-    return logits.softmax(-1) if config.loss == "ace" else logits
+    return TASKS[config.task].predictions(logits.to(config.dtype))
 
 
 def mean_over_samples(values: Tensor, weight: Tensor | None) -> Tensor:
@@ -146,40 +104,18 @@ def mean_over_samples(values: Tensor, weight: Tensor | None) -> Tensor:
     return (values * (weight / total)).sum(-1)
 
 
-class _Rows(NamedTuple):
-    """Arguments of a loss whose members share their batches."""
-
-    logits: Tensor  # (R, K, B, C)
-    y: Tensor  # (R, B) or (R, B, M)
-    diversity: Tensor  # (R,)
-    alpha: float | None  # member weight; None: 1/K
-    mixture: Tensor | None  # (R, B, C)
-
-    def options(self, scale: float | Tensor, label_smoothing: float, detach_others: bool = True) -> LossOptions:
-        """Options of the ACE loss."""
-        alpha = None if self.alpha is None else self.diversity.new_full((self.logits.shape[1],), self.alpha)
-        return LossOptions(
-            self.y,
-            self.diversity,
-            alpha=alpha,
-            mixture=self.mixture,
-            scale=scale,
-            label_smoothing=label_smoothing,
-            detach_others=detach_others,
-        )
-
-
-def _rows(
+def _loss_inputs(
     logits: Tensor, y: Tensor, diversity: Tensor, mixture: Tensor | None, num_members: int, config: TrainConfig
-) -> _Rows:
+) -> LossInputs:
     """Own batches as R·K runs of one member: its loss needs only the others' predictions on its batch."""
     alpha = None if mixture is None else 1 / num_members
     if config.batches == "shared":
-        return _Rows(logits, y, diversity, alpha, mixture)
+        return LossInputs(logits, y, diversity, alpha, mixture, config.label_smoothing)
     lead = logits.shape[:2]
     # no mixture: separate batches, no coupling
     lam = torch.zeros_like(diversity) if mixture is None else diversity
     if mixture is not None:
         mixture = mixture.unflatten(1, logits.shape[1:3]).flatten(0, 1)
     lam = lam.unsqueeze(1).expand(lead).flatten()
-    return _Rows(logits.flatten(0, 1).unsqueeze(1), y.flatten(0, 1), lam, alpha, mixture)
+    z = logits.flatten(0, 1).unsqueeze(1)
+    return LossInputs(z, y.flatten(0, 1), lam, alpha, mixture, config.label_smoothing)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchace.functional import average_gradients
@@ -189,7 +189,7 @@ def _vmap_members(
     shared = set(all_shared_names(stacked))
     axes = [{name: None if name in shared else 0 for name in held} for held in (parameters, buffers)]
     parameters = {n: average_gradients(p, num_members) if n in shared else p for n, p in parameters.items()}
-    in_dims = (*axes, *[0 if own else None] * len(args))
+    in_dims = (*axes, *(0 if own and any(isinstance(v, Tensor) for v in tree_leaves(x)) else None for x in args))
     with _prepare_for_vmap(stacked):
         return vmap(run_member, in_dims=in_dims, randomness="different")(parameters, buffers, *args)
 
@@ -206,7 +206,9 @@ def _explain_failure(
         layer, _, buffer = str(error).rpartition(".")
         return not_stackable(stacked, layer, f"it replaces its buffer {buffer!r} instead of changing it in place")
     try:
-        take_members(stacked, 0)(*(tree_map(lambda x: x[0], list(args)) if own else args), **kwargs)
+        take_members(stacked, 0)(
+            *(tree_map(lambda x: x[0] if isinstance(x, Tensor) else x, list(args)) if own else args), **kwargs
+        )
     except Exception as member_error:
         return member_error
     tracker = StackingMode(1, -1)

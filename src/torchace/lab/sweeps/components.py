@@ -1,0 +1,240 @@
+"""Objects of a sweep beside its settings: the member's factory, data, optimizer, metrics and transform.
+
+A TOML file names them (`package.module:function`) and they are imported; `torchace.sweep` gets them from Python.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchace.lab.schema.experiment import OPTIMIZERS, Arm
+from torchace.lab.sweeps.config import ConfigError
+
+HASHED_ROWS = 65_536  # of a tensor
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+@dataclass(frozen=True)
+class Components:
+    """Objects of one arm; None where the built-in network, data set or optimizer is used."""
+
+    member: Callable[..., Any] | None = None  # called with `model.arguments`, returns a module
+    data: Any = None  # (train, test), or a function of `data.arguments` that returns them
+    optimizer: Callable[..., Any] | None = None  # called with parameters, `lr` and `optimizer_arguments`
+    metrics: tuple[Any, ...] = ()  # functions of logits (K, N, C) and target, or torchmetrics metrics
+    transform: Callable[..., Any] | None = None  # function of a batch of inputs, on the device
+
+    @classmethod
+    def load(cls, arm: Arm) -> Components:
+        """Import the objects that an arm names."""
+        model, data, train = arm.model, arm.data, arm.train
+        member = None if model.factory is None else import_object(model.factory, "model.factory")
+        loader = None if data.factory is None else import_object(data.factory, "data.factory")
+        if member is not None:
+            check_arguments(member, model.arguments, "model.arguments")
+        if loader is not None:
+            check_arguments(loader, data.arguments, "data.arguments")
+        return cls(
+            member=member,
+            data=loader,
+            optimizer=None if train.optimizer in OPTIMIZERS else import_object(train.optimizer, "train.optimizer"),
+            metrics=tuple(import_object(name, "train.metrics") for name in train.metrics),
+            transform=None if data.transform is None else import_object(data.transform, "data.transform"),
+        )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the name and a hash of the source of every function, for the run directory."""
+        functions = {"member": self.member, "optimizer": self.optimizer, "transform": self.transform}
+        if callable(self.data):
+            functions["data"] = self.data
+        functions |= {f"metrics.{metric_name(metric)}": metric for metric in self.metrics}
+        return {
+            key: {"name": object_name(function), "sha256": source_digest(function)}
+            for key, function in functions.items()
+            if function is not None
+        }
+
+
+def import_object(name: str, key: str) -> Any:
+    """Import `package.module:function` from the current directory or an installed package.
+
+    This runs the module's code. `key` is the setting that names the object, for errors.
+
+    Example:
+        >>> import_object("torchace.models:mlp", "model.factory").__name__
+        'mlp'
+    """
+    module_name, _, path = name.partition(":")
+    if (here := os.getcwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does
+    importlib.invalidate_caches()
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # the module's own code may raise anything
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            raise ConfigError(
+                f"{key}: there is no module {missing!r} in the current directory or among the installed packages."
+            ) from None
+        raise ConfigError(f"{key}: cannot import {module_name}: {type(error).__name__}: {error}.") from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            close = difflib.get_close_matches(part, dir(found), n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{key}: there is no {path!r} in {module_name}.{hint}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{key}: expected {name} to be a function or a class, but it is {type(found).__name__}.")
+    return found
+
+
+def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], key: str) -> None:
+    """Refuse arguments that do not fit a function's signature."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in functions have none
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        name = object_name(function).partition(":")[2]
+        raise ConfigError(f"{key}: expected arguments of {name}{signature}, but {error}.") from None
+
+
+def object_name(value: Any) -> str:
+    """Return `module:qualname` of a function, class or partial, or of the class of an object.
+
+    Example:
+        >>> object_name(import_object), object_name(partial(int, base=2))
+        ('torchace.lab.sweeps.components:import_object', 'builtins:int')
+    """
+    while isinstance(value, partial):
+        value = value.func
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def metric_name(metric: Any) -> str:
+    """Return the name of a metric in results: of its function or class, in lower case with underscores."""
+    name = object_name(metric).rpartition(":")[2].rpartition(".")[2]
+    separated = "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
+    return "".join(c if c.isalnum() or c == "_" else "" for c in separated) or "metric"
+
+
+def source_digest(function: Any) -> str:
+    """Return a SHA-256 of an object's source, and of the values and functions of its module that it uses.
+
+    Without a source file, as for a function typed into an interpreter, the bytecode and its constants count.
+    """
+    digest = hashlib.sha256()
+    _update(digest, function, set())
+    return digest.hexdigest()
+
+
+def tensor_digest(tensors: Sequence[Tensor]) -> str:
+    """Return a SHA-256 of the shapes, types and contents of tensors; of 65,536 rows at most, evenly spaced.
+
+    Example:
+        >>> tensor_digest([torch.zeros(2)]) == tensor_digest([torch.zeros(2)]) != tensor_digest([torch.zeros(3)])
+        True
+    """
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        step = max(1, -(-len(tensor) // HASHED_ROWS)) if tensor.ndim else 1
+        part = tensor[::step] if tensor.ndim else tensor
+        digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _update(digest: Any, value: Any, seen: set[int]) -> None:
+    if isinstance(value, _PLAIN):
+        digest.update(repr(value).encode())
+    elif isinstance(value, (set, frozenset)):
+        _update(digest, sorted(value, key=repr), seen)
+    elif isinstance(value, (list, tuple)):
+        digest.update(f"{type(value).__name__} {len(value)}".encode())
+        for item in value:
+            _update(digest, item, seen)
+    elif isinstance(value, dict):
+        for key in sorted(value, key=repr):
+            _update(digest, (repr(key), value[key]), seen)
+    elif id(value) in seen:
+        return
+    else:
+        seen.add(id(value))
+        _update_object(digest, value, seen)
+
+
+def _update_object(digest: Any, value: Any, seen: set[int]) -> None:
+    if isinstance(value, partial):
+        _update(digest, [value.func, value.args, value.keywords], seen)
+    elif isinstance(value, types.MethodType):
+        _update(digest, [value.__func__, value.__self__], seen)
+    elif isinstance(value, types.FunctionType):
+        digest.update(_source(value) or b"")
+        if not _source(value):
+            _update_code(digest, value.__code__)
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _has_contents(cell)]
+        _update(digest, [value.__defaults__, value.__kwdefaults__, cells], seen)
+        used = [value.__globals__.get(name) for name in _names(value.__code__)]
+        _update(digest, [item for item in used if _is_own(item, value.__module__)], seen)
+    elif isinstance(value, type):
+        digest.update(_source(value) or f"{value.__module__}:{value.__qualname__}".encode())
+        inner = [item for item in vars(value).values() if isinstance(item, types.FunctionType)]
+        own = [base for base in value.__bases__ if base.__module__ == value.__module__]
+        if value.__module__.partition(".")[0] not in ("torch", "torchace", "builtins"):
+            _update(digest, [own, inner], seen)
+    else:  # a callable object, or a value in a closure
+        digest.update(object_name(value).encode())
+        if callable(value):
+            _update(digest, type(value), seen)
+
+
+def _source(value: Any) -> bytes:
+    try:
+        return inspect.getsource(value).encode()
+    except (OSError, TypeError):
+        return b""
+
+
+def _update_code(digest: Any, code: types.CodeType) -> None:
+    digest.update(code.co_code)
+    digest.update(repr(code.co_names).encode())
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            _update_code(digest, constant)
+        else:  # sets have no fixed order
+            digest.update(repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant).encode())
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """Return the global names in a function's code and in functions inside it, sorted."""
+    inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _names(part)]
+    return sorted({*code.co_names, *inner})
+
+
+def _is_own(value: Any, module: str) -> bool:
+    """Whether a global value is a number, text or a function or class of the same module."""
+    return isinstance(value, _PLAIN) or getattr(value, "__module__", None) == module
+
+
+def _has_contents(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
