@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
-from torchace.nn.stacked_state import named_tensors, recomputed_names, replace_tensors
+from torchace.functional import average_gradients
+from torchace.nn.stacked_state import all_shared_names, named_tensors, recomputed_names, replace_tensors, shared_names
 from torchace.nn.stacking.mode import MARK, StackingError, StackingMode
 from torchace.nn.stacking.rng import MemberRNG
 from torchace.nn.stacking.values import expand_groups, to_members
@@ -43,21 +44,32 @@ def run_stacked(
     With `own`, `args` are `(G, ...)`, one per member or group of members; `kwargs` are shared. `layers` caches
     `stacked.modules()`.
     """
-    buffers, recomputed = [], []
+    buffers, recomputed, replaced = [], [], []
     for module in stacked.modules() if layers is None else layers:
+        shared = shared_names(module)
         if module._forward_pre_hooks:
             recomputed += [(module, name) for name in recomputed_names(module)]
-        for parameter in module._parameters.values():
-            if parameter is not None:
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if name not in shared:
                 mode.mark(parameter)
+            elif parameter.requires_grad and torch.is_grad_enabled():
+                replaced.append((module, name, parameter))
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and name not in shared:
                 buffers.append((module, name, mode.mark(buffer)))
                 mode.buffers.add(id(buffer))
     if own:  # views: the caller's tensors stay unmarked
         args = [tree_map(lambda x: mode.mark(x[:]) if isinstance(x, Tensor) else x, x) for x in args]
-    with mode:
-        output = stacked(*args, **kwargs)
+    try:
+        for module, name, parameter in replaced:  # the weight, not activations: adapters keep their own gradients
+            module._parameters[name] = average_gradients(parameter, mode.num_members)  # type: ignore[assignment]
+        with mode:
+            output = stacked(*args, **kwargs)
+    finally:
+        for module, name, parameter in replaced:
+            module._parameters[name] = parameter
     for module, name in recomputed:  # valid during this call only
         vars(module)[name] = None
     for module, name, buffer in buffers:
@@ -148,14 +160,21 @@ def run_one_by_one(
     if own:
         args = tree_map(lambda x: expand_groups(x, num_members) if isinstance(x, Tensor) else x, list(args))
     parameters, buffers = named_tensors(stacked, "parameters"), named_tensors(stacked, "buffers")
+    shared: dict[str, Tensor] = {}
+    for name in all_shared_names(stacked):
+        if name in parameters:
+            shared[name] = average_gradients(parameters.pop(name), num_members)
+        elif name in buffers:
+            shared[name] = buffers.pop(name)
     outputs = []
-    with refuse_checkpointing(), nullcontext([]) if rng is None else rng.member_seeds() as seeds:
+    no_seeds: AbstractContextManager[list[int]] = nullcontext([])
+    with refuse_checkpointing(), no_seeds if rng is None else rng.member_seeds() as seeds:
         for k in range(num_members):
             if seeds:
                 torch.manual_seed(seeds[k])
             inputs = tree_map(lambda x, k=k: x[k] if own and isinstance(x, Tensor) else x, list(args))
             own_buffers = {name: buffer[k] for name, buffer in buffers.items()}
-            state = {**{name: parameter[k] for name, parameter in parameters.items()}, **own_buffers}
+            state = {**shared, **{name: parameter[k] for name, parameter in parameters.items()}, **own_buffers}
             outputs.append(functional_call(stacked, state, tuple(inputs), kwargs, tie_weights=False))
             for name, buffer in own_buffers.items():
                 if state[name] is not buffer:  # replaced instead of changed in place; set by functional_call
@@ -172,7 +191,7 @@ def refuse_checkpointing() -> Iterator[None]:
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield
         return
-    places = ((CheckpointFunction, "apply"), (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"))
+    places: Any = ((CheckpointFunction, "apply"), (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"))
     originals = [getattr(owner, name) for owner, name in places]
     for owner, name in places:
         setattr(owner, name, _raise_checkpoint_error)
