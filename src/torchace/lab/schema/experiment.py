@@ -104,7 +104,7 @@ class DataSection(Section):
             raise ValueError(f"expected one source of data, but got {' and '.join(f'`{key}`' for key in sources)}.")
         if self.arguments and self.factory is None:
             raise ValueError("`arguments` need `factory`, the function that returns the data.")
-        if (self.target is not None or self.test_file is not None) and self.file is None:
+        if (self.target is not None or self.test_file is not None) and self.file is None and self.name != GIVEN:
             raise ValueError("`target` and `test_file` need `file`, the data file.")
         return self
 
