@@ -233,6 +233,7 @@ class ArmSummary(ResultModel):
     num_members: Count
     batches: str = "shared"
     network: str = ""
+    layers: Items[Annotated[tuple[str, str, str], Field(strict=False)]] = ()  # layer, function, how it is computed
     parameters: Count | None = None
     diversities: Items[Number]
     baseline: bool = False
