@@ -105,7 +105,7 @@ def test_an_own_smoc_is_stacked_as_it_is() -> None:
 
     result = ace.sweep(make, TRAIN, TEST, **SMALL, kind="smoc")
     assert isinstance(result.ensemble(0.5, 0), ace.SMOC)
-    with pytest.raises(ValueError, match="Expected .*make to return an ensemble of 3 members, but it has 2"):
+    with pytest.raises(ValueError, match=r"Expected .*make to return an ensemble of 3 members, but it has 2"):
         ace.sweep(make, TRAIN, TEST, **SMALL | {"num_members": 3}, kind="smoc")
     with pytest.raises(ValueError, match="to return one member, but it returned the ensemble SMOC"):
         ace.sweep(make, TRAIN, TEST, **SMALL)
@@ -155,7 +155,7 @@ def test_a_temporary_directory_lives_as_long_as_the_result() -> None:
     result = ace.sweep(CNN, TRAIN, TEST, **SMALL, keep_weights=False)
     directory = result.directory
     assert directory.exists()
-    with pytest.raises(RunStoreError, match="they were not kept. Use keep_weights=True"):
+    with pytest.raises(RunStoreError, match=r"they were not kept. Use keep_weights=True"):
         result.ensemble(0.5, 1)
     with pytest.raises(RunStoreError, match=r"holds no run with λ=0\.2 and seed 1"):
         result.ensemble(0.2, 1)
@@ -171,11 +171,11 @@ def test_a_directory_resumes_and_refuses_other_objects(tmp_path: Path) -> None:
     assert {file: file.stat().st_mtime_ns for file in files} == files  # finished runs are kept
     assert len(more) == 6
     assert more[more.seed < 2].reset_index(drop=True).equals(first)
-    with pytest.raises(RunStoreError, match="holds runs with another factory of members .* Choose another `out`"):
+    with pytest.raises(RunStoreError, match=r"holds runs with another factory of members .* Choose another `out`"):
         ace.sweep(lambda: CNN(), TRAIN, TEST, **SMALL, out=tmp_path)
     with pytest.raises(RunStoreError, match="holds runs with another data"):
         ace.sweep(CNN, (TRAIN[0] + 1e-3, TRAIN[1]), TEST, **SMALL, out=tmp_path)
-    with pytest.raises(RunStoreError, match="holds runs with train.batch_size = 40, but now it is 20"):
+    with pytest.raises(RunStoreError, match=r"holds runs with train.batch_size = 40, but now it is 20"):
         ace.sweep(CNN, TRAIN, TEST, **SMALL | {"batch_size": 20}, out=tmp_path)
 
 
@@ -340,5 +340,5 @@ def test_wrong_names_in_a_toml_file(own_code: Path, old: str, new: str, message:
 
 def test_code_that_fails_to_import(own_code: Path) -> None:
     (own_code / "own_code.py").write_text("import torch\nraise RuntimeError('not today')")
-    with pytest.raises(ConfigError, match="model.factory: cannot import own_code: RuntimeError: not today"):
+    with pytest.raises(ConfigError, match=r"model.factory: cannot import own_code: RuntimeError: not today"):
         Sweep(load_experiment("own.toml"), own_code / "out").run()
