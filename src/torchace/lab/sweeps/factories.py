@@ -44,7 +44,7 @@ class Factory:
         built: dict[int, EnsembleModule] = {}
         for seed in dict.fromkeys(seeds):
             built[seed] = self._ensemble(seed, lambda parameters: check(parameters * len(seeds)))
-        self._check_members([e[0] if isinstance(e, Ensemble) else e for e in built.values()])  # type: ignore[index]
+        self._check_members([e[0] if isinstance(e, Ensemble) else e for e in built.values()])
         return [built[seed] for seed in seeds]
 
     def _ensemble(self, seed: int, check: Callable[[int], None]) -> EnsembleModule:
