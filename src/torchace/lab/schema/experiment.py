@@ -271,9 +271,9 @@ class Arm(Section):
                 "diversities = [0.0], or use batches = 'exchanged'."
             )
         if self.train.epochs is None and self.train.steps is None:
-            raise ValueError("expected `epochs` or `steps` under [train], but got neither.")
+            raise ValueError("expected `epochs` or `steps`, but got neither.")
         if self.train.patience is not None and not self.data.validation:
-            raise ValueError("`patience` needs validation data: set `validation` under [data], such as 0.2.")
+            raise ValueError("`patience` needs validation data: set `validation`, such as 0.2.")
         return self
 
 

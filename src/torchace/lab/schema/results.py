@@ -258,6 +258,7 @@ class ArmSummary(ResultModel):
     num_members: Count
     batches: str = "shared"
     network: str = ""
+    layers: Items[Annotated[tuple[str, str, str], Field(strict=False)]] = ()  # layer, function, how it is computed
     parameters: Count | None = None
     diversities: Items[Number]
     axes: dict[str, Items[Number]] = {}  # of `AXES`, with their values

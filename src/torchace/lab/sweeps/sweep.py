@@ -26,6 +26,7 @@ from torchace.lab.sweeps.networks import (
     build_network,
     default_group_size,
     describe_network,
+    explain_network,
     is_compiled,
     make_train_config,
 )
@@ -180,17 +181,22 @@ class Sweep:
 
 def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary:
     """Describe an arm for the result file; building its network also validates the configuration."""
-    if components.member is not None:
+    layers: tuple[tuple[str, str, str], ...] = ()
+    if components.member is None:
+        network = build_network(arm, data.dataset, [0], "cpu")
+    else:
         x, y = data.example(arm)
         factory = Factory(components.member, arm.model, TASKS[arm.data.task].link)
         check_outputs(factory, x, y, data.num_outputs)
-    network = build_network(arm, data.dataset, [0], "cpu", components=components)
+        network = build_network(arm, None, [0], "cpu", components=components)
+        layers = explain_network(network, x)
     return ArmSummary(
         name=arm.name,
         label=arm.label,
         num_members=arm.model.num_members,
         batches=arm.train.batches,
         network=describe_network(arm.model, data.dataset),
+        layers=layers,
         parameters=count_run_parameters(network),
         diversities=tuple(arm.diversities),
         axes={name: tuple(values) for name, values in arm.axes.items()},
