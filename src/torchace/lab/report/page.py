@@ -49,6 +49,7 @@ def contents(results: Results) -> dict[str, Any]:
         "notes": setup.notes(results),
         "column_table": setup.column_table(table, results.data.train) if (table := results.data.table) else None,
         "arm_table": setup.arm_table(results),
+        "layer_tables": setup.layer_tables(results),
         "facts": setup.facts(results),
         "configuration": setup.configuration(results),
         "failure_table": setup.failure_table(results),
@@ -163,6 +164,7 @@ def markdown(results: Results) -> str:
             parts.append(f"### {table.caption}\n\n{table_markdown(table)}")
         parts.append("\n".join(f"- {_escape(note)}" for note in content["notes"]))
     parts += ["## Setup", table_markdown(content["arm_table"]), _fact_list(content["facts"])]
+    parts += [f"### {_escape(table.caption)}\n\n{table_markdown(table)}" for table in content["layer_tables"]]
     if config := content["configuration"].replace("<", "\\u003c"):  # no HTML tags; equal JSON
         fence = "`" * (3 + max((len(ticks) for ticks in re.findall("`{3,}", config)), default=0))
         parts.append(f"{fence}json\n{config}\n{fence}")

@@ -74,6 +74,15 @@ def arm_table(results: Results) -> ReportTable:
     return make_table("Arms", ("Arm", "K", "Network", "Parameters", "Batches", "λ"), [("", rows)], kinds="tntntt")
 
 
+def layer_tables(results: Results) -> list[ReportTable]:
+    """Tables of the layers of users' own networks and how they are computed for all members."""
+    return [
+        make_table(f"Layers: {arm.label}", ("Layer", "Function", "Computed"), [("", arm.layers)], kinds="ttt")
+        for arm in results.arms
+        if arm.layers
+    ]
+
+
 def failure_table(results: Results) -> ReportTable | None:
     """Table of failed runs and damaged files, if any."""
     labels = {arm.name: arm.label for arm in results.arms}
