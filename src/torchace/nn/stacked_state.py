@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 
@@ -32,18 +33,36 @@ def _do_nothing() -> None:
     """Replace `flatten_parameters`; a module-level function, so that it can be pickled."""
 
 
+# The attribute of a layer with the names of its parameters and buffers that all members share: they have no member axis
+SHARED = "_shared_tensors"
+
+
+def shared_names(layer: nn.Module) -> tuple[str, ...]:
+    """Return the names of a layer's own parameters and buffers that all members share."""
+    return vars(layer).get(SHARED, ())
+
+
+def all_shared_names(stacked: nn.Module) -> list[str]:
+    """Return the names of a module's parameters and buffers that all members share."""
+    return [f"{prefix}.{name}".lstrip(".") for prefix, layer in stacked.named_modules() for name in shared_names(layer)]
+
+
 def take_members(stacked: nn.Module, index: int | slice | Sequence[int]) -> nn.Module:
     """Return a copy of a stacked module with some of its members; for an integer, a plain module."""
     parts: dict[int, Any] = {}
-    for parameter in stacked.parameters():
-        parts[id(parameter)] = nn.Parameter(parameter.detach()[index].clone(), requires_grad=parameter.requires_grad)
-    for buffer in stacked.buffers():
-        parts[id(buffer)] = buffer.detach()[index].clone()
+    for layer in stacked.modules():
+        shared = shared_names(layer)
+        for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+            if tensor is not None:
+                part = (tensor.detach() if name in shared else tensor.detach()[index]).clone()
+                trained = tensor.requires_grad
+                parts[id(tensor)] = nn.Parameter(part, trained) if isinstance(tensor, nn.Parameter) else part
     copied = copy_module(stacked, parts)
     if not isinstance(index, int):
         return copied
     for layer in copied.modules():
         vars(layer).pop("flatten_parameters", None)
+        vars(layer).pop(SHARED, None)
     return recompute_weights(copied)
 
 
@@ -74,15 +93,15 @@ def replace_tensors(stacked: nn.Module, tensors: Mapping[str, Tensor]) -> Iterat
             held[name] = tensor
 
 
-# Weights that a hook recomputes before every forward (old-style weight norm, pruning) are results of autograd and
-# cannot be copied; a copy recomputes them.
+# Weights that a hook recomputes before every forward (old-style weight and spectral norm, pruning) are results of
+# autograd and cannot be copied; a copy recomputes them.
 
 
 def recomputed_names(layer: nn.Module, hooks: Iterable[Any] | None = None) -> list[str]:
     """Return the attributes of a layer that its hooks, or the given ones, compute before every forward."""
     names = []
     for hook in layer._forward_pre_hooks.values() if hooks is None else hooks:
-        if isinstance(hook, WeightNorm):
+        if isinstance(hook, (SpectralNorm, WeightNorm)):
             names.append(hook.name)
         elif isinstance(hook, BasePruningMethod):
             names.append(str(hook._tensor_name))
@@ -100,7 +119,9 @@ def copy_module(module: nn.Module, parts: dict[int, Any]) -> nn.Module:
 def recompute_weights(module: nn.Module) -> nn.Module:
     """Run the hooks that recompute weights and return the module."""
     for layer in module.modules():
+        training, layer.training = layer.training, False  # spectral norm changes its buffers in training mode
         for hook in layer._forward_pre_hooks.values():
             if recomputed_names(layer, [hook]):
                 hook(layer, ())
+        layer.training = training
     return module
