@@ -233,6 +233,5 @@ def chunks(
     check_count(size, "size")
     split = split if device is None else split.to(device)
     format_inputs = _Format(split, normalize=normalize, dtype=dtype, flatten=flatten)
-    for x, y in split.chunks(size):
-        x = format_inputs(x)
-        yield (x if transform is None else transform.evaluate(x)), y
+    formatted = ((format_inputs(x), y) for x, y in split.chunks(size))
+    return formatted if transform is None else ((transform.evaluate(x), y) for x, y in formatted)
