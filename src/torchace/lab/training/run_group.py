@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from torchace.lab.data import hashed_key
 from torchace.lab.data.inputs import Inputs, as_arguments, input_tensors, map_inputs
 from torchace.lab.training.distributed import Ranks
-from torchace.nn import SMOC, Ensemble, StackedEnsemble
+from torchace.nn import SMOC, AdaptedEnsemble, Ensemble, StackedEnsemble
 from torchace.nn.base import EnsembleModule
 from torchace.nn.members import average_shared_gradients
+from torchace.nn.stacked_state import all_shared_names, take_group
 from torchace.nn.stacking import MemberRNG
 
 
 class RunGroup(nn.Module):
-    """R independent runs of K members each, from one `Ensemble` (of one architecture) or `SMOC` a run.
+    """R independent runs of K members each, from one `Ensemble`, `AdaptedEnsemble` or `SMOC` a run.
 
     Members are one stack of R·K, trunks a stack of R, and SMOC's heads a stack of R with K members each. Random numbers
     in training are a function of (seed, step, layer, member): a run draws the same in any group.
@@ -41,12 +42,9 @@ class RunGroup(nn.Module):
         self.trunk = None if trunks[0] is None else StackedEnsemble.trusted(trunks)
         self.heads = isinstance(first, SMOC)
         self._branched = getattr(first, "branched", None)  # for `save_model`
-        self.members = StackedEnsemble.trusted(
-            [ensemble.head for ensemble in ensembles if isinstance(ensemble, SMOC)]
-            if self.heads
-            else [member for ensemble in ensembles for member in ensemble],  # type: ignore[attr-defined]
-            self.link,
-        )
+        self._adapted = first.settings if isinstance(first, AdaptedEnsemble) else None
+        self.members = _stack(ensembles, self.link)
+        self._shared_names = {f"members.stacked.{name}" for name in all_shared_names(self.members.stacked)}
         self.seeds = torch.zeros(self.num_runs, dtype=torch.int64)
         self.step = torch.zeros((), dtype=torch.int64)
 
@@ -125,11 +123,17 @@ class RunGroup(nn.Module):
 
     def entries_per_run(self, name: str) -> int:
         """Number of entries of a tensor in `state_dict()` that belong to one run."""
-        return 1 if self.heads or name.startswith("trunk.") else self.num_members
+        return 1 if self.is_shared(name) else self.num_members
+
+    def is_shared(self, name: str) -> bool:
+        """Whether the members of a run share a tensor of `state_dict()`; SMOC's heads count as shared."""
+        return self.heads or name.startswith("trunk.") or name in self._shared_names
 
     def ensemble(self, run: int) -> EnsembleModule:
         """Copy of one run's ensemble."""
         first = run * self.num_members
+        if self._adapted is not None:
+            return AdaptedEnsemble(take_group(self.members.stacked, run), **self._adapted)
         if self.trunk is None:
             return self.members.take(slice(first, first + self.num_members))
         trunk = self.trunk[run]
@@ -143,3 +147,12 @@ class RunGroup(nn.Module):
                 ensemble.branched = self._branched
         ensemble.training = self.training  # layers keep their modes
         return ensemble
+
+
+def _stack(ensembles: Sequence[Any], link: str) -> StackedEnsemble:
+    """Stack the members of all runs; for SMOC, the heads."""
+    if isinstance(ensembles[0], AdaptedEnsemble):
+        return StackedEnsemble.from_groups([one.stacked for one in ensembles], ensembles[0].num_members, link)
+    if isinstance(ensembles[0], SMOC):
+        return StackedEnsemble.trusted([ensemble.head for ensemble in ensembles], link)
+    return StackedEnsemble.trusted([member for ensemble in ensembles for member in ensemble], link)

@@ -22,6 +22,7 @@ from torchace.functional import average_gradients
 from torchace.nn.architecture import not_stackable
 from torchace.nn.stacked_state import (
     all_shared_names,
+    group_size,
     named_tensors,
     recomputed_names,
     replace_tensors,
@@ -53,6 +54,7 @@ def run_stacked(
     `stacked.modules()`.
     """
     buffers, recomputed, replaced = [], [], []
+    group = group_size(stacked)
     for module in stacked.modules() if layers is None else layers:
         shared = shared_names(module)
         if module._forward_pre_hooks:
@@ -60,19 +62,20 @@ def run_stacked(
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if name not in shared:
+            if name not in shared or group is not None:
                 mode.mark(parameter)
-            elif parameter.requires_grad and torch.is_grad_enabled():
+            if name in shared and parameter.requires_grad and torch.is_grad_enabled():
                 replaced.append((module, name, parameter))
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in shared:
+            if buffer is not None and (name not in shared or group is not None):
                 buffers.append((module, name, mode.mark(buffer)))
                 mode.buffers.add(id(buffer))
     if own:  # views: the caller's tensors stay unmarked
         args = [tree_map(lambda x: mode.mark(x[:]) if isinstance(x, Tensor) else x, x) for x in args]
     try:
         for module, name, parameter in replaced:  # the weight, not activations: adapters keep their own gradients
-            module._parameters[name] = average_gradients(parameter, mode.num_members)  # type: ignore[assignment]
+            averaged = average_gradients(parameter, group or mode.num_members)
+            module._parameters[name] = mode.mark(averaged) if group else averaged  # type: ignore[assignment]
         with mode:
             output = stacked(*args, **kwargs)
     finally:
@@ -187,8 +190,15 @@ def _vmap_members(
         return output
 
     shared = set(all_shared_names(stacked))
+    group = group_size(stacked)
+    parameters = {n: average_gradients(p, group or num_members) if n in shared else p for n, p in parameters.items()}
+    if group is not None:
+        parameters, buffers = (
+            {n: t.repeat_interleave(group, 0) if n in shared else t for n, t in held.items()}
+            for held in (parameters, buffers)
+        )
+        shared = set()
     axes = [{name: None if name in shared else 0 for name in held} for held in (parameters, buffers)]
-    parameters = {n: average_gradients(p, num_members) if n in shared else p for n, p in parameters.items()}
     in_dims = (*axes, *(0 if own and any(isinstance(v, Tensor) for v in tree_leaves(x)) else None for x in args))
     with _prepare_for_vmap(stacked):
         return vmap(run_member, in_dims=in_dims, randomness="different")(parameters, buffers, *args)
