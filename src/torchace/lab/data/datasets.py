@@ -21,7 +21,7 @@ from torchace.lab.data.files import download as download_file
 from torchace.lab.data.files import find, not_found, search_path
 from torchace.lab.data.idx import read_idx
 from torchace.lab.data.sources import SOURCES, CifarSource, IdxFile, IdxSource
-from torchace.lab.data.splits import Split, stratified_split
+from torchace.lab.data.splits import Split, random_split, stratified_split
 
 NAMES = ("digits", *SOURCES)
 _DIGITS_TEST = 500
@@ -69,9 +69,9 @@ class Dataset:
             raise DataError("normalize = 'standard' needs images in memory; normalise them in the Dataset.")
         return Normalization(self.mean, self.std)
 
-    def validation_split(self, size: int | float, *, seed: int = 0) -> tuple[Split, Split]:
+    def validation_split(self, size: int | float, *, seed: int = 0) -> tuple[Any, Any]:
         """Split into `(train, validation)`, stratified by class; `size` is a count (int) or a fraction (float)."""
-        return stratified_split(self.train, size, seed=seed)
+        return random_split(self.train, size, seed=seed)
 
     def limit(self, count: int, *, seed: int | None = None) -> Dataset:
         """Keep the first `count` training samples, or with a seed, a stratified random subset."""

@@ -22,8 +22,7 @@ from torchace.lab.data.errors import DataError, pandas
 from torchace.lab.data.inference import infer_schema
 from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
 from torchace.lab.data.map_datasets import Items, StreamedSplit, check_finite_inputs, is_random, item_bytes, read_all
-from torchace.lab.data.rng import permutation
-from torchace.lab.data.splits import Split, stratified_split
+from torchace.lab.data.splits import Split, random_split
 from torchace.lab.data.tables import read_table
 from torchace.lab.data.targets import as_targets, check_classes, encode_labels, find_missing_classes
 from torchace.models.encoder import TableEncoder
@@ -343,9 +342,7 @@ def _random_rows(count: int, labels: Tensor | None, share: float) -> tuple[Tenso
     size = round(share * count)
     if not 0 < size < count:
         raise DataError(f"{count} samples are too few for a test share of {share:g}; give more, or a `test_file`.")
-    rows = torch.arange(count)
-    if labels is not None:
-        rest, taken = stratified_split(Split(rows, labels), size, seed=0)
-        return rest.x, taken.x
-    order = permutation(0, "test", count=count)
-    return order[size:].sort().values, order[:size].sort().values
+    rest, taken = random_split(
+        Split(torch.arange(count), torch.zeros(count) if labels is None else labels), size, seed=0
+    )
+    return rest.x, taken.x
