@@ -184,7 +184,7 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         members_: Its members.
         diversity_: λ.
         tuning_: The search for λ, for `diversity="auto"`.
-        oof_predictions_: Prediction of each sample by the members that left it out, `(N,)` or `(N, M)`; NaN if none did.
+        oof_predictions_: Predictions of each sample by the members that left it out; NaN if none did.
         oof_score_: Their mean squared error, or that of the hold-out. With folds it is that of K/5 members.
         history_: One entry an epoch, with the ensemble's squared error of scaled training and left-out targets.
 

@@ -16,16 +16,24 @@ from torchace.nn.architecture import check_layers, check_one_architecture, not_s
 from torchace.nn.base import EnsembleModule
 from torchace.nn.members import BATCHES, as_list, check_own_batches, check_shared_parameters, tensor_versions
 from torchace.nn.optimizers import watch_optimizers
-from torchace.nn.stacked_state import named_tensors, replace_tensors, stack_members, take_members
+from torchace.nn.stacked_state import (
+    all_shared_names,
+    group_size,
+    named_tensors,
+    replace_tensors,
+    stack_groups,
+    stack_members,
+    take_members,
+)
 from torchace.nn.stacking import (
     Decision,
     MemberRNG,
     StackingMode,
     decide,
     register_ensemble,
+    run_one_by_one,
     run_stacked,
     run_stacked_in_graph,
-    run_under_vmap,
 )
 
 CACHED = 1 << 21  # elements of the largest feature maps that are computed together on a CPU
@@ -40,8 +48,8 @@ class StackedEnsemble(EnsembleModule):
 
     A member's `forward` runs once for all members: linear layers as batched products, convolutions as grouped ones, and
     so on. A function without such a form runs under `torch.func.vmap`, or member by member; see `explain`. The first
-    call in each mode compares two members with the same members alone; where they differ, the whole network runs under
-    `torch.func.vmap`.
+    call in each mode compares two members with the same members alone; where they differ, or where the forward depends
+    on a member's data, members run one by one.
 
     Args:
         members: Modules of one architecture, in one mode (training or evaluation). They are copied.
@@ -74,6 +82,19 @@ class StackedEnsemble(EnsembleModule):
         ensemble._stack(members)
         return ensemble
 
+    @classmethod
+    def from_groups(cls, groups: Sequence[nn.Module], num_members: int, link: str = "softmax") -> StackedEnsemble:
+        """Return an ensemble of the members of R stacked networks (`AdaptedEnsemble.stacked`) of K members each.
+
+        Own tensors are `(R·K, ...)`; those that the K members of a network share are `(R, ...)`.
+        """
+        ensemble = StackedEnsemble.trusted([nn.Identity()], link)
+        ensemble.num_members = len(groups) * num_members
+        ensemble.stacked = stack_groups(list(groups), num_members)
+        ensemble.training = groups[0].training
+        ensemble._register()
+        return ensemble
+
     def _stack(self, members: list[nn.Module]) -> None:
         self.stacked = stack_members(members)
         self.training = members[0].training  # layers keep the mode they have in the members
@@ -88,7 +109,15 @@ class StackedEnsemble(EnsembleModule):
         self._token = register_ensemble(self)
         self._decisions: dict[Any, Decision] = {}
         self._call_by_call = True
-        watch_optimizers(self)
+        shared = self._shared_parameters()
+        self.shares_weights = bool(shared)
+        names = tuple(name for name, p in self.named_parameters() if id(p) not in shared) if shared else None
+        watch_optimizers(self, names)
+
+    def _shared_parameters(self) -> set[int]:
+        """Return the ids of the parameters that all members share."""
+        shared = set(all_shared_names(self.stacked))
+        return {id(parameter) for name, parameter in self.stacked.named_parameters() if name in shared}
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move or cast as `nn.Module.to`; a memory format applies to a member's weights."""
@@ -98,8 +127,11 @@ class StackedEnsemble(EnsembleModule):
             super().to(device=device, dtype=dtype, non_blocking=non_blocking)
         if memory_format is not None:
             ndim = 5 if memory_format == torch.channels_last else 6
+            plain = set() if group_size(self.stacked) else self._shared_parameters()
             for parameter in self.parameters():
-                if parameter.ndim == ndim:
+                if id(parameter) in plain and parameter.ndim == ndim - 1:
+                    parameter.data = parameter.data.contiguous(memory_format=memory_format)
+                elif id(parameter) not in plain and parameter.ndim == ndim:
                     kernels = parameter.data.flatten(0, 1).contiguous(memory_format=memory_format)
                     parameter.data = kernels.unflatten(0, parameter.shape[:2])
         return self
@@ -124,7 +156,10 @@ class StackedEnsemble(EnsembleModule):
                         f"Expected an input (G, N, ...) where G divides {self.num_members} for batches='grouped', "
                         f"but got {tuple(x.shape)}."
                     )
-        output = self.compute(args, kwargs, own=batches != "shared")
+        return self._logits(self.compute(args, kwargs, own=batches != "shared"))
+
+    def _logits(self, output: Any) -> Tensor:
+        """Return the logits in the members' outputs."""
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"Members returned {type(output).__name__}, but members must return one tensor of logits. "
@@ -142,7 +177,7 @@ class StackedEnsemble(EnsembleModule):
         modes = self._modes(layers)
         if torch.compiler.is_dynamo_compiling():
             if not self._call_by_call:
-                return run_under_vmap(self.stacked, self.num_members, args, kwargs, own=own)
+                return run_one_by_one(self.stacked, self.num_members, args, kwargs, own=own)
             key = None if rng is None else rng.tensors
             return run_stacked_in_graph(self._token, modes, own, list(args), kwargs, self._tensors(), key)
         decision = self._decision(modes, args, kwargs, own=own)
@@ -151,11 +186,8 @@ class StackedEnsemble(EnsembleModule):
         if decision is None or decision.call_by_call:
             size = self._members_at_once(decision, args, own=own)
             output = self._run_stacked(layers, args, kwargs, size, own=own, rng=rng)
-        elif rng is None or not decision.random:
-            output = run_under_vmap(self.stacked, self.num_members, args, kwargs, own=own)
         else:
-            with rng.seed_generator(decision.reason):
-                output = run_under_vmap(self.stacked, self.num_members, args, kwargs, own=own)
+            output = run_one_by_one(self.stacked, self.num_members, args, kwargs, own=own, rng=rng)
         if tensor_versions(shared) != before:
             raise ValueError(
                 "Expected members that leave their shared input unchanged, but they changed their input in place. Use "
@@ -185,7 +217,7 @@ class StackedEnsemble(EnsembleModule):
 
     def _members_at_once(self, decision: Decision | None, args: Sequence[Any], *, own: bool) -> int:
         """Return the number of members to compute together: on a CPU, as many as fit in its cache."""
-        if decision is None or not decision.largest:
+        if decision is None or not decision.largest or self.shares_weights:
             return self.num_members
         tensors = [x for x in tree_leaves(list(args)) if isinstance(x, Tensor)]
         if any(x.device.type != "cpu" or (own and len(x) != self.num_members) for x in tensors):
@@ -208,7 +240,7 @@ class StackedEnsemble(EnsembleModule):
         key = (own, torch.is_grad_enabled(), modes)
         if key not in self._decisions:
             if _is_traced(args):
-                return None if self._call_by_call else Decision(False, random=True)
+                return None if self._call_by_call else Decision(False)
             self._decisions[key] = decide(self.stacked, self.num_members, self._token, args, kwargs, own=own)
             self._call_by_call = self._decisions[key].call_by_call
         return self._decisions[key]
@@ -253,17 +285,23 @@ class StackedEnsemble(EnsembleModule):
             >>> [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
             [(0.01, 1), (0.0, 1)]
         """
-        parameters = [p for p in self.parameters() if p.requires_grad]
+        parameters, shared = [p for p in self.parameters() if p.requires_grad], self._shared_parameters()
+        matrices = {id(p) for p in parameters if p.ndim - (id(p) not in shared) >= 2}
         groups = [
-            {"params": [p for p in parameters if p.ndim - 1 >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if p.ndim - 1 < 2], "weight_decay": 0.0},
+            {"params": [p for p in parameters if id(p) in matrices], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if id(p) not in matrices], "weight_decay": 0.0},
         ]
         return [group for group in groups if group["params"]]
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip each member's gradient to a norm of at most `max_norm`; return the norms before, `(K,)`."""
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        """Clip each member's gradient to a norm of at most `max_norm`; return the norms before, `(K,)`.
+
+        The gradient of parameters that members share is clipped separately.
+        """
+        shared = self._shared_parameters()
+        nn.utils.clip_grad_norm_([p for p in self.parameters() if id(p) in shared], max_norm)
+        gradients = [p.grad for p in self.parameters() if p.grad is not None and id(p) not in shared]
         if not gradients:
             return torch.zeros(self.num_members)
         # reshape, not flatten: a member's parameter may be one number

@@ -20,11 +20,11 @@ from pydantic import Field
 from torch import Tensor
 
 from torchace._checks import check_count
-from torchace.lab.data.columns import check_columns, date_part, feature_numbers, get_column
-from torchace.lab.data.errors import DataError
+from torchace.lab.data.columns import STRICT, Column, check_columns, feature_numbers, get_column
+from torchace.lab.data.errors import DataError, pandas
 from torchace.lab.data.messages import first_duplicate, quote
 from torchace.lab.data.parsing import positions, texts
-from torchace.lab.data.table_schema import STRICT, Column, Finite, Schema, adapter_of, damaged_json, parse_stored
+from torchace.lab.data.table_schema import Finite, Schema, adapter_of, damaged_json, parse_stored
 from torchace.models.encoder import TableEncoder
 
 if TYPE_CHECKING:
@@ -98,12 +98,14 @@ class Encoding:
         """Encode rows as the raw matrix, `(N, F)` of float64; columns outside the schema are ignored."""
         frame = check_columns(frame)
         raw = np.empty((len(frame), len(self.columns)))
+        schema = {column.name: column for column in self.schema.columns}
         for place, column in enumerate(self.columns):
-            values = get_column(frame, column.name, "needed for predictions")
+            cells = get_column(frame, column.name, "needed for predictions")
             if isinstance(column, CategoryColumn):
-                raw[:, place] = _codes(values, column)
+                raw[:, place] = _codes(cells, column)
             else:
-                raw[:, place] = feature_numbers(values) if column.part is None else date_part(values, column.part)
+                values = feature_numbers(cells, schema[column.name])
+                raw[:, place] = values if column.part is None else date_part(values, column.part)
         return torch.from_numpy(raw)
 
     @property
@@ -200,7 +202,7 @@ def learn_columns(
     max_categories: int = 50,
 ) -> tuple[NumberColumn | CategoryColumn, ...]:
     """Learn the statistics of some columns of a table, with weights `(N,)` above 0."""
-    numbers = (feature_numbers(frame[column.name]) for column in columns if column.kind == "number")
+    numbers = (feature_numbers(frame[column.name], column) for column in columns if column.kind == "number")
     method = resolve_method(method, numbers)
     learnt: list[NumberColumn | CategoryColumn] = []
     for column in columns:
@@ -208,10 +210,11 @@ def learn_columns(
         if column.kind == "category":
             learnt.append(_learn_category(values, weights, max_categories))
         elif column.kind == "date":
-            parts = [learn_number(column.name, date_part(values, p), weights, method, p) for p in DATE_PARTS]
+            seconds = feature_numbers(values, column)
+            parts = [learn_number(column.name, date_part(seconds, p), weights, method, p) for p in DATE_PARTS]
             learnt += [part for part in parts if _is_used(part)] or parts[:1]
         else:
-            learnt.append(learn_number(column.name, feature_numbers(values), weights, method))
+            learnt.append(learn_number(column.name, feature_numbers(values, column), weights, method))
     if not any(map(_is_used, learnt)):
         raise DataError("No column varies within the training part; give it more rows, or other columns.")
     return tuple(learnt)
@@ -260,6 +263,16 @@ def learn_number(
     scale = min(2 * scale, np.finfo(np.float64).max) if scale > 0 else std
     knots = tuple(np.unique(quantiles).tolist()) if method == "piecewise" else ()
     return NumberColumn(name, median, median, scale, 1 / SMOOTH_LIMIT, knots, indicator, part)
+
+
+def date_part(seconds: NDArray[np.float64], part: DatePart) -> NDArray[np.float64]:
+    """A part of dates given in seconds since 1970, `(N,)`; "elapsed" is in days."""
+    if part == "elapsed":
+        return seconds / 86_400
+    if part == "hour":
+        return seconds % 86_400 / 3600
+    moments = pandas().to_datetime(seconds, unit="s", errors="coerce")
+    return np.asarray(getattr(moments, part), dtype=np.float64)
 
 
 def weighted_quantiles(

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.utils.validation import check_array, check_consistent_length, validate_data
 from torch import Tensor
 
-from torchace.lab.data.columns import check_columns
+from torchace.lab.data.columns import Column, check_columns
 from torchace.lab.data.encoding import (
     CategoryColumn,
     Encoding,
@@ -22,7 +22,9 @@ from torchace.lab.data.encoding import (
     learn_number,
     resolve_method,
 )
-from torchace.lab.data.table_schema import Column, Schema, Target, infer_columns
+from torchace.lab.data.errors import DataError
+from torchace.lab.data.inference import infer_columns
+from torchace.lab.data.table_schema import Schema, Target
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
@@ -95,10 +97,10 @@ def learn_inputs(
             first = replace(cast(NumberColumn, columns[0]), scale=1.0)
             encoding = replace(encoding, columns=(first, *columns[1:]))
         return encoding
-    notes: list[str] = []
-    kinds = infer_columns(table, notes)
-    columns = learn_columns(kinds, table, weights, method)
-    return Encoding(Schema(kinds, target, tuple(notes)), columns, scale)
+    kinds, dropped, notes = infer_columns(table)
+    if not kinds:
+        raise DataError(f"No column is left to learn from ({dropped[-1][1]}); give columns that vary.")
+    return Encoding(Schema(kinds, target, notes, dropped), learn_columns(kinds, table, weights, method), scale)
 
 
 def raw_matrix(encoding: Encoding, table: NDArray[Any] | DataFrame) -> Tensor:

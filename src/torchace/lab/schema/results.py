@@ -13,7 +13,7 @@ from torchace._files import with_checksum
 FORMAT = 1
 LARGEST = 1e100  # bound of measured numbers; its square is finite
 
-TaskName = Literal["classification", "regression"]
+TaskName = Literal["classification", "multilabel", "regression"]
 SplitName = Literal["train", "validation", "test"]
 
 T = TypeVar("T")
@@ -89,12 +89,16 @@ class RunResult(ResultFile):
     arm: str
     diversity: Number
     seed: Count
+    learning_rate: Number | None = None  # of an axis of the sweep; None: the same for all runs
+    weight_decay: Number | None = None
+    label_smoothing: Number | None = None
     num_members: Count | None = None
     batches: str = "shared"
     status: Literal["finished", "failed"]
     failure: Failure | None = None
     metrics: Metrics | None = None
     history: Items[dict[str, Measured]] = ()  # one entry an epoch
+    best_epoch: Count | None = None  # with early stopping: the epoch of the weights, from 1
     steps: Count = 0
     seconds: Number | None = None
     parameters: Count | None = None
@@ -105,6 +109,11 @@ class RunResult(ResultFile):
     device: str | None = None
     cpu: str | None = None
     threads: Count | None = None
+
+    @property
+    def key(self) -> RunKey:
+        """Identity of the run."""
+        return RunKey(self.arm, self.diversity, self.seed, *(getattr(self, name) for name in AXES))
 
     @property
     def finished(self) -> bool:
@@ -124,19 +133,36 @@ class RunResult(ResultFile):
         return scored.members if scored else ()
 
 
+# axes of a sweep beside λ and seed, with their abbreviation in file names
+AXES = {"learning_rate": "lr", "weight_decay": "wd", "label_smoothing": "ls"}
+
+
+def _exact(value: float) -> str:
+    """Shortest text of a number; distinct numbers need distinct files."""
+    return repr(value + 0.0).removesuffix(".0")  # + 0.0: no -0.0
+
+
 @dataclass(frozen=True)
 class RunKey:
-    """The identity of a run: arm, λ and seed."""
+    """The identity of a run: arm, λ, seed and its values on the other axes of the sweep."""
 
     arm: Name
     diversity: Diversity
     seed: Annotated[Count, Field(strict=True)]
+    learning_rate: Number | None = None
+    weight_decay: Number | None = None
+    label_smoothing: Number | None = None
 
     @property
     def id(self) -> str:
         """Name of the run's files."""
-        # repr: distinct λ need distinct files; + 0.0: no -0.0
-        return f"{self.arm}-l{repr(self.diversity + 0.0).removesuffix('.0')}-s{self.seed}"
+        settings = "".join(f"-{AXES[name]}{_exact(value)}" for name, value in self.settings.items())
+        return f"{self.arm}-l{_exact(self.diversity)}-s{self.seed}{settings}"
+
+    @property
+    def settings(self) -> dict[str, float]:
+        """Values on the axes other than λ and seed."""
+        return {name: value for name in AXES if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -181,10 +207,11 @@ class TargetSummary(ResultModel):
 
 
 class ColumnSummary(ResultModel):
-    """A column in the training rows; `categories` has the most frequent ones with counts."""
+    """A column in the training rows; `categories` has the most frequent ones with counts; dates are seconds."""
 
     name: str
     kind: Literal["number", "category", "date", "dropped"]
+    format: str = ""  # such as 1.234,5 or %d.%m.%Y
     missing: Count = 0
     mean: Number | None = None
     std: Number | None = None
@@ -216,6 +243,8 @@ class DataSummary(ResultModel):
     test: Count
     classes: Items[str] = ()
     image_shape: Items[Count] | None = None
+    inputs: Items[str] = ()  # shape and type of each input of a sample
+    notes: Items[str] = ()
     table: TableSummary | None = Field(default=None, alias="schema")
 
     def has_same_test_set(self, other: DataSummary) -> bool:
@@ -232,8 +261,10 @@ class ArmSummary(ResultModel):
     num_members: Count
     batches: str = "shared"
     network: str = ""
+    layers: Items[Annotated[tuple[str, str, str], Field(strict=False)]] = ()  # layer, function, how it is computed
     parameters: Count | None = None
     diversities: Items[Number]
+    axes: dict[str, Items[Number]] = {}  # of `AXES`, with their values
     baseline: bool = False
     data: DataSummary | None = None  # None: the experiment's
 

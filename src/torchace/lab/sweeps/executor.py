@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -16,19 +16,22 @@ from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import Failure, GroupPlan, Metrics, RunKey, RunResult
 from torchace.lab.store import RunStore
 from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.sweeps.components import Components
+from torchace.lab.sweeps.components import Components, named_metrics
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network, make_train_config
-from torchace.lab.training.checkpoint import weights_digest
+from torchace.lab.training.checkpoint import run_weights, state_digest
 from torchace.lab.training.distributed import Ranks
 from torchace.lab.training.evaluate import evaluate, predict_logits
-from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, fit
+from torchace.lab.training.extra_metrics import compute_metrics
+from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, FitResult, fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.shard import gather_network, shard_network
 
 Stop = Callable[[], bool]
 ALONE = Ranks()
+LOSS_NAMES = {"classification": "cross_entropy", "multilabel": "cross_entropy", "regression": "mse"}
+KEPT_BYTES = 2**28  # of the weights of an arm's runs that are kept unless configured
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
     arm, data = plan.arms[group.arm], plan.data[group.arm]
     seeds = [run.seed for run in group.runs]
     batches = data.batches(arm)
-    config = make_train_config(arm.train, batches.steps_per_epoch)
+    config = make_train_config(arm.train, batches.steps_per_epoch, arm.data.task)
     network = shard_network(
         build_network(arm, data.dataset, seeds, plan.device, components=plan.components[group.arm]), ranks
     )
@@ -109,6 +112,8 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
         config,
         diversities=[run.diversity for run in group.runs],
         seeds=seeds,
+        settings=[run.settings for run in group.runs],
+        validation=data.validation_set(arm),
         checkpoint_policy=CheckpointPolicy(checkpoints, every.steps, every.seconds),
         on_progress=partial(callback.on_group_step, group),
         on_epoch_end=partial(callback.on_group_epoch_end, group),
@@ -120,51 +125,77 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
     trained = gather_network(network)
     if trained is None:  # only the first rank writes
         return 0.0
+    extra = named_metrics(plan.components[group.arm].metrics, config.task)
+    keeps_weights = _keeps_weights(plan, arm, trained)
     for r, run in enumerate(group.runs):
         if plan.store.is_finished(run):
             continue
         failure = fitted.failures.get(r) or _nonfinite_failure(test[0][r], config.steps)
         metrics, arrays = None, dict[str, Tensor]()
         if failure is None:
-            scored = evaluate(test[0][r], test[1], data.images)
-            held_out = None if validation is None else evaluate(validation[0][r], validation[1]).metrics
-            metrics = Metrics.model_validate({"test": scored.metrics, "validation": held_out})
-            arrays = scored.arrays
+            scored = evaluate(test[0][r], test[1], data.images, task=config.task)
+            found: dict[str, Any] = {"test": scored.metrics | compute_metrics(extra, test[0][r], test[1], config.task)}
+            if validation is not None:
+                scores = evaluate(validation[0][r], validation[1], task=config.task).metrics
+                found["validation"] = scores | compute_metrics(extra, validation[0][r], validation[1], config.task)
+            metrics, arrays = Metrics.model_validate(found), scored.arrays
+        weights = run_weights(trained, r) if failure is None else None
         result = RunResult(
             run=run.id,
-            arm=run.arm,
-            diversity=run.diversity,
-            seed=run.seed,
+            **asdict(run),
             num_members=arm.model.num_members,
             batches=arm.train.batches,
             status="finished" if failure is None else "failed",
             failure=failure,
             metrics=metrics,
-            history=tuple(
-                {"epoch": entry["epoch"], "step": entry["step"], "train_cross_entropy": entry["score"][r]}
-                for entry in fitted.history
-            ),
+            history=_history(fitted, r, config.task),
+            best_epoch=None if fitted.best_epochs is None else fitted.best_epochs[r],
             steps=config.steps,
             seconds=fitted.seconds / len(group.runs),
             parameters=count_run_parameters(trained),
             job=group.id,
-            weights_sha256=weights_digest(trained, r) if failure is None else None,
+            weights_sha256=None if weights is None else state_digest(weights),
             versions=versions(),
             **hardware(plan.device),
         )
-        plan.store.write_result(result, arrays)
+        plan.store.write_result(result, arrays, weights if keeps_weights else None)
     checkpoints.remove()
     return fitted.seconds + time.monotonic() - start
 
 
+def _history(fitted: FitResult, run: int, task: str) -> tuple[dict[str, Any], ...]:
+    """Return the epochs of a run until it stopped: training loss, and validation loss with early stopping."""
+    loss = LOSS_NAMES[task]
+    entries = []
+    for entry in fitted.history:
+        found = {"epoch": entry["epoch"], "step": entry["step"], f"train_{loss}": entry["score"][run]}
+        if entry["held_out"] is not None:
+            found[f"validation_{loss}"] = entry["held_out"][run]
+        entries.append(found)
+    return tuple(entries)
+
+
 def config_digest(arm: Arm) -> str:
-    """Return the SHA-256 of the settings that an arm's runs depend on."""
-    return json_digest(arm.model_dump(mode="json", include={"data", "model", "train"}))
+    """Return the SHA-256 of the settings that all runs of an arm have in common."""
+    common = arm.model_dump(mode="json", include={"data", "model", "train"})
+    common["train"] = {name: value for name, value in common["train"].items() if name not in arm.axes}
+    for key in ("stream", "num_workers"):  # the samples are the same
+        del common["data"][key]
+    return json_digest(common)
 
 
 def count_run_parameters(network: RunGroup) -> int:
     """Return the number of parameters of one run."""
     return sum(p.numel() for p in network.parameters()) // network.num_runs
+
+
+def _keeps_weights(plan: Plan, arm: Arm, network: RunGroup) -> bool:
+    """Whether to keep the weights: as configured, or if those of all runs are small."""
+    sweep = plan.experiment.sweep
+    if sweep.keep_weights != "auto":
+        return sweep.keep_weights
+    size = sum(value.nbytes for value in network.state_dict().values()) // network.num_runs
+    return size * len(arm.diversities) * len(sweep.seeds) <= KEPT_BYTES
 
 
 def _nonfinite_failure(logits: Tensor, steps: int) -> Failure | None:

@@ -230,9 +230,9 @@ class _Dispatch:
         if results is None:  # stopped with a checkpoint
             return False
         self._mark_started(group)
-        for run, (result, arrays) in zip(group.runs, results, strict=True):
+        for run, written in zip(group.runs, results, strict=True):
             if not self.store.is_finished(run):
-                self.store.write_result(result, arrays)
+                self.store.write_result(*written)
         self.store.checkpoints(group).remove()
         return True
 

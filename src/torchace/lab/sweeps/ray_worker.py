@@ -27,7 +27,7 @@ from torchace.lab.training.loop import Interrupted, Progress
 PREFIX = "torchace-worker-"
 
 Files = dict[str, bytes]  # a checkpoint's files by name
-Results = list[tuple[RunResult, Mapping[str, Tensor]]]
+Results = list[tuple[RunResult, Mapping[str, Tensor], Mapping[str, Tensor] | None]]
 
 
 class DriverLink(Callback):
@@ -101,8 +101,10 @@ class _MemoryStore(RunStore):
         local = super().checkpoints(group, config_sha256)
         return _SentCheckpoints(local.directory, self.link.send_checkpoint, owner=local.owner)
 
-    def write_result(self, result: RunResult, arrays: Mapping[str, Tensor]) -> None:
-        self.results.append((result, {name: value.cpu() for name, value in arrays.items()}))
+    def write_result(
+        self, result: RunResult, arrays: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self.results.append((result, {name: value.cpu() for name, value in arrays.items()}, weights))
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,30 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from torchace.lab.schema.experiment import Arm, Experiment
-from torchace.lab.schema.results import ArmSummary, ExperimentResult, Failure, GroupPlan, RunKey
+from torchace.lab.schema.results import AXES, ArmSummary, ExperimentResult, Failure, GroupPlan, RunKey
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.sweeps.components import Components
+from torchace.lab.sweeps.components import Components, named_metrics
+from torchace.lab.sweeps.config import ConfigError
 from torchace.lab.sweeps.environment import versions
 from torchace.lab.sweeps.executor import Executor, Plan, Stop, count_run_parameters
+from torchace.lab.sweeps.factories import Factory, check_outputs
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import (
     build_network,
     default_group_size,
     describe_network,
+    explain_network,
     is_compiled,
     make_train_config,
 )
+from torchace.lab.training.extra_metrics import MetricError, try_metrics
+from torchace.lab.training.tasks import TASKS
 
+COMPONENTS = "components"  # key of the objects' fingerprints in `config`
 WRITE_EVERY = 1.0  # seconds between two writes of experiment.json
 
 
@@ -65,10 +73,11 @@ class Sweep:
         # configuration errors are raised above, before any file is written
         store.refuse_foreign()
         with store.locked():
-            record = self._begin(store, summaries)
-            groups = self._plan_groups(plan)
+            fingerprints = {name: _fingerprint(components[name], data[name]) for name in arms}
+            record = self._begin(store, summaries, fingerprints)
+            groups = self._plan_groups(plan, {arm.name: arm.parameters or 0 for arm in summaries})
             store.clean(groups)
-            wanted = {run for arm in arms.values() for run in self._runs(arm)}
+            wanted = {run for arm in arms.values() for run in arm.runs(self.experiment.sweep.seeds)}
             todo = [g for g in groups if any(run in wanted and not store.is_finished(run) for run in g.runs)]
             planned = wanted.union(*(group.runs for group in todo))
             done = {run for run in planned if store.is_finished(run)}
@@ -96,9 +105,11 @@ class Sweep:
             failures = {run: store.failure(run) for run in sorted(wanted, key=lambda run: run.id)}
             return {run: failure for run, failure in failures.items() if failure is not None}
 
-    def _begin(self, store: RunStore, arms: list[ArmSummary]) -> ExperimentResult:
+    def _begin(self, store: RunStore, arms: list[ArmSummary], fingerprints: dict[str, Any]) -> ExperimentResult:
         """Write experiment.json, or check that the directory holds the same experiment."""
         config = self.experiment.model_dump(mode="json")
+        if any(fingerprints.values()):
+            config[COMPONENTS] = fingerprints
         seeds = set(self.experiment.sweep.seeds)
         started, seconds, counted = datetime.now(UTC).isoformat(timespec="seconds"), 0.0, {}
         if (before := store.experiment()) is not None:
@@ -108,13 +119,9 @@ class Sweep:
                 raise RunStoreError(
                     f"experiment.json in {self.directory} is damaged. Choose another --out, or remove the directory."
                 ) from error
-            # keep earlier seeds and λ
             seeds |= set(before.seeds)
-            earlier = {arm.name: arm.diversities for arm in before.arms}
-            arms = [
-                a.model_copy(update={"diversities": tuple(sorted({*a.diversities, *earlier.get(a.name, ())}))})
-                for a in arms
-            ]
+            earlier = {arm.name: arm for arm in before.arms}
+            arms = [_merge(arm, earlier.get(arm.name, arm)) for arm in arms]
             started, seconds, counted = before.started, before.seconds or 0.0, before.counted
         data = arms[0].data
         assert data is not None
@@ -122,6 +129,7 @@ class Sweep:
             name=self.experiment.name,
             title=self.experiment.title or self.experiment.name,
             description=self.experiment.description,
+            task=self.experiment.data.task,
             data=data,
             arms=tuple(arms),
             seeds=tuple(sorted(seeds)),
@@ -136,18 +144,15 @@ class Sweep:
         store.write_experiment(record)
         return record
 
-    def _runs(self, arm: Arm) -> list[RunKey]:
-        return [RunKey(arm.name, d, seed) for d in arm.diversities for seed in self.experiment.sweep.seeds]
-
-    def _plan_groups(self, plan: Plan) -> list[GroupPlan]:
+    def _plan_groups(self, plan: Plan, parameters: Mapping[str, int]) -> list[GroupPlan]:
         """Return the existing groups, and new ones for runs that are in none."""
         before = plan.store.groups()
         groups = list(before)
         known = {run for group in groups for run in group.runs}
         count = Counter(group.arm for group in groups)
         for arm in plan.arms.values():
-            new = [run for run in self._runs(arm) if run not in known]
-            size = self.experiment.sweep.group_size or default_group_size(arm.model, plan.device)
+            new = [run for run in arm.runs(self.experiment.sweep.seeds) if run not in known]
+            size = self.experiment.sweep.group_size or default_group_size(arm.model, parameters[arm.name], plan.device)
             steps = make_train_config(arm.train, plan.data[arm.name].batches(arm).steps_per_epoch).steps
             compiled = is_compiled(arm.train, steps, plan.device)
             for start in range(0, len(new), size):
@@ -179,29 +184,77 @@ class Sweep:
 
 def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary:
     """Describe an arm for the result file; building its network also validates the configuration."""
-    network = build_network(arm, data.dataset, [0], "cpu", components=components)
+    layers: tuple[tuple[str, str, str], ...] = ()
+    if components.member is None:
+        network = build_network(arm, data.dataset, [0], "cpu")
+    else:
+        x, y = data.example(arm)
+        factory = Factory(components.member, arm.model, TASKS[arm.data.task].link)
+        check_outputs(factory, x, y, data.num_outputs)
+        network = build_network(arm, None, [0], "cpu", components=components)
+        layers = explain_network(network, x)
+    metrics = named_metrics(components.metrics, arm.data.task)
+    try:
+        try_metrics(metrics, arm.model.num_members, data.num_outputs, data.test_targets(), arm.data.task)
+    except MetricError as error:
+        raise ConfigError(f"metrics: {error}") from error
     return ArmSummary(
         name=arm.name,
         label=arm.label,
         num_members=arm.model.num_members,
         batches=arm.train.batches,
         network=describe_network(arm.model, data.dataset),
+        layers=layers,
         parameters=count_run_parameters(network),
         diversities=tuple(arm.diversities),
+        axes={name: tuple(values) for name, values in arm.axes.items()},
         baseline=arm.baseline,
         data=data.summary(),
     )
 
 
+def _merge(arm: ArmSummary, before: ArmSummary) -> ArmSummary:
+    """Keep earlier λ and values of other axes."""
+    diversities = tuple(sorted({*arm.diversities, *before.diversities}))
+    axes = {name: tuple(dict.fromkeys([*before.axes.get(name, ()), *values])) for name, values in arm.axes.items()}
+    return arm.model_copy(update={"diversities": diversities, "axes": axes})
+
+
+def _fingerprint(components: Components, data: LoadedData) -> dict[str, Any]:
+    """Return what identifies the objects of an arm: names and hashes of functions and data."""
+    found = components.fingerprint()
+    if components.data is not None:
+        found["data"] = {**found.get("data", {}), **data.fingerprint()}
+    return found
+
+
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
-    """Refuse to mix two experiments in one directory; seeds and λ may differ."""
-    old, new = _flatten(before), _flatten(now)
+    """Refuse to mix two experiments in one directory; seeds, λ and values of other axes may differ."""
+    old, new = _flatten(_with_defaults(before)), _flatten(now)
     for key in sorted({*old, *new}):
-        if old.get(key) != new.get(key) and not key.endswith("diversities"):
+        both_lists = isinstance(old.get(key), list) and isinstance(new.get(key), list)
+        is_axis = key.endswith("diversities") or (both_lists and key.rpartition(".")[2] in AXES)
+        if old.get(key) == new.get(key) or is_axis or key.endswith(("data.stream", "data.num_workers")):
+            continue
+        remedy = "Choose another --out, or remove the directory."
+        if key.startswith(COMPONENTS):
+            _, _, kind, _ = key.split(".", 3)
+            names = {"member": "factory of members"}
             raise RunStoreError(
-                f"{directory} holds runs with {key} = {old.get(key)!r}, but now it is {new.get(key)!r}. "
-                "Choose another --out, or remove the directory."
+                f"{directory} holds runs with another {names.get(kind, kind)} (its source, arguments or content "
+                f"changed). {remedy}"
             )
+        raise RunStoreError(
+            f"{directory} holds runs with {key} = {old.get(key)!r}, but now it is {new.get(key)!r}. {remedy}"
+        )
+
+
+def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of an earlier version with today's keys."""
+    content = {key: value for key, value in config.items() if key != COMPONENTS}
+    with suppress(ValidationError):
+        content = Experiment.model_validate(content).model_dump(mode="json")
+    return {**content, COMPONENTS: config.get(COMPONENTS, {})}
 
 
 # settings that do not change the result of a run

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchace.lab.data import Split
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.memory import chunk_rows
 from torchace.lab.training.objective import mean_over_samples, partial_mixture
@@ -24,7 +23,7 @@ CHUNK = 4096  # samples predicted at once, at most
 class ValidationSet:
     """Validation samples, and epochs without improvement until a run stops."""
 
-    split: Split
+    split: Any  # Split, or an object with `len()`, `weight` and `chunks(size)`
     patience: int  # epochs
     members: Tensor | None = None  # (K, N): those that predict each sample; None: all
 
@@ -71,13 +70,13 @@ class EarlyStopping:
             value.copy_(weights[name])
 
 
-def validation_scores(network: RunGroup, split: Split, config: TrainConfig, members: Tensor | None = None) -> Tensor:
+def validation_scores(network: RunGroup, split: Any, config: TrainConfig, members: Tensor | None = None) -> Tensor:
     """Each run's weighted mean cross entropy or squared error on a split, `(R,)`; see `validation_losses`."""
     return mean_over_samples(validation_losses(network, split, config, members), split.weight)
 
 
 @torch.no_grad()
-def validation_losses(network: RunGroup, split: Split, config: TrainConfig, members: Tensor | None = None) -> Tensor:
+def validation_losses(network: RunGroup, split: Any, config: TrainConfig, members: Tensor | None = None) -> Tensor:
     """Each run's cross entropy or squared error on every sample of a split, `(R, N)`.
 
     `members` is as in `ValidationSet`.
