@@ -210,8 +210,8 @@ def _table_splits(train: Any, test: Any, options: DataOptions) -> tuple[list[Any
     else:
         schema = infer_schema(train.drop(columns=targets[1:]), targets[0], "regression")
         names = tuple(targets) if options.task == "multilabel" else ()
-    encoding = learn_encoding(schema, train)
-    encoder = encoding.encoder().double()
+    encoding = learn_encoding(schema, train, method="standard")  # one input a column: own networks know their width
+    encoder = encoding.encoder()
     splits: list[AnySplit] = []
     for part, frame in (("training", train), ("test", test)):
         if options.task == "classification":
