@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -31,7 +32,7 @@ from torchace.lab.schema.hyperparameters import (
     Share,
     Width,
 )
-from torchace.lab.schema.results import PaperTable
+from torchace.lab.schema.results import AXES, PaperTable, RunKey
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10")
 GIVEN = "given"  # data given to `torchace.sweep` as objects
@@ -245,6 +246,22 @@ class Arm(Section):
     model: ModelSection
     train: TrainSection
     diversities: list[Fraction]
+
+    @property
+    def axes(self) -> dict[str, list[float]]:
+        """Settings with a list of values, beside λ."""
+        values = {name: getattr(self.train, name) for name in AXES}
+        return {name: value for name, value in values.items() if isinstance(value, list)}
+
+    def runs(self, seeds: Sequence[int]) -> list[RunKey]:
+        """Return the runs of this arm; those with equal settings are neighbours."""
+        settings = [dict(zip(self.axes, values, strict=True)) for values in product(*self.axes.values())]
+        return [
+            RunKey(self.name, diversity, seed, **own)
+            for own in settings
+            for diversity in self.diversities
+            for seed in seeds
+        ]
 
     @model_validator(mode="after")
     def _check(self) -> Self:

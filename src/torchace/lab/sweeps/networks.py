@@ -10,6 +10,7 @@ from torch import nn
 
 from torchace.lab.data import Dataset
 from torchace.lab.schema.experiment import Arm, ModelSection, TrainSection
+from torchace.lab.schema.results import AXES
 from torchace.lab.sweeps.components import Components
 from torchace.lab.sweeps.factories import Factory
 from torchace.lab.training.config import TrainConfig
@@ -85,11 +86,14 @@ def build_network(
 
 def make_train_config(train: TrainSection, steps_per_epoch: int) -> TrainConfig:
     """Return the training section with epochs converted to steps."""
+    settings = train.model_dump(exclude=_CONVERTED)
+    for name in AXES:  # each run has its own value of a list
+        settings[name] = settings[name][0] if isinstance(settings[name], list) else settings[name]
     return TrainConfig(
         steps=train.steps if train.steps is not None else (train.epochs or 0) * steps_per_epoch,
         milestones=tuple(train.milestones),
         diversity_warmup_steps=round(train.diversity_warmup_epochs * steps_per_epoch),
-        **train.model_dump(exclude=_CONVERTED),
+        **settings,
     )
 
 
