@@ -221,9 +221,7 @@ def test_killed(
     print(f"{kills} killed, {torn} of them while a checkpoint was being written; {sweeps} sweeps")
 
 
-def test_an_own_network_killed_ten_times(
-    server: ForkServer, tmp_path: Path, started: Callable[..., Sweeping]
-) -> None:
+def test_an_own_network_killed_ten_times(server: ForkServer, tmp_path: Path, started: Callable[..., Sweeping]) -> None:
     (tmp_path / "own_code.py").write_text(OWN_CODE)
     file = tmp_path / "own.toml"
     file.write_text(OWN_SWEEP)
