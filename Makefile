@@ -84,7 +84,7 @@ $(VENV)/.test: $(VENV)/.tool
 
 # What linters and the other tests need. torchvision comes with timm; the shim lets it import beside a CPU torch.
 $(VENV)/.dev: $(VENV)/.test tests/support/torchvision_shim.py
-	$(INSTALL) -e ".[tool,ray,lightning,timm,transformers,peft,onnx,tensorboard,docs,test,dev]"
+	$(INSTALL) -e ".[tool,ray,lightning,timm,transformers,peft,onnx,tensorboard,mlflow,wandb,docs,test,dev]"
 	cp tests/support/torchvision_shim.py "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/"
 	echo "import torchvision_shim" > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/torchvision_shim.pth"
 	@touch $@

@@ -10,6 +10,7 @@ from torchace.nn import *  # noqa: F403
 if TYPE_CHECKING:
     from torchace import metrics, models, saving
     from torchace.diagnosis import Diagnosis, diagnose
+    from torchace.lab import SweepResult, sweep
     from torchace.metrics import EnsembleMetrics
     from torchace.models import cifar_resnet, mlp  # type: ignore[no-redef]  # mypy takes it for the submodule
     from torchace.saving import ModelFileError, load_model, load_weights, save_model
@@ -24,6 +25,7 @@ _LAZY = {
     "EnsembleMetrics": "metrics",
     "ModelFileError": "saving",
     "NCLRegressor": "sklearn",
+    "SweepResult": "lab",
     "cifar_resnet": "models",
     "diagnose": "diagnosis",
     "load_model": "saving",
@@ -33,6 +35,7 @@ _LAZY = {
     "models": "models",
     "save_model": "saving",
     "saving": "saving",
+    "sweep": "lab",
 }
 
 __all__ = [
@@ -41,6 +44,7 @@ __all__ = [
     "EnsembleMetrics",
     "ModelFileError",
     "NCLRegressor",
+    "SweepResult",
     "cifar_resnet",
     "diagnose",
     "functional",
@@ -52,6 +56,7 @@ __all__ = [
     "nn",
     "save_model",
     "saving",
+    "sweep",
     *functional.__all__,
     *nn.__all__,
 ]
@@ -62,9 +67,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'torchace' has no attribute {name!r}")
     try:
         module = import_module(f"torchace.{_LAZY[name]}")
+        return module if name == _LAZY[name] else getattr(module, name)
     except ImportError as error:
         return _placeholder(name, str(error))
-    return module if name == _LAZY[name] else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.reference import losses as reference
-from tests.reference.cases import U32, Case, diversities, element_cases, member_weights, value_and_gradient
+from tests.reference.loss_inputs import U32, Case, diversities, element_cases, member_weights, value_and_gradient
 from torchace.functional import amended_cross_entropy, binary_amended_cross_entropy
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from tests.reference import scores as reference
-from tests.reference.cases import U32, logits_cases
+from tests.reference.loss_inputs import U32, logits_cases
 from torchace.functional import brier_score, calibration_error
 from torchace.functional.calibration import CalibrationBins, bins_error, brier_scores, calibration_bins
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.reference import scores as reference
-from tests.reference.cases import logits_cases
+from tests.reference.loss_inputs import logits_cases
 from torchace.functional import (
     ambiguity,
     amended_cross_entropy,

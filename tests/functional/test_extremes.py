@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.reference import losses as reference
-from tests.reference.cases import U32, Case, diversities, value_and_gradient
+from tests.reference.loss_inputs import U32, Case, diversities, value_and_gradient
 from torchace.functional import amended_cross_entropy, binary_amended_cross_entropy, negative_correlation
 
 INF = float("inf")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from tests.reference import scores as reference
-from tests.reference.cases import U32, logits_cases
+from tests.reference.loss_inputs import U32, logits_cases
 from torchace.functional import ensemble_log_probs, ensemble_probs
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}

@@ -21,7 +21,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from tests.reference import losses as reference
-from tests.reference.cases import U32, Case, ace_cases, element_cases, member_weights, value_and_gradient
+from tests.reference.loss_inputs import U32, Case, ace_cases, element_cases, member_weights, value_and_gradient
 from torchace.functional import amended_cross_entropy, binary_amended_cross_entropy, negative_correlation
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}

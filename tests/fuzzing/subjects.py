@@ -21,11 +21,11 @@ import torch
 from safetensors.torch import save_file
 
 from tests.fuzzing.changes import mutate_json
-from tests.lab.cli.cases import pets, write_table
+from tests.lab.cli.command_line import pets, write_table
 from tests.lab.data.writers import cifar_files, mnist_files, packed, small_cifar, small_mnist
-from tests.lab.sweeps.cases import small
-from tests.lab.tables.table_cases import fitted
-from tests.lab.training.cases import batches, group_of, train_config
+from tests.lab.sweeps.small_sweeps import small
+from tests.lab.tables.small_fits import fitted
+from tests.lab.training.small_trainings import batches, group_of, train_config
 from tests.support.saved_models import KINDS, bits
 from torchace import _model_files
 from torchace._files import PathError, json_digest
@@ -149,7 +149,7 @@ def _forge_checkpoint(folder: Path, rng: random.Random) -> None:
 
 
 def _experiment() -> Any:
-    return small(train={"steps": 2}, sweep={"diversities": [0.0, 0.5], "seeds": [0, 1], "cohort_size": 2})
+    return small(train={"steps": 2}, sweep={"diversities": [0.0, 0.5], "seeds": [0, 1], "group_size": 2})
 
 
 def _write_runs(folder: Path) -> None:

@@ -16,7 +16,7 @@ ON_GPU = torch.cuda.is_available()
 pytest.importorskip("triton", reason="no Triton")
 
 from tests.reference import losses as reference  # noqa: E402
-from tests.reference.cases import Case, ace_cases, check_changed_options  # noqa: E402
+from tests.reference.loss_inputs import Case, ace_cases, check_changed_options  # noqa: E402
 from torchace import kernels  # noqa: E402
 from torchace.functional import amended_cross_entropy  # noqa: E402
 from torchace.kernels import LossOptions, ace_gpu, closed_form  # noqa: E402

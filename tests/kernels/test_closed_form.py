@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.reference import losses as reference
-from tests.reference.cases import Case, ace_cases, check_changed_options, value_and_gradient
+from tests.reference.loss_inputs import Case, ace_cases, check_changed_options, value_and_gradient
 from torchace import kernels
 from torchace.functional import amended_cross_entropy, ensemble_log_probs
 from torchace.kernels import LossOptions, LossResult, closed_form

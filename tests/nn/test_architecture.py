@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from tests.nn.hosts import transformers_host
+from tests.nn.library_models import transformers_host
 from torchace.models import cifar_resnet, mlp
 from torchace.nn import Ensemble, StackedEnsemble
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from tests.nn.hosts import TIMM, naive_gradients
+from tests.nn.library_models import TIMM, naive_gradients
 from torchace.functional import amended_cross_entropy
 from torchace.models import cifar_resnet
 from torchace.nn.branching import branch

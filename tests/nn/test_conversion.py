@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from tests.nn.hosts import NUM_CLASSES, TIMM, TRANSFORMERS, Host, naive_gradients, timm_host, transformers_host
+from tests.nn.library_models import NUM_CLASSES, TIMM, TRANSFORMERS, Host, naive_gradients, timm_host, transformers_host
 from torchace.functional import amended_cross_entropy, ensemble_log_probs
 from torchace.models import cifar_resnet
 from torchace.nn.conversion import FlatHead, StackedClassifiers, stack_classifiers

@@ -130,7 +130,7 @@ def test_random_numbers_of_a_network_under_vmap_are_a_function_of_seed_and_step(
     one, again = (stacked.compute([x[:1]], {}, own=True, rng=MemberRNG(torch.tensor([7]), members, step)) for _ in "ab")
     assert torch.equal(one, again)  # a function of seed and step
     stacked = StackedEnsemble([_Noisy(), _Noisy()])
-    with pytest.raises(ValueError, match=r"drawn separately for each run.*sweep\.cohort_size = 1"):
+    with pytest.raises(ValueError, match=r"drawn separately for each run.*sweep\.group_size = 1"):
         stacked.compute([x], {}, own=True, rng=MemberRNG(torch.tensor([7, 8]), members[:1], step))
 
 

@@ -142,7 +142,7 @@ def _child(
         page: Whether a page is written instead of a report.
         die: An operation, which call of it, and whether after it rather than before, at which the process is killed.
         count: Whether to write to `operations` how often each operation was called.
-        held: A function and after which call of it the process waits for a signal, see `tests.support.held`.
+        held: A function and after which call of it the process waits for a signal, see `tests.support.paused_command`.
     """
     code, calls = 1, {}
     try:
@@ -152,8 +152,8 @@ def _child(
         sys.stdout, sys.stderr = (os.fdopen(d, "w", buffering=1) for d in (1, 2))
         os.close(0)
 
-        from tests.lab.cli.cases import fake_report
-        from tests.support.held import hold
+        from tests.lab.cli.command_line import fake_report
+        from tests.support.paused_command import hold
         from torchace.lab import cli, report
         from torchace.lab.cli.terminal import console
         from torchace.lab.tables import fit as table_fit

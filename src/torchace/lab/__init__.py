@@ -1,1 +1,21 @@
-"""Lab: data, training, sweeps, tuning, tables, reports and the command line."""
+"""The tool on top of the library: data, training, sweeps, tuning, tables, reports and the command line."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchace.lab.sweeps.api import sweep
+    from torchace.lab.sweeps.result import SweepResult
+
+__all__ = ["SweepResult", "sweep"]
+
+_LAZY = {"SweepResult": "result", "sweep": "api"}  # modules of `sweeps`
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'torchace.lab' has no attribute {name!r}")
+    try:
+        return getattr(import_module(f"torchace.lab.sweeps.{_LAZY[name]}"), name)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"torchace.{name} needs {error.name}: pip install 'torchace[tool]'.") from error

@@ -20,8 +20,9 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from torch import Tensor, nn
 
 from torchace.lab.data import Split, hashed_key, permutation, stratified_split
+from torchace.lab.data.columns import Column
 from torchace.lab.data.encoding import Encoding, NumberColumn, TargetScale
-from torchace.lab.data.table_schema import Column, Schema, Target
+from torchace.lab.data.table_schema import Schema, Target
 from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters
 from torchace.lab.store import finite
 from torchace.lab.training.config import make_optimizer

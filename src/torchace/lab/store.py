@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
@@ -36,10 +38,13 @@ from torchace.lab.schema.results import (
     RunKey,
     RunResult,
 )
-from torchace.lab.training.checkpoint import MANIFEST, Checkpoints
+from torchace.lab.training.checkpoint import MANIFEST, Checkpoints, state_digest
 
 # written by a sweep after experiment.json
-SWEEP_FILES = ("checkpoints", "jobs.json", "log.jsonl", "report", "runs", "tensorboard")
+SWEEP_FILES = (
+    *("checkpoints", "jobs.json", "log.jsonl", "report", "runs", "weights"),
+    *("metrics.csv", "mlflow.db", "tensorboard", "wandb"),  # of trackers
+)
 # written by sweeps, searches and fits; links are refused
 OUTPUT_FILES = (*SWEEP_FILES, "groups", "experiment.json", "fingerprint.json", "fit.json", "lock", "model", "search")
 
@@ -141,19 +146,41 @@ class RunStore:
             return None
         return result.failure or Failure(message="no reason given")
 
-    def write_result(self, result: RunResult, arrays: Mapping[str, Tensor]) -> None:
-        """Write a finished run: arrays first, then its file with checksums of both."""
+    def write_result(
+        self, result: RunResult, arrays: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Write a finished run: arrays and weights first, then its file with checksums."""
         run = RunKey(result.arm, result.diversity, result.seed)
         digest = None
         if arrays:
             data = save_safetensors(dict(arrays))
             write_atomic(self._file(run).with_suffix(".safetensors"), data)
             digest = hashlib.sha256(data).hexdigest()
+        if weights:
+            write_atomic(self._weights_file(run), save_safetensors(dict(weights)))
         write_atomic(self._file(run), result.model_copy(update={"arrays_sha256": digest}).to_json())
+
+    def weights(self, run: RunKey) -> dict[str, Tensor]:
+        """Weights of a run."""
+        result = self.result(run)
+        if result is None:
+            raise RunStoreError(f"{self.directory} holds no run with λ={run.diversity:g} and seed {run.seed}.")
+        file = self._weights_file(run)
+        if not file.exists():
+            why = "the run failed" if result.status == "failed" else "they were not kept. Use keep_weights=True"
+            raise RunStoreError(f"There are no weights of λ={run.diversity:g} and seed {run.seed}: {why}.")
+        damaged = f"{file} is damaged. Remove it and {self._file(run).name} to train the run again."
+        try:
+            weights = load_safetensors(file.read_bytes())
+        except SafetensorError as error:
+            raise RunStoreError(damaged) from error
+        if state_digest(weights) != result.weights_sha256:
+            raise RunStoreError(damaged)
+        return weights
 
     def clean(self, groups: Sequence[GroupPlan]) -> None:
         """Remove partial files, and checkpoints of finished groups."""
-        for folder in (self.directory, self.directory / "runs"):
+        for folder in (self.directory, self.directory / "runs", self.directory / "weights"):
             remove_partial(folder)
         for group in groups:
             if all(self.is_finished(run) for run in group.runs):
@@ -161,6 +188,9 @@ class RunStore:
 
     def _file(self, run: RunKey) -> Path:
         return self.directory / "runs" / f"{run.id}.json"
+
+    def _weights_file(self, run: RunKey) -> Path:
+        return self.directory / "weights" / f"{run.id}.safetensors"
 
 
 def finite(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Losses, ensembles, heads and conversion as modules."""
 
+from torchace.nn.adapters import AdaptedEnsemble, adapt
 from torchace.nn.base import EnsembleModule
 from torchace.nn.branching import branch
 from torchace.nn.conversion import StackedClassifiers, stack_classifiers
@@ -19,6 +20,7 @@ from torchace.nn.weights import MemberWeights
 
 __all__ = [
     "SMOC",
+    "AdaptedEnsemble",
     "AmendedCrossEntropyLoss",
     "BinaryAmendedCrossEntropyLoss",
     "Ensemble",
@@ -31,6 +33,7 @@ __all__ = [
     "StackedClassifiers",
     "StackedEnsemble",
     "StackedLinear",
+    "adapt",
     "allow_optimizer",
     "branch",
     "set_member_rates",

@@ -57,8 +57,8 @@ def stack_classifiers(
     _checks.check_count(num_members, "num_members")
     if head is not None and not isinstance(head, str):
         raise TypeError(f"Expected `head` to be the name of a layer, but got {type(head).__name__}.")
-    name = _find_head(model) if head is None else head
-    names, linear = _check_head(model, name)
+    name = find_head(model) if head is None else head
+    names, linear = check_head(model, name)
     options = {"bias": linear.bias is not None, "device": linear.weight.device, "dtype": linear.weight.dtype}
     stacked = make_head(linear.in_features, linear.out_features, num_members, rank, **options)
     flat = FlatHead(stacked).train(linear.training)
@@ -108,11 +108,7 @@ class StackedClassifiers(EnsembleModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of the host's inputs, `(K, N, C)`; `(K, N, C, d1, ...)` for tokens or pixels."""
-        if kwargs.pop("labels", None) is not None:
-            raise TypeError(
-                "Expected no `labels`: the host would compute its own loss over all members' classes at once. "
-                "Give them to the loss: amended_cross_entropy(ensemble(**inputs), labels, diversity)."
-            )
+        refuse_labels(kwargs)
         if self.num_members == 1 or self.host.training in self._checked_modes or not _can_compare():
             return self._unfold(self._host_logits(args, kwargs))
         with record_outputs(self.host.get_submodule(self.head)) as outputs:
@@ -127,7 +123,7 @@ class StackedClassifiers(EnsembleModule):
     def _host_logits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Return the host's logits, with all members' classes on one axis."""
         try:
-            return _find_logits(self.host(*args, **kwargs))
+            return find_logits(self.host(*args, **kwargs))
         except Exception as error:
             error.add_note(
                 f"If this happened after the layer {self.head!r}: stack_classifiers replaced it, and it returns "
@@ -167,27 +163,15 @@ class StackedClassifiers(EnsembleModule):
 
     def _find_class_axis(self, logits: Tensor) -> int:
         """Return the non-negative axis of the host's logits that holds the K·C classes."""
-        last = logits.ndim - 1
-        if logits.ndim == 2:
-            candidates = [1]
-        elif self.class_axis is not None:
-            candidates = [self.class_axis % logits.ndim]
-        else:
-            candidates = [1, last] if logits.ndim > 2 else []
-        axes = [axis for axis in candidates if logits.shape[axis] == self.num_members * self.num_classes]
-        if not axes:
+        axis = find_class_axis(logits.shape, self.num_members * self.num_classes, self.class_axis, self._width())
+        if axis is None:
             raise ValueError(
                 f"Expected the host's logits to have {self._width()} classes on their last axis or on axis 1, but got "
                 f"shape {tuple(logits.shape)}. {self._advice()}"
             )
-        if len(axes) == 2:
-            raise ValueError(
-                f"Axis 1 and the last axis of the logits {tuple(logits.shape)} both have {self._width()} elements, and "
-                "either may hold the classes. Set `class_axis` of the ensemble to 1 or -1."
-            )
         if logits.ndim > 2 and self.class_axis is None:
-            self.class_axis = -1 if axes[0] == last else 1  # an input of another size may fit both
-        return axes[0]
+            self.class_axis = -1 if axis == logits.ndim - 1 else 1  # an input of another size may fit both
+        return axis
 
     def _width(self) -> str:
         return f"{self.num_members}·{self.num_classes} = {self.num_members * self.num_classes}"
@@ -213,7 +197,29 @@ def _separating_sets(num_members: int) -> list[list[int]]:
     return [members for members in sets if members]
 
 
-def _find_logits(output: Any) -> Tensor:
+def refuse_labels(kwargs: dict[str, Any]) -> None:
+    """Refuse `labels`, with which a host computes its own loss."""
+    if kwargs.pop("labels", None) is not None:
+        raise TypeError(
+            "Expected no `labels`: the host would compute its own loss over all members' classes at once. "
+            "Give them to the loss: amended_cross_entropy(ensemble(**inputs), labels, diversity)."
+        )
+
+
+def find_class_axis(shape: torch.Size, num_classes: int, class_axis: int | None, width: str = "") -> int | None:
+    """Return the axis, 1 or the last, of logits `(N, C, ...)` or `(N, ..., C)`; None if neither has the classes."""
+    last = len(shape) - 1
+    candidates = ([1, last] if class_axis is None else [class_axis % len(shape)]) if last > 1 else [1] * last
+    axes = [axis for axis in candidates if shape[axis] == num_classes]
+    if len(axes) == 2:
+        raise ValueError(
+            f"Axis 1 and the last axis of the logits {tuple(shape)} both have {width or num_classes} elements, and "
+            "either may hold the classes. Set `class_axis` of the ensemble to 1 or -1."
+        )
+    return axes[0] if axes else None
+
+
+def find_logits(output: Any) -> Tensor:
     """Return the logits in a host's output."""
     logits = output
     if isinstance(output, Mapping):
@@ -230,7 +236,7 @@ def _find_logits(output: Any) -> Tensor:
     return logits
 
 
-def _find_head(model: nn.Module) -> str:
+def find_head(model: nn.Module) -> str:
     """Return the name of the layer that probably computes the logits."""
     if callable(getattr(model, "get_classifier", None)):  # timm
         return _find_timm_head(model, model.get_classifier())  # type: ignore[operator]
@@ -269,7 +275,7 @@ def _find_timm_head(model: nn.Module, classifier: Any) -> str:
     return f"{name}.{inner[-1]}".rstrip(".") if inner else name
 
 
-def _check_head(model: nn.Module, name: str) -> tuple[list[str], nn.Linear]:
+def check_head(model: nn.Module, name: str) -> tuple[list[str], nn.Linear]:
     """Return all names of the layer to replace, and the layer: a plain linear one whose weight is not tied."""
     modules = dict(model.named_modules(remove_duplicate=False))
     if name not in modules:

@@ -16,7 +16,7 @@ from torchace.nn.architecture import check_layers, check_one_architecture, not_s
 from torchace.nn.base import EnsembleModule
 from torchace.nn.members import BATCHES, as_list, check_own_batches, check_shared_parameters, tensor_versions
 from torchace.nn.optimizers import watch_optimizers
-from torchace.nn.stacked_state import named_tensors, replace_tensors, stack_members, take_members
+from torchace.nn.stacked_state import all_shared_names, named_tensors, replace_tensors, stack_members, take_members
 from torchace.nn.stacking import (
     Decision,
     MemberRNG,
@@ -88,7 +88,14 @@ class StackedEnsemble(EnsembleModule):
         self._token = register_ensemble(self)
         self._decisions: dict[Any, Decision] = {}
         self._call_by_call = True
-        watch_optimizers(self)
+        shared = self._shared_parameters()
+        names = tuple(name for name, p in self.named_parameters() if id(p) not in shared) if shared else None
+        watch_optimizers(self, names)
+
+    def _shared_parameters(self) -> set[int]:
+        """Return the ids of the parameters that all members share."""
+        shared = set(all_shared_names(self.stacked))
+        return {id(parameter) for name, parameter in self.stacked.named_parameters() if name in shared}
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move or cast as `nn.Module.to`; a memory format applies to a member's weights."""
@@ -124,7 +131,10 @@ class StackedEnsemble(EnsembleModule):
                         f"Expected an input (G, N, ...) where G divides {self.num_members} for batches='grouped', "
                         f"but got {tuple(x.shape)}."
                     )
-        output = self.compute(args, kwargs, own=batches != "shared")
+        return self._logits(self.compute(args, kwargs, own=batches != "shared"))
+
+    def _logits(self, output: Any) -> Tensor:
+        """Return the logits in the members' outputs."""
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"Members returned {type(output).__name__}, but members must return one tensor of logits. "
@@ -253,17 +263,23 @@ class StackedEnsemble(EnsembleModule):
             >>> [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
             [(0.01, 1), (0.0, 1)]
         """
-        parameters = [p for p in self.parameters() if p.requires_grad]
+        parameters, shared = [p for p in self.parameters() if p.requires_grad], self._shared_parameters()
+        matrices = {id(p) for p in parameters if p.ndim - (id(p) not in shared) >= 2}
         groups = [
-            {"params": [p for p in parameters if p.ndim - 1 >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in parameters if p.ndim - 1 < 2], "weight_decay": 0.0},
+            {"params": [p for p in parameters if id(p) in matrices], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if id(p) not in matrices], "weight_decay": 0.0},
         ]
         return [group for group in groups if group["params"]]
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip each member's gradient to a norm of at most `max_norm`; return the norms before, `(K,)`."""
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        """Clip each member's gradient to a norm of at most `max_norm`; return the norms before, `(K,)`.
+
+        The gradient of parameters that members share is clipped separately.
+        """
+        shared = self._shared_parameters()
+        nn.utils.clip_grad_norm_([p for p in self.parameters() if id(p) in shared], max_norm)
+        gradients = [p.grad for p in self.parameters() if p.grad is not None and id(p) not in shared]
         if not gradients:
             return torch.zeros(self.num_members)
         # reshape, not flatten: a member's parameter may be one number

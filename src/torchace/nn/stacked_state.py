@@ -32,18 +32,36 @@ def _do_nothing() -> None:
     """Replace `flatten_parameters`; a module-level function, so that it can be pickled."""
 
 
+# The attribute of a layer with the names of its parameters and buffers that all members share: they have no member axis
+SHARED = "_shared_tensors"
+
+
+def shared_names(layer: nn.Module) -> tuple[str, ...]:
+    """Return the names of a layer's own parameters and buffers that all members share."""
+    return vars(layer).get(SHARED, ())
+
+
+def all_shared_names(stacked: nn.Module) -> list[str]:
+    """Return the names of a module's parameters and buffers that all members share."""
+    return [f"{prefix}.{name}".lstrip(".") for prefix, layer in stacked.named_modules() for name in shared_names(layer)]
+
+
 def take_members(stacked: nn.Module, index: int | slice | Sequence[int]) -> nn.Module:
     """Return a copy of a stacked module with some of its members; for an integer, a plain module."""
     parts: dict[int, Any] = {}
-    for parameter in stacked.parameters():
-        parts[id(parameter)] = nn.Parameter(parameter.detach()[index].clone(), requires_grad=parameter.requires_grad)
-    for buffer in stacked.buffers():
-        parts[id(buffer)] = buffer.detach()[index].clone()
+    for layer in stacked.modules():
+        shared = shared_names(layer)
+        for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+            if tensor is not None:
+                part = (tensor.detach() if name in shared else tensor.detach()[index]).clone()
+                trained = tensor.requires_grad
+                parts[id(tensor)] = nn.Parameter(part, trained) if isinstance(tensor, nn.Parameter) else part
     copied = copy_module(stacked, parts)
     if not isinstance(index, int):
         return copied
     for layer in copied.modules():
         vars(layer).pop("flatten_parameters", None)
+        vars(layer).pop(SHARED, None)
     return recompute_weights(copied)
 
 

@@ -18,8 +18,8 @@ import torch
 from rich.console import Console
 
 import torchace
-from tests.lab.cli.cases import Invoke, Outcome
-from tests.lab.sweeps.cases import command, leftovers, poison, stored_files
+from tests.lab.cli.command_line import Invoke, Outcome
+from tests.lab.sweeps.small_sweeps import command, leftovers, poison, stored_files
 from torchace import _files as files
 from torchace.lab.cli import app as cli
 from torchace.lab.cli.progress import SweepProgress
@@ -141,7 +141,7 @@ def test_a_terminal_sees_how_far_it_is() -> None:
     with SweepProgress(Console(file=screen, force_terminal=True, width=100)) as progress:
         progress.on_plan(1, 3)
         progress.on_group_start(job)
-        progress.on_step(job, Progress(5, 12, [2.5, None, 1.5]))  # one of three has failed
+        progress.on_group_step(job, Progress(5, 12, [2.5, None, 1.5]))  # one of three has failed
         progress.bars.refresh()
         progress.on_group_end(job, 3)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())

@@ -24,7 +24,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from tests.any_table import AnyTable, any_table
-from tests.lab.cli.cases import TINY, Invoke, assert_one_sentence, everything_in, fake_report, houses, pets, write_table
+from tests.lab.cli.command_line import (
+    TINY,
+    Invoke,
+    assert_one_sentence,
+    everything_in,
+    fake_report,
+    houses,
+    pets,
+    write_table,
+)
 from torchace.lab.store import RunStore
 from torchace.lab.tables import fit as table_fit
 from torchace.lab.tables.fit import TableFit

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.lab.data import writers
-from tests.lab.data.damage import HTML, POINTER, flipped, mutations, refused, tarred, zipped
+from tests.lab.data.damaged_files import HTML, POINTER, flipped, mutations, refused, tarred, zipped
 from tests.lab.data.writers import idx, images, labels, packed
 from torchace.lab.data import DataError, load
 from torchace.lab.data.sources import SOURCES

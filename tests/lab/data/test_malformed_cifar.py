@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.lab.data import writers
-from tests.lab.data.damage import HTML, flipped, refused, tarred, zipped
+from tests.lab.data.damaged_files import HTML, flipped, refused, tarred, zipped
 from tests.lab.data.writers import packed
 from torchace.lab.data import load
 from torchace.lab.data.sources import SOURCES

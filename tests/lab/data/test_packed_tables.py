@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.lab.data.damage import refused
+from tests.lab.data.damaged_files import refused
 from tests.lab.data.tables_support import one_sentence
 from torchace.lab.data import DataError, load, read_table
 

@@ -13,7 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchace.lab.data.parsing import MISSING, CellError, canonical, number_text, numbers, positions, texts
+from torchace.lab.data.parsing import (
+    MISSING,
+    PLACEHOLDERS,
+    CellError,
+    canonical,
+    number_text,
+    numbers,
+    positions,
+    texts,
+)
 
 
 @given(
@@ -35,7 +44,7 @@ def test_numbers_come_back_from_their_text(value):
 
 @pytest.mark.parametrize(
     "text",
-    ["1,5", "1_000", "0x1F", "1e", "e5", ".", "+", "--1", "1 2", "١", "½", "1d5", "1.2.3", "$1", "10%", "True", "in"],
+    ["1,5", "1_000", "0x1F", "1e", "e5", "+", "--1", "1 2", "١", "½", "1d5", "1.2.3", "$1", "10%", "True", "in"],
 )
 def test_texts_that_are_no_numbers(text):
     values, wrong = numbers(pd.Series([text]))
@@ -43,7 +52,9 @@ def test_texts_that_are_no_numbers(text):
     assert math.isnan(values[0])
 
 
-@pytest.mark.parametrize("word", [*MISSING, "NaN", "NA", "N/A", "NULL", "None", "  ", " nan\n"])
+@pytest.mark.parametrize(
+    "word", [*MISSING, *PLACEHOLDERS, "Unknown", "NaN", "NA", "N/A", "NULL", "None", "  ", " nan\n"]
+)
 def test_missing_values(word):
     assert texts(pd.Series([word])).to_pylist() == [None]
     values, wrong = numbers(pd.Series([word]))

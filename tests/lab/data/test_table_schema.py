@@ -12,21 +12,24 @@ import torch
 
 from tests.lab.data.tables_support import mutated, pets
 from torchace.lab.data import Column, DataError, Schema, Target, infer_schema
-from torchace.lab.data.parsing import MISSING
+from torchace.lab.data.columns import feature_numbers
+from torchace.lab.data.inference import missing_targets
+from torchace.lab.data.parsing import MISSING, PLACEHOLDERS
 
 
 def kind_of(values: Any, **options: Any) -> str | None:
-    """What a column is taken for; None if it is left out, which a note must say."""
+    """What a column is taken for; None if it is left out, with a reason."""
     schema = infer_schema(pets(column=values), "pet", **options)
     kinds = {column.name: column.kind for column in schema.columns}
-    assert ("column" in kinds) != any("'column'" in note and "left out" in note for note in schema.notes)
+    assert ("column" in kinds) != bool(dict(schema.dropped).get("column"))
     return kinds.get("column")
 
 
 @pytest.mark.parametrize(
     ("values", "kind"),
     [
-        (range(30), "number"),
+        (range(30), None),  # counts the rows
+        (range(3, 33), "number"),
         (np.arange(30) * 0.1, "number"),
         ([1, 2, None] * 10, "number"),
         (["1", "2.5", "NA"] * 10, "number"),
@@ -41,10 +44,10 @@ def kind_of(values: Any, **options: Any) -> str | None:
         (["a", "b", None] * 10, "category"),
         (["a", None] * 15, "category"),  # whether it is there is something to learn from
         ([1.0, None] * 15, "number"),
-        (["2020-01-01", "2020-01-02"] * 15, "category"),
-        (pd.to_datetime(["2020-01-01", "2020-01-02"] * 15), "category"),
-        (["1,5", "2,5"] * 15, "category"),
-        (pd.Series(["1", "2"] * 15, dtype="category"), "number"),
+        (["2020-01-01", "2020-01-02"] * 15, "date"),
+        (pd.to_datetime(["2020-01-01", "2020-01-02"] * 15), "date"),
+        (["1,5", "2,5"] * 15, "number"),
+        (pd.Series(["1", "2"] * 15, dtype="category"), "category"),
         ([f"name {i}" for i in range(30)], None),
         ([f"name {i}" for i in range(28)] + ["name 0"] * 2, None),
         ([f"name {i}" for i in range(27)] + ["name 0"] * 3, "category"),  # nine in ten, not more
@@ -53,11 +56,15 @@ def kind_of(values: Any, **options: Any) -> str | None:
         (["7", "7.0"] * 15, None),
         (["x"] * 30, None),
         ([None] * 30, None),
-        ([*MISSING, "NaN", "N/A"] * 3, None),
+        ([*MISSING, *PLACEHOLDERS] * 2, None),
         ([[1]] * 30, None),
         ([b"x", b"y"] * 15, None),
         ([1j] * 30, None),
-        (pd.date_range("2020-01-01", periods=30), None),
+        (pd.date_range("2020-01-01", periods=30), "date"),
+        ([f"A{i}" for i in range(30)], None),
+        ([f"word {i % 20} in a sentence" for i in range(30)], None),
+        ([f"2020-01-{i + 1:02}" if i % 2 else f"soon {i}" for i in range(30)], None),
+        (["long", "short", "none at all"] * 10, None),  # another column's values
     ],
 )
 def test_kinds(values, kind):
@@ -90,20 +97,119 @@ def test_an_infinite_number_in_a_column_that_is_left_out_does_no_harm():
     infer_schema(pets(age=[1.0, np.inf] * 15), "pet", drop=["age"])
 
 
-def test_decimal_commas_are_noticed():
-    for values in (["1,5", "2,5", "3"] * 10, [f"{i},5" for i in range(30)]):
-        notes = infer_schema(pets(column=values), "pet").notes
-        assert any("'column'" in note and "decimal point" in note for note in notes)
+@pytest.mark.parametrize(
+    ("cells", "format", "values"),
+    [
+        (["1,5", "2,25", "3"], "1234,5", [1.5, 2.25, 3]),
+        (["1.234,5", "12,25", "?"], "1.234,5", [1234.5, 12.25, np.nan]),
+        (["1,234", "12,345", "7"], "1,234.5", [1234, 12345, 7]),
+        (["1,234.5", "-", "7"], "1,234.5", [1234.5, np.nan, 7]),
+        (["0,234", "0,5", "unknown"], "1234,5", [0.234, 0.5, np.nan]),
+        (["12 %", "7.5%", "."], "1234.5", [12, 7.5, np.nan]),
+        (["1 234,5", "7", "NA"], "1 234,5", [1234.5, 7, np.nan]),
+        (["1\u202f234,5", "-7", "8"], "1 234,5", [1234.5, -7, 8]),
+        (["1'234.5", "CHF", "8"], None, []),
+        (["1'234.5", "7", "8"], "1'234.5", [1234.5, 7, 8]),
+        (["€ 1.50", "-$2", "3"], "1234.5", [1.5, -2, 3]),
+        (["1.234.567", "1.000", "3"], "1.234,5", [1234567, 1000, 3]),
+        (["1.234", "1.5", "3"], "", [1.234, 1.5, 3]),
+    ],
+)
+def test_number_formats(cells, format, values):
+    frame = pets(column=cells * 10)
+    columns = {column.name: column for column in infer_schema(frame, "pet").columns}
+    if format is None:
+        assert columns["column"].kind == "category"
+    else:
+        assert columns["column"] == Column("column", "number", format)
+        assert np.array_equal(feature_numbers(frame["column"], columns["column"])[:3], values, equal_nan=True)
 
 
-def test_notes_are_sentences():
-    frame = pets(a=1, b=None, c=[f"n\n{i}" for i in range(30)], d=[[1]] * 30, e=["1,5", "2"] * 15, y=[0, 1] * 15)
-    notes = infer_schema(frame, "y").notes
-    assert len(notes) == 6
-    for note in notes:
-        assert "\n" not in note
-        assert note.endswith(".")
-        assert ". " not in note
+def test_ambiguous_commas_are_read_as_in_the_other_columns():
+    formats = {}
+    for other in (["3,5", "4"], ["3.5", "4"]):
+        frame = pets(column=["1,234", "5,678"] * 15, points=["1.234", "2.000"] * 15, other=other * 15)
+        columns = infer_schema(frame, "pet").columns
+        formats[other[0]] = {column.name: column.format for column in columns if column.kind == "number"}
+    assert formats["3,5"] == {"age": "", "column": "1234,5", "points": "1.234,5", "other": "1234,5"}
+    assert formats["3.5"] == {"age": "", "column": "1,234.5", "points": "", "other": ""}
+
+
+@pytest.mark.parametrize(
+    ("cells", "format"),
+    [
+        (["2020-01-31", "2020-02-01T12:30:00"], "ISO8601"),
+        (["31.01.2020", "01.02.2020"], "%d.%m.%Y"),
+        (["31/01/2020 12:30", "01/02/2020 00:00"], "%d/%m/%Y %H:%M"),
+        (["01/31/2020", "02/01/2020"], "%m/%d/%Y"),
+        (["31 Jan 2020", "1 Feb 2020"], "%d %b %Y"),
+        (["12:30", "00:15"], "%H:%M"),
+    ],
+)
+def test_date_formats(cells, format):
+    frame = pets(column=[*cells, ""] * 10)
+    column = next(column for column in infer_schema(frame, "pet").columns if column.name == "column")
+    assert column == Column("column", "date", format)
+    seconds = feature_numbers(frame["column"], column)
+    assert np.isnan(seconds[2])
+    if format != "%H:%M":
+        assert pd.to_datetime(seconds[:2], unit="s").normalize().tolist() == [
+            pd.Timestamp("2020-01-31"),
+            pd.Timestamp("2020-02-01"),
+        ]
+
+
+def test_a_few_other_cells_in_a_column_of_numbers_are_missing():
+    frame = pets(
+        200, column=["1.5"] * 196 + ["2", "x", "inches", "3"], when=["2020-01-01", "2021-05-06"] * 99 + ["soon"] * 2
+    )
+    schema = infer_schema(frame, "pet")
+    columns = {column.name: column for column in schema.columns}
+    assert columns["column"] == Column("column", "number", lenient=True)
+    assert columns["when"] == Column("when", "date", "ISO8601", lenient=True)
+    assert np.isnan(feature_numbers(frame["column"], columns["column"])).sum() == 2
+    assert schema.notes == (
+        "Column 'column' holds numbers; 2 of 200 values, such as 'x', are not and count as missing.",
+        "Column 'when' holds dates; 2 of 200 values, such as 'soon', are not and count as missing.",
+    )
+    with pytest.raises(DataError, match="row 198"):
+        feature_numbers(frame["column"], Column("column", "number"))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("id", range(100, 160, 2)),
+        ("customer_id", range(900, 930)),
+        ("userId", [f"u{i}" for i in range(30)]),
+        ("row names", [str(i) for i in range(30, 60)]),
+    ],
+)
+def test_identifiers(name, values):
+    schema = infer_schema(pets(**{name: list(values)}), "pet")
+    assert schema.dropped == ((name, "an identifier: 30 of 30 values differ"),)
+
+
+def test_reasons_are_short():
+    frame = pets(a=1, b=None, c=[f"n\n{i}" for i in range(30)], d=[[1]] * 30, e=range(30))
+    dropped = dict(infer_schema(frame, "pet").dropped)
+    assert list(dropped) == ["a", "b", "c", "d", "e"]
+    assert all("\n" not in reason and len(reason) < 80 for reason in dropped.values())
+
+
+def test_numbers_of_a_target_may_have_decimal_commas():
+    frame = pets(pet=[f"{i},5" for i in range(30)])
+    schema = infer_schema(frame, "pet")
+    assert schema.target == Target("pet", "regression", format="1234,5")
+    assert schema.targets(frame).tolist() == [i + 0.5 for i in range(30)]
+
+
+def test_marks_of_missing_values_may_be_classes():
+    frame = pets(pet=["+", "-", "?"] * 10)
+    assert infer_schema(frame, "pet").target.classes == ("+", "-", "?")
+    assert missing_targets(frame["pet"]).sum() == 0
+    assert missing_targets(pd.Series(["1.5", "-", "?", "", "2"])).tolist() == [False, True, True, True, False]
+    assert missing_targets(pd.Series(["a", "-", "", "b", "NA"])).tolist() == [False, False, True, False, True]
 
 
 def test_names_that_are_numbers():

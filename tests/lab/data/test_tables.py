@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import os
@@ -19,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.lab.data.damage import mutations
+from tests.lab.data.damaged_files import mutations
 from tests.lab.data.tables_support import one_sentence, write_csv
 from torchace.lab.data import DataError, iterate_table, read_table
 from torchace.lab.data.parsing import numbers, texts
@@ -48,6 +49,34 @@ def test_csv_dialects(tmp_path, delimiter, name, mark, end):
     expected = {"größe": ["1.5", "2", "3"], "kind": [f"a{delimiter}b", 'c ""d', ""], "n": ["1", "2", "3"]}
     frame = read_table(tmp_path / name)
     assert {column: [cell.strip() for cell in frame[column]] for column in frame} == expected
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16", "utf-16-be", "utf-8"])
+@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz"])
+def test_encodings(tmp_path, encoding, name):
+    text = "größe;preis\r\n" + "groß;€ 1,5\r\nklein;7\r\n" * 40
+    data = text.encode(encoding)
+    data = codecs.BOM_UTF16_BE + data if encoding == "utf-16-be" else data
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    frame = read_table(tmp_path / name)
+    assert frame.to_dict("list") == {"größe": ["groß", "klein"] * 40, "preis": ["€ 1,5", "7"] * 40}
+    title = {"cp1252": "Windows-1252", "utf-8": None}.get(encoding, "UTF-16")
+    assert frame.attrs.get("notes") == (title and [f"{name} is read as {title} text."])
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ('"","a","b"\n"1",5,6\n"2",7,8\n', ["row names", "a", "b"]),  # R's write.csv, and pandas's index
+        ('"a" "b"\n"r 1" 5 6\n"r 2" 7 8\n'.replace(" ", "\t").replace("r\t", "r "), ["row names", "a", "b"]),
+        ("a;b;\n1;2;\n3;4;\n", ["a", "b", "column 3"]),
+    ],
+)
+def test_columns_without_a_name(tmp_path, text, names):
+    (tmp_path / "t.csv").write_text(text)
+    frame = read_table(tmp_path / "t.csv")
+    assert list(frame.columns) == names
+    assert frame["b"].tolist() in (["6", "8"], ["2", "4"])
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz"])
@@ -198,8 +227,8 @@ def test_parquet(tmp_path):
         "text": ["a", None, "ü"],
         "dictionary": ["x", "y", "x"],
         "decimal": ["1.5", None, "-2"],
-        "date": ["1970-01-01", "1970-01-02", None],
-        "time": ["1970-01-01 00:00:00.000000", None, "1970-01-02 00:00:00.000000"],
+        "date": ["1970-01-01T00:00:00", "1970-01-02T00:00:00", None],
+        "time": ["1970-01-01T00:00:00", None, "1970-01-02T00:00:00"],
         "nothing": [None, None, None],
     }
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.report import synthetic
-from tests.lab.report.fits import FitSpec, write_fit
-from tests.lab.report.synthetic import ArmSpec, Spec
+from tests.lab.report import synthetic_sweeps
+from tests.lab.report.synthetic_fits import FitSpec, write_fit
+from tests.lab.report.synthetic_sweeps import ArmSpec, Spec
 from torchace.lab.report import Results, read_results, write_report
 
 HOSTILE = [
@@ -25,24 +25,24 @@ HOSTILE = [
 
 @pytest.fixture(scope="session")
 def table1(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synthetic.table1(tmp_path_factory.mktemp("table1") / "run")
+    return synthetic_sweeps.table1(tmp_path_factory.mktemp("table1") / "run")
 
 
 @pytest.fixture(scope="session")
 def table2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synthetic.table2(tmp_path_factory.mktemp("table2") / "run")
+    return synthetic_sweeps.table2(tmp_path_factory.mktemp("table2") / "run")
 
 
 @pytest.fixture(scope="session")
 def single_seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synthetic.small(tmp_path_factory.mktemp("single") / "run", seeds=[7])
+    return synthetic_sweeps.small(tmp_path_factory.mktemp("single") / "run", seeds=[7])
 
 
 @pytest.fixture(scope="session")
 def failing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Failed runs, one λ without a finished run, a truncated run, a damaged array file, a foreign file."""
     failed = [("shared", 0.7, 0), *(("exchanged", 0.7, seed) for seed in range(5))]
-    directory = synthetic.table1(tmp_path_factory.mktemp("failing") / "run", failed=failed)
+    directory = synthetic_sweeps.table1(tmp_path_factory.mktemp("failing") / "run", failed=failed)
     runs = directory / "runs"
     (runs / "shared-l0.1-s1.json").write_text('{"format": 1, "run": "shared')
     (runs / "shared-l0.3-s0.safetensors").write_bytes(b"\xff" * 100)
@@ -66,7 +66,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec.paper = {"table": script, "note": script, "rows": [{"label": script, "num_members": 99, "diversity": 0.1}]}
     spec.overrides = {"hardware": {script: script}, "versions": {"torch": script}, "config": {script: script + "```"}}
     spec.overrides["started"] = script
-    return synthetic.write(tmp_path_factory.mktemp("hostile") / "run", spec)
+    return synthetic_sweeps.write(tmp_path_factory.mktemp("hostile") / "run", spec)
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.lab.report import synthetic
-from tests.lab.report.artists import drawn, holds
-from tests.lab.report.fits import CLASSES, FitSpec, write_fit
+from tests.lab.report import synthetic_sweeps
+from tests.lab.report.figure_lines import drawn, holds
+from tests.lab.report.synthetic_fits import CLASSES, FitSpec, write_fit
 from torchace._figures import FigureSpec
 from torchace.lab.report import Results, read_results
 from torchace.lab.report.array_plots import array_figures, contested_table
@@ -168,6 +168,6 @@ def test_images_are_drawn_rows_are_listed(table1_results: Results, regression_re
     assert contested_table(table1_results) is None
     assert "disputed" in _by_name(table1_results)
     assert contested_table(regression_results) is None
-    rows = read_results(synthetic.small(tmp_path / "run", seeds=[3]))
+    rows = read_results(synthetic_sweeps.small(tmp_path / "run", seeds=[3]))
     assert "disputed" not in _by_name(rows)
     assert contested_table(rows) is not None

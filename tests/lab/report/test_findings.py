@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.report import synthetic
-from tests.lab.report.fits import FitSpec, write_fit
-from tests.lab.report.synthetic import ArmSpec, Spec
+from tests.lab.report import synthetic_sweeps
+from tests.lab.report.synthetic_fits import FitSpec, write_fit
+from tests.lab.report.synthetic_sweeps import ArmSpec, Spec
 from torchace.lab.report import Results, read_results
 from torchace.lab.report.findings import findings, headline, remarks
 from torchace.lab.report.setup import facts
@@ -27,7 +27,7 @@ def _swept(
     spec = Spec("x", "x", [arm], image_shape=None)
     for key, value in changes.items():
         setattr(spec, key, value)
-    return read_results(synthetic.write(tmp_path / "run", spec))
+    return read_results(synthetic_sweeps.write(tmp_path / "run", spec))
 
 
 def _texts(results: Results, arm: int = 0) -> dict[str, str]:
@@ -94,7 +94,7 @@ def test_a_baseline_is_compared(tmp_path: Path, level: float, verdict: str) -> N
         ArmSpec("a", "shared batches", 4, [0, 0.5], lambda d: 0.0670 - 0.001 * d, lambda d: 0.02),
         ArmSpec("b", "separate batches", 4, [0], lambda d: level, lambda d: 0.02, baseline=True),
     ]
-    results = read_results(synthetic.write(tmp_path / "run", Spec("x", "x", arms, image_shape=None)))
+    results = read_results(synthetic_sweeps.write(tmp_path / "run", Spec("x", "x", arms, image_shape=None)))
     assert _texts(results)["Against “separate batches”"].endswith(f"The baseline {verdict}.")
     assert ("“separate batches” is better." in headline(results, results.arms[0])) == (verdict == "is better")
 
@@ -117,7 +117,7 @@ def test_one_seed_gives_no_verdict(single_seed: Path) -> None:
 
 
 def test_identical_seeds_give_no_verdict(tmp_path: Path) -> None:
-    directory = synthetic.small(tmp_path / "run", seeds=[0, 1, 2])
+    directory = synthetic_sweeps.small(tmp_path / "run", seeds=[0, 1, 2])
     for diversity in ("0", "0.3", "0.7"):
         first = (directory / "runs" / f"shared-l{diversity}-s0.json").read_text()
         for seed in (1, 2):
@@ -139,7 +139,7 @@ def test_validation_data_chooses(table1_results: Results, tmp_path: Path) -> Non
 def test_seeds_that_some_lambda_lack(tmp_path: Path) -> None:
     """The numbers in a sentence are those that are compared in it."""
     arm = ArmSpec("a", "arm", 4, [0, 0.9], lambda d: 0.3 - 0.01 * d, lambda d: 0.05)
-    directory = synthetic.write(tmp_path / "run", Spec("x", "x", [arm], image_shape=None))
+    directory = synthetic_sweeps.write(tmp_path / "run", Spec("x", "x", [arm], image_shape=None))
     runs = [{"arm": "a", "diversity": d, "seed": s} for d, s in [(0, 0), (0, 1), (0, 2), (0, 3), (0.9, 0), (0.9, 1)]]
     (directory / "jobs.json").write_text(json.dumps({"format": 1, "jobs": [{"id": "a-0", "runs": runs}]}))
     for d, s in [(0, 4), (0.9, 2), (0.9, 3), (0.9, 4)]:
@@ -161,7 +161,7 @@ def test_seeds_that_some_lambda_lack(tmp_path: Path) -> None:
 
 def test_arms_with_data_of_their_own(tmp_path: Path) -> None:
     arms = [ArmSpec(n, n, 4, [0, 0.5], lambda d: 0.3, lambda d: 0.05, baseline=n == "b") for n in "ab"]
-    directory = synthetic.write(tmp_path / "run", Spec("x", "x", arms, image_shape=None, validation=5000))
+    directory = synthetic_sweeps.write(tmp_path / "run", Spec("x", "x", arms, image_shape=None, validation=5000))
     same = read_results(directory)
     assert "Against “b”" in _texts(same)
     assert [name for name, _ in facts(same)][:2] == ["Data", "Seeds"]

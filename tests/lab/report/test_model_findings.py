@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from scipy import stats
 
-from tests.lab.report.fits import FitSpec, write_fit
+from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from torchace.lab.report import Results, read_results
 from torchace.lab.report.findings import Finding, remarks
 from torchace.lab.report.model_findings import model_findings, model_headline, wilson_interval

@@ -19,9 +19,9 @@ import pytest
 from PIL import Image
 
 import torchace.lab.report
-from tests.lab.report import synthetic
-from tests.lab.report.artists import drawn
-from tests.lab.report.fits import FitSpec, write_fit
+from tests.lab.report import synthetic_sweeps
+from tests.lab.report.figure_lines import drawn
+from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from torchace._figures import DARK, LIGHT, FigureSpec, Theme, render
 from torchace.lab.report import ResultFileError, markdown, read_results, write_report
 from torchace.lab.report.page import Image as PageImage
@@ -116,7 +116,7 @@ def test_the_same_files_give_the_same_page(pages: Callable[[str], Path], single_
 
 @pytest.mark.usefixtures("no_figures")
 def test_writes_into_the_run_directory_by_default(tmp_path: Path) -> None:
-    directory = synthetic.small(tmp_path / "run", seeds=[0])
+    directory = synthetic_sweeps.small(tmp_path / "run", seeds=[0])
     assert write_report(str(directory)) == directory / "report" / "index.html"
 
 
@@ -134,7 +134,7 @@ def test_hostile_names_stay_text(pages: Callable[[str], Path], name: str) -> Non
 
 
 def test_an_experiment_without_any_run_has_a_page(tmp_path: Path) -> None:
-    directory = synthetic.small(tmp_path / "run")
+    directory = synthetic_sweeps.small(tmp_path / "run")
     shutil.rmtree(directory / "runs")
     text = _Page(write_report(directory).read_text(encoding="utf-8")).text
     assert "0 of 15 runs finished" in text
@@ -142,8 +142,8 @@ def test_an_experiment_without_any_run_has_a_page(tmp_path: Path) -> None:
 
 def test_a_single_lambda_has_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchace.lab.report.page.render", _draw_only)
-    arm = synthetic.ArmSpec("a", "one", 3, [0], lambda d: 0.2, lambda d: 0.1)
-    directory = synthetic.write(tmp_path / "run", synthetic.Spec("x", "x", [arm], image_shape=None))
+    arm = synthetic_sweeps.ArmSpec("a", "one", 3, [0], lambda d: 0.2, lambda d: 0.1)
+    directory = synthetic_sweeps.write(tmp_path / "run", synthetic_sweeps.Spec("x", "x", [arm], image_shape=None))
     page = _Page(write_report(directory).read_text(encoding="utf-8"))
     assert len(page.all("img")) >= 6
 

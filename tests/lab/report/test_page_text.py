@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.lab.report.fits import FitSpec, write_fit
+from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from torchace.lab.report import Results, markdown, read_results, rich_table
 from torchace.lab.report.page import contents, table_markdown
 from torchace.lab.report.tables import Cell, ReportColumn, ReportTable, Section, result_table

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tests.lab.report.artists import drawn, holds
-from tests.lab.report.fits import FitSpec, validation_loss, write_fit
+from tests.lab.report.figure_lines import drawn, holds
+from tests.lab.report.synthetic_fits import FitSpec, validation_loss, write_fit
 from torchace._figures import FigureSpec
 from torchace.lab.report import Results, read_results
 from torchace.lab.report.plots import lambda_figures, lambda_positions

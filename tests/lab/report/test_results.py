@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.lab.report import synthetic
-from tests.lab.report.fits import FitSpec, write_fit
+from tests.lab.report import synthetic_sweeps
+from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from torchace._files import with_checksum
 from torchace.lab.report import ResultFileError, Results, read_results
 from torchace.lab.report.tables import result_table
@@ -20,7 +20,7 @@ from torchace.lab.report.tables import result_table
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    return synthetic.small(tmp_path / "run")
+    return synthetic_sweeps.small(tmp_path / "run")
 
 
 def _edit(path: Path, **changes: Any) -> None:
@@ -141,7 +141,7 @@ def test_planned_runs(directory: Path) -> None:
 
 def test_runs_are_looked_up_not_searched_for(tmp_path: Path) -> None:
     """A report asks thousands of times for an arm's runs: none of that may go through all runs."""
-    results = read_results(synthetic.small(tmp_path / "run", seeds=[0, 1, 2]))
+    results = read_results(synthetic_sweeps.small(tmp_path / "run", seeds=[0, 1, 2]))
     walks = 0
 
     class Counted(tuple):  # type: ignore[type-arg]
@@ -161,7 +161,7 @@ def test_runs_are_looked_up_not_searched_for(tmp_path: Path) -> None:
 
 
 def test_scores_can_be_read_without_arrays(tmp_path: Path) -> None:
-    results = read_results(synthetic.small(tmp_path / "run", seeds=[0, 1]), arrays=False)
+    results = read_results(synthetic_sweeps.small(tmp_path / "run", seeds=[0, 1]), arrays=False)
     assert all(results.arrays(run) == {} for run in results.runs)
     assert result_table(results) == result_table(read_results(tmp_path / "run"))
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.lab.report import synthetic
-from tests.lab.report.fits import FitSpec, write_fit
+from tests.lab.report import synthetic_sweeps
+from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from torchace.lab.report import Results, read_results
 from torchace.lab.report.setup import MOST, all_classes, column_tables, facts, failure_table, fold, target_facts
 from torchace.lab.report.tables import ReportTable
@@ -29,8 +29,8 @@ def test_facts(table1_results: Results) -> None:
 
 
 def test_runs_on_several_machines(tmp_path: Path) -> None:
-    arm = synthetic.ArmSpec("a", "a", 2, [0], lambda d: 0.3, lambda d: 0.1)
-    directory = synthetic.write(tmp_path / "run", synthetic.Spec("x", "x", [arm]))
+    arm = synthetic_sweeps.ArmSpec("a", "a", 2, [0], lambda d: 0.3, lambda d: 0.1)
+    directory = synthetic_sweeps.write(tmp_path / "run", synthetic_sweeps.Spec("x", "x", [arm]))
     for seed in range(5):
         file = directory / "runs" / f"a-l0-s{seed}.json"
         own = {"threads": 1 if seed < 2 else 4, "device": "NVIDIA H200", "versions": {"torch": f"2.{seed // 4}"}}

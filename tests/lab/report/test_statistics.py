@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 from scipy import stats
 
-from tests.lab.report import synthetic
+from tests.lab.report import synthetic_sweeps
 from torchace.lab.report import Results, read_results
 from torchace.lab.report.findings import findings
 from torchace.lab.report.statistics import (
@@ -145,8 +145,8 @@ def _cross_entropy_text(results: Results) -> str:
 
 
 def test_differences_are_for_new_samples_where_these_were_recorded(tmp_path: Path) -> None:
-    arm = synthetic.ArmSpec("a", "a", 2, [0, 0.5], lambda d: 0.2 - 0.02 * d, lambda d: 0.05)
-    directory = synthetic.write(tmp_path / "run", synthetic.Spec("x", "x", [arm]))
+    arm = synthetic_sweeps.ArmSpec("a", "a", 2, [0, 0.5], lambda d: 0.2 - 0.02 * d, lambda d: 0.05)
+    directory = synthetic_sweeps.write(tmp_path / "run", synthetic_sweeps.Spec("x", "x", [arm]))
 
     def read() -> tuple[Results, Comparison]:
         results = read_results(directory)
@@ -194,14 +194,14 @@ def test_compare_with_own_zero_and_with_a_baseline(table1_results: Results) -> N
 
 
 def test_compare_needs_a_zero(tmp_path: Path) -> None:
-    arm = synthetic.ArmSpec("a", "a", 2, [0.3, 0.5], lambda d: 0.1, lambda d: 0.1)
-    results = read_results(synthetic.write(tmp_path / "run", synthetic.Spec("x", "x", [arm])))
+    arm = synthetic_sweeps.ArmSpec("a", "a", 2, [0.3, 0.5], lambda d: 0.1, lambda d: 0.1)
+    results = read_results(synthetic_sweeps.write(tmp_path / "run", synthetic_sweeps.Spec("x", "x", [arm])))
     assert compare(results, results.arms[0], "cross_entropy") is None
 
 
 def test_lowest_compares_equal_seeds(tmp_path: Path) -> None:
     """λ=0.7 lost its worst seed: on the seeds both have, λ=0.3 is lower."""
-    directory = synthetic.small(tmp_path / "run", seeds=[0, 1, 2])
+    directory = synthetic_sweeps.small(tmp_path / "run", seeds=[0, 1, 2])
     values = {0: (0.5, 0.5, 0.5), 0.3: (0.1, 0.1, 0.9), 0.7: (0.2, 0.2, None)}
     for diversity, numbers in values.items():
         for seed, number in enumerate(numbers):

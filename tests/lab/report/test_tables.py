@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tests.lab.report.fits import GRID, REFINED, FitSpec, validation_loss, write_fit
+from tests.lab.report.synthetic_fits import GRID, REFINED, FitSpec, validation_loss, write_fit
 from torchace._statistics import MeanEstimate, mean_over_seeds_and_samples
 from torchace.lab.report import Results, read_results
 from torchace.lab.report.tables import ReportTable, detail_table, difference_tables, result_table, search_table

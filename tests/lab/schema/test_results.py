@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.lab.report import synthetic
-from tests.lab.report.fits import FitSpec, write_fit
+from tests.lab.report import synthetic_sweeps
+from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from torchace._files import with_checksum
 from torchace.lab.schema.reading import ResultFileError, read_result
 from torchace.lab.schema.results import ExperimentResult, GroupPlan, PlanFile, RunKey, RunResult
@@ -96,7 +96,7 @@ def test_runs_of_format_1_stay_readable() -> None:
 
 
 def test_numbers_that_are_not_finite_count_as_not_measured(tmp_path: Path) -> None:
-    directory = synthetic.small(tmp_path / "run", seeds=[0])
+    directory = synthetic_sweeps.small(tmp_path / "run", seeds=[0])
     path = directory / "runs" / "shared-l0-s0.json"
     content = json.loads(path.read_text())
     content["metrics"] = {"test": {"accuracy": 0.9, "cross_entropy": float("nan"), "brier": 10**400, "error": None}}

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.lab.sweeps.cases import small
 
 from torchace.lab.cli.app import main
-from torchace.lab.sweeps.callbacks import EventLog
+from torchace.lab.schema.results import RunKey, RunResult
+from torchace.lab.sweeps.callbacks import Callback, CallbackList, EventLog
+from torchace.lab.sweeps.sweep import Sweep
+from torchace.lab.training.loop import RunProgress
 
 SMALL = ["--set", "train.epochs=2", "--set", "model.hidden=[4]", "--set", "sweep.diversities=[0, 0.5]", "--seeds", "2"]
 
@@ -59,39 +63,55 @@ def test_half_a_line_of_a_killed_process_is_removed(tmp_path: Path, torn: str) -
     assert [event["done"] for event in events(tmp_path)] == [3]
 
 
-@pytest.mark.extended
-def test_tensorboard_shows_training_and_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+class Recorder(Callback):
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
 
-    assert run(tmp_path / "runs", monkeypatch, "--tensorboard") == 0
-    results = sorted((tmp_path / "runs" / "runs").glob("*.json"))
-    assert len(results) == 4
-    for file in results:
-        result = json.loads(file.read_text())
-        board = EventAccumulator(str(tmp_path / "runs" / "tensorboard" / file.stem))
-        board.Reload()
-        (test,) = board.Scalars("test/cross_entropy")
-        assert test.value == pytest.approx(result["metrics"]["test"]["cross_entropy"], rel=1e-6)  # float32
-        epochs = [(entry.step, entry.value) for entry in board.Scalars("train/cross_entropy")]
-        expected = [
-            (entry["step"], pytest.approx(entry["train_cross_entropy"], rel=1e-6)) for entry in result["history"]
+    def on_run_start(self, run: RunKey) -> None:
+        self.events.append(("start", run))
+
+    def on_step(self, run: RunKey, progress: RunProgress) -> None:
+        assert 0 < progress.step <= progress.steps == 12
+        self.events.append(("step", run))
+
+    def on_epoch_end(self, run: RunKey, progress: RunProgress) -> None:
+        self.events.append(("epoch", run, progress))
+
+    def on_run_end(self, run: RunKey, result: RunResult) -> None:
+        self.events.append(("end", run, result))
+
+
+def test_each_run_has_its_events(tmp_path: Path) -> None:
+    recorder = Recorder()
+    Sweep(small(), tmp_path).run(recorder)
+    runs = [RunKey("main", diversity, seed) for diversity in (0.0, 0.5) for seed in (0, 1)]
+    for run in runs:
+        events = [event for event in recorder.events if event[1] == run]
+        names = [event[0] for event in events]
+        assert names[0] == "start"
+        assert names[-1] == "end"
+        assert names.count("step") >= 1
+        result = events[-1][2]
+        assert (result.diversity, result.seed, result.finished) == (run.diversity, run.seed, True)
+        epochs = [event[2] for event in events if event[0] == "epoch"]
+        assert [(e.epoch, e.step, e.metrics) for e in epochs] == [
+            (entry["epoch"], entry["step"], {"train_cross_entropy": entry["train_cross_entropy"]})
+            for entry in result.history
         ]
-        assert epochs == expected
+    assert len(epochs) == 3  # of four steps
+    before = len(recorder.events)
+    Sweep(small(), tmp_path).run(recorder)  # nothing left to train
+    assert len(recorder.events) == before
 
 
-def test_without_tensorboard_it_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import builtins
+def test_an_object_with_some_methods_is_a_callback(tmp_path: Path) -> None:
+    seeds = []
 
-    real = builtins.__import__
+    class Ends:
+        def on_run_end(self, run: RunKey, result: RunResult) -> None:
+            seeds.append(run.seed)
 
-    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith(("tensorboard", "torch.utils.tensorboard")):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    assert run(tmp_path / "runs", monkeypatch, "--tensorboard") == 1
-    assert "pip install 'torchace[tensorboard]'" in capsys.readouterr().err
+    Sweep(small(sweep={"diversities": [0.0]}), tmp_path).run(CallbackList([Ends()]))
+    assert seeds == [0, 1]
+    with pytest.raises(TypeError, match=r"on_epoch_end\(run, progress\), but got 3"):
+        CallbackList([3])

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from tests.lab.sweeps.cases import leftovers, stored_files
+from tests.lab.sweeps.small_sweeps import leftovers, stored_files
 from tests.support.fork_server import ForkServer
-from tests.support.held import CHECKPOINT
+from tests.support.paused_command import CHECKPOINT
 from torchace._files import PARTIAL
 from torchace.lab.store import RunStore, RunStoreError
 
@@ -40,7 +40,7 @@ batch_size = 64
 [sweep]
 diversities = [0.0, 0.5]
 seeds = [0, 1]
-cohort_size = 2
+group_size = 2
 """
 
 

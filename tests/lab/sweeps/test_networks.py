@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lab.sweeps.cases import small
+from tests.lab.sweeps.small_sweeps import small
 from torchace.lab.data import load
 from torchace.lab.schema.experiment import Arm, TrainSection
 from torchace.lab.sweeps import networks as build
@@ -72,8 +72,9 @@ def test_kinds() -> None:
 
 
 def test_group_sizes_by_network_and_device() -> None:
-    assert {default_group_size(arm(name).model, "cpu") for name in ("separate", "dropout", "smoc", "branch")} == {64}
-    sizes = [default_group_size(arm("resnet smoc").model, device) for device in ("cpu", "cuda", "cuda:1")]
+    names = ("separate", "dropout", "smoc", "branch")
+    assert {default_group_size(arm(name).model, 1000, "cpu") for name in names} == {64}
+    sizes = [default_group_size(arm("resnet smoc").model, 1000, device) for device in ("cpu", "cuda", "cuda:1")]
     assert sizes == [1, 8, 8]
 
 

@@ -24,8 +24,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.lab.sweeps.cases import command, leftovers, stored_files
-from tests.support.held_ray import FREE, held_link
+from tests.lab.sweeps.small_sweeps import command, leftovers, stored_files
+from tests.support.paused_ray import FREE, held_link
 from torchace.lab.cli import app as cli
 from torchace.lab.cli.progress import SweepProgress
 from torchace.lab.schema.experiment import Experiment
@@ -65,7 +65,7 @@ batch_size = 64
 [sweep]
 diversities = [0.0, 0.5]
 seeds = [0, 1, 2, 3]
-cohort_size = 2
+group_size = 2
 [checkpoint]
 steps = 3
 [[arms]]
@@ -237,7 +237,7 @@ def test_two_nodes_give_what_one_machine_gives(
     directory, go = tmp_path / "out", tmp_path / "go"
 
     class Looking(Counting):
-        def on_step(self, job: GroupPlan, progress: Progress) -> None:
+        def on_group_step(self, job: GroupPlan, progress: Progress) -> None:
             at_work.update(node for node in joined.cluster.list_all_nodes() if joined.workers(node))
             if len(at_work) == 2:
                 go.touch()
@@ -265,7 +265,7 @@ def test_ten_workers_killed(
         seen: set[str]
         killed: list[str]
 
-        def on_step(self, job: GroupPlan, progress: Progress) -> None:
+        def on_group_step(self, job: GroupPlan, progress: Progress) -> None:
             new = {str(path) for path in tmp_path.glob(f"checkpoints/{job.id}/state-*.safetensors")} - self.seen
             worker = joined.workers().get(job.id)
             if new and worker is not None and self.killed.count(job.id) < quota.get(job.id, 0):
@@ -290,7 +290,7 @@ def test_a_node_dies(
     hold(lambda job, attempt: job.startswith("calm") and not go.exists())
 
     class Pulling(Counting):
-        def on_step(self, job: GroupPlan, progress: Progress) -> None:
+        def on_group_step(self, job: GroupPlan, progress: Progress) -> None:
             if nodes and job.id in joined.workers(nodes[0]):
                 joined.cluster.remove_node(nodes.pop(), allow_graceful=False)
                 go.touch()
@@ -314,7 +314,7 @@ def test_a_job_that_dies_again_and_again_is_given_up_and_the_others_go_on(
     hold: Hold,
 ) -> None:
     class Killing(Counting):
-        def on_step(self, job: GroupPlan, progress: Progress) -> None:
+        def on_group_step(self, job: GroupPlan, progress: Progress) -> None:
             if job.id == "calm-3" and (worker := joined.workers().get(job.id)):
                 worker.kill()
 
@@ -350,7 +350,7 @@ def test_stopped_with_a_checkpoint_and_a_damaged_one(
     class Stopping(Counting):
         step = 0
 
-        def on_step(self, job: GroupPlan, progress: Progress) -> None:
+        def on_group_step(self, job: GroupPlan, progress: Progress) -> None:
             self.step = self.step or progress.step * (job.id == "calm-0")
 
     hold(lambda job, attempt: job == "calm-0")  # which is not done before the sweep is told to stop
@@ -563,7 +563,7 @@ def test_several_jobs_at_once_have_a_bar_each() -> None:
         progress.on_plan(0, 2)
         for step, job in enumerate(jobs, 3):
             progress.on_group_start(job)
-            progress.on_step(job, Progress(step, 12, [2.5]))
+            progress.on_group_step(job, Progress(step, 12, [2.5]))
         progress.bars.refresh()
         progress.on_worker_lost(jobs[1], "NodeDiedError")
         for done, job in enumerate(jobs, 1):
@@ -586,7 +586,7 @@ class Driving:
         arguments = ("run", str(file), "--out", str(directory), "--ray", address)
         options: dict[str, Any] = {"start_new_session": True, "env": env}
         if held:
-            self.process = command(str(directory / "never"), *arguments, module="tests.support.held_ray", **options)
+            self.process = command(str(directory / "never"), *arguments, module="tests.support.paused_ray", **options)
         else:
             self.process = command(*arguments, **options)
 

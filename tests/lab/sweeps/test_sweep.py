@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab.sweeps.cases import leftovers, poison, run, small, stored_files
+from tests.lab.sweeps.small_sweeps import leftovers, poison, run, small, stored_files
 from torchace import _files as files
 from torchace._files import with_checksum
 from torchace.lab.schema.results import GroupPlan, RunKey, RunResult
@@ -34,7 +34,7 @@ class Heard(Callback):
     def on_group_start(self, job: GroupPlan) -> None:
         self.jobs.append(job.id)
 
-    def on_step(self, job: GroupPlan, progress: Progress) -> None:
+    def on_group_step(self, job: GroupPlan, progress: Progress) -> None:
         assert progress.step <= progress.steps
 
     def on_group_end(self, job: GroupPlan, done: int) -> None:
@@ -115,7 +115,7 @@ def test_all_kinds_of_batches_and_models(kind: str, model: dict[str, Any], tmp_p
 
 
 def test_jobs_have_the_size_asked_for(tmp_path: Path) -> None:
-    assert heard(tmp_path, sweep={"cohort_size": 3}).jobs == ["main-0", "main-1"]
+    assert heard(tmp_path, sweep={"group_size": 3}).jobs == ["main-0", "main-1"]
     assert [len(job.runs) for job in RunStore(tmp_path).groups()] == [3, 1]
 
 
@@ -184,10 +184,10 @@ def test_an_unfinished_job_is_trained_whole_though_less_is_asked_for(tmp_path: P
 
 def test_an_unfinished_job_that_nobody_asks_for_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
-        run(tmp_path, after(18), sweep={"cohort_size": 2})  # six steps into the second of two jobs, λ = 0.5
-    assert heard(tmp_path, sweep={"cohort_size": 2, "diversities": [0.0]}).jobs == []
+        run(tmp_path, after(18), sweep={"group_size": 2})  # six steps into the second of two jobs, λ = 0.5
+    assert heard(tmp_path, sweep={"group_size": 2, "diversities": [0.0]}).jobs == []
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["main-1"]
-    assert heard(tmp_path, sweep={"cohort_size": 2}).jobs == ["main-1"]
+    assert heard(tmp_path, sweep={"group_size": 2}).jobs == ["main-1"]
     assert leftovers(tmp_path) == []
 
 
@@ -233,7 +233,7 @@ def test_a_damaged_experiment_is_one_sentence(text: str, tmp_path: Path) -> None
 
 
 def test_interrupted_anywhere_and_resumed(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"sweep": {"cohort_size": 2}, "train": {"steps": 6}, "data": {"validation": 0.2}}
+    sections: dict[str, Any] = {"sweep": {"group_size": 2}, "train": {"steps": 6}, "data": {"validation": 0.2}}
     run(tmp_path / "a", **sections)
     interruptions = 0
     for _ in range(20):
@@ -265,7 +265,7 @@ def test_many_runs_are_looked_up_in_linear_time(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("torchace.lab.sweeps.executor.train_group", skip)
     monkeypatch.setattr("torchace.lab.sweeps.sweep.WRITE_EVERY", 1e9)
     runs = 200
-    experiment = load_experiment("digits", ["sweep.diversities=[0]", "sweep.cohort_size=1"], seeds=range(runs))
+    experiment = load_experiment("digits", ["sweep.diversities=[0]", "sweep.group_size=1"], seeds=range(runs))
     assert Sweep(experiment, tmp_path).run() == {}
     assert looks <= 4 * runs
     written = json.loads((tmp_path / "experiment.json").read_text())
@@ -311,17 +311,17 @@ def test_a_lost_result_is_made_again(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_one_sentence_and_the_results_stay(tmp_path: Path) -> None:
-    run(tmp_path / "a", sweep={"cohort_size": 2})
+    run(tmp_path / "a", sweep={"group_size": 2})
     with pytest.raises(Interrupted):
-        run(tmp_path / "b", after(18), sweep={"cohort_size": 2})
+        run(tmp_path / "b", after(18), sweep={"group_size": 2})
     state = next((tmp_path / "b").glob("checkpoints/main-1/state-*"))
     state.write_bytes(state.read_bytes()[:-1] + b"?")
     with pytest.raises(CheckpointError, match=r"main-1 is damaged .* Remove that folder to restart its runs"):
-        run(tmp_path / "b", sweep={"cohort_size": 2})
+        run(tmp_path / "b", sweep={"group_size": 2})
     for file in state.parent.iterdir():
         file.unlink()
     state.parent.rmdir()  # as it says
-    run(tmp_path / "b", sweep={"cohort_size": 2})
+    run(tmp_path / "b", sweep={"group_size": 2})
     assert stored_files(tmp_path / "a") == stored_files(tmp_path / "b")
 
 
@@ -336,7 +336,7 @@ class Restarts(Callback):
 @pytest.mark.parametrize(
     ("before", "now"),
     [
-        ({"sweep": {"diversities": [0.9], "cohort_size": 1}}, {"sweep": {"diversities": [0.0, 0.9], "cohort_size": 1}}),
+        ({"sweep": {"diversities": [0.9], "group_size": 1}}, {"sweep": {"diversities": [0.0, 0.9], "group_size": 1}}),
         ({"sweep": {"diversities": [0.5, 0.9]}}, {"sweep": {"diversities": [0.5]}}),
         ({"train": {"learning_rate": 0.02}}, {}),
     ],
@@ -375,7 +375,7 @@ def test_the_same_runs_go_on_though_their_jobs_were_forgotten(tmp_path: Path) ->
 
 @pytest.mark.parametrize("call", [2, 14, 33])
 def test_a_full_disk_at_any_moment(call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sections: dict[str, Any] = {"sweep": {"cohort_size": 2}, "train": {"steps": 3}, "checkpoint": {"steps": 1}}
+    sections: dict[str, Any] = {"sweep": {"group_size": 2}, "train": {"steps": 3}, "checkpoint": {"steps": 1}}
     run(tmp_path / "a", **sections)
     real, calls = os.fsync, 0
 

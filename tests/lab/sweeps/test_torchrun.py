@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.lab.sweeps.cases import PYTHONPATH, leftovers, small
+from tests.lab.sweeps.small_sweeps import PYTHONPATH, leftovers, small
 from tests.support.processes import team
 from torchace.lab.cli import app as cli
 from torchace.lab.sweeps.config import ConfigError, load_experiment
@@ -44,7 +44,7 @@ precision = "float64"
 [sweep]
 diversities = [0.0, 0.5]
 seeds = [0, 1]
-cohort_size = 2
+group_size = 2
 [checkpoint]
 steps = 20
 """
@@ -53,7 +53,7 @@ steps = 20
 class Job:
     """`torchrun ... -m torchace run` on one directory; torchrun keeps each rank's output apart from its own.
 
-    A held one waits once it has saved a checkpoint, see `tests.support.held`.
+    A held one waits once it has saved a checkpoint, see `tests.support.paused_command`.
     """
 
     def __init__(self, folder: Path, size: int, *arguments: str, held: bool = False, restarts: int = 0) -> None:
@@ -62,7 +62,7 @@ class Job:
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"),
                 *(f"--max-restarts={restarts}", "--redirects=3", f"--log-dir={self.logs}"),
-                *("-m", "tests.support.held" if held else "torchace", "run", *arguments),
+                *("-m", "tests.support.paused_command" if held else "torchace", "run", *arguments),
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

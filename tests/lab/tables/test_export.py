@@ -15,8 +15,8 @@ import pandas as pd
 import pytest
 import torch
 
-from tests.lab.cli.cases import houses, pets, write_table
-from tests.lab.tables.table_cases import fitted
+from tests.lab.cli.command_line import houses, pets, write_table
+from tests.lab.tables.small_fits import fitted
 from torchace.lab.tables import export as exporting
 from torchace.lab.tables.export import ExportError, export_onnx
 from torchace.lab.tables.model import TableModel

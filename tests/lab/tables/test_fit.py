@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from safetensors.torch import load_file
 
 from tests.any_table import AnyTable, any_table
-from tests.lab.cli.cases import everything_in, houses, pets, write_table
-from tests.lab.tables.table_cases import done, is_complete, job, weights_of, written
+from tests.lab.cli.command_line import everything_in, houses, pets, write_table
+from tests.lab.tables.small_fits import done, is_complete, job, weights_of, written
 from torchace._files import PathError
 from torchace.lab.data import DataError
 from torchace.lab.data.tables import read_table

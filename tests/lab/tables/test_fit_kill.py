@@ -19,10 +19,10 @@ from pathlib import Path
 import optuna
 import pytest
 
-from tests.lab.cli.cases import pets, write_table
-from tests.lab.tables.table_cases import is_complete, written
+from tests.lab.cli.command_line import pets, write_table
+from tests.lab.tables.small_fits import is_complete, written
 from tests.support.fork_server import OPERATIONS, ForkServer
-from tests.support.held import CHECKPOINT
+from tests.support.paused_command import CHECKPOINT
 
 pytestmark = pytest.mark.extended
 

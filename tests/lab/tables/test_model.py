@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 import torch
 
-from tests.lab.cli.cases import houses, pets, write_table
-from tests.lab.tables.table_cases import fitted
+from tests.lab.cli.command_line import houses, pets, write_table
+from tests.lab.tables.small_fits import fitted
 from torchace import _model_files as files
 from torchace.functional import ensemble_probs
 from torchace.lab.data import DataError

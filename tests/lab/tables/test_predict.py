@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.lab.cli.cases import everything_in, houses, pets, write_table
-from tests.lab.tables.table_cases import fitted
+from tests.lab.cli.command_line import everything_in, houses, pets, write_table
+from tests.lab.tables.small_fits import fitted
 from torchace.lab.data import DataError
 from torchace.lab.tables.model import TableModel
 from torchace.lab.tables.predict import predict_file

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from tests.lab.cli.cases import houses, pets, write_table
+from tests.lab.cli.command_line import houses, pets, write_table
 from torchace.lab.data import DataError
 from torchace.lab.tables.table import Table, TableSettings, load_table
 from torchace.lab.training.members import MemberPlan

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.lab.training.cases import batches, group_of, train_config
+from tests.lab.training.small_trainings import batches, group_of, train_config
 from torchace import _files as files
 from torchace._files import json_digest, with_checksum, write_atomic
 from torchace.lab.training.checkpoint import CheckpointError, Checkpoints, weights_digest

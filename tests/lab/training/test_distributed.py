@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.lab.training import cases
-from tests.lab.training.cases import BATCH, CLASSES, FEATURES, assert_same, run_group
+from tests.lab.training import small_trainings
+from tests.lab.training.small_trainings import BATCH, CLASSES, FEATURES, assert_same, run_group
 from tests.support.processes import counting, team
 from torchace.lab.data import Batches, Split
 from torchace.lab.training.checkpoint import Checkpoints
@@ -139,9 +139,9 @@ def trained(case: dict[str, Any], layout: str | None, folder: str | None = None,
     if finished is None:
         return {"interrupted": interrupted}
     return {
-        "weights": [cases.weights(finished, run) for run in range(2)],
+        "weights": [small_trainings.weights(finished, run) for run in range(2)],
         "history": fitted.history,
-        "failures": {run: vars(failure) for run, failure in fitted.failures.items()},
+        "failures": {run: failure.model_dump() for run, failure in fitted.failures.items()},
         "best_epochs": fitted.best_epochs,
         "interrupted": interrupted,
         "first_step": min(told, default=None),
@@ -372,7 +372,7 @@ def poisoned(layout: str | None, where: str) -> Any:
     fitted = fit(
         part, batches_of(BATCH, "classification", False), make_train_config({}), diversities=LAMBDAS, seeds=SEEDS
     )
-    return {run: vars(failure) for run, failure in fitted.failures.items()}
+    return {run: failure.model_dump() for run, failure in fitted.failures.items()}
 
 
 @pytest.mark.parametrize("where", ["weight", "gradient"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lab.training.cases import CLASSES, FEATURES, assert_same, batches, group_of, train_config, weights
+from tests.lab.training.small_trainings import CLASSES, FEATURES, assert_same, batches, group_of, train_config, weights
 from torchace.lab.data import Split
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.early_stopping import ValidationSet, validation_scores

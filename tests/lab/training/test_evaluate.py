@@ -3,7 +3,7 @@ import pytest
 import sklearn.metrics
 import torch
 
-from tests.lab.training.cases import CLASSES, MEMBERS, batches, group_of
+from tests.lab.training.small_trainings import CLASSES, MEMBERS, batches, group_of
 from torchace.functional import disagreement
 from torchace.lab.data import chunks
 from torchace.lab.training.evaluate import (

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lab.training.cases import (
+from tests.lab.training.small_trainings import (
     BATCH,
     CLASSES,
     FEATURES,

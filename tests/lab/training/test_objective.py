@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.lab.training.cases import BATCH, CLASSES, FEATURES, MEMBERS, group_of, members, train_config, weights
+from tests.lab.training.small_trainings import (
+    BATCH,
+    CLASSES,
+    FEATURES,
+    MEMBERS,
+    group_of,
+    members,
+    train_config,
+    weights,
+)
 from torchace.lab.data import Batches, Split
 from torchace.lab.training.loop import fit
 from torchace.lab.training.objective import (

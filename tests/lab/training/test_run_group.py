@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.lab.training.cases import (
+from tests.lab.training.small_trainings import (
     CLASSES,
     FEATURES,
     MEMBERS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.lab.training.cases import (
+from tests.lab.training.small_trainings import (
     BATCH,
     CLASSES,
     FEATURES,

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.lab.tuning.cases import make_split
+from tests.lab.tuning.search_data import make_split
 from torchace.lab.data import Split
 from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_group, train_members
 from torchace.lab.tuning import grid_search

@@ -16,7 +16,7 @@ import pytest
 import torch
 from optuna.trial import TrialState
 
-from tests.lab.tuning.cases import make_split
+from tests.lab.tuning.search_data import make_split
 from torchace.lab.data import Split
 from torchace.lab.training.loop import Interrupted
 from torchace.lab.training.members import MemberPlan, TrainedGroup, train_members

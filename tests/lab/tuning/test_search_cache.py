@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from tests.lab.tuning.cases import make_split
+from tests.lab.tuning.search_data import make_split
 from tests.lab.tuning.test_grid_search import PLAN, TRAIN, run_search, trainings
 from torchace._files import PARTIAL, PathError
 from torchace.lab.data import Split

@@ -14,7 +14,7 @@ import optuna
 import pytest
 import sqlalchemy
 
-from tests.lab.tuning.cases import make_split
+from tests.lab.tuning.search_data import make_split
 from tests.lab.tuning.test_optuna_search import PLAN, ended, found
 from torchace.lab.tuning.storage import StorageError, _reason
 

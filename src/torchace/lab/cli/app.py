@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
 
 # remedies by command
 LESS_MEMORY = {
-    "run": "Try a smaller network or batch, or fewer runs at a time (sweep.cohort_size).",
+    "run": "Try a smaller network or batch, or fewer runs at a time (sweep.group_size).",
     "fit": "Try fewer or smaller members (--members, --hidden), or smaller batches (--batch-size).",
     "tune": "Try fewer or smaller members (--members, --hidden), smaller batches (--batch-size), or fewer seeds "
     "(--seeds).",

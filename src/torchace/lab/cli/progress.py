@@ -63,10 +63,10 @@ class SweepProgress(_Display, Callback):
         """Add a bar."""
         self.groups[group.id] = self.bars.add_task(f"  {_describe(group.runs)}", total=None, note="")
 
-    def on_step(self, group: GroupPlan, progress: Progress) -> None:
+    def on_group_step(self, group: GroupPlan, progress: Progress) -> None:
         """Update a bar."""
         values = [value for value in progress.score if value is not None]  # None: failed runs
-        note = f"cross entropy {sum(values) / len(values):.4f}" if values else ""
+        note = f"{progress.metric.replace('_', ' ')} {sum(values) / len(values):.4f}" if values else ""
         self.bars.update(self.groups[group.id], total=progress.steps, completed=progress.step, note=note)
 
     def on_group_end(self, group: GroupPlan, done: int) -> None:

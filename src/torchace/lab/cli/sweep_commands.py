@@ -47,7 +47,11 @@ def run(
     parallel: Annotated[
         str | None, typer.Option(metavar="HOW", help="With torchrun: data, members, or MxD to split both.")
     ] = None,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard logs.")] = False,
+    tracker: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Also write metrics to csv, tensorboard, mlflow or wandb; repeatable."),
+    ] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", hidden=True)] = False,
 ) -> None:
     """Train a sweep over λ and seeds and write a report. Repeat the command to resume."""
     check_report_packages()
@@ -63,9 +67,10 @@ def run(
         directory = out or Path("runs") / loaded.name
 
         from torchace.lab.cli.progress import SweepProgress
-        from torchace.lab.sweeps.callbacks import Callback, CallbackList, EventLog, TensorBoard
+        from torchace.lab.sweeps.callbacks import EventLog
         from torchace.lab.sweeps.executor import UnfinishedRunsError
         from torchace.lab.sweeps.sweep import Sweep
+        from torchace.lab.sweeps.trackers import make_callbacks
         from torchace.lab.training.loop import Interrupted
 
         if not resume and (directory / "experiment.json").exists():
@@ -76,10 +81,9 @@ def run(
                 SweepProgress(console) as progress,
                 _connect(loaded, directory, device, ray, parallel, rank, stop) as executor,
             ):
-                callbacks: list[Callback] = [progress]
-                if not rank:
-                    callbacks += [EventLog(directory), *([TensorBoard(directory)] if tensorboard else [])]
-                failures = Sweep(loaded, directory, executor).run(CallbackList(callbacks), stop)
+                trackers = [*(tracker or ()), *(["tensorboard"] if tensorboard else [])]
+                callbacks = [progress, *([] if rank else [EventLog(directory), *trackers])]
+                failures = Sweep(loaded, directory, executor).run(make_callbacks(callbacks, directory, loaded), stop)
         except Interrupted:
             if rank:
                 raise typer.Exit(INTERRUPTED) from None

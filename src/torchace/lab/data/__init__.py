@@ -2,13 +2,15 @@
 
 from torchace.lab.data.augment import CropFlip
 from torchace.lab.data.batches import Batches, chunks
+from torchace.lab.data.columns import Column
 from torchace.lab.data.datasets import NAMES, Dataset, Normalization, load
 from torchace.lab.data.encoding import CategoryColumn, Encoding, NumberColumn, learn_encoding
 from torchace.lab.data.errors import DataError
 from torchace.lab.data.files import cache_dir
+from torchace.lab.data.inference import infer_columns, infer_schema
 from torchace.lab.data.rng import hashed_key, permutation
 from torchace.lab.data.splits import Split, SplitIndices, stratified_split, train_val_test_split
-from torchace.lab.data.table_schema import Column, Schema, Target, infer_schema
+from torchace.lab.data.table_schema import Schema, Target
 from torchace.lab.data.tables import iterate_table, read_table
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "cache_dir",
     "chunks",
     "hashed_key",
+    "infer_columns",
     "infer_schema",
     "iterate_table",
     "learn_encoding",

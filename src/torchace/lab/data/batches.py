@@ -10,11 +10,16 @@ from torch import Tensor
 
 from torchace._checks import check_count, shape_of
 from torchace.lab.data.augment import CropFlip
+from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
 from torchace.lab.data.rng import hashed_key, permutations, random_integers
 from torchace.lab.data.splits import Split
+from torchace.lab.data.transform import BatchTransform
 
 Statistics = tuple[Sequence[float], Sequence[float]]
 GATHER_BYTES = 1 << 26  # epochs up to this size are gathered at once
+
+
+KEPT_TYPES = (torch.int64, torch.int32, torch.bool)  # token ids and masks; other inputs become floating-point
 
 
 class _Epoch(NamedTuple):
@@ -22,7 +27,7 @@ class _Epoch(NamedTuple):
 
     order: Tensor
     augment: tuple[Tensor, ...]  # crop rows, crop columns, flips; empty without augmentation
-    gathered: tuple[Tensor, Tensor] | None  # samples and labels in this order; None if too large
+    gathered: tuple[Inputs, Tensor] | None  # samples and labels in this order; None if too large
 
 
 class Batches:
@@ -41,6 +46,7 @@ class Batches:
         device: torch.device | str | None = None,
         normalize: Statistics | None = None,  # mean and standard deviation
         augment: CropFlip | None = None,
+        transform: BatchTransform | None = None,
         dtype: torch.dtype = torch.float32,
         flatten: bool = False,
         drop_last: bool = True,  # batches of one size can be stacked and captured in a CUDA graph
@@ -51,16 +57,16 @@ class Batches:
                 f"Expected `batch_size` of at most {len(split)}, the number of samples, but got {batch_size}. "
                 "Use drop_last=False for a smaller batch."
             )
-        if augment is not None and split.x.ndim != 4:
-            raise ValueError(
-                f"Expected images (N, C, H, W) for `augment`, but the samples have shape {shape_of(split.x)}."
-            )
+        if augment is not None and not (isinstance(split.x, Tensor) and split.x.ndim == 4):
+            got = ", ".join(str(shape_of(x)) for x in input_tensors(split.x))
+            raise ValueError(f"Expected images (N, C, H, W) for `augment`, but the samples have shape {got}.")
         self.split = split if device is None else split.to(device)
         self.batch_size = batch_size
         self.seed = seed
         self.augment = augment
+        self.transform = transform
         self.drop_last = drop_last
-        self._transform = _Transform(self.split, normalize=normalize, dtype=dtype, flatten=flatten)
+        self._format = _Format(self.split, normalize=normalize, dtype=dtype, flatten=flatten)
         self._epoch = -1
         self._draws: dict[tuple[tuple[int, int], ...], _Epoch] = {}  # of the last epoch
 
@@ -73,7 +79,7 @@ class Batches:
     @property
     def device(self) -> torch.device:
         """Device of the samples."""
-        return self.split.x.device
+        return self.split.device
 
     @property
     def steps_per_epoch(self) -> int:
@@ -86,19 +92,31 @@ class Batches:
         check_count(global_step, "global_step", least=0)
         return divmod(global_step, self.steps_per_epoch)
 
-    def batch(self, epoch: int, step: int, *, stream: int = 0) -> tuple[Tensor, Tensor]:
+    def batch(self, epoch: int, step: int, *, stream: int = 0) -> tuple[Inputs, Tensor]:
         """Samples `(B, ...)` of a floating-point type and labels `(B,)`; each stream has its own order."""
         x, y = self.batch_many([self.seed], epoch, step, streams=stream)
-        return x[0], y[0]
+        return map_inputs(lambda values: values[0], x), y[0]
 
     def batch_many(
         self, seeds: Sequence[int], epoch: int, step: int, *, streams: int | Sequence[int] = 0
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Inputs, Tensor]:
         """Batches of several seeds at once, `(S, B, ...)` and `(S, B)`, bit for bit those of `batch`."""
+        x, y = self._batches(seeds, epoch, step, streams)
+        if self.transform is None:
+            return x, y
+        streams = [streams] * len(seeds) if isinstance(streams, int) else streams
+        keys = [hashed_key(s, "transform", epoch, step, k) for s, k in zip(seeds, streams, strict=True)]
+        parts = [self.transform.train(map_inputs(lambda t, i=i: t[i], x), key) for i, key in enumerate(keys)]
+        return map_inputs(lambda *values: torch.stack(values), *parts), y
+
+    def _batches(
+        self, seeds: Sequence[int], epoch: int, step: int, streams: int | Sequence[int]
+    ) -> tuple[Inputs, Tensor]:
+        """Batches before the transform."""
         draws, part = self._draws_of(seeds, epoch, step, streams)
         if draws.gathered is not None:
             x, y = draws.gathered
-            return x[:, part].clone(), y[:, part].clone()  # a network may change its input
+            return map_inputs(lambda t: t[:, part].clone(), x), y[:, part].clone()  # a network may change its input
         return self._gather(draws.order[:, part], tuple(draw[:, part].reshape(-1) for draw in draws.augment))
 
     def weights_many(
@@ -143,8 +161,7 @@ class Batches:
 
         order = permutations(keys("order"), count, device=self.device)
         if self.augment is None:
-            size = order.numel() * self.split.x[0].numel() * self._transform.dtype.itemsize
-            return _Epoch(order, (), self._gather(order) if size <= GATHER_BYTES else None)
+            return _Epoch(order, (), self._gather(order) if self._is_small(order.numel()) else None)
         places = 2 * self.augment.padding + 1
         rows, columns, flips = (
             random_integers(keys(purpose), count, high, device=self.device)
@@ -152,19 +169,24 @@ class Batches:
         )
         return _Epoch(order, (rows, columns, flips == 1), None)
 
-    def _gather(self, indices: Tensor, augment: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:
-        """Transformed samples and labels at indices `(S, B)`."""
+    def _is_small(self, count: int) -> bool:
+        """Whether this many samples are gathered at once."""
+        size = sum(x[0].numel() for x in input_tensors(self.split.x)) * self._format.dtype.itemsize
+        return count * size <= GATHER_BYTES
+
+    def _gather(self, indices: Tensor, augment: tuple[Tensor, ...] = ()) -> tuple[Inputs, Tensor]:
+        """Samples in the network's format, and labels, at indices `(S, B)`."""
         flat = indices.reshape(-1)
-        x = self.split.x.index_select(0, flat)  # (S·B, ...)
+        x = map_inputs(lambda t: t.index_select(0, flat), self.split.x)  # (S·B, ...)
         if self.augment is not None:
             x = self.augment(x, *augment)
-        x = self._transform(x)
+        x = self._format(x)
         y = self.split.y.index_select(0, flat)
-        return x.view(*indices.shape, *x.shape[1:]), y.view(*indices.shape, *y.shape[1:])
+        return map_inputs(lambda t: t.view(*indices.shape, *t.shape[1:]), x), y.view(*indices.shape, *y.shape[1:])
 
 
-class _Transform:
-    """Convert samples to a floating-point type, normalise and optionally flatten them."""
+class _Format:
+    """Convert samples to a floating-point type, normalise and optionally flatten them; whole numbers stay."""
 
     def __init__(self, split: Split, *, normalize: Statistics | None, dtype: torch.dtype, flatten: bool) -> None:
         if not dtype.is_floating_point:
@@ -176,11 +198,11 @@ class _Transform:
         if normalize is not None and not all(value > 0 for value in normalize[1]):
             raise ValueError(f"Expected positive standard deviations in `normalize`, but got {list(normalize[1])}.")
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Inputs) -> Inputs:
         if self.statistics is not None:
             mean, std = self.statistics
             x = x.to(self.compute_dtype, copy=True).sub_(mean).div_(std)  # `x` may be the split itself
-        x = x.to(self.dtype)
+        x = map_inputs(lambda t: t if t.dtype in KEPT_TYPES else t.to(self.dtype), x)
         return x.flatten(1) if self.flatten else x
 
     def _column(self, values: Sequence[float], x: Tensor) -> Tensor:
@@ -200,11 +222,14 @@ def chunks(
     *,
     device: torch.device | str | None = None,
     normalize: Statistics | None = None,
+    transform: BatchTransform | None = None,
     dtype: torch.dtype = torch.float32,
     flatten: bool = False,
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[tuple[Inputs, Tensor]]:
     """Iterate over all samples in order, for evaluation; options as in `Batches`."""
     check_count(size, "size")
     split = split if device is None else split.to(device)
-    transform = _Transform(split, normalize=normalize, dtype=dtype, flatten=flatten)
-    return ((transform(x), y) for x, y in zip(split.x.split(size), split.y.split(size), strict=True))
+    format_inputs = _Format(split, normalize=normalize, dtype=dtype, flatten=flatten)
+    for x, y in split.chunks(size):
+        x = format_inputs(x)
+        yield (x if transform is None else transform.evaluate(x)), y

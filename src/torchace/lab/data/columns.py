@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict, Field
 
 from torchace._files import TABLE_COLUMNS
 from torchace.lab.data.errors import DataError, pandas
 from torchace.lab.data.messages import first_duplicate, more_rows, quote, row_number, suggestion
-from torchace.lab.data.parsing import numbers, texts
+from torchace.lab.data.parsing import MISSING, dates, numbers, texts
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
+
+STRICT = ConfigDict(strict=True, extra="forbid")
+KINDS = ("number", "category", "date")
+
+
+@dataclass(frozen=True)
+class Column:
+    """Column of a table: its kind, and how its cells are written."""
+
+    __pydantic_config__ = STRICT
+    name: str
+    kind: Annotated[str, Field(pattern="^(number|category|date)$")]
+    format: str = ""  # of `parsing.NUMBER_FORMATS` or `parsing.DATE_FORMATS`
+    lenient: bool = False  # cells that are no numbers or dates count as missing
 
 
 def check_columns(frame: DataFrame) -> DataFrame:
@@ -53,23 +69,25 @@ def get_column(frame: DataFrame, name: str, role: str) -> Series:
     return frame[name]
 
 
-def feature_numbers(column: Series) -> NDArray[np.float64]:
-    """Numbers of a feature column, `(N,)`, NaN where one is missing."""
-    values, invalid = numbers(column)
-    check_features(column, values, invalid)
+def feature_numbers(cells: Series, column: Column) -> NDArray[np.float64]:
+    """Numbers of a feature column, or seconds since 1970 of dates, `(N,)`, NaN where one is missing."""
+    values, invalid = (dates if column.kind == "date" else numbers)(cells, column.format)
+    check_features(cells, values, invalid & (not column.lenient), column.kind)
     return values
 
 
-def target_numbers(column: Series) -> NDArray[np.float64]:
+def target_numbers(column: Series, format: str = "") -> NDArray[np.float64]:
     """Numbers of a target column, `(N,)`, none missing."""
-    values, invalid = numbers(column)
+    values, invalid = numbers(column, format)
     check_targets(column, values, invalid)
     return values
 
 
-def check_features(column: Series, values: NDArray[np.float64], invalid: NDArray[np.bool_]) -> None:
-    """Raise an error unless all cells are finite numbers or missing."""
-    _check_numbers(column, values, invalid, "correct it, or leave it empty")
+def check_features(
+    column: Series, values: NDArray[np.float64], invalid: NDArray[np.bool_], kind: str = "number"
+) -> None:
+    """Raise an error unless all cells are finite numbers, or dates, or missing."""
+    _check_numbers(column, values, invalid, "correct it, or leave it empty", kind)
 
 
 def check_targets(column: Series, values: NDArray[np.float64], invalid: NDArray[np.bool_]) -> None:
@@ -79,8 +97,8 @@ def check_targets(column: Series, values: NDArray[np.float64], invalid: NDArray[
 
 
 def target_texts(column: Series) -> Any:
-    """Texts of a target column, an Arrow array, none missing."""
-    cells = texts(column)
+    """Texts of a target column, an Arrow array, none missing; `-` or `?` may be a class."""
+    cells = texts(column, MISSING)
     _check_present(column, np.asarray(cells.is_null()))
     return cells
 
@@ -91,13 +109,15 @@ def header_hint(names: Iterable[str]) -> str:
     return " (the first row of a file must hold the names)" if len(found) and invalid.mean() <= 0.5 else ""
 
 
-def _check_numbers(column: Series, values: NDArray[np.float64], invalid: NDArray[np.bool_], remedy: str) -> None:
-    for wrong, what in ((invalid, "not a number"), (np.isinf(values), "infinite or too large")):
+def _check_numbers(
+    column: Series, values: NDArray[np.float64], invalid: NDArray[np.bool_], remedy: str, kind: str = "number"
+) -> None:
+    for wrong, what in ((invalid, f"not a {kind}"), (np.isinf(values), "infinite or too large")):
         places = np.flatnonzero(wrong)
         if len(places):
             first = int(places[0])
             raise DataError(
-                f"Column {quote(column.name)} holds numbers, but row {row_number(column, first)} has "
+                f"Column {quote(column.name)} holds {kind}s, but row {row_number(column, first)} has "
                 f"{quote(column.iloc[first])}, which is {what}{more_rows(len(places) - 1, ' (likewise ', ')')}; "
                 f"{remedy}."
             )
@@ -110,5 +130,5 @@ def _check_present(column: Series, missing: NDArray[np.bool_]) -> None:
         raise DataError(
             f"The target {quote(column.name)} has no value in row {row_number(column, first)}"
             f"{more_rows(len(places) - 1)} ({quote(column.iloc[first])} stands for a missing value); fill in or remove "
-            "such rows."
+            "such rows, or skip them with --skip-missing-target."
         )

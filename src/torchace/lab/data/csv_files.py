@@ -6,6 +6,7 @@ quote, an unclosed quote), and spaces outside quotes next to a delimiter are rem
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import gzip
@@ -36,10 +37,11 @@ def csv_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
     pa = arrow()
     try:
         with _open(path) as stream:
-            delimiter = "\t" if ".tsv" in path.name.lower() else _find_delimiter(stream.peek(_BLOCK_BYTES))
+            delimiters = ["\t"] if ".tsv" in path.name.lower() else list(_DELIMITERS)
+            delimiter, has_row_names = _find_layout(stream.peek(_BLOCK_BYTES), delimiters)
             blocks = _complete_rows(stream, delimiter, path)
             lines = io.StringIO(next(blocks, b"").decode(), newline="")
-            names = _read_header(lines, delimiter, path)
+            names = _read_header(lines, delimiter, path, has_row_names)
             rows = max(1, min(rows, CHUNK_BYTES // (8 * len(names))))
             count, pending = 0, None
             for block in itertools.chain([lines.read().encode()], blocks):
@@ -61,34 +63,85 @@ def csv_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[io.BufferedReader]:
+    """Open a file as UTF-8 text, whatever its encoding and compression."""
     is_packed = path.name.lower().endswith(".gz")
     if is_packed:
         try:
             check_gzip(path)
         except OSError as error:
             raise DataError(f"{path} is refused ({error_reason(error)}); unpack it if you trust it.") from None
+    encoding = text_encoding(path)
     with open_regular(path) as file:
         content: Any = gzip.GzipFile(fileobj=file) if is_packed else file
-        with io.BufferedReader(content, _BLOCK_BYTES) as stream:
+        raw = content if encoding == "UTF-8" else _Recoded(content, encoding, path)
+        with io.BufferedReader(raw, _BLOCK_BYTES) as stream:
             yield stream
 
 
-def _find_delimiter(sample: bytes) -> str:
-    """Delimiter that gives the first rows the most columns, equally many each; else the header's most frequent."""
+def text_encoding(path: Path) -> str:
+    """Encoding of a text file: UTF-8, UTF-16 by its byte order mark, else Windows-1252."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with open_regular(path) as file:
+        stream: Any = gzip.GzipFile(fileobj=file) if path.name.lower().endswith(".gz") else file
+        block = stream.read(_BLOCK_BYTES)
+        if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            return "UTF-16"
+        try:
+            decoder.decode(block)
+            while block:
+                block = stream.read(_BLOCK_BYTES)
+                decoder.decode(block, final=not block)
+        except UnicodeDecodeError:
+            return "Windows-1252"
+    return "UTF-8"
+
+
+class _Recoded(io.RawIOBase):
+    """Bytes of a text stream, recoded from another encoding to UTF-8."""
+
+    def __init__(self, stream: Any, encoding: str, path: Path) -> None:
+        self._stream, self._path, self._encoding = stream, path, encoding
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            block = self._stream.read(_BLOCK_BYTES)
+            try:
+                self._rest = self._decoder.decode(block, final=not block).encode()
+            except UnicodeError:
+                raise DataError(f"{self._path} is neither UTF-8 nor {self._encoding} text; save it as UTF-8.") from None
+            if not block:
+                break
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
+
+
+def _find_layout(sample: bytes, delimiters: list[str]) -> tuple[str, bool]:
+    """Delimiter, and whether the rows have one value more than the header, as R writes row names.
+
+    The delimiter is the one that gives the first rows the most columns, equally many each; else the header's most
+    frequent.
+    """
     if len(sample) >= io.DEFAULT_BUFFER_SIZE:  # the last row may be incomplete
         sample = sample[: sample.rfind(b"\n") + 1] or sample
     text = sample.decode("utf-8-sig", errors="replace")
-    best, most = ",", 1
-    for delimiter in _DELIMITERS:
+    best, most, has_row_names = delimiters[0], 1, False
+    for delimiter in delimiters:
         with contextlib.suppress(csv.Error):
             reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True)
-            widths = {len(row) for row in itertools.islice(_skip_blank(reader), _SAMPLE_ROWS)}
-            if len(widths) == 1 and max(widths) > most:
-                best, most = delimiter, max(widths)
+            width, *rows = [len(row) for row in itertools.islice(_skip_blank(reader), _SAMPLE_ROWS)] or [0]
+            is_longer = width > 1 and set(rows) == {width + 1}
+            if (is_longer or {width} >= set(rows)) and width > most:
+                best, most, has_row_names = delimiter, width, is_longer
     if most > 1:
-        return best
+        return best, has_row_names
     header = next((line for line in text.splitlines() if line.strip()), "")
-    return max(_DELIMITERS, key=re.sub(r'"[^"]*"', "", header).count)
+    return max(delimiters, key=re.sub(r'"[^"]*"', "", header).count), False
 
 
 def _skip_blank(rows: Iterable[list[str]]) -> Iterator[list[str]]:
@@ -107,11 +160,6 @@ def _complete_rows(stream: io.BufferedReader, delimiter: str, path: Path) -> Ite
         data = rest + block
         # keep \r\n together
         end = 1 + max(data.rfind(b"\n"), data.rfind(b"\r", 0, len(data) - 1)) if following else len(data)
-        try:
-            data[:end].decode()
-        except UnicodeDecodeError as error:
-            wrong = line + _count_lines(data[: error.start])
-            raise DataError(f"{path} is not UTF-8 text in line {wrong}; save it as UTF-8.") from None
         end = _check_quotes(data[:end], quoted_cells, path, line, is_last=not following)
         rows, rest, block = data[:end], data[end:], following
         line += _count_lines(rows)
@@ -154,21 +202,18 @@ def _check_quotes(data: bytes, quoted_cells: re.Pattern[bytes], path: Path, line
     return len(data)
 
 
-def _read_header(lines: io.StringIO, delimiter: str, path: Path) -> list[str]:
-    """Read column names from the first row that is not blank."""
+def _read_header(lines: io.StringIO, delimiter: str, path: Path, has_row_names: bool) -> list[str]:
+    """Read column names from the first row that is not blank, and name columns without one."""
     names = [name.strip() for name in next(_skip_blank(csv.reader(lines, delimiter=delimiter)), [])]
     if not any(names):
         raise DataError(f"{path} is empty; give a file with column names in its first row and data below.")
-    if "" in names:
-        raise DataError(
-            f"{path} has no name for column {1 + names.index('')}; give it one in the first row, or write the file "
-            "without pandas's index (index=False)."
-        )
     if _is_data(names):
         raise DataError(
             f"{path} seems to have no column names, since its first row is {quote(', '.join(names))}; put a row of "
             "names above it."
         )
+    names = [""] * has_row_names + names
+    names = [name or ("row names" if place == 0 else f"column {place + 1}") for place, name in enumerate(names)]
     check_names(names, path)
     return names
 

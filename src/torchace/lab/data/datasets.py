@@ -72,7 +72,7 @@ class Dataset:
         if count > len(self.train):
             raise ValueError(f"Expected `count` of at most {len(self.train)} training samples, but got {count}.")
         if seed is None or count == len(self.train):
-            return replace(self, train=Split(self.train.x[:count], self.train.y[:count]))
+            return replace(self, train=self.train.take(slice(count)))
         return replace(self, train=stratified_split(self.train, count, seed=seed)[1])
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchace.lab.data.columns import feature_numbers
+from torchace.lab.data.columns import Column, feature_numbers
 from torchace.lab.data.encoding import mean_and_std
-from torchace.lab.data.parsing import texts
+from torchace.lab.data.parsing import CellError, texts
 from torchace.lab.data.table_schema import Schema
 from torchace.lab.schema.results import LARGEST, TableSummary
 
@@ -24,35 +23,45 @@ def describe_table(schema: Schema, frame: DataFrame) -> dict[str, Any]:
 
     Example:
         >>> import pandas as pd
-        >>> from torchace.lab.data.table_schema import infer_schema
+        >>> from torchace.lab.data.inference import infer_schema
         >>> frame = pd.DataFrame({"age": [3, 4] * 6, "fur": ["long", ""] * 3 + ["no"] * 6, "pet": ["cat", "dog"] * 6})
         >>> columns = describe_table(infer_schema(frame, "pet"), frame)["columns"]
         >>> columns[0]["mean"], columns[1]["missing"], columns[1]["categories"]
         (3.5, 3, [['no', 6], ['long', 3]])
     """
-    kinds = {column.name: column.kind for column in schema.columns}
-    features = [str(name) for name in frame.columns if str(name) != schema.target.name]
-    columns = [{"name": name, **_describe_column(frame[name], kinds.get(name))} for name in features]
+    used, dropped = {column.name: column for column in schema.columns}, dict(schema.dropped)
+    columns: list[dict[str, Any]] = []
+    for name in map(str, frame.columns):
+        if name in used:
+            columns.append({"name": name, **_describe_column(frame[name], used[name])})
+        elif name in dropped:
+            columns.append({"name": name, "kind": "dropped", "missing": _missing(frame[name]), "why": dropped[name]})
     target = {"name": schema.target.name, "task": schema.target.task, "classes": schema.target.class_names}
     summary = TableSummary.model_validate({"target": target, "columns": columns, "notes": schema.notes})
     return summary.model_dump(mode="json", exclude_unset=True)
 
 
-def _describe_column(column: Series, kind: str | None) -> dict[str, Any]:
-    if kind is None:
-        return {"kind": "dropped", "missing": int(column.isna().sum()), "why": "not used"}
-    if kind == "number":
-        values = feature_numbers(column)
+def _describe_column(cells: Series, column: Column) -> dict[str, Any]:
+    if column.kind != "category":
+        values = feature_numbers(cells, column)
         present = values[~np.isnan(values)]
         mean, std = mean_and_std(present)
         measures = {"mean": mean, "std": std, "min": present.min(initial=np.inf), "max": present.max(initial=-np.inf)}
         statistics = {name: float(m) if len(present) and abs(m) < LARGEST else None for name, m in measures.items()}
-        return {"kind": kind, "missing": len(values) - len(present), **statistics}
-    cells = [cell for cell in texts(column).to_pylist() if cell is not None]
-    counts = sorted(Counter(cells).items(), key=lambda item: (-item[1], item[0]))
+        return {"kind": column.kind, "format": column.format, "missing": len(values) - len(present), **statistics}
+    present = texts(cells).drop_null()
+    counts = {entry["values"]: entry["counts"] for entry in present.value_counts().to_pylist()}
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return {
-        "kind": kind,
-        "missing": len(column) - len(cells),
-        "num_categories": len(counts),
-        "categories": [list(item) for item in counts[:MAX_CATEGORIES]],
+        "kind": column.kind,
+        "missing": len(cells) - len(present),
+        "num_categories": len(ordered),
+        "categories": [list(item) for item in ordered[:MAX_CATEGORIES]],
     }
+
+
+def _missing(cells: Series) -> int:
+    try:
+        return int(texts(cells).null_count)
+    except CellError:  # such as lists
+        return int(cells.isna().sum())

@@ -19,11 +19,11 @@ from pydantic import Field
 from torch import Tensor
 
 from torchace._checks import check_count
-from torchace.lab.data.columns import check_columns, feature_numbers, get_column
+from torchace.lab.data.columns import STRICT, check_columns, feature_numbers, get_column
 from torchace.lab.data.errors import DataError
 from torchace.lab.data.messages import first_duplicate, quote
 from torchace.lab.data.parsing import positions, texts
-from torchace.lab.data.table_schema import STRICT, Finite, Schema, adapter_of, damaged_json, parse_stored
+from torchace.lab.data.table_schema import Finite, Schema, adapter_of, damaged_json, parse_stored
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NumberColumn:
-    """Statistics of a column of numbers in the training part."""
+    """Statistics of a column of numbers or dates in the training part."""
 
     __pydantic_config__ = STRICT
     name: str
@@ -79,9 +79,12 @@ class Encoding:
         """Encode rows as the raw matrix, `(N, F)` of float64; columns outside the schema are ignored."""
         frame = check_columns(frame)
         raw = np.empty((len(frame), len(self.columns)))
-        for place, column in enumerate(self.columns):
-            values = get_column(frame, column.name, "needed for predictions")
-            raw[:, place] = feature_numbers(values) if isinstance(column, NumberColumn) else _codes(values, column)
+        for place, (column, statistics) in enumerate(zip(self.schema.columns, self.columns, strict=True)):
+            cells = get_column(frame, column.name, "needed for predictions")
+            if isinstance(statistics, CategoryColumn):
+                raw[:, place] = _codes(cells, statistics)
+            else:
+                raw[:, place] = feature_numbers(cells, column)
         return torch.from_numpy(raw)
 
     def targets(self, frame: DataFrame) -> Tensor:
@@ -131,8 +134,8 @@ class Encoding:
         """Restore an encoding from `to_json`; raise `DataError` for other content."""
         encoding: Encoding = parse_stored(Encoding, content, "encoding")
         encoding.schema.check()
-        kinds = [(c.name, "number" if isinstance(c, NumberColumn) else "category") for c in encoding.columns]
-        if kinds != [(column.name, column.kind) for column in encoding.schema.columns]:
+        kinds = [(c.name, isinstance(c, CategoryColumn)) for c in encoding.columns]
+        if kinds != [(column.name, column.kind == "category") for column in encoding.schema.columns]:
             raise damaged_json("encoding", "columns: expected those of the schema")
         if any(isinstance(c, CategoryColumn) and first_duplicate(c.categories) is not None for c in encoding.columns):
             raise damaged_json("encoding", "categories: expected unique ones")
@@ -164,10 +167,10 @@ def learn_encoding(
     columns: list[NumberColumn | CategoryColumn] = []
     for column in schema.columns:
         values = get_column(frame, column.name, "in the schema")
-        if column.kind == "number":
-            columns.append(_learn_number(values, weights))
-        else:
+        if column.kind == "category":
             columns.append(_learn_category(values, weights, max_categories))
+        else:
+            columns.append(_learn_number(column.name, feature_numbers(values, column), weights))
     target = None
     if schema.target.task == "regression":
         mean, std = mean_and_std(schema.targets(frame).numpy(), weights)
@@ -203,11 +206,10 @@ def mean_and_std(values: NDArray[np.float64], weights: NDArray[np.float64] | Non
     return float(np.ldexp(mean, exponent)), float(np.ldexp(std, exponent))
 
 
-def _learn_number(column: Series, weights: NDArray[np.float64]) -> NumberColumn:
-    values = feature_numbers(column)
+def _learn_number(name: str, values: NDArray[np.float64], weights: NDArray[np.float64]) -> NumberColumn:
     missing = np.isnan(values)
     mean, std = mean_and_std(values, weights)
-    return NumberColumn(str(column.name), mean, std, bool(missing.any() and not missing.all()))
+    return NumberColumn(name, mean, std, bool(missing.any() and not missing.all()))
 
 
 def _learn_category(column: Series, weights: NDArray[np.float64], limit: int) -> CategoryColumn:

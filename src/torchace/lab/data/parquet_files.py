@@ -100,12 +100,14 @@ def _is_index(name: str) -> bool:
 
 
 def _to_plain(array: Any) -> Any:
-    """Unpack dictionaries; convert decimals to numbers and dates to texts."""
+    """Unpack dictionaries; convert decimals to numbers, dates to one type, and times of day to texts."""
     pa = arrow()
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
     if pa.types.is_decimal(array.type):
         return array.cast(pa.float64())
-    if pa.types.is_date(array.type) or pa.types.is_timestamp(array.type) or pa.types.is_time(array.type):
+    if pa.types.is_date(array.type) or pa.types.is_timestamp(array.type):
+        return array.cast(pa.timestamp("us"), safe=False)  # UTC; nanoseconds are cut
+    if pa.types.is_time(array.type):
         return array.cast(pa.large_string())
     return array

@@ -1,8 +1,10 @@
-"""Parsing of table cells as numbers, texts or missing values, the same for every file format and chunk.
+"""Parsing of table cells as numbers, dates, texts or missing values, the same for every file format and chunk.
 
-- Surrounding spaces are ignored. Missing: empty cells, NaN, NA, NaT, None, and `MISSING` in any case.
-- Numbers use a decimal point: `-1.5e3`, `.5`, `007`, but not `1,5`, `1_000` or `0x1F`. `inf` and `1e999` are infinite.
-- Truth values are the texts `True` and `False`; dates are texts in ISO 8601.
+- Surrounding spaces are ignored. Missing: empty cells, NaN, NA, NaT, None, and `MISSING` in any case; except in classes
+  to predict, also `PLACEHOLDERS`.
+- Numbers use a decimal point: `-1.5e3`, `.5`, `007`, but not `0x1F`. `inf` and `1e999` are infinite. A format of
+  `NUMBER_FORMATS` allows other separators, and percent and currency signs, which are removed: `12,5 %` is 12.5.
+- Truth values are the texts `True` and `False`; dates become texts in ISO 8601.
 """
 
 from __future__ import annotations
@@ -25,11 +27,38 @@ from torchace.lab.data.messages import quote, row_number
 if TYPE_CHECKING:
     from pandas import Series  # type: ignore[import-untyped]
 
-MISSING = ("", "na", "n/a", "nan", "null", "none", "<na>", "#n/a")
+MISSING = ("", "na", "n/a", "nan", "null", "none", "<na>", "#n/a", "nat")
+PLACEHOLDERS = ("?", "-", "--", ".", "unknown", "n.a.")
+
+# written like the key; separators of thousands and decimals
+NUMBER_FORMATS = {
+    "1234.5": ("", "."),
+    "1,234.5": (",", "."),
+    "1234,5": ("", ","),
+    "1.234,5": (".", ","),
+    "1 234,5": (" ", ","),
+    "1 234.5": (" ", "."),
+    "1'234.5": ("'", "."),
+}
+_DAYS = ("%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%Y/%m/%d", "%d-%m-%Y", "%m-%d-%Y")
+_MONTHS = ("%d %b %Y", "%d %B %Y", "%b %d, %Y", "%B %d, %Y", "%d-%b-%Y", "%d.%m.%y", "%d/%m/%y", "%m/%d/%y")
+_TIMES = ("%H:%M", "%H:%M:%S")
+DATE_FORMATS = (
+    "ISO8601",
+    *(f"{day}{time}" for day in (*_DAYS, *_MONTHS) for time in ("", *(f" {time}" for time in _TIMES))),
+    *_TIMES,
+)
 
 # valid in RE2 (columns) and re (cells)
 _NUMBER = r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _INFINITE = r"[+-]?(?:inf|infinity)"
+_UNIT_SIGNS = (
+    ("\u2212", "-"),
+    ("[\u00a0\u2009\u202f]", " "),
+    ("\u2019", "'"),
+    (r"^([+-]?) *[€$£¥] *", r"\1"),
+    (r" *[%€$£¥]$", ""),
+)
 _WHOLE = re.compile(r"[+-]?[0-9]{1,300}")
 
 
@@ -41,33 +70,73 @@ class CellError(DataError):
         super().__init__(f"{self.found}, which is neither a number nor a text; convert the column, or leave it out.")
 
 
-def texts(column: Series) -> Any:
+def texts(column: Series, missing: Sequence[str] = (*MISSING, *PLACEHOLDERS)) -> Any:
     """Parse cells as texts: an Arrow array of strings, null for missing values."""
     pa, pc = arrow(), arrow("pyarrow.compute")
     cells = pc.utf8_trim_whitespace(_to_strings(column).cast(pa.large_string()))
-    is_present = pc.invert(pc.is_in(pc.utf8_lower(cells), value_set=pa.array(MISSING, pa.large_string())))
+    is_present = pc.invert(pc.is_in(pc.utf8_lower(cells), value_set=pa.array(missing, pa.large_string())))
     return pc.if_else(is_present, cells, pa.scalar(None, pa.large_string()))
 
 
-def numbers(column: Series) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Parse cells as numbers with NaN for missing and invalid ones, and a mask of invalid ones, both `(N,)`."""
-    types = pandas().api.types
-    column = _to_dense(column)
-    dtype = column.dtype
-    if not _is_category(dtype) and types.is_numeric_dtype(dtype) and not types.is_bool_dtype(dtype):
-        if types.is_complex_dtype(dtype):
+def numbers(column: Series, format: str = "") -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Parse cells as numbers with NaN for missing and invalid ones, and a mask of invalid ones, both `(N,)`.
+
+    `format` is one of `NUMBER_FORMATS`, or empty for plain numbers.
+    """
+    if is_numeric(column):
+        column = _to_dense(column)
+        if pandas().api.types.is_complex_dtype(column.dtype):
             raise CellError(column, 0, "a complex number")
         with np.errstate(over="ignore"):  # numbers of 128 bits
             values = column.to_numpy(dtype=np.float64, na_value=np.nan, copy=True)
         return values, np.zeros(len(values), dtype=bool)
     pa, pc = arrow(), arrow("pyarrow.compute")
-    cells = texts(column)
-    finite = pc.match_substring_regex(cells, f"^(?:{_NUMBER})$")
-    infinite = pc.match_substring_regex(cells, f"^(?:{_INFINITE})$", ignore_case=True)
-    is_number = pc.or_(finite, infinite)
+    cells, is_number = match_numbers(texts(column), format)
     parsed = pc.cast(pc.if_else(is_number, cells, pa.scalar(None, pa.large_string())), pa.float64())
     invalid = np.asarray(pc.fill_null(pc.invert(is_number), False))
     return parsed.to_numpy(zero_copy_only=False).astype(np.float64), invalid
+
+
+def match_numbers(cells: Any, format: str = "") -> tuple[Any, Any]:
+    """Rewrite the numbers among the cells of `texts` as plain ones; return the cells and a mask, null for null."""
+    pc = arrow("pyarrow.compute")
+    pattern = _NUMBER
+    if format:
+        thousands, decimal_mark = (re.escape(mark) for mark in NUMBER_FORMATS[format])
+        for found, written in _UNIT_SIGNS:
+            cells = pc.replace_substring_regex(cells, found, written)
+        whole = rf"[1-9][0-9]{{0,2}}(?:{thousands}[0-9]{{3}})+|[0-9]+" if thousands else "[0-9]+"
+        pattern = rf"[+-]?(?:(?:{whole})(?:{decimal_mark}[0-9]*)?|{decimal_mark}[0-9]+)(?:[eE][+-]?[0-9]+)?"
+    finite = pc.match_substring_regex(cells, f"^(?:{pattern})$")
+    is_number = pc.or_(finite, pc.match_substring_regex(cells, f"^(?:{_INFINITE})$", ignore_case=True))
+    if format:
+        thousands, decimal_mark = NUMBER_FORMATS[format]
+        cells = pc.replace_substring(cells, thousands, "") if thousands else cells
+        cells = pc.replace_substring(cells, decimal_mark, ".")
+    return cells, is_number
+
+
+def dates(column: Series, format: str = "ISO8601") -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Parse cells as seconds since 1970 (UTC) with NaN for missing and invalid ones, and a mask of invalid ones.
+
+    `format` is one of `DATE_FORMATS`. Columns of a date type need none.
+    """
+    pd = pandas()
+    if pd.api.types.is_datetime64_any_dtype(column.dtype):
+        cells, stamps = None, column
+    else:
+        cells = texts(column)
+        stamps = cells.to_pandas()
+    stamps = pd.Series(pd.to_datetime(stamps, format=format, errors="coerce", utc=True)).dt.tz_localize(None)
+    seconds = (stamps - pd.Timestamp(0)).dt.total_seconds().to_numpy(dtype=np.float64, copy=True)
+    present = ~np.isnan(seconds) if cells is None else np.asarray(cells.is_valid())
+    return seconds, present & np.isnan(seconds)
+
+
+def is_numeric(column: Series) -> bool:
+    """Whether the column's type is that of numbers."""
+    types, dtype = pandas().api.types, column.dtype
+    return not _is_category(dtype) and types.is_numeric_dtype(dtype) and not types.is_bool_dtype(dtype)
 
 
 def positions(cells: Any, known: Sequence[str]) -> NDArray[np.int64]:

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,6 +62,39 @@ def permutations(keys: Sequence[int], count: int, *, device: torch.device | str 
 def permutation(seed: int, *keys: Key, count: int, device: torch.device | str = "cpu") -> Tensor:
     """Random permutation of 0, …, count - 1, a function of the keys alone."""
     return permutations([hashed_key(seed, *keys)], count, device=device)[0]
+
+
+def seed_generators(key: int, device: torch.device | str = "cpu") -> None:
+    """Seed the global generators of torch, on the CPU and on a device, of NumPy and of Python with a hashed key."""
+    torch.default_generator.manual_seed(key)
+    if torch.device(device).type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(key)
+    np.random.seed(key % 2**32)  # noqa: NPY002, the generator that data sets use
+    random.seed(key)
+
+
+def generator_states() -> tuple[bytes, ...]:
+    """Return the states of the CPU's global generators, to compare them."""
+    numpy_state: Any = np.random.get_state()  # noqa: NPY002
+    return (
+        torch.default_generator.get_state().numpy().tobytes(),
+        repr((numpy_state[1].tobytes(), *numpy_state[2:])).encode(),
+        repr(random.getstate()).encode(),
+    )
+
+
+@contextmanager
+def preserve_generators(device: torch.device | str = "cpu") -> Iterator[None]:
+    """Restore the states of the global generators afterwards."""
+    on_gpu = torch.device(device).type == "cuda"
+    numpy_state, python_state = np.random.get_state(), random.getstate()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices=[device] if on_gpu else []):
+            yield
+    finally:
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        random.setstate(python_state)
 
 
 def _shift_right(z: Tensor, by: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchace._checks import check_tensor, shape_of
 from torchace.lab.data.errors import DataError
+from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
 from torchace.lab.data.messages import quote, row_number
 from torchace.lab.data.parsing import texts
 from torchace.lab.data.rng import hashed_key, permutation
@@ -27,45 +28,61 @@ _PART_CODES = {"train": 0, "training": 0, "validation": 1, "valid": 1, "val": 1,
 class Split:
     """Samples `x`, `(N, ...)`, with class indices `y`, `(N,)` of int64, or floating-point targets.
 
-    Images are `(N, C, H, W)` of uint8. `weight`, `(N,)`, holds sample weights.
+    `x` may be a tuple or dict of tensors. Images are `(N, C, H, W)` of uint8. `weight`, `(N,)`, holds sample weights.
     """
 
-    x: Tensor
+    x: Inputs
     y: Tensor
     weight: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_tensor(self.x, "x")
         check_tensor(self.y, "y")
-        if self.x.ndim == 0 or self.y.ndim == 0 or self.x.shape[0] != self.y.shape[0]:
-            raise ValueError(
-                "Expected `x` and `y` with one entry for each sample, "
-                f"but got shapes {shape_of(self.x)} and {shape_of(self.y)}."
-            )
+        for x in input_tensors(self.x):
+            check_tensor(x, "x")
+            if x.ndim == 0 or self.y.ndim == 0 or x.shape[0] != self.y.shape[0]:
+                raise ValueError(
+                    "Expected `x` and `y` with one entry for each sample, "
+                    f"but got shapes {shape_of(x)} and {shape_of(self.y)}."
+                )
+            if x.device != self.y.device:
+                raise ValueError(
+                    f"Expected `x` and `y` on one device, but got {x.device} and {self.y.device}. Move both."
+                )
         if self.y.dtype != torch.int64 and not self.y.is_floating_point():
             raise TypeError(f"Expected `y` of type int64, but got {self.y.dtype}. Convert it: y.long().")
-        if self.x.device != self.y.device:
+        if self.weight is not None and (self.weight.shape != self.y.shape[:1] or self.weight.device != self.device):
             raise ValueError(
-                f"Expected `x` and `y` on one device, but got {self.x.device} and {self.y.device}. Move both."
-            )
-        if self.weight is not None and (self.weight.shape != self.x.shape[:1] or self.weight.device != self.x.device):
-            raise ValueError(
-                f"Expected `weight` of shape ({self.x.shape[0]},) on {self.x.device}, "
+                f"Expected `weight` of shape ({len(self)},) on {self.device}, "
                 f"but got {shape_of(self.weight)} on {self.weight.device}."
             )
 
     def __len__(self) -> int:
-        return self.x.shape[0]
+        return self.y.shape[0]
 
-    def take(self, indices: Tensor) -> Split:
+    @property
+    def device(self) -> torch.device:
+        """Device of the samples."""
+        return self.y.device
+
+    def take(self, indices: Tensor | slice) -> Split:
         """Return the samples at these indices, in this order."""
-        return Split(self.x[indices], self.y[indices], None if self.weight is None else self.weight[indices])
+        return self._map(lambda values: values[indices])
 
     def to(self, device: torch.device | str) -> Split:
         """Move to a device; return itself if already there."""
-        if self.x.device == torch.empty(0, device=device).device:  # "cuda" may be "cuda:0"
+        if self.device == torch.empty(0, device=device).device:  # "cuda" may be "cuda:0"
             return self
-        return Split(self.x.to(device), self.y.to(device), None if self.weight is None else self.weight.to(device))
+        return self._map(lambda values: values.to(device))
+
+    def chunks(self, size: int) -> Iterator[tuple[Inputs, Tensor]]:
+        """Iterate over samples and targets in order, at most `size` at a time."""
+        for start in range(0, len(self), size):
+            part = self.take(slice(start, start + size))
+            yield part.x, part.y
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Split:
+        weight = None if self.weight is None else function(self.weight)
+        return Split(map_inputs(function, self.x), function(self.y), weight)
 
 
 class SplitIndices(NamedTuple):
@@ -93,7 +110,7 @@ def stratified_split(split: Split, size: int | float, *, seed: int) -> tuple[Spl
     for label, quota in enumerate(_quotas(torch.bincount(labels).tolist(), count)):
         places = (labels == label).nonzero().flatten()
         is_taken[places[permutation(seed, "stratify", label, count=len(places))[:quota]]] = True
-    is_taken = is_taken.to(split.x.device)
+    is_taken = is_taken.to(split.device)
     return split.take(~is_taken), split.take(is_taken)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchace._checks import check_count
 from torchace._files import error_reason
-from torchace.lab.data.csv_files import csv_chunks
+from torchace.lab.data.csv_files import csv_chunks, text_encoding
 from torchace.lab.data.errors import DataError, pandas
 from torchace.lab.data.messages import quote, suggestion
 from torchace.lab.data.npz_files import npz_chunks
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
 Reader = Callable[[Path, int], Iterator[Any]]
+
+_TEXT_SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+_READERS: dict[str, Reader] = {
+    **dict.fromkeys(_TEXT_SUFFIXES, csv_chunks),
+    ".parquet": parquet_chunks,
+    ".npz": npz_chunks,
+}
 
 # first bytes, file type, remedy
 _CONTENTS: tuple[tuple[bytes, str, str], ...] = (
@@ -32,19 +39,22 @@ _CONTENTS: tuple[tuple[bytes, str, str], ...] = (
     (b"\x89HDF", "HDF5", "save it as CSV, Parquet or NPZ"),
     (b"SQLite format 3", "SQLite", "save it as CSV, Parquet or NPZ"),
     (b"%PDF", "PDF", "save the table as CSV"),
-    (b"\xff\xfe", "UTF-16", "save it as UTF-8"),
-    (b"\xfe\xff", "UTF-16", "save it as UTF-8"),
 )
 
 
 def read_table(path: str | os.PathLike[str]) -> DataFrame:
     """Read a table from a file; its suffix gives the format.
 
-    - `.csv`, `.tsv` (also `.gz`): UTF-8 with a header, separated by commas, semicolons or tabs; every cell is a text.
+    - `.csv`, `.tsv` (also `.gz`): UTF-8, UTF-16 or Windows-1252 with a header, separated by commas, semicolons or
+      tabs; every cell is a text. A column without a name, as R and pandas write row names, gets one.
     - `.parquet`: typed columns, without pandas's unnamed index.
     - `.npz`: arrays `(N,)` are columns; an array `a` of shape `(N, D)` is the columns `a0`, `a1`, …. No unpickling.
     """
-    return pandas().concat(list(iterate_table(path)), ignore_index=True)
+    frame = pandas().concat(list(iterate_table(path)), ignore_index=True)
+    file = Path(path).expanduser()
+    if _suffix(file) in _TEXT_SUFFIXES and (encoding := text_encoding(file)) != "UTF-8":
+        frame.attrs["notes"] = [f"{file.name} is read as {encoding} text."]
+    return frame
 
 
 def iterate_table(path: str | os.PathLike[str], *, rows: int = 65_536) -> Iterator[DataFrame]:
@@ -77,14 +87,9 @@ def _number_rows(chunks: Iterator[Any], file: Path) -> Iterator[DataFrame]:
 
 def _find_reader(file: Path) -> Reader:
     """Check that a file can be opened and matches its suffix; return its reader."""
-    readers: dict[str, Reader] = {
-        **dict.fromkeys((".csv", ".tsv", ".csv.gz", ".tsv.gz"), csv_chunks),
-        ".parquet": parquet_chunks,
-        ".npz": npz_chunks,
-    }
-    *others, last = readers
+    *others, last = _READERS
     suffixes = f"{', '.join(others)} or {last}"
-    suffix = next((known for known in readers if file.name.lower().endswith(known)), None)
+    suffix = _suffix(file)
     try:
         mode = os.stat(file).st_mode
         if stat.S_ISDIR(mode):
@@ -103,7 +108,11 @@ def _find_reader(file: Path) -> Reader:
     except (OSError, ValueError) as error:  # ValueError: null character in the name
         reason = error_reason(error)
         raise DataError(f"{quote(file, 300)} cannot be read ({reason}); check its name and its permissions.") from None
-    return readers[suffix]
+    return _READERS[suffix]
+
+
+def _suffix(file: Path) -> str | None:
+    return next((known for known in _READERS if file.name.lower().endswith(known)), None)
 
 
 def _check_content(file: Path, suffix: str, head: bytes) -> None:
@@ -119,7 +128,7 @@ def _check_content(file: Path, suffix: str, head: bytes) -> None:
             found, remedy = "web page", "download the table itself"
         elif start.startswith(b"version https://git-lfs"):
             found, remedy = "Git LFS pointer", "fetch the table itself with git lfs pull"
-        elif b"\0" in head:
+        elif b"\0" in head and not head.startswith((b"\xff\xfe", b"\xfe\xff")):  # UTF-16
             found, remedy = "binary", "save the table as CSV"
         elif expected != "text":
             remedy = "rename it to end in .csv if it is a CSV file, or copy it again if it is damaged"

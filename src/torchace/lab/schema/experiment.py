@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -102,7 +103,7 @@ class DataSection(Section):
             raise ValueError(f"expected one source of data, but got {' and '.join(f'`{key}`' for key in sources)}.")
         if self.arguments and self.factory is None:
             raise ValueError("`arguments` need `factory`, the function that returns the data.")
-        if (self.target is not None or self.test_file is not None) and self.file is None:
+        if (self.target is not None or self.test_file is not None) and self.file is None and self.name != GIVEN:
             raise ValueError("`target` and `test_file` need `file`, the data file.")
         return self
 
@@ -210,7 +211,8 @@ class SweepSection(Section):
 
     diversities: Diversities = [0.0, 0.1, 0.3, 0.5, 0.7]
     seeds: Annotated[list[Seed], *Distinct] = [0, 1, 2, 3, 4]
-    cohort_size: Count | None = None  # maximum size of a run group
+    # maximum size of a run group; formerly `cohort_size`
+    group_size: Count | None = Field(default=None, validation_alias=AliasChoices("group_size", "cohort_size"))
     keep_weights: Literal[True, False, "auto"] = "auto"  # "auto": where all runs together take at most 256 MiB
 
 

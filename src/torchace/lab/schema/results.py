@@ -181,10 +181,11 @@ class TargetSummary(ResultModel):
 
 
 class ColumnSummary(ResultModel):
-    """A column in the training rows; `categories` has the most frequent ones with counts."""
+    """A column in the training rows; `categories` has the most frequent ones with counts; dates are seconds."""
 
     name: str
-    kind: Literal["number", "category", "dropped"]
+    kind: Literal["number", "category", "date", "dropped"]
+    format: str = ""  # such as 1.234,5 or %d.%m.%Y
     missing: Count = 0
     mean: Number | None = None
     std: Number | None = None

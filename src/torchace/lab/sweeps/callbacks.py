@@ -1,19 +1,19 @@
-"""Callbacks of a sweep: the JSONL event log and TensorBoard."""
+"""Callbacks of a sweep, and the JSONL event log."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchace._files import check_regular
-from torchace.lab.schema.results import GroupPlan, RunKey
-from torchace.lab.store import RunStore
-from torchace.lab.training.loop import Progress
+from torchace.lab.schema.results import GroupPlan, RunKey, RunResult
+from torchace.lab.training.loop import Progress, RunProgress
 
 LOG = "log.jsonl"
 LOG_EVERY = 5.0  # seconds between two progress lines of a group
@@ -21,16 +21,47 @@ BLOCK = 65_536  # bytes read at a time
 
 
 class Callback:
-    """No-op callback of a sweep; override what you need."""
+    """No-op callback of a sweep; override what you need.
+
+    `on_run_start`, `on_step`, `on_epoch_end` and `on_run_end` are called for each run. The `on_group_...` events are
+    called once for all runs that train together; by default they call those of each run. After an interruption, steps
+    and epochs since the last checkpoint are reported again.
+
+    Example:
+        >>> class PrintEpochs(Callback):
+        ...     def on_epoch_end(self, run, progress):
+        ...         print(run.diversity, run.seed, progress.epoch, progress.metrics["train_cross_entropy"])
+    """
+
+    def on_run_start(self, run: RunKey) -> None:
+        """Called when a run starts or resumes."""
+
+    def on_step(self, run: RunKey, progress: RunProgress) -> None:
+        """Called a few times a second for each run that trains, with the mean over the epoch so far."""
+
+    def on_epoch_end(self, run: RunKey, progress: RunProgress) -> None:
+        """Called after each epoch of a run."""
+
+    def on_run_end(self, run: RunKey, result: RunResult) -> None:
+        """Called after the result of a run is written; `result.status` is `finished` or `failed`."""
 
     def on_plan(self, done: int, total: int) -> None:
         """Called once, with the number of finished runs and of all runs."""
 
     def on_group_start(self, group: GroupPlan) -> None:
         """Called when a run group starts or resumes."""
+        for run in group.runs:
+            self.on_run_start(run)
 
-    def on_step(self, group: GroupPlan, progress: Progress) -> None:
+    def on_group_step(self, group: GroupPlan, progress: Progress) -> None:
         """Called a few times a second while a run group trains."""
+        for run, own in zip(group.runs, progress.by_run(), strict=True):
+            self.on_step(run, own)
+
+    def on_group_epoch_end(self, group: GroupPlan, progress: Progress) -> None:
+        """Called after each epoch of a run group."""
+        for run, own in zip(group.runs, progress.by_run(), strict=True):
+            self.on_epoch_end(run, own)
 
     def on_group_end(self, group: GroupPlan, done: int) -> None:
         """Called after a run group's results are written; `done` runs of the sweep are finished."""
@@ -42,26 +73,32 @@ class Callback:
         """Called when a checkpoint of other runs was removed and the run group starts again."""
 
 
-def _call_all(event: str) -> Callable[..., None]:
-    def call(self: CallbackList, *arguments: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, event)(*arguments)
-
-    return call
+EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class CallbackList(Callback):
-    """Call several callbacks in order."""
+    """Call several callbacks in order; an object that has some of the events' methods is a callback too."""
 
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self.callbacks = callbacks
+    def __init__(self, callbacks: Iterable[Any]) -> None:
+        self.callbacks = [c if isinstance(c, Callback) else _as_callback(c) for c in callbacks]
+        for event in EVENTS:
+            setattr(self, event, partial(self._call, event))
 
-    on_plan = _call_all("on_plan")
-    on_group_start = _call_all("on_group_start")
-    on_step = _call_all("on_step")
-    on_group_end = _call_all("on_group_end")
-    on_worker_lost = _call_all("on_worker_lost")
-    on_group_restart = _call_all("on_group_restart")
+    def _call(self, event: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(*arguments)
+
+
+def _as_callback(methods: Any) -> Callback:
+    callback, events = Callback(), [event for event in EVENTS if hasattr(methods, event)]
+    if not events:
+        raise TypeError(
+            f"Expected callbacks with a method such as on_epoch_end(run, progress), but got {methods!r}. "
+            "Derive the class from torchace.lab.Callback."
+        )
+    for event in events:
+        setattr(callback, event, getattr(methods, event))
+    return callback
 
 
 class EventLog(Callback):
@@ -80,22 +117,23 @@ class EventLog(Callback):
         """Log `started`."""
         self._write("started", job=group.id, runs=[run.id for run in group.runs])
 
-    def on_step(self, group: GroupPlan, progress: Progress) -> None:
+    def on_group_step(self, group: GroupPlan, progress: Progress) -> None:
         """Log `stepped` every few seconds."""
         now = time.monotonic()
         if now - self._last.get(group.id, -LOG_EVERY) >= LOG_EVERY:
             self._last[group.id] = now
             scores = dict(zip((run.id for run in group.runs), progress.score, strict=True))
-            self._write("stepped", job=group.id, step=progress.step, steps=progress.steps, train_cross_entropy=scores)
+            content = {"step": progress.step, "steps": progress.steps, f"train_{progress.metric}": scores}
+            self._write("stepped", job=group.id, **content)
+
+    def on_run_end(self, run: RunKey, result: RunResult) -> None:
+        """Log `run` with its scores."""
+        content = result.model_dump(mode="json", include={"diversity", "seed", "status", "seconds"})
+        scores = None if result.metrics is None else result.metrics.model_dump(mode="json")["test"]
+        self._write("run", run=run.id, **content, test=scores)
 
     def on_group_end(self, group: GroupPlan, done: int) -> None:
-        """Log `run` with the scores of each run, then `finished`."""
-        for run in group.runs:
-            result = RunStore(self.directory).result(run)
-            if result is not None:
-                content = result.model_dump(mode="json", include={"diversity", "seed", "status", "seconds"})
-                scores = None if result.metrics is None else result.metrics.model_dump(mode="json")["test"]
-                self._write("run", run=run.id, **content, test=scores)
+        """Log `finished`."""
         self._write("finished", job=group.id, done=done)
 
     def on_worker_lost(self, group: GroupPlan, reason: str) -> None:
@@ -114,12 +152,12 @@ class EventLog(Callback):
             check_regular(log)  # a pipe would block
         with open(log, "ab") as file:
             if not self._is_open:
-                _remove_partial_line(log)
+                remove_partial_line(log)
                 self._is_open = True
             file.write(f"{line}\n".encode())
 
 
-def _remove_partial_line(path: Path) -> None:
+def remove_partial_line(path: Path) -> None:
     """Truncate a file after its last newline."""
     with open(path, "r+b") as file:
         end = file.seek(0, os.SEEK_END)
@@ -132,44 +170,3 @@ def _remove_partial_line(path: Path) -> None:
                 break
             end = start
         file.truncate(end)
-
-
-class TensorBoard(Callback):
-    """Write scalars of each run to `tensorboard/RUN` in the run directory."""
-
-    def __init__(self, directory: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError("--tensorboard needs tensorboard: pip install 'torchace[tensorboard]'.") from error
-        self.directory = directory
-        self._make: Any = SummaryWriter
-        self._writers: dict[str, Any] = {}
-
-    def on_step(self, group: GroupPlan, progress: Progress) -> None:
-        """Write the running training scores."""
-        for run, value in zip(group.runs, progress.score, strict=True):
-            if value is not None:
-                self._writer(run, progress.step).add_scalar("train/running_cross_entropy", value, progress.step)
-
-    def on_group_end(self, group: GroupPlan, done: int) -> None:
-        """Write the training history and the final scores."""
-        for run in group.runs:
-            result = RunStore(self.directory).result(run)
-            if result is None:
-                continue
-            writer = self._writer(run, 0)
-            for entry in result.history:
-                if entry["train_cross_entropy"] is not None:
-                    writer.add_scalar("train/cross_entropy", entry["train_cross_entropy"], int(entry["step"] or 0))
-            for split, scores in result.metrics or ():
-                for name, value in ({} if scores is None else scores.values).items():
-                    writer.add_scalar(f"{split}/{name}", value, result.steps)
-            writer.close()
-            self._writers.pop(run.id)
-
-    def _writer(self, run: RunKey, step: int) -> Any:
-        if run.id not in self._writers:
-            # replaces the events that an interrupted process wrote after this step
-            self._writers[run.id] = self._make(str(self.directory / "tensorboard" / run.id), purge_step=step)
-        return self._writers[run.id]

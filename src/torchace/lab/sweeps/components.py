@@ -12,14 +12,18 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from torchace.lab.schema.experiment import OPTIMIZERS, Arm
 from torchace.lab.sweeps.config import ConfigError
 
+HASHED_ROWS = 65_536  # of a tensor
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -137,6 +141,22 @@ def source_digest(function: Any) -> str:
     """
     digest = hashlib.sha256()
     _update(digest, function, set())
+    return digest.hexdigest()
+
+
+def tensor_digest(tensors: Sequence[Tensor]) -> str:
+    """Return a SHA-256 of the shapes, types and contents of tensors; of 65,536 rows at most, evenly spaced.
+
+    Example:
+        >>> tensor_digest([torch.zeros(2)]) == tensor_digest([torch.zeros(2)]) != tensor_digest([torch.zeros(3)])
+        True
+    """
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        step = max(1, -(-len(tensor) // HASHED_ROWS)) if tensor.ndim else 1
+        part = tensor[::step] if tensor.ndim else tensor
+        digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torchace.lab.sweeps.components import Components
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network, make_train_config
-from torchace.lab.training.checkpoint import weights_digest
+from torchace.lab.training.checkpoint import run_weights, state_digest
 from torchace.lab.training.distributed import Ranks
 from torchace.lab.training.evaluate import evaluate, predict_logits
 from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, fit
@@ -28,6 +29,7 @@ from torchace.lab.training.shard import gather_network, shard_network
 
 Stop = Callable[[], bool]
 ALONE = Ranks()
+KEPT_BYTES = 2**28  # of the weights of an arm's runs that are kept unless configured
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
         diversities=[run.diversity for run in group.runs],
         seeds=seeds,
         checkpoint_policy=CheckpointPolicy(checkpoints, every.steps, every.seconds),
-        on_progress=lambda progress: callback.on_step(group, progress),
+        on_progress=partial(callback.on_group_step, group),
+        on_epoch_end=partial(callback.on_group_epoch_end, group),
         stop=stop,
     )
     start = time.monotonic()
@@ -118,6 +121,7 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
     trained = gather_network(network)
     if trained is None:  # only the first rank writes
         return 0.0
+    keeps_weights = _keeps_weights(plan, arm, trained)
     for r, run in enumerate(group.runs):
         if plan.store.is_finished(run):
             continue
@@ -128,6 +132,7 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
             held_out = None if validation is None else evaluate(validation[0][r], validation[1]).metrics
             metrics = Metrics.model_validate({"test": scored.metrics, "validation": held_out})
             arrays = scored.arrays
+        weights = run_weights(trained, r) if failure is None else None
         result = RunResult(
             run=run.id,
             arm=run.arm,
@@ -146,11 +151,11 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
             seconds=fitted.seconds / len(group.runs),
             parameters=count_run_parameters(trained),
             job=group.id,
-            weights_sha256=weights_digest(trained, r) if failure is None else None,
+            weights_sha256=None if weights is None else state_digest(weights),
             versions=versions(),
             **hardware(plan.device),
         )
-        plan.store.write_result(result, arrays)
+        plan.store.write_result(result, arrays, weights if keeps_weights else None)
     checkpoints.remove()
     return fitted.seconds + time.monotonic() - start
 
@@ -163,6 +168,15 @@ def config_digest(arm: Arm) -> str:
 def count_run_parameters(network: RunGroup) -> int:
     """Return the number of parameters of one run."""
     return sum(p.numel() for p in network.parameters()) // network.num_runs
+
+
+def _keeps_weights(plan: Plan, arm: Arm, network: RunGroup) -> bool:
+    """Whether to keep the weights: as configured, or if those of all runs are small."""
+    sweep = plan.experiment.sweep
+    if sweep.keep_weights != "auto":
+        return sweep.keep_weights
+    size = sum(value.nbytes for value in network.state_dict().values()) // network.num_runs
+    return size * len(arm.diversities) * len(sweep.seeds) <= KEPT_BYTES
 
 
 def _nonfinite_failure(logits: Tensor, steps: int) -> Failure | None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from torchace.lab.data import Batches, CropFlip, Dataset, Split, chunks, load
-from torchace.lab.schema.experiment import Arm, DataSection
+from torchace.lab.data.inputs import input_tensors, map_inputs
+from torchace.lab.schema.experiment import GIVEN, Arm, DataSection
 from torchace.lab.schema.results import DataSummary
-from torchace.lab.sweeps.components import Components
+from torchace.lab.sweeps.components import Components, tensor_digest
 from torchace.lab.sweeps.config import ConfigError
 
 EVALUATION_CHUNK = 2000
@@ -31,7 +32,8 @@ class LoadedData:
     @classmethod
     def load(cls, section: DataSection, device: str, components: Components | None = None) -> LoadedData:
         """Load the data set of a section."""
-        dataset, validation = load(section.name), None
+        given = None if components is None else components.data
+        dataset, validation = load(section.name) if given is None else _given_dataset(given), None
         if section.limit is not None:
             if section.limit > len(dataset.train):
                 raise ConfigError(
@@ -70,6 +72,21 @@ class LoadedData:
             image_shape=tuple(size) if channels == 1 else (*size, channels),
         )
 
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of a member: classes, or targets of a sample."""
+        return self.section.num_classes or self.dataset.num_classes
+
+    def example(self, arm: Arm) -> tuple[Any, Tensor]:
+        """Return a few training samples as the network receives them, on the CPU, with their targets."""
+        x, y = next(iter(self.chunks(arm, self.dataset.train.take(slice(0, 4)))))
+        return map_inputs(Tensor.cpu, x), y.cpu()
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return shapes, types and a hash of the data, for the run directory."""
+        splits = {"train": self.dataset.train, "test": self.dataset.test}
+        return {name: tensor_digest([*input_tensors(split.x), split.y]) for name, split in splits.items()}
+
     def check_batch_size(self, arm: Arm) -> None:
         """Refuse batches larger than the training set."""
         available = len(self.dataset.train)
@@ -90,4 +107,13 @@ class LoadedData:
 
     def _format(self, arm: Arm) -> dict[str, Any]:
         dtype = torch.float64 if arm.train.precision == "float64" else torch.float32
+        if self.section.name == GIVEN:
+            return {"dtype": dtype}
         return {"normalize": self.dataset.normalization(self.section.normalize), "dtype": dtype}
+
+
+def _given_dataset(data: Any) -> Dataset:
+    (x, y), (test_x, test_y) = data
+    train, test = Split(torch.as_tensor(x), torch.as_tensor(y)), Split(torch.as_tensor(test_x), torch.as_tensor(test_y))
+    classes = tuple(str(label) for label in range(int(max(train.y.max(), test.y.max())) + 1))
+    return Dataset("data", train, test, classes, (1, 1, 1), 255, (0.0,), (1.0,))

@@ -10,10 +10,12 @@ from torch import nn
 from torchace.lab.data import Dataset
 from torchace.lab.schema.experiment import Arm, ModelSection, TrainSection
 from torchace.lab.sweeps.components import Components
+from torchace.lab.sweeps.factories import Factory
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.memory import check_memory, count_parameters
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.seeding import torch_seed
+from torchace.lab.training.tasks import TASKS
 from torchace.models import cifar_resnet, mlp
 from torchace.nn import SMOC, Ensemble
 from torchace.nn.base import EnsembleModule
@@ -34,11 +36,14 @@ _CONVERTED = {
 _CONVERTED |= {"optimizer_arguments"}
 
 
-def default_group_size(model: ModelSection, device: torch.device | str) -> int:
-    """Return the default number of runs in a group; a few convolutional runs fill a GPU, one fills a CPU's cache."""
+def default_group_size(model: ModelSection, parameters: int, device: torch.device | str) -> int:
+    """Return the default number of runs in a group; `parameters` are those of one run."""
+    on_gpu = torch.device(device).type == "cuda"
+    if model.factory is not None:  # weights, gradients and optimizer state: at most 4 GiB, or 16 GiB on a GPU
+        return max(1, min(64, (2**30 if on_gpu else 2**28) // max(1, parameters)))
     if model.network == "mlp":
         return 64
-    return 8 if torch.device(device).type == "cuda" else 1
+    return 8 if on_gpu else 1  # a few convolutional runs fill a GPU, one fills a CPU's cache
 
 
 def is_compiled(train: TrainSection, steps: int, device: torch.device | str) -> bool:
@@ -53,7 +58,7 @@ def is_compiled(train: TrainSection, steps: int, device: torch.device | str) -> 
 
 def build_network(
     arm: Arm,
-    data: Dataset,
+    data: Dataset | None,  # for built-in networks
     seeds: Sequence[int],
     device: torch.device | str,
     *,
@@ -61,10 +66,16 @@ def build_network(
 ) -> RunGroup:
     """Build a run group; initial weights depend on seed and member alone."""
     dtype = torch.float64 if arm.train.precision == "float64" else torch.float32
-    check_memory(_count_run_parameters(arm.model, data) * len(seeds), dtype, device)
-    ensembles = {seed: _ensemble(arm.model, data, seed) for seed in set(seeds)}
+    link = TASKS[arm.data.task].link
+    if components is None or components.member is None:
+        assert data is not None
+        check_memory(_count_run_parameters(arm.model, data) * len(seeds), dtype, device)
+        ensembles = {seed: _builtin_ensemble(arm.model, data, seed, link) for seed in set(seeds)}
+    else:
+        make = Factory(components.member, arm.model, link)
+        ensembles = {seed: make.ensemble(seed, len(seeds), dtype, device) for seed in dict.fromkeys(seeds)}
     network = RunGroup([ensembles[seed] for seed in seeds]).to(device=device, dtype=dtype)
-    if torch.device(device).type == "cuda" and arm.model.network == "resnet":
+    if torch.device(device).type == "cuda" and arm.model.factory is None and arm.model.network == "resnet":
         network.to(memory_format=torch.channels_last)
     return network
 
@@ -81,7 +92,9 @@ def make_train_config(train: TrainSection, steps_per_epoch: int) -> TrainConfig:
 
 def describe_network(model: ModelSection, data: Dataset) -> str:
     """Return a short description for the report."""
-    if model.network == "mlp":
+    if model.factory is not None:
+        name = model.factory + (f" {model.arguments}" if model.arguments else "")
+    elif model.network == "mlp":
         widths = (data.train.x[0].numel(), *model.hidden, data.num_classes)
         name = "MLP " + "-".join(str(width) for width in widths)
     else:
@@ -101,29 +114,30 @@ def _network(model: ModelSection, data: Dataset, num_classes: int | None) -> nn.
     return cifar_resnet(model.depth, num_classes, width=model.width, in_channels=data.image_shape[0])
 
 
-def _smoc(model: ModelSection, data: Dataset) -> SMOC:
+def _smoc(model: ModelSection, data: Dataset, link: str = "softmax") -> SMOC:
     trunk = _network(model, data, None)
-    return SMOC(trunk, int(trunk.num_features), data.num_classes, model.num_members, model.rank)  # type: ignore[arg-type]
+    features: int = trunk.num_features  # type: ignore[assignment]
+    return SMOC(trunk, features, data.num_classes, model.num_members, model.rank, link)
 
 
-def _ensemble(model: ModelSection, data: Dataset, seed: int) -> EnsembleModule:
+def _builtin_ensemble(model: ModelSection, data: Dataset, seed: int, link: str) -> EnsembleModule:
     if model.kind == "separate":
         members = []
         for k in range(model.num_members):
             with torch_seed(seed, "member", k):
                 members.append(_network(model, data, data.num_classes))
                 _scale(members[-1].get_submodule("fc"), model.head_scale)
-        return Ensemble(members)
+        return Ensemble(members, link=link)
     with torch_seed(seed, "ensemble", 0):
         if model.kind == "smoc":
-            smoc = _smoc(model, data)
+            smoc = _smoc(model, data, link)
             _scale(smoc.head, model.head_scale)
             return smoc
 
         def fresh() -> nn.Module:
             return _network(model, data, data.num_classes)
 
-        return branch(fresh(), model.num_members, at=model.at, reinitialize=fresh)
+        return branch(fresh(), model.num_members, at=model.at, reinitialize=fresh, link=link)
 
 
 def _count_run_parameters(model: ModelSection, data: Dataset) -> int:

@@ -194,14 +194,17 @@ class _Dispatch:
         checkpoint: Any = ()
         while checkpoint is not None:
             try:
-                progress, checkpoint = ray.get(self.mailbox.fetch.remote(self.stopped_at is not None), timeout=10)
+                epochs, progress, checkpoint = ray.get(
+                    self.mailbox.fetch.remote(self.stopped_at is not None), timeout=10
+                )
             except RayError:  # the actor died and is being restarted
                 return
-            for name, attempt, step in progress:
-                if (group := current.get((name, attempt))) is not None:
-                    self._mark_started(group)
-                    if step is not None:
-                        self.callback.on_step(group, Progress(*step))
+            for event, messages in (("on_group_epoch_end", epochs), ("on_group_step", progress)):
+                for name, attempt, content in messages:
+                    if (group := current.get((name, attempt))) is not None:
+                        self._mark_started(group)
+                        if content is not None:
+                            getattr(self.callback, event)(group, Progress(*content))
             if checkpoint is not None and (group := current.get(checkpoint[:2])) is not None:
                 write_checkpoint(self.store.checkpoints(group).directory, checkpoint[2])
                 self.deaths[group.id] = 0
@@ -227,9 +230,9 @@ class _Dispatch:
         if results is None:  # stopped with a checkpoint
             return False
         self._mark_started(group)
-        for run, (result, arrays) in zip(group.runs, results, strict=True):
+        for run, written in zip(group.runs, results, strict=True):
             if not self.store.is_finished(run):
-                self.store.write_result(result, arrays)
+                self.store.write_result(*written)
         self.store.checkpoints(group).remove()
         return True
 
@@ -258,6 +261,7 @@ def start_mailbox() -> Any:
     # local, so that it is pickled by value: its process does not import torch
     class Mailbox:
         def __init__(self) -> None:
+            self.epochs: list[tuple[str, int, Any]] = []
             self.progress: dict[str, tuple[str, int, Any]] = {}
             self.checkpoints: dict[str, tuple[str, int, Any]] = {}
             self.stopping = False
@@ -266,15 +270,20 @@ def start_mailbox() -> Any:
             self.progress[group] = group, attempt, progress
             return self.stopping
 
+        def put_epoch(self, group: str, attempt: int, progress: Any) -> bool:
+            self.epochs.append((group, attempt, progress))
+            return self.stopping
+
         def put_checkpoint(self, group: str, attempt: int, files: Any) -> bool:
             self.checkpoints[group] = group, attempt, files
             return self.stopping
 
-        def fetch(self, stopping: bool) -> tuple[list[Any], Any]:
+        def fetch(self, stopping: bool) -> tuple[list[Any], list[Any], Any]:
             # one checkpoint at a time: several may exceed the size of a message
             self.stopping = stopping
+            epochs, self.epochs = self.epochs, []
             progress, self.progress = list(self.progress.values()), {}
-            return progress, self.checkpoints.pop(next(iter(self.checkpoints))) if self.checkpoints else None
+            return epochs, progress, self.checkpoints.pop(next(iter(self.checkpoints))) if self.checkpoints else None
 
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torchace.lab.training.loop import Interrupted, Progress
 PREFIX = "torchace-worker-"
 
 Files = dict[str, bytes]  # a checkpoint's files by name
-Results = list[tuple[RunResult, Mapping[str, Tensor]]]
+Results = list[tuple[RunResult, Mapping[str, Tensor], Mapping[str, Tensor] | None]]
 
 
 class DriverLink(Callback):
@@ -38,19 +38,28 @@ class DriverLink(Callback):
         self.stopping = False
         self._reply: Any = None
 
-    def on_step(self, group: GroupPlan, progress: Progress) -> None:
-        """Send progress without waiting for the driver."""
+    def on_group_step(self, group: GroupPlan, progress: Progress) -> None:
+        """Send progress, unless the previous one is still on its way."""
         import ray  # lazy: `sweeps.ray_cluster` raises the error with install instructions
 
-        if self._reply is not None:
-            if not ray.wait([self._reply], timeout=0)[0]:
-                return
-            self.stopping = ray.get(self._reply)
-        self.send_progress((progress.step, progress.steps, progress.score))
+        if self._reply is None or ray.wait([self._reply], timeout=0)[0]:
+            self.flush()
+            self.send_progress(astuple(progress))
+
+    def on_group_epoch_end(self, group: GroupPlan, progress: Progress) -> None:
+        """Send the results of an epoch without waiting for the driver."""
+        self._reply = self.mailbox.put_epoch.remote(self.group, self.attempt, astuple(progress))
 
     def send_progress(self, progress: Any) -> None:
         """Send progress; None marks the start."""
         self._reply = self.mailbox.put_progress.remote(self.group, self.attempt, progress)
+
+    def flush(self) -> None:
+        """Wait until everything has arrived."""
+        import ray
+
+        if self._reply is not None:
+            self.stopping, self._reply = ray.get(self._reply), None
 
     def send_checkpoint(self, files: Files) -> None:
         """Send a checkpoint and wait until it arrives."""
@@ -78,6 +87,7 @@ def train(plan: Plan, group: GroupPlan, data: LoadedData, files: Files, link: Dr
         except CheckpointError as error:
             there = plan.store.checkpoints(group).directory
             raise CheckpointError(str(error).replace(str(here), str(there))) from None
+        link.flush()
         return store.results
 
 
@@ -91,8 +101,10 @@ class _MemoryStore(RunStore):
         local = super().checkpoints(group, config_sha256)
         return _SentCheckpoints(local.directory, self.link.send_checkpoint, owner=local.owner)
 
-    def write_result(self, result: RunResult, arrays: Mapping[str, Tensor]) -> None:
-        self.results.append((result, {name: value.cpu() for name, value in arrays.items()}))
+    def write_result(
+        self, result: RunResult, arrays: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self.results.append((result, {name: value.cpu() for name, value in arrays.items()}, weights))
 
 
 @dataclass(frozen=True)

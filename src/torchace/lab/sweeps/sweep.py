@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import ArmSummary, ExperimentResult, Failure, GroupPlan, RunKey
 from torchace.lab.store import RunStore, RunStoreError
@@ -18,6 +20,7 @@ from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.components import Components
 from torchace.lab.sweeps.environment import versions
 from torchace.lab.sweeps.executor import Executor, Plan, Stop, count_run_parameters
+from torchace.lab.sweeps.factories import Factory, check_outputs
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import (
     build_network,
@@ -26,7 +29,9 @@ from torchace.lab.sweeps.networks import (
     is_compiled,
     make_train_config,
 )
+from torchace.lab.training.tasks import TASKS
 
+COMPONENTS = "components"  # key of the objects' fingerprints in `config`
 WRITE_EVERY = 1.0  # seconds between two writes of experiment.json
 
 
@@ -65,8 +70,9 @@ class Sweep:
         # configuration errors are raised above, before any file is written
         store.refuse_foreign()
         with store.locked():
-            record = self._begin(store, summaries)
-            groups = self._plan_groups(plan)
+            fingerprints = {name: _fingerprint(components[name], data[name]) for name in arms}
+            record = self._begin(store, summaries, fingerprints)
+            groups = self._plan_groups(plan, {arm.name: arm.parameters or 0 for arm in summaries})
             store.clean(groups)
             wanted = {run for arm in arms.values() for run in self._runs(arm)}
             todo = [g for g in groups if any(run in wanted and not store.is_finished(run) for run in g.runs)]
@@ -84,6 +90,9 @@ class Sweep:
                         written = time.monotonic()
                     if group is not None:
                         done.update(group.runs)
+                        for run in group.runs:
+                            if (result := store.result(run)) is not None:
+                                callback.on_run_end(run, result)
                         callback.on_group_end(group, len(done))
             except BaseException:
                 with suppress(OSError):  # keep the original error
@@ -93,9 +102,11 @@ class Sweep:
             failures = {run: store.failure(run) for run in sorted(wanted, key=lambda run: run.id)}
             return {run: failure for run, failure in failures.items() if failure is not None}
 
-    def _begin(self, store: RunStore, arms: list[ArmSummary]) -> ExperimentResult:
+    def _begin(self, store: RunStore, arms: list[ArmSummary], fingerprints: dict[str, Any]) -> ExperimentResult:
         """Write experiment.json, or check that the directory holds the same experiment."""
         config = self.experiment.model_dump(mode="json")
+        if any(fingerprints.values()):
+            config[COMPONENTS] = fingerprints
         seeds = set(self.experiment.sweep.seeds)
         started, seconds, counted = datetime.now(UTC).isoformat(timespec="seconds"), 0.0, {}
         if (before := store.experiment()) is not None:
@@ -136,7 +147,7 @@ class Sweep:
     def _runs(self, arm: Arm) -> list[RunKey]:
         return [RunKey(arm.name, d, seed) for d in arm.diversities for seed in self.experiment.sweep.seeds]
 
-    def _plan_groups(self, plan: Plan) -> list[GroupPlan]:
+    def _plan_groups(self, plan: Plan, parameters: Mapping[str, int]) -> list[GroupPlan]:
         """Return the existing groups, and new ones for runs that are in none."""
         before = plan.store.groups()
         groups = list(before)
@@ -144,7 +155,7 @@ class Sweep:
         count = Counter(group.arm for group in groups)
         for arm in plan.arms.values():
             new = [run for run in self._runs(arm) if run not in known]
-            size = self.experiment.sweep.cohort_size or default_group_size(arm.model, plan.device)
+            size = self.experiment.sweep.group_size or default_group_size(arm.model, parameters[arm.name], plan.device)
             steps = make_train_config(arm.train, plan.data[arm.name].batches(arm).steps_per_epoch).steps
             compiled = is_compiled(arm.train, steps, plan.device)
             for start in range(0, len(new), size):
@@ -176,6 +187,10 @@ class Sweep:
 
 def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary:
     """Describe an arm for the result file; building its network also validates the configuration."""
+    if components.member is not None:
+        x, y = data.example(arm)
+        factory = Factory(components.member, arm.model, TASKS[arm.data.task].link)
+        check_outputs(factory, x, y, data.num_outputs)
     network = build_network(arm, data.dataset, [0], "cpu", components=components)
     return ArmSummary(
         name=arm.name,
@@ -190,15 +205,39 @@ def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary
     )
 
 
+def _fingerprint(components: Components, data: LoadedData) -> dict[str, Any]:
+    """Return what identifies the objects of an arm: names and hashes of functions and data."""
+    found = components.fingerprint()
+    if components.data is not None:
+        found["data"] = {**found.get("data", {}), **data.fingerprint()}
+    return found
+
+
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
     """Refuse to mix two experiments in one directory; seeds and λ may differ."""
-    old, new = _flatten(before), _flatten(now)
+    old, new = _flatten(_with_defaults(before)), _flatten(now)
     for key in sorted({*old, *new}):
-        if old.get(key) != new.get(key) and not key.endswith("diversities"):
+        if old.get(key) == new.get(key) or key.endswith("diversities"):
+            continue
+        remedy = "Choose another --out, or remove the directory."
+        if key.startswith(COMPONENTS):
+            _, _, kind, _ = key.split(".", 3)
+            names = {"member": "factory of members"}
             raise RunStoreError(
-                f"{directory} holds runs with {key} = {old.get(key)!r}, but now it is {new.get(key)!r}. "
-                "Choose another --out, or remove the directory."
+                f"{directory} holds runs with another {names.get(kind, kind)} (its source, arguments or content "
+                f"changed). {remedy}"
             )
+        raise RunStoreError(
+            f"{directory} holds runs with {key} = {old.get(key)!r}, but now it is {new.get(key)!r}. {remedy}"
+        )
+
+
+def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of an earlier version with today's keys."""
+    content = {key: value for key, value in config.items() if key != COMPONENTS}
+    with suppress(ValidationError):
+        content = Experiment.model_validate(content).model_dump(mode="json")
+    return {**content, COMPONENTS: config.get(COMPONENTS, {})}
 
 
 # settings that do not change the result of a run

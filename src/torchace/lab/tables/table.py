@@ -14,8 +14,9 @@ from torch import Tensor
 from torchace.lab.data import DataError, Split
 from torchace.lab.data.description import describe_table
 from torchace.lab.data.encoding import Encoding, learn_encoding
+from torchace.lab.data.inference import infer_schema
 from torchace.lab.data.splits import train_val_test_split
-from torchace.lab.data.table_schema import Schema, infer_schema
+from torchace.lab.data.table_schema import Schema
 from torchace.lab.data.tables import read_table
 from torchace.lab.training.members import MemberPlan
 from torchace.lab.training.scaling import Scaler

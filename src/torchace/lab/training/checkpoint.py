@@ -247,10 +247,21 @@ def _match_layout(parameter: Tensor, value: Tensor) -> Tensor:
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
+def run_weights(network: RunGroup, run: int) -> State:
+    """Copy of one run's weights and buffers on the CPU, by their names in its ensemble."""
+    state = network.ensemble(run).state_dict()
+    return {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
+
+
 def weights_digest(network: RunGroup, run: int) -> str:
     """SHA-256 of one run's weights and buffers, equal for bit-identical runs."""
+    return state_digest(run_weights(network, run))
+
+
+def state_digest(state: State) -> str:
+    """SHA-256 of named tensors."""
     digest = hashlib.sha256()
-    for name, value in sorted(network.ensemble(run).state_dict().items()):
+    for name, value in sorted(state.items()):
         digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(value.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

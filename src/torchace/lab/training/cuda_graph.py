@@ -7,11 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
 from torchace.lab.training.step import StepResult, TrainStep
 
 EAGER_STEPS = 3  # warm up cuDNN, cuBLAS and the optimizer's state before the capture
 
-Step = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor], StepResult]
+Step = Callable[[Inputs, Tensor, Tensor | None, Tensor, Tensor], StepResult]
 
 
 def graph_on_gpu(step: TrainStep) -> Step:
@@ -27,10 +28,10 @@ class GraphedStep:
         self.step = step
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: list[Tensor | None] = []
+        self._inputs: Inputs = ()
         self._result: StepResult | None = None
 
-    def __call__(self, *inputs: Tensor | None) -> StepResult:
+    def __call__(self, *inputs: Inputs) -> StepResult:
         """Run, capture or replay the step; results are overwritten by the next call."""
         self._calls += 1
         if self._calls <= EAGER_STEPS:  # on a side stream, required before a capture
@@ -38,17 +39,17 @@ class GraphedStep:
             stream = torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                result = self.step(*inputs)  # type: ignore[arg-type]
+                result = self.step(*inputs)
             torch.cuda.current_stream(device).wait_stream(stream)
             return result
         if self._graph is None:
-            self._inputs = [None if value is None else value.clone() for value in inputs]
+            self._inputs = map_inputs(lambda value: None if value is None else value.clone(), inputs)
             self._graph = torch.cuda.CUDAGraph()
             self.step.optimizer.zero_grad(set_to_none=True)
             with torch.cuda.graph(self._graph):
-                self._result = self.step(*self._inputs)  # type: ignore[arg-type]
-        for buffer, value in zip(self._inputs, inputs, strict=True):
-            if buffer is not None and value is not None:
+                self._result = self.step(*self._inputs)
+        for buffer, value in zip(input_tensors(self._inputs), input_tensors(inputs), strict=True):
+            if buffer is not None:
                 buffer.copy_(value)
         self._graph.replay()
         assert self._result is not None

@@ -22,6 +22,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
+from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
 from torchace.lab.training.timer import Timer
 from torchace.nn.parallel import broadcast_bytes, split_range
 
@@ -87,13 +88,14 @@ class Ranks:
         share = split_range(num_members, self.members, self.member_index)
         return slice(share.start, share.stop)
 
-    def shard_samples(self, axis: int, *tensors: Tensor | None) -> tuple[Any, ...]:
-        """Samples of this rank, from tensors of whole batches with samples at `axis`."""
+    def shard_samples(self, axis: int, *inputs: Inputs | None) -> tuple[Any, ...]:
+        """Samples of this rank, from inputs of whole batches with samples at `axis`."""
         if self.data == 1:
-            return tensors
-        size = next(tensor.shape[axis] for tensor in tensors if tensor is not None)
-        share = split_range(size, self.data, self.data_index)
-        return tuple(None if t is None else t.narrow(axis, share.start, len(share)) for t in tensors)
+            return inputs
+        share = split_range(input_tensors(inputs[0])[0].shape[axis], self.data, self.data_index)
+        return tuple(
+            None if x is None else map_inputs(lambda t: t.narrow(axis, share.start, len(share)), x) for x in inputs
+        )
 
     def data_parallel(self, network: nn.Module) -> nn.Module:
         """Network with gradients averaged over the ranks with the same members."""

@@ -47,7 +47,7 @@ class EarlyStopping:
             if better:
                 self.best[run], self.best_epoch[run] = scores[run], epoch
         if any(improved):
-            runs = torch.tensor(improved, device=self.validation.split.x.device)
+            runs = torch.tensor(improved, device=network.step.device)
             for name, value in network.state_dict().items():
                 mask = runs.repeat_interleave(network.entries_per_run(name)).view(-1, *[1] * (value.ndim - 1))
                 self.weights[name] = torch.where(mask, value.detach(), self.weights[name])
@@ -82,10 +82,7 @@ def validation_losses(network: RunGroup, split: Split, config: TrainConfig) -> T
     network.eval()
     members = network.num_runs * network.num_members
     rows = chunk_rows(network, members, itemsize=config.dtype.itemsize, max_rows=CHUNK)
-    losses = torch.empty(network.num_runs, len(split), dtype=config.dtype, device=split.x.device)
-    for start in range(0, len(split), rows):
-        part = slice(start, start + rows)
-        logits = network.predict(split.x[part]).to(config.dtype)
-        losses[:, part] = TASKS[config.task].scores(logits, split.y[part])
+    scores = TASKS[config.task].scores
+    losses = [scores(network.predict(x).to(config.dtype), y) for x, y in split.chunks(rows)]
     network.train(training)
-    return losses
+    return torch.cat(losses, 1)

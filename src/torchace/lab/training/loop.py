@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchace.lab.data import Batches
+from torchace.lab.data.inputs import Inputs, map_inputs
 from torchace.lab.schema.results import Failure
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.config import TrainConfig, make_optimizer, set_learning_rate
@@ -55,12 +56,35 @@ class CheckpointPolicy:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Progress of a training, for display."""
+class RunProgress:
+    """Progress of one run: epoch (from 1), step of all steps, and metrics by name."""
 
     step: int
     steps: int
-    score: list[float | None]  # mean over the epoch so far; None for nonfinite values
+    epoch: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a training after a step, within an epoch or at its end."""
+
+    step: int
+    steps: int
+    score: list[float | None]  # of each run: mean over the epoch so far; None for nonfinite values
+    epoch: int = 1
+    held_out: list[float | None] | None = None  # validation scores at the end of an epoch
+    metric: str = "cross_entropy"
+
+    def by_run(self) -> list[RunProgress]:
+        """Progress of each run."""
+        held_out = self.held_out or [None] * len(self.score)
+        found = []
+        for values in zip(self.score, held_out, strict=True):
+            scores = zip(("train", "validation"), values, strict=True)
+            metrics = {f"{split}_{self.metric}": value for split, value in scores if value is not None}
+            found.append(RunProgress(self.step, self.steps, self.epoch, metrics))
+        return found
 
 
 @detect_lost_rank()
@@ -76,6 +100,7 @@ def fit(
     mean_weight: float | None = None,
     checkpoint_policy: CheckpointPolicy | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    on_epoch_end: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> FitResult:
     """Train R runs that differ only in λ and seed, from the newest checkpoint if there is one.
@@ -120,17 +145,24 @@ def fit(
                 break
         if ends_epoch:
             training.end_epoch(epoch + 1, step + 1)
+            if on_epoch_end is not None:
+                on_epoch_end(_progress(config, **training.result.history[-1]))
         if timer.should_report:
             training.stats.share()
         if on_progress is not None and (timer.should_report or is_last_step):
             timer.mark_reported()
-            on_progress(Progress(step + 1, config.steps, training.score()))
+            on_progress(_progress(config, step + 1, epoch + 1, training.score()))
         if checkpoint_policy and not is_last_step and (timer.should_save or checkpoint_policy.is_due(step + 1)):
             training.save(step + 1)
             timer.mark_saved()
         if ends_epoch and not training.is_active():
             break
     return training.finish()
+
+
+def _progress(config: TrainConfig, step: int, epoch: int, score: Any, held_out: Any = None) -> Progress:
+    metric = "mse" if config.task == "regression" else "cross_entropy"
+    return Progress(step, config.steps, score, epoch, held_out, metric)
 
 
 class _Training:
@@ -241,13 +273,13 @@ class BatchFeed:
             mean = weight.mean(dtype=torch.float64) if mean_weight is None else weight.new_tensor(mean_weight)
             self.mean_weight = mean.to(weight.dtype).clamp_min(torch.finfo(weight.dtype).tiny)
 
-    def __call__(self, epoch: int, within: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def __call__(self, epoch: int, within: int) -> tuple[Inputs, Tensor, Tensor | None]:
         """Samples, targets, and weights relative to their mean."""
         x, y = self.batches.batch_many(self.seeds, epoch, within, streams=self.streams)
         weight = self.batches.weights_many(self.seeds, epoch, within, streams=self.streams)
         if weight is not None:
             weight = self._arrange(weight / self.mean_weight)
-        return self._arrange(x), self._arrange(y), weight
+        return map_inputs(self._arrange, x), self._arrange(y), weight
 
     def _arrange(self, values: Tensor) -> Tensor:
         values = values if self.shape is None else values.unflatten(0, self.shape)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchace.lab.data import hashed_key
+from torchace.lab.data.inputs import Inputs, as_arguments, input_tensors, map_inputs
 from torchace.lab.training.distributed import Ranks
 from torchace.nn import SMOC, Ensemble, StackedEnsemble
 from torchace.nn.base import EnsembleModule
@@ -49,12 +50,15 @@ class RunGroup(nn.Module):
         self.seeds = torch.zeros(self.num_runs, dtype=torch.int64)
         self.step = torch.zeros((), dtype=torch.int64)
 
-    def forward(self, x: Tensor, *, own: bool = False) -> Tensor:
+    def forward(self, x: Inputs, *, own: bool = False) -> Tensor:
         """Logits `(R, K, B, C)` of batches `(R, B, ...)`, or with `own`, `(R, K, B, ...)`."""
+        lead = input_tensors(x)[0].shape[:3]
         if self.trunk is None:
-            logits = self._compute(self.members, x.flatten(0, 1) if own else x)
+            x = map_inputs(lambda t: t.flatten(0, 1), x) if own else x
+            logits = self._compute(self.members, *as_arguments(self.members.stacked, x))
             return logits.unflatten(0, (self.num_runs, self.num_members))
-        features = self._compute(self.trunk, x.flatten(1, 2) if own else x)
+        x = map_inputs(lambda t: t.flatten(1, 2), x) if own else x
+        features = self._compute(self.trunk, *as_arguments(self.trunk.stacked, x))
         features = average_shared_gradients(features, self.num_members)
         if not own:
             return self._from_features(features)
@@ -63,20 +67,22 @@ class RunGroup(nn.Module):
                 f"Expected the trunk to return one tensor for members with own batches, but got "
                 f"{type(features).__name__}. Use shared batches."
             )
-        features = features.unflatten(1, x.shape[1:3])  # (R, K, B, ...)
+        features = features.unflatten(1, lead[1:])  # (R, K, B, ...)
         if self.heads:
             return self.members.compute([features], {"batches": "separate"}, own=True)
         return self._from_features(features.flatten(0, 1))
 
-    def predict(self, x: Tensor) -> Tensor:
+    def predict(self, x: Inputs) -> Tensor:
         """Logits `(R, K, B, C)` of all members for one input `(B, ...)`, the same on every rank."""
-        num_samples = len(x)
+        num_samples = len(input_tensors(x)[0])
         if num_samples >= self.ranks.data:
             (x,) = self.ranks.shard_samples(0, x)
         if self.trunk is None:
-            logits = self.members(x).unflatten(0, (self.num_runs, self.num_members))
+            logits = self.members(*as_arguments(self.members.stacked, x)).unflatten(
+                0, (self.num_runs, self.num_members)
+            )
         else:
-            logits = self._from_features(self.trunk.compute([x], {}, own=False))
+            logits = self._from_features(self.trunk.compute(as_arguments(self.trunk.stacked, x), {}, own=False))
         return self.ranks.gather_logits(logits, self.total_members, num_samples)
 
     def _from_features(self, features: Any) -> Tensor:
@@ -86,13 +92,13 @@ class RunGroup(nn.Module):
         logits = self._compute(self.members, features)
         return logits.unflatten(0, (self.num_runs, self.num_members))
 
-    def _compute(self, stack: StackedEnsemble, x: Any) -> Any:
+    def _compute(self, stack: StackedEnsemble, *args: Any) -> Any:
         rng = None
         if self.training:
             # the trunk draws as member -1
             first, count = (-1, 1) if stack is self.trunk else (self.local_members.start, self.num_members)
             rng = MemberRNG(self.seeds, torch.arange(first, first + count, device=self.seeds.device), self.step)
-        return stack.compute([x], {}, own=True, rng=rng)
+        return stack.compute(args, {}, own=True, rng=rng)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Like `nn.Module.to`; a memory format applies to each member's weights."""

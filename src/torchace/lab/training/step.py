@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchace.lab.data.inputs import Inputs, map_inputs
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.nonfinite import all_finite, first_nonfinite
 from torchace.lab.training.objective import compute_objective, ensemble_predictions, member_predictions
@@ -32,7 +33,7 @@ class TrainStep:
 
     def __call__(
         self,
-        x: Tensor,  # (R, B, ...), or (R, K, B, ...) with own batches
+        x: Inputs,  # (R, B, ...), or (R, K, B, ...) with own batches
         y: Tensor,  # (R, B) or (R, K, B); (..., M) for numbers and labels
         weight: Tensor | None,  # first axes of y, relative to the training set's mean
         diversity: Tensor,  # (R,)
@@ -42,13 +43,14 @@ class TrainStep:
         network, ranks, config = self.network, self.network.ranks, self.config
         own = config.batches != "shared"
         axis = 2 if own else 1
-        batch_size = x.shape[axis]
+        batch_size = y.shape[axis]
         x, y, weight = ranks.shard_samples(axis, x, y, weight)
-        others = self._others_mixture(x) if config.batches == "exchanged" else None
+        others = self._others_mixture(x, y.shape[1:3]) if config.batches == "exchanged" else None
         if own and ranks.members > 1:
-            x, y, weight, others = (t if t is None else t[:, network.local_members] for t in (x, y, weight, others))  # type: ignore[assignment]
+            x = map_inputs(lambda t: t[:, network.local_members], x)
+            y, weight, others = (t if t is None else t[:, network.local_members] for t in (y, weight, others))  # type: ignore[assignment]
 
-        with autocast(x, config):
+        with autocast(y.device, config):
             logits = self.forward(x, own=own)  # (R, K, B, C)
         mixture = self._mixture(logits.detach(), others)
         losses, score, gradient = compute_objective(
@@ -86,20 +88,20 @@ class TrainStep:
         return ranks.sum_over_members(share * ensemble_predictions(logits, self.config))  # (R, B, C)
 
     @torch.no_grad()
-    def _others_mixture(self, x: Tensor) -> Tensor:
+    def _others_mixture(self, x: Inputs, batches: torch.Size) -> Tensor:
         """Other members' share of the prediction on each member's batch, `(R, K, B, C)`: Σ_{j≠k} q^j / K."""
         network = self.network
         network.eval()  # keep others' samples out of batch statistics
-        with autocast(x, self.config):
-            logits = network(x.flatten(1, 2))
+        with autocast(self.parameters[0].device, self.config):
+            logits = network(map_inputs(lambda t: t.flatten(1, 2), x))
         network.train()
-        q = member_predictions(logits, self.config).unflatten(2, x.shape[1:3])  # (R, K of this rank, K, B, C)
+        q = member_predictions(logits, self.config).unflatten(2, batches)  # (R, K of this rank, K, B, C)
         q[:, :, network.local_members].diagonal(dim1=1, dim2=2).zero_()  # excludes the member itself
         return network.ranks.sum_over_members(q.sum(1) / network.total_members)
 
 
-def autocast(x: Tensor, config: TrainConfig) -> AbstractContextManager[object]:
+def autocast(device: torch.device, config: TrainConfig) -> AbstractContextManager[object]:
     """Precision context of the network's computation."""
     if config.precision != "bf16":
         return nullcontext()
-    return torch.autocast(x.device.type, dtype=torch.bfloat16)
+    return torch.autocast(device.type, dtype=torch.bfloat16)

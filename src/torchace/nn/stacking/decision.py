@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchace.nn.stacked_state import take_members
+from torchace.nn.stacked_state import all_shared_names, take_members
 from torchace.nn.stacking.forward import refuse_checkpointing, run_stacked, track_layers
 from torchace.nn.stacking.mode import RANDOM, RANDOM_NAMES, RULES, Node, StackingMode, name_of
 from torchace.nn.stacking.rng import ConstantRNG
@@ -116,6 +116,11 @@ def _compare(
         outputs, gradients = tree_leaves(output), _gradients(output, together)
     except Exception as error:
         return Decision(False, str(error).split("\n")[0].rstrip(".") or type(error).__name__, random=random)
+    for name in set(all_shared_names(together)) & gradients.keys():  # the mean of the members' gradients
+        mean = torch.stack([own_gradients[name] for _, own_gradients in alone]).mean(0)
+        for _, own_gradients in alone:
+            own_gradients[name] = mean
+        gradients[name] = gradients[name].expand(len(alone), *mean.shape)
     for place, (own_outputs, own_gradients) in enumerate(alone):
         difference = _find_difference(place, outputs, gradients, own_outputs, own_gradients)
         if difference is not None:
@@ -126,7 +131,10 @@ def _compare(
 def _finite_members(stacked: nn.Module, num_members: int) -> list[int]:
     """Return the first and last member with finite tensors, or of all members if none is finite."""
     finite = torch.ones(num_members, dtype=torch.bool)
-    for tensor in (*stacked.parameters(), *stacked.buffers()):
+    shared = set(all_shared_names(stacked))
+    for name, tensor in (*stacked.named_parameters(), *stacked.named_buffers()):
+        if name in shared:
+            continue
         finite &= tensor.detach().isfinite().reshape(num_members, -1).all(1).cpu()
     indices = finite.nonzero().flatten().tolist() or [0, num_members - 1]
     return sorted({indices[0], indices[-1]})

@@ -15,11 +15,19 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
+from torchace.functional import average_gradients
 from torchace.nn.architecture import not_stackable
-from torchace.nn.stacked_state import named_tensors, recomputed_names, replace_tensors, take_members
+from torchace.nn.stacked_state import (
+    all_shared_names,
+    named_tensors,
+    recomputed_names,
+    replace_tensors,
+    shared_names,
+    take_members,
+)
 from torchace.nn.stacking.mode import MARK, StackingError, StackingMode
 from torchace.nn.stacking.rng import MemberRNG
 from torchace.nn.stacking.values import expand_groups, to_members
@@ -44,21 +52,32 @@ def run_stacked(
     With `own`, `args` are `(G, ...)`, one per member or group of members; `kwargs` are shared. `layers` caches
     `stacked.modules()`.
     """
-    buffers, recomputed = [], []
+    buffers, recomputed, replaced = [], [], []
     for module in stacked.modules() if layers is None else layers:
+        shared = shared_names(module)
         if module._forward_pre_hooks:
             recomputed += [(module, name) for name in recomputed_names(module)]
-        for parameter in module._parameters.values():
-            if parameter is not None:
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if name not in shared:
                 mode.mark(parameter)
+            elif parameter.requires_grad and torch.is_grad_enabled():
+                replaced.append((module, name, parameter))
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and name not in shared:
                 buffers.append((module, name, mode.mark(buffer)))
                 mode.buffers.add(id(buffer))
     if own:  # views: the caller's tensors stay unmarked
         args = [tree_map(lambda x: mode.mark(x[:]) if isinstance(x, Tensor) else x, x) for x in args]
-    with mode:
-        output = stacked(*args, **kwargs)
+    try:
+        for module, name, parameter in replaced:  # the weight, not activations: adapters keep their own gradients
+            module._parameters[name] = average_gradients(parameter, mode.num_members)  # type: ignore[assignment]
+        with mode:
+            output = stacked(*args, **kwargs)
+    finally:
+        for module, name, parameter in replaced:
+            module._parameters[name] = parameter
     for module, name in recomputed:  # valid during this call only
         vars(module)[name] = None
     for module, name, buffer in buffers:
@@ -146,15 +165,17 @@ def run_under_vmap(
     if own:
         args = tree_map(lambda x: expand_groups(x, num_members) if isinstance(x, Tensor) else x, list(args))
     try:
-        return _vmap_members(stacked, args, kwargs, own=own)
+        return _vmap_members(stacked, num_members, args, kwargs, own=own)
     except Exception as error:
         stopped = type(error).__name__ == "_StopRecomputationError"  # from checkpointing around the call
         if torch.compiler.is_compiling() or stopped:
             raise
-        raise _explain_failure(stacked, error, args, kwargs, own=own) from error
+        raise _explain_failure(stacked, num_members, error, args, kwargs, own=own) from error
 
 
-def _vmap_members(stacked: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool) -> Any:
+def _vmap_members(
+    stacked: nn.Module, num_members: int, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
+) -> Any:
     parameters, buffers = named_tensors(stacked, "parameters"), named_tensors(stacked, "buffers")
 
     def run_member(parameters: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any) -> Any:
@@ -165,7 +186,10 @@ def _vmap_members(stacked: nn.Module, args: Sequence[Any], kwargs: dict[str, Any
                 raise _ReplacedBufferError(name)
         return output
 
-    in_dims = (0, 0, *[0 if own else None] * len(args))
+    shared = set(all_shared_names(stacked))
+    axes = [{name: None if name in shared else 0 for name in held} for held in (parameters, buffers)]
+    parameters = {n: average_gradients(p, num_members) if n in shared else p for n, p in parameters.items()}
+    in_dims = (*axes, *(0 if own and any(isinstance(v, Tensor) for v in tree_leaves(x)) else None for x in args))
     with _prepare_for_vmap(stacked):
         return vmap(run_member, in_dims=in_dims, randomness="different")(parameters, buffers, *args)
 
@@ -175,20 +199,22 @@ class _ReplacedBufferError(Exception):
 
 
 def _explain_failure(
-    stacked: nn.Module, error: Exception, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
+    stacked: nn.Module, num_members: int, error: Exception, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
 ) -> Exception:
     """Return the first member's error, or one that names the layer that `vmap` cannot compute."""
     if isinstance(error, _ReplacedBufferError):
         layer, _, buffer = str(error).rpartition(".")
         return not_stackable(stacked, layer, f"it replaces its buffer {buffer!r} instead of changing it in place")
     try:
-        take_members(stacked, 0)(*(tree_map(lambda x: x[0], list(args)) if own else args), **kwargs)
+        take_members(stacked, 0)(
+            *(tree_map(lambda x: x[0] if isinstance(x, Tensor) else x, list(args)) if own else args), **kwargs
+        )
     except Exception as member_error:
         return member_error
     tracker = StackingMode(1, -1)
     try:
         with track_layers(stacked, tracker):
-            _vmap_members(stacked, args, kwargs, own=own)
+            _vmap_members(stacked, num_members, args, kwargs, own=own)
     except Exception:
         return not_stackable(stacked, tracker.layer, str(error).split("\n")[0].rstrip("."))
     return error

@@ -29,6 +29,36 @@ def _flatten(weight: Any) -> Tensor | None:
     return None if weight is None else weight.data.view(-1)
 
 
+def _own_bias(stacking: StackingMode, weight: Any, bias: Any) -> Any:
+    """Give each member a copy of a shared bias where its weight is its own."""
+    if isinstance(weight, Stacked) and isinstance(bias, Tensor):
+        return Stacked(bias.repeat(stacking.num_members, 1))
+    return bias
+
+
+def _share_weights(
+    stacking: StackingMode, func: Func, input: Any, weight: Any, bias: Any, *options: Any, **named: Any
+) -> Any:
+    """Compute a layer whose weight all members share: once for a plain input, else with members in the batch."""
+    count = stacking.num_members
+    if isinstance(weight, Stacked) or input.ndim < 2:
+        return NotImplemented
+    own = bias if isinstance(bias, Stacked) else None
+    args = (weight, None if own is not None else bias, *options)
+    if not isinstance(input, Stacked):
+        out = Stacked(func(input, *args, **named)[None])
+    elif input.layout == CHANNELS:
+        out = func(input.data.unflatten(1, (count, -1)).flatten(0, 1), *args, **named)
+        out = Stacked(out.unflatten(0, (-1, count)).flatten(1, 2), CHANNELS)
+    else:
+        x = to_first(input, count)
+        out = Stacked(func(x.flatten(0, 1), *args, **named).unflatten(0, x.shape[:2]))
+    if own is None:
+        return out
+    channels = own.data.view(count, -1, *[1] * (0 if func is F.linear else out.ndim - 2))
+    return Stacked(to_members(out, count) + pad_axes(channels, out.ndim))
+
+
 # Products
 
 
@@ -36,9 +66,13 @@ def _flatten(weight: Any) -> Tensor | None:
 def _linear(stacking: StackingMode, func: Func, input: Any, weight: Any, bias: Any = None) -> Any:
     """Compute one product for all members, with the batch last, so that weights keep their layout."""
     count = stacking.num_members
+    bias = _own_bias(stacking, weight, bias)
     if not _has_own_weights(stacking, weight, bias):
-        return NotImplemented
+        return _share_weights(stacking, func, input, weight, bias)
     w, b = weight.data, None if bias is None else bias.data
+    if input.ndim > 2 and not isinstance(input, Stacked):  # one wide layer
+        out = F.linear(input, w.flatten(0, 1), _flatten(bias))
+        return Stacked(out.unflatten(-1, (count, -1)).movedim(-2, 0))
     if input.ndim == 2:
         out_features, in_features = w.shape[1:]
         if not isinstance(input, Stacked):  # one wide layer
@@ -107,8 +141,11 @@ def _convolution(
     groups: int = 1,
 ) -> Any:
     count = stacking.num_members
-    if not _has_own_weights(stacking, weight, bias) or input.ndim != weight.ndim:
+    if input.ndim != weight.ndim:
         return NotImplemented
+    bias = _own_bias(stacking, weight, bias)
+    if not _has_own_weights(stacking, weight, bias):
+        return _share_weights(stacking, func, input, weight, bias, stride, padding, dilation, groups)
     x, sources = input, 1  # a plain input: one wide layer
     if isinstance(input, Stacked) or groups > 1:
         shares = isinstance(input, Stacked) and input.layout == FIRST and groups == 1
@@ -133,9 +170,12 @@ def _transposed_convolution(
     dilation: Any = 1,
 ) -> Any:
     count = stacking.num_members
-    if not _has_own_weights(stacking, weight, bias) or input.ndim != weight.ndim:
+    options = (stride, padding, output_padding)
+    if input.ndim != weight.ndim:
         return NotImplemented
-    x, kernels, options = to_channels(input, count), weight.data.flatten(0, 1), (stride, padding, output_padding)
+    if not _has_own_weights(stacking, weight, bias):
+        return _share_weights(stacking, func, input, weight, bias, *options, groups, dilation)
+    x, kernels = to_channels(input, count), weight.data.flatten(0, 1)
     return Stacked(func(x, kernels, _flatten(bias), *options, count * groups, dilation), CHANNELS)
 
 
@@ -204,6 +244,8 @@ def _group_norm(
     eps: float = 1e-5,
 ) -> Any:
     count = stacking.num_members
+    if not isinstance(weight, Stacked) and not isinstance(bias, Stacked):
+        return _share_weights(stacking, lambda x, w, b: F.group_norm(x, num_groups, w, b, eps), input, weight, bias)
     if not _has_own_weights(stacking, weight, bias):
         return NotImplemented
     x = to_channels(input, count)
@@ -216,9 +258,10 @@ def _layer_norm(
 ) -> Any:
     count = stacking.num_members
     x = to_first(input, count) if isinstance(input, Stacked) else input
+    if not isinstance(weight, Stacked) and not isinstance(bias, Stacked):
+        options = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        return Stacked(func(x, shape, **options, eps=eps))
     out = func(x, shape, eps=eps)  # without weights: once for all members where the input is plain
-    if weight is None and bias is None:
-        return Stacked(out) if isinstance(input, Stacked) else out
     out = to_members(Stacked(out), count) if isinstance(input, Stacked) else out
     w, b = (pad_axes(to_members(v, count), input.ndim) if isinstance(v, Stacked) else v for v in (weight, bias))
     if w is not None:

@@ -39,7 +39,7 @@ class MemberRNG:
         if len(seeds) > 1:
             raise ValueError(
                 f"Expected a network whose random numbers can be drawn separately for each run, but {reason}. Train "
-                "one run at a time: sweep.cohort_size = 1."
+                "one run at a time: sweep.group_size = 1."
             )
         with torch.random.fork_rng(devices=[seeds.device] if seeds.device.type == "cuda" else []):
             torch.manual_seed(int(_mix(_mix(seeds[0]) + step)))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchace.nn.stacking.mode import QUERIES, Rule, StackingError, StackingMode, rule
-from torchace.nn.stacking.values import CHANNELS, FIRST, Stacked, expand_groups, pad_axes, to_first, to_members
+from torchace.nn.stacking.values import CHANNELS, FIRST, LAST, Stacked, expand_groups, pad_axes, to_first, to_members
 
 Func = Callable[..., Any]
 SHARED_WRITE = "a member's values would be written into a tensor that all members share"
@@ -93,9 +93,13 @@ def _broadcast(stacking: StackingMode, func: Func, *args: Any, **kwargs: Any) ->
     tensors = [v for v in (*args, *kwargs.values()) if _is_tensor(v)]
     stacked = [v for v in tensors if isinstance(v, Stacked)]
     ndim = max(v.ndim for v in tensors)
-    first = stacked[0]
-    if len(tensors) == 1 or (first.layout != FIRST and all(_is_aligned(v, first, ndim) for v in tensors)):
-        return Stacked(_call(func, args, kwargs, {id(v): v.data for v in stacked}), first.layout)
+    first = next((v for v in stacked if v.layout != FIRST), stacked[0])
+    if len(tensors) == 1:
+        return Stacked(_call(func, args, kwargs, {id(first): first.data}), first.layout)
+    if first.layout != FIRST:
+        fitting = {id(v): d for v in tensors if (d := _align(v, first, ndim)) is not None}
+        if len(fitting) == len({id(v) for v in tensors}) and not (_is_in_place(func) and args[0] is not first):
+            return Stacked(_call(func, args, kwargs, fitting), first.layout)
     data = {id(v): to_first(v, count) for v in stacked}
     groups = {key: len(d) for key, d in data.items()}
     if len(set(groups.values())) > 1:
@@ -109,11 +113,19 @@ def _broadcast(stacking: StackingMode, func: Func, *args: Any, **kwargs: Any) ->
     return args[0] if in_place else Stacked(result)
 
 
-def _is_aligned(value: Any, first: Stacked, ndim: int) -> bool:
-    """Whether a value broadcasts against the data of `first`, which is not in layout `FIRST`."""
-    if isinstance(value, Stacked):
-        return value.layout == first.layout and value.ndim == ndim and value.data.shape[1] == first.data.shape[1]
-    return bool(value.ndim == 0 or (first.layout == CHANNELS and value.ndim < ndim - 1))
+def _align(value: Any, first: Stacked, ndim: int) -> Tensor | None:
+    """Return the data of a value that broadcasts against those of `first`, which is not in layout `FIRST`."""
+    if not isinstance(value, Stacked):
+        return value if value.ndim == 0 or (first.layout == CHANNELS and value.ndim < ndim - 1) else None
+    if value.layout == first.layout:
+        return value.data if value.ndim == ndim and value.data.shape[1] == first.data.shape[1] else None
+    # a number for each channel or feature, (K, C, 1, ...)
+    data, sizes = value.data, first.data.shape
+    if value.layout != FIRST or value.ndim != max(ndim - 1, 1) or any(size != 1 for size in data.shape[2:]):
+        return None
+    if first.layout == LAST:
+        return data.unsqueeze(2) if data.shape[:2] == sizes[:2] else None
+    return data.reshape(1, -1, *data.shape[2:]) if data.shape[:2].numel() == sizes[1] else None
 
 
 def _call(func: Func, args: Any, kwargs: dict[str, Any], data: dict[int, Tensor]) -> Any:

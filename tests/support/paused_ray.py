@@ -1,7 +1,6 @@
-"""Jobs on Ray whose workers wait in the middle: what a test wants to stop or kill cannot be done before.
+"""`torchace run --ray` whose workers wait in the middle of their work, so that a test can stop or kill them there.
 
-`python -m tests.support.held_ray FILE run ... --ray ...` is `torchace run ... --ray ...` whose lasting jobs wait until
-there is such a file, or until the sweep is told to stop.
+With `python -m tests.support.paused_ray FILE run ... --ray ...` run groups wait until FILE exists or the sweep stops.
 """
 
 from __future__ import annotations

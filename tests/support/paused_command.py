@@ -1,6 +1,6 @@
-"""Processes that wait in the middle of their work: what a test wants to stop or kill there cannot be done before.
+"""`torchace run` that waits for a signal in the middle of its work, so that a test can stop or kill it there.
 
-`python -m tests.support.held run ...` is `torchace run ...`, which waits for a signal once it has saved a checkpoint.
+`python -m tests.support.paused_command run ...` waits once it has saved a checkpoint.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from tests.lab.cli.cases import fake_report, write_table
-from tests.lab.sweeps.cases import TIMES
+from tests.lab.cli.command_line import fake_report, write_table
+from tests.lab.sweeps.small_sweeps import TIMES
 from torchace.lab.tables.fit import TableFit
 from torchace.lab.tables.model import TableModel
 from torchace.lab.tables.table import TableSettings, load_table

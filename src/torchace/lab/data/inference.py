@@ -1,0 +1,413 @@
+"""Inference of a table's schema from its values."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchace.lab.data.columns import (
+    KINDS,
+    Column,
+    check_columns,
+    check_features,
+    check_targets,
+    header_hint,
+    target_texts,
+)
+from torchace.lab.data.errors import DataError, arrow, pandas
+from torchace.lab.data.messages import quote, quote_all, row_number, suggestion
+from torchace.lab.data.parsing import (
+    DATE_FORMATS,
+    MISSING,
+    NUMBER_FORMATS,
+    CellError,
+    canonical,
+    dates,
+    is_numeric,
+    match_numbers,
+    numbers,
+    positions,
+    texts,
+)
+from torchace.lab.data.table_schema import TASKS, Label, Schema, Target
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series  # type: ignore[import-untyped]
+
+MIN_ROWS = 10
+MIN_SHARE = 0.98  # of numbers or dates in a column of them; the other cells count as missing
+# whole numbers are classes if few, with several rows each
+MAX_NUMBERED_CLASSES = 20
+MIN_ROWS_PER_NUMBERED_CLASS = 3
+MAX_DISTINCT = 0.9  # a larger fraction of distinct texts means identifiers or free text
+TEXT_WORDS, TEXT_DISTINCT = 4, 0.5  # free text too: mean number of words, fraction of distinct texts
+MIXED_DATES, MIXED_DISTINCT = 0.2, 10  # fraction of dates and number of distinct texts that look like a mistake
+
+_IDENTIFIER = re.compile(
+    r"(?i:^(id|uuid|guid|index|idx|key|row|row[ _.]?(id|names?|numbers?|no|nr)|unnamed:? ?0)$)"
+    r"|(?i:[ _.-](id|uuid|guid|key|nr|no)$)|[a-z](ID|Id)$"
+)
+_EUROPEAN = ("1234,5", "1.234,5", "1 234,5")
+
+
+class InferredColumns(NamedTuple):
+    """Feature columns of a table, those left out with the reasons, and notes."""
+
+    columns: tuple[Column, ...]
+    dropped: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
+def infer_schema(
+    frame: DataFrame,
+    target: str,
+    task: str | None = None,
+    drop: Collection[str] = (),
+    *,
+    kinds: Mapping[str, str] | None = None,
+) -> Schema:
+    """Infer the schema of a table from its values; decisions are recorded in `notes` and `dropped`.
+
+    Targets of texts, truth values or a few whole numbers (`MAX_NUMBERED_CLASSES`) mean classification, others
+    regression. See `infer_columns` for the other columns; `kinds` overrides their kind by name (or "drop").
+    """
+    frame = check_columns(frame)
+    kinds = {} if kinds is None else {str(name): kind for name, kind in kinds.items()}
+    drop = [drop] if isinstance(drop, str) else [str(name) for name in drop]
+    _check_request(frame, str(target), task, drop, kinds)
+    if len(frame) < MIN_ROWS:
+        raise DataError(f"The table has {len(frame)} rows, too few to learn from; give at least {MIN_ROWS}.")
+    notes: list[str] = list(frame.attrs.get("notes", ()))
+    left_out = {*drop, *(name for name, kind in kinds.items() if kind == "drop")}
+    formats = _number_formats({str(name): frame[name] for name in frame.columns if name not in left_out})
+    predicted = _infer_target(frame[str(target)], task, formats[str(target)], notes)
+    features = [name for name in frame.columns if name != predicted.name and name not in left_out]
+    columns, dropped, more = _infer_columns(frame[features], kinds, formats)
+    if not columns:
+        why = f" ({quote(dropped[-1][0])} is left out: {dropped[-1][1]})" if dropped else ""
+        raise DataError(
+            f"No column is left to predict {quote(target)} from{why}; give a table with columns of numbers or of "
+            "categories that vary."
+        )
+    requested = [(name, "as requested") for name in frame.columns if name in left_out]
+    return Schema(columns, predicted, (*notes, *more), (*dropped, *requested))
+
+
+def infer_columns(frame: DataFrame, kinds: Mapping[str, str] | None = None) -> InferredColumns:
+    """Infer the kind and format of every column of a table.
+
+    Columns of numbers (`MIN_SHARE` of the cells, in one of `NUMBER_FORMATS`) are "number", columns of dates "date",
+    other texts, truth values and pandas categories "category". Left out, unless `kinds` gives the kind: columns that
+    are empty, constant, identifiers, free text, or equal to an earlier column.
+
+    Example:
+        >>> import pandas as pd
+        >>> frame = pd.DataFrame({"id": range(7, 12), "price": ["1,5", "2,25", "?", "3", "4,5"], "fur": list("abaab")})
+        >>> columns, dropped, _ = infer_columns(frame)
+        >>> [(column.name, column.kind, column.format) for column in columns], dropped[0][0]
+        ([('price', 'number', '1234,5'), ('fur', 'category', '')], 'id')
+    """
+    frame = check_columns(frame)
+    return _infer_columns(frame, kinds or {}, _number_formats({name: frame[name] for name in frame.columns}))
+
+
+def missing_targets(column: Series, task: str | None = None) -> NDArray[np.bool_]:
+    """Rows without a target, `(N,)`."""
+    _, share = _number_formats({"": column})[""]
+    if is_numeric(column) or task == "regression" or (task is None and share >= MIN_SHARE):
+        return np.asarray(texts(column).is_null())
+    return np.asarray(texts(column, MISSING).is_null())
+
+
+def _check_request(
+    frame: DataFrame, target: str, task: str | None, drop: Iterable[str], kinds: Mapping[str, str]
+) -> None:
+    if target not in frame.columns:
+        raise DataError(
+            f"There is no column {quote(target)}{suggestion(target, frame.columns)} to predict; choose one of "
+            f"{quote_all(frame.columns)}{header_hint(frame.columns)}."
+        )
+    if task is not None and task not in TASKS:
+        raise DataError(f"The task {quote(task)} is not known; choose {' or '.join(TASKS)}, or leave it out.")
+    for name in [*drop, *kinds]:
+        if name == target:
+            raise DataError(f"The column {quote(name)} is the target; choose another target, or keep this column.")
+        if name not in frame.columns:
+            raise DataError(
+                f"There is no column {quote(name)}{suggestion(name, frame.columns)} to leave out or to give a kind; "
+                f"choose among {quote_all(frame.columns)}."
+            )
+    for name, kind in kinds.items():
+        if kind not in (*KINDS, "drop"):
+            raise DataError(
+                f"The kind {quote(kind)} of column {quote(name)} is not known; use number, category, date or drop."
+            )
+
+
+# -- numbers and dates -------------------------------------------------------------------------------------------------
+
+
+def _number_formats(columns: Mapping[str, Series]) -> dict[str, tuple[str, float]]:
+    """Format of the numbers in each column, and their share of the present cells; empty and 0 for texts.
+
+    A cell such as `1,234` is read as the other columns suggest: with a decimal comma if one of them must have it.
+    """
+    shares = {name: _number_shares(column) for name, column in columns.items()}
+    european = any(
+        max(found[format] for format in _EUROPEAN) >= MIN_SHARE
+        and max(found[format] for format in _EUROPEAN) > max(found[""], found["1,234.5"])
+        for found in shares.values()
+        if found.keys() > {""}
+    )
+    formats = {}
+    for name, found in shares.items():
+        order = [*_EUROPEAN, *found] if european and found.keys() > {""} else list(found)
+        best = max(order, key=lambda format: found[format])  # the first of equals
+        formats[name] = (best, found[best])
+    return formats
+
+
+def _number_shares(column: Series) -> dict[str, float]:
+    """Share of the present cells that are numbers, by format; only for the empty format if that settles it."""
+    if is_numeric(column):
+        return {"": 1.0}
+    if pandas().api.types.is_datetime64_any_dtype(column.dtype):
+        return {"": 0.0}
+    try:
+        counted = texts(column).drop_null().value_counts()
+    except CellError:
+        return {"": 0.0}
+    cells, counts = counted.field("values"), counted.field("counts").to_numpy()
+    if not len(cells) or _is_category(column):
+        return {"": float(not len(cells))}
+
+    def share(format: str) -> float:
+        return float(counts[np.asarray(match_numbers(cells, format)[1])].sum() / counts.sum())
+
+    plain, pc = share(""), arrow("pyarrow.compute")
+    has_digits = counts[np.asarray(pc.match_substring_regex(cells, "[0-9]"))].sum() >= MIN_SHARE * counts.sum()
+    if not has_digits or (plain == 1 and not pc.any(pc.match_substring(cells, ".")).as_py()):
+        return {"": plain}
+    return {"": plain, **{format: share(format) for format in NUMBER_FORMATS}}
+
+
+def _date_format(column: Series) -> tuple[str, float]:
+    """Format of most dates in a column, and their share of the present cells."""
+    pd, pc = pandas(), arrow("pyarrow.compute")
+    iso = DATE_FORMATS[0]
+    if pd.api.types.is_datetime64_any_dtype(column.dtype):
+        return iso, 1.0
+    cells = texts(column).drop_null()
+    if not len(cells) or pc.mean(pc.match_substring_regex(cells, r"[0-9][^0-9]+[0-9]")).as_py() < MIXED_DATES:
+        return iso, 0.0
+    sample = cells.unique()[:200].to_pandas()
+    shares = {
+        format: float(pd.to_datetime(sample, format=format, errors="coerce", utc=True).notna().mean())
+        for format in DATE_FORMATS
+    }
+    best = max(shares, key=lambda format: shares[format])  # the first of equals
+    return (best, float(1 - dates(cells.to_pandas(), best)[1].mean())) if shares[best] >= MIXED_DATES else (iso, 0.0)
+
+
+# -- kinds of columns --------------------------------------------------------------------------------------------------
+
+
+class _DroppedError(Exception):
+    """Reason for leaving out a column."""
+
+
+def _infer_columns(
+    frame: DataFrame, kinds: Mapping[str, str], formats: Mapping[str, tuple[str, float]]
+) -> InferredColumns:
+    columns: list[Column] = []
+    dropped: list[tuple[str, str]] = []
+    notes: list[str] = []
+    row_numbers: list[Column] = []
+    seen: dict[bytes, str] = {}
+    for name in map(str, frame.columns):
+        try:
+            column = _infer_column(frame[name], kinds.get(name), formats[name], notes, seen)
+        except _DroppedError as reason:
+            dropped.append((name, str(reason)))
+            continue
+        if name not in kinds and column.kind == "number" and _is_row_number(numbers(frame[name], column.format)[0]):
+            row_numbers.append(column)
+        else:
+            columns.append(column)
+    if columns:
+        dropped += [(column.name, "an identifier: it counts the rows") for column in row_numbers]
+    return InferredColumns(tuple(columns or row_numbers), tuple(dropped), tuple(notes))
+
+
+def _infer_column(
+    cells: Series, requested: str | None, found: tuple[str, float], notes: list[str], seen: dict[bytes, str]
+) -> Column:
+    """Column of a table; raise `_DroppedError` if it is left out."""
+    name, (format, share) = str(cells.name), found
+    kind = requested or ("number" if share >= MIN_SHARE else "category")
+    try:
+        if kind == "date" or (requested is None and kind == "category" and not _is_category(cells)):
+            format, share = _date_format(cells)
+            kind = "date" if share >= MIN_SHARE else kind
+        if kind == "category":
+            if requested is None:
+                _check_category(cells, share, seen)
+            else:
+                texts(cells)
+            return Column(name, "category")
+        values, invalid = (dates if kind == "date" else numbers)(cells, format)
+    except CellError as error:
+        if requested is not None:
+            raise
+        raise _DroppedError(error.found.partition(" has ")[2]) from None
+    lenient = bool(invalid.any()) and share >= MIN_SHARE
+    check_features(cells, values, invalid & (not lenient), kind)
+    if requested is None:
+        _check_values(cells, values, seen)
+    if lenient:
+        example = quote(cells.iloc[int(np.flatnonzero(invalid)[0])])
+        notes.append(
+            f"Column {quote(name)} holds {kind}s; {int(invalid.sum())} of {int((invalid | ~np.isnan(values)).sum())} "
+            f"values, such as {example}, are not and count as missing."
+        )
+    return Column(name, kind, format, lenient)
+
+
+def _check_values(cells: Series, values: NDArray[np.float64], seen: dict[bytes, str]) -> None:
+    """Raise `_DroppedError` for numbers or dates that are missing, constant, an identifier or a duplicate."""
+    present = values[~np.isnan(values)]
+    distinct = len(np.unique(present))
+    if not len(present):
+        raise _DroppedError("it is empty")
+    if distinct == 1 and len(present) == len(values):
+        raise _DroppedError(f"it is {quote(cells.iloc[0])} in every row")
+    is_whole = bool((present == np.floor(present)).all())
+    if is_whole and _IDENTIFIER.search(str(cells.name)) and distinct > MAX_DISTINCT * len(present):
+        raise _DroppedError(f"an identifier: {distinct} of {len(present)} values differ")
+    _check_duplicate(str(cells.name), values.tobytes(), seen)
+
+
+def _check_category(cells: Series, date_share: float, seen: dict[bytes, str]) -> None:
+    """Raise `_DroppedError` for texts that are missing, constant, identifiers, free text or a duplicate."""
+    pc = arrow("pyarrow.compute")
+    column = texts(cells)
+    present = column.drop_null()
+    distinct = len(present.unique())
+    if not len(present):
+        raise _DroppedError("it is empty")
+    if distinct == 1 and len(present) == len(column):
+        raise _DroppedError(f"it is {quote(cells.iloc[0])} in every row")
+    if date_share >= MIXED_DATES and distinct > MIXED_DISTINCT:
+        raise _DroppedError(f"{date_share:.0%} of its values are dates, the others are not; correct them")
+    words = pc.mean(pc.count_substring_regex(present, r"\S+")).as_py()
+    if distinct > MAX_DISTINCT * len(present) or (words >= TEXT_WORDS and distinct > TEXT_DISTINCT * len(present)):
+        what = "free text" if words > 1 else "an identifier"
+        raise _DroppedError(f"{what}: {distinct} of {len(present)} values differ")
+    _check_duplicate(str(cells.name), pandas().util.hash_array(column.to_pandas().to_numpy()).tobytes(), seen)
+
+
+def _check_duplicate(name: str, content: bytes, seen: dict[bytes, str]) -> None:
+    first = seen.setdefault(hashlib.sha256(content).digest(), name)
+    if first != name:
+        raise _DroppedError(f"its values are those of {quote(first)}")
+
+
+def _is_row_number(values: NDArray[np.float64]) -> bool:
+    """Whether numbers are 0, 1, 2, … or 1, 2, 3, …."""
+    return len(values) > 1 and values[0] in (0, 1) and bool((np.diff(values) == 1).all())
+
+
+def _is_category(column: Series) -> bool:
+    return isinstance(column.dtype, pandas().CategoricalDtype)
+
+
+# -- the target --------------------------------------------------------------------------------------------------------
+
+
+def _infer_target(column: Series, task: str | None, found: tuple[str, float], notes: list[str]) -> Target:
+    name, (format, share) = str(column.name), found
+    values, invalid = numbers(column, format)
+    # a few wrong cells among many numbers are an error, among few numbers another class
+    many = share >= MIN_SHARE and len(np.unique(values[~np.isnan(values)])) > MAX_NUMBERED_CLASSES
+    is_number = many or not invalid.any()
+    if is_number or task == "regression":
+        check_targets(column, values, invalid)
+    if task is None:
+        task = _infer_task(name, values, notes) if is_number else "classification"
+    if task == "classification":
+        return Target(name, task, _infer_classes(column, target_texts(column), is_number and not format))
+    if len(np.unique(values)) == 1:
+        raise DataError(
+            f"The target {quote(name)} is {quote(column.iloc[0])} in every row, so there is nothing to predict; choose "
+            "another column."
+        )
+    return Target(name, task, format=format)
+
+
+def _infer_task(name: str, values: NDArray[np.float64], notes: list[str]) -> str:
+    """Task of a numeric target, with a note if ambiguous."""
+    if (values != np.floor(values)).any():
+        return "regression"
+    distinct = len(np.unique(values))
+    few = distinct <= min(MAX_NUMBERED_CLASSES, len(values) / MIN_ROWS_PER_NUMBERED_CLASS)
+    task, other = TASKS if few else TASKS[::-1]
+    notes.append(
+        f"The target {quote(name)} has {distinct} different whole numbers, which are taken for "
+        f"{'classes' if few else 'quantities'}; ask for {other} if they are not."
+    )
+    return task
+
+
+def _infer_classes(column: Series, cells: Any, is_number: bool) -> tuple[Label, ...]:
+    """Sorted classes, each in its most frequent spelling."""
+    counts = {entry["values"]: entry["counts"] for entry in cells.value_counts().to_pylist()}
+    forms = {text: canonical(text) for text in counts}
+    if not is_number and not set(forms.values()) <= {"true", "false"}:
+        forms = {text: text for text in counts}  # 1 and 1.0 differ among words
+    rows: dict[str, int] = {}
+    spelling: dict[str, str] = {}
+    for text, count in sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])):
+        rows[forms[text]] = rows.get(forms[text], 0) + count
+        spelling.setdefault(forms[text], text)
+    _check_classes(column, cells, rows, spelling)
+    ordered = sorted(rows, key=(lambda form: (float(form), form)) if is_number else (lambda form: (0.0, form)))
+    return tuple(_to_column_type(spelling[form], column) for form in ordered)
+
+
+def _check_classes(column: Series, cells: Any, rows: Mapping[str, int], spelling: Mapping[str, str]) -> None:
+    name, total = quote(column.name), sum(rows.values())
+    if len(rows) == 1:
+        raise DataError(
+            f"The target {name} has only one class, {quote(next(iter(spelling.values())))}, so there is nothing to "
+            "predict; choose another column, or add rows of other classes."
+        )
+    if len(rows) > total / 2:
+        raise DataError(
+            f"The target {name} has {len(rows)} classes in {total} rows, too many to learn; choose another column, or "
+            "ask for regression if it is a quantity."
+        )
+    for form, count in rows.items():
+        if count == 1:
+            place = int(np.flatnonzero(positions(cells, list(rows)) == list(rows).index(form))[0])
+            raise DataError(
+                f"The class {quote(spelling[form])} of the target {name} has only one row, row "
+                f"{row_number(column, place)}, too few for training and test parts; remove it, or add rows of it."
+            )
+
+
+def _to_column_type(text: str, column: Series) -> Label:
+    """Convert a class to the type of its column."""
+    pd = pandas()
+    types, dtype = pd.api.types, column.dtype
+    if isinstance(dtype, pd.CategoricalDtype):
+        dtype = dtype.categories.dtype
+    if types.is_bool_dtype(dtype):
+        return text == "True"
+    if types.is_integer_dtype(dtype):
+        return int(text)
+    return float(text) if types.is_float_dtype(dtype) else text

@@ -1,0 +1,51 @@
+"""Inputs of a network: one tensor, or a tuple or dict of tensors, each with one entry a sample."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+Inputs = Any  # Tensor, tuple[Tensor, ...] or dict[str, Tensor]
+
+
+def map_inputs(function: Callable[..., Any], *inputs: Inputs) -> Inputs:
+    """Apply a function to every tensor of inputs of one structure."""
+    if isinstance(inputs[0], Tensor):
+        return function(*inputs)
+    return tree_map(function, *inputs)
+
+
+def input_tensors(x: Inputs) -> list[Tensor]:
+    """Return the tensors of inputs, in order."""
+    return [x] if isinstance(x, Tensor) else tree_leaves(x)
+
+
+def as_arguments(network: nn.Module, x: Inputs) -> list[Any]:
+    """Return inputs as positional arguments of a network: a tuple's tensors in order, a dict's by name.
+
+    A network whose `forward` has no parameters of these names gets the dict itself.
+    """
+    if isinstance(x, tuple):
+        return list(x)
+    if not isinstance(x, dict):
+        return [x]
+    parameters = inspect.signature(network.forward).parameters
+    named = [p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
+    if not set(x) <= {parameter.name for parameter in named}:
+        return [x]
+    last = max(i for i, parameter in enumerate(named) if parameter.name in x)
+    missing = [p.name for p in named[: last + 1] if p.name not in x and p.default is p.empty]
+    if missing:
+        raise TypeError(
+            f"Expected an input {missing[0]!r} for the network's forward, but the data has {_join(x)}. "
+            "Add it to the data, or give the parameter a default."
+        )
+    return [x.get(parameter.name, parameter.default) for parameter in named[: last + 1]]
+
+
+def _join(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)

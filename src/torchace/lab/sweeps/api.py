@@ -1,0 +1,219 @@
+"""`torchace.sweep`: a sweep of a user's own network on the user's own data."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import nn
+
+from torchace.lab.schema.errors import describe_error
+from torchace.lab.schema.experiment import GIVEN, Experiment, TrainSection
+from torchace.lab.sweeps.callbacks import Callback, CallbackList
+from torchace.lab.sweeps.components import Components, check_arguments, import_object, object_name
+from torchace.lab.sweeps.config import ConfigError
+from torchace.lab.sweeps.executor import Executor
+from torchace.lab.sweeps.result import SweepResult
+from torchace.lab.sweeps.sweep import Sweep
+from torchace.lab.training.members import resolve_device
+
+_SECTIONS = ("data", "model", "train", "sweep")
+
+
+def sweep(
+    member: Callable[..., nn.Module] | str,
+    train: Any,
+    test: Any,
+    *,
+    num_members: int = 5,
+    diversities: Sequence[float] = (0.0, 0.1, 0.3, 0.5, 0.7),
+    seeds: int | Sequence[int] = 5,
+    epochs: int | None = None,
+    steps: int | None = None,
+    batch_size: int = 128,
+    optimizer: str | Callable[..., Any] = "adam",
+    learning_rate: float | Sequence[float] = 1e-3,
+    kind: str = "separate",
+    task: str = "classification",
+    batches: str = "shared",
+    validation: float = 0.0,
+    metrics: Any = None,
+    callbacks: Iterable[Callback] = (),
+    device: str = "auto",
+    out: str | os.PathLike[str] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    target: str | None = None,
+    num_classes: int | None = None,
+    transform: Callable[..., Any] | None = None,
+    at: str | None = None,
+    rank: int | None = None,
+    adapter: str | None = None,
+    layers: Sequence[str] | None = None,
+    group_size: int | None = None,
+    keep_weights: bool | str = "auto",
+    ray: str | None = None,
+    name: str = "sweep",
+    title: str = "",
+    **settings: Any,
+) -> SweepResult:
+    """Train an ensemble for every diversity λ and seed, all as one network, and compare them.
+
+    All λ of a seed start from the same weights and see the same batches, so that their differences are paired. With
+    `out`, the sweep resumes after an interruption: finished runs are not trained again.
+
+    Args:
+        member: Function or class that returns one new member: a module that maps inputs `(N, ...)` to logits `(N, C)`.
+            It is called once for every seed and member, with random numbers seeded by both. For kind `"smoc"` and
+            `"branch"` it may return a whole ensemble. Text such as `"package.module:function"` is imported.
+        train: Training data: inputs and targets `(X, y)` as tensors or arrays, a DataFrame (see `target`), or a
+            map-style `torch.utils.data.Dataset`.
+        test: Test data of the same kind. It takes no part in training.
+        num_members: K, the members of each ensemble.
+        diversities: The values of λ in [0, 1]; 0 is a deep ensemble.
+        seeds: A number of seeds (0, 1, ...) or a list of them.
+        epochs: Passes over the training data; or give `steps`.
+        steps: Optimizer steps.
+        batch_size: Samples in a batch.
+        optimizer: `"adam"`, `"adamw"`, `"sgd"`, a `torch.optim` class, or a function of the parameters.
+        learning_rate: The learning rate, or a list of them: a further axis of the sweep.
+        kind: What members share: `"separate"` nothing, `"branch"` the layers before `at`, `"adapters"` all but small
+            adapters, `"smoc"` all but the last layer.
+        task: `"classification"`, `"multilabel"` or `"regression"`.
+        batches: `"shared"`, `"separate"` (λ=0 only) or `"exchanged"`.
+        validation: Fraction of the training samples for validation, for `best()` and early stopping.
+        metrics: Further metrics: functions of logits `(K, N, C)` and target, or torchmetrics metrics.
+        callbacks: Callbacks of the sweep.
+        device: `"cpu"`, `"cuda"`, `"cuda:N"`, or `"auto"`.
+        out: Run directory. By default a temporary one, removed with the result.
+        arguments: Keyword arguments of `member`.
+        target: Target column of a DataFrame.
+        num_classes: C, if some classes do not occur in the data.
+        transform: Function of a batch of inputs, called on the device.
+        at: Name of the first layer of the members, for kind `"branch"`.
+        rank: Rank of heads or adapters, for kind `"smoc"` and `"adapters"`.
+        adapter: `"multiplicative"` or `"low_rank"`, for kind `"adapters"`.
+        layers: Names of the adapted layers, for kind `"adapters"`.
+        group_size: Largest number of runs trained together.
+        keep_weights: Whether to keep the weights for `SweepResult.ensemble`; `"auto"` keeps small ones.
+        ray: Address of a Ray cluster, or `"auto"`.
+        name: Name of the experiment: lowercase letters, digits and underscores.
+        title: Title of the report.
+        **settings: Other settings of `[train]` in a TOML file: `optimizer_arguments`, `weight_decay`, `schedule`,
+            `milestones`, `warmup_steps`, `label_smoothing`, `patience`, `precision`, `momentum`, ...
+
+    Returns:
+        The results of all runs.
+
+    Raises:
+        ValueError: The settings, the network or the data cannot be used; the message says why.
+
+    Example:
+        >>> x, y = torch.randn(200, 4), torch.randint(3, (200,))
+        >>> result = sweep(
+        ...     lambda: nn.Linear(4, 3), (x[:150], y[:150]), (x[150:], y[150:]), num_members=3, diversities=[0, 0.5],
+        ...     seeds=2, epochs=1, batch_size=50
+        ... )
+        >>> result.to_frame()[["diversity", "seed"]].values.tolist()
+        [[0.0, 0.0], [0.0, 1.0], [0.5, 0.0], [0.5, 1.0]]
+    """
+    function = _check_member(member, arguments or {})
+    metrics = [] if metrics is None else [metrics] if callable(metrics) else list(metrics)
+    content: dict[str, Any] = {
+        "name": name,
+        "title": title,
+        "data": {"name": GIVEN, "task": task, "validation": validation, "target": target, "num_classes": num_classes},
+        "model": {"factory": object_name(function), "arguments": dict(arguments or {}), "kind": kind},
+        "train": {"batch_size": batch_size, "batches": batches, "learning_rate": learning_rate, **settings},
+        "sweep": {"diversities": diversities, "group_size": group_size, "keep_weights": keep_weights},
+    }
+    content["sweep"]["seeds"] = range(seeds) if isinstance(seeds, int) else seeds
+    content["model"] |= _given(num_members=num_members, at=at, rank=rank, adapter=adapter, layers=layers)
+    content["train"] |= _given(epochs=epochs, steps=steps)
+    content["train"]["optimizer"] = optimizer if isinstance(optimizer, str) else object_name(optimizer)
+    content["train"]["metrics"] = [object_name(metric) for metric in metrics]
+    if transform is not None:
+        content["data"]["transform"] = object_name(transform)
+    experiment = _parse(content, settings)
+    if isinstance(optimizer, str) and ":" in optimizer:
+        optimizer = import_object(optimizer, "optimizer")
+    components = Components(
+        member=function,
+        data=(train, test),
+        optimizer=None if isinstance(optimizer, str) else optimizer,
+        metrics=tuple(metrics),
+        transform=transform,
+    )
+    directory = Path(tempfile.mkdtemp(prefix="torchace-sweep-")) if out is None else Path(out)
+    result = SweepResult(directory, components, temporary=out is None)
+    with _executor(device, ray, directory) as executor:
+        failures = Sweep(experiment, directory, executor, components).run(CallbackList(list(callbacks)))
+    for run, failure in failures.items():
+        warnings.warn(f"Run {run.id} failed: {failure.message} (step {failure.step}).", stacklevel=2)
+    return result
+
+
+def _check_member(member: Any, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the factory; refuse modules and arguments that do not fit."""
+    if isinstance(member, str):
+        member = import_object(member, "member")
+    if isinstance(member, nn.Module):
+        raise TypeError(
+            f"Expected `member` to be a function that returns a new module, but got a {type(member).__name__}. Use "
+            "lambda: ..., so that every member starts with its own weights."
+        )
+    if not callable(member):
+        raise TypeError(f"Expected `member` to be a function that returns a module, but got {type(member).__name__}.")
+    check_arguments(member, arguments, "arguments")
+    function: Callable[..., Any] = member
+    return function
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _parse(content: dict[str, Any], settings: Mapping[str, Any]) -> Experiment:
+    """Return the experiment; errors have the names of the arguments of `sweep`."""
+    known = TrainSection.model_fields
+    for key in settings:
+        if key not in known:
+            close = difflib.get_close_matches(key, [*known, *(sweep.__kwdefaults__ or ())], n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"sweep() got an unexpected keyword argument {key!r}.{hint}")
+    try:
+        return Experiment.model_validate(_plain(content))
+    except ValidationError as error:
+        message = describe_error(error, Experiment, name=_argument_name)
+        raise ConfigError(message[0].upper() + message[1:]) from None
+
+
+def _argument_name(key: str) -> str:
+    """Return the argument of `sweep` for a key such as `train.epochs`; nothing for a section."""
+    parts = [part for part in key.split(".") if part not in _SECTIONS]
+    return parts[0] if parts else ""
+
+
+def _plain(value: Any) -> Any:
+    """Convert tuples, arrays and numbers of NumPy and torch to the types of TOML."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, (list, tuple, range, set)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _executor(device: str, ray: str | None, directory: Path) -> AbstractContextManager[Executor]:
+    if ray is None:
+        return nullcontext(Executor(resolve_device(device)))
+    from torchace.lab.sweeps.ray import connect_ray
+
+    return connect_ray(ray, device, directory, lambda: False)

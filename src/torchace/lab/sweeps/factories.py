@@ -1,0 +1,157 @@
+"""Ensembles from a user's factory: a function that returns one member, or a whole ensemble."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchace.lab.data import hashed_key
+from torchace.lab.schema.experiment import ModelSection
+from torchace.lab.sweeps.components import object_name
+from torchace.lab.sweeps.config import ConfigError
+from torchace.lab.training.memory import check_memory, count_parameters
+from torchace.lab.training.seeding import torch_seed
+from torchace.nn import Ensemble, stack_classifiers
+from torchace.nn.architecture import check_layers, check_one_architecture
+from torchace.nn.base import EnsembleModule
+from torchace.nn.branching import branch
+
+
+@dataclass(frozen=True)
+class Factory:
+    """A user's function with the section that says how to use it."""
+
+    function: Callable[..., Any]
+    model: ModelSection
+    link: str
+
+    @property
+    def name(self) -> str:
+        """Name of the function, for messages."""
+        return object_name(self.function).partition(":")[2]
+
+    def ensemble(self, seed: int, num_runs: int = 1, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> Any:
+        """Build the ensemble of a seed; raise if `num_runs` of them do not fit in the device's memory."""
+        model, link = self.model, self.link
+        if model.kind == "separate":
+            members: list[nn.Module] = []
+            for k in range(model.num_members):
+                with _seeded(seed, "member", k):
+                    members.append(self.module())
+                if k == 0:
+                    check_memory(count_parameters(members[0]) * model.num_members * num_runs, dtype, device)
+            self._check_members(members)
+            return Ensemble(members, link=link)
+        with _seeded(seed, "ensemble", 0):
+            first = self.module(ensembles=True)
+            check_memory(count_parameters(first) * num_runs, dtype, device)
+            if isinstance(first, EnsembleModule):
+                if first.num_members != model.num_members:
+                    raise ConfigError(
+                        f"Expected {self.name} to return an ensemble of {model.num_members} members, but it has "
+                        f"{first.num_members}. Set num_members."
+                    )
+                first.link = link
+                return first
+            if model.kind == "smoc":
+                return stack_classifiers(first, model.num_members, rank=model.rank, link=link)
+            return branch(first, model.num_members, at=model.at, reinitialize=self.module, link=link)
+
+    def module(self, ensembles: bool = False) -> nn.Module:
+        """Call the function; refuse anything but a module."""
+        try:
+            module = self.function(**self.model.arguments)
+        except Exception as error:
+            raise ConfigError(f"{self.name} failed with {type(error).__name__}: {error}") from error
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"Expected {self.name} to return a module (torch.nn.Module), but it returned {type(module).__name__}."
+            )
+        if isinstance(module, EnsembleModule) and not ensembles:
+            raise ConfigError(
+                f"Expected {self.name} to return one member, but it returned the ensemble {type(module).__name__}. "
+                "Use kind='smoc' or kind='branch' for a function that returns an ensemble."
+            )
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ConfigError(f"Expected a module with parameters to train, but {self.name} returned one without any.")
+        return module
+
+    def _check_members(self, members: list[nn.Module]) -> None:
+        if len({id(member) for member in members}) < len(members):
+            raise ConfigError(
+                f"Expected {self.name} to return a new module at every call, but it returned the same one twice. "
+                "Build the module inside the function."
+            )
+        try:
+            check_layers(members)
+            check_one_architecture(members)
+        except ValueError as error:
+            reason = str(error).partition(" Use Ensemble(members)")[0].rstrip(".")
+            raise ConfigError(f"{reason}. All calls of {self.name} must return the same architecture.") from error
+
+
+@contextmanager
+def _seeded(seed: int, purpose: str, index: int) -> Iterator[None]:
+    """Seed torch, NumPy and Python inside the block; restore their states afterwards."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    key = hashed_key(seed, purpose, index)
+    random.seed(key)
+    np.random.seed(key % 2**32)  # noqa: NPY002
+    try:
+        with torch_seed(seed, purpose, index):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def call_module(module: nn.Module, x: Any) -> Any:
+    """Call a module on one input, a tuple of inputs, or a dictionary of inputs by name."""
+    if isinstance(x, Mapping):
+        return module(**x)
+    return module(*x) if isinstance(x, (tuple, list)) else module(x)
+
+
+def check_outputs(factory: Factory, x: Any, y: Tensor, num_outputs: int) -> None:
+    """Refuse a member whose outputs for some samples are not logits `(N, C)` of the data's classes."""
+    with _seeded(0, "member", 0):
+        module = factory.module(ensembles=True)
+    module = copy.deepcopy(module).eval()
+    dtype = next((t.dtype for t in _tensors(x) if t.is_floating_point()), torch.float32)
+    try:
+        with torch.no_grad():
+            output = call_module(module.to(dtype), x)
+    except Exception as error:
+        shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in _tensors(x))
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+        raise ConfigError(f"The module of {factory.name} fails on inputs {shapes}: {reason}") from error
+    if not isinstance(output, Tensor):
+        raise ConfigError(
+            f"Expected the module of {factory.name} to return a tensor of logits, but it returned "
+            f"{type(output).__name__}. Wrap it in a module that returns the logits."
+        )
+    shape = tuple(output.shape[1:]) if isinstance(module, EnsembleModule) else tuple(output.shape)
+    if shape == (len(y), num_outputs):
+        return
+    if len(shape) != 2 or shape[0] != len(y):
+        raise ConfigError(
+            f"Expected the module of {factory.name} to return (N, {num_outputs}), here ({len(y)}, {num_outputs}), but "
+            f"it returned {shape}."
+        )
+    raise ConfigError(
+        f"Expected {num_outputs} outputs of the module of {factory.name}, one for each class or target, but it has "
+        f"{shape[1]}. Change its last layer, or set num_classes."
+    )
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    values = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list)) else [x]
+    return [value for value in values if isinstance(value, Tensor)]

@@ -1,0 +1,195 @@
+"""The results of a sweep, read from its run directory."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchace._figures import HEIGHT, LIGHT, WIDTH
+from torchace.lab.report import Results, read_results, write_report
+from torchace.lab.report.findings import headline
+from torchace.lab.report.plots import lambda_figures
+from torchace.lab.report.statistics import comparable_means, compare, paired_differences
+from torchace.lab.report.tables import summary_of
+from torchace.lab.schema.experiment import Arm, Experiment
+from torchace.lab.schema.results import ArmSummary, RunKey
+from torchace.lab.store import RunStore
+from torchace.lab.sweeps.components import Components
+from torchace.lab.sweeps.networks import build_network
+from torchace.nn.base import EnsembleModule
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pandas import DataFrame, Series  # type: ignore[import-untyped]
+
+
+class SweepResult:
+    """The results of a sweep.
+
+    Args:
+        directory: The run directory of `torchace.sweep(..., out=...)` or `torchace run`.
+        components: The objects that were given to the sweep; by default they are imported by their names.
+        temporary: Whether to remove the directory when this object is deleted.
+
+    Example:
+        >>> result = getfixture("sweep_result")  # 3 λ, 2 seeds, on digits
+        >>> result.table()["seeds"].tolist()
+        [2, 2, 2]
+        >>> result
+        Sweep of 3 λ and 2 seeds, 6 runs
+    """
+
+    def __init__(self, directory: str | Path, components: Components | None = None, *, temporary: bool = False) -> None:
+        self.directory = Path(directory)
+        self._components = components
+        if temporary:
+            weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
+
+    def _results(self, arrays: bool = False) -> Results:
+        return read_results(self.directory, arrays=arrays)
+
+    def to_frame(self) -> DataFrame:
+        """Return one row a run: diversity, seed, test metrics, validation metrics (`validation_...`) and times.
+
+        Failed runs have no metrics; `status` is `"failed"`.
+        """
+        import pandas as pd
+
+        results, rows = self._results(), []
+        for run in results.runs:
+            row: dict[str, Any] = {"arm": run.arm, "diversity": run.diversity, "seed": run.seed, "status": run.status}
+            row |= results.scores(run, "test")
+            row |= {f"validation_{key}": value for key, value in results.scores(run, "validation").items()}
+            rows.append({**row, "steps": run.steps, "seconds": run.seconds, "parameters": run.parameters})
+        frame = pd.DataFrame(rows)
+        return frame.drop(columns="arm") if len(results.arms) == 1 and len(frame) else frame
+
+    def table(self) -> DataFrame:
+        """Return one row a λ: means over seeds on test data, standard deviations, and the difference to λ=0.
+
+        `difference` is the mean paired difference of the loss (cross entropy or mean squared error), `low` to `high`
+        its 95 % interval, corrected for the number of λ.
+        """
+        import pandas as pd
+
+        results, rows = self._results(arrays=True), []
+        for arm in results.arms:
+            rows += [_row(results, arm, diversity) for diversity in results.diversities(arm)]
+        frame = pd.DataFrame(rows)
+        index = ["diversity"] if len(results.arms) == 1 else ["arm", "diversity"]
+        return frame.set_index(index).drop(columns=[key for key in ("arm",) if key not in index and key in frame])
+
+    def best(self) -> Series:
+        """Return the row of `table` of the λ that validation data choose, with `diversity`.
+
+        λ is 0 unless another one has a lower validation loss in a paired test over seeds.
+
+        Raises:
+            ValueError: The sweep has no validation data.
+        """
+        results = self._results()
+        loss, found = results.task.loss, list[tuple[float, ArmSummary, float]]()
+        for arm in results.arms:
+            means = comparable_means(results, arm, loss, "validation")
+            if not means:
+                continue
+            chosen = min(means, key=means.__getitem__)
+            if means.get(0.0) is not None and chosen and not _is_gain(results, arm, chosen, loss):
+                chosen = 0.0
+            found.append((means[chosen], arm, chosen))
+        if not found:
+            raise ValueError(
+                "best() needs validation data, but this sweep has none. Use sweep(..., validation=0.2), or compare the "
+                "values of λ with table()."
+            )
+        score, arm, diversity = min(found, key=lambda candidate: candidate[0])
+        table = self.table()
+        row: Series = table.loc[diversity if table.index.nlevels == 1 else (arm.name, diversity)].copy()
+        for key, value in reversed([("diversity", diversity), (f"validation_{loss}", score)]):
+            row = _prepend(row, key, value)
+        return row if len(results.arms) == 1 else _prepend(row, "arm", arm.name)
+
+    def plot(self) -> Figure:
+        """Draw the loss and the error by λ, with 95 % intervals over seeds."""
+        import matplotlib.pyplot as plt
+
+        specs = lambda_figures(self._results(arrays=True))[:2]
+        figure = plt.figure(figsize=(WIDTH * max(1, len(specs)), HEIGHT), layout="constrained")
+        for spec, part in zip(specs, figure.subfigures(1, max(1, len(specs)), squeeze=False)[0], strict=True):
+            part.suptitle(spec.title)
+            spec.draw(part, LIGHT)
+        return figure
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Write the report and return the path of its page; `out` is `report` in the run directory by default."""
+        return write_report(self.directory, out)
+
+    def ensemble(self, diversity: float, seed: int, *, arm: str | None = None) -> EnsembleModule:
+        """Return the trained ensemble of one run, in evaluation mode on the CPU.
+
+        Raises:
+            ValueError: There is no such run, or its weights were not kept.
+        """
+        store = RunStore(self.directory)
+        arms = self._arms()
+        chosen = arms[arm] if arm in arms else next(iter(arms.values()))
+        key = RunKey(chosen.name, float(diversity), int(seed))
+        weights = store.weights(key)
+        components = self._components or Components.load(chosen)
+        ensemble = build_network(chosen, None, [key.seed], "cpu", components=components).ensemble(0)
+        ensemble.load_state_dict(weights)
+        return ensemble.eval()
+
+    def _arms(self) -> dict[str, Arm]:
+        config = self._results().experiment.config
+        experiment = Experiment.model_validate({key: value for key, value in config.items() if key != "components"})
+        return {arm.name: arm for arm in experiment.complete_arms()}
+
+    def __repr__(self) -> str:
+        results = self._results()
+        diversities = {run.diversity for run in results.runs}
+        seeds = {run.seed for run in results.runs}
+        return f"Sweep of {len(diversities)} λ and {len(seeds)} seeds, {len(results.runs)} runs"
+
+    def _repr_html_(self) -> str:
+        """Show the table and the main finding in a notebook."""
+        import html
+
+        results = self._results(arrays=True)
+        sentences = [headline(results, arm) for arm in results.arms]
+        found = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences if sentence)
+        shown: str = self.table().to_html(float_format="{:.4g}".format, border=0)
+        return f"<p><b>{html.escape(repr(self))}</b></p>{found}{shown}"
+
+
+def _row(results: Results, arm: ArmSummary, diversity: float) -> dict[str, Any]:
+    """Return means and standard deviations of an arm at one λ."""
+    task = results.task
+    row: dict[str, Any] = {"arm": arm.name, "diversity": diversity, "seeds": len(results.finished(arm, diversity))}
+    for key in (*task.ensemble, *task.member, task.spread):
+        summary = summary_of(results, arm, diversity, key)
+        if summary is not None:
+            row |= {key: summary.mean, f"{key}_sd": summary.sd}
+    comparison = compare(results, arm, task.loss)
+    if comparison is not None and (difference := comparison.at(diversity)) is not None:
+        low, high = difference.joint_interval or (None, None)
+        row |= {"difference": difference.mean, "low": low, "high": high}
+    return row
+
+
+def _is_gain(results: Results, arm: ArmSummary, diversity: float, loss: str) -> bool:
+    """Whether a λ lowers the validation loss significantly, corrected for the number of λ."""
+    series = {d: results.values(arm, d, loss, "validation") for d in results.diversities(arm) if d}
+    reference = results.values(arm, 0.0, loss, "validation")
+    return any(
+        difference.diversity == diversity and difference.significant and difference.mean < 0
+        for difference in paired_differences(series, reference)
+    )
+
+
+def _prepend(row: Series, key: str, value: Any) -> Series:
+    import pandas as pd
+
+    return pd.concat([pd.Series({key: value}, dtype=object), row.astype(object)])

@@ -1,0 +1,335 @@
+"""Members that share all weights of a network and differ by a small adapter at each layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import register_parametrization
+
+from torchace import _checks
+from torchace.nn.adapter_layers import (
+    ADAPTER,
+    Adapter,
+    LayerShape,
+    LowRankAdapter,
+    MultiplicativeAdapter,
+    check_rank,
+    layer_shape,
+)
+from torchace.nn.base import EnsembleModule
+from torchace.nn.conversion import check_head, find_class_axis, find_head, find_logits, refuse_labels
+from torchace.nn.stacked import StackedEnsemble
+from torchace.nn.stacked_state import SHARED, take_members
+
+ADAPTERS = ("multiplicative", "low_rank")
+ALPHA = 8  # peft's default
+
+
+def adapt(
+    model: nn.Module,
+    num_members: int,
+    *,
+    adapter: str = "multiplicative",
+    rank: int = 8,
+    alpha: float | None = None,
+    layers: str | Sequence[str] | None = None,
+    freeze: bool = False,
+    head: str | None = None,
+    trained: bool | None = None,
+    link: str = "softmax",
+) -> AdaptedEnsemble:
+    r"""Make K members that share all weights of a model and differ by a small adapter at each layer.
+
+    A layer of member k computes, with shared W,
+
+    $$y = ((x \circ r_k) W) \circ s_k + b_k \quad \text{("multiplicative": BatchEnsemble, TabM)}$$
+    $$y = x \left(W + \tfrac{\alpha}{\text{rank}} B_k A_k\right) + b \quad \text{("low_rank": LoRA)}$$
+
+    All members are computed in one pass. Shared weights receive the mean of the members' gradients. BatchNorm layers
+    are each member's own; other layers without an adapter are shared. The model is copied, not changed.
+
+    Start: a model that is not `trained` has random signs as $r_k$ of the first adapted layer and ones elsewhere (as
+    `tabm`), and new heads. A trained one keeps what it learned: factors from N(1, 0.1²), and copies of its head.
+    $A_k$ is drawn as in peft and $B_k$ is zero: low-rank members with equal heads differ from the first step on.
+
+    Args:
+        model: A network with linear or convolutional layers that returns logits `(N, C, ...)`, or an object or tuple
+            with them.
+        num_members: K.
+        adapter: `"multiplicative"` or `"low_rank"`.
+        rank: Rank of the low-rank adapters, at most the layer's smaller size.
+        alpha: Scale of the low-rank adapters; 8 if None, as in peft.
+        layers: Names of the adapted layers: a list, or one name. `"encoder"` means all layers inside it, `"query"` also
+            all layers whose name ends in `.query`, and `"*.attention.*"` is a pattern. None: all linear and
+            convolutional layers but the head. `"first"`: the inputs of the first layer alone, as TabM's mini variant.
+        freeze: Train adapters and heads alone.
+        head: The name of the layer of which each member has its own, by default the last linear layer (found as by
+            `stack_classifiers`); `"shared"`: no own head.
+        trained: Whether the model is trained; by default the value of `freeze`.
+        link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
+
+    Returns:
+        An ensemble that takes the model's inputs, except `labels`, and returns logits `(K, N, C, ...)`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> ensemble = adapt(model, 5)
+        >>> ensemble(torch.zeros(6, 4)).shape
+        torch.Size([5, 6, 3])
+        >>> ensemble.stacked[2].weight.shape, ensemble.stacked[2].adapter.r.shape, ensemble.stacked[4].weight.shape
+        (torch.Size([8, 8]), torch.Size([5, 8]), torch.Size([5, 3, 8]))
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"Expected `model` to be a module, but got {type(model).__name__}.")
+    _checks.check_count(num_members, "num_members")
+    _checks.check_choice(adapter, "adapter", ADAPTERS)
+    trained = freeze if trained is None else trained
+    host = copy.deepcopy(model)
+    if freeze:
+        host.requires_grad_(False)
+    head_names, head_name = _find_head(host, head)
+    targets = _choose_layers(host, layers, excluded=head_names if layers is None else head_names * (head != "shared"))
+    own = _Own(num_members)
+    for i, (name, target) in enumerate(targets.items()):
+        if adapter == "low_rank":
+            _add_low_rank(name, target, num_members, rank, ALPHA if alpha is None else alpha)
+        else:
+            start = "normal" if trained else "signs" if i == 0 else "ones"
+            _add_multiplicative(target, own, start, inputs_only=layers == "first")
+    names = layers if layers is None or isinstance(layers, str) else list(layers)
+    options: dict[str, Any] = {"adapter": adapter, "layers": names, "head": head}
+    if adapter == "low_rank":
+        options |= {"rank": rank, "alpha": ALPHA if alpha is None else alpha}
+    classes = layer_shape(host.get_submodule(head_name)) if head_name is not None else None
+    if head != "shared" and head_name is not None:
+        own.add_copies(host.get_submodule(head_name).requires_grad_(), redraw=not trained)
+    for layer in host.modules():
+        if isinstance(layer, _NormBase):
+            own.add_copies(layer, redraw=False)
+    own.mark_shared(host)
+    ensemble = AdaptedEnsemble(host, num_members, link, options)
+    ensemble.num_classes = None if classes is None else classes.outputs
+    return ensemble
+
+
+class AdaptedEnsemble(StackedEnsemble):
+    """The ensemble of `adapt`: one network whose adapters, heads and BatchNorm layers have a member axis, `(K, ...)`.
+
+    Attributes:
+        stacked: The network. Its shared parameters have the shapes they have in the model.
+        options: The arguments of `adapt`.
+        class_axis: The axis of the classes in a member's logits of more than two axes, 1 or -1. The first unambiguous
+            forward sets it; set it yourself where both axes fit.
+    """
+
+    def __init__(self, stacked: nn.Module, num_members: int, link: str, options: dict[str, Any]) -> None:
+        EnsembleModule.__init__(self, num_members, link)
+        self.stacked = stacked
+        self.options = options
+        self.num_classes: int | None = None
+        self.class_axis: int | None = None
+        self.training = stacked.training
+        self._register()
+
+    def forward(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Tensor:
+        """Return the members' logits, `(K, N, C, ...)`; see `StackedEnsemble.forward`."""
+        refuse_labels(kwargs)
+        return super().forward(*args, batches=batches, **kwargs)
+
+    def _logits(self, output: Any) -> Tensor:
+        logits = find_logits(output)
+        if logits.ndim < 4 or self.num_classes is None:
+            return logits
+        axis = find_class_axis(logits.shape[1:], self.num_classes, self.class_axis)
+        if axis is None:
+            return logits
+        self.class_axis = 1 if axis == 1 else -1
+        return logits.movedim(axis + 1, 2)
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """The adapters by the names of their layers."""
+        found = {}
+        for name, module in self.stacked.named_modules():
+            if isinstance(module, Adapter):
+                found[_layer_name(name)] = module
+        return found
+
+    def take(self, members: slice) -> AdaptedEnsemble:
+        """Return a copy with some of the members."""
+        taken = copy.deepcopy(self)
+        taken.stacked = take_members(self.stacked, members)
+        taken.num_members, taken.member_weights = len(range(self.num_members)[members]), None
+        return taken
+
+    def extra_repr(self) -> str:
+        """Return the options."""
+        return ", ".join([super().extra_repr(), *(f"{name}={value!r}" for name, value in self.options.items())])
+
+
+class _Target(NamedTuple):
+    """A weight that can have an adapter."""
+
+    layer: nn.Module
+    shape: LayerShape
+    weight: str = "weight"
+    bias: str = "bias"
+    called: bool = True  # False: another module uses the weight itself, as nn.MultiheadAttention does
+
+
+class _Own:
+    """Tensors of which each member has its own: `(K, ...)` from copies."""
+
+    def __init__(self, num_members: int) -> None:
+        self.num_members = num_members
+        self.names: dict[nn.Module, set[str]] = {}
+
+    def add(self, layer: nn.Module, name: str) -> None:
+        """Give each member its own copy of a parameter or buffer."""
+        names = self.names.setdefault(layer, set())
+        held: dict[str, Any] = layer._parameters if name in layer._parameters else layer._buffers
+        tensor = held[name]
+        if tensor is None or name in names:
+            return
+        names.add(name)
+        copies = tensor.detach().repeat(self.num_members, *[1] * tensor.ndim)
+        held[name] = nn.Parameter(copies, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copies
+
+    def add_copies(self, module: nn.Module, *, redraw: bool) -> None:
+        """Give each member its own copy of a module, with new weights if `redraw`."""
+        drawn = [copy.deepcopy(module) for _ in range(self.num_members)] if redraw else []
+        for member in drawn:
+            for layer in reversed(list(member.modules())):
+                if callable(reset := getattr(layer, "reset_parameters", None)):
+                    reset()
+        for layer in module.modules():
+            for name in (*layer._parameters, *layer._buffers):
+                self.add(layer, name)
+        for k, member in enumerate(drawn):
+            for mine, new in zip(module.parameters(), member.parameters(), strict=True):
+                mine.data[k] = new.data
+
+    def mark_shared(self, host: nn.Module) -> None:
+        """Record in each layer the names of the tensors that members share."""
+        for layer in host.modules():
+            own = self.names.get(layer, set())
+            names = () if isinstance(layer, Adapter) else (*layer._parameters, *layer._buffers)
+            vars(layer)[SHARED] = tuple(name for name in names if name not in own)
+
+
+def _find_head(host: nn.Module, head: str | None) -> tuple[list[str], str | None]:
+    """Return all names of the head, and the first; none if it is shared and cannot be found."""
+    if head is not None and not isinstance(head, str):
+        raise TypeError(f"Expected `head` to be the name of a layer, but got {type(head).__name__}.")
+    if head == "shared":
+        try:
+            name = find_head(host)
+        except ValueError:
+            return [], None
+        layer = host.get_submodule(name)
+        return [path for path, module in host.named_modules(remove_duplicate=False) if module is layer], name
+    name = find_head(host) if head is None else head
+    names, _ = check_head(host, name)
+    return names, names[0]
+
+
+def _find_targets(host: nn.Module) -> dict[str, _Target]:
+    """Return all weights that can have an adapter, by the names of their layers."""
+    targets: dict[str, _Target] = {}
+    used_by_attention = set()
+    for name, layer in host.named_modules():
+        if isinstance(layer, nn.MultiheadAttention):
+            used_by_attention.add(layer.out_proj)
+            for field in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
+                weight = layer._parameters.get(field)
+                if weight is not None:
+                    path = f"{name}.{field.removesuffix('_weight')}".lstrip(".")
+                    sizes = LayerShape(weight.shape[1], weight.shape[0])
+                    targets[path] = _Target(layer, sizes, field, "in_proj_bias", called=False)
+        shape = layer_shape(layer)
+        if shape is not None and isinstance(layer._parameters.get("weight"), nn.Parameter):
+            targets[name] = _Target(layer, shape, called=layer not in used_by_attention)
+    return targets
+
+
+def _choose_layers(host: nn.Module, layers: str | Sequence[str] | None, excluded: list[str]) -> dict[str, _Target]:
+    """Return the weights that receive an adapter."""
+    targets = {name: target for name, target in _find_targets(host).items() if name not in excluded}
+    if not targets:
+        kind = type(host).__name__
+        raise ValueError(f"Expected a model with a linear or convolutional layer before its head, but {kind} has none.")
+    for name, target in targets.items():
+        if isinstance(target.layer._parameters[target.weight], UninitializedParameter):
+            raise ValueError(f"The layer {name!r} has no shape yet. Run the model once on an example first.")
+    if layers is None:
+        return targets
+    if layers == "first":
+        name = next(iter(targets))
+        return {name: targets[name]}
+    wanted = [layers] if isinstance(layers, str) else list(layers)
+    chosen: dict[str, _Target] = {}
+    for pattern in wanted:
+        if not isinstance(pattern, str):
+            raise TypeError(f"Expected `layers` to be names of layers, but got {type(pattern).__name__}.")
+        found = {name: target for name, target in targets.items() if _matches(name, pattern)}
+        if not found:
+            names = ", ".join(repr(name) for name in list(targets)[:10]) + (", ..." if len(targets) > 10 else "")
+            raise ValueError(
+                f"Expected `layers` to name linear or convolutional layers of the model, but none matches {pattern!r}. "
+                f"It has {names}."
+            )
+        chosen |= found
+    if not chosen:
+        raise ValueError("Expected at least one name in `layers`, but got none. Use None for all layers.")
+    return {name: target for name, target in targets.items() if name in chosen}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    inside = name.startswith(f"{pattern}.") or f".{pattern}." in name
+    return name == pattern or inside or name.endswith(f".{pattern}") or fnmatchcase(name, pattern)
+
+
+def _add_low_rank(name: str, target: _Target, num_members: int, rank: int, alpha: float) -> None:
+    check_rank(name, target.shape, rank)
+    weight = target.layer.get_parameter(target.weight)
+    kind = {"device": weight.device, "dtype": weight.dtype}
+    _attach(target, LowRankAdapter(target.shape, num_members, rank, alpha, **kind))
+
+
+def _add_multiplicative(target: _Target, own: _Own, start: str, *, inputs_only: bool) -> None:
+    layer, weight = target.layer, target.layer.get_parameter(target.weight)
+    bias = layer._parameters.get(target.bias)
+    if inputs_only or not target.called:
+        bias = None
+    kind = {"device": weight.device, "dtype": weight.dtype}
+    adapter = MultiplicativeAdapter(target.shape, own.num_members, bias, inputs_only=inputs_only, **kind)
+    if start != "ones":
+        adapter.draw(start)
+    _attach(target, adapter)
+    if not target.called and not inputs_only:
+        own.add(layer, target.bias)
+        if layer._parameters[target.bias] is not None:
+            layer.get_parameter(target.bias).requires_grad_()
+
+
+def _attach(target: _Target, adapter: Adapter) -> None:
+    if target.called:
+        adapter.attach(target.layer)
+    else:  # unsafe: no check of the weight's shape, which has no member axis yet
+        register_parametrization(target.layer, target.weight, adapter, unsafe=True)
+
+
+def _layer_name(adapter_name: str) -> str:
+    """Return the name of an adapter's layer."""
+    owner, _, last = adapter_name.rpartition(".")
+    if last == ADAPTER or not adapter_name.count("parametrizations."):
+        return owner
+    path, _, weight = owner.rpartition("parametrizations.")
+    name = weight.removesuffix(".0").removesuffix("_weight") if weight != "weight" else ""
+    return f"{path}{name}".rstrip(".")
