@@ -79,7 +79,9 @@ def main() -> None:
     parser.add_argument("--data", choices=["digits", "cifar10"], default="digits")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, nargs=2, default=(15, 15), help="of the first training and of fine-tuning")
+    parser.add_argument(
+        "--epochs", type=int, nargs=2, default=(15, 15), help="of the first training and of fine-tuning"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     started = time.perf_counter()

@@ -66,7 +66,9 @@ def main() -> None:
                 run["gain"] = run["member_cross_entropy"] - run["cross_entropy"]
                 run["parameters"] = sum(p.numel() for p in ensemble.parameters())
                 runs.append(run)
-                print(f"{kind:15} λ={diversity} seed {seed}: {run['accuracy']:.4f} {run['disagreement']:.4f}", flush=True)
+                print(
+                    f"{kind:15} λ={diversity} seed {seed}: {run['accuracy']:.4f} {run['disagreement']:.4f}", flush=True
+                )
     settings = {"num_members": count, "epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
     settings |= {"branched_at": at, "rank": RANK, "data": options.data}
     columns = ("accuracy", "cross_entropy", "member_accuracy", "gain", "disagreement", "ms_per_step")

@@ -6,17 +6,25 @@ transformers is imported when `ACETrainer` is first used.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from torchace.functional import ensemble_log_probs, ensemble_probs, linear_amended_cross_entropy
+from torchace.functional import (
+    average_gradients,
+    ensemble_log_probs,
+    ensemble_probs,
+    linear_amended_cross_entropy,
+)
 from torchace.nn.adapters import AdaptedEnsemble
 from torchace.nn.base import EnsembleModule
 from torchace.nn.conversion import StackedClassifiers
 from torchace.nn.losses import LOSSES, AmendedCrossEntropyLoss, MemberLoss, attach_loss
 from torchace.nn.stacked import StackedEnsemble
+from torchace.nn.stacked_state import shared_names
 
 __all__ = ["ACETrainer", "ACETrainerMixin"]
 
@@ -127,7 +135,7 @@ class ACETrainerMixin:
         with torch.no_grad(), self.compute_loss_context_manager():  # type: ignore[attr-defined]
             if prediction_loss_only and target is not None and self._has_large_logits(target):
                 features, target = self._features(model, inputs, target)
-                weight, bias = self._ensemble().head_tensors()  # type: ignore[operator]
+                weight, bias = _head_tensors(self._ensemble())
                 rows = max(1, LARGE_LOGITS * len(target) // self._count_logits(target))
                 for part, labels in zip(features.split(rows, 1), target.split(rows), strict=True):
                     logits = part @ weight.mT.to(part.dtype)
@@ -162,6 +170,15 @@ class ACETrainerMixin:
             logs["diversity"] = float(self.ace_loss.diversity)
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Save as the Trainer does, with copies of tied weights: safetensors refuses tensors that share memory."""
+        seen: set[int] = set()
+        separate = {}
+        for name, tensor in (self.model.state_dict() if state_dict is None else state_dict).items():
+            separate[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+            seen.add(tensor.data_ptr())
+        super()._save(output_dir, separate)  # type: ignore[misc]
+
     def _ensemble(self) -> EnsembleModule:
         return self.accelerator.unwrap_model(self.model)
 
@@ -186,11 +203,15 @@ class ACETrainerMixin:
         loss = self.ace_loss
         supported = isinstance(loss, AmendedCrossEntropyLoss) and loss.detach_others and loss.reduction != "none"
         ensemble = self._ensemble()
-        return supported and isinstance(ensemble, AdaptedEnsemble) and self._count_logits(target) > LARGE_LOGITS
+        if not supported or not isinstance(ensemble, AdaptedEnsemble) or ensemble.head is None:
+            return False
+        if ensemble.head in ensemble.adapters:  # which the features have not passed
+            return False
+        return self._count_logits(target) > LARGE_LOGITS
 
     def _features(self, model: nn.Module, inputs: dict[str, Any], target: Tensor) -> tuple[Tensor, Tensor]:
         """Return the inputs of the head, `(K, N·T, D)`, and their target, `(N·T,)`."""
-        with self._ensemble().without_head():  # type: ignore[operator]
+        with _without_head(self._ensemble()):
             features = model(**inputs)  # (K, N, T, D)
         if self._is_causal:
             features, target = features[:, :, :-1], target[:, 1:]
@@ -199,7 +220,7 @@ class ACETrainerMixin:
     def _linear_loss(self, features: Tensor, target: Tensor) -> Tensor:
         """Return the loss of features `(K, M, D)` and their target, `(M,)`, in chunks of the logits."""
         loss: Any = self.ace_loss
-        weight, bias = self._ensemble().head_tensors()  # type: ignore[operator]
+        weight, bias = _head_tensors(self._ensemble())
         options = ("member_weights", "weight", "ignore_index", "label_smoothing", "reduction")
         given = {name: getattr(loss, name) for name in options}
         return linear_amended_cross_entropy(features, weight, bias, target, loss.diversity, **given)
@@ -222,6 +243,35 @@ def _find_network(ensemble: EnsembleModule) -> nn.Module | None:
     if isinstance(ensemble, StackedClassifiers):
         return ensemble.host
     return ensemble.stacked if isinstance(ensemble, StackedEnsemble) else None
+
+
+@contextmanager
+def _without_head(ensemble: Any) -> Iterator[None]:
+    """Let an adapted ensemble return the inputs of its head, `(K, N, ..., D)`."""
+    path, _, name = ensemble.head.rpartition(".")
+    parent, num_classes = ensemble.stacked.get_submodule(path), ensemble.num_classes
+    head = getattr(parent, name)
+    setattr(parent, name, nn.Identity())
+    ensemble.num_classes = None
+    try:
+        yield
+    finally:
+        setattr(parent, name, head)
+        ensemble.num_classes = num_classes
+
+
+def _head_tensors(ensemble: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the weight `(K, C, D)` and bias `(K, C)` of an adapted ensemble's head; a shared one expanded."""
+    head, count = ensemble.stacked.get_submodule(ensemble.head), ensemble.num_members
+
+    def expand(tensor: Tensor | None, name: str) -> Tensor | None:
+        if tensor is None or name not in shared_names(head):
+            return tensor
+        return average_gradients(tensor, count).expand(count, *tensor.shape)
+
+    weight = expand(head.weight, "weight")
+    assert weight is not None
+    return weight, expand(head.bias, "bias")
 
 
 def _is_causal_model(network: nn.Module) -> bool:

@@ -218,7 +218,9 @@ def test_adapters_of_another_model_are_refused(saved: tuple[nn.Module, list[Path
     load_adapters(model.double(), folders)  # another precision is the same model
     model.float()
     wide = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 6), nn.ReLU(), nn.Linear(6, 3))
-    with pytest.raises(ModelFileError, match=r"does not fit the model: '0.lora_B.weight' has shape \(8, 2\), but .* \(9, 2\)"):
+    with pytest.raises(
+        ModelFileError, match=r"does not fit the model: '0.lora_B.weight' has shape \(8, 2\), but .* \(9, 2\)"
+    ):
         load_adapters(wide, folders)
     with pytest.raises(ModelFileError, match="adapts the layer '0', which Linear does not have"):
         load_adapters(nn.Linear(4, 3), folders)

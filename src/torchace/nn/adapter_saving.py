@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 from torchace._files import StrPath
 from torchace._model_files import ModelFileError, to_json
 from torchace.nn.adapter_files import FACTORS, AdapterFile, read_adapter, write_adapter
-from torchace.nn.adapter_layers import ADAPTER, Adapter, LowRankAdapter, layer_shape
+from torchace.nn.adapter_layers import ADAPTER, Adapter, LowRankAdapter, is_conv1d, layer_shape
 from torchace.nn.adapters import AdaptedEnsemble, adapt
 from torchace.nn.stacked_state import SHARED, all_shared_names, shared_names, take_members
 
@@ -44,7 +44,7 @@ def save_adapters(ensemble: AdaptedEnsemble, folder: StrPath) -> list[Path]:
         "lora_alpha": ensemble.options["alpha"],
         "target_modules": _target_modules(stacked, list(adapters)),
         "modules_to_save": own or None,
-        "fan_in_fan_out": any(_is_conv1d(stacked.get_submodule(name)) for name in adapters),
+        "fan_in_fan_out": any(is_conv1d(stacked.get_submodule(name)) for name in adapters),
         "base_model_name_or_path": getattr(getattr(stacked, "config", None), "_name_or_path", None) or None,
         "task_type": next((task for end, task in TASKS.items() if type(stacked).__name__.endswith(end)), None),
     }
@@ -200,10 +200,6 @@ def _target_modules(model: nn.Module, targets: list[str]) -> list[str] | str:
     return "|".join(re.escape(name) for name in targets) if others else targets
 
 
-def _is_conv1d(layer: nn.Module) -> bool:
-    return type(layer).__name__ == "Conv1D"
-
-
 def _check_fit(file: AdapterFile, first: AdapterFile, model: nn.Module) -> None:
     """Refuse an adapter that does not fit the model, or is unlike the first one."""
     for what in ("rank", "alpha"):
@@ -218,7 +214,7 @@ def _check_fit(file: AdapterFile, first: AdapterFile, model: nn.Module) -> None:
                 f"Expected {what} of the same layers, but {name!r} is not in both {first.folder} and {file.folder}; "
                 "train them alike."
             )
-    for name, pair in file.factors.items():
+    for name, pair in sorted(file.factors.items()):
         shape = layer_shape(_find_module(model, name))
         if shape is None:
             raise ModelFileError(

@@ -73,7 +73,7 @@ def run_stacked(
     try:
         for module, name, parameter in replaced:  # the weight, not activations: adapters keep their own gradients
             module._parameters[name] = average_gradients(parameter, mode.num_members)  # type: ignore[assignment]
-        with mode:
+        with mode, _recompute_in(mode, stacked):
             output = stacked(*args, **kwargs)
     finally:
         for module, name, parameter in replaced:
@@ -260,6 +260,50 @@ def _cumulative_average(layer: Any) -> Iterator[None]:
     finally:
         hook.remove()
         layer.momentum = None
+
+
+# Activation checkpointing inside the network
+
+
+@contextmanager
+def _recompute_in(mode: StackingMode, stacked: nn.Module) -> Iterator[None]:
+    """Let `checkpoint` recompute a part of the forward in the mode, with the tensors of this call."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        yield
+        return
+    apply = CheckpointFunction.apply
+    start = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    tensors: dict[str, Tensor] = {}
+
+    def start_in_mode(function: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tensors:
+            tensors.update({**named_tensors(stacked, "parameters"), **named_tensors(stacked, "buffers")})
+
+        def contexts() -> tuple[Any, Any]:
+            forward, recompute = context_fn()
+            return forward, _enter(recompute, replace_tensors(stacked, tensors), mode)
+
+        return start(function, preserve, contexts, *args, **kwargs)
+
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = start_in_mode
+    CheckpointFunction.apply = _raise_reentrant_error  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator = start
+        CheckpointFunction.apply = apply  # type: ignore[method-assign]
+
+
+@contextmanager
+def _enter(*contexts: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _raise_reentrant_error(*_: Any) -> Any:
+    raise StackingError("activation checkpointing inside a member needs use_reentrant=False")
 
 
 @contextmanager
