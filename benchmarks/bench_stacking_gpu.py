@@ -25,6 +25,7 @@ import measure
 import measure_gpu
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
 
 from torchace.functional import amended_cross_entropy
 from torchace.lab.data import Batches, CropFlip, Split
@@ -34,7 +35,6 @@ from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.step import TrainStep
 from torchace.models import cifar_resnet, mlp
 from torchace.nn import SMOC, Ensemble, StackedEnsemble
-from torchace.nn.stacking import Decision
 
 CLASSES, HEADS, DIVERSITY = 10, 10, 0.1
 GIB = 1 << 30
@@ -101,12 +101,10 @@ def contenders(case: Case, device: str, compiled: bool) -> dict[str, Callable[[]
     members = [make() for _ in range(count)]
     x = inputs().to(device)
     y = torch.randint(CLASSES, (len(x),), device=device)
-    by_vmap = StackedEnsemble(copy.deepcopy(members))
-    by_vmap._decisions = _NeverFollowed()
     ensembles: dict[str, nn.Module] = {
         "stacked": StackedEnsemble(copy.deepcopy(members)),
         "loop": Ensemble(copy.deepcopy(members)),
-        "vmap": by_vmap,
+        "vmap": VmapEnsemble(StackedEnsemble(members).stacked),
     }
     if compiled:
         ensembles["stacked, compiled"] = StackedEnsemble(copy.deepcopy(members))
@@ -122,14 +120,19 @@ def contenders(case: Case, device: str, compiled: bool) -> dict[str, Callable[[]
     return {name: step_of(ensemble, x, y, bf16) for name, ensemble in ensembles.items()}
 
 
-class _NeverFollowed(dict[Any, Decision]):
-    """The decisions of an ensemble that runs under `vmap` whole."""
+class VmapEnsemble(nn.Module):
+    """A stacked network under `torch.func.vmap` as a whole."""
 
-    def __contains__(self, key: object) -> bool:
-        return True
+    def __init__(self, stacked: nn.Module) -> None:
+        super().__init__()
+        self.stacked = stacked
 
-    def __getitem__(self, key: object) -> Decision:
-        return Decision(False, "asked for", (), 0)
+    def forward(self, x: Tensor) -> Tensor:
+        def member(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Tensor:
+            return functional_call(self.stacked, {**parameters, **buffers}, (x,))
+
+        state = dict(self.stacked.named_parameters()), dict(self.stacked.named_buffers())
+        return vmap(member, randomness="different")(*state)
 
 
 def resnet_training(runs: int, split: Split, device: str, depth: int, batch: int, compiled: bool) -> Callable[[], None]:

@@ -124,14 +124,15 @@ class _Noisy(nn.Module):
         return self.linear(x[:, torch.randperm(4)])
 
 
-def test_random_numbers_of_a_network_under_vmap_are_a_function_of_seed_and_step() -> None:
+def test_random_numbers_of_members_that_run_one_by_one_depend_on_seed_step_and_member() -> None:
+    torch.manual_seed(0)
     stacked = StackedEnsemble([_Noisy(), _Noisy()])
-    x, members, step = torch.randn(2, 5, 4), torch.tensor([0, 1]), torch.tensor(3)
-    one, again = (stacked.compute([x[:1]], {}, own=True, rng=MemberRNG(torch.tensor([7]), members, step)) for _ in "ab")
-    assert torch.equal(one, again)  # a function of seed and step
-    stacked = StackedEnsemble([_Noisy(), _Noisy()])
-    with pytest.raises(ValueError, match=r"drawn separately for each run.*sweep\.group_size = 1"):
-        stacked.compute([x], {}, own=True, rng=MemberRNG(torch.tensor([7, 8]), members[:1], step))
+    x, members, step = torch.randn(2, 5, 4), torch.tensor([0]), torch.tensor(3)
+    both = stacked.compute([x], {}, own=True, rng=MemberRNG(torch.tensor([7, 8]), members, step))
+    again = stacked.compute([x], {}, own=True, rng=MemberRNG(torch.tensor([9, 8]), members, step))
+    assert not stacked.explain().call_by_call
+    assert torch.equal(both[1], again[1])
+    assert not torch.equal(both[0], again[0])
 
 
 class _InPlace(nn.Module):
@@ -152,8 +153,8 @@ def test_in_place_change_of_a_shared_activation() -> None:
     members = [_InPlace(named=False) for _ in range(3)]
     x = torch.randn(5, 4)
     torch.testing.assert_close(StackedEnsemble(members)(x), Ensemble(members)(x))
-    with pytest.raises(ValueError, match=r"Use Ensemble\(members\)"):  # the result of add_ is dropped
-        StackedEnsemble([_InPlace(named=True) for _ in range(3)])(x)
+    members = [_InPlace(named=True) for _ in range(3)]  # the result of add_ is dropped
+    torch.testing.assert_close(StackedEnsemble(members)(x), Ensemble(members)(x))
 
 
 def test_random_numbers_of_a_run_do_not_depend_on_other_runs():

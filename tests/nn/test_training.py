@@ -172,12 +172,12 @@ def test_a_broken_member_loses_its_weight():
 # The knob acts
 
 
-@pytest.mark.parametrize("path", ["own", "vmap"])
+@pytest.mark.parametrize("path", ["at once", "one by one"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_first_gradients_are_line_2(kind, path, monkeypatch):
     """∂e^k/∂z^k = (1-λ)(q^k - p) + λ(q̄ - p), carried back by hand through a copy."""
     torch.manual_seed(0)
-    if path == "vmap":
+    if path == "one by one":
         monkeypatch.setattr("torchace.nn.stacked.decide", lambda *_, **__: Decision(False, "asked for", (), 0))
     ensemble = KINDS[kind]().double()
     for module in ensemble.modules():

@@ -93,6 +93,7 @@ def fits_gpu(logits: Tensor, options: LossOptions) -> bool:
         logits.device.type == "cuda"
         and options.target.device == logits.device
         and options.detach_others
+        and not isinstance(options.label_smoothing, Tensor)
         and logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and logits.numel() > 0
         and logits.shape[-3] <= MAX_MEMBERS

@@ -100,20 +100,20 @@ def _is_plain(options: LossOptions) -> bool:
 
 def _compute_plain(z: Tensor, axis: int, options: LossOptions, dtype: torch.dtype) -> LossResult:
     """All results in the fewest operations, see `_is_plain`; nothing of one run depends on another."""
-    target, lam, _, _, _, scale, smoothing, *_ = options
+    target, lam, _, _, _, scale, *_ = options
     assert isinstance(lam, Tensor)
     assert isinstance(scale, Tensor)
     num_runs, num_members = z.shape[:2]
     shape = (1, -1) if axis == 2 else (-1, 1)
     index, scale = target.view(num_runs, 1, *shape), scale.view(scale.shape[0], 1, *shape)
-    lam = lam.view(-1, 1, 1, 1)
+    lam, smoothing = lam.view(-1, 1, 1, 1), options.smoothing(4)
     log_q = torch.log_softmax(z, axis, dtype=compute_dtype(z))
     log_q.clamp_(min=torch.finfo(log_q.dtype).min)  # 0 · log 0 is 0
     strength = lam / num_members
     q = log_q.exp().mul_(scale)  # from here on, everything times its scale
     b = q.sum(1, keepdim=True).mul_(strength)
     b.scatter_add_(axis, index, (scale * (smoothing - 1)).expand_as(index))
-    if smoothing:
+    if options.has_smoothing:
         b -= scale * (smoothing / z.shape[axis])
     losses = torch.addcmul(b, q, strength, value=-1).mul_(log_q).sum((2, 3))
     scores = _mixture_scores(log_q.gather(axis, index.expand(-1, num_members, -1, -1)))
@@ -237,7 +237,7 @@ def _shared_terms(
 
     The member axis has size 1, or K where each member has its own scale; s is a number or has class axis 1.
     """
-    scale, smoothing, num_classes = options.scale, options.label_smoothing, q.shape[axis]
+    scale, smoothing, num_classes = options.scale, options.smoothing(4), q.shape[axis]
     if isinstance(scale, Tensor):
         scale = (scale.unsqueeze(1) if scale.ndim == 2 else scale).unsqueeze(axis)
     if options.has_probabilities:
@@ -257,7 +257,7 @@ def _shared_terms(
         b = q.new_zeros(q.shape[0], members, *q.shape[2:])
     index = index.expand(b.shape[0], b.shape[1], *index.shape[2:])
     b.scatter_add_(axis, index, hit.expand_as(index) if isinstance(hit, Tensor) else b.new_full(index.shape, hit))
-    if smoothing:
+    if options.has_smoothing:
         spread = scale * (smoothing / num_classes)
         b -= spread if options.weight is None else spread * options.weight.view([-1, 1] if axis == 2 else [-1])
     return s, b

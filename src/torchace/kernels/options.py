@@ -23,7 +23,7 @@ class LossOptions(NamedTuple):
     weight: Tensor | None = None  # class weights, (C,)
     mixture: Tensor | None = None  # Σ_j α^j q^j computed elsewhere, (R, N, C)
     scale: float | Tensor = 1.0  # factor of a sample's loss: a number, (R, N) or (R, K, N)
-    label_smoothing: float = 0.0
+    label_smoothing: float | Tensor = 0.0  # a number for all runs, or (R,)
     ignore_index: int | None = None
     reduction: str = "sum"  # over samples
     detach_others: bool = True
@@ -38,6 +38,16 @@ class LossOptions(NamedTuple):
         """Whether λ is known to be zero without reading a tensor."""
         return not isinstance(self.diversity, Tensor) and self.diversity == 0
 
+    @property
+    def has_smoothing(self) -> bool:
+        """Whether label smoothing may be above zero, without reading a tensor."""
+        return isinstance(self.label_smoothing, Tensor) or self.label_smoothing != 0
+
+    def smoothing(self, ndim: int) -> float | Tensor:
+        """Return the label smoothing, broadcast against a tensor of `ndim` axes whose first is that of the runs."""
+        smoothing = self.label_smoothing
+        return smoothing.view(-1, *[1] * (ndim - 1)) if isinstance(smoothing, Tensor) else smoothing
+
     def samples(self, part: slice) -> LossOptions:
         """Return the options of some samples."""
         scale = self.scale
@@ -51,8 +61,9 @@ class LossOptions(NamedTuple):
         p = self.target
         if not self.has_probabilities:
             p = (p.unsqueeze(2) == torch.arange(num_classes, device=p.device)).to(dtype)
-        if self.label_smoothing:
-            p = p * (1 - self.label_smoothing) + self.label_smoothing / num_classes
+        if self.has_smoothing:
+            smoothing = self.smoothing(3)
+            p = p * (1 - smoothing) + smoothing / num_classes
         return p if self.weight is None else p * self.weight
 
 

@@ -118,7 +118,7 @@ class RunStore:
 
     def checkpoints(self, group: GroupPlan, config_sha256: str | None = None) -> Checkpoints:
         """Checkpoints of a run group, valid only for its runs with this configuration."""
-        runs = [[run.arm, run.diversity, run.seed] for run in group.runs]
+        runs = [[run.arm, run.diversity, run.seed, *run.settings.items()] for run in group.runs]
         owner = {"runs": runs, "config_sha256": config_sha256}
         return Checkpoints(self.directory / "checkpoints" / group.id, owner=owner)
 
@@ -150,7 +150,7 @@ class RunStore:
         self, result: RunResult, arrays: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None
     ) -> None:
         """Write a finished run: arrays and weights first, then its file with checksums."""
-        run = RunKey(result.arm, result.diversity, result.seed)
+        run = result.key
         digest = None
         if arrays:
             data = save_safetensors(dict(arrays))

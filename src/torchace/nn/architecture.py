@@ -37,10 +37,6 @@ def check_layers(members: list[nn.Module]) -> None:
             raise not_stackable(member, name, "sparse gradients have no batched form")
         if any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=False)):
             raise not_stackable(member, name, "its parameters are not initialized yet; run it once before")
-        old_style = any("spectral_norm" in type(hook).__module__ for hook in layer._forward_pre_hooks.values())
-        if old_style or type(layer).__name__ == "_SpectralNorm":
-            owner = name.split(".parametrizations.")[0]
-            raise not_stackable(member, owner, "spectral normalization changes its buffers in a way vmap cannot follow")
 
 
 def not_stackable(root: nn.Module, name: str, why: str) -> ValueError:

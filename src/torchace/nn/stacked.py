@@ -23,9 +23,9 @@ from torchace.nn.stacking import (
     StackingMode,
     decide,
     register_ensemble,
+    run_one_by_one,
     run_stacked,
     run_stacked_in_graph,
-    run_under_vmap,
 )
 
 CACHED = 1 << 21  # elements of the largest feature maps that are computed together on a CPU
@@ -40,8 +40,8 @@ class StackedEnsemble(EnsembleModule):
 
     A member's `forward` runs once for all members: linear layers as batched products, convolutions as grouped ones, and
     so on. A function without such a form runs under `torch.func.vmap`, or member by member; see `explain`. The first
-    call in each mode compares two members with the same members alone; where they differ, the whole network runs under
-    `torch.func.vmap`.
+    call in each mode compares two members with the same members alone; where they differ, or where the forward depends
+    on a member's data, members run one by one.
 
     Args:
         members: Modules of one architecture, in one mode (training or evaluation). They are copied.
@@ -152,7 +152,7 @@ class StackedEnsemble(EnsembleModule):
         modes = self._modes(layers)
         if torch.compiler.is_dynamo_compiling():
             if not self._call_by_call:
-                return run_under_vmap(self.stacked, self.num_members, args, kwargs, own=own)
+                return run_one_by_one(self.stacked, self.num_members, args, kwargs, own=own)
             key = None if rng is None else rng.tensors
             return run_stacked_in_graph(self._token, modes, own, list(args), kwargs, self._tensors(), key)
         decision = self._decision(modes, args, kwargs, own=own)
@@ -161,11 +161,8 @@ class StackedEnsemble(EnsembleModule):
         if decision is None or decision.call_by_call:
             size = self._members_at_once(decision, args, own=own)
             output = self._run_stacked(layers, args, kwargs, size, own=own, rng=rng)
-        elif rng is None or not decision.random:
-            output = run_under_vmap(self.stacked, self.num_members, args, kwargs, own=own)
         else:
-            with rng.seed_generator(decision.reason):
-                output = run_under_vmap(self.stacked, self.num_members, args, kwargs, own=own)
+            output = run_one_by_one(self.stacked, self.num_members, args, kwargs, own=own, rng=rng)
         if tensor_versions(shared) != before:
             raise ValueError(
                 "Expected members that leave their shared input unchanged, but they changed their input in place. Use "
@@ -218,7 +215,7 @@ class StackedEnsemble(EnsembleModule):
         key = (own, torch.is_grad_enabled(), modes)
         if key not in self._decisions:
             if _is_traced(args):
-                return None if self._call_by_call else Decision(False, random=True)
+                return None if self._call_by_call else Decision(False)
             self._decisions[key] = decide(self.stacked, self.num_members, self._token, args, kwargs, own=own)
             self._call_by_call = self._decisions[key].call_by_call
         return self._decisions[key]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 
@@ -92,15 +93,15 @@ def replace_tensors(stacked: nn.Module, tensors: Mapping[str, Tensor]) -> Iterat
             held[name] = tensor
 
 
-# Weights that a hook recomputes before every forward (old-style weight norm, pruning) are results of autograd and
-# cannot be copied; a copy recomputes them.
+# Weights that a hook recomputes before every forward (old-style weight and spectral norm, pruning) are results of
+# autograd and cannot be copied; a copy recomputes them.
 
 
 def recomputed_names(layer: nn.Module, hooks: Iterable[Any] | None = None) -> list[str]:
     """Return the attributes of a layer that its hooks, or the given ones, compute before every forward."""
     names = []
     for hook in layer._forward_pre_hooks.values() if hooks is None else hooks:
-        if isinstance(hook, WeightNorm):
+        if isinstance(hook, (SpectralNorm, WeightNorm)):
             names.append(hook.name)
         elif isinstance(hook, BasePruningMethod):
             names.append(str(hook._tensor_name))
@@ -118,7 +119,9 @@ def copy_module(module: nn.Module, parts: dict[int, Any]) -> nn.Module:
 def recompute_weights(module: nn.Module) -> nn.Module:
     """Run the hooks that recompute weights and return the module."""
     for layer in module.modules():
+        training, layer.training = layer.training, False  # spectral norm changes its buffers in training mode
         for hook in layer._forward_pre_hooks.values():
             if recomputed_names(layer, [hook]):
                 hook(layer, ())
+        layer.training = training
     return module

@@ -281,7 +281,7 @@ def test_the_page_of_a_fit_states_what_a_reader_needs(pages: Callable[[str], Pat
 def test_long_lists_are_folded(pages: Callable[[str], Path]) -> None:
     text = pages("regression_fit").read_text(encoding="utf-8")
     folds = re.findall(r"<details><summary>(.+?)</summary>(.*?)</details>", text, flags=re.DOTALL)
-    assert [summary for summary, _ in folds] == ["7 more", "Configuration"]
+    assert [summary for summary, _ in folds] == ["12 more", "Configuration"]
     assert "sensor_13" in folds[0][1]
     assert "sensor_0<" not in folds[0][1]
 
@@ -294,7 +294,7 @@ def test_a_table_with_thousands_of_columns_has_a_page(tmp_path: Path) -> None:
     page = write_report(directory)
     assert page.stat().st_size < 1_000_000
     assert "19,000 more are not listed." in page.read_text(encoding="utf-8")
-    assert "Numbers (20,000)" in (page.parent / "results.md").read_text(encoding="utf-8")
+    assert "Columns (20,000)" in (page.parent / "results.md").read_text(encoding="utf-8")
 
 
 EDGES = {

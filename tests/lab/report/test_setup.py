@@ -7,7 +7,7 @@ from typing import Any
 from tests.lab.report import synthetic_sweeps
 from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from torchace.lab.report import Results, read_results
-from torchace.lab.report.setup import MOST, all_classes, column_tables, facts, failure_table, fold, target_facts
+from torchace.lab.report.setup import MOST, all_classes, column_table, facts, failure_table, fold, target_facts
 from torchace.lab.report.tables import ReportTable
 
 
@@ -57,21 +57,37 @@ def test_failures_and_damaged_files(failing: Path, table1_results: Results) -> N
     assert failure_table(table1_results) is None
 
 
-def test_a_table_for_each_kind_of_column(regression_results: Results) -> None:
-    tables = column_tables(regression_results)
-    assert [table.caption for table in tables] == ["Numbers (19)", "Categories (3)", "Left out (2)"]
-    numbers, categories, dropped = map(_rows, tables)
-    assert numbers[:5] == [
-        ["living_area", "142.6 ± 51.3", "31 to 412", "0"],
-        ["lot_area", "10,517 ± 9981", "1300 to 215,245", "12 (1.2 %)"],
-        ["year_built", "1971 ± 30.2", "1872 to 2010", "3 (0.3 %)"],
-        ["distance_to_station", "0.00042 ± 0.00031", "0 to 0.0031", "0"],
-        ["income", "5.1×10⁷ ± 2.2×10⁷", "810,000 to 3.9×10⁸", "0"],
+def _columns(results: Results) -> ReportTable | None:
+    return column_table(results.data.table, results.data.train) if results.data.table else None
+
+
+def test_what_was_understood_of_every_column(regression_results: Results) -> None:
+    table = _columns(regression_results)
+    assert table is not None
+    assert table.caption == "Columns (24)"
+    rows = {row[0]: row[1:] for row in _rows(table)}
+    assert rows["living_area"] == ["number", "142.6 ± 51.3, 31 to 412", "0"]
+    assert rows["lot_area"] == ["number", "10,517 ± 9981, 1300 to 215,245", "12 (1.2 %)"]
+    assert rows["distance_to_station"] == ["number", "0.00042 ± 0.00031, 0 to 0.0031", "0"]
+    assert rows["heating"] == ["category", "gas (512), district (301), oil (96), wood (51)", "40 (4.2 %)"]
+    assert rows["pool"] == ["left out", "All values are missing.", "960 (100.0 %)"]
+    assert any(row[1].endswith("H Street (2), and 204 more") for row in rows.values())
+
+
+def test_formats_and_dates(tmp_path: Path) -> None:
+    day = 86_400.0
+    columns = [
+        {"name": "price", "kind": "number", "format": "1.234,5", "mean": 2.0, "std": 1.0, "min": 0.5, "max": 4.0},
+        {"name": "born", "kind": "date", "format": "%d.%m.%Y", "min": 0.0, "max": 366 * day},
+        {"name": "seen", "kind": "date", "format": "ISO8601", "min": -day, "max": 90.0 * 60},
     ]
-    assert categories[0] == ["heating", "4", "gas (512), district (301), oil (96), wood (51)", "40 (4.2 %)"]
-    assert categories[1][2].endswith("H Street (2), and 204 more")
-    assert dropped[0] == ["id", "Every row has another value.", "0"]
-    assert dropped[1] == ["pool", "All values are missing.", "960 (100.0 %)"]
+    table = _columns(_fit(tmp_path, columns=columns))
+    assert table is not None
+    assert [row[1:3] for row in _rows(table)] == [
+        ["number like 1.234,5", "2 ± 1, 0.5 to 4"],
+        ["date like %d.%m.%Y", "1970-01-01 to 1971-01-02"],
+        ["date", "1969-12-31 to 1970-01-01 01:30"],
+    ]
 
 
 def test_the_target(regression_results: Results, classification_results: Results, table1_results: Results) -> None:
@@ -83,19 +99,21 @@ def test_the_target(regression_results: Results, classification_results: Results
     found = dict(target_facts(classification_results))
     assert found["Target"] == "species, one of 3 classes: setosa, versicolor, virginica"
     assert found["Predicted from"] == "2 numbers and 1 category"
-    assert (column_tables(table1_results), target_facts(table1_results), all_classes(table1_results)) == ([], [], "")
+    assert (_columns(table1_results), target_facts(table1_results), all_classes(table1_results)) == (None, [], "")
 
 
 def test_columns_without_measures(tmp_path: Path) -> None:
     columns = [{"name": "a", "kind": "number"}, {"name": "b", "kind": "category"}, {"name": "c", "kind": "dropped"}]
-    tables = column_tables(_fit(tmp_path, columns=columns))
-    assert [_rows(table) for table in tables] == [[["a", "–", "–", "0"]], [["b", "0", "–", "0"]], [["c", "–", "0"]]]
+    table = _columns(_fit(tmp_path, columns=columns))
+    assert table is not None
+    assert _rows(table) == [["a", "number", "–", "0"], ["b", "category", "–", "0"], ["c", "left out", "–", "0"]]
     assert dict(target_facts(_fit(tmp_path / "none")))["Predicted from"] == "nothing"
 
 
 def test_names_that_are_blank_or_long(tmp_path: Path) -> None:
     names = ["", " \n\t ", "<script>", "a" * 100 + "é" * 200, "line\nbreak"]
-    [table] = column_tables(_fit(tmp_path, columns=[{"name": name, "kind": "number"} for name in names]))
+    table = _columns(_fit(tmp_path, columns=[{"name": name, "kind": "number"} for name in names]))
+    assert table is not None
     found = [row[0] for row in _rows(table)]
     assert found[:3] == ["(blank)", "(blank)", "<script>"]
     assert (len(found[3]), found[3][:3], found[3][-2:]) == (80, "aaa", "éé")
@@ -105,11 +123,12 @@ def test_names_that_are_blank_or_long(tmp_path: Path) -> None:
 def test_long_tables_are_folded(tmp_path: Path) -> None:
     for number, shown in ((15, 15), (16, 12), (MOST + 500, 12)):
         columns = [{"name": f"pixel{i}", "kind": "number"} for i in range(number)]
-        [table] = column_tables(_fit(tmp_path / str(number), columns=columns))
+        table = _columns(_fit(tmp_path / str(number), columns=columns))
+        assert table is not None
         head, rest = fold(table)
         assert len(_rows(head)) == shown
         assert _rows(head) + (_rows(rest) if rest else []) == _rows(table)
-    assert table.caption == f"Numbers ({MOST + 500:,})"
+    assert table.caption == f"Columns ({MOST + 500:,})"
     assert rest is not None
     assert (len(_rows(table)), head.note, rest.note) == (MOST, "", "500 more are not listed.")
 

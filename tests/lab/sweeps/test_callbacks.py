@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.lab.sweeps.cases import small
 
+from tests.lab.sweeps.small_sweeps import small
 from torchace.lab.cli.app import main
 from torchace.lab.schema.results import RunKey, RunResult
 from torchace.lab.sweeps.callbacks import Callback, CallbackList, EventLog

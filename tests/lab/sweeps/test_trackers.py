@@ -11,8 +11,8 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from tests.lab.sweeps.cases import small
 
+from tests.lab.sweeps.small_sweeps import small
 from torchace.lab.cli.app import main
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.sweeps.trackers import TRACKERS, make_callbacks, make_tracker
@@ -57,7 +57,7 @@ def test_csv_has_every_metric_once(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text(whole[:-5])  # of a killed process
     experiment = small()
     tracker = make_tracker("csv", tmp_path, experiment)
-    run = Sweep(experiment, tmp_path)._runs(experiment.complete_arms()[0])[0]
+    run = experiment.complete_arms()[0].runs([0])[0]
     tracker.log(run, 99, {"test/accuracy": 0.5})  # type: ignore[attr-defined]
     lines = (tmp_path / "metrics.csv").read_text().splitlines()
     assert lines[:-1] == whole.splitlines()[:-1]

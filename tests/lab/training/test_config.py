@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from torchace.lab.training.config import TrainConfig, make_optimizer, set_learning_rate
+from torchace.lab.training.config import TrainConfig, make_optimizer
+from torchace.lab.training.run_settings import set_learning_rates
 
 
 def test_he_schedule() -> None:
@@ -49,14 +50,14 @@ def test_optimizer_takes_its_rate_from_the_schedule(name: str) -> None:
     optimizer = make_optimizer(TrainConfig(steps=1, optimizer=name, learning_rate=0.5, weight_decay=0.1), [parameter])
     assert type(optimizer).__name__.lower() == name
     assert optimizer.param_groups[0]["weight_decay"] == 0.1
-    set_learning_rate(optimizer, 0.25)
+    set_learning_rates(optimizer, [TrainConfig(steps=1, learning_rate=0.25)], 0)
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
 def test_a_learning_rate_in_a_tensor_stays_that_tensor() -> None:
     rate = torch.tensor(0.5)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=rate, fused=True)
-    set_learning_rate(optimizer, 0.25)
+    set_learning_rates(optimizer, [TrainConfig(steps=1, learning_rate=0.25)], 0)
     assert optimizer.param_groups[0]["lr"] is rate
     assert float(rate) == 0.25
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +23,11 @@ from torchace.lab.cli.terminal import (
     print_table,
     printable,
 )
+
+if TYPE_CHECKING:
+    from torchace.lab.tables.table import Table
+
+MOST_COLUMNS = 50  # to print
 
 SCORES = {
     "accuracy": "accuracy",
@@ -47,6 +53,7 @@ def fit(
     request: TableRequest,
     out: Annotated[Path | None, typer.Option(help="Model directory. By default models/NAME.")] = None,
     diversity: Annotated[str, typer.Option(help="λ in [0, 1], or auto: choose it on validation rows.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in the directory.")] = False,
 ) -> None:
     """Train an ensemble on a table, choose λ, and write the model and a report. Repeat the command to resume."""
     check_report_packages()
@@ -58,14 +65,13 @@ def fit(
     chosen, settings = parse_diversity(diversity), request.settings
     directory = _directory(out, "models", request.data)
     table, plan = request.load()
-    job = TableFit(table, plan, chosen, directory, settings.to_json(), settings.seed, request.device)
+    job = TableFit(table, plan, chosen, directory, settings.to_json(), settings.seed, request.device, overwrite)
     if job.is_finished():
         print_line(f"{directory} already holds this model.")
         job.remove_work()
         show(directory)
         return
-    for note in table.schema.notes:
-        print_line(note)
+    _print_columns(table)
     try:
         with job.lock():
             with StopSignal() as stop, FitProgress(console) as progress:
@@ -168,11 +174,15 @@ def predict(
 
     loaded = TableModel.load(model)
     _check_output(out, "--out", model, data)
+    unseen: Counter[str] = Counter()
+    options: dict[str, Any] = {"keep": keep or (), "escape_formulas": escape_formulas, "unseen": unseen}
     try:
         with StopSignal() as stop:
-            rows = predict_file(loaded, data, out, keep=keep or (), escape_formulas=escape_formulas, stop=stop)
+            rows = predict_file(loaded, data, out, stop=stop, **options)
     except Interrupted:
         raise exit_interrupted("Interrupted. Nothing was written.") from None
+    for name, count in unseen.items():
+        print_line(f"{count} of {rows} rows have a category in {name!r} that training did not have, or had too rarely.")
     print_line(f"{rows} predictions written to {out}.")
 
 
@@ -198,7 +208,7 @@ def show(model: Model) -> None:
     print_line(f"{model}: {schema.target.task} of {schema.target.name!r} from {columns}.")
     if schema.target.classes:
         print_line(f"Classes: {_list_names(schema.target.class_names)}.")
-    for kind, plural in (("number", "Numbers"), ("category", "Categories")):
+    for kind, plural in (("number", "Numbers"), ("category", "Categories"), ("date", "Dates")):
         names = [column.name for column in schema.columns if column.kind == kind]
         if names:
             print_line(f"{plural}: {_list_names(names)}.")
@@ -231,13 +241,38 @@ def _check_output(out: Path, option: str, model: Path, data: Path | None = None)
 
 def _table(*columns: str) -> Any:
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
     for i, name in enumerate(columns):
-        # Text: no markup in names
-        table.add_column(Text(printable(name)), justify="left" if i == 0 else "right")
+        table.add_column(_plain(printable(name)), justify="left" if i == 0 else "right")
     return table
+
+
+def _plain(text: str) -> Any:
+    """Return text without markup."""
+    from rich.text import Text
+
+    return Text(text, overflow="fold")
+
+
+def _print_columns(table: Table) -> None:
+    """Print what was understood of every column, then the notes."""
+    from torchace.lab.report.setup import column_table
+    from torchace.lab.schema.results import TableSummary
+
+    summary = TableSummary.model_validate(table.description)
+    if understood := column_table(summary, len(table.train)):
+        rows = [[printable(cell.text) for cell in row] for row in understood.sections[0].rows]
+        drawn = _table(*(column.label for column in understood.columns))
+        for column in drawn.columns[1:3]:
+            column.justify = "left"
+        for row in rows[:MOST_COLUMNS]:
+            drawn.add_row(*map(_plain, row))
+        print_table(drawn)
+        if len(rows) > MOST_COLUMNS:
+            print_line(f"{len(summary.columns) - MOST_COLUMNS} more columns are in the report.")
+    for note in table.schema.notes:
+        print_line(note)
 
 
 def _list_names(names: Iterable[str], limit: int = 20) -> str:

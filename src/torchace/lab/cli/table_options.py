@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,11 +51,18 @@ def _table_options(
     drop: Annotated[Columns, typer.Option(help="Column to leave out; repeatable.")] = None,
     number: Annotated[Columns, typer.Option(help="Column to read as numbers; repeatable.")] = None,
     category: Annotated[Columns, typer.Option(help="Column to read as categories; repeatable.")] = None,
+    date: Annotated[Columns, typer.Option(help="Column to read as dates; repeatable.")] = None,
     split_column: Annotated[
         str | None, typer.Option(help="Column with train, validation or test for every row.")
     ] = None,
     validation: Annotated[float, typer.Option(help="Fraction of rows for choosing λ and early stopping.")] = 0.2,
     test: Annotated[float, typer.Option(help="Fraction of rows for the final scores.")] = 0.2,
+    class_weight: Annotated[
+        Columns, typer.Option(help="balanced, or CLASS=WEIGHT, repeatable; 1 for other classes.")
+    ] = None,
+    skip_missing_target: Annotated[
+        bool, typer.Option("--skip-missing-target", help="Leave out rows without a target.")
+    ] = False,
     members: Annotated[int, typer.Option(min=1, help="Number of members.")] = DEFAULTS.num_members,
     hidden: Annotated[str, typer.Option(help="Widths of the hidden layers, such as 64 or 64,32.")] = ",".join(
         map(str, DEFAULTS.hidden)
@@ -83,14 +91,25 @@ def _table_options(
             f"{test:g}."
         )
     kinds: dict[str, str] = {}
-    for names, kind in ((number, "number"), (category, "category")):
+    for names, kind in ((number, "number"), (category, "category"), (date, "date")):
         for name in names or ():
             if name in kinds:
-                raise ValueError(f"The column {name!r} cannot be both a number and a category.")
+                raise ValueError(f"The column {name!r} cannot be both a {kinds[name]} and a {kind}.")
             if name in (drop or ()):
                 raise ValueError(f"The column {name!r} cannot be both dropped and a {kind}.")
             kinds[name] = kind
-    settings = TableSettings(target, task, tuple(drop or ()), kinds, split_column, validation, test, seed)
+    settings = TableSettings(
+        target,
+        task,
+        tuple(drop or ()),
+        kinds,
+        split_column,
+        validation,
+        test,
+        seed,
+        class_weight=_parse_class_weight(class_weight),
+        skip_missing_target=skip_missing_target,
+    )
     if not re.fullmatch(r"\s*([0-9]{1,6}\s*(,\s*[0-9]{1,6}\s*)*)?", hidden):
         raise ValueError(f"Expected --hidden as widths such as 64 or 64,32, but got {hidden!r}.")
     if batches == "separate":
@@ -116,6 +135,26 @@ _SHARED = inspect.signature(_table_options, eval_str=True).parameters
 def option_name(name: str) -> str:
     """Return the option of a hyperparameter."""
     return f"--{name.removeprefix('num_').replace('_', '-')}"
+
+
+def _parse_class_weight(values: Columns) -> dict[str, float] | str | None:
+    """Parse --class-weight: balanced, or one CLASS=WEIGHT for each class."""
+    if not values:
+        return None
+    if values == ["balanced"]:
+        return "balanced"
+    weights = {}
+    for value in values:
+        name, _, number = value.rpartition("=")
+        try:
+            weights[name] = float(number)
+        except ValueError:
+            weights[name] = -1.0
+        if not name or not 0 < weights[name] < math.inf:
+            raise ValueError(
+                f"Expected --class-weight balanced, or CLASS=WEIGHT with a weight above 0, but got {value!r}."
+            )
+    return weights
 
 
 def parse_diversity(text: str) -> float | None:

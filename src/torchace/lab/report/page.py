@@ -47,8 +47,9 @@ def contents(results: Results) -> dict[str, Any]:
         "target_facts": setup.target_facts(results),
         "all_classes": setup.all_classes(results),
         "notes": setup.notes(results),
-        "column_tables": setup.column_tables(results),
+        "column_table": setup.column_table(table, results.data.train) if (table := results.data.table) else None,
         "arm_table": setup.arm_table(results),
+        "layer_tables": setup.layer_tables(results),
         "facts": setup.facts(results),
         "configuration": setup.configuration(results),
         "failure_table": setup.failure_table(results),
@@ -125,7 +126,7 @@ def page_html(results: Results, images: list[Image]) -> str:
         groups=groups,
         width=WIDTH,
         dpi=DPI,
-        folded_tables=[setup.fold(table) for table in content["column_tables"]],
+        folded_columns=setup.fold(table) if (table := content["column_table"]) else (None, None),
         **content,
     )
 
@@ -159,9 +160,11 @@ def markdown(results: Results) -> str:
         parts.append(f"## {table.caption}\n\n{table_markdown(table)}" if table else "")
     if content["target_facts"]:
         parts += ["## The data", _fact_list(content["target_facts"])]
-        parts += [f"### {table.caption}\n\n{table_markdown(table)}" for table in content["column_tables"]]
+        if table := content["column_table"]:
+            parts.append(f"### {table.caption}\n\n{table_markdown(table)}")
         parts.append("\n".join(f"- {_escape(note)}" for note in content["notes"]))
     parts += ["## Setup", table_markdown(content["arm_table"]), _fact_list(content["facts"])]
+    parts += [f"### {_escape(table.caption)}\n\n{table_markdown(table)}" for table in content["layer_tables"]]
     if config := content["configuration"].replace("<", "\\u003c"):  # no HTML tags; equal JSON
         fence = "`" * (3 + max((len(ticks) for ticks in re.findall("`{3,}", config)), default=0))
         parts.append(f"{fence}json\n{config}\n{fence}")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from datetime import datetime, timedelta
 from typing import Any
 
 from torchace.lab.report import formats
 from torchace.lab.report.formats import NONE, quantity
 from torchace.lab.report.results import Results
 from torchace.lab.report.tables import ReportTable, make_table
-from torchace.lab.schema.results import ColumnSummary, DataSummary
+from torchace.lab.schema.results import ColumnSummary, DataSummary, TableSummary
 
-MOST = 1000  # columns of a kind, or classes, to list
+MOST = 1000  # columns or classes to list
 
 Facts = list[tuple[str, str]]
 
@@ -73,6 +74,15 @@ def arm_table(results: Results) -> ReportTable:
     return make_table("Arms", ("Arm", "K", "Network", "Parameters", "Batches", "λ"), [("", rows)], kinds="tntntt")
 
 
+def layer_tables(results: Results) -> list[ReportTable]:
+    """Tables of the layers of users' own networks and how they are computed for all members."""
+    return [
+        make_table(f"Layers: {arm.label}", ("Layer", "Function", "Computed"), [("", arm.layers)], kinds="ttt")
+        for arm in results.arms
+        if arm.layers
+    ]
+
+
 def failure_table(results: Results) -> ReportTable | None:
     """Table of failed runs and damaged files, if any."""
     labels = {arm.name: arm.label for arm in results.arms}
@@ -113,7 +123,11 @@ def target_facts(results: Results) -> Facts:
         kind = f"one of {formats.count(len(classes), 'class', 'classes')}: {names}{more}"
     parts = [
         formats.count(len(columns), noun, plural)
-        for kind_, noun, plural in (("number", "number", ""), ("category", "category", "categories"))
+        for kind_, noun, plural in (
+            ("number", "number", ""),
+            ("category", "category", "categories"),
+            ("date", "date", ""),
+        )
         if (columns := table.of_kind(kind_))
     ]
     used = formats.join(parts) if parts else "nothing"
@@ -137,41 +151,44 @@ def notes(results: Results) -> list[str]:
     return [note for note in results.data.table.notes if note.strip()] if results.data.table else []
 
 
-def column_tables(results: Results) -> list[ReportTable]:
-    """Tables of numeric, categorical and dropped columns."""
-    if results.data.table is None:
-        return []
-    kinds = {
-        "number": ("Numbers", ("Mean ± SD", "Range"), "tnnn"),
-        "category": ("Categories", ("Values", "Most frequent"), "tntn"),
-        "dropped": ("Left out", ("Why",), "ttn"),
-    }
-    tables = []
-    for kind, (caption, labels, letters) in kinds.items():
-        columns = results.data.table.of_kind(kind)
-        rows = [
-            [formats.shorten(column.name, 80), *_column_cells(column), _missing(column.missing, results.data.train)]
-            for column in columns[:MOST]
-        ]
-        note = f"{len(columns) - MOST:,} more are not listed." if len(columns) > MOST else ""
-        if rows:
-            heads = ("Column", *labels, "Missing")
-            tables.append(make_table(f"{caption} ({len(columns):,})", heads, [("", rows)], note, letters))
-    return tables
+def column_table(table: TableSummary, rows: int) -> ReportTable | None:
+    """What was understood of every column, in the order of the file; `rows` is the number of training rows."""
+    cells = [
+        [formats.shorten(column.name, 80), _kind(column), _values(column), _missing(column.missing, rows)]
+        for column in table.columns[:MOST]
+    ]
+    if not cells:
+        return None
+    note = f"{len(table.columns) - MOST:,} more are not listed." if len(table.columns) > MOST else ""
+    heads = ("Column", "Read as", "Values", "Missing")
+    return make_table(f"Columns ({len(table.columns):,})", heads, [("", cells)], note, "tttn")
 
 
-def _column_cells(column: ColumnSummary) -> Sequence[str]:
+def _kind(column: ColumnSummary) -> str:
     if column.kind == "dropped":
-        return [formats.shorten(column.why, 300) if column.why else NONE]
+        return "left out"
+    return f"{column.kind} like {column.format}" if column.format and column.format != "ISO8601" else column.kind
+
+
+def _values(column: ColumnSummary) -> str:
+    if column.kind == "dropped":
+        return formats.shorten(column.why, 300) if column.why else NONE
     if column.kind == "category":
         shown = [f"{formats.shorten(label, 40)} ({count:,})" for label, count in column.categories]
-        total = max(column.num_categories, len(shown))
-        rest = f", and {total - len(shown):,} more" if shown and total > len(shown) else ""
-        return [f"{total:,}", ", ".join(shown) + rest or NONE]
-    mean = NONE if column.mean is None else quantity(column.mean)
-    mean += "" if column.mean is None or column.std is None else f" ± {quantity(column.std)}"
-    known = column.min is not None and column.max is not None
-    return [mean, f"{quantity(column.min)} to {quantity(column.max)}" if known else NONE]  # type: ignore[arg-type]
+        rest = max(column.num_categories, len(shown)) - len(shown)
+        return ", ".join(shown) + (f", and {rest:,} more" if shown and rest else "") or NONE
+    if column.min is None or column.max is None:
+        return NONE
+    if column.kind == "date":
+        return f"{_date(column.min)} to {_date(column.max)}"
+    mean = "" if column.mean is None or column.std is None else f"{quantity(column.mean)} ± {quantity(column.std)}, "
+    return f"{mean}{quantity(column.min)} to {quantity(column.max)}"
+
+
+def _date(seconds: float) -> str:
+    """Format seconds since 1970 to the minute, or the day at midnight."""
+    moment = datetime(1970, 1, 1) + timedelta(seconds=seconds)
+    return f"{moment:%Y-%m-%d}" if seconds % 86_400 == 0 else f"{moment:%Y-%m-%d %H:%M}"
 
 
 def _missing(missing: int, rows: int) -> str:

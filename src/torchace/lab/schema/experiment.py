@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -31,7 +32,7 @@ from torchace.lab.schema.hyperparameters import (
     Share,
     Width,
 )
-from torchace.lab.schema.results import PaperTable
+from torchace.lab.schema.results import AXES, PaperTable, RunKey
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10")
 GIVEN = "given"  # data given to `torchace.sweep` as objects
@@ -246,6 +247,22 @@ class Arm(Section):
     train: TrainSection
     diversities: list[Fraction]
 
+    @property
+    def axes(self) -> dict[str, list[float]]:
+        """Settings with a list of values, beside λ."""
+        values = {name: getattr(self.train, name) for name in AXES}
+        return {name: value for name, value in values.items() if isinstance(value, list)}
+
+    def runs(self, seeds: Sequence[int]) -> list[RunKey]:
+        """Return the runs of this arm; those with equal settings are neighbours."""
+        settings = [dict(zip(self.axes, values, strict=True)) for values in product(*self.axes.values())]
+        return [
+            RunKey(self.name, diversity, seed, **own)
+            for own in settings
+            for diversity in self.diversities
+            for seed in seeds
+        ]
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.train.batches == "separate" and any(self.diversities):
@@ -254,9 +271,9 @@ class Arm(Section):
                 "diversities = [0.0], or use batches = 'exchanged'."
             )
         if self.train.epochs is None and self.train.steps is None:
-            raise ValueError("expected `epochs` or `steps` under [train], but got neither.")
+            raise ValueError("expected `epochs` or `steps`, but got neither.")
         if self.train.patience is not None and not self.data.validation:
-            raise ValueError("`patience` needs validation data: set `validation` under [data], such as 0.2.")
+            raise ValueError("`patience` needs validation data: set `validation`, such as 0.2.")
         return self
 
 

@@ -89,6 +89,9 @@ class RunResult(ResultFile):
     arm: str
     diversity: Number
     seed: Count
+    learning_rate: Number | None = None  # of an axis of the sweep; None: the same for all runs
+    weight_decay: Number | None = None
+    label_smoothing: Number | None = None
     num_members: Count | None = None
     batches: str = "shared"
     status: Literal["finished", "failed"]
@@ -105,6 +108,11 @@ class RunResult(ResultFile):
     device: str | None = None
     cpu: str | None = None
     threads: Count | None = None
+
+    @property
+    def key(self) -> RunKey:
+        """Identity of the run."""
+        return RunKey(self.arm, self.diversity, self.seed, *(getattr(self, name) for name in AXES))
 
     @property
     def finished(self) -> bool:
@@ -124,19 +132,36 @@ class RunResult(ResultFile):
         return scored.members if scored else ()
 
 
+# axes of a sweep beside λ and seed, with their abbreviation in file names
+AXES = {"learning_rate": "lr", "weight_decay": "wd", "label_smoothing": "ls"}
+
+
+def _exact(value: float) -> str:
+    """Shortest text of a number; distinct numbers need distinct files."""
+    return repr(value + 0.0).removesuffix(".0")  # + 0.0: no -0.0
+
+
 @dataclass(frozen=True)
 class RunKey:
-    """The identity of a run: arm, λ and seed."""
+    """The identity of a run: arm, λ, seed and its values on the other axes of the sweep."""
 
     arm: Name
     diversity: Diversity
     seed: Annotated[Count, Field(strict=True)]
+    learning_rate: Number | None = None
+    weight_decay: Number | None = None
+    label_smoothing: Number | None = None
 
     @property
     def id(self) -> str:
         """Name of the run's files."""
-        # repr: distinct λ need distinct files; + 0.0: no -0.0
-        return f"{self.arm}-l{repr(self.diversity + 0.0).removesuffix('.0')}-s{self.seed}"
+        settings = "".join(f"-{AXES[name]}{_exact(value)}" for name, value in self.settings.items())
+        return f"{self.arm}-l{_exact(self.diversity)}-s{self.seed}{settings}"
+
+    @property
+    def settings(self) -> dict[str, float]:
+        """Values on the axes other than λ and seed."""
+        return {name: value for name in AXES if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -233,8 +258,10 @@ class ArmSummary(ResultModel):
     num_members: Count
     batches: str = "shared"
     network: str = ""
+    layers: Items[Annotated[tuple[str, str, str], Field(strict=False)]] = ()  # layer, function, how it is computed
     parameters: Count | None = None
     diversities: Items[Number]
+    axes: dict[str, Items[Number]] = {}  # of `AXES`, with their values
     baseline: bool = False
     data: DataSummary | None = None  # None: the experiment's
 

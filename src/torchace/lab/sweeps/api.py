@@ -16,6 +16,7 @@ from torch import nn
 
 from torchace.lab.schema.errors import describe_error
 from torchace.lab.schema.experiment import GIVEN, Experiment, TrainSection
+from torchace.lab.store import RunStoreError
 from torchace.lab.sweeps.callbacks import Callback, CallbackList
 from torchace.lab.sweeps.components import Components, check_arguments, import_object, object_name
 from torchace.lab.sweeps.config import ConfigError
@@ -152,8 +153,11 @@ def sweep(
     )
     directory = Path(tempfile.mkdtemp(prefix="torchace-sweep-")) if out is None else Path(out)
     result = SweepResult(directory, components, temporary=out is None)
-    with _executor(device, ray, directory) as executor:
-        failures = Sweep(experiment, directory, executor, components).run(CallbackList(list(callbacks)))
+    try:
+        with _executor(device, ray, directory) as executor:
+            failures = Sweep(experiment, directory, executor, components).run(CallbackList(list(callbacks)))
+    except RunStoreError as error:
+        raise RunStoreError(str(error).replace("--out", "`out`")) from error
     for run, failure in failures.items():
         warnings.warn(f"Run {run.id} failed: {failure.message} (step {failure.step}).", stacklevel=2)
     return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -110,6 +110,7 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
         config,
         diversities=[run.diversity for run in group.runs],
         seeds=seeds,
+        settings=[run.settings for run in group.runs],
         checkpoint_policy=CheckpointPolicy(checkpoints, every.steps, every.seconds),
         on_progress=partial(callback.on_group_step, group),
         on_epoch_end=partial(callback.on_group_epoch_end, group),
@@ -135,9 +136,7 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
         weights = run_weights(trained, r) if failure is None else None
         result = RunResult(
             run=run.id,
-            arm=run.arm,
-            diversity=run.diversity,
-            seed=run.seed,
+            **asdict(run),
             num_members=arm.model.num_members,
             batches=arm.train.batches,
             status="finished" if failure is None else "failed",
@@ -161,8 +160,10 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
 
 
 def config_digest(arm: Arm) -> str:
-    """Return the SHA-256 of the settings that an arm's runs depend on."""
-    return json_digest(arm.model_dump(mode="json", include={"data", "model", "train"}))
+    """Return the SHA-256 of the settings that all runs of an arm have in common."""
+    common = arm.model_dump(mode="json", include={"data", "model", "train"})
+    common["train"] = {name: value for name, value in common["train"].items() if name not in arm.axes}
+    return json_digest(common)
 
 
 def count_run_parameters(network: RunGroup) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from torchace.lab.data import hashed_key
+from torchace.lab.data.inputs import as_arguments, input_tensors
 from torchace.lab.schema.experiment import ModelSection
 from torchace.lab.sweeps.components import object_name
 from torchace.lab.sweeps.config import ConfigError
-from torchace.lab.training.memory import check_memory, count_parameters
+from torchace.lab.training.memory import count_parameters
 from torchace.lab.training.seeding import torch_seed
 from torchace.nn import Ensemble, stack_classifiers
 from torchace.nn.architecture import check_layers, check_one_architecture
@@ -38,8 +39,15 @@ class Factory:
         """Name of the function, for messages."""
         return object_name(self.function).partition(":")[2]
 
-    def ensemble(self, seed: int, num_runs: int = 1, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> Any:
-        """Build the ensemble of a seed; raise if `num_runs` of them do not fit in the device's memory."""
+    def ensembles(self, seeds: Sequence[int], check: Callable[[int], None] = lambda parameters: None) -> list[Any]:
+        """Build one ensemble a seed, all of one architecture; `check` gets the number of parameters of all of them."""
+        built: dict[int, EnsembleModule] = {}
+        for seed in dict.fromkeys(seeds):
+            built[seed] = self._ensemble(seed, lambda parameters: check(parameters * len(seeds)))
+        self._check_members([e[0] if isinstance(e, Ensemble) else e for e in built.values()])
+        return [built[seed] for seed in seeds]
+
+    def _ensemble(self, seed: int, check: Callable[[int], None]) -> EnsembleModule:
         model, link = self.model, self.link
         if model.kind == "separate":
             members: list[nn.Module] = []
@@ -47,12 +55,12 @@ class Factory:
                 with _seeded(seed, "member", k):
                     members.append(self.module())
                 if k == 0:
-                    check_memory(count_parameters(members[0]) * model.num_members * num_runs, dtype, device)
+                    check(count_parameters(members[0]) * model.num_members)
             self._check_members(members)
             return Ensemble(members, link=link)
         with _seeded(seed, "ensemble", 0):
             first = self.module(ensembles=True)
-            check_memory(count_parameters(first) * num_runs, dtype, device)
+            check(count_parameters(first))
             if isinstance(first, EnsembleModule):
                 if first.num_members != model.num_members:
                     raise ConfigError(
@@ -70,7 +78,8 @@ class Factory:
         try:
             module = self.function(**self.model.arguments)
         except Exception as error:
-            raise ConfigError(f"{self.name} failed with {type(error).__name__}: {error}") from error
+            message = str(error).splitlines()[0] if str(error) else "no message"
+            raise ConfigError(f"The function {self.name} failed with {type(error).__name__}: {message}") from error
         if not isinstance(module, nn.Module):
             raise ConfigError(
                 f"Expected {self.name} to return a module (torch.nn.Module), but it returned {type(module).__name__}."
@@ -113,24 +122,17 @@ def _seeded(seed: int, purpose: str, index: int) -> Iterator[None]:
         np.random.set_state(numpy_state)  # noqa: NPY002
 
 
-def call_module(module: nn.Module, x: Any) -> Any:
-    """Call a module on one input, a tuple of inputs, or a dictionary of inputs by name."""
-    if isinstance(x, Mapping):
-        return module(**x)
-    return module(*x) if isinstance(x, (tuple, list)) else module(x)
-
-
 def check_outputs(factory: Factory, x: Any, y: Tensor, num_outputs: int) -> None:
     """Refuse a member whose outputs for some samples are not logits `(N, C)` of the data's classes."""
     with _seeded(0, "member", 0):
         module = factory.module(ensembles=True)
     module = copy.deepcopy(module).eval()
-    dtype = next((t.dtype for t in _tensors(x) if t.is_floating_point()), torch.float32)
+    dtype = next((t.dtype for t in input_tensors(x) if t.is_floating_point()), torch.float32)
     try:
         with torch.no_grad():
-            output = call_module(module.to(dtype), x)
+            output = module.to(dtype)(*as_arguments(getattr(module, "host", module), x))
     except Exception as error:
-        shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in _tensors(x))
+        shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in input_tensors(x))
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         raise ConfigError(f"The module of {factory.name} fails on inputs {shapes}: {reason}") from error
     if not isinstance(output, Tensor):
@@ -150,8 +152,3 @@ def check_outputs(factory: Factory, x: Any, y: Tensor, num_outputs: int) -> None
         f"Expected {num_outputs} outputs of the module of {factory.name}, one for each class or target, but it has "
         f"{shape[1]}. Change its last layer, or set num_classes."
     )
-
-
-def _tensors(x: Any) -> list[Tensor]:
-    values = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list)) else [x]
-    return [value for value in values if isinstance(value, Tensor)]

@@ -33,6 +33,7 @@ class LoadedData:
     def load(cls, section: DataSection, device: str, components: Components | None = None) -> LoadedData:
         """Load the data set of a section."""
         given = None if components is None else components.data
+        given = given(**section.arguments) if callable(given) else given
         dataset, validation = load(section.name) if given is None else _given_dataset(given), None
         if section.limit is not None:
             if section.limit > len(dataset.train):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchace.lab.data import Dataset
 from torchace.lab.schema.experiment import Arm, ModelSection, TrainSection
+from torchace.lab.schema.results import AXES
 from torchace.lab.sweeps.components import Components
 from torchace.lab.sweeps.factories import Factory
 from torchace.lab.training.config import TrainConfig
@@ -22,6 +24,7 @@ from torchace.nn.base import EnsembleModule
 from torchace.nn.branching import branch
 
 MIN_COMPILED_STEPS = 20_000
+MAX_LAYERS = 1000  # in a report
 # settings that TrainConfig does not take unchanged
 _CONVERTED = {
     "epochs",
@@ -70,11 +73,12 @@ def build_network(
     if components is None or components.member is None:
         assert data is not None
         check_memory(_count_run_parameters(arm.model, data) * len(seeds), dtype, device)
-        ensembles = {seed: _builtin_ensemble(arm.model, data, seed, link) for seed in set(seeds)}
+        by_seed = {seed: _builtin_ensemble(arm.model, data, seed, link) for seed in set(seeds)}
+        ensembles = [by_seed[seed] for seed in seeds]
     else:
-        make = Factory(components.member, arm.model, link)
-        ensembles = {seed: make.ensemble(seed, len(seeds), dtype, device) for seed in dict.fromkeys(seeds)}
-    network = RunGroup([ensembles[seed] for seed in seeds]).to(device=device, dtype=dtype)
+        factory = Factory(components.member, arm.model, link)
+        ensembles = factory.ensembles(seeds, lambda parameters: check_memory(parameters, dtype, device))
+    network = RunGroup(ensembles).to(device=device, dtype=dtype)
     if torch.device(device).type == "cuda" and arm.model.factory is None and arm.model.network == "resnet":
         network.to(memory_format=torch.channels_last)
     return network
@@ -82,11 +86,14 @@ def build_network(
 
 def make_train_config(train: TrainSection, steps_per_epoch: int) -> TrainConfig:
     """Return the training section with epochs converted to steps."""
+    settings = train.model_dump(exclude=_CONVERTED)
+    for name in AXES:  # each run has its own value of a list
+        settings[name] = settings[name][0] if isinstance(settings[name], list) else settings[name]
     return TrainConfig(
         steps=train.steps if train.steps is not None else (train.epochs or 0) * steps_per_epoch,
         milestones=tuple(train.milestones),
         diversity_warmup_steps=round(train.diversity_warmup_epochs * steps_per_epoch),
-        **train.model_dump(exclude=_CONVERTED),
+        **settings,
     )
 
 
@@ -106,6 +113,21 @@ def describe_network(model: ModelSection, data: Dataset) -> str:
     if model.head_scale != 1:
         name += f", initial head weights times {model.head_scale:.3g}"
     return name
+
+
+def explain_network(network: RunGroup, x: Any) -> tuple[tuple[str, str, str], ...]:
+    """Return how each call of a network's forward is computed for all members: (layer, function, how)."""
+    network.eval().predict(x)
+    network.train()
+    stacks = {"trunk": network.trunk, "": network.members}
+    rows: list[tuple[str, str, str]] = []
+    for name, stack in stacks.items():
+        if stack is not None:
+            decision = stack.explain()
+            rows += [(f"{name}.{layer}".strip("."), function, how) for layer, function, how in decision]
+            if not decision.call_by_call:
+                rows.append((name, "whole network", f"vmap: {decision.reason}"))
+    return tuple(rows[:MAX_LAYERS])
 
 
 def _network(model: ModelSection, data: Dataset, num_classes: int | None) -> nn.Module:

@@ -34,11 +34,14 @@ class SweepResult:
         temporary: Whether to remove the directory when this object is deleted.
 
     Example:
-        >>> result = getfixture("sweep_result")  # 3 λ, 2 seeds, on digits
-        >>> result.table()["seeds"].tolist()
-        [2, 2, 2]
+        >>> x, y = torch.randn(60, 4), torch.randint(3, (60,))
+        >>> result = ace.sweep(
+        ...     lambda: nn.Linear(4, 3), (x, y), (x, y), diversities=[0, 0.5], seeds=2, steps=3, batch_size=20
+        ... )
         >>> result
-        Sweep of 3 λ and 2 seeds, 6 runs
+        Sweep of 2 λ and 2 seeds, 4 runs
+        >>> result.table()["seeds"].tolist()
+        [2, 2]
     """
 
     def __init__(self, directory: str | Path, components: Components | None = None, *, temporary: bool = False) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from torchace.lab.schema.experiment import Arm, Experiment
-from torchace.lab.schema.results import ArmSummary, ExperimentResult, Failure, GroupPlan, RunKey
+from torchace.lab.schema.results import AXES, ArmSummary, ExperimentResult, Failure, GroupPlan, RunKey
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.components import Components
@@ -26,6 +26,7 @@ from torchace.lab.sweeps.networks import (
     build_network,
     default_group_size,
     describe_network,
+    explain_network,
     is_compiled,
     make_train_config,
 )
@@ -74,7 +75,7 @@ class Sweep:
             record = self._begin(store, summaries, fingerprints)
             groups = self._plan_groups(plan, {arm.name: arm.parameters or 0 for arm in summaries})
             store.clean(groups)
-            wanted = {run for arm in arms.values() for run in self._runs(arm)}
+            wanted = {run for arm in arms.values() for run in arm.runs(self.experiment.sweep.seeds)}
             todo = [g for g in groups if any(run in wanted and not store.is_finished(run) for run in g.runs)]
             planned = wanted.union(*(group.runs for group in todo))
             done = {run for run in planned if store.is_finished(run)}
@@ -116,13 +117,9 @@ class Sweep:
                 raise RunStoreError(
                     f"experiment.json in {self.directory} is damaged. Choose another --out, or remove the directory."
                 ) from error
-            # keep earlier seeds and λ
             seeds |= set(before.seeds)
-            earlier = {arm.name: arm.diversities for arm in before.arms}
-            arms = [
-                a.model_copy(update={"diversities": tuple(sorted({*a.diversities, *earlier.get(a.name, ())}))})
-                for a in arms
-            ]
+            earlier = {arm.name: arm for arm in before.arms}
+            arms = [_merge(arm, earlier.get(arm.name, arm)) for arm in arms]
             started, seconds, counted = before.started, before.seconds or 0.0, before.counted
         data = arms[0].data
         assert data is not None
@@ -144,9 +141,6 @@ class Sweep:
         store.write_experiment(record)
         return record
 
-    def _runs(self, arm: Arm) -> list[RunKey]:
-        return [RunKey(arm.name, d, seed) for d in arm.diversities for seed in self.experiment.sweep.seeds]
-
     def _plan_groups(self, plan: Plan, parameters: Mapping[str, int]) -> list[GroupPlan]:
         """Return the existing groups, and new ones for runs that are in none."""
         before = plan.store.groups()
@@ -154,7 +148,7 @@ class Sweep:
         known = {run for group in groups for run in group.runs}
         count = Counter(group.arm for group in groups)
         for arm in plan.arms.values():
-            new = [run for run in self._runs(arm) if run not in known]
+            new = [run for run in arm.runs(self.experiment.sweep.seeds) if run not in known]
             size = self.experiment.sweep.group_size or default_group_size(arm.model, parameters[arm.name], plan.device)
             steps = make_train_config(arm.train, plan.data[arm.name].batches(arm).steps_per_epoch).steps
             compiled = is_compiled(arm.train, steps, plan.device)
@@ -187,22 +181,35 @@ class Sweep:
 
 def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary:
     """Describe an arm for the result file; building its network also validates the configuration."""
-    if components.member is not None:
+    layers: tuple[tuple[str, str, str], ...] = ()
+    if components.member is None:
+        network = build_network(arm, data.dataset, [0], "cpu")
+    else:
         x, y = data.example(arm)
         factory = Factory(components.member, arm.model, TASKS[arm.data.task].link)
         check_outputs(factory, x, y, data.num_outputs)
-    network = build_network(arm, data.dataset, [0], "cpu", components=components)
+        network = build_network(arm, None, [0], "cpu", components=components)
+        layers = explain_network(network, x)
     return ArmSummary(
         name=arm.name,
         label=arm.label,
         num_members=arm.model.num_members,
         batches=arm.train.batches,
         network=describe_network(arm.model, data.dataset),
+        layers=layers,
         parameters=count_run_parameters(network),
         diversities=tuple(arm.diversities),
+        axes={name: tuple(values) for name, values in arm.axes.items()},
         baseline=arm.baseline,
         data=data.summary(),
     )
+
+
+def _merge(arm: ArmSummary, before: ArmSummary) -> ArmSummary:
+    """Keep earlier λ and values of other axes."""
+    diversities = tuple(sorted({*arm.diversities, *before.diversities}))
+    axes = {name: tuple(dict.fromkeys([*before.axes.get(name, ()), *values])) for name, values in arm.axes.items()}
+    return arm.model_copy(update={"diversities": diversities, "axes": axes})
 
 
 def _fingerprint(components: Components, data: LoadedData) -> dict[str, Any]:
@@ -214,10 +221,12 @@ def _fingerprint(components: Components, data: LoadedData) -> dict[str, Any]:
 
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
-    """Refuse to mix two experiments in one directory; seeds and λ may differ."""
+    """Refuse to mix two experiments in one directory; seeds, λ and values of other axes may differ."""
     old, new = _flatten(_with_defaults(before)), _flatten(now)
     for key in sorted({*old, *new}):
-        if old.get(key) == new.get(key) or key.endswith("diversities"):
+        both_lists = isinstance(old.get(key), list) and isinstance(new.get(key), list)
+        is_axis = key.endswith("diversities") or (both_lists and key.rpartition(".")[2] in AXES)
+        if old.get(key) == new.get(key) or is_axis:
             continue
         remedy = "Choose another --out, or remove the directory."
         if key.startswith(COMPONENTS):

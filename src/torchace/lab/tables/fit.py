@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -61,6 +61,7 @@ class TableFit:
     settings: dict[str, Any]  # of the table, for the record
     seed: int = 0
     device: str = "cpu"
+    overwrite: bool = False  # replace another model, or train this one again
 
     @property
     def work(self) -> Path:
@@ -98,8 +99,11 @@ class TableFit:
             record = TableModel.load(self.out).record
         except (ModelFileError, OSError):
             record = {}
+        if self.overwrite and record:
+            return False
         if record.get("fit") != self.request():
-            raise RunStoreError(f"{self.out} already holds other files. Choose another --out, or remove it.")
+            remedy = "add --overwrite" if record else "remove it"
+            raise RunStoreError(f"{self.out} already holds other files. Choose another --out, or {remedy}.")
         return True
 
     @contextlib.contextmanager
@@ -108,6 +112,8 @@ class TableFit:
         self._check_work()  # before the lock file is written
         with RunStore(self.work).locked():
             self._check_work()
+            if self._request_file.exists() and self._stored_request() != self.request():  # checked: to be overwritten
+                self._remove_files(keep=("lock",))
             if self.is_finished():
                 self.remove_work()
                 raise RunStoreError(f"Another process has finished {self.out}. Repeat the command to show it.")
@@ -121,14 +127,10 @@ class TableFit:
         """Refuse a working directory with other content, because it is removed at the end."""
         refuse_links(self.work.parent, [self.work.name])
         if self._request_file.exists():
-            try:
-                request = read_json(self._request_file)["request"]
-            except (OSError, ValueError, KeyError, TypeError):
-                request = None
-            if request != self.request():
+            if self._stored_request() != self.request() and not self.overwrite:
                 raise RunStoreError(
-                    f"{self.work} holds an unfinished fit of other data or settings. Remove it, or choose another "
-                    "--out."
+                    f"{self.work} holds an unfinished fit of other data or settings. Choose another --out, or add "
+                    "--overwrite."
                 )
         elif self.work.is_dir():
             # a killed process may leave its lock and a partial fit.json
@@ -138,6 +140,12 @@ class TableFit:
                     f"{self.work}, the working directory of this fit, already holds other files ({foreign[0]!r}). "
                     "Choose another --out."
                 )
+
+    def _stored_request(self) -> Any:
+        try:
+            return read_json(self._request_file)["request"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def publish(self) -> None:
         """Move model, results and report to the model directory."""
@@ -153,8 +161,13 @@ class TableFit:
                 with open(Path(folder) / file, "rb") as stream:
                     os.fsync(stream.fileno())
             fsync_directory(Path(folder))
+        old = self.work / "replaced"
+        if self.overwrite and self.out.exists():
+            os.rename(self.out, old)
         os.rename(self._model, self.out)
         fsync_directory(self.out.parent)
+        if old.exists():
+            shutil.rmtree(old)
         self.remove_work()
 
     def remove_work(self) -> None:
@@ -164,11 +177,16 @@ class TableFit:
         except ValueError:
             return
         with contextlib.suppress(OSError):
-            last = (self._request_file, self.work / "lock")  # last: the request marks the rest as ours
-            paths = [*self.work.glob(f".*{PARTIAL}"), *(self.work / name for name in OUTPUT_FILES)]
-            for path in (*(path for path in paths if path not in last), *last):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            self._remove_files()
             self.work.rmdir()
+
+    def _remove_files(self, keep: Collection[str] = ()) -> None:
+        last = (self._request_file.name, "lock")  # last: the request marks the rest as ours
+        names = [path.name for path in self.work.glob(f".*{PARTIAL}")] + list(OUTPUT_FILES)
+        for name in (*(name for name in names if name not in last), *last):
+            path = self.work / name
+            if name not in keep:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     # -- training -----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from torchace.functional import disagreement, ensemble_log_probs, mutual_information, predictive_entropy
 from torchace.lab.data import DataError
-from torchace.lab.data.encoding import Encoding
+from torchace.lab.data.encoding import CategoryColumn, Encoding
+from torchace.lab.data.parsing import positions, texts
 from torchace.lab.training.evaluate import Evaluation, Evaluator, evaluate_regression
 from torchace.lab.training.memory import chunk_rows, collect_chunks
 from torchace.nn import Ensemble
@@ -117,6 +118,15 @@ class TableModel:
             predicted |= {f"probability_{name}": probs[:, code] for code, name in enumerate(target.class_names)}
             columns = predicted | columns
         return DataFrame(columns, index=frame.index)
+
+    def unseen_categories(self, frame: DataFrame) -> dict[str, int]:
+        """Return the number of rows whose category training did not have, or had too rarely, by column."""
+        counts = {}
+        for column in self.encoding.columns:
+            if isinstance(column, CategoryColumn):
+                cells = texts(frame[column.name])
+                counts[column.name] = int(((positions(cells, column.categories) < 0) & cells.is_valid()).sum())
+        return {name: count for name, count in counts.items() if count}
 
     def evaluate(self, frame: DataFrame) -> Evaluation:
         """Return scores on rows whose target is known."""

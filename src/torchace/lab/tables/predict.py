@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,11 +35,12 @@ def predict_file(
     escape_formulas: bool = False,
     rows: int | None = None,
     stop: Callable[[], bool] = lambda: False,
+    unseen: Counter[str] | None = None,
 ) -> int:
     """Predict every row of a file, in order, and return their number; `out` is written atomically.
 
     `keep` are columns to copy from the data, `rows` is the chunk size. If `stop`, called before every chunk, returns
-    True, nothing is written and `Interrupted` is raised.
+    True, nothing is written and `Interrupted` is raised. `unseen` counts rows with unseen categories, by column.
     """
     writers = {".csv": _csv_writer, ".parquet": _parquet_writer}
     suffix = out.suffix.lower()
@@ -49,7 +51,7 @@ def predict_file(
     if (twice := first_duplicate(keep)) is not None:
         raise DataError(f"Expected each column to keep once, but got {twice!r} twice.")
     rows = rows or chunk_rows(model.ensemble, model.ensemble.num_members, max_rows=MAX_ROWS)
-    chunks = _predict_chunks(model, data, keep, rows)
+    chunks = _predict_chunks(model, data, keep, rows, Counter() if unseen is None else unseen)
     first = next(chunks)  # raises errors of the table before anything is written
     count = 0
     remove_abandoned(out)
@@ -62,11 +64,14 @@ def predict_file(
     return count
 
 
-def _predict_chunks(model: TableModel, data: Path, keep: Sequence[str], rows: int) -> Iterator[DataFrame]:
+def _predict_chunks(
+    model: TableModel, data: Path, keep: Sequence[str], rows: int, unseen: Counter[str]
+) -> Iterator[DataFrame]:
     for frame in iterate_table(data, rows=rows):
         if not len(frame):  # a Parquet file may have empty row groups
             continue
         predictions = model.predict(frame)
+        unseen.update(model.unseen_categories(frame))
         for place, name in enumerate(keep):
             if name in predictions.columns[place:]:
                 raise DataError(f"The column {name!r} cannot be kept: the predictions have a column of the same name.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from torch import Tensor
 from torchace.lab.data import DataError, Split
 from torchace.lab.data.description import describe_table
 from torchace.lab.data.encoding import Encoding, learn_encoding
-from torchace.lab.data.inference import infer_schema
+from torchace.lab.data.inference import infer_schema, missing_targets
+from torchace.lab.data.messages import quote_all
 from torchace.lab.data.splits import train_val_test_split
-from torchace.lab.data.table_schema import Schema
+from torchace.lab.data.table_schema import Schema, Target
 from torchace.lab.data.tables import read_table
 from torchace.lab.training.members import MemberPlan
 from torchace.lab.training.scaling import Scaler
@@ -37,6 +38,8 @@ class TableSettings:
     validation: float = 0.2
     test: float = 0.2
     seed: int = 0
+    class_weight: Mapping[str, float] | str | None = None  # weight of each class, or "balanced"
+    skip_missing_target: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings for JSON."""
@@ -93,7 +96,7 @@ class Table:
 
         def convert(split: Split) -> Split:
             y = split.y.to(dtype) if split.y.is_floating_point() else split.y
-            return Split(split.x.to(dtype), y).to(device)
+            return Split(split.x.to(dtype), y, split.weight).to(device)
 
         return convert(self.train), convert(self.validation), convert(self.test)
 
@@ -110,10 +113,29 @@ def target_scaler(encoding: Encoding) -> Scaler | None:
     return Scaler(*(torch.tensor([v], dtype=torch.float64) for v in (encoding.target.mean, encoding.target.std)))
 
 
+def class_weights(target: Target, weights: Mapping[str, float] | str, y: Tensor) -> Tensor:
+    """Return the weight of each sample, `(N,)`, from those of its class; `"balanced"` weighs all classes equally."""
+    if target.task != "classification":
+        raise DataError(f"Class weights need classes, but the target {target.name!r} is a number; leave them out.")
+    counts = torch.bincount(y, minlength=len(target.classes)).double()
+    if isinstance(weights, str):
+        return (len(y) / (len(counts) * counts))[y]
+    if unknown := [name for name in weights if name not in target.class_names]:
+        raise DataError(
+            f"There is no class {unknown[0]!r} of the target {target.name!r} to weigh; choose among "
+            f"{quote_all(target.class_names)}."
+        )
+    return torch.tensor([weights.get(name, 1.0) for name in target.class_names], dtype=torch.float64)[y]
+
+
 def load_table(path: Path, settings: TableSettings) -> Table:
     """Read, split and encode a table."""
     path = path.expanduser()
-    frame = read_table(path)
+    frame, skipped = read_table(path), 0
+    file_rows = torch.arange(len(frame))
+    if settings.skip_missing_target and settings.target in frame.columns:
+        missing = missing_targets(frame[settings.target], settings.task)
+        frame, file_rows, skipped = frame[~missing], file_rows[torch.from_numpy(~missing)], int(missing.sum())
     drop, column = list(settings.drop), None
     if settings.split_column is not None:
         if settings.split_column not in frame.columns:
@@ -128,6 +150,9 @@ def load_table(path: Path, settings: TableSettings) -> Table:
         if settings.split_column not in drop:
             drop.append(settings.split_column)
     schema = infer_schema(frame, settings.target, settings.task, drop, kinds=dict(settings.kinds))
+    if skipped:
+        note = f"{skipped} of {len(frame) + skipped} rows have no target and are skipped."
+        schema = replace(schema, notes=(note, *schema.notes))
     targets = schema.targets(frame)
     fractions = (1 - settings.validation - settings.test, settings.validation, settings.test)
     rows = train_val_test_split(
@@ -144,7 +169,19 @@ def load_table(path: Path, settings: TableSettings) -> Table:
     if (scaler := target_scaler(encoding)) is not None:
         targets = scaler.transform(targets[:, None])
     train, validation, test = (Split(features[part], targets[part]) for part in rows)
+    if settings.class_weight is not None:
+        train = replace(train, weight=class_weights(schema.target, settings.class_weight, train.y))
     with open(path, "rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     description = describe_table(schema, train_frame)
-    return Table(path.name, sha256, encoding, train, validation, test, rows.validation, rows.test, description)
+    return Table(
+        path.name,
+        sha256,
+        encoding,
+        train,
+        validation,
+        test,
+        file_rows[rows.validation],
+        file_rows[rows.test],
+        description,
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -53,9 +54,10 @@ class TrainConfig:
         return 1.0 if step >= self.diversity_warmup_steps else step / self.diversity_warmup_steps
 
 
-def make_optimizer(config: TrainConfig, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Fused optimizer; on a GPU the learning rate is on the device, for CUDA graphs."""
-    device = parameters[0].device
+def make_optimizer(config: TrainConfig, parameters: list[Any]) -> torch.optim.Optimizer:
+    """Fused optimizer of parameters or groups; on a GPU the learning rate is on the device, for CUDA graphs."""
+    first = parameters[0]
+    device = (first["params"][0] if isinstance(first, dict) else first).device
     on_gpu = device.type == "cuda"
     lr = torch.tensor(config.learning_rate, device=device) if on_gpu else config.learning_rate
     decay = config.weight_decay
@@ -64,12 +66,3 @@ def make_optimizer(config: TrainConfig, parameters: list[torch.nn.Parameter]) ->
         return torch.optim.SGD(parameters, lr=lr, weight_decay=decay, fused=True, **options)  # type: ignore[arg-type]
     kinds: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     return kinds[config.optimizer](parameters, lr=lr, weight_decay=decay, fused=True, capturable=on_gpu)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Set the learning rate in place."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(value)
-        else:
-            group["lr"] = value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,19 @@ from torchace.lab.data import Batches
 from torchace.lab.data.inputs import Inputs, map_inputs
 from torchace.lab.schema.results import Failure
 from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.config import TrainConfig, make_optimizer, set_learning_rate
+from torchace.lab.training.config import TrainConfig, make_optimizer
 from torchace.lab.training.cuda_graph import graph_on_gpu
 from torchace.lab.training.distributed import all_gather, detect_lost_rank
 from torchace.lab.training.early_stopping import EarlyStopping, ValidationSet
 from torchace.lab.training.nonfinite import nonfinite_member
 from torchace.lab.training.run_group import RunGroup
+from torchace.lab.training.run_settings import (
+    connect_gradients,
+    label_smoothing,
+    run_configs,
+    set_learning_rates,
+    split_parameters,
+)
 from torchace.lab.training.step import StepResult, TrainStep
 
 NONFINITE = "NaN or Inf in loss or gradient"
@@ -95,6 +102,7 @@ def fit(
     *,
     diversities: Sequence[float],
     seeds: Sequence[int],
+    settings: Sequence[Mapping[str, float]] | None = None,
     validation: ValidationSet | None = None,
     optimizer: torch.optim.Optimizer | None = None,  # to continue a training
     mean_weight: float | None = None,
@@ -103,8 +111,9 @@ def fit(
     on_epoch_end: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> FitResult:
-    """Train R runs that differ only in λ and seed, from the newest checkpoint if there is one.
+    """Train R runs that differ in λ, seed and `settings`, from the newest checkpoint if there is one.
 
+    `settings` replace values of the configuration for each run: learning rate, weight decay or label smoothing.
     Weights are relative to `mean_weight`, by default that of `batches`. `on_progress` is called at most ten times a
     second. If `stop` returns True before a step, a checkpoint is written and `Interrupted` raised.
     """
@@ -113,13 +122,15 @@ def fit(
             f"Expected batches of at least {network.ranks.data} samples, one for each rank, but got "
             f"{batches.batch_size}. Use larger batches or fewer ranks."
         )
+    configs = run_configs(config, settings or [{}] * network.num_runs)
     if optimizer is None:
-        optimizer = make_optimizer(config, [p for p in network.parameters() if p.requires_grad])
+        optimizer = make_optimizer(config, split_parameters(network, configs))
+        connect_gradients(optimizer, network)
     network.train()
     network.set_seeds(seeds)
     training = _Training(network, optimizer, config, validation, checkpoint_policy, batches.device)
     start = training.load()
-    train_step = graph_on_gpu(TrainStep(network, optimizer, config))
+    train_step = graph_on_gpu(TrainStep(network, optimizer, config, label_smoothing(configs, batches.device)))
     timer = network.ranks.timer(stop, None if checkpoint_policy is None else checkpoint_policy.every_seconds)
     feed = BatchFeed(batches, seeds, network.total_members, config, mean_weight)
     diversity = torch.tensor(list(diversities), dtype=config.dtype, device=batches.device)
@@ -131,7 +142,7 @@ def fit(
             raise Interrupted
         epoch, within = batches.locate(step)
         x, y, weight = feed(epoch, within)
-        set_learning_rate(optimizer, config.learning_rate_at(step))
+        set_learning_rates(optimizer, configs, step)
         share = config.diversity_share_at(step)
         network.step.fill_(step)
         result = train_step(x, y, weight, diversity if share == 1 else diversity * share, training.active)

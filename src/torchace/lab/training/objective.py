@@ -31,11 +31,13 @@ def compute_objective(
     *,
     num_members: int | None = None,
     batch_size: int | None = None,
+    label_smoothing: Tensor | None = None,
 ) -> Objective:
     """Losses, scores and gradient of one training step.
 
     Losses and score are divided by the batch size, not by the sum of weights: a weight of k counts as k repeats in
     expectation. `num_members` and `batch_size` are those of all ranks; results are then shares of the whole.
+    `label_smoothing` `(R,)` replaces that of the configuration.
     """
     num_runs, local_members, size = logits.shape[:3]
     num_members, batch_size = num_members or local_members, batch_size or size
@@ -44,14 +46,16 @@ def compute_objective(
     if weight is not None:
         scale = scale * weight
     if config.detach_others:
-        inputs = _loss_inputs(logits, y, diversity, mixture, num_members, config)
+        inputs = _loss_inputs(logits, y, diversity, mixture, num_members, config, label_smoothing)
         if own:
             scale = scale.expand(num_runs, local_members, -1).flatten(0, 1)
         result = task.closed_form(inputs, scale)
     else:  # no closed form
         z = logits.detach().requires_grad_()
         with torch.enable_grad():
-            losses = member_losses(z, y, diversity, mixture, config, num_members=num_members)
+            losses = member_losses(
+                z, y, diversity, mixture, config, num_members=num_members, label_smoothing=label_smoothing
+            )
             losses = (losses * (scale if own else scale.unsqueeze(1))).sum(2)
         (gradient,) = torch.autograd.grad(losses.sum(), z)
         if own:
@@ -80,9 +84,10 @@ def member_losses(
     config: TrainConfig,
     *,
     num_members: int | None = None,
+    label_smoothing: Tensor | None = None,
 ) -> Tensor:
     """Differentiable loss of every member on every sample, `(R, K, B)`; arguments as in `compute_objective`."""
-    inputs = _loss_inputs(logits, y, diversity, mixture, num_members or logits.shape[1], config)
+    inputs = _loss_inputs(logits, y, diversity, mixture, num_members or logits.shape[1], config, label_smoothing)
     return TASKS[config.task].member_losses(inputs, config.detach_others).view(logits.shape[:3])
 
 
@@ -105,17 +110,25 @@ def mean_over_samples(values: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def _loss_inputs(
-    logits: Tensor, y: Tensor, diversity: Tensor, mixture: Tensor | None, num_members: int, config: TrainConfig
+    logits: Tensor,
+    y: Tensor,
+    diversity: Tensor,
+    mixture: Tensor | None,
+    num_members: int,
+    config: TrainConfig,
+    label_smoothing: Tensor | None,
 ) -> LossInputs:
     """Own batches as R·K runs of one member: its loss needs only the others' predictions on its batch."""
     alpha = None if mixture is None else 1 / num_members
+    smoothing = config.label_smoothing if label_smoothing is None else label_smoothing
     if config.batches == "shared":
-        return LossInputs(logits, y, diversity, alpha, mixture, config.label_smoothing)
+        return LossInputs(logits, y, diversity, alpha, mixture, smoothing)
     lead = logits.shape[:2]
     # no mixture: separate batches, no coupling
     lam = torch.zeros_like(diversity) if mixture is None else diversity
     if mixture is not None:
         mixture = mixture.unflatten(1, logits.shape[1:3]).flatten(0, 1)
     lam = lam.unsqueeze(1).expand(lead).flatten()
-    z = logits.flatten(0, 1).unsqueeze(1)
-    return LossInputs(z, y.flatten(0, 1), lam, alpha, mixture, config.label_smoothing)
+    if isinstance(smoothing, Tensor):
+        smoothing = smoothing.repeat_interleave(lead[1])
+    return LossInputs(logits.flatten(0, 1).unsqueeze(1), y.flatten(0, 1), lam, alpha, mixture, smoothing)

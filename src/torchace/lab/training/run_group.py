@@ -18,9 +18,10 @@ from torchace.nn.stacking import MemberRNG
 
 
 class RunGroup(nn.Module):
-    """R independent runs of K members each, from one `Ensemble` (of one architecture) or `SMOC` a run.
+    """R independent runs of K members each, from one ensemble a run.
 
-    Members are one stack of R·K, trunks a stack of R, and SMOC's heads a stack of R with K members each. Random numbers
+    Members of an `Ensemble` (of one architecture) are one stack of R·K, trunks a stack of R, and SMOC's heads a stack
+    of R with K members each. Other ensembles are a stack of R whole ensembles, in `members`. Random numbers
     in training are a function of (seed, step, layer, member): a run draws the same in any group.
     """
 
@@ -37,28 +38,34 @@ class RunGroup(nn.Module):
         self.ranks = Ranks() if ranks is None else ranks
         self.total_members = total_members or self.num_members
         self.local_members = self.ranks.local_members(self.total_members)
-        trunks: list[Any] = [getattr(ensemble, "trunk", None) for ensemble in ensembles]
-        self.trunk = None if trunks[0] is None else StackedEnsemble.trusted(trunks)
         self.heads = isinstance(first, SMOC)
+        self.whole = not isinstance(first, (SMOC, Ensemble, StackedEnsemble))
+        trunks: list[Any] = [None if self.whole else getattr(ensemble, "trunk", None) for ensemble in ensembles]
+        self.trunk = None if trunks[0] is None else StackedEnsemble.trusted(trunks)
         self._branched = getattr(first, "branched", None)  # for `save_model`
-        self.members = StackedEnsemble.trusted(
-            [ensemble.head for ensemble in ensembles if isinstance(ensemble, SMOC)]
-            if self.heads
-            else [member for ensemble in ensembles for member in ensemble],  # type: ignore[attr-defined]
-            self.link,
-        )
+        members: list[Any] = list(ensembles)
+        if not self.whole:
+            members = [m for e in members for m in ([e.head] if self.heads else e)]
+        self.members = StackedEnsemble.trusted(members, self.link)
         self.seeds = torch.zeros(self.num_runs, dtype=torch.int64)
         self.step = torch.zeros((), dtype=torch.int64)
 
     def forward(self, x: Inputs, *, own: bool = False) -> Tensor:
         """Logits `(R, K, B, C)` of batches `(R, B, ...)`, or with `own`, `(R, K, B, ...)`."""
         lead = input_tensors(x)[0].shape[:3]
+        if self.whole:
+            if own:
+                raise ValueError(
+                    f"Expected shared batches for {type(self.members.stacked).__name__}, whose members share layers, "
+                    "but got own ones. Use batches='shared'."
+                )
+            return self._compute(self.members, *self._arguments(self.members, x))
         if self.trunk is None:
             x = map_inputs(lambda t: t.flatten(0, 1), x) if own else x
-            logits = self._compute(self.members, *as_arguments(self.members.stacked, x))
+            logits = self._compute(self.members, *self._arguments(self.members, x))
             return logits.unflatten(0, (self.num_runs, self.num_members))
         x = map_inputs(lambda t: t.flatten(1, 2), x) if own else x
-        features = self._compute(self.trunk, *as_arguments(self.trunk.stacked, x))
+        features = self._compute(self.trunk, *self._arguments(self.trunk, x))
         features = average_shared_gradients(features, self.num_members)
         if not own:
             return self._from_features(features)
@@ -78,11 +85,10 @@ class RunGroup(nn.Module):
         if num_samples >= self.ranks.data:
             (x,) = self.ranks.shard_samples(0, x)
         if self.trunk is None:
-            logits = self.members(*as_arguments(self.members.stacked, x)).unflatten(
-                0, (self.num_runs, self.num_members)
-            )
+            logits = self.members(*self._arguments(self.members, x))
+            logits = logits if self.whole else logits.unflatten(0, (self.num_runs, self.num_members))
         else:
-            logits = self._from_features(self.trunk.compute(as_arguments(self.trunk.stacked, x), {}, own=False))
+            logits = self._from_features(self.trunk.compute(self._arguments(self.trunk, x), {}, own=False))
         return self.ranks.gather_logits(logits, self.total_members, num_samples)
 
     def _from_features(self, features: Any) -> Tensor:
@@ -92,11 +98,16 @@ class RunGroup(nn.Module):
         logits = self._compute(self.members, features)
         return logits.unflatten(0, (self.num_runs, self.num_members))
 
+    def _arguments(self, stack: StackedEnsemble, x: Inputs) -> list[Any]:
+        """Inputs as positional arguments of a member, a trunk, or the network inside an ensemble."""
+        return as_arguments(getattr(stack.stacked, "host", stack.stacked), x)
+
     def _compute(self, stack: StackedEnsemble, *args: Any) -> Any:
         rng = None
         if self.training:
             # the trunk draws as member -1
-            first, count = (-1, 1) if stack is self.trunk else (self.local_members.start, self.num_members)
+            shared = stack is self.trunk or self.whole
+            first, count = (-1, 1) if shared else (self.local_members.start, self.num_members)
             rng = MemberRNG(self.seeds, torch.arange(first, first + count, device=self.seeds.device), self.step)
         return stack.compute(args, {}, own=True, rng=rng)
 
@@ -125,11 +136,15 @@ class RunGroup(nn.Module):
 
     def entries_per_run(self, name: str) -> int:
         """Number of entries of a tensor in `state_dict()` that belong to one run."""
-        return 1 if self.heads or name.startswith("trunk.") else self.num_members
+        return 1 if self.whole or self.heads or name.startswith("trunk.") else self.num_members
 
     def ensemble(self, run: int) -> EnsembleModule:
         """Copy of one run's ensemble."""
         first = run * self.num_members
+        if self.whole:
+            whole: Any = self.members[run]
+            whole.training = self.training
+            return whole
         if self.trunk is None:
             return self.members.take(slice(first, first + self.num_members))
         trunk = self.trunk[run]

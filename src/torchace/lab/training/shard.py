@@ -34,12 +34,13 @@ def shard_network(network: RunGroup, ranks: Ranks) -> RunGroup:
 
 
 def shard_state(network: RunGroup, whole: Mapping[str, Tensor]) -> State:
-    """This rank's shard of tensors of the whole group, whose first axis is `(R·K)`."""
+    """This rank's shard of tensors of the whole group, or of some of its runs, whose first axis is `(R·K)`."""
     if network.ranks.members == 1:
         return dict(whole)
-    runs = (network.num_runs, network.total_members)
     return {
-        name: value.unflatten(0, runs)[:, network.local_members].flatten(0, 1) if value.ndim else value
+        name: value.unflatten(0, (-1, network.total_members))[:, network.local_members].flatten(0, 1)
+        if value.ndim
+        else value
         for name, value in whole.items()
     }
 
@@ -49,12 +50,13 @@ def gather_state(network: RunGroup, state: State) -> State | None:
     parts = network.ranks.gather_tensors(state)
     if parts is None or len(parts) == 1:
         return None if parts is None else parts[0]
-    return {
-        name: torch.cat([part[name].unflatten(0, (network.num_runs, -1)) for part in parts], 1).flatten(0, 1)
-        if value.ndim
-        else value  # one number for all members, such as a step count
-        for name, value in parts[0].items()
-    }
+    whole = {}
+    for name, value in parts[0].items():
+        if value.ndim:
+            runs = len(value) // network.num_members
+            value = torch.cat([part[name].unflatten(0, (runs, -1)) for part in parts], 1).flatten(0, 1)
+        whole[name] = value  # without axes: one number for all members, such as a step count
+    return whole
 
 
 def gather_network(network: RunGroup) -> RunGroup | None:

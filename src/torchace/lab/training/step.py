@@ -26,10 +26,17 @@ class StepResult(NamedTuple):
 class TrainStep:
     """One step of every run, on this rank's members and samples, without transfers from the device."""
 
-    def __init__(self, network: RunGroup, optimizer: torch.optim.Optimizer, config: TrainConfig) -> None:
+    def __init__(
+        self,
+        network: RunGroup,
+        optimizer: torch.optim.Optimizer,
+        config: TrainConfig,
+        label_smoothing: Tensor | None = None,  # (R,); None: the configuration's
+    ) -> None:
         self.network, self.optimizer, self.config = network, optimizer, config
+        self.label_smoothing = label_smoothing
         self.forward = network.ranks.data_parallel(network)
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.parameters = [p for p in network.parameters() if p.requires_grad]
 
     def __call__(
         self,
@@ -63,6 +70,7 @@ class TrainStep:
             config,
             num_members=network.total_members,
             batch_size=batch_size,
+            label_smoothing=self.label_smoothing,
         )
         for parameter in self.parameters:
             parameter.grad = None

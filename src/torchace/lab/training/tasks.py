@@ -22,7 +22,7 @@ class LossInputs(NamedTuple):
     diversity: Tensor  # (R,)
     alpha: float | None = None  # member weight; None: 1/K
     mixture: Tensor | None = None  # (R, B, C)
-    label_smoothing: float = 0.0
+    label_smoothing: float | Tensor = 0.0  # a number for all runs, or (R,)
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,19 @@ def _mixture_cross_entropy(mixture: Tensor, y: Tensor) -> Tensor:
 
 
 def _binary_closed_form(inputs: LossInputs, scale: Tensor) -> LossResult:
-    z, y, diversity, alpha, mixture, smoothing = inputs
-    return binary.closed_form(z, y, diversity, scale, alpha, mixture, smoothing)
+    z, y, diversity, alpha, mixture, _ = inputs
+    return binary.closed_form(z, y, diversity, scale, alpha, mixture, _binary_smoothing(inputs))
+
+
+def _binary_smoothing(inputs: LossInputs) -> float | Tensor:
+    """Label smoothing, broadcast against targets `(R, B, M)`."""
+    smoothing = inputs.label_smoothing
+    return smoothing.view(-1, 1, 1) if isinstance(smoothing, Tensor) else smoothing
 
 
 def _binary_member_losses(inputs: LossInputs, detach_others: bool) -> Tensor:
-    p = inputs.y * (1 - inputs.label_smoothing) + inputs.label_smoothing / 2
+    smoothing = _binary_smoothing(inputs)
+    p = inputs.y * (1 - smoothing) + smoothing / 2
     return _element_losses(binary.element_losses, inputs, p)
 
 

@@ -3,7 +3,7 @@
 from torchace.nn.stacked_state import named_tensors, replace_tensors, stack_members, take_members
 from torchace.nn.stacking import layer_rules as layer_rules  # registers its rules, and those it imports
 from torchace.nn.stacking.decision import Decision, decide
-from torchace.nn.stacking.forward import register_ensemble, run_stacked, run_stacked_in_graph, run_under_vmap
+from torchace.nn.stacking.forward import register_ensemble, run_one_by_one, run_stacked, run_stacked_in_graph
 from torchace.nn.stacking.mode import StackingMode
 from torchace.nn.stacking.rng import MemberRNG
 
@@ -15,9 +15,9 @@ __all__ = [
     "named_tensors",
     "register_ensemble",
     "replace_tensors",
+    "run_one_by_one",
     "run_stacked",
     "run_stacked_in_graph",
-    "run_under_vmap",
     "stack_members",
     "take_members",
 ]

@@ -17,12 +17,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace.nn.stacked_state import all_shared_names, take_members
 from torchace.nn.stacking.forward import run_stacked, track_layers
-from torchace.nn.stacking.mode import RANDOM, RANDOM_NAMES, RULES, Node, StackingMode, name_of
+from torchace.nn.stacking.mode import RANDOM, RULES, Node, StackingMode
 from torchace.nn.stacking.rng import ConstantRNG
 from torchace.nn.stacking.values import FIRST, Stacked
 
 HEADER = Node("layer", "function", "computed")
-EMPTY = (torch.empty, torch.empty_like, Tensor.new_empty)  # have random rules, because they may be filled later
 FILLING = (Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_)
 
 
@@ -34,11 +33,10 @@ class Decision:
     member).
     """
 
-    call_by_call: bool  # otherwise the whole network runs under `vmap`
-    reason: str = ""  # why it is not followed
+    call_by_call: bool  # otherwise members run one by one
+    reason: str = ""  # why not
     nodes: tuple[Node, ...] = ()  # calls of the forward
     largest: int = 0  # elements of the largest convolution's output, of one member
-    random: bool = False  # whether members draw random numbers
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)
@@ -52,7 +50,7 @@ class Decision:
 
     def __repr__(self) -> str:
         if not self.call_by_call:
-            return f"The whole network runs under vmap: {self.reason}."
+            return f"Members run one by one: {self.reason}."
         rows = [HEADER, *self.nodes]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         return "\n".join("  ".join(part.ljust(w) for part, w in zip(row, widths, strict=True)).rstrip() for row in rows)
@@ -97,16 +95,15 @@ def _compare(
         return tree_map(lambda x: x[members * len(x) // num_members] if own and isinstance(x, Tensor) else x, args)
 
     chosen = _finite_members(stacked, num_members)
-    alone, random = [], False
+    alone = []
     for k in chosen:
         member = cast(take_members(stacked, k))
         try:
-            with _ConstantRandomness() as constant:
+            with _ConstantRandomness():
                 output = member(*inputs_of(torch.tensor(k)), **kwargs)
             alone.append((tree_leaves(output), _gradients(output, member)))
         except Exception as error:
             raise _MemberError(error) from error
-        random |= constant.random
     record: list[Node] = []
     mode = StackingMode(len(chosen), token, ConstantRNG(), record)
     together = cast(take_members(stacked, chosen))
@@ -115,7 +112,7 @@ def _compare(
             output = run_stacked(together, mode, inputs_of(torch.tensor(chosen)), kwargs, own=own)
         outputs, gradients = tree_leaves(output), _gradients(output, together)
     except Exception as error:
-        return Decision(False, str(error).split("\n")[0].rstrip(".") or type(error).__name__, random=random)
+        return Decision(False, str(error).split("\n")[0].rstrip(".") or type(error).__name__)
     for name in set(all_shared_names(together)) & gradients.keys():  # the mean of the members' gradients
         mean = torch.stack([own_gradients[name] for _, own_gradients in alone]).mean(0)
         for _, own_gradients in alone:
@@ -124,8 +121,8 @@ def _compare(
     for place, (own_outputs, own_gradients) in enumerate(alone):
         difference = _find_difference(place, outputs, gradients, own_outputs, own_gradients)
         if difference is not None:
-            return Decision(False, difference, random=random)
-    return Decision(True, "", tuple(record), mode.largest, random)
+            return Decision(False, difference)
+    return Decision(True, "", tuple(record), mode.largest)
 
 
 def _finite_members(stacked: nn.Module, num_members: int) -> list[int]:
@@ -194,12 +191,10 @@ class _ConstantRandomness(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.mode = StackingMode(1, -1, ConstantRNG())
-        self.random = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         random = func in RANDOM or (func is F.scaled_dot_product_attention and kwargs.get("dropout_p", 0) > 0)
-        self.random |= (random and func not in EMPTY) or name_of(func) in RANDOM_NAMES
         if func in FILLING:
             RULES[func](self.mode, func, Stacked(args[0][None]), *args[1:], **kwargs)
             return args[0]

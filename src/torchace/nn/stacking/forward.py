@@ -1,40 +1,32 @@
-"""Forward of a stacked module, whose tensors are `(K, ...)`: followed call by call, or under `torch.func.vmap`."""
+"""Forward of a stacked module, whose tensors are `(K, ...)`: once for all members, or one by one."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchace.functional import average_gradients
-from torchace.nn.architecture import not_stackable
-from torchace.nn.stacked_state import (
-    all_shared_names,
-    named_tensors,
-    recomputed_names,
-    replace_tensors,
-    shared_names,
-    take_members,
-)
+from torchace.nn.stacked_state import all_shared_names, named_tensors, recomputed_names, replace_tensors, shared_names
 from torchace.nn.stacking.mode import MARK, StackingError, StackingMode
 from torchace.nn.stacking.rng import MemberRNG
 from torchace.nn.stacking.values import expand_groups, to_members
 
 CHECKPOINT = (
-    "activation checkpointing inside a member cannot be computed for all members at once; remove it and checkpoint "
-    "the ensemble: torch.utils.checkpoint.checkpoint(ensemble, x, use_reentrant=False)"
+    "Expected members without activation checkpointing, which repeats one member's forward in the backward, not that "
+    "of all. Remove it and checkpoint the ensemble: torch.utils.checkpoint.checkpoint(ensemble, x, "
+    "use_reentrant=False). Or use Ensemble(members)."
 )
 
 
@@ -155,111 +147,42 @@ def run_stacked_in_graph(
         return run_stacked(ensemble.stacked, StackingMode(ensemble.num_members, token, rng), args, kwargs, own=own)
 
 
-# Whole networks under `vmap`, for a forward that cannot be followed
-
-
-def run_under_vmap(
-    stacked: nn.Module, num_members: int, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
+def run_one_by_one(
+    stacked: nn.Module,
+    num_members: int,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    own: bool,
+    rng: MemberRNG | None = None,
 ) -> Any:
-    """Compute all members under `vmap`, with the arguments of `run_stacked`; name the layer that fails."""
+    """Run the forward of each member, with the arguments of `run_stacked`, where it cannot run once for all."""
     if own:
         args = tree_map(lambda x: expand_groups(x, num_members) if isinstance(x, Tensor) else x, list(args))
-    try:
-        return _vmap_members(stacked, num_members, args, kwargs, own=own)
-    except Exception as error:
-        stopped = type(error).__name__ == "_StopRecomputationError"  # from checkpointing around the call
-        if torch.compiler.is_compiling() or stopped:
-            raise
-        raise _explain_failure(stacked, num_members, error, args, kwargs, own=own) from error
-
-
-def _vmap_members(
-    stacked: nn.Module, num_members: int, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
-) -> Any:
     parameters, buffers = named_tensors(stacked, "parameters"), named_tensors(stacked, "buffers")
-
-    def run_member(parameters: dict[str, Tensor], buffers: dict[str, Tensor], *args: Any) -> Any:
-        state = {**parameters, **buffers}
-        output = functional_call(stacked, state, args, kwargs, tie_weights=False)
-        for name, before in buffers.items():
-            if state[name] is not before:  # updated by functional_call
-                raise _ReplacedBufferError(name)
-        return output
-
-    shared = set(all_shared_names(stacked))
-    axes = [{name: None if name in shared else 0 for name in held} for held in (parameters, buffers)]
-    parameters = {n: average_gradients(p, num_members) if n in shared else p for n, p in parameters.items()}
-    in_dims = (*axes, *(0 if own and any(isinstance(v, Tensor) for v in tree_leaves(x)) else None for x in args))
-    with _prepare_for_vmap(stacked):
-        return vmap(run_member, in_dims=in_dims, randomness="different")(parameters, buffers, *args)
-
-
-class _ReplacedBufferError(Exception):
-    """A member replaced the named buffer instead of changing it in place."""
-
-
-def _explain_failure(
-    stacked: nn.Module, num_members: int, error: Exception, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool
-) -> Exception:
-    """Return the first member's error, or one that names the layer that `vmap` cannot compute."""
-    if isinstance(error, _ReplacedBufferError):
-        layer, _, buffer = str(error).rpartition(".")
-        return not_stackable(stacked, layer, f"it replaces its buffer {buffer!r} instead of changing it in place")
-    try:
-        take_members(stacked, 0)(
-            *(tree_map(lambda x: x[0] if isinstance(x, Tensor) else x, list(args)) if own else args), **kwargs
-        )
-    except Exception as member_error:
-        return member_error
-    tracker = StackingMode(1, -1)
-    try:
-        with track_layers(stacked, tracker):
-            _vmap_members(stacked, num_members, args, kwargs, own=own)
-    except Exception:
-        return not_stackable(stacked, tracker.layer, str(error).split("\n")[0].rstrip("."))
-    return error
-
-
-@contextmanager
-def _prepare_for_vmap(stacked: nn.Module) -> Iterator[None]:
-    if torch.compiler.is_compiling():
-        yield
-        return
-    layers = list(stacked.modules())
-    with ExitStack() as stack:
-        for layer in layers:
-            averages = isinstance(layer, _BatchNorm) and layer.training and layer.momentum is None
-            if averages and layer.num_batches_tracked is not None:
-                stack.enter_context(_cumulative_average(layer))
-        stack.enter_context(refuse_checkpointing())
-        try:
-            yield
-        finally:
-            for layer in layers:  # valid during this call only
-                for name in recomputed_names(layer):
-                    vars(layer)[name] = None
-
-
-@contextmanager
-def _cumulative_average(layer: Any) -> Iterator[None]:
-    """Set `momentum=None` to 1/count, because `vmap` cannot read a count."""
-    counts = layer.num_batches_tracked.unique().tolist()
-    if len(counts) > 1:
-        raise ValueError(
-            f"Expected members with the same number of batches in a BatchNorm layer with momentum=None, but got "
-            f"{counts[0]} to {counts[-1]}. Call the layer's reset_running_stats(), or use Ensemble(members)."
-        )
-
-    def count(layer: Any, _: Any) -> None:  # a layer may be called several times
-        counts[0] += 1
-        layer.momentum = 1 / counts[0]
-
-    hook = layer.register_forward_pre_hook(count)
-    try:
-        yield
-    finally:
-        hook.remove()
-        layer.momentum = None
+    shared: dict[str, Tensor] = {}
+    for name in all_shared_names(stacked):
+        if name in parameters:
+            shared[name] = average_gradients(parameters.pop(name), num_members)
+        elif name in buffers:
+            shared[name] = buffers.pop(name)
+    outputs = []
+    no_seeds: AbstractContextManager[list[int]] = nullcontext([])
+    with refuse_checkpointing(), no_seeds if rng is None else rng.member_seeds() as seeds:
+        for k in range(num_members):
+            if seeds:
+                torch.manual_seed(seeds[k])
+            inputs = tree_map(lambda x, k=k: x[k] if own and isinstance(x, Tensor) else x, list(args))
+            own_buffers = {name: buffer[k] for name, buffer in buffers.items()}
+            state = {**shared, **{name: parameter[k] for name, parameter in parameters.items()}, **own_buffers}
+            outputs.append(functional_call(stacked, state, tuple(inputs), kwargs, tie_weights=False))
+            for name, buffer in own_buffers.items():
+                if state[name] is not buffer:  # replaced instead of changed in place; set by functional_call
+                    buffer.copy_(state[name].detach())
+    for layer in stacked.modules():
+        for name in recomputed_names(layer):  # valid during this call only
+            vars(layer)[name] = None
+    return tree_map(lambda *parts: torch.stack(parts) if isinstance(parts[0], Tensor) else parts[0], *outputs)
 
 
 # Activation checkpointing inside the network
@@ -308,23 +231,20 @@ def _raise_reentrant_error(*_: Any) -> Any:
 
 @contextmanager
 def refuse_checkpointing() -> Iterator[None]:
-    """Make `checkpoint` raise an error: its backward would run the forward without the mode."""
-    if not torch.is_grad_enabled():
+    """Make `checkpoint` raise an error: its backward would run the forward without the stacking mode."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield
         return
-    hooks = torch._C._autograd
-    enabled = hooks._saved_tensors_hooks_get_disabled_error_message() is None
-    apply = CheckpointFunction.apply
-    if enabled:
-        hooks._saved_tensors_hooks_disable(CHECKPOINT, False)
-    CheckpointFunction.apply = _raise_checkpoint_error  # type: ignore[method-assign]
+    places: Any = ((CheckpointFunction, "apply"), (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"))
+    originals = [getattr(owner, name) for owner, name in places]
+    for owner, name in places:
+        setattr(owner, name, _raise_checkpoint_error)
     try:
         yield
     finally:
-        CheckpointFunction.apply = apply  # type: ignore[method-assign]
-        if enabled:
-            hooks._saved_tensors_hooks_enable()
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, original)
 
 
-def _raise_checkpoint_error(*_: Any) -> Any:
-    raise RuntimeError(CHECKPOINT)
+def _raise_checkpoint_error(*_: Any, **__: Any) -> Any:
+    raise ValueError(CHECKPOINT)

@@ -33,26 +33,25 @@ class MemberRNG:
         return MemberRNG(*self.tensors, part)
 
     @contextmanager
-    def seed_generator(self, reason: str) -> Iterator[None]:
-        """Seed PyTorch's generator by seed and step, for one run whose calls are not followed because of `reason`."""
-        seeds, _, step = self.tensors
-        if len(seeds) > 1:
-            raise ValueError(
-                f"Expected a network whose random numbers can be drawn separately for each run, but {reason}. Train "
-                "one run at a time: sweep.group_size = 1."
-            )
-        with torch.random.fork_rng(devices=[seeds.device] if seeds.device.type == "cuda" else []):
-            torch.manual_seed(int(_mix(_mix(seeds[0]) + step)))
-            yield
+    def member_seeds(self) -> Iterator[list[int]]:
+        """Yield a seed for each member, a function of (seed, step, member); restore PyTorch's generator afterwards."""
+        device = self.tensors[0].device
+        key, index = self._member_keys()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield _mix(_mix(key) + index * 0x85EBCA6B).tolist()
 
-    def uniform(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return numbers in [0, 1) of shape `(K, ...)`."""
-        self.calls += 1
+    def _member_keys(self) -> tuple[Tensor, Tensor]:
+        """Return keys of seed and step, and the members' numbers, `(K,)` each."""
         if self._keys is None:
             seeds, members, step = self.tensors
             key = _mix(_mix(_mix(seeds) + (seeds >> 32)) + step).repeat_interleave(len(members))
             self._keys = key[self.part], members.repeat(len(seeds))[self.part]
-        key, index = self._keys
+        return self._keys
+
+    def uniform(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return numbers in [0, 1) of shape `(K, ...)`."""
+        self.calls += 1
+        key, index = self._member_keys()
         key = _mix(_mix(key + self.calls * 0x9E3779B9) + index * 0x85EBCA6B).view(-1, 1)  # (K, 1)
         position = torch.arange(math.prod(shape[1:]), device=device)
         bits = _mix(_mix(position + key) ^ _mix(key + 0x27D4EB2F))

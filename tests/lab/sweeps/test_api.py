@@ -1,0 +1,344 @@
+"""`torchace.sweep` on own networks: equal to plain training loops, kept in a directory, errors in one sentence."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import torchace as ace
+from torchace.lab.data import Batches, Split
+from torchace.lab.schema.experiment import DataSection, ModelSection, SweepSection, TrainSection
+from torchace.lab.store import RunStore, RunStoreError
+from torchace.lab.sweeps.config import ConfigError, load_experiment
+from torchace.lab.sweeps.sweep import Sweep
+from torchace.lab.training.seeding import torch_seed
+from torchace.nn.base import EnsembleModule
+
+DIVERSITIES, SEEDS = (0.0, 0.4, 0.8), (3, 0, 7)
+DIGITS = load_digits()
+X, Y = torch.tensor(DIGITS.images)[:, None] / 16, torch.tensor(DIGITS.target)
+TRAIN, TEST = (X[:160], Y[:160]), (X[160:260], Y[160:260])
+SMALL: dict[str, Any] = {"num_members": 2, "diversities": [0.0, 0.5], "seeds": 2, "steps": 2, "batch_size": 40}
+
+
+class CNN(nn.Module):
+    """A small convolutional network with BatchNorm."""
+
+    def __init__(self, width: int = 3, classes: int = 10) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+        )
+        self.head = nn.Linear(9 * width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
+
+
+def train_alone(diversity: float, seed: int, epochs: int, batch_size: int) -> list[nn.Module]:
+    """Plain PyTorch: two members, one optimizer each, in float64."""
+    members: list[nn.Module] = []
+    for k in range(2):
+        with torch_seed(seed, "member", k):
+            members.append(CNN().double())
+    optimizers = [torch.optim.Adam(member.parameters(), lr=0.01) for member in members]
+    batches = Batches(Split(*TRAIN), batch_size, seed=seed, dtype=torch.float64)
+    for epoch in range(epochs):
+        for step in range(batches.steps_per_epoch):
+            x, y = batches.batch(epoch, step)
+            logits = torch.stack([member(x) for member in members])
+            loss = ace.amended_cross_entropy(logits, y, diversity)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    return [member.eval() for member in members]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> ace.SweepResult:
+    return ace.sweep(
+        CNN, TRAIN, TEST, num_members=2, diversities=DIVERSITIES, seeds=SEEDS, epochs=2, batch_size=40,
+        learning_rate=0.01, precision="float64", validation=0.0, out=tmp_path_factory.mktemp("sweep") / "out",
+    )  # fmt: skip
+
+
+def test_one_network_equals_plain_training_of_each_run(trained: ace.SweepResult) -> None:
+    assert [len(group.runs) for group in RunStore(trained.directory).groups()] == [9]
+    frame = trained.to_frame().set_index(["diversity", "seed"])
+    for diversity in DIVERSITIES:
+        for seed in SEEDS:
+            members = train_alone(diversity, seed, epochs=2, batch_size=40)
+            ensemble: Any = trained.ensemble(diversity, seed)
+            with torch.no_grad():
+                expected = torch.stack([member(TEST[0]) for member in members])
+                got = ensemble(TEST[0])
+            # float64 rounding, amplified by 8 steps of Adam where gradients are tiny (a bias before BatchNorm)
+            torch.testing.assert_close(got, expected, rtol=1e-7, atol=1e-8)
+            cross_entropy = ace.functional.ensemble_log_probs(expected).gather(1, TEST[1][:, None]).mean().neg()
+            assert frame.loc[(diversity, seed), "cross_entropy"] == pytest.approx(float(cross_entropy), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [{"kind": "smoc"}, {"kind": "smoc", "rank": 2}, {"kind": "branch", "at": "head"}])
+def test_runs_of_members_with_shared_layers_equal_each_run_alone(kind: dict[str, Any]) -> None:
+    options = SMALL | kind | {"steps": 4, "precision": "float64", "learning_rate": 0.01}
+    together, alone = (ace.sweep(CNN, TRAIN, TEST, **options, group_size=size) for size in (None, 1))
+    for diversity in (0.0, 0.5):
+        a, b = (result.ensemble(diversity, 1).predict_proba(TEST[0]) for result in (together, alone))
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+        assert not a.allclose(together.ensemble(diversity, 0).predict_proba(TEST[0]))
+
+
+def test_an_own_smoc_is_stacked_as_it_is() -> None:
+    def make() -> EnsembleModule:
+        return ace.SMOC(nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU()), 6, 10, num_members=2)
+
+    result = ace.sweep(make, TRAIN, TEST, **SMALL, kind="smoc")
+    assert isinstance(result.ensemble(0.5, 0), ace.SMOC)
+    with pytest.raises(ValueError, match=r"Expected .*make to return an ensemble of 3 members, but it has 2"):
+        ace.sweep(make, TRAIN, TEST, **SMALL | {"num_members": 3}, kind="smoc")
+    with pytest.raises(ValueError, match="to return one member, but it returned the ensemble SMOC"):
+        ace.sweep(make, TRAIN, TEST, **SMALL)
+
+
+def test_frame_table_and_best(trained: ace.SweepResult) -> None:
+    frame = trained.to_frame()
+    assert frame[["diversity", "seed"]].values.tolist() == [[d, s] for d in DIVERSITIES for s in sorted(SEEDS)]
+    needed = {"accuracy", "cross_entropy", "member_accuracy", "disagreement", "status", "seconds", "parameters"}
+    assert needed <= set(frame.columns)
+    table = trained.table()
+    assert table.index.tolist() == list(DIVERSITIES)
+    means = frame.groupby("diversity")["cross_entropy"].mean()
+    torch.testing.assert_close(table["cross_entropy"].tolist(), means.tolist())
+    paired = frame.pivot(index="seed", columns="diversity", values="cross_entropy")
+    difference = (paired[0.8] - paired[0.0]).mean()
+    assert table.loc[0.8, "difference"] == pytest.approx(difference)
+    assert table.loc[0.8, "low"] < difference < table.loc[0.8, "high"]
+    with pytest.raises(ValueError, match=r"best\(\) needs validation data, .* Use sweep\(\.\.\., validation=0\.2\)"):
+        trained.best()
+
+
+def test_best_is_chosen_on_validation_data() -> None:
+    result = ace.sweep(CNN, TRAIN, TEST, **SMALL | {"seeds": 3}, validation=0.25)
+    best = result.best()
+    frame = result.to_frame()
+    assert best.diversity in (0.0, 0.5)
+    chosen = frame[frame.diversity == best.diversity]
+    assert best.validation_cross_entropy == pytest.approx(chosen["validation_cross_entropy"].mean())
+    assert best.cross_entropy == pytest.approx(chosen["cross_entropy"].mean())
+
+
+def test_report_plot_and_notebook(trained: ace.SweepResult) -> None:
+    page = trained.report().read_text()
+    assert "Layers: " in page
+    assert "features.1" in page
+    assert "batch_norm" in page
+    figure = trained.plot()
+    assert len(figure.subfigs) == 2
+    assert all(part.axes for part in figure.subfigs)
+    shown = trained._repr_html_()
+    assert "<table" in shown
+    assert repr(trained) in shown
+
+
+def test_a_temporary_directory_lives_as_long_as_the_result() -> None:
+    result = ace.sweep(CNN, TRAIN, TEST, **SMALL, keep_weights=False)
+    directory = result.directory
+    assert directory.exists()
+    with pytest.raises(RunStoreError, match=r"they were not kept. Use keep_weights=True"):
+        result.ensemble(0.5, 1)
+    with pytest.raises(RunStoreError, match=r"holds no run with λ=0\.2 and seed 1"):
+        result.ensemble(0.2, 1)
+    del result
+    gc.collect()
+    assert not directory.exists()
+
+
+def test_a_directory_resumes_and_refuses_other_objects(tmp_path: Path) -> None:
+    first = ace.sweep(CNN, TRAIN, TEST, **SMALL, out=tmp_path).to_frame()
+    files = {file: file.stat().st_mtime_ns for file in tmp_path.glob("runs/*")}
+    more = ace.sweep(CNN, TRAIN, TEST, **SMALL | {"seeds": 3}, out=tmp_path).to_frame()
+    assert {file: file.stat().st_mtime_ns for file in files} == files  # finished runs are kept
+    assert len(more) == 6
+    assert more[more.seed < 2].reset_index(drop=True).equals(first)
+    with pytest.raises(RunStoreError, match=r"holds runs with another factory of members .* Choose another `out`"):
+        ace.sweep(lambda: CNN(), TRAIN, TEST, **SMALL, out=tmp_path)
+    with pytest.raises(RunStoreError, match="holds runs with another data"):
+        ace.sweep(CNN, (TRAIN[0] + 1e-3, TRAIN[1]), TEST, **SMALL, out=tmp_path)
+    with pytest.raises(RunStoreError, match=r"holds runs with train.batch_size = 40, but now it is 20"):
+        ace.sweep(CNN, TRAIN, TEST, **SMALL | {"batch_size": 20}, out=tmp_path)
+
+
+def test_a_changed_function_is_another_one(tmp_path: Path) -> None:
+    def sweep_of_width(width: int) -> None:
+        ace.sweep(lambda: CNN(width), TRAIN, TEST, **SMALL, out=tmp_path)
+
+    sweep_of_width(3)
+    sweep_of_width(3)
+    with pytest.raises(RunStoreError, match="holds runs with another factory of members"):
+        sweep_of_width(4)
+
+
+def test_random_numbers_of_factories_are_seeded() -> None:
+    import numpy as np
+
+    def make() -> nn.Module:
+        network = CNN()
+        nn.init.constant_(network.head.bias, float(np.random.rand()))  # noqa: NPY002
+        return network
+
+    state = torch.get_rng_state()
+    a, b = (ace.sweep(make, TRAIN, TEST, **SMALL).to_frame() for _ in range(2))
+    assert a["cross_entropy"].tolist() == b["cross_entropy"].tolist()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_defaults_are_those_of_toml_files() -> None:
+    parameters = inspect.signature(ace.sweep).parameters
+    sections = [TrainSection(), ModelSection(), DataSection(), SweepSection()]
+    other = {"optimizer", "diversities", "seeds", "name", "metrics", "arguments", "at", "adapter", "layers", "test"}
+    for section in sections:
+        for key in type(section).model_fields:
+            if key in parameters and key not in other:
+                assert parameters[key].default == getattr(section, key), key
+    assert list(parameters["diversities"].default) == SweepSection().diversities
+    assert list(range(parameters["seeds"].default)) == SweepSection().seeds
+    assert parameters["optimizer"].default == TrainSection().optimizer
+
+
+class Odd(CNN):
+    calls = 0
+
+    def __init__(self) -> None:
+        Odd.calls += 1
+        super().__init__(width=3 + Odd.calls % 2)
+
+
+SHARED = CNN()
+BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "module": (CNN(), {}, "`member` to be a function that returns a new module, but got a CNN"),
+    "number": (3, {}, "`member` to be a function that returns a module, but got int"),
+    "no module": (lambda: 3, {}, "to return a module .*, but it returned int"),
+    "the same": (lambda: SHARED, {}, "to return a new module at every call, but it returned the same one twice"),
+    "no parameters": (nn.Flatten, {}, "a module with parameters to train"),
+    "raises": (lambda: nn.Linear(-1, 3), {}, "The function <lambda> failed with RuntimeError: "),
+    "architectures": (Odd, {}, "of one architecture.*All calls of Odd must return the same architecture"),
+    "outputs": (lambda: CNN(classes=7), {}, "Expected 10 outputs of the module of .*, but it has 7"),
+    "more outputs": (lambda: CNN(classes=12), {}, "Expected 10 outputs of the module of .*, but it has 12"),
+    "shape": (lambda: nn.Conv2d(1, 10, 3), {}, r"to return \(N, 10\), here \(4, 10\), but it returned \(4, 10, 6, 6\)"),
+    "input": (lambda: nn.Linear(3, 10), {}, r"fails on inputs \(4, 1, 8, 8\) float32"),
+    "missing": (lambda width: CNN(width), {}, "missing a required argument: 'width'"),
+    "unknown": (CNN, {"arguments": {"depth": 3}}, "got an unexpected keyword argument 'depth'"),
+    "no function": ("torchace.models:mpl", {}, "no 'mpl' in torchace.models. Did you mean 'mlp'"),
+    "package": ("nowhere.models:mlp", {}, "there is no module 'nowhere'"),
+    "keyword": (CNN, {"epoch": 3}, r"unexpected keyword argument 'epoch'. Did you mean 'epochs'"),
+    "no length": (CNN, {"steps": None}, "Expected `epochs` or `steps`, but got neither"),
+    "both": (CNN, {"epochs": 3}, "Expected `epochs` or `steps`, but got both"),
+    "lambda": (CNN, {"diversities": [0, 1.5]}, "Expected diversities.* to be at most 1, but got 1.5"),
+    "kind": (CNN, {"kind": "boosted"}, "Expected kind to be 'separate', 'smoc', 'branch' or 'adapters'"),
+    "branch": (CNN, {"kind": "branch"}, "needs `at`"),
+    "layer": (CNN, {"kind": "branch", "at": "heads"}, "Expected `at` to name a layer of the model, but got 'heads'"),
+    "patience": (CNN, {"patience": 3}, "`patience` needs validation data"),
+    "device": (CNN, {"device": "tpu"}, "Cannot use the device 'tpu'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_sentence(name: str) -> None:
+    member, options, message = BAD[name]
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        ace.sweep(member, TRAIN, TEST, **SMALL | options)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text[0].isupper() or text.startswith(("sweep()", "`", "member: ", "arguments: "))
+
+
+TOML = """
+[data]
+factory = "own_code:load"
+arguments = { size = 60 }
+[model]
+factory = "own_code:make_member"
+arguments = { width = 3 }
+num_members = 2
+[train]
+steps = 2
+batch_size = 20
+[sweep]
+diversities = [0.0, 0.5]
+seeds = [0, 1]
+"""
+CODE = """
+import torch
+from torch import nn
+
+def make_member(width):
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))
+
+def load(size):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(size, 4, generator=generator), torch.arange(size) % 3
+    return (x, y), (x, y)
+"""
+
+
+@pytest.fixture
+def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A TOML file and the module that it names, in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_code", raising=False)
+    (tmp_path / "own.toml").write_text(TOML)
+    (tmp_path / "own_code.py").write_text(CODE)
+    return tmp_path
+
+
+def test_a_toml_file_names_code_in_the_current_directory(own_code: Path) -> None:
+    assert Sweep(load_experiment("own.toml"), own_code / "out").run() == {}
+    from_file = ace.SweepResult(own_code / "out")
+    names = importlib.import_module("own_code")
+    given = ace.sweep(
+        names.make_member, *names.load(60), arguments={"width": 3}, num_members=2, steps=2, batch_size=20, seeds=2,
+        diversities=[0.0, 0.5],
+    )  # fmt: skip
+    columns = ["diversity", "seed", "accuracy", "cross_entropy", "disagreement"]
+    assert from_file.to_frame()[columns].equals(given.to_frame()[columns])
+    x = torch.randn(5, 4)
+    assert from_file.ensemble(0.5, 1)(x).equal(given.ensemble(0.5, 1)(x))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "make_member",
+            "make_mebmer",
+            "model.factory: there is no 'make_mebmer' in own_code. Did you mean 'make_member'",
+        ),
+        ("own_code:make", "other:make", "model.factory: there is no module 'other' in the current directory"),
+        ("own_code:make_member", "own_code", "expected the name of an object, such as 'package.module:function'"),
+        ("{ width = 3 }", "{ depth = 3 }", r"model.arguments: expected arguments of make_member\(width\), but missing"),
+        ("{ size = 60 }", "{ sise = 60 }", "data.arguments: expected arguments of load"),
+        ("own_code:make_member", "torch:pi", "model.factory: expected torch:pi to be a function or a class"),
+    ],
+)
+def test_wrong_names_in_a_toml_file(own_code: Path, old: str, new: str, message: str) -> None:
+    (own_code / "own.toml").write_text(TOML.replace(old, new))
+    with pytest.raises(ConfigError, match=message):
+        Sweep(load_experiment("own.toml"), own_code / "out").run()
+    assert not (own_code / "out").exists()
+
+
+def test_code_that_fails_to_import(own_code: Path) -> None:
+    (own_code / "own_code.py").write_text("import torch\nraise RuntimeError('not today')")
+    with pytest.raises(ConfigError, match=r"model.factory: cannot import own_code: RuntimeError: not today"):
+        Sweep(load_experiment("own.toml"), own_code / "out").run()
