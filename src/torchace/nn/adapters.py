@@ -115,9 +115,7 @@ def adapt(
         if isinstance(layer, _NormBase):
             own.add_copies(layer, redraw=False)
     own.mark_shared(host)
-    ensemble = AdaptedEnsemble(host, num_members, link, options)
-    ensemble.num_classes = None if classes is None else classes.outputs
-    return ensemble
+    return AdaptedEnsemble(host, num_members, link, None if classes is None else classes.outputs, options)
 
 
 class AdaptedEnsemble(StackedEnsemble):
@@ -130,11 +128,11 @@ class AdaptedEnsemble(StackedEnsemble):
             forward sets it; set it yourself where both axes fit.
     """
 
-    def __init__(self, stacked: nn.Module, num_members: int, link: str, options: dict[str, Any]) -> None:
+    def __init__(
+        self, stacked: nn.Module, num_members: int, link: str, num_classes: int | None, options: dict[str, Any]
+    ) -> None:
         EnsembleModule.__init__(self, num_members, link)
-        self.stacked = stacked
-        self.options = options
-        self.num_classes: int | None = None
+        self.stacked, self.num_classes, self.options = stacked, num_classes, options
         self.class_axis: int | None = None
         self.training = stacked.training
         self._register()
@@ -159,6 +157,13 @@ class AdaptedEnsemble(StackedEnsemble):
         """The name of the layer that computes the logits, own or shared; None if it is not known."""
         name = self.options["head"]
         return _find_head(self.stacked, "shared")[1] if name in (None, "shared") else name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments that build an ensemble like this one from another network `stacked`."""
+        return {"num_members": self.num_members, "link": self.link, "num_classes": self.num_classes} | {
+            "options": self.options
+        }
 
     @property
     def adapters(self) -> dict[str, Adapter]:
