@@ -4,7 +4,7 @@
 
 An encoder of BERT-base's size with random weights, sequences of 128 tokens, batches of 32, bf16 autocast, AdamW; rank 8
 on the query and value layers, as peft's default for BERT, and a head for each member; the same frozen weights. One call
-of `peft` is eight steps, one of each training. Memory is the peak of all that torch has given out, weights and optimizer
+of `peft` is eight steps, one of each training. Memory is the peak of what torch has allocated, weights and optimizer
 included, in one step of the contender alone; for peft in one of its eight trainings. Aims: at least 3 times faster, and
 at most twice the memory of one training.
 """

@@ -461,9 +461,8 @@ def test_adapted_models_learn(task: str, in_chunks: bool, tmp_path: Path, monkey
     hf.set_seed(0)
     make, data, options, shape = ADAPTED[task]
     ensemble = adapt(make(), 4, **options)
-    trainer = made(
-        ensemble, tmp_path, train=data(320), test=data(64, seed=1), diversity=0.3, learning_rate=2e-2, num_train_epochs=3
-    )
+    options = {"diversity": 0.3, "learning_rate": 2e-2, "num_train_epochs": 3}
+    trainer = made(ensemble, tmp_path, train=data(320), test=data(64, seed=1), **options)
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()
@@ -492,7 +491,7 @@ def test_chunks_of_tokens_give_the_same_loss(
     for adapter in ensemble.adapters.values():
         nn.init.normal_(adapter.B)
     trainer = made(ensemble, tmp_path, train=data(8), diversity=0.4)
-    batch = {name: column for name, column in data(8).columns.items()}
+    batch = data(8).columns
     results = []
     for limit in (1 << 24, 100):
         monkeypatch.setattr(transformers, "LARGE_LOGITS", limit)

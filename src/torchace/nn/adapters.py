@@ -67,9 +67,10 @@ def adapt(
         adapter: `"multiplicative"` or `"low_rank"`.
         rank: Rank of the low-rank adapters, at most the layer's smaller size.
         alpha: Scale of the low-rank adapters; 8 if None, as in peft.
-        layers: Names of the adapted layers: a list, or one name. Where no layer has exactly this name, `"encoder"` means
-            all layers inside it, `"query"` all whose name ends in `.query`, and `"*.attention.*"` is a pattern. None:
-            all linear and convolutional layers but the head. `"first"`: the inputs of the first layer alone, as TabM's mini variant.
+        layers: Names of the adapted layers: a list, or one name. Unless a layer has exactly this name, `"encoder"`
+            means all layers inside it, `"query"` all whose name ends in `.query`, and `"*.attention.*"` is a pattern.
+            None: all linear and convolutional layers but the head. `"first"`: the inputs of the first layer alone, as
+            TabM's mini variant.
         freeze: Train adapters and heads alone.
         head: The name of the layer of which each member has its own, by default the last linear layer (found as by
             `stack_classifiers`); `"shared"`: no own head.
