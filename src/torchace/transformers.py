@@ -22,7 +22,7 @@ from torchace.functional import (
 from torchace.nn.adapters import AdaptedEnsemble
 from torchace.nn.base import EnsembleModule
 from torchace.nn.conversion import StackedClassifiers
-from torchace.nn.losses import LOSSES, AmendedCrossEntropyLoss, MemberLoss, attach_loss
+from torchace.nn.losses import DEFAULT_LOSSES, AmendedCrossEntropyLoss, MemberLoss, attach_loss
 from torchace.nn.stacked import StackedEnsemble
 from torchace.nn.stacked_state import shared_names
 
@@ -87,7 +87,7 @@ class ACETrainerMixin:
         super().__init__(*args, **kwargs)
         ensemble = self._ensemble()
         if loss is None:
-            loss = LOSSES[getattr(ensemble, "link", "softmax")](diversity)
+            loss = DEFAULT_LOSSES[getattr(ensemble, "link", "softmax")](diversity)
         attach_loss(ensemble, loss)
         self.ace_loss: MemberLoss = loss.to(self.args.device)
         self._metrics: Any = None

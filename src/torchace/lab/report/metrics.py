@@ -33,6 +33,8 @@ class Metric:
     difference_unit: str = ""
     power: int = 0  # of the target's units
     reading: str = LOWER_IS_BETTER  # in a caption
+    higher_is_better: bool = False
+    short_label: str = ""  # column heading in a terminal, if not `label`
 
     def number(self, value: float) -> str:
         """Format a value without unit."""
@@ -68,8 +70,8 @@ class Metric:
         return self.label.replace(", %", ", points")
 
 
-def _percent(key: str, label: str, noun: str, reading: str = LOWER_IS_BETTER) -> Metric:
-    return Metric(key, f"{label}, %", noun, 2, 100.0, " %", " points", reading=reading)
+def _percent(key: str, label: str, noun: str, reading: str = LOWER_IS_BETTER, short_label: str = "") -> Metric:
+    return Metric(key, f"{label}, %", noun, 2, 100.0, " %", " points", reading=reading, short_label=short_label)
 
 
 def _with_members(*metrics: Metric) -> list[Metric]:
@@ -122,13 +124,19 @@ def _task(metrics: Sequence[Metric], **fields: Any) -> TaskLayout:
 CLASSIFICATION = _task(
     [
         *_with_members(
-            Metric("accuracy", "Accuracy", "accuracy"),
+            Metric("accuracy", "Accuracy", "accuracy", higher_is_better=True, short_label="Acc."),
             _percent("error", "Error", "error"),
-            Metric("cross_entropy", "Cross entropy", "cross entropy"),
+            Metric("cross_entropy", "Cross entropy", "cross entropy", short_label="CE"),
             Metric("brier", "Brier score", "Brier score"),
             Metric("calibration_error", "Calibration error", "calibration error"),
         ),
-        _percent("disagreement", "Disagreement", "disagreement", "share of test cases on which two members differ."),
+        _percent(
+            "disagreement",
+            "Disagreement",
+            "disagreement",
+            "share of test cases on which two members differ.",
+            short_label="Disagr.\n%",
+        ),
         Metric("mutual_information", "Mutual information", "mutual information", 5, reading=MUTUAL_INFORMATION),
         Metric(
             "ambiguity", "Ambiguity", "ambiguity", 5, reading="the members' mean cross entropy minus the ensemble's."
@@ -154,7 +162,7 @@ CLASSIFICATION = _task(
 
 REGRESSION = _task(
     [
-        Metric("r2", "R²", "R²", reading="share of the target's variance that is explained."),
+        Metric("r2", "R²", "R²", reading="share of the target's variance that is explained.", higher_is_better=True),
         *_with_members(
             Metric("mse", "MSE", "mean squared error", power=2),
             Metric("rmse", "RMSE", "root mean squared error", power=1, reading=IN_UNITS),
