@@ -106,7 +106,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
                 f"{folder} was trained with {name}={value!r}, which cannot be loaded; train the adapter without it."
             )
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not 0 < alpha < float("inf"):
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not 0 < alpha < float("inf"):
         raise ModelFileError(f"{file} has r={rank!r} and lora_alpha={alpha!r}, which are not valid; save it anew.")
     return config
 

@@ -124,13 +124,13 @@ def merge_member(stacked: nn.Module, member: int) -> nn.Module:
             weight = layer.get_parameter("weight")
             layer.weight = nn.Parameter(adapter(weight.detach()).detach())
             if getattr(adapter, "bias", None) is not None:
-                layer.bias = nn.Parameter(adapter.bias.detach())  # type: ignore[union-attr, operator]
+                layer.bias = nn.Parameter(adapter.bias.detach())  # type: ignore[operator]
             del layer._modules[ADAPTER]
             for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
                 for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is adapter]:
                     del hooks[key]
         elif is_parametrized(layer):
-            for name in list(layer.parametrizations):  # type: ignore[arg-type, operator]
+            for name in list(layer.parametrizations):  # type: ignore[arg-type]
                 if any(isinstance(part, Adapter) for part in layer.parametrizations[name]):  # type: ignore[index]
                     remove_parametrizations(layer, name)
     return plain.requires_grad_(True)

@@ -219,7 +219,7 @@ def _recompute_in(mode: StackingMode, stacked: nn.Module) -> Iterator[None]:
 
         return start(function, preserve, contexts, *args, **kwargs)
 
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = start_in_mode
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = start_in_mode  # type: ignore[assignment]
     CheckpointFunction.apply = _raise_reentrant_error  # type: ignore[method-assign]
     try:
         yield
