@@ -122,11 +122,12 @@ class Batches:
     def weights_many(
         self, seeds: Sequence[int], epoch: int, step: int, *, streams: int | Sequence[int] = 0
     ) -> Tensor | None:
-        """Sample weights `(S, B)` of `batch_many`; None for a split without weights."""
+        """Sample weights of `batch_many`, `(S, B)`, or `(S, K, B)` with members' own; None for a split without them."""
         if self.split.weight is None:
             return None
         draws, part = self._draws_of(seeds, epoch, step, streams)
-        return self.split.weight[draws.order[:, part]]
+        weight = self.split.weight[..., draws.order[:, part]]
+        return weight if weight.ndim == 2 else weight.transpose(0, 1)
 
     def _draws_of(
         self, seeds: Sequence[int], epoch: int, step: int, streams: int | Sequence[int]
@@ -169,6 +170,9 @@ class Batches:
         )
         return _Epoch(order, (rows, columns, flips == 1), None)
 
+    def _format_targets(self, y: Tensor) -> Tensor:
+        return y.to(self._format.dtype) if y.is_floating_point() else y
+
     def _is_small(self, count: int) -> bool:
         """Whether this many samples are gathered at once."""
         size = sum(x[0].numel() for x in input_tensors(self.split.x)) * self._format.dtype.itemsize
@@ -181,7 +185,7 @@ class Batches:
         if self.augment is not None:
             x = self.augment(x, *augment)
         x = self._format(x)
-        y = self.split.y.index_select(0, flat)
+        y = self._format_targets(self.split.y.index_select(0, flat))
         return map_inputs(lambda t: t.view(*indices.shape, *t.shape[1:]), x), y.view(*indices.shape, *y.shape[1:])
 
 
@@ -230,6 +234,5 @@ def chunks(
     check_count(size, "size")
     split = split if device is None else split.to(device)
     format_inputs = _Format(split, normalize=normalize, dtype=dtype, flatten=flatten)
-    for x, y in split.chunks(size):
-        x = format_inputs(x)
-        yield (x if transform is None else transform.evaluate(x)), y
+    formatted = ((format_inputs(x), y) for x, y in split.chunks(size))
+    return formatted if transform is None else ((transform.evaluate(x), y) for x, y in formatted)

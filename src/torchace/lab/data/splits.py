@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,8 @@ _PART_CODES = {"train": 0, "training": 0, "validation": 1, "valid": 1, "val": 1,
 class Split:
     """Samples `x`, `(N, ...)`, with class indices `y`, `(N,)` of int64, or floating-point targets.
 
-    `x` may be a tuple or dict of tensors. Images are `(N, C, H, W)` of uint8. `weight`, `(N,)`, holds sample weights.
+    `x` may be a tuple or dict of tensors. Images are `(N, C, H, W)` of uint8. `weight` holds sample weights, `(N,)`, or
+    `(K, N)` with each member's own.
     """
 
     x: Inputs
@@ -50,9 +51,11 @@ class Split:
                 )
         if self.y.dtype != torch.int64 and not self.y.is_floating_point():
             raise TypeError(f"Expected `y` of type int64, but got {self.y.dtype}. Convert it: y.long().")
-        if self.weight is not None and (self.weight.shape != self.y.shape[:1] or self.weight.device != self.device):
+        if self.weight is not None and (
+            self.weight.ndim not in (1, 2) or self.weight.shape[-1] != len(self) or self.weight.device != self.device
+        ):
             raise ValueError(
-                f"Expected `weight` of shape ({len(self)},) on {self.device}, "
+                f"Expected `weight` of shape ({len(self)},) or (K, {len(self)}) on {self.device}, "
                 f"but got {shape_of(self.weight)} on {self.weight.device}."
             )
 
@@ -66,7 +69,8 @@ class Split:
 
     def take(self, indices: Tensor | slice) -> Split:
         """Return the samples at these indices, in this order."""
-        return self._map(lambda values: values[indices])
+        weight = None if self.weight is None else self.weight[..., indices]
+        return Split(map_inputs(lambda values: values[indices], self.x), self.y[indices], weight)
 
     def to(self, device: torch.device | str) -> Split:
         """Move to a device; return itself if already there."""
@@ -93,7 +97,7 @@ class SplitIndices(NamedTuple):
     test: Tensor
 
 
-def stratified_split(split: Split, size: int | float, *, seed: int) -> tuple[Split, Split]:
+def stratified_split(split: Any, size: int | float, *, seed: int) -> tuple[Any, Any]:
     """Split into the rest and a random, stratified part of `size`: a function of labels, size and seed alone.
 
     `size` is a count (int) or a fraction (float). Rounding favours largest remainders, then lower classes. Both parts
@@ -112,6 +116,15 @@ def stratified_split(split: Split, size: int | float, *, seed: int) -> tuple[Spl
         is_taken[places[permutation(seed, "stratify", label, count=len(places))[:quota]]] = True
     is_taken = is_taken.to(split.device)
     return split.take(~is_taken), split.take(is_taken)
+
+
+def random_split(split: Any, size: int | float, *, seed: int) -> tuple[Any, Any]:
+    """Split into the rest and a random part of `size`, stratified if the samples have known classes."""
+    if split.y is not None and not split.y.is_floating_point():
+        return stratified_split(split, size, seed=seed)
+    count = _check_size(size, len(split))
+    order = permutation(seed, "split", count=len(split))
+    return split.take(order[count:].sort().values), split.take(order[:count].sort().values)
 
 
 def _check_size(size: int | float, available: int) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from torchace.lab.report import formats
@@ -160,6 +160,24 @@ CLASSIFICATION = _task(
     uncertainty_title="Diversity and calibration",
 )
 
+MULTILABEL = _task(
+    [
+        *CLASSIFICATION.metrics.values(),
+        Metric("exact_match", "Exact match", "exact match", reading="share of test cases with all labels right."),
+        Metric("macro_f1", "Macro F1", "macro F1", reading="mean over labels of the F1 score."),
+    ],
+    name="multilabel",
+    **{
+        **{
+            f.name: getattr(CLASSIFICATION, f.name) for f in fields(CLASSIFICATION) if f.name not in ("name", "metrics")
+        },
+        "details": {
+            **CLASSIFICATION.details,
+            "Ensemble": ("exact_match", "macro_f1", *CLASSIFICATION.details["Ensemble"]),
+        },
+    },
+)
+
 REGRESSION = _task(
     [
         Metric("r2", "R²", "R²", reading="share of the target's variance that is explained.", higher_is_better=True),
@@ -186,7 +204,17 @@ REGRESSION = _task(
     uncertainty_title="Diversity and uncertainty",
 )
 
-TASKS = {task.name: task for task in (CLASSIFICATION, REGRESSION)}
+TASKS = {task.name: task for task in (CLASSIFICATION, MULTILABEL, REGRESSION)}
+
+
+def with_own_metrics(layout: TaskLayout, keys: Iterable[str]) -> TaskLayout:
+    """Add a user's own metrics, which have a place in the table of details."""
+    own = [key for key in keys if key not in layout.metrics]
+    if not own:
+        return layout
+    names = {key: key.replace("_", " ").replace("#", " ") for key in own}
+    metrics = {key: Metric(key, formats.capitalize(name), name, reading="own metric.") for key, name in names.items()}
+    return replace(layout, metrics={**layout.metrics, **metrics}, details={**layout.details, "Own": tuple(own)})
 
 
 def add_derived(values: Mapping[str, float]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace.nn.stacked_state import all_shared_names, group_size, take_members
-from torchace.nn.stacking.forward import refuse_checkpointing, run_stacked, track_layers
+from torchace.nn.stacking.forward import run_stacked, track_layers
 from torchace.nn.stacking.mode import RANDOM, RULES, Node, StackingMode
 from torchace.nn.stacking.rng import ConstantRNG
 from torchace.nn.stacking.values import FIRST, Stacked
@@ -108,7 +108,7 @@ def _compare(
     mode = StackingMode(len(chosen), token, ConstantRNG(), record)
     together = cast(take_members(stacked, chosen))
     try:
-        with track_layers(together, mode), refuse_checkpointing():
+        with track_layers(together, mode):
             output = run_stacked(together, mode, inputs_of(torch.tensor(chosen)), kwargs, own=own)
         outputs, gradients = tree_leaves(output), _gradients(output, together)
     except Exception as error:

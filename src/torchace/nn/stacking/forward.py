@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -74,7 +74,7 @@ def run_stacked(
         for module, name, parameter in replaced:  # the weight, not activations: adapters keep their own gradients
             averaged = average_gradients(parameter, group or mode.num_members)
             module._parameters[name] = mode.mark(averaged) if group else averaged  # type: ignore[assignment]
-        with mode:
+        with mode, _recompute_in(mode, stacked):
             output = stacked(*args, **kwargs)
     finally:
         for module, name, parameter in replaced:
@@ -194,6 +194,50 @@ def run_one_by_one(
         for name in recomputed_names(layer):  # valid during this call only
             vars(layer)[name] = None
     return tree_map(lambda *parts: torch.stack(parts) if isinstance(parts[0], Tensor) else parts[0], *outputs)
+
+
+# Activation checkpointing inside the network
+
+
+@contextmanager
+def _recompute_in(mode: StackingMode, stacked: nn.Module) -> Iterator[None]:
+    """Let `checkpoint` recompute a part of the forward in the mode, with the tensors of this call."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        yield
+        return
+    apply = CheckpointFunction.apply
+    start = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    tensors: dict[str, Tensor] = {}
+
+    def start_in_mode(function: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tensors:
+            tensors.update({**named_tensors(stacked, "parameters"), **named_tensors(stacked, "buffers")})
+
+        def contexts() -> tuple[Any, Any]:
+            forward, recompute = context_fn()
+            return forward, _enter(recompute, replace_tensors(stacked, tensors), mode)
+
+        return start(function, preserve, contexts, *args, **kwargs)
+
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = start_in_mode  # type: ignore[assignment]
+    CheckpointFunction.apply = _raise_reentrant_error  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator = start
+        CheckpointFunction.apply = apply  # type: ignore[method-assign]
+
+
+@contextmanager
+def _enter(*contexts: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _raise_reentrant_error(*_: Any) -> Any:
+    raise StackingError("activation checkpointing inside a member needs use_reentrant=False")
 
 
 @contextmanager
