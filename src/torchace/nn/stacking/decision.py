@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace.nn.stacked_state import all_shared_names, group_size, take_members
-from torchace.nn.stacking.forward import run_stacked, track_layers
+from torchace.nn.stacking.forward import recompute_in, run_stacked, track_layers
 from torchace.nn.stacking.mode import RANDOM, RULES, Node, StackingMode
 from torchace.nn.stacking.rng import ConstantRNG
 from torchace.nn.stacking.values import FIRST, Stacked
@@ -99,7 +99,7 @@ def _compare(
     for k in chosen:
         member = cast(take_members(stacked, k))
         try:
-            with _ConstantRandomness():
+            with _ConstantRandomness() as constant, recompute_in(constant, member):
                 output = member(*inputs_of(torch.tensor(k)), **kwargs)
             alone.append((tree_leaves(output), _gradients(output, member)))
         except Exception as error:

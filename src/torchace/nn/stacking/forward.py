@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -31,8 +32,8 @@ from torchace.nn.stacking.rng import MemberRNG
 from torchace.nn.stacking.values import expand_groups, to_members
 
 CHECKPOINT = (
-    "Expected members without activation checkpointing, which repeats one member's forward in the backward, not that "
-    "of all. Remove it and checkpoint the ensemble: torch.utils.checkpoint.checkpoint(ensemble, x, "
+    "Expected members without reentrant activation checkpointing, which repeats one member's forward in the backward, "
+    "not that of all. Set use_reentrant=False, or checkpoint the ensemble: torch.utils.checkpoint.checkpoint(ensemble, x, "
     "use_reentrant=False). Or use Ensemble(members)."
 )
 
@@ -74,7 +75,7 @@ def run_stacked(
         for module, name, parameter in replaced:  # the weight, not activations: adapters keep their own gradients
             averaged = average_gradients(parameter, group or mode.num_members)
             module._parameters[name] = mode.mark(averaged) if group else averaged  # type: ignore[assignment]
-        with mode, _recompute_in(mode, stacked):
+        with mode, recompute_in(mode, stacked), refuse_checkpointing(reentrant_only=True):
             output = stacked(*args, **kwargs)
     finally:
         for module, name, parameter in replaced:
@@ -200,32 +201,29 @@ def run_one_by_one(
 
 
 @contextmanager
-def _recompute_in(mode: StackingMode, stacked: nn.Module) -> Iterator[None]:
-    """Let `checkpoint` recompute a part of the forward in the mode, with the tensors of this call."""
+def recompute_in(mode: TorchFunctionMode, module: nn.Module) -> Iterator[None]:
+    """Let `checkpoint` recompute a part of a module's forward in a mode, with the tensors of this call."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield
         return
-    apply = CheckpointFunction.apply
     start = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     tensors: dict[str, Tensor] = {}
 
     def start_in_mode(function: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Any:
         if not tensors:
-            tensors.update({**named_tensors(stacked, "parameters"), **named_tensors(stacked, "buffers")})
+            tensors.update({**named_tensors(module, "parameters"), **named_tensors(module, "buffers")})
 
         def contexts() -> tuple[Any, Any]:
             forward, recompute = context_fn()
-            return forward, _enter(recompute, replace_tensors(stacked, tensors), mode)
+            return forward, _enter(recompute, replace_tensors(module, tensors), mode)
 
         return start(function, preserve, contexts, *args, **kwargs)
 
     torch.utils.checkpoint._checkpoint_without_reentrant_generator = start_in_mode  # type: ignore[assignment]
-    CheckpointFunction.apply = _raise_reentrant_error  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.utils.checkpoint._checkpoint_without_reentrant_generator = start
-        CheckpointFunction.apply = apply  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -236,17 +234,14 @@ def _enter(*contexts: Any) -> Iterator[None]:
         yield
 
 
-def _raise_reentrant_error(*_: Any) -> Any:
-    raise StackingError("activation checkpointing inside a member needs use_reentrant=False")
-
-
 @contextmanager
-def refuse_checkpointing() -> Iterator[None]:
+def refuse_checkpointing(*, reentrant_only: bool = False) -> Iterator[None]:
     """Make `checkpoint` raise an error: its backward would run the forward without the stacking mode."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield
         return
     places: Any = ((CheckpointFunction, "apply"), (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"))
+    places = places[:1] if reentrant_only else places
     originals = [getattr(owner, name) for owner, name in places]
     for owner, name in places:
         setattr(owner, name, _raise_checkpoint_error)
