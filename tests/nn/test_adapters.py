@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from tests.nn.networks import SMALL
-from torchace import adapt
+from torchace import adapt, load_model, load_weights, save_model
+from torchace.models import mlp
 from torchace.nn.stacked_state import all_shared_names
 
 K = 3
@@ -72,3 +75,20 @@ def test_outputs_gradients_and_statistics_equal_separate_members(name, adapter, 
     for name, buffer in ensemble.stacked.named_buffers():
         own = torch.stack([member.get_buffer(name) for member in members])
         torch.testing.assert_close(buffer.expand_as(own), own)
+
+
+@pytest.mark.parametrize("options", [{}, {"adapter": "low_rank", "rank": 2, "freeze": True}, {"layers": "first"}])
+def test_saving_loading_copies_and_parts(tmp_path, options):
+    ensemble = adapt(mlp(12, (8, 6), 3), K, **options)
+    randomize(ensemble)
+    x = torch.randn(5, 12)
+    expected = ensemble(x)
+    save_model(tmp_path / "model", ensemble)
+    assert torch.equal(load_model(tmp_path / "model")(x), expected)
+    fresh = adapt(mlp(12, (8, 6), 3), K, **options)
+    load_weights(fresh, tmp_path / "model")
+    assert torch.equal(fresh(x), expected)
+    assert torch.equal(copy.deepcopy(ensemble)(x), expected)
+    torch.testing.assert_close(ensemble.take(slice(1, 3))(x), expected[1:])
+    assert ensemble.predict_proba(x).shape == (5, 3)
+    assert "adapter='low_rank'" in repr(ensemble) or "adapter='multiplicative'" in repr(ensemble)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.nn.test_stacked import assert_same_gradients, assert_same_state
 from torchace.functional import amended_cross_entropy
-from torchace.nn import Ensemble, MemberParallelEnsemble, StackedEnsemble
+from torchace.nn import Ensemble, MemberParallelEnsemble, StackedEnsemble, adapt
 
 K, N, CLASSES = 3, 8, 4
 EXACT = {"rtol": 0, "atol": 1e-12}  # float64; batched products add in another order
@@ -58,15 +58,36 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_inside_a_member_is_refused(use_reentrant):
-    stacked = StackedEnsemble([nn.Sequential(Checkpointed(use_reentrant)) for _ in range(K)])
+def test_reentrant_checkpointing_inside_a_member_is_refused():
+    stacked = StackedEnsemble([nn.Sequential(Checkpointed(True)) for _ in range(K)])
     with pytest.raises(
         ValueError, match=r"without activation checkpointing.*checkpoint\(ensemble, x.*Ensemble\(members\)"
     ):
         stacked(torch.zeros(N, 6))
     with torch.autograd.graph.save_on_cpu():
         StackedEnsemble([with_norm()])(torch.randn(N, 6).double()).sum().backward()
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+def test_checkpointing_inside_a_member(adapted):
+    torch.manual_seed(0)
+    calls = []
+    members = [nn.Sequential(nn.Linear(6, 6), Checkpointed(False)).double() for _ in range(K)]
+    stacked = adapt(members[0], K) if adapted else StackedEnsemble(members)
+    x, y = torch.randn(N, 6).double(), torch.randint(CLASSES, (N,))
+    stacked(x)  # the decision
+    stacked.stacked[1].body.register_forward_pre_hook(lambda *_: calls.append(1))
+    amended_cross_entropy(stacked(x), y, 0.5).backward()
+    assert len(calls) == 2  # computed again in the backward
+    separate = [copy.deepcopy(stacked[k]) for k in range(K)]
+    for member in separate:
+        member[1].forward = lambda x, member=member: member[1].fc(member[1].body(x))
+    ensemble = Ensemble(separate)
+    amended_cross_entropy(ensemble(x), y, 0.5).backward()
+    for name, parameter in stacked.stacked.named_parameters():
+        gradients = torch.stack([member.get_parameter(name).grad for member in separate])
+        expected = gradients.mean(0) if parameter.ndim < gradients.ndim else gradients
+        torch.testing.assert_close(parameter.grad, expected, **EXACT)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -232,7 +232,7 @@ def broadcast_bytes(data: bytes | None, owner: int, group: ProcessGroup, device:
 
 def _given_members(members: Members, num_members: int | None) -> list[nn.Module] | None:
     """Return all members as a list; None for a function."""
-    if isinstance(members, StackedEnsemble):
+    if isinstance(members, StackedEnsemble) and not members.shares_weights:
         members = members.unstack()
     elif isinstance(members, EnsembleModule):
         if not isinstance(members, Ensemble) or members.trunk is not None:

@@ -16,7 +16,15 @@ from torchace.nn.architecture import check_layers, check_one_architecture, not_s
 from torchace.nn.base import EnsembleModule
 from torchace.nn.members import BATCHES, as_list, check_own_batches, check_shared_parameters, tensor_versions
 from torchace.nn.optimizers import watch_optimizers
-from torchace.nn.stacked_state import all_shared_names, named_tensors, replace_tensors, stack_members, take_members
+from torchace.nn.stacked_state import (
+    all_shared_names,
+    group_size,
+    named_tensors,
+    replace_tensors,
+    stack_groups,
+    stack_members,
+    take_members,
+)
 from torchace.nn.stacking import (
     Decision,
     MemberRNG,
@@ -74,6 +82,19 @@ class StackedEnsemble(EnsembleModule):
         ensemble._stack(members)
         return ensemble
 
+    @classmethod
+    def from_groups(cls, groups: Sequence[nn.Module], num_members: int, link: str = "softmax") -> StackedEnsemble:
+        """Return an ensemble of the members of R stacked networks (`AdaptedEnsemble.stacked`) of K members each.
+
+        Own tensors are `(R·K, ...)`; those that the K members of a network share are `(R, ...)`.
+        """
+        ensemble = StackedEnsemble.trusted([nn.Identity()], link)
+        ensemble.num_members = len(groups) * num_members
+        ensemble.stacked = stack_groups(list(groups), num_members)
+        ensemble.training = groups[0].training
+        ensemble._register()
+        return ensemble
+
     def _stack(self, members: list[nn.Module]) -> None:
         self.stacked = stack_members(members)
         self.training = members[0].training  # layers keep the mode they have in the members
@@ -89,6 +110,7 @@ class StackedEnsemble(EnsembleModule):
         self._decisions: dict[Any, Decision] = {}
         self._call_by_call = True
         shared = self._shared_parameters()
+        self.shares_weights = bool(shared)
         names = tuple(name for name, p in self.named_parameters() if id(p) not in shared) if shared else None
         watch_optimizers(self, names)
 
@@ -105,8 +127,11 @@ class StackedEnsemble(EnsembleModule):
             super().to(device=device, dtype=dtype, non_blocking=non_blocking)
         if memory_format is not None:
             ndim = 5 if memory_format == torch.channels_last else 6
+            plain = set() if group_size(self.stacked) else self._shared_parameters()
             for parameter in self.parameters():
-                if parameter.ndim == ndim:
+                if id(parameter) in plain and parameter.ndim == ndim - 1:
+                    parameter.data = parameter.data.contiguous(memory_format=memory_format)
+                elif id(parameter) not in plain and parameter.ndim == ndim:
                     kernels = parameter.data.flatten(0, 1).contiguous(memory_format=memory_format)
                     parameter.data = kernels.unflatten(0, parameter.shape[:2])
         return self
@@ -192,7 +217,7 @@ class StackedEnsemble(EnsembleModule):
 
     def _members_at_once(self, decision: Decision | None, args: Sequence[Any], *, own: bool) -> int:
         """Return the number of members to compute together: on a CPU, as many as fit in its cache."""
-        if decision is None or not decision.largest:
+        if decision is None or not decision.largest or self.shares_weights:
             return self.num_members
         tensors = [x for x in tree_leaves(list(args)) if isinstance(x, Tensor)]
         if any(x.device.type != "cpu" or (own and len(x) != self.num_members) for x in tensors):

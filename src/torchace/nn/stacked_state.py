@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,16 +13,30 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+# The attribute of a layer with the names of its parameters and buffers that members share: they have no member axis
+SHARED = "_shared_tensors"
+# The attribute of a stacked module whose shared tensors are (R, ...), one entry for each group of so many members
+GROUP_SIZE = "_group_size"
+
+
+def shared_names(layer: nn.Module) -> tuple[str, ...]:
+    """Return the names of a layer's own parameters and buffers that members share."""
+    return vars(layer).get(SHARED, ())
+
+
+def all_shared_names(stacked: nn.Module) -> list[str]:
+    """Return the names of a module's parameters and buffers that members share."""
+    return [f"{prefix}.{name}".lstrip(".") for prefix, layer in stacked.named_modules() for name in shared_names(layer)]
+
+
+def group_size(stacked: nn.Module) -> int | None:
+    """Return the number of members in a group; None if all members share the same tensors, or none."""
+    return vars(stacked).get(GROUP_SIZE)
+
 
 def stack_members(members: list[nn.Module]) -> nn.Module:
     """Return a copy of the first member with the parameters and buffers of all members, `(K, ...)`."""
-    parts: dict[int, Any] = {}
-    for first, *others in zip(*(member.parameters() for member in members), strict=True):
-        stacked = torch.stack([first.detach(), *(other.detach() for other in others)])
-        parts[id(first)] = nn.Parameter(stacked, requires_grad=first.requires_grad)
-    for first, *others in zip(*(member.buffers() for member in members), strict=True):
-        parts[id(first)] = torch.stack([first, *others])
-    stacked_module = copy_module(members[0], parts)
+    stacked_module = _combine(members, lambda layer, name, tensors: torch.stack(tensors))
     for layer in stacked_module.modules():
         if isinstance(layer, nn.RNNBase):  # its own would flatten the weights as one member's
             vars(layer)["flatten_parameters"] = _do_nothing
@@ -33,37 +47,65 @@ def _do_nothing() -> None:
     """Replace `flatten_parameters`; a module-level function, so that it can be pickled."""
 
 
-# The attribute of a layer with the names of its parameters and buffers that all members share: they have no member axis
-SHARED = "_shared_tensors"
+def stack_groups(groups: list[nn.Module], num_members: int) -> nn.Module:
+    """Return one stacked module from R with K members each: own tensors `(R·K, ...)`, shared ones `(R, ...)`."""
+
+    def combine(layer: nn.Module, name: str, tensors: list[Tensor]) -> Tensor:
+        return torch.stack(tensors) if name in shared_names(layer) else torch.cat(tensors)
+
+    combined = _combine(groups, combine)
+    vars(combined)[GROUP_SIZE] = num_members
+    return combined
 
 
-def shared_names(layer: nn.Module) -> tuple[str, ...]:
-    """Return the names of a layer's own parameters and buffers that all members share."""
-    return vars(layer).get(SHARED, ())
+def take_group(stacked: nn.Module, group: int) -> nn.Module:
+    """Return a copy of one of the modules of `stack_groups`."""
+    size = group_size(stacked) or 1
 
+    def take(layer: nn.Module, name: str, tensors: list[Tensor]) -> Tensor:
+        part = tensors[0][group] if name in shared_names(layer) else tensors[0][group * size : (group + 1) * size]
+        return part.clone()
 
-def all_shared_names(stacked: nn.Module) -> list[str]:
-    """Return the names of a module's parameters and buffers that all members share."""
-    return [f"{prefix}.{name}".lstrip(".") for prefix, layer in stacked.named_modules() for name in shared_names(layer)]
+    taken = _combine([stacked], take)
+    vars(taken).pop(GROUP_SIZE)
+    return taken
 
 
 def take_members(stacked: nn.Module, index: int | slice | Sequence[int]) -> nn.Module:
     """Return a copy of a stacked module with some of its members; for an integer, a plain module."""
-    parts: dict[int, Any] = {}
-    for layer in stacked.modules():
-        shared = shared_names(layer)
-        for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
-            if tensor is not None:
-                part = (tensor.detach() if name in shared else tensor.detach()[index]).clone()
-                trained = tensor.requires_grad
-                parts[id(tensor)] = nn.Parameter(part, trained) if isinstance(tensor, nn.Parameter) else part
-    copied = copy_module(stacked, parts)
+    size = group_size(stacked)
+
+    def take(layer: nn.Module, name: str, tensors: list[Tensor]) -> Tensor:
+        if name not in shared_names(layer):
+            return tensors[0][index].clone()
+        if size is None:
+            return tensors[0].clone()
+        groups = index // size if isinstance(index, int) else [k // size for k in index]  # type: ignore[union-attr]
+        return tensors[0][groups].clone()
+
+    copied = _combine([stacked], take)
+    if size is not None:
+        vars(copied)[GROUP_SIZE] = 1
     if not isinstance(index, int):
         return copied
+    vars(copied).pop(GROUP_SIZE, None)
     for layer in copied.modules():
         vars(layer).pop("flatten_parameters", None)
         vars(layer).pop(SHARED, None)
     return recompute_weights(copied)
+
+
+def _combine(modules: list[nn.Module], combine: Callable[[nn.Module, str, list[Tensor]], Tensor]) -> nn.Module:
+    """Return a copy of the first module whose parameters and buffers are computed from those of all modules."""
+    parts: dict[int, Any] = {}
+    for layer, *others in zip(*(module.modules() for module in modules), strict=True):
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in vars(layer)[kind].items():
+                if tensor is None or id(tensor) in parts:
+                    continue
+                part = combine(layer, name, [tensor.detach(), *(vars(o)[kind][name].detach() for o in others)])
+                parts[id(tensor)] = nn.Parameter(part, tensor.requires_grad) if kind == "_parameters" else part
+    return copy_module(modules[0], parts)
 
 
 def named_tensors(module: nn.Module, kind: str) -> dict[str, Tensor]:

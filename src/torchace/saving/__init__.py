@@ -173,7 +173,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> Json:
     plain = unstack(module)
     _check_fit(plain, manifest, where)
     plain.load_state_dict(tensors)
-    if isinstance(module, StackedEnsemble):
+    if plain is not module:
         module.load_state_dict(StackedEnsemble(plain.members).state_dict())  # type: ignore[arg-type]
     if isinstance(module, EnsembleModule):
         device = next((p.device for p in module.parameters()), None)

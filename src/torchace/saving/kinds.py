@@ -14,6 +14,7 @@ from torch import nn
 from torchace import _checks
 from torchace._model_files import Json, to_json
 from torchace.models import build, count_layers
+from torchace.nn.adapters import AdaptedEnsemble, adapt
 from torchace.nn.base import EnsembleModule
 from torchace.nn.branching import branch
 from torchace.nn.conversion import StackedClassifiers, stack_classifiers
@@ -81,6 +82,16 @@ def _rebuild_branched(spec: Json, num_members: int) -> Ensemble:
     return branch(build(spec["architecture"]), num_members, at=spec["at"])
 
 
+def _describe_adapted(ensemble: AdaptedEnsemble) -> Json | None:
+    host = _architecture(ensemble.stacked)
+    return None if host is None else {"host": host, **ensemble.options}
+
+
+def _rebuild_adapted(spec: Json, num_members: int) -> AdaptedEnsemble:
+    options = {name: value for name, value in spec.items() if name != "host"}
+    return adapt(build(spec["host"]), num_members, trained=True, **options)
+
+
 def _stack(ensemble: Ensemble) -> StackedEnsemble:
     return StackedEnsemble(list(ensemble), link=ensemble.link)
 
@@ -90,13 +101,16 @@ KINDS: dict[str, Kind] = {
     "ensemble": Kind(Ensemble, _describe_members, _rebuild_members),
     "stacked": Kind(StackedEnsemble, _describe_members, _rebuild_members, finish=_stack),
     "smoc": Kind(SMOC, _describe_smoc, _rebuild_smoc),
+    "adapted": Kind(AdaptedEnsemble, _describe_adapted, _rebuild_adapted),
     "converted": Kind(StackedClassifiers, _describe_converted, _rebuild_converted),
 }
 
 
 def unstack(module: nn.Module) -> nn.Module:
     """Return the module whose parameter names are saved: a stacked ensemble unstacked, others unchanged."""
-    return Ensemble(module.unstack(), link=module.link) if isinstance(module, StackedEnsemble) else module
+    if isinstance(module, StackedEnsemble) and not module.shares_weights:
+        return Ensemble(module.unstack(), link=module.link)
+    return module
 
 
 def describe(ensemble: EnsembleModule, plain: nn.Module) -> tuple[str | None, Json | None]:

@@ -582,7 +582,7 @@ def test_wrong_use() -> None:
         "Expected at most one rank for each of 1 members, but got 2 ranks. Use --parallel 1xD, the batch over D ranks, "
         "or fewer ranks.",
         *[
-            "Expected members without a shared trunk for --parallel members, but they share one. Use --parallel data, "
+            "Expected members without shared weights for --parallel members, but they share some. Use --parallel data, "
             "which splits the batch."
         ]
         * 2,

@@ -28,7 +28,7 @@ from torchace.lab.training.config import TrainConfig, make_optimizer
 from torchace.lab.training.loop import fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.models import cifar_resnet, mlp
-from torchace.nn import SMOC, Ensemble, StackedEnsemble
+from torchace.nn import SMOC, Ensemble, StackedEnsemble, adapt
 from torchace.nn import stacked as stacked_module
 from torchace.nn.base import EnsembleModule
 from torchace.nn.branching import branch
@@ -77,6 +77,8 @@ MAKE = {
     "branched mlp": lambda: branch(
         mlp(FEATURES, (5, 4), CLASSES), MEMBERS, at="linear2", reinitialize=lambda: mlp(FEATURES, (5, 4), CLASSES)
     ),
+    "adapted": lambda: adapt(mlp(FEATURES, (5, 4), CLASSES), MEMBERS),
+    "adapted, low rank, resnet": lambda: adapt(resnet(), MEMBERS, adapter="low_rank", rank=2),
     "branched resnet": lambda: branch(resnet(), MEMBERS, at="stage3", reinitialize=resnet),
 }
 
@@ -103,7 +105,7 @@ def data_of(kind: str) -> Batches:
 
 def as_plain(ensemble: EnsembleModule) -> EnsembleModule:
     """The same ensemble with the names of an `Ensemble` or a `SMOC`."""
-    return Ensemble(ensemble.unstack()) if isinstance(ensemble, StackedEnsemble) else ensemble
+    return Ensemble(ensemble.unstack()) if type(ensemble) is StackedEnsemble else ensemble
 
 
 def state_of(ensemble: EnsembleModule) -> dict[str, Tensor]:

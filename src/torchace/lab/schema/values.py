@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 LARGEST = 1e100  # bound of measured numbers; its square is finite
 
-TaskName = Literal["classification", "regression"]
+TaskName = Literal["classification", "multilabel", "regression"]
 SplitName = Literal["train", "validation", "test"]
 
 T = TypeVar("T")

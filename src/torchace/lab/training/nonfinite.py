@@ -52,7 +52,7 @@ def _gradient_sums(network: RunGroup) -> Tensor:
     shared: list[Tensor] = []  # (R, 1) each
     for name, parameter in network.named_parameters():
         if parameter.grad is not None:
-            is_shared = network.heads or name.startswith("trunk.")
+            is_shared = network.is_shared(name)
             entries = parameter.grad.reshape(parameter.shape[0], -1).sum(1).view(network.num_runs, -1)
             (shared if is_shared else own).append(entries)
     like = next(network.parameters())

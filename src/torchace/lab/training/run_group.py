@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torchace.lab.data import hashed_key
 from torchace.lab.data.inputs import Inputs, as_arguments, input_tensors, map_inputs
 from torchace.lab.training.distributed import Ranks
-from torchace.nn import SMOC, Ensemble, StackedEnsemble
+from torchace.nn import SMOC, AdaptedEnsemble, Ensemble, StackedEnsemble
 from torchace.nn.base import EnsembleModule
 from torchace.nn.members import average_shared_gradients
+from torchace.nn.stacked_state import all_shared_names, take_group
 from torchace.nn.stacking import MemberRNG
 
 
@@ -21,8 +22,9 @@ class RunGroup(nn.Module):
     """R independent runs of K members each, from one ensemble a run.
 
     Members of an `Ensemble` (of one architecture) are one stack of R·K, trunks a stack of R, and SMOC's heads a stack
-    of R with K members each. Other ensembles are a stack of R whole ensembles, in `members`. Random numbers
-    in training are a function of (seed, step, layer, member): a run draws the same in any group.
+    of R with K members each. Weights that adapted members share are stacks of R. Other ensembles are a stack of R whole
+    ensembles, in `members`. Random numbers in training are a function of (seed, step, layer, member): a run draws the
+    same in any group.
     """
 
     def __init__(
@@ -43,10 +45,16 @@ class RunGroup(nn.Module):
         trunks: list[Any] = [None if self.whole else getattr(ensemble, "trunk", None) for ensemble in ensembles]
         self.trunk = None if trunks[0] is None else StackedEnsemble.trusted(trunks)
         self._branched = getattr(first, "branched", None)  # for `save_model`
-        members: list[Any] = list(ensembles)
-        if not self.whole:
-            members = [m for e in members for m in ([e.head] if self.heads else e)]
-        self.members = StackedEnsemble.trusted(members, self.link)
+        self._adapted = first.settings if isinstance(first, AdaptedEnsemble) else None
+        if self._adapted is not None:
+            networks = [cast(AdaptedEnsemble, ensemble).stacked for ensemble in ensembles]
+            self.members = StackedEnsemble.from_groups(networks, self.num_members, self.link)
+        else:
+            members: list[Any] = list(ensembles)
+            if not self.whole:
+                members = [m for e in members for m in ([e.head] if self.heads else e)]
+            self.members = StackedEnsemble.trusted(members, self.link)
+        self._shared_names = {f"members.stacked.{name}" for name in all_shared_names(self.members.stacked)}
         self.seeds = torch.zeros(self.num_runs, dtype=torch.int64)
         self.step = torch.zeros((), dtype=torch.int64)
 
@@ -136,11 +144,17 @@ class RunGroup(nn.Module):
 
     def entries_per_run(self, name: str) -> int:
         """Number of entries of a tensor in `state_dict()` that belong to one run."""
-        return 1 if self.whole or self.heads or name.startswith("trunk.") else self.num_members
+        return 1 if self.is_shared(name) else self.num_members
+
+    def is_shared(self, name: str) -> bool:
+        """Whether a tensor of `state_dict()` has one entry for all members of a run."""
+        return self.whole or self.heads or name.startswith("trunk.") or name in self._shared_names
 
     def ensemble(self, run: int) -> EnsembleModule:
         """Copy of one run's ensemble."""
         first = run * self.num_members
+        if self._adapted is not None:
+            return AdaptedEnsemble(take_group(self.members.stacked, run), **self._adapted)
         if self.whole:
             whole: Any = self.members[run]
             whole.training = self.training

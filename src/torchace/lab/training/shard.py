@@ -23,9 +23,9 @@ def shard_network(network: RunGroup, ranks: Ranks) -> RunGroup:
         )
     ensembles = [network.ensemble(run) for run in range(network.num_runs)]
     if ranks.members > 1:
-        if network.trunk is not None:
+        if any(network.is_shared(name) for name in network.state_dict()):
             raise ValueError(
-                "Expected members without a shared trunk for --parallel members, but they share one. "
+                "Expected members without shared weights for --parallel members, but they share some. "
                 "Use --parallel data, which splits the batch."
             )
         local = range(network.num_members)[ranks.local_members(network.num_members)]

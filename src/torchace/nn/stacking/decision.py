@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchace.nn.stacked_state import all_shared_names, take_members
-from torchace.nn.stacking.forward import refuse_checkpointing, run_stacked, track_layers
+from torchace.nn.stacked_state import all_shared_names, group_size, take_members
+from torchace.nn.stacking.forward import run_stacked, track_layers
 from torchace.nn.stacking.mode import RANDOM, RULES, Node, StackingMode
 from torchace.nn.stacking.rng import ConstantRNG
 from torchace.nn.stacking.values import FIRST, Stacked
@@ -108,12 +108,13 @@ def _compare(
     mode = StackingMode(len(chosen), token, ConstantRNG(), record)
     together = cast(take_members(stacked, chosen))
     try:
-        with track_layers(together, mode), refuse_checkpointing():
+        with track_layers(together, mode):
             output = run_stacked(together, mode, inputs_of(torch.tensor(chosen)), kwargs, own=own)
         outputs, gradients = tree_leaves(output), _gradients(output, together)
     except Exception as error:
         return Decision(False, str(error).split("\n")[0].rstrip(".") or type(error).__name__)
-    for name in set(all_shared_names(together)) & gradients.keys():  # the mean of the members' gradients
+    shared = set(all_shared_names(together)) if group_size(together) is None else set()
+    for name in shared & gradients.keys():  # the mean of the members' gradients
         mean = torch.stack([own_gradients[name] for _, own_gradients in alone]).mean(0)
         for _, own_gradients in alone:
             own_gradients[name] = mean

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,14 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchace.functional import average_gradients
-from torchace.nn.stacked_state import all_shared_names, named_tensors, recomputed_names, replace_tensors, shared_names
+from torchace.nn.stacked_state import (
+    all_shared_names,
+    group_size,
+    named_tensors,
+    recomputed_names,
+    replace_tensors,
+    shared_names,
+)
 from torchace.nn.stacking.mode import MARK, StackingError, StackingMode
 from torchace.nn.stacking.rng import MemberRNG
 from torchace.nn.stacking.values import expand_groups, to_members
@@ -45,6 +52,7 @@ def run_stacked(
     `stacked.modules()`.
     """
     buffers, recomputed, replaced = [], [], []
+    group = group_size(stacked)
     for module in stacked.modules() if layers is None else layers:
         shared = shared_names(module)
         if module._forward_pre_hooks:
@@ -52,20 +60,21 @@ def run_stacked(
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if name not in shared:
+            if name not in shared or group is not None:
                 mode.mark(parameter)
-            elif parameter.requires_grad and torch.is_grad_enabled():
+            if name in shared and parameter.requires_grad and torch.is_grad_enabled():
                 replaced.append((module, name, parameter))
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in shared:
+            if buffer is not None and (name not in shared or group is not None):
                 buffers.append((module, name, mode.mark(buffer)))
                 mode.buffers.add(id(buffer))
     if own:  # views: the caller's tensors stay unmarked
         args = [tree_map(lambda x: mode.mark(x[:]) if isinstance(x, Tensor) else x, x) for x in args]
     try:
         for module, name, parameter in replaced:  # the weight, not activations: adapters keep their own gradients
-            module._parameters[name] = average_gradients(parameter, mode.num_members)  # type: ignore[assignment]
-        with mode:
+            averaged = average_gradients(parameter, group or mode.num_members)
+            module._parameters[name] = mode.mark(averaged) if group else averaged  # type: ignore[assignment]
+        with mode, _recompute_in(mode, stacked):
             output = stacked(*args, **kwargs)
     finally:
         for module, name, parameter in replaced:
@@ -161,9 +170,10 @@ def run_one_by_one(
         args = tree_map(lambda x: expand_groups(x, num_members) if isinstance(x, Tensor) else x, list(args))
     parameters, buffers = named_tensors(stacked, "parameters"), named_tensors(stacked, "buffers")
     shared: dict[str, Tensor] = {}
+    group = group_size(stacked)
     for name in all_shared_names(stacked):
         if name in parameters:
-            shared[name] = average_gradients(parameters.pop(name), num_members)
+            shared[name] = average_gradients(parameters.pop(name), group or num_members)
         elif name in buffers:
             shared[name] = buffers.pop(name)
     outputs = []
@@ -174,7 +184,8 @@ def run_one_by_one(
                 torch.manual_seed(seeds[k])
             inputs = tree_map(lambda x, k=k: x[k] if own and isinstance(x, Tensor) else x, list(args))
             own_buffers = {name: buffer[k] for name, buffer in buffers.items()}
-            state = {**shared, **{name: parameter[k] for name, parameter in parameters.items()}, **own_buffers}
+            state = {name: tensor[k // group] if group else tensor for name, tensor in shared.items()}
+            state |= {name: parameter[k] for name, parameter in parameters.items()} | own_buffers
             outputs.append(functional_call(stacked, state, tuple(inputs), kwargs, tie_weights=False))
             for name, buffer in own_buffers.items():
                 if state[name] is not buffer:  # replaced instead of changed in place; set by functional_call
@@ -183,6 +194,50 @@ def run_one_by_one(
         for name in recomputed_names(layer):  # valid during this call only
             vars(layer)[name] = None
     return tree_map(lambda *parts: torch.stack(parts) if isinstance(parts[0], Tensor) else parts[0], *outputs)
+
+
+# Activation checkpointing inside the network
+
+
+@contextmanager
+def _recompute_in(mode: StackingMode, stacked: nn.Module) -> Iterator[None]:
+    """Let `checkpoint` recompute a part of the forward in the mode, with the tensors of this call."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        yield
+        return
+    apply = CheckpointFunction.apply
+    start = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    tensors: dict[str, Tensor] = {}
+
+    def start_in_mode(function: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tensors:
+            tensors.update({**named_tensors(stacked, "parameters"), **named_tensors(stacked, "buffers")})
+
+        def contexts() -> tuple[Any, Any]:
+            forward, recompute = context_fn()
+            return forward, _enter(recompute, replace_tensors(stacked, tensors), mode)
+
+        return start(function, preserve, contexts, *args, **kwargs)
+
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = start_in_mode  # type: ignore[assignment]
+    CheckpointFunction.apply = _raise_reentrant_error  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator = start
+        CheckpointFunction.apply = apply  # type: ignore[method-assign]
+
+
+@contextmanager
+def _enter(*contexts: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _raise_reentrant_error(*_: Any) -> Any:
+    raise StackingError("activation checkpointing inside a member needs use_reentrant=False")
 
 
 @contextmanager

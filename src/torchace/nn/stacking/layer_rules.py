@@ -13,7 +13,17 @@ from torch import Tensor
 from torchace.nn.stacking.mode import Rule, StackingMode, rule
 from torchace.nn.stacking.random_rules import dropout_mask
 from torchace.nn.stacking.tensor_rules import Func, named
-from torchace.nn.stacking.values import CHANNELS, FIRST, LAST, Stacked, pad_axes, to_channels, to_first, to_members
+from torchace.nn.stacking.values import (
+    CHANNELS,
+    FIRST,
+    LAST,
+    Stacked,
+    expand_groups,
+    pad_axes,
+    to_channels,
+    to_first,
+    to_members,
+)
 
 
 def _has_own_weights(stacking: StackingMode, *weights: Any) -> bool:
@@ -29,11 +39,12 @@ def _flatten(weight: Any) -> Tensor | None:
     return None if weight is None else weight.data.view(-1)
 
 
-def _own_bias(stacking: StackingMode, weight: Any, bias: Any) -> Any:
-    """Give each member a copy of a shared bias where its weight is its own."""
-    if isinstance(weight, Stacked) and isinstance(bias, Tensor):
-        return Stacked(bias.repeat(stacking.num_members, 1))
-    return bias
+def _expand(stacking: StackingMode, weight: Any, *others: Any) -> list[Any]:
+    """Return weights with an entry for each member if the first one has entries for members or groups of them."""
+    if not isinstance(weight, Stacked) or _has_own_weights(stacking, weight, *others):
+        return [weight, *others]
+    members = [v if v is None else to_members(v, stacking.num_members).contiguous() for v in (weight, *others)]
+    return [v if v is None else Stacked(v) for v in members]
 
 
 def _share_weights(
@@ -55,8 +66,21 @@ def _share_weights(
         out = Stacked(func(x.flatten(0, 1), *args, **named).unflatten(0, x.shape[:2]))
     if own is None:
         return out
-    channels = own.data.view(count, -1, *[1] * (0 if func is F.linear else out.ndim - 2))
-    return Stacked(to_members(out, count) + pad_axes(channels, out.ndim))
+    channels = own.data.view(len(own.data), -1, *[1] * (0 if func is F.linear else out.ndim - 2))
+    return Stacked(to_members(out, count) + pad_axes(to_members(Stacked(channels), count), out.ndim))
+
+
+def _group_linear(stacking: StackingMode, input: Any, weight: Stacked, bias: Any) -> Stacked:
+    """Compute linear layers whose weight, `(G, C, D)`, the members of a group share."""
+    w = weight.data
+    x = to_first(input, stacking.num_members) if isinstance(input, Stacked) else input[None]
+    x = expand_groups(x, len(w)) if len(x) < len(w) else x
+    out = (x.reshape(len(w), -1, x.shape[-1]) @ w.mT).view(*x.shape[:-1], -1)
+    if bias is None:
+        return Stacked(out)
+    b = bias.data if isinstance(bias, Stacked) else bias[None]
+    entries = max(len(out), len(b))
+    return Stacked(expand_groups(out, entries) + pad_axes(expand_groups(b, entries), out.ndim - 1))
 
 
 # Products
@@ -66,8 +90,10 @@ def _share_weights(
 def _linear(stacking: StackingMode, func: Func, input: Any, weight: Any, bias: Any = None) -> Any:
     """Compute one product for all members, with the batch last, so that weights keep their layout."""
     count = stacking.num_members
-    bias = _own_bias(stacking, weight, bias)
-    if not _has_own_weights(stacking, weight, bias):
+    if isinstance(weight, Stacked) and len(weight.data) < count:
+        return _group_linear(stacking, input, weight, bias)
+    weight, bias = _expand(stacking, weight, bias)
+    if not isinstance(weight, Stacked):
         return _share_weights(stacking, func, input, weight, bias)
     w, b = weight.data, None if bias is None else bias.data
     if input.ndim > 2 and not isinstance(input, Stacked):  # one wide layer
@@ -143,8 +169,8 @@ def _convolution(
     count = stacking.num_members
     if input.ndim != weight.ndim:
         return NotImplemented
-    bias = _own_bias(stacking, weight, bias)
-    if not _has_own_weights(stacking, weight, bias):
+    weight, bias = _expand(stacking, weight, bias)
+    if not isinstance(weight, Stacked):
         return _share_weights(stacking, func, input, weight, bias, stride, padding, dilation, groups)
     x, sources = input, 1  # a plain input: one wide layer
     if isinstance(input, Stacked) or groups > 1:
@@ -173,7 +199,8 @@ def _transposed_convolution(
     options = (stride, padding, output_padding)
     if input.ndim != weight.ndim:
         return NotImplemented
-    if not _has_own_weights(stacking, weight, bias):
+    weight, bias = _expand(stacking, weight, bias)
+    if not isinstance(weight, Stacked):
         return _share_weights(stacking, func, input, weight, bias, *options, groups, dilation)
     x, kernels = to_channels(input, count), weight.data.flatten(0, 1)
     return Stacked(func(x, kernels, _flatten(bias), *options, count * groups, dilation), CHANNELS)
@@ -246,8 +273,7 @@ def _group_norm(
     count = stacking.num_members
     if not isinstance(weight, Stacked) and not isinstance(bias, Stacked):
         return _share_weights(stacking, lambda x, w, b: F.group_norm(x, num_groups, w, b, eps), input, weight, bias)
-    if not _has_own_weights(stacking, weight, bias):
-        return NotImplemented
+    weight, bias = _expand(stacking, weight, bias)
     x = to_channels(input, count)
     return Stacked(F.group_norm(x, count * num_groups, _flatten(weight), _flatten(bias), eps), CHANNELS)
 
@@ -298,11 +324,12 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    count = stacking.num_members
-    if not _has_own_weights(stacking, weight) or max_norm is not None or scale_grad_by_freq:
+    if not isinstance(weight, Stacked) or max_norm is not None or scale_grad_by_freq:
         return NotImplemented
-    rows = weight.data.shape[1]
-    index = to_members(input, count)
+    own = isinstance(input, Stacked) and len(to_first(input, stacking.num_members)) > len(weight.data)
+    count, rows = stacking.num_members if own else len(weight.data), weight.data.shape[1]
+    weight = Stacked(expand_groups(weight.data, count))
+    index = expand_groups(to_first(input, count), count) if isinstance(input, Stacked) else to_members(input, count)
     offset = (torch.arange(count, device=index.device) * rows).view(-1, *[1] * (index.ndim - 1))
     out = F.embedding(index + offset, weight.data.flatten(0, 1), sparse=sparse)
     if padding_idx is not None:  # that row has no gradient
