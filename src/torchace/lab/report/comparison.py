@@ -131,12 +131,12 @@ def _detail_tables(comparison: ModelComparison) -> list[ReportTable]:
         tables.append(make_table("Classes", heads, [("", rows)], kinds="tnnnn"))
     if comparison.confusion:
         names = [formats.shorten(entry.name, 20) for entry in comparison.classes]
-        rows = [
+        counted: list[list[str | Cell]] = [
             [name, *(Cell(f"{count:,}", strong=i == j) for j, count in enumerate(counts))]
             for i, (name, counts) in enumerate(zip(names, comparison.confusion, strict=True))
         ]
-        heads = ("True class", *(f"Predicted {name}" for name in names))
-        tables.append(make_table("Confusion matrix", heads, [("", rows)], kinds="t" + "n" * len(names)))
+        predicted = ["True class", *(f"Predicted {name}" for name in names)]
+        tables.append(make_table("Confusion matrix", predicted, [("", counted)], kinds="t" + "n" * len(names)))
     if comparison.importances:
         listed = comparison.importances[:MOST_IMPORTANCES]
         rows = [[formats.shorten(e.name, 80), f"{quantity(e.mean)} ± {quantity(e.std)}"] for e in listed]

@@ -23,7 +23,7 @@ from torchace.lab.schema.comparison import ENSEMBLE, ClassScores, Importance, Mo
 from torchace.lab.tables.table import Table
 from torchace.lab.training.members import MemberPlan, train_members
 from torchace.lab.training.memory import chunk_rows
-from torchace.nn import Ensemble
+from torchace.nn import Ensemble, StackedEnsemble
 
 MAX_LINEAR_ROWS = 50_000  # of training
 MAX_CONFUSION = 30  # classes
@@ -199,7 +199,7 @@ def permutation_importances(
 
 
 @torch.no_grad()
-def _predict(ensemble: Ensemble, x: Tensor, is_classifier: bool) -> Tensor:
+def _predict(ensemble: Ensemble | StackedEnsemble, x: Tensor, is_classifier: bool) -> Tensor:
     """Log probabilities `(N, C)`, or mean predictions `(N,)`, in float64."""
     parts = []
     for part in x.split(chunk_rows(ensemble, ensemble.num_members)):
