@@ -89,8 +89,14 @@ class MultiplicativeAdapter(Adapter):
     def attach(self, layer: nn.Module) -> None:
         """Make the adapter part of a layer; an own bias replaces that of the layer."""
         super().attach(layer)
-        if self.bias is not None:
-            layer.bias = None  # type: ignore[assignment]
+        if self.bias is None:
+            return
+        zero = torch.zeros_like(self.bias[0])
+        del layer.bias
+        if isinstance(layer, (nn.Linear, _ConvNd)):
+            layer.register_parameter("bias", None)
+        else:  # transformers' Conv1D needs a bias
+            layer.register_buffer("bias", zero, persistent=False)
 
     @torch.no_grad()
     def draw(self, start: str) -> None:
