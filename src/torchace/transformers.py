@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchace.functional import ensemble_log_probs, ensemble_probs
 from torchace.nn.base import EnsembleModule
 from torchace.nn.conversion import StackedClassifiers
-from torchace.nn.losses import LOSSES, MemberLoss, attach_loss
+from torchace.nn.losses import DEFAULT_LOSSES, MemberLoss, attach_loss
 
 __all__ = ["ACETrainer", "ACETrainerMixin"]
 
@@ -73,7 +73,7 @@ class ACETrainerMixin:
         super().__init__(*args, **kwargs)
         ensemble = self._ensemble()
         if loss is None:
-            loss = LOSSES[getattr(ensemble, "link", "softmax")](diversity)
+            loss = DEFAULT_LOSSES[getattr(ensemble, "link", "softmax")](diversity)
         attach_loss(ensemble, loss)
         self.ace_loss: MemberLoss = loss.to(self.args.device)
         self._metrics: Any = None

@@ -16,7 +16,7 @@ from torchace.nn import (
     MemberWeights,
     NegativeCorrelationLoss,
 )
-from torchace.nn.losses import LOSSES, attach_loss
+from torchace.nn.losses import DEFAULT_LOSSES, attach_loss
 
 K, N, C = 3, 6, 4
 ALPHA = [0.2, 0.3, 0.5]  # not representable: float32 weights would show in float64
@@ -199,15 +199,15 @@ def test_set_diversity_keeps_a_tensor():
     assert loss.diversity == 0.75
 
 
-@pytest.mark.parametrize("link", LOSSES)
-@pytest.mark.parametrize("other", LOSSES)
+@pytest.mark.parametrize("link", DEFAULT_LOSSES)
+@pytest.mark.parametrize("other", DEFAULT_LOSSES)
 def test_a_loss_trains_ensembles_of_its_link(link, other):
     ensemble = Ensemble([nn.Linear(2, 3)], link=link)
     if link == other:
-        attach_loss(ensemble, LOSSES[other](0.5))
+        attach_loss(ensemble, DEFAULT_LOSSES[other](0.5))
         return
     with pytest.raises(ValueError, match=rf"Expected an ensemble with link='{other}' for .* but got link='{link}'"):
-        attach_loss(ensemble, LOSSES[other](0.5))
+        attach_loss(ensemble, DEFAULT_LOSSES[other](0.5))
 
 
 def test_member_weights_of_a_loss_become_the_ensembles():

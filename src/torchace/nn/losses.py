@@ -202,8 +202,12 @@ class NegativeCorrelationLoss(MemberLoss):
         return super().forward(predictions, target, **options)
 
 
-KINDS = (AmendedCrossEntropyLoss, BinaryAmendedCrossEntropyLoss, NegativeCorrelationLoss)
-LOSSES: dict[str, Callable[..., MemberLoss]] = {kind.link: kind for kind in KINDS}
+# of an ensemble's link, where a user gives λ instead of a loss; any other subclass of `MemberLoss` must be given
+DEFAULT_LOSSES: dict[str, Callable[..., MemberLoss]] = {
+    "softmax": AmendedCrossEntropyLoss,
+    "sigmoid": BinaryAmendedCrossEntropyLoss,
+    "identity": NegativeCorrelationLoss,
+}
 
 
 def attach_loss(ensemble: object, loss: object) -> None:
@@ -214,7 +218,7 @@ def attach_loss(ensemble: object, loss: object) -> None:
             "Wrap models in Ensemble([...]), or one model in stack_classifiers(model, num_members)."
         )
     if not isinstance(loss, MemberLoss):
-        names = ", ".join(kind.__name__ for kind in KINDS)
+        names = ", ".join(kind.__name__ for kind in MemberLoss.__subclasses__())
         raise TypeError(f"Expected `loss` to be one of {names}, but got {type(loss).__name__}.")
     if loss.reduction == "none":
         raise ValueError("Expected a loss with reduction='mean' or 'sum', but got 'none'.")

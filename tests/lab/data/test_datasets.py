@@ -163,9 +163,9 @@ def check_small_cifar(data: Dataset) -> None:
 
 
 def test_constant_channels_can_be_normalised():
-    from torchace.lab.data.datasets import _channel_statistics
+    from torchace.lab.data.datasets import channel_statistics
 
-    assert _channel_statistics(torch.full((3, 2, 4, 4), 7, dtype=torch.uint8)) == ((7.0, 7.0), (1.0, 1.0))
+    assert channel_statistics(torch.full((3, 2, 4, 4), 7, dtype=torch.uint8)) == ((7.0, 7.0), (1.0, 1.0))
 
 
 def test_imports_are_late():

@@ -29,21 +29,10 @@ if TYPE_CHECKING:
 
 MOST_COLUMNS = 50  # to print
 
-SCORES = {
-    "accuracy": "accuracy",
-    "cross_entropy": "cross entropy",
-    "brier": "Brier score",
-    "calibration_error": "calibration error",
-    "member_accuracy": "members' accuracy",
-    "member_cross_entropy": "members' cross entropy",
-    "disagreement": "disagreement",
-    "mutual_information": "mutual information",
-    "r2": "R²",
-    "rmse": "root mean squared error",
-    "mae": "mean absolute error",
-    "member_mse": "members' mean squared error",
-    "spread": "members' spread",
-}
+SCORES = (
+    *("accuracy", "cross_entropy", "brier", "calibration_error", "member_accuracy", "member_cross_entropy"),
+    *("disagreement", "mutual_information", "r2", "rmse", "mae", "member_mse", "spread"),
+)
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Model directory of `torchace fit`.")]
 
@@ -288,11 +277,14 @@ def _format_score(value: float | None) -> str:
 
 
 def _score_table(by_part: Mapping[str, Any]) -> Any:
+    from torchace.lab.report.metrics import TASKS
+
+    metrics = {**TASKS["regression"].metrics, **TASKS["classification"].metrics}
     table = _table("", *by_part)
-    for name, title in SCORES.items():
+    for name in SCORES:
         values = [scores.get(name) for scores in by_part.values()]
         if any(value is not None for value in values):
-            table.add_row(title, *map(_format_score, values))
+            table.add_row(metrics[name].noun, *map(_format_score, values))
     return table
 
 

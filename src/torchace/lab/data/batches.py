@@ -169,6 +169,9 @@ class Batches:
         )
         return _Epoch(order, (rows, columns, flips == 1), None)
 
+    def _format_targets(self, y: Tensor) -> Tensor:
+        return y.to(self._format.dtype) if y.is_floating_point() else y
+
     def _is_small(self, count: int) -> bool:
         """Whether this many samples are gathered at once."""
         size = sum(x[0].numel() for x in input_tensors(self.split.x)) * self._format.dtype.itemsize
@@ -181,7 +184,7 @@ class Batches:
         if self.augment is not None:
             x = self.augment(x, *augment)
         x = self._format(x)
-        y = self.split.y.index_select(0, flat)
+        y = self._format_targets(self.split.y.index_select(0, flat))
         return map_inputs(lambda t: t.view(*indices.shape, *t.shape[1:]), x), y.view(*indices.shape, *y.shape[1:])
 
 
@@ -230,6 +233,5 @@ def chunks(
     check_count(size, "size")
     split = split if device is None else split.to(device)
     format_inputs = _Format(split, normalize=normalize, dtype=dtype, flatten=flatten)
-    for x, y in split.chunks(size):
-        x = format_inputs(x)
-        yield (x if transform is None else transform.evaluate(x)), y
+    formatted = ((format_inputs(x), y) for x, y in split.chunks(size))
+    return formatted if transform is None else ((transform.evaluate(x), y) for x, y in formatted)

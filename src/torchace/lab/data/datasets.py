@@ -7,7 +7,7 @@ import hashlib
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torchace.lab.data.files import download as download_file
 from torchace.lab.data.files import find, not_found, search_path
 from torchace.lab.data.idx import read_idx
 from torchace.lab.data.sources import SOURCES, CifarSource, IdxFile, IdxSource
-from torchace.lab.data.splits import Split, stratified_split
+from torchace.lab.data.splits import Split, random_split, stratified_split
 
 NAMES = ("digits", *SOURCES)
 _DIGITS_TEST = 500
@@ -36,35 +36,42 @@ class Normalization(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Data set in memory.
+    """Data set of a task.
 
     `mean` and `std` are those of the full official training part, in the units of `x` (0 to `max_value`).
     """
 
     name: str
-    train: Split
-    test: Split
-    class_names: tuple[str, ...]
-    image_shape: tuple[int, int, int]  # (C, H, W)
-    max_value: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    train: Any  # Split, or StreamedSplit of a Dataset that is read while training
+    test: Any
+    class_names: tuple[str, ...]  # of classes or labels; none for regression
+    image_shape: tuple[int, int, int] | None = None  # (C, H, W)
+    max_value: int | None = None  # of pixels; None: samples are not scaled
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    task: str = "classification"
+    num_targets: int = 1  # of a regression
+    notes: tuple[str, ...] = ()  # what a user should know about the data
 
     @property
     def num_classes(self) -> int:
-        """Number of classes."""
-        return len(self.class_names)
+        """Number of outputs of a network: classes, labels or numbers."""
+        return len(self.class_names) or self.num_targets
 
-    def normalization(self, kind: str = "standard") -> Normalization:
+    def normalization(self, kind: str = "standard") -> Normalization | None:
         """Argument `normalize` of `Batches`: "standard" for mean 0 and variance 1, "unit" for [0, 1]."""
         check_choice(kind, "kind", ("standard", "unit"))
+        if self.max_value is None:
+            return None
         if kind == "unit":
             return Normalization((0.0,), (float(self.max_value),))
+        if not self.mean:
+            raise DataError("normalize = 'standard' needs images in memory; normalise them in the Dataset.")
         return Normalization(self.mean, self.std)
 
-    def validation_split(self, size: int | float, *, seed: int = 0) -> tuple[Split, Split]:
-        """Stratified split into `(train, validation)`; `size` is a count (int) or a fraction (float)."""
-        return stratified_split(self.train, size, seed=seed)
+    def validation_split(self, size: int | float, *, seed: int = 0) -> tuple[Any, Any]:
+        """Split into `(train, validation)`, stratified by class; `size` is a count (int) or a fraction (float)."""
+        return random_split(self.train, size, seed=seed)
 
     def limit(self, count: int, *, seed: int | None = None) -> Dataset:
         """Keep the first `count` training samples, or with a seed, a stratified random subset."""
@@ -173,12 +180,12 @@ def _split(x: NDArray[np.uint8], y: NDArray[np.uint8]) -> Split:
 
 
 def _dataset(name: str, train: Split, test: Split, *, class_names: tuple[str, ...], max_value: int) -> Dataset:
-    mean, std = _channel_statistics(train.x)
+    mean, std = channel_statistics(train.x)
     channels, height, width = train.x.shape[1:]
     return Dataset(name, train, test, class_names, (channels, height, width), max_value, mean, std)
 
 
-def _channel_statistics(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def channel_statistics(x: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel of uint8 images, from exact sums; 1 for a constant channel."""
     total, squares = torch.zeros(2, x.shape[1], dtype=torch.int64)
     for part in x.split(1000):

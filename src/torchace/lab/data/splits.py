@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -93,7 +93,7 @@ class SplitIndices(NamedTuple):
     test: Tensor
 
 
-def stratified_split(split: Split, size: int | float, *, seed: int) -> tuple[Split, Split]:
+def stratified_split(split: Any, size: int | float, *, seed: int) -> tuple[Any, Any]:
     """Split into the rest and a random, stratified part of `size`: a function of labels, size and seed alone.
 
     `size` is a count (int) or a fraction (float). Rounding favours largest remainders, then lower classes. Both parts
@@ -112,6 +112,15 @@ def stratified_split(split: Split, size: int | float, *, seed: int) -> tuple[Spl
         is_taken[places[permutation(seed, "stratify", label, count=len(places))[:quota]]] = True
     is_taken = is_taken.to(split.device)
     return split.take(~is_taken), split.take(is_taken)
+
+
+def random_split(split: Any, size: int | float, *, seed: int) -> tuple[Any, Any]:
+    """Split into the rest and a random part of `size`, stratified if the samples have known classes."""
+    if split.y is not None and not split.y.is_floating_point():
+        return stratified_split(split, size, seed=seed)
+    count = _check_size(size, len(split))
+    order = permutation(seed, "split", count=len(split))
+    return split.take(order[count:].sort().values), split.take(order[:count].sort().values)
 
 
 def _check_size(size: int | float, available: int) -> int:

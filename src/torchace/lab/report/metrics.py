@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from torchace.lab.report import formats
@@ -33,6 +33,8 @@ class Metric:
     difference_unit: str = ""
     power: int = 0  # of the target's units
     reading: str = LOWER_IS_BETTER  # in a caption
+    higher_is_better: bool = False
+    short_label: str = ""  # column heading in a terminal, if not `label`
 
     def number(self, value: float) -> str:
         """Format a value without unit."""
@@ -68,8 +70,8 @@ class Metric:
         return self.label.replace(", %", ", points")
 
 
-def _percent(key: str, label: str, noun: str, reading: str = LOWER_IS_BETTER) -> Metric:
-    return Metric(key, f"{label}, %", noun, 2, 100.0, " %", " points", reading=reading)
+def _percent(key: str, label: str, noun: str, reading: str = LOWER_IS_BETTER, short_label: str = "") -> Metric:
+    return Metric(key, f"{label}, %", noun, 2, 100.0, " %", " points", reading=reading, short_label=short_label)
 
 
 def _with_members(*metrics: Metric) -> list[Metric]:
@@ -122,13 +124,19 @@ def _task(metrics: Sequence[Metric], **fields: Any) -> TaskLayout:
 CLASSIFICATION = _task(
     [
         *_with_members(
-            Metric("accuracy", "Accuracy", "accuracy"),
+            Metric("accuracy", "Accuracy", "accuracy", higher_is_better=True, short_label="Acc."),
             _percent("error", "Error", "error"),
-            Metric("cross_entropy", "Cross entropy", "cross entropy"),
+            Metric("cross_entropy", "Cross entropy", "cross entropy", short_label="CE"),
             Metric("brier", "Brier score", "Brier score"),
             Metric("calibration_error", "Calibration error", "calibration error"),
         ),
-        _percent("disagreement", "Disagreement", "disagreement", "share of test cases on which two members differ."),
+        _percent(
+            "disagreement",
+            "Disagreement",
+            "disagreement",
+            "share of test cases on which two members differ.",
+            short_label="Disagr.\n%",
+        ),
         Metric("mutual_information", "Mutual information", "mutual information", 5, reading=MUTUAL_INFORMATION),
         Metric(
             "ambiguity", "Ambiguity", "ambiguity", 5, reading="the members' mean cross entropy minus the ensemble's."
@@ -152,9 +160,27 @@ CLASSIFICATION = _task(
     uncertainty_title="Diversity and calibration",
 )
 
+MULTILABEL = _task(
+    [
+        *CLASSIFICATION.metrics.values(),
+        Metric("exact_match", "Exact match", "exact match", reading="share of test cases with all labels right."),
+        Metric("macro_f1", "Macro F1", "macro F1", reading="mean over labels of the F1 score."),
+    ],
+    name="multilabel",
+    **{
+        **{
+            f.name: getattr(CLASSIFICATION, f.name) for f in fields(CLASSIFICATION) if f.name not in ("name", "metrics")
+        },
+        "details": {
+            **CLASSIFICATION.details,
+            "Ensemble": ("exact_match", "macro_f1", *CLASSIFICATION.details["Ensemble"]),
+        },
+    },
+)
+
 REGRESSION = _task(
     [
-        Metric("r2", "R²", "R²", reading="share of the target's variance that is explained."),
+        Metric("r2", "R²", "R²", reading="share of the target's variance that is explained.", higher_is_better=True),
         *_with_members(
             Metric("mse", "MSE", "mean squared error", power=2),
             Metric("rmse", "RMSE", "root mean squared error", power=1, reading=IN_UNITS),
@@ -178,7 +204,17 @@ REGRESSION = _task(
     uncertainty_title="Diversity and uncertainty",
 )
 
-TASKS = {task.name: task for task in (CLASSIFICATION, REGRESSION)}
+TASKS = {task.name: task for task in (CLASSIFICATION, MULTILABEL, REGRESSION)}
+
+
+def with_own_metrics(layout: TaskLayout, keys: Iterable[str]) -> TaskLayout:
+    """Add a user's own metrics, which have a place in the table of details."""
+    own = [key for key in keys if key not in layout.metrics]
+    if not own:
+        return layout
+    names = {key: key.replace("_", " ").replace("#", " ") for key in own}
+    metrics = {key: Metric(key, formats.capitalize(name), name, reading="own metric.") for key, name in names.items()}
+    return replace(layout, metrics={**layout.metrics, **metrics}, details={**layout.details, "Own": tuple(own)})
 
 
 def add_derived(values: Mapping[str, float]) -> dict[str, float]:

@@ -22,8 +22,6 @@ from torchace.lab.schema.reading import ResultFileError
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-SHORT_HEADINGS = {"Cross entropy": "CE", "Accuracy": "Acc.", "Disagreement, %": "Disagr.\n%", "Seeds": "n"}
-
 
 def contents(results: Results) -> dict[str, Any]:
     """Return findings, facts and tables."""
@@ -238,7 +236,7 @@ def rich_table(results: Results) -> RichTable:
 
 
 def _short_heading(column: tables.ReportColumn) -> str:
-    label = SHORT_HEADINGS.get(column.label, column.label.replace(", ×", "\n×"))
+    label = column.short_label or column.label.replace(", ×", "\n×")
     return f"Member\n{label}" if column.group == "One member" else label
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchace.lab.report.arrays import Array, read_arrays, sample_scores
 from torchace.lab.report.formats import count
-from torchace.lab.report.metrics import TASKS, Metric, TaskLayout, add_derived, choose_units
+from torchace.lab.report.metrics import TASKS, Metric, TaskLayout, add_derived, choose_units, with_own_metrics
 from torchace.lab.schema.reading import ResultFileError, read_result
 from torchace.lab.schema.results import ArmSummary, DataSummary, DiversitySearch, ExperimentResult, PlanFile, RunResult
 
@@ -41,10 +41,10 @@ class Results:
     _scores: dict[tuple[str, str], dict[str, float]] = field(repr=False, compare=False)
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
+    @cached_property
     def task(self) -> TaskLayout:
-        """Classification or regression."""
-        return TASKS[self.experiment.task]
+        """Metrics of the task, with a user's own."""
+        return with_own_metrics(TASKS[self.experiment.task], self.metrics)
 
     @property
     def data(self) -> DataSummary:
@@ -169,7 +169,7 @@ def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
         experiment=experiment.model_copy(update={"hardware": hardware, "versions": versions}),
         runs=ordered,
         damaged=tuple(damaged),
-        metrics=choose_units(TASKS[experiment.task].metrics, measured),
+        metrics=choose_units(with_own_metrics(TASKS[experiment.task], measured).metrics, measured),
         planned=_planned(directory, experiment),
         _arrays=found_arrays,
         _scores=scores,

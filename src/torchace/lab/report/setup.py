@@ -22,9 +22,9 @@ Facts = list[tuple[str, str]]
 def facts(results: Results) -> Facts:
     """Data, seeds, hardware, versions and time."""
     experiment = results.experiment
-    found = [("Data", _data(results.data))]
+    found = [("Data", _data(results.data, results.task.name))]
     if any(results.data_of(arm) != results.data for arm in results.arms):
-        found = [(f"Data of “{arm.label}”", _data(results.data_of(arm))) for arm in results.arms]
+        found = [(f"Data of “{arm.label}”", _data(results.data_of(arm), results.task.name)) for arm in results.arms]
     seeds = experiment.seeds
     time = formats.duration(experiment.seconds)
     if experiment.started:
@@ -38,15 +38,17 @@ def facts(results: Results) -> Facts:
     ]
 
 
-def _data(data: DataSummary) -> str:
-    text = f"{data.name}: {_sizes(data)}"
+def _data(data: DataSummary, task: str) -> str:
+    text, names = f"{data.name}: {_sizes(data)}", ("label", "labels") if task == "multilabel" else ("class", "classes")
     if data.classes:
         listed = ", ".join(data.classes[:10])
         rest = f", and {len(data.classes) - 10} more" if len(data.classes) > 10 else ""
-        text += f"; {formats.count(len(data.classes), 'class', 'classes')} ({listed}{rest})"
+        text += f"; {formats.count(len(data.classes), *names)} ({listed}{rest})"
     if data.image_shape:
         text += f"; images {' × '.join(str(side) for side in data.image_shape)}"
-    return text
+    elif data.inputs:
+        text += f"; inputs {', '.join(data.inputs)}"
+    return text + "".join(f". {note.rstrip('.')}" for note in data.notes)
 
 
 def _sizes(data: DataSummary) -> str:

@@ -168,9 +168,11 @@ def _compare(results: Results, arm: ArmSummary, metric: str, reference: ArmSumma
 
 
 def best_diversity(results: Results, arm: ArmSummary, metric: str | None = None, split: str = "test") -> float | None:
-    """Return the λ with the lowest mean of a metric, by default the task's loss."""
-    means = comparable_means(results, arm, metric or results.task.loss, split)
-    return min(means, key=means.__getitem__) if means else None
+    """Return the λ with the best mean of a metric, by default the task's loss."""
+    metric = metric or results.task.loss
+    means = comparable_means(results, arm, metric, split)
+    best = max if results.metrics[metric].higher_is_better else min
+    return best(means, key=means.__getitem__) if means else None
 
 
 def comparable_means(results: Results, arm: ArmSummary, metric: str, split: str = "test") -> dict[float, float]:

@@ -22,7 +22,6 @@ from torchace.lab.report.statistics import (
 )
 from torchace.lab.schema.results import ArmSummary, DiversitySearch, PaperRow
 
-RANKED_BY = {"accuracy": "error", "member_accuracy": "member_error", "r2": "mse"}  # higher is better
 DIFFERENCE_COLUMNS = ("difference", "95 % interval", "p, corrected")
 
 
@@ -32,6 +31,7 @@ class ReportColumn:
 
     label: str
     group: str = ""
+    short_label: str = ""  # in a terminal
 
 
 @dataclass(frozen=True)
@@ -122,20 +122,18 @@ def result_table(results: Results) -> ReportTable:
     pairs = [(arm, diversity) for arm in results.arms for diversity in results.diversities(arm)]
     matched = [row for row in (_paper_row(results, *pair) for pair in pairs) if row]
     shown = {key for row in matched for key in row.values}
-    columns: list[str | ReportColumn] = ["λ", "Seeds"]
+    columns: list[str | ReportColumn] = ["λ", ReportColumn("Seeds", short_label="n")]
     for group, keys in groups.items():
         for key in keys:
-            columns += [ReportColumn(metrics[key].label, group)] + [ReportColumn("paper", group)] * (key in shown)
-    columns.append(ReportColumn(metrics[results.task.spread].label, "Members"))
+            columns.append(ReportColumn(metrics[key].label, group, metrics[key].short_label))
+            columns += [ReportColumn("paper", group)] * (key in shown)
+    spread_metric = metrics[results.task.spread]
+    columns.append(ReportColumn(spread_metric.label, "Members", spread_metric.short_label))
     sections = []
     for arm in results.arms:
         rows = []
         several = len(results.diversities(arm)) > 1
-        best = {
-            key: best_diversity(results, arm, RANKED_BY.get(key, key)) if several else None
-            for keys in groups.values()
-            for key in keys
-        }
+        best = {key: best_diversity(results, arm, key) if several else None for keys in groups.values() for key in keys}
         for diversity in results.grid(arm):
             row: list[str | Cell] = [formats.diversity(diversity), str(len(results.finished(arm, diversity)))]
             stated = _paper_row(results, arm, diversity)
@@ -146,7 +144,7 @@ def result_table(results: Results) -> ReportTable:
                     value = stated.values.get(key) if stated else None
                     row.append(Cell(NONE if value is None else metrics[key].number(value), kind="paper"))
             spread = summary_of(results, arm, diversity, results.task.spread)
-            rows.append([*row, metrics[results.task.spread].mean_sd(spread)])
+            rows.append([*row, spread_metric.mean_sd(spread)])
         sections.append((arm_title(arm), rows))
     return make_table("Results on the test set", columns, sections, _result_note(results))
 

@@ -84,7 +84,7 @@ class DataSection(Section):
     factory: ObjectName | None = None
     arguments: dict[str, Any] = {}  # of the factory
     file: str | None = None  # .npz, .csv or .parquet
-    target: str | None = None  # column of a table, or array of an .npz file
+    target: str | list[str] | None = None  # column of a table, array of an .npz file, or key of a Dataset's items
     test: Annotated[Fraction, Field(gt=0, lt=1)] = 0.2  # fraction of a file's samples
     test_file: str | None = None
     task: Literal["classification", "multilabel", "regression"] = "classification"
@@ -93,6 +93,8 @@ class DataSection(Section):
     validation: Share = 0.0  # fraction of the training samples
     normalize: Literal["unit", "standard"] = "unit"  # built-in image sets
     augment: bool = False  # pad by 4, random crop, random flip
+    stream: Literal[True, False, "auto"] = "auto"  # read a Dataset while training; "auto": if random or too large
+    num_workers: Annotated[int, Field(ge=0, le=1024)] = 0  # processes that read a Dataset
     transform: ObjectName | None = None  # function of a batch of inputs, called on the device
 
     @model_validator(mode="after")
@@ -104,8 +106,12 @@ class DataSection(Section):
             raise ValueError(f"expected one source of data, but got {' and '.join(f'`{key}`' for key in sources)}.")
         if self.arguments and self.factory is None:
             raise ValueError("`arguments` need `factory`, the function that returns the data.")
-        if (self.target is not None or self.test_file is not None) and self.file is None and self.name != GIVEN:
-            raise ValueError("`target` and `test_file` need `file`, the data file.")
+        if self.test_file is not None and self.file is None:
+            raise ValueError("`test_file` needs `file`, the data file.")
+        if self.target is not None and not sources:
+            raise ValueError("`target` needs `file` or `factory`, the source of the data.")
+        if self.task != "classification" and not (set(sources) - {"name"} or self.name == GIVEN):
+            raise ValueError(f"task = {self.task!r} needs own data; {self.name} is for classification.")
         return self
 
 
@@ -274,6 +280,10 @@ class Arm(Section):
             raise ValueError("expected `epochs` or `steps`, but got neither.")
         if self.train.patience is not None and not self.data.validation:
             raise ValueError("`patience` needs validation data: set `validation`, such as 0.2.")
+        if self.data.task == "regression" and self.train.label_smoothing != 0:
+            raise ValueError("`label_smoothing` needs classes: remove it for task = 'regression'.")
+        if self.data.task != "classification" and not self.train.detach_others:
+            raise ValueError(f"detach_others = false needs task = 'classification', but got {self.data.task!r}.")
         return self
 
 

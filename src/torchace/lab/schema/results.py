@@ -13,7 +13,7 @@ from torchace._files import with_checksum
 FORMAT = 1
 LARGEST = 1e100  # bound of measured numbers; its square is finite
 
-TaskName = Literal["classification", "regression"]
+TaskName = Literal["classification", "multilabel", "regression"]
 SplitName = Literal["train", "validation", "test"]
 
 T = TypeVar("T")
@@ -98,6 +98,7 @@ class RunResult(ResultFile):
     failure: Failure | None = None
     metrics: Metrics | None = None
     history: Items[dict[str, Measured]] = ()  # one entry an epoch
+    best_epoch: Count | None = None  # with early stopping: the epoch of the weights, from 1
     steps: Count = 0
     seconds: Number | None = None
     parameters: Count | None = None
@@ -242,6 +243,8 @@ class DataSummary(ResultModel):
     test: Count
     classes: Items[str] = ()
     image_shape: Items[Count] | None = None
+    inputs: Items[str] = ()  # shape and type of each input of a sample
+    notes: Items[str] = ()
     table: TableSummary | None = Field(default=None, alias="schema")
 
     def has_same_test_set(self, other: DataSummary) -> bool:

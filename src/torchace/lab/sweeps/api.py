@@ -25,6 +25,7 @@ from torchace.lab.sweeps.result import SweepResult
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.members import resolve_device
 
+_DATA_SETTINGS = ("stream", "num_workers", "limit", "normalize", "augment")  # of `[data]`
 _SECTIONS = ("data", "model", "train", "sweep")
 
 
@@ -50,7 +51,7 @@ def sweep(
     device: str = "auto",
     out: str | os.PathLike[str] | None = None,
     arguments: Mapping[str, Any] | None = None,
-    target: str | None = None,
+    target: str | Sequence[str] | None = None,
     num_classes: int | None = None,
     transform: Callable[..., Any] | None = None,
     at: str | None = None,
@@ -94,9 +95,10 @@ def sweep(
         device: `"cpu"`, `"cuda"`, `"cuda:N"`, or `"auto"`.
         out: Run directory. By default a temporary one, removed with the result.
         arguments: Keyword arguments of `member`.
-        target: Target column of a DataFrame.
+        target: Target column of a DataFrame, or several; or key of the target in the items of a Dataset.
         num_classes: C, if some classes do not occur in the data.
-        transform: Function of a batch of inputs, called on the device.
+        transform: Function of a batch of inputs, called on the device, in training and evaluation; a parameter
+            `training` says which.
         at: Name of the first layer of the members, for kind `"branch"`.
         rank: Rank of heads or adapters, for kind `"smoc"` and `"adapters"`.
         adapter: `"multiplicative"` or `"low_rank"`, for kind `"adapters"`.
@@ -107,7 +109,8 @@ def sweep(
         name: Name of the experiment: lowercase letters, digits and underscores.
         title: Title of the report.
         **settings: Other settings of `[train]` in a TOML file: `optimizer_arguments`, `weight_decay`, `schedule`,
-            `milestones`, `warmup_steps`, `label_smoothing`, `patience`, `precision`, `momentum`, ...
+            `milestones`, `warmup_steps`, `label_smoothing`, `patience`, `precision`, `momentum`, ... And of `[data]`:
+            `stream` (True to read a Dataset while training), `num_workers`, `limit`, `normalize`, `augment`.
 
     Returns:
         The results of all runs.
@@ -131,9 +134,11 @@ def sweep(
         "title": title,
         "data": {"name": GIVEN, "task": task, "validation": validation, "target": target, "num_classes": num_classes},
         "model": {"factory": object_name(function), "arguments": dict(arguments or {}), "kind": kind},
-        "train": {"batch_size": batch_size, "batches": batches, "learning_rate": learning_rate, **settings},
+        "train": {"batch_size": batch_size, "batches": batches, "learning_rate": learning_rate},
         "sweep": {"diversities": diversities, "group_size": group_size, "keep_weights": keep_weights},
     }
+    for key, value in settings.items():
+        content["data" if key in _DATA_SETTINGS else "train"][key] = value
     content["sweep"]["seeds"] = range(seeds) if isinstance(seeds, int) else seeds
     content["model"] |= _given(num_members=num_members, at=at, rank=rank, adapter=adapter, layers=layers)
     content["train"] |= _given(epochs=epochs, steps=steps)
@@ -185,7 +190,7 @@ def _given(**values: Any) -> dict[str, Any]:
 
 def _parse(content: dict[str, Any], settings: Mapping[str, Any]) -> Experiment:
     """Return the experiment; errors have the names of the arguments of `sweep`."""
-    known = TrainSection.model_fields
+    known = {*TrainSection.model_fields, *_DATA_SETTINGS}
     for key in settings:
         if key not in known:
             close = difflib.get_close_matches(key, [*known, *(sweep.__kwdefaults__ or ())], n=1)

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import inspect
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchace.lab.report.metrics import TASKS
 from torchace.lab.schema.experiment import OPTIMIZERS, Arm
 from torchace.lab.sweeps.config import ConfigError
 
@@ -130,8 +132,22 @@ def object_name(value: Any) -> str:
 def metric_name(metric: Any) -> str:
     """Return the name of a metric in results: of its function or class, in lower case with underscores."""
     name = object_name(metric).rpartition(":")[2].rpartition(".")[2]
-    separated = "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
-    return "".join(c if c.isalnum() or c == "_" else "" for c in separated) or "metric"
+    separated = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    return re.sub(r"\W", "", separated) or "metric"
+
+
+def named_metrics(metrics: Sequence[Any], task: str) -> dict[str, Any]:
+    """Return a user's metrics by name; refuse classes and the names of built-in metrics."""
+    named: dict[str, Any] = {}
+    for metric in metrics:
+        name = metric_name(metric)
+        if isinstance(metric, type):
+            raise ConfigError(f"metrics: expected a function or a metric object, but got the class {metric.__name__}.")
+        if name in TASKS[task].metrics:
+            raise ConfigError(f"metrics: {name!r} is the name of a built-in metric; rename the function.")
+        number = 1 + sum(known.partition("#")[0] == name for known in named)
+        named[name if number == 1 else f"{name}#{number}"] = metric
+    return named
 
 
 def source_digest(function: Any) -> str:

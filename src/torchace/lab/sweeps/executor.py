@@ -16,19 +16,21 @@ from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import Failure, GroupPlan, Metrics, RunKey, RunResult
 from torchace.lab.store import RunStore
 from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.sweeps.components import Components
+from torchace.lab.sweeps.components import Components, named_metrics
 from torchace.lab.sweeps.environment import hardware, versions
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network, make_train_config
 from torchace.lab.training.checkpoint import run_weights, state_digest
 from torchace.lab.training.distributed import Ranks
 from torchace.lab.training.evaluate import evaluate, predict_logits
-from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, fit
+from torchace.lab.training.extra_metrics import compute_metrics
+from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, FitResult, fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.shard import gather_network, shard_network
 
 Stop = Callable[[], bool]
 ALONE = Ranks()
+LOSS_NAMES = {"classification": "cross_entropy", "multilabel": "cross_entropy", "regression": "mse"}
 KEPT_BYTES = 2**28  # of the weights of an arm's runs that are kept unless configured
 
 
@@ -94,7 +96,7 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
     arm, data = plan.arms[group.arm], plan.data[group.arm]
     seeds = [run.seed for run in group.runs]
     batches = data.batches(arm)
-    config = make_train_config(arm.train, batches.steps_per_epoch)
+    config = make_train_config(arm.train, batches.steps_per_epoch, arm.data.task)
     network = shard_network(
         build_network(arm, data.dataset, seeds, plan.device, components=plan.components[group.arm]), ranks
     )
@@ -111,6 +113,7 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
         diversities=[run.diversity for run in group.runs],
         seeds=seeds,
         settings=[run.settings for run in group.runs],
+        validation=data.validation_set(arm),
         checkpoint_policy=CheckpointPolicy(checkpoints, every.steps, every.seconds),
         on_progress=partial(callback.on_group_step, group),
         on_epoch_end=partial(callback.on_group_epoch_end, group),
@@ -122,6 +125,7 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
     trained = gather_network(network)
     if trained is None:  # only the first rank writes
         return 0.0
+    extra = named_metrics(plan.components[group.arm].metrics, config.task)
     keeps_weights = _keeps_weights(plan, arm, trained)
     for r, run in enumerate(group.runs):
         if plan.store.is_finished(run):
@@ -129,10 +133,12 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
         failure = fitted.failures.get(r) or _nonfinite_failure(test[0][r], config.steps)
         metrics, arrays = None, dict[str, Tensor]()
         if failure is None:
-            scored = evaluate(test[0][r], test[1], data.images)
-            held_out = None if validation is None else evaluate(validation[0][r], validation[1]).metrics
-            metrics = Metrics.model_validate({"test": scored.metrics, "validation": held_out})
-            arrays = scored.arrays
+            scored = evaluate(test[0][r], test[1], data.images, task=config.task)
+            found: dict[str, Any] = {"test": scored.metrics | compute_metrics(extra, test[0][r], test[1], config.task)}
+            if validation is not None:
+                scores = evaluate(validation[0][r], validation[1], task=config.task).metrics
+                found["validation"] = scores | compute_metrics(extra, validation[0][r], validation[1], config.task)
+            metrics, arrays = Metrics.model_validate(found), scored.arrays
         weights = run_weights(trained, r) if failure is None else None
         result = RunResult(
             run=run.id,
@@ -142,10 +148,8 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
             status="finished" if failure is None else "failed",
             failure=failure,
             metrics=metrics,
-            history=tuple(
-                {"epoch": entry["epoch"], "step": entry["step"], "train_cross_entropy": entry["score"][r]}
-                for entry in fitted.history
-            ),
+            history=_history(fitted, r, config.task),
+            best_epoch=None if fitted.best_epochs is None else fitted.best_epochs[r],
             steps=config.steps,
             seconds=fitted.seconds / len(group.runs),
             parameters=count_run_parameters(trained),
@@ -159,10 +163,24 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
     return fitted.seconds + time.monotonic() - start
 
 
+def _history(fitted: FitResult, run: int, task: str) -> tuple[dict[str, Any], ...]:
+    """Return the epochs of a run until it stopped: training loss, and validation loss with early stopping."""
+    loss = LOSS_NAMES[task]
+    entries = []
+    for entry in fitted.history:
+        found = {"epoch": entry["epoch"], "step": entry["step"], f"train_{loss}": entry["score"][run]}
+        if entry["held_out"] is not None:
+            found[f"validation_{loss}"] = entry["held_out"][run]
+        entries.append(found)
+    return tuple(entries)
+
+
 def config_digest(arm: Arm) -> str:
     """Return the SHA-256 of the settings that all runs of an arm have in common."""
     common = arm.model_dump(mode="json", include={"data", "model", "train"})
     common["train"] = {name: value for name, value in common["train"].items() if name not in arm.axes}
+    for key in ("stream", "num_workers"):  # the samples are the same
+        del common["data"][key]
     return json_digest(common)
 
 

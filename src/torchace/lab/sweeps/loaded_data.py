@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchace.lab.data import Batches, CropFlip, Dataset, Split, chunks, load
-from torchace.lab.data.inputs import input_tensors, map_inputs
+from torchace.lab.data import Batches, CropFlip, Dataset, chunks, load
+from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
+from torchace.lab.data.map_datasets import StreamedBatches, StreamedSplit
+from torchace.lab.data.own_data import DataOptions, make_dataset, read_data_file
+from torchace.lab.data.transform import BatchTransform
 from torchace.lab.schema.experiment import GIVEN, Arm, DataSection
 from torchace.lab.schema.results import DataSummary
-from torchace.lab.sweeps.components import Components, tensor_digest
+from torchace.lab.sweeps.components import Components, object_name, tensor_digest
 from torchace.lab.sweeps.config import ConfigError
+from torchace.lab.training.early_stopping import ValidationSet
 
 EVALUATION_CHUNK = 2000
+HASHED_ITEMS = 64  # of a Dataset that is read while training
 
 
 @dataclass(frozen=True)
@@ -26,67 +33,95 @@ class LoadedData:
 
     dataset: Dataset
     section: DataSection
-    validation: Split | None
+    validation: Any  # like the training data, or None
     device: str
+    transform: BatchTransform | None = None
 
     @classmethod
     def load(cls, section: DataSection, device: str, components: Components | None = None) -> LoadedData:
-        """Load the data set of a section."""
-        given = None if components is None else components.data
-        given = given(**section.arguments) if callable(given) else given
-        dataset, validation = load(section.name) if given is None else _given_dataset(given), None
+        """Load the data of a section."""
+        components = components or Components()
+        dataset, validation = _load_dataset(section, device, components), None
+        for note in dataset.notes:
+            warnings.warn(note, stacklevel=2)
+        available = len(dataset.train)
         if section.limit is not None:
-            if section.limit > len(dataset.train):
+            if section.limit > available:
                 raise ConfigError(
-                    f"data.limit: expected at most {len(dataset.train)}, the training samples of {section.name}, "
+                    f"data.limit: expected at most {available}, the training samples of {dataset.name}, "
                     f"but got {section.limit}."
                 )
             dataset = dataset.limit(section.limit)
+            available = section.limit
         if section.validation:
-            size = round(section.validation * len(dataset.train))
-            if not 0 < size < len(dataset.train):
+            size = round(section.validation * available)
+            if not 0 < size < available:
                 raise ConfigError(
                     f"data.validation: expected a fraction that leaves samples to validate and to train on, but got "
-                    f"{section.validation:g} of {len(dataset.train)} training samples."
+                    f"{section.validation:g} of {available} training samples."
                 )
             train, validation = dataset.validation_split(size, seed=0)
             dataset = replace(dataset, train=train)
-        return cls(dataset, section, validation, device)
+        transform = None if components.transform is None else BatchTransform(components.transform)
+        return cls(dataset, section, validation, device, transform)
 
     @cached_property
-    def images(self) -> Tensor:
-        """Test images as uint8, for the report."""
-        pixels = self.dataset.test.x
-        if self.dataset.max_value != 255:
-            pixels = (pixels.float() * (255 / self.dataset.max_value)).round().clamp(0, 255).to(torch.uint8)
+    def images(self) -> Tensor | None:
+        """Test images as uint8, for the report; None for other samples."""
+        pixels, scale = self.dataset.test.x, self.dataset.max_value
+        if self.dataset.image_shape is None or isinstance(self.dataset.test, StreamedSplit):
+            return None
+        if scale is None:
+            if pixels.min() < 0 or pixels.max() > 1:  # normalised already
+                return None
+            scale = 1
+        if scale != 255:
+            pixels = (pixels.float() * (255 / scale)).round().clamp(0, 255).to(torch.uint8)
         return pixels.to(self.device)
 
     def summary(self) -> DataSummary:
         """Return the description for result files."""
-        channels, *size = self.dataset.image_shape
+        shape = None
+        if self.dataset.image_shape is not None:
+            channels, *size = self.dataset.image_shape
+            shape = tuple(size) if channels == 1 else (*size, channels)
         return DataSummary(
             name=self.dataset.name,
             train=len(self.dataset.train),
             validation=0 if self.validation is None else len(self.validation),
             test=len(self.dataset.test),
             classes=tuple(self.dataset.class_names),
-            image_shape=tuple(size) if channels == 1 else (*size, channels),
+            image_shape=shape,
+            inputs=tuple(_describe(name, x) for name, x in _named_inputs(self.dataset.train.x)),
+            notes=self.dataset.notes,
         )
 
     @property
     def num_outputs(self) -> int:
         """Outputs of a member: classes, or targets of a sample."""
-        return self.section.num_classes or self.dataset.num_classes
+        return self.dataset.num_classes
 
     def example(self, arm: Arm) -> tuple[Any, Tensor]:
         """Return a few training samples as the network receives them, on the CPU, with their targets."""
         x, y = next(iter(self.chunks(arm, self.dataset.train.take(slice(0, 4)))))
         return map_inputs(Tensor.cpu, x), y.cpu()
 
+    def test_targets(self) -> Tensor:
+        """Return the targets of the test data, or of its first samples if it is read while training."""
+        test = self.dataset.test
+        return next(test.chunks(EVALUATION_CHUNK))[1] if isinstance(test, StreamedSplit) else test.y
+
     def fingerprint(self) -> dict[str, Any]:
         """Return shapes, types and a hash of the data, for the run directory."""
-        splits = {"train": self.dataset.train, "test": self.dataset.test}
-        return {name: tensor_digest([*input_tensors(split.x), split.y]) for name, split in splits.items()}
+        digests = {}
+        for name, split in (("train", self.dataset.train), ("test", self.dataset.test)):
+            if isinstance(split, StreamedSplit):  # a sample: reading all of it may take long
+                rows = torch.linspace(0, len(split) - 1, min(len(split), HASHED_ITEMS)).long()
+                x, y = next(split.take(rows).chunks(HASHED_ITEMS))
+                digests[name] = tensor_digest([torch.tensor(len(split)), *input_tensors(x), y])
+            else:
+                digests[name] = tensor_digest([*input_tensors(split.x), split.y])
+        return digests
 
     def check_batch_size(self, arm: Arm) -> None:
         """Refuse batches larger than the training set."""
@@ -98,23 +133,83 @@ class LoadedData:
 
     def batches(self, arm: Arm) -> Batches:
         """Return the training batches of an arm."""
-        augment = CropFlip() if self.section.augment else None
-        size = arm.train.batch_size
-        return Batches(self.dataset.train, size, device=self.device, augment=augment, **self._format(arm))
+        kind = StreamedBatches if isinstance(self.dataset.train, StreamedSplit) else Batches
+        return kind(
+            self.dataset.train,
+            arm.train.batch_size,
+            device=self.device,
+            augment=CropFlip() if self.section.augment else None,
+            **self._format(arm),
+        )
 
-    def chunks(self, arm: Arm, split: Split) -> Iterable[tuple[Tensor, Tensor]]:
+    def chunks(self, arm: Arm, split: Any, size: int = EVALUATION_CHUNK) -> Iterable[tuple[Inputs, Tensor]]:
         """Return a split in order, in chunks."""
-        return chunks(split, EVALUATION_CHUNK, device=self.device, **self._format(arm))
+        return chunks(split, size, device=self.device, **self._format(arm))
+
+    def validation_set(self, arm: Arm) -> ValidationSet | None:
+        """Return the samples for early stopping of an arm."""
+        if arm.train.patience is None or self.validation is None:
+            return None
+        return ValidationSet(_EvaluationSplit(self, arm, self.validation), arm.train.patience)
 
     def _format(self, arm: Arm) -> dict[str, Any]:
         dtype = torch.float64 if arm.train.precision == "float64" else torch.float32
-        if self.section.name == GIVEN:
-            return {"dtype": dtype}
-        return {"normalize": self.dataset.normalization(self.section.normalize), "dtype": dtype}
+        normalize = self.dataset.normalization(self.section.normalize)
+        return {"normalize": normalize, "transform": self.transform, "dtype": dtype}
 
 
-def _given_dataset(data: Any) -> Dataset:
-    (x, y), (test_x, test_y) = data
-    train, test = Split(torch.as_tensor(x), torch.as_tensor(y)), Split(torch.as_tensor(test_x), torch.as_tensor(test_y))
-    classes = tuple(str(label) for label in range(int(max(train.y.max(), test.y.max())) + 1))
-    return Dataset("data", train, test, classes, (1, 1, 1), 255, (0.0,), (1.0,))
+@dataclass(frozen=True)
+class _EvaluationSplit:
+    """Samples in the format of an arm's network, for early stopping."""
+
+    data: LoadedData
+    arm: Arm
+    split: Any
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    @property
+    def weight(self) -> Tensor | None:
+        return self.split.weight
+
+    def chunks(self, size: int) -> Iterable[tuple[Inputs, Tensor]]:
+        return self.data.chunks(self.arm, self.split, size)
+
+
+def _load_dataset(section: DataSection, device: str, components: Components) -> Dataset:
+    """Load built-in data, a file, the data of a function, or the data given."""
+    if section.name != GIVEN and section.file is None and components.data is None:
+        return load(section.name)
+    options = DataOptions(
+        section.task, section.target, section.num_classes, device, section.stream, section.num_workers
+    )
+    if section.file is not None:
+        train, test = read_data_file(
+            section.file, target=section.target, test_file=section.test_file, test=section.test, task=section.task
+        )
+        return make_dataset(train, test, options, Path(section.file).name)
+    given, name = components.data, "own data"
+    if callable(given) and not hasattr(given, "__getitem__"):
+        name = object_name(given).partition(":")[2]
+        try:
+            given = given(**section.arguments)
+        except Exception as error:  # the user's code may raise anything
+            raise ConfigError(f"data.factory: {name} failed with {type(error).__name__}: {error}") from error
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        got = f"{len(given)} values" if isinstance(given, tuple | list) else type(given).__name__
+        raise ConfigError(f"data.factory: expected {name} to return (train, test), but it returned {got}.")
+    train, test = given
+    return make_dataset(train, test, options, name)
+
+
+def _named_inputs(x: Inputs) -> list[tuple[str, Tensor]]:
+    if isinstance(x, dict):
+        return list(x.items())
+    return [("", value) for value in input_tensors(x)]
+
+
+def _describe(name: str, x: Tensor) -> str:
+    """Describe the samples of one input, such as "tokens: 128 of int64"."""
+    size = " × ".join(map(str, x.shape[1:])) or "1"
+    return f"{name}{': ' if name else ''}{size} of {str(x.dtype).removeprefix('torch.')}"

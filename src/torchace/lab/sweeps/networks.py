@@ -84,12 +84,13 @@ def build_network(
     return network
 
 
-def make_train_config(train: TrainSection, steps_per_epoch: int) -> TrainConfig:
+def make_train_config(train: TrainSection, steps_per_epoch: int, task: str = "classification") -> TrainConfig:
     """Return the training section with epochs converted to steps."""
     settings = train.model_dump(exclude=_CONVERTED)
     for name in AXES:  # each run has its own value of a list
         settings[name] = settings[name][0] if isinstance(settings[name], list) else settings[name]
     return TrainConfig(
+        task=task,
         steps=train.steps if train.steps is not None else (train.epochs or 0) * steps_per_epoch,
         milestones=tuple(train.milestones),
         diversity_warmup_steps=round(train.diversity_warmup_epochs * steps_per_epoch),
@@ -133,6 +134,7 @@ def explain_network(network: RunGroup, x: Any) -> tuple[tuple[str, str, str], ..
 def _network(model: ModelSection, data: Dataset, num_classes: int | None) -> nn.Module:
     if model.network == "mlp":
         return mlp(data.train.x[0].numel(), model.hidden, num_classes, dropout=model.dropout)
+    assert data.image_shape is not None
     return cifar_resnet(model.depth, num_classes, width=model.width, in_channels=data.image_shape[0])
 
 

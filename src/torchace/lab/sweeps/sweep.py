@@ -17,7 +17,8 @@ from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import AXES, ArmSummary, ExperimentResult, Failure, GroupPlan, RunKey
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.sweeps.components import Components
+from torchace.lab.sweeps.components import Components, named_metrics
+from torchace.lab.sweeps.config import ConfigError
 from torchace.lab.sweeps.environment import versions
 from torchace.lab.sweeps.executor import Executor, Plan, Stop, count_run_parameters
 from torchace.lab.sweeps.factories import Factory, check_outputs
@@ -30,6 +31,7 @@ from torchace.lab.sweeps.networks import (
     is_compiled,
     make_train_config,
 )
+from torchace.lab.training.extra_metrics import MetricError, try_metrics
 from torchace.lab.training.tasks import TASKS
 
 COMPONENTS = "components"  # key of the objects' fingerprints in `config`
@@ -127,6 +129,7 @@ class Sweep:
             name=self.experiment.name,
             title=self.experiment.title or self.experiment.name,
             description=self.experiment.description,
+            task=self.experiment.data.task,
             data=data,
             arms=tuple(arms),
             seeds=tuple(sorted(seeds)),
@@ -190,6 +193,11 @@ def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary
         check_outputs(factory, x, y, data.num_outputs)
         network = build_network(arm, None, [0], "cpu", components=components)
         layers = explain_network(network, x)
+    metrics = named_metrics(components.metrics, arm.data.task)
+    try:
+        try_metrics(metrics, arm.model.num_members, data.num_outputs, data.test_targets(), arm.data.task)
+    except MetricError as error:
+        raise ConfigError(f"metrics: {error}") from error
     return ArmSummary(
         name=arm.name,
         label=arm.label,
@@ -226,7 +234,7 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Pa
     for key in sorted({*old, *new}):
         both_lists = isinstance(old.get(key), list) and isinstance(new.get(key), list)
         is_axis = key.endswith("diversities") or (both_lists and key.rpartition(".")[2] in AXES)
-        if old.get(key) == new.get(key) or is_axis:
+        if old.get(key) == new.get(key) or is_axis or key.endswith(("data.stream", "data.num_workers")):
             continue
         remedy = "Choose another --out, or remove the directory."
         if key.startswith(COMPONENTS):

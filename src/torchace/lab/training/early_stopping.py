@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchace.lab.data import Split
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.memory import chunk_rows
 from torchace.lab.training.objective import mean_over_samples
@@ -24,7 +23,7 @@ CHUNK = 4096  # samples predicted at once, at most
 class ValidationSet:
     """Validation samples, and epochs without improvement until a run stops."""
 
-    split: Split
+    split: Any  # Split, or an object with `len()`, `weight` and `chunks(size)`
     patience: int  # epochs
 
 
@@ -70,13 +69,13 @@ class EarlyStopping:
             value.copy_(weights[name])
 
 
-def validation_scores(network: RunGroup, split: Split, config: TrainConfig) -> Tensor:
+def validation_scores(network: RunGroup, split: Any, config: TrainConfig) -> Tensor:
     """Each run's weighted mean cross entropy or squared error on a split, `(R,)`."""
     return mean_over_samples(validation_losses(network, split, config), split.weight)
 
 
 @torch.no_grad()
-def validation_losses(network: RunGroup, split: Split, config: TrainConfig) -> Tensor:
+def validation_losses(network: RunGroup, split: Any, config: TrainConfig) -> Tensor:
     """Each run's cross entropy or squared error on every sample of a split, `(R, N)`."""
     training = network.training
     network.eval()

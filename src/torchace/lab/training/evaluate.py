@@ -1,4 +1,4 @@
-"""Test scores of trained runs, and arrays for reports."""
+"""Test scores of trained runs by task, and arrays for reports."""
 
 from __future__ import annotations
 
@@ -42,9 +42,15 @@ def predict_logits(network: RunGroup, chunks: Iterable[tuple[Tensor, Tensor]]) -
 
 
 class Evaluator:
-    """Scores of one run, computed in chunks: memory never holds the logits of all samples."""
+    """Scores of a classifier, computed in chunks: memory never holds the logits of all samples.
 
-    def __init__(self) -> None:
+    Labels of a multi-label task count as two classes each, split at 0.5.
+    """
+
+    def __init__(self, task: str = "classification") -> None:
+        self._multilabel = task == "multilabel"
+        self._label_counts = torch.zeros(())  # (3, L): true positives, predicted and actual positives
+        self._exact = 0  # samples with all labels right
         self._metrics: EnsembleMetrics | None = None
         self._samples = 0
         self._bins: list[Tensor] = []  # sums
@@ -56,7 +62,13 @@ class Evaluator:
 
     @torch.no_grad()
     def update(self, logits: Tensor, target: Tensor) -> None:
-        """Add samples: logits `(K, n, C)` and class indices `(n,)`."""
+        """Add samples: logits `(K, n, C)` and class indices `(n,)`, or labels `(n, L)`."""
+        count = len(target)
+        if self._multilabel:
+            self._count_labels(logits, target)
+            # softmax over (0, z) is sigmoid(z)
+            logits = torch.stack([torch.zeros_like(logits), logits], -1).flatten(1, 2)
+            target = (target > 0.5).long().flatten()
         if self._metrics is None:
             from torchace.metrics import EnsembleMetrics  # torchmetrics takes seconds to import
 
@@ -68,8 +80,13 @@ class Evaluator:
         bins = list(calibration_bins(probs, target))
         self._bins = [a + b for a, b in zip(self._bins, bins, strict=True)] if self._bins else bins
         # float32 is enough for an interval over samples
-        self._losses.append(F.nll_loss(ensemble_log_probs(logits), target, reduction="none").float())
-        self._errors.append((probs.argmax(1) != target).to(torch.uint8))
+        losses, errors = F.nll_loss(ensemble_log_probs(logits), target, reduction="none"), probs.argmax(1) != target
+        if self._multilabel:  # labels of one sample are not independent
+            self._losses.append(losses.view(count, -1).mean(1).float())
+            self._errors.append(errors.view(count, -1).float().mean(1))
+        else:
+            self._losses.append(losses.float())
+            self._errors.append(errors.to(torch.uint8))
         self._differ = self._differ.to(votes.device) + (votes[:, None] != votes[None]).sum(2)
         # mutual information breaks ties
         degree = disagreement(logits, reduction="none") + 1e-3 * mutual_information(logits, reduction="none")
@@ -80,6 +97,12 @@ class Evaluator:
         self._contested = _most_contested(chunk)
         self._samples += len(target)
 
+    def _count_labels(self, logits: Tensor, target: Tensor) -> None:
+        predicted, actual = ensemble_probs(logits, link="sigmoid") > 0.5, target > 0.5
+        counts = torch.stack([predicted & actual, predicted, actual]).sum(1)
+        self._label_counts = self._label_counts.to(counts.device) + counts
+        self._exact += int((predicted == actual).all(1).sum())
+
     def compute(self, images: Tensor | None = None) -> Evaluation:
         """Scores so far; `images` are the samples as uint8 `(N, C, H, W)`, for the contested cases."""
         if self._metrics is None:
@@ -88,6 +111,21 @@ class Evaluator:
             name: value.tolist() for name, value in self._metrics.compute().items()
         }
         index, target, votes, probs = (part[self._contested[0] > 0] for part in self._contested[1:])
+        contested = {
+            "disputed_index": index,
+            "disputed_target": target,
+            "disputed_votes": votes,
+            "disputed_probs": probs,
+        }
+        if images is not None and not self._multilabel:
+            pixels = images[index]
+            contested["disputed_images"] = pixels[:, 0] if pixels.shape[1] == 1 else pixels.permute(0, 2, 3, 1)
+        if self._multilabel:
+            both, predicted, actual = self._label_counts
+            found = predicted + actual > 0  # F1 of a label that never occurs is undefined
+            scores["exact_match"] = self._exact / len(torch.cat(self._losses))
+            scores["macro_f1"] = (2 * both[found] / (predicted + actual)[found]).mean().item()
+            contested = {}
         counts, confidence, correct = self._bins
         arrays = {
             "reliability_count": counts,
@@ -96,14 +134,8 @@ class Evaluator:
             "disagreement_matrix": self._differ.double() / self._samples,
             "sample_cross_entropy": torch.cat(self._losses),
             "sample_error": torch.cat(self._errors),
-            "disputed_index": index,
-            "disputed_target": target,
-            "disputed_votes": votes,
-            "disputed_probs": probs,
+            **contested,
         }
-        if images is not None:
-            pixels = images[index]
-            arrays["disputed_images"] = pixels[:, 0] if pixels.shape[1] == 1 else pixels.permute(0, 2, 3, 1)
         return Evaluation(scores, {name: value.cpu().contiguous() for name, value in arrays.items()})
 
 
@@ -113,9 +145,13 @@ def _most_contested(parts: list[Tensor]) -> list[Tensor]:
     return [part[first] for part in parts]
 
 
-def evaluate(logits: Tensor, target: Tensor, images: Tensor | None = None) -> Evaluation:
-    """Score one run with logits `(K, N, C)` and target `(N,)`; see `Evaluator.compute`."""
-    evaluator = Evaluator()
+def evaluate(
+    logits: Tensor, target: Tensor, images: Tensor | None = None, *, task: str = "classification"
+) -> Evaluation:
+    """Score one run with logits `(K, N, C)` and target `(N,)` or `(N, C)`; see `Evaluator.compute`."""
+    if task == "regression":
+        return evaluate_regression(logits, target)
+    evaluator = Evaluator(task)
     rows = max(1, CHUNK_BYTES // max(1, logits[:, :1].nbytes))
     for part, labels in zip(logits.split(rows, 1), target.split(rows), strict=True):
         evaluator.update(part, labels)
@@ -124,17 +160,23 @@ def evaluate(logits: Tensor, target: Tensor, images: Tensor | None = None) -> Ev
 
 @torch.no_grad()
 def evaluate_regression(predictions: Tensor, target: Tensor) -> Evaluation:
-    """Score one regression run with predictions `(K, N)` and target `(N,)`."""
+    """Score one regression run with predictions `(K, N)` and target `(N,)`, or `(K, N, M)` and `(N, M)`.
+
+    Scores of several targets are means over the targets.
+    """
     predictions, target = predictions.double(), target.double()
+    total = (target - target.mean(0)).square().mean(0)  # (M,)
+    left = (predictions.mean(0) - target).square().mean(0)
+    r2 = torch.where(total > 0, 1 - left / total, math.nan).mean()
+    predictions, target = predictions.flatten(1), target.flatten()
     mean, spread = predictions.mean(0), predictions.std(0, correction=0)
     errors = predictions - target  # (K, N)
     mse, member_mse = (mean - target).square().mean(), errors.square().mean(1)
-    variance = (target - target.mean()).square().mean()
     scores: dict[str, float | list[float]] = {
         "mse": mse.item(),
         "rmse": mse.sqrt().item(),
         "mae": (mean - target).abs().mean().item(),
-        "r2": (1 - mse / variance).item() if variance > 0 else math.nan,
+        "r2": r2.item(),
         "member_mse": member_mse.mean().item(),
         "spread": spread.mean().item(),
         "ambiguity": spread.square().mean().item(),  # member_mse - mse

@@ -1,0 +1,348 @@
+"""A user's own data as a data set: arrays, tables, map-style Datasets and files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from torchace._files import available_memory, error_reason
+from torchace._npz import NPZ_ERRORS, read_npz
+from torchace.lab.data.columns import get_column, target_numbers
+from torchace.lab.data.datasets import Dataset, channel_statistics
+from torchace.lab.data.encoding import learn_encoding
+from torchace.lab.data.errors import DataError, pandas
+from torchace.lab.data.inference import infer_schema
+from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
+from torchace.lab.data.map_datasets import Items, StreamedSplit, check_finite_inputs, is_random, item_bytes, read_all
+from torchace.lab.data.splits import Split, random_split
+from torchace.lab.data.tables import read_table
+from torchace.lab.data.targets import as_targets, check_classes, encode_labels, find_missing_classes
+from torchace.models.encoder import TableEncoder
+
+if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-untyped]
+
+FORMS = "give (X, y), a DataFrame with `target`, or a map-style Dataset"
+MEMORY_SHARE = 0.5  # of the available memory that the samples may take
+
+AnySplit = Any  # Split or StreamedSplit
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How own data is read."""
+
+    task: str = "classification"
+    target: str | Sequence[str] | None = None  # column of a table, key of an item
+    num_classes: int | None = None
+    device: str = "cpu"
+    stream: bool | str = "auto"  # "auto": Datasets that are random or do not fit into memory
+    num_workers: int = 0
+
+
+def make_dataset(train: Any, test: Any, options: DataOptions, name: str = "own data") -> Dataset:
+    """Return a data set of a user's training and test data, checked."""
+    if _is_frame(train) or _is_frame(test) or _has_frame(train):
+        splits, names = _table_splits(_join_target(train), _join_target(test), options)
+    elif isinstance(train, tuple | list) and isinstance(test, tuple | list):
+        splits, names = _array_splits(train, test, options)
+    else:
+        splits = [_dataset_split(part, kind, options) for part, kind in ((train, "training"), (test, "test"))]
+        names = tuple(str(value) for value in getattr(train, "classes", ()))
+    train, test = splits
+    return _check(name, train, test, names, options)
+
+
+def _check(name: str, train: AnySplit, test: AnySplit, names: tuple[str, ...], options: DataOptions) -> Dataset:
+    """Check that training and test data fit together."""
+    for part, split in (("training", train), ("test", test)):
+        if not len(split):
+            raise DataError(f"The {part} data has no samples; give some.")
+    shapes = [[tuple(x.shape[1:]) for x in input_tensors(split.x)] for split in (train, test)]
+    if shapes[0] != shapes[1]:
+        raise DataError(f"Test samples have shape {shapes[1]}, but training samples {shapes[0]}; give both alike.")
+    notes: list[str] = []
+    num_targets = 1
+    if options.task == "classification":
+        names = _class_names(train, test, names, options)
+        for part, split in (("training", train), ("test", test)):
+            if split.y is not None:
+                check_classes(split.y, len(names), part)
+        notes = find_missing_classes(train.y, test.y, names)
+        train, test = (_with_classes(split, len(names)) for split in (train, test))
+    else:
+        sizes = [next(split.chunks(1))[1].shape[1] for split in (train, test)]
+        if sizes[0] != sizes[1]:
+            raise DataError(f"Test targets have {sizes[1]} columns, but training targets {sizes[0]}; give both alike.")
+        num_targets = sizes[0]
+        names = () if options.task == "regression" else names or tuple(map(str, range(num_targets)))
+    image_shape = _image_shape(train.x)
+    is_pixels = image_shape is not None and train.x.dtype == torch.uint8
+    mean, std = channel_statistics(train.x) if is_pixels and isinstance(train, Split) else ((), ())
+    return Dataset(
+        name,
+        train,
+        test,
+        names,
+        image_shape=image_shape,
+        max_value=255 if is_pixels else None,
+        mean=mean,
+        std=std,
+        task=options.task,
+        num_targets=num_targets,
+        notes=tuple(notes),
+    )
+
+
+def _class_names(train: AnySplit, test: AnySplit, names: tuple[str, ...], options: DataOptions) -> tuple[str, ...]:
+    """Return the names of all classes; their number is given, or known from the labels."""
+    count = options.num_classes or len(names)
+    if not count:
+        labels = train.y
+        if labels is None:  # read while training: one pass over the targets
+            labels = torch.cat([y for _, y in train.chunks(512)])
+        count = int(labels.max()) + 1
+    if count < 2 and options.num_classes is None:
+        raise DataError("The training data has one class alone; give at least two.")
+    return names if len(names) == count else tuple(map(str, range(count)))
+
+
+def _with_classes(split: AnySplit, count: int) -> AnySplit:
+    if isinstance(split, Split):
+        return split
+    return replace(split, num_classes=count)
+
+
+def _image_shape(x: Inputs) -> tuple[int, int, int] | None:
+    if not isinstance(x, Tensor) or x.ndim != 4 or x.shape[1] not in (1, 3):
+        return None
+    _, channels, height, width = x.shape
+    return channels, height, width
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------------
+
+
+def _array_splits(train: Any, test: Any, options: DataOptions) -> tuple[list[AnySplit], tuple[str, ...]]:
+    pairs = []
+    for part, given in (("training", train), ("test", test)):
+        if len(given) != 2:
+            raise DataError(f"Expected (X, y) for the {part} data, but got {len(given)} values; {FORMS}.")
+        pairs.append(given)
+    (x_train, y_train), (x_test, y_test) = pairs
+    names: tuple[str, ...] = ()
+    if options.task == "classification" and not isinstance(y_train, Tensor):
+        y_train, y_test, names = encode_labels(y_train, y_test)
+    splits = [_array_split(x_train, y_train, "training", options), _array_split(x_test, y_test, "test", options)]
+    return splits, names
+
+
+def _array_split(x: Any, y: Any, part: str, options: DataOptions) -> Split:
+    inputs = map_inputs(
+        lambda values: _as_tensor(values, part), tuple(x) if isinstance(x, list) and _holds_arrays(x) else x
+    )
+    targets = as_targets(_as_tensor(y, part), options.task, part)
+    for values in input_tensors(inputs):
+        if values.ndim == 0 or len(values) != len(targets):
+            count = len(values) if values.ndim else 1
+            raise DataError(
+                f"The {part} data has {count} samples and {len(targets)} targets; give one target for each sample."
+            )
+    check_finite_inputs(inputs, part)
+    return Split(inputs, targets).to(options.device)
+
+
+def _holds_arrays(values: list[Any]) -> bool:
+    return all(isinstance(value, Tensor | np.ndarray) for value in values)
+
+
+def _as_tensor(values: Any, part: str) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.detach().cpu()
+    try:
+        array = np.asarray(values)
+        if array.dtype.kind == "u" and array.dtype.itemsize > 1:
+            array = array.astype(np.int64)
+        return torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"The {part} data cannot be converted to a tensor ({error_reason(error)}); give arrays of numbers."
+        ) from None
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def _is_frame(value: Any) -> bool:
+    return hasattr(value, "columns") and hasattr(value, "iloc")
+
+
+def _has_frame(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and _is_frame(value[0])
+
+
+def _join_target(part: Any) -> Any:
+    """Return (DataFrame, targets) as one DataFrame; its target column is named "target" if it has no name."""
+    if not _has_frame(part):
+        return part
+    frame, y = part
+    frame = frame.reset_index(drop=True)
+    y = pandas().DataFrame(np.asarray(y), columns=getattr(y, "columns", None))
+    names = ["target"] if y.shape[1] == 1 else [f"target {i}" for i in range(y.shape[1])]
+    return pandas().concat([frame, y.set_axis(names, axis=1)], axis=1)
+
+
+def _table_splits(train: Any, test: Any, options: DataOptions) -> tuple[list[AnySplit], tuple[str, ...]]:
+    for part, frame in (("training", train), ("test", test)):
+        if not _is_frame(frame):
+            raise DataError(f"Expected a DataFrame for the {part} data too, but got {type(frame).__name__}.")
+    targets = _target_columns(train, options)
+    if len(targets) == 1 and options.task != "multilabel":
+        schema = infer_schema(train, targets[0], options.task)
+        names = tuple(map(str, schema.target.class_names)) if options.task == "classification" else ()
+    else:
+        schema = infer_schema(train.drop(columns=targets[1:]), targets[0], "regression")
+        names = tuple(targets) if options.task == "multilabel" else ()
+    encoding = learn_encoding(schema, train)
+    encoder = TableEncoder.from_values(**encoding.encoder_arguments()).double()
+    splits: list[AnySplit] = []
+    for part, frame in (("training", train), ("test", test)):
+        if options.task == "classification":
+            y = encoding.targets(frame)
+        else:
+            columns = [target_numbers(get_column(frame, name, "the target")) for name in targets]
+            y = torch.from_numpy(np.stack(columns, 1))
+        x = encoder(encoding.matrix(frame))
+        splits.append(Split(x, as_targets(y, options.task, part)).to(options.device))
+    return splits, names
+
+
+def _target_columns(frame: DataFrame, options: DataOptions) -> list[str]:
+    target = options.target
+    if target is None:
+        found = [name for name in map(str, frame.columns) if name == "target" or name.startswith("target ")]
+        if not found:
+            raise DataError("A table needs `target`, the name of the column to predict.")
+        return found
+    names = [target] if isinstance(target, str) else list(target)
+    for name in names:
+        get_column(frame, name, "the target")
+    return names
+
+
+# -- map-style Datasets ------------------------------------------------------------------------------------------------
+
+
+def _dataset_split(dataset: Any, part: str, options: DataOptions) -> AnySplit:
+    if isinstance(dataset, tuple | list):
+        return _array_splits(dataset, dataset, options)[0][0]
+    if isinstance(dataset, DataLoader):
+        raise DataError(f"The {part} data is a DataLoader, which has an order of its own; give its `dataset`.")
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(f"The {part} data is {type(dataset).__name__}; {FORMS}, which has a length and items by index.")
+    if isinstance(dataset, Tensor | np.ndarray):
+        raise DataError(f"The {part} data has no targets; {FORMS}.")
+    if isinstance(dataset, TensorDataset):
+        *x, y = dataset.tensors
+        return _array_split(x[0] if len(x) == 1 else tuple(x), y, part, options)
+    if not len(dataset):
+        raise DataError(f"The {part} data has no samples; give some.")
+    items = Items(dataset, part, options.target if isinstance(options.target, str) else None)
+    random = is_random(items)
+    if options.stream is True or random or (options.stream == "auto" and not _fits(items, options.device)):
+        labels = _known_labels(dataset, options)
+        return StreamedSplit(
+            items,
+            torch.arange(len(items)),
+            torch.device(options.device),
+            options.task,
+            num_workers=options.num_workers,
+            labels=labels,
+        )
+    return _array_split(*read_all(items, options.num_workers), part, options)
+
+
+def _fits(items: Items, device: str) -> bool:
+    needed = item_bytes(items) * len(items)
+    free = torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else available_memory()
+    return free is None or needed <= MEMORY_SHARE * min(free, available_memory() or math.inf)
+
+
+def _known_labels(dataset: Any, options: DataOptions) -> Tensor | None:
+    """Return the class indices that a Dataset keeps in `targets`, as torchvision's do."""
+    labels = getattr(dataset, "targets", None)
+    if options.task != "classification" or labels is None or len(labels) != len(dataset):
+        return None
+    try:
+        return as_targets(torch.as_tensor(labels), options.task, "training")
+    except (DataError, TypeError, ValueError):
+        return None
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def read_data_file(file: str, *, target: Any, test_file: str | None, test: float, task: str) -> tuple[Any, Any]:
+    """Return training and test data of files, in a form that `make_dataset` accepts.
+
+    An `.npz` file holds arrays `x_train`, `y_train`, `x_test`, `y_test`, or `x` and `y` (or the name in `target`), or
+    the columns of a table. Other files hold a table. Without a test file, a random `test` share is the test data,
+    stratified by class.
+    """
+    parts = [_read_part(name, target) for name in (file, test_file) if name is not None]
+    if isinstance(parts[0], dict):
+        arrays = parts[0]
+        return (arrays["x_train"], arrays["y_train"]), (arrays["x_test"], arrays["y_test"])
+    if len(parts) == 2:
+        return parts[0], parts[1]
+    (part,) = parts
+    if _is_frame(part):
+        y = None
+        if task == "classification" and isinstance(target, str) and target in part.columns:
+            y = infer_schema(part, target, task).targets(part)
+        rows = _random_rows(len(part), y, test)
+        train, held_out = (part.iloc[index.numpy()].reset_index(drop=True) for index in rows)
+        return train, held_out
+    x, y = part
+    labels = np.unique(y, return_inverse=True)[1] if task == "classification" and np.ndim(y) == 1 else None
+    rows = _random_rows(len(x), None if labels is None else torch.from_numpy(labels.astype(np.int64)), test)
+    train, held_out = ((x[index.numpy()], np.asarray(y)[index.numpy()]) for index in rows)
+    return train, held_out
+
+
+def _read_part(file: str, target: Any) -> Any:
+    """Return four arrays by name, (x, y), or a DataFrame."""
+    if not file.lower().endswith(".npz"):
+        return read_table(file)
+    target = target if isinstance(target, str) else "y"
+    names = ("x_train", "y_train", "x_test", "y_test", "x", "X", target)
+    path = Path(file).expanduser()
+    try:
+        arrays = read_npz(path, names)
+    except FileNotFoundError:
+        return read_table(file)  # raises the error of a missing file
+    except NPZ_ERRORS as error:
+        raise DataError(f"{file} is a damaged NPZ file ({error_reason(error)}); copy or save it again.") from None
+    if {"x_train", "y_train", "x_test", "y_test"} <= arrays.keys():
+        return arrays
+    x, y = arrays.get("x", arrays.get("X")), arrays.get(target)
+    return read_table(file) if x is None or y is None else (x, y)
+
+
+def _random_rows(count: int, labels: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
+    """Return the rows of the training and of the test part, stratified where labels are given."""
+    size = round(share * count)
+    if not 0 < size < count:
+        raise DataError(f"{count} samples are too few for a test share of {share:g}; give more, or a `test_file`.")
+    rest, taken = random_split(
+        Split(torch.arange(count), torch.zeros(count) if labels is None else labels), size, seed=0
+    )
+    return rest.x, taken.x
