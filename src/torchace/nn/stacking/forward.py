@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -31,9 +33,8 @@ from torchace.nn.stacking.rng import MemberRNG
 from torchace.nn.stacking.values import expand_groups, to_members
 
 CHECKPOINT = (
-    "Expected members without activation checkpointing, which repeats one member's forward in the backward, not that "
-    "of all. Remove it and checkpoint the ensemble: torch.utils.checkpoint.checkpoint(ensemble, x, "
-    "use_reentrant=False). Or use Ensemble(members)."
+    "Expected members without reentrant activation checkpointing, which repeats one member's forward in the backward, "
+    "not that of all. Use checkpoint(..., use_reentrant=False), or Ensemble(members)."
 )
 
 
@@ -74,7 +75,7 @@ def run_stacked(
         for module, name, parameter in replaced:  # the weight, not activations: adapters keep their own gradients
             averaged = average_gradients(parameter, group or mode.num_members)
             module._parameters[name] = mode.mark(averaged) if group else averaged  # type: ignore[assignment]
-        with mode:
+        with mode, handle_checkpointing(mode):
             output = stacked(*args, **kwargs)
     finally:
         for module, name, parameter in replaced:
@@ -178,7 +179,7 @@ def run_one_by_one(
             shared[name] = buffers.pop(name)
     outputs = []
     no_seeds: AbstractContextManager[list[int]] = nullcontext([])
-    with refuse_checkpointing(), no_seeds if rng is None else rng.member_seeds() as seeds:
+    with handle_checkpointing(None), no_seeds if rng is None else rng.member_seeds() as seeds:
         for k in range(num_members):
             if seeds:
                 torch.manual_seed(seeds[k])
@@ -197,20 +198,39 @@ def run_one_by_one(
 
 
 @contextmanager
-def refuse_checkpointing() -> Iterator[None]:
-    """Make `checkpoint` raise an error: its backward would run the forward without the stacking mode."""
+def handle_checkpointing(mode: TorchFunctionMode | None) -> Iterator[None]:
+    """Let checkpointing inside a member recompute in a mode; refuse it without one, and if reentrant."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield
         return
     places: Any = ((CheckpointFunction, "apply"), (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"))
     originals = [getattr(owner, name) for owner, name in places]
-    for owner, name in places:
-        setattr(owner, name, _raise_checkpoint_error)
+
+    def checkpoint(function: Any, preserve_rng_state: Any, context_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        again: Any = copy.copy(mode)
+        if isinstance(again, StackingMode):
+            again.rng = copy.copy(again.rng)  # the recomputation draws the same numbers
+
+        def contexts() -> tuple[Any, Any]:
+            forward, recompute = context_fn()
+            return forward, _nest(recompute, again)
+
+        return originals[1](function, preserve_rng_state, contexts, *args, **kwargs)
+
+    replacements = (_raise_checkpoint_error, _raise_checkpoint_error if mode is None else checkpoint)
+    for (owner, name), replacement in zip(places, replacements, strict=True):
+        setattr(owner, name, replacement)
     try:
         yield
     finally:
         for (owner, name), original in zip(places, originals, strict=True):
             setattr(owner, name, original)
+
+
+@contextmanager
+def _nest(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _raise_checkpoint_error(*_: Any, **__: Any) -> Any:
