@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 # a no-op where the environment has installed it already
 from tests.support import torchvision_shim as torchvision_shim
 from tests.support.examples import load_example
-from torchace import functional, load_weights, save_model, stack_classifiers
+from torchace import adapt, functional, load_weights, save_model, stack_classifiers, transformers
 from torchace.metrics import EnsembleMetrics
 from torchace.nn import (
     AmendedCrossEntropyLoss,
@@ -417,3 +417,105 @@ except ImportError as error:
 """
     expected = "False False\ntorchace.transformers needs accelerate: pip install 'torchace[transformers]'."
     assert run(code) == expected
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def tagged(n: int, seed: int = 0) -> Rows:
+    """Each token's class is its remainder; padding does not count."""
+    tokens = torch.randint(4, 24, (n, 10), generator=torch.Generator().manual_seed(seed))
+    labels = tokens % 3
+    labels[:, 7:] = -100
+    return Rows(input_ids=tokens, labels=labels)
+
+
+def counting(n: int, seed: int = 0) -> Rows:
+    """Sequences that count upwards: the next token follows from the last."""
+    start = torch.randint(4, 14, (n, 1), generator=torch.Generator().manual_seed(seed))
+    tokens = start + torch.arange(10)
+    return Rows(input_ids=tokens, labels=tokens.clone())
+
+
+def tagger() -> nn.Module:
+    return hf.BertForTokenClassification(hf.BertConfig(vocab_size=24, num_labels=3, **SIZES))
+
+
+def language_model() -> nn.Module:
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 12, "bos_token_id": 0, "eos_token_id": 0}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=24, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes))
+
+
+ADAPTED = {
+    "sequences": (bert, sentences, {}, (64, 3)),
+    "tokens": (tagger, tagged, {}, (64, 10, 3)),
+    "language model": (language_model, counting, {"head": "shared"}, (64, 10, 24)),
+}
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+@pytest.mark.parametrize("task", list(ADAPTED))
+def test_adapted_models_learn(task: str, in_chunks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if in_chunks:
+        monkeypatch.setattr(transformers, "LARGE_LOGITS", 1000)
+    hf.set_seed(0)
+    make, data, options, shape = ADAPTED[task]
+    ensemble = adapt(make(), 4, **options)
+    options = {"diversity": 0.3, "learning_rate": 2e-2, "num_train_epochs": 3}
+    trainer = made(ensemble, tmp_path, train=data(320), test=data(64, seed=1), **options)
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_loss"] < 0.6 * before["eval_loss"]
+    output = trainer.predict(data(64, seed=1))
+    assert output.predictions.shape == shape
+    rows = output.label_ids != -100
+    if task == "language model":  # a token is predicted from those before it
+        found, labels = output.predictions.argmax(-1)[:, :-1], output.label_ids[:, 1:]
+        assert (found == labels).mean() == pytest.approx(after["eval_accuracy"], abs=1e-6)
+    else:
+        assert (output.predictions.argmax(-1) == output.label_ids)[rows].mean() == pytest.approx(after["eval_accuracy"])
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("task", ["tokens", "language model"])
+def test_chunks_of_tokens_give_the_same_loss(
+    task: str, freeze: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf.set_seed(0)
+    make, data, options, _ = ADAPTED[task]
+    model = make().double()
+    if task == "tokens":
+        model.eval()  # without dropout
+    ensemble = adapt(model, 3, adapter="low_rank", rank=2, freeze=freeze, **options)
+    for adapter in ensemble.adapters.values():
+        nn.init.normal_(adapter.B)
+    trainer = made(ensemble, tmp_path, train=data(8), diversity=0.4)
+    batch = data(8).columns
+    results = []
+    for limit in (1 << 24, 100):
+        monkeypatch.setattr(transformers, "LARGE_LOGITS", limit)
+        assert trainer._has_large_logits(batch["labels"]) == (limit == 100)
+        loss = trainer.compute_loss(ensemble, batch)
+        trained = [p for p in ensemble.parameters() if p.requires_grad]
+        results.append((loss.detach(), *torch.autograd.grad(loss, trained, materialize_grads=True)))
+    for whole, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-10)  # float64, sums in another order
+
+
+def test_checkpoints_of_tied_weights_resume(tmp_path: Path) -> None:
+    finals = []
+    for resume in (None, True):
+        hf.set_seed(0)
+        ensemble = adapt(language_model(), 2, head="shared", adapter="low_rank", rank=2, freeze=True)
+        folder = tmp_path / ("resumed" if resume else "whole")
+        options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "train": counting(64)}
+        if resume:
+            hf.set_seed(0)
+            short = adapt(language_model(), 2, head="shared", adapter="low_rank", rank=2, freeze=True)
+            made(short, folder, diversity=0.2, **{**options, "max_steps": 2}, lr_scheduler_type="constant").train()
+        trainer = made(ensemble, folder, diversity=0.2, **options, lr_scheduler_type="constant")
+        trainer.train(resume_from_checkpoint=resume)
+        finals.append(ensemble.state_dict())
+    for name, value in finals[0].items():
+        torch.testing.assert_close(finals[1][name], value, rtol=0, atol=0, msg=name)

@@ -1,4 +1,4 @@
-"""transformers: its Trainer for ensembles, such as those of `stack_classifiers`.
+"""transformers: its Trainer for ensembles, such as those of `stack_classifiers` and `adapt`.
 
 transformers is imported when `ACETrainer` is first used.
 """
@@ -6,27 +6,41 @@ transformers is imported when `ACETrainer` is first used.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from torchace.functional import ensemble_log_probs, ensemble_probs
+from torchace.functional import (
+    average_gradients,
+    ensemble_log_probs,
+    ensemble_probs,
+    linear_amended_cross_entropy,
+)
+from torchace.nn.adapters import AdaptedEnsemble
 from torchace.nn.base import EnsembleModule
 from torchace.nn.conversion import StackedClassifiers
-from torchace.nn.losses import DEFAULT_LOSSES, MemberLoss, attach_loss
+from torchace.nn.losses import DEFAULT_LOSSES, AmendedCrossEntropyLoss, MemberLoss, attach_loss
+from torchace.nn.stacked import StackedEnsemble
+from torchace.nn.stacked_state import shared_names
 
 __all__ = ["ACETrainer", "ACETrainerMixin"]
+
+LARGE_LOGITS = 1 << 24  # number of a batch's logits above which they are computed in chunks: 64 MiB in float32
 
 
 class ACETrainerMixin:
     """Make a Trainer of transformers train an ensemble with one of the library's losses.
 
     `ACETrainer` is this mixin before `transformers.Trainer`; put it before your own Trainer likewise. The model is
-    an ensemble that takes the batch's inputs by name, such as that of `stack_classifiers`. Labels go to the loss, not
-    to the model. In evaluation:
+    an ensemble that takes the batch's inputs by name, such as that of `stack_classifiers` or `adapt`. Labels go to the
+    loss, not to the model; a causal language model predicts the next token's. Where the logits of an ensemble of
+    `adapt` would be large, the loss is computed in chunks of tokens. In evaluation:
 
-    - Predictions are the ensemble's log-probabilities, `(N, C)`; for `link="identity"` its predictions.
+    - Predictions are the ensemble's log-probabilities, `(N, C)`, `(N, T, C)` for tokens; for `link="identity"` its
+      predictions.
     - `eval_loss` is the ensemble's cross entropy (mean squared error), which may select the best model: the training
       loss is unbounded below.
     - The metrics include scores of the ensemble and its members: `eval_accuracy`, `eval_member_accuracy`,
@@ -83,8 +97,10 @@ class ACETrainerMixin:
             self.label_names = ["labels"]
         if len(self.label_names) != 1:
             raise ValueError(f"Expected one name in `label_names`, but got {self.label_names}.")
-        if isinstance(ensemble, StackedClassifiers):
-            columns = inspect.signature(ensemble.host.forward).parameters
+        network = _find_network(ensemble)
+        self._is_causal = network is not None and _is_causal_model(network)
+        if network is not None:
+            columns = inspect.signature(network.forward).parameters
             self._signature_columns = list(dict.fromkeys([*columns, "label", "label_ids", *self.label_names]))
         else:
             self.args.remove_unused_columns = False
@@ -93,13 +109,17 @@ class ACETrainerMixin:
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss of a batch; with `return_outputs` also the log-probabilities as `{"logits": ...}`."""
-        logits, target = self._logits_and_target(model, inputs)
+        inputs, target = self._split_inputs(inputs)
         if target is None:
             raise ValueError(
                 f"Expected labels under {self.label_names[0]!r} in a batch, but it has {', '.join(inputs)}. "
                 "Name them with TrainingArguments(label_names=[...])."
             )
-        loss = self.ace_loss(logits, self._as_loss_target(target, logits))
+        if not return_outputs and self._has_large_logits(target):
+            features, target = self._features(model, inputs, target)
+            return self._linear_loss(features, target)
+        logits = model(**inputs)
+        loss = self.ace_loss(*self._align(logits, target))
         return (loss, {"logits": self._predictions(logits)}) if return_outputs else loss
 
     def prediction_step(
@@ -109,13 +129,22 @@ class ACETrainerMixin:
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[None, Tensor | None, Tensor | None]:
-        """Return the ensemble's log-probabilities `(N, C)` and the labels; `evaluation_loop` adds the scores."""
-        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        """Return the ensemble's log-probabilities and the labels; `evaluation_loop` adds the scores."""
+        inputs, target = self._split_inputs(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
+        weights = self._ensemble().member_weights
         with torch.no_grad(), self.compute_loss_context_manager():  # type: ignore[attr-defined]
-            logits, target = self._logits_and_target(model, inputs)
+            if prediction_loss_only and target is not None and self._has_large_logits(target):
+                features, target = self._features(model, inputs, target)
+                weight, bias = _head_tensors(self._ensemble())
+                rows = max(1, LARGE_LOGITS * len(target) // self._count_logits(target))
+                for part, labels in zip(features.split(rows, 1), target.split(rows), strict=True):
+                    logits = part @ weight.mT.to(part.dtype)
+                    logits = logits if bias is None else logits + bias.unsqueeze(1)
+                    self._metrics.update(logits, labels, member_weights=weights)
+                return None, None, None
+            logits = model(**inputs)
             if target is not None and self._metrics is not None:
-                weights = self._ensemble().member_weights
-                self._metrics.update(logits, self._as_loss_target(target, logits), member_weights=weights)
+                self._metrics.update(*self._align(logits, target), member_weights=weights)
             return (None, None, None) if prediction_loss_only else (None, self._predictions(logits), target)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,13 +170,60 @@ class ACETrainerMixin:
             logs["diversity"] = float(self.ace_loss.diversity)
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Save as the Trainer does, with copies of tied weights: safetensors refuses tensors that share memory."""
+        seen: set[int] = set()
+        separate = {}
+        for name, tensor in (self.model.state_dict() if state_dict is None else state_dict).items():
+            separate[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+            seen.add(tensor.data_ptr())
+        super()._save(output_dir, separate)  # type: ignore[misc]
+
     def _ensemble(self) -> EnsembleModule:
         return self.accelerator.unwrap_model(self.model)
 
-    def _logits_and_target(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    def _split_inputs(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+        """Return the model's inputs and the labels."""
         inputs = dict(inputs)
         target = inputs.pop(self.label_names[0], None)
-        return model(**inputs), target
+        return inputs, target
+
+    def _align(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits and target for the loss; of a causal model, without the last logits and the first label."""
+        if self._is_causal:
+            return logits[..., :-1], target[:, 1:]
+        return logits, self._as_loss_target(target, logits)
+
+    def _count_logits(self, target: Tensor) -> int:
+        ensemble = self._ensemble()
+        return ensemble.num_members * target.numel() * getattr(ensemble, "num_classes", 0)
+
+    def _has_large_logits(self, target: Tensor) -> bool:
+        """Whether to compute the loss from features, without all logits at once."""
+        loss = self.ace_loss
+        supported = isinstance(loss, AmendedCrossEntropyLoss) and loss.detach_others and loss.reduction != "none"
+        ensemble = self._ensemble()
+        if not supported or not isinstance(ensemble, AdaptedEnsemble) or ensemble.head is None:
+            return False
+        if ensemble.head in ensemble.adapters:  # which the features have not passed
+            return False
+        return self._count_logits(target) > LARGE_LOGITS
+
+    def _features(self, model: nn.Module, inputs: dict[str, Any], target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the inputs of the head, `(K, N·T, D)`, and their target, `(N·T,)`."""
+        with _without_head(self._ensemble()):
+            features = model(**inputs)  # (K, N, T, D)
+        if self._is_causal:
+            features, target = features[:, :, :-1], target[:, 1:]
+        return features.flatten(1, -2), target.flatten()
+
+    def _linear_loss(self, features: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of features `(K, M, D)` and their target, `(M,)`, in chunks of the logits."""
+        loss: Any = self.ace_loss
+        weight, bias = _head_tensors(self._ensemble())
+        options = ("member_weights", "weight", "ignore_index", "label_smoothing", "reduction")
+        given = {name: getattr(loss, name) for name in options}
+        return linear_amended_cross_entropy(features, weight, bias, target, loss.diversity, **given)
 
     def _as_loss_target(self, target: Tensor, logits: Tensor) -> Tensor:
         """Convert labels to floating-point numbers, with an axis for a single output."""
@@ -158,7 +234,50 @@ class ACETrainerMixin:
     def _predictions(self, logits: Tensor) -> Tensor:
         ensemble = self._ensemble()
         predict = ensemble_probs if ensemble.link == "identity" else ensemble_log_probs
-        return predict(logits.detach(), member_weights=ensemble.member_weights, link=ensemble.link)
+        predictions = predict(logits.detach(), member_weights=ensemble.member_weights, link=ensemble.link)
+        return predictions if predictions.ndim < 3 else predictions.movedim(1, -1)
+
+
+def _find_network(ensemble: EnsembleModule) -> nn.Module | None:
+    """Return the model of transformers inside an ensemble, or None."""
+    if isinstance(ensemble, StackedClassifiers):
+        return ensemble.host
+    return ensemble.stacked if isinstance(ensemble, StackedEnsemble) else None
+
+
+@contextmanager
+def _without_head(ensemble: Any) -> Iterator[None]:
+    """Let an adapted ensemble return the inputs of its head, `(K, N, ..., D)`."""
+    path, _, name = ensemble.head.rpartition(".")
+    parent, num_classes = ensemble.stacked.get_submodule(path), ensemble.num_classes
+    head = getattr(parent, name)
+    setattr(parent, name, nn.Identity())
+    ensemble.num_classes = None
+    try:
+        yield
+    finally:
+        setattr(parent, name, head)
+        ensemble.num_classes = num_classes
+
+
+def _head_tensors(ensemble: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the weight `(K, C, D)` and bias `(K, C)` of an adapted ensemble's head; a shared one expanded."""
+    head, count = ensemble.stacked.get_submodule(ensemble.head), ensemble.num_members
+
+    def expand(tensor: Tensor | None, name: str) -> Tensor | None:
+        if tensor is None or name not in shared_names(head):
+            return tensor
+        return average_gradients(tensor, count).expand(count, *tensor.shape)
+
+    weight = expand(head.weight, "weight")
+    assert weight is not None
+    return weight, expand(head.bias, "bias")
+
+
+def _is_causal_model(network: nn.Module) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return type(network).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def _check_arguments(arguments: Any, kwargs: dict[str, Any]) -> None:

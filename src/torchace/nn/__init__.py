@@ -1,5 +1,6 @@
 """Losses, ensembles, heads and conversion as modules."""
 
+from torchace.nn.adapter_saving import load_adapters
 from torchace.nn.adapters import AdaptedEnsemble, adapt
 from torchace.nn.base import EnsembleModule
 from torchace.nn.branching import branch
@@ -36,6 +37,7 @@ __all__ = [
     "adapt",
     "allow_optimizer",
     "branch",
+    "load_adapters",
     "set_member_rates",
     "stack_classifiers",
 ]

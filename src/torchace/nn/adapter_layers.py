@@ -37,10 +37,15 @@ def layer_shape(layer: nn.Module) -> LayerShape | None:
     if isinstance(layer, _ConvNd):
         transposed = isinstance(layer, _ConvTransposeNd)
         return LayerShape(layer.in_channels, layer.out_channels, layer.kernel_size, layer.groups, transposed)
-    if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"):  # transformers: a linear layer, (inputs, outputs)
+    if is_conv1d(layer):
         inputs, outputs = layer.weight.shape  # type: ignore[misc]
         return LayerShape(inputs, outputs, transposed=True)
     return None
+
+
+def is_conv1d(layer: nn.Module) -> bool:
+    """Whether this is the linear layer of transformers with a weight `(inputs, outputs)`."""
+    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
 
 class Adapter(nn.Module):
@@ -89,14 +94,10 @@ class MultiplicativeAdapter(Adapter):
     def attach(self, layer: nn.Module) -> None:
         """Make the adapter part of a layer; an own bias replaces that of the layer."""
         super().attach(layer)
-        if self.bias is None:
-            return
-        zero = torch.zeros_like(self.bias[0])
-        del layer.bias
-        if isinstance(layer, (nn.Linear, _ConvNd)):
-            layer.register_parameter("bias", None)
-        else:  # transformers' Conv1D needs a bias
-            layer.register_buffer("bias", zero, persistent=False)
+        if self.bias is not None:
+            zeros = torch.zeros_like(self.bias[0]) if is_conv1d(layer) else None  # which always adds its bias
+            del layer.bias
+            layer.register_buffer("bias", zeros, persistent=False)
 
     @torch.no_grad()
     def draw(self, start: str) -> None:

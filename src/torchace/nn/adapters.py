@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import register_parametrization
 
 from torchace import _checks
+from torchace._files import StrPath
 from torchace.nn.adapter_layers import (
     ADAPTER,
     Adapter,
@@ -66,9 +68,10 @@ def adapt(
         adapter: `"multiplicative"` or `"low_rank"`.
         rank: Rank of the low-rank adapters, at most the layer's smaller size.
         alpha: Scale of the low-rank adapters; 8 if None, as in peft.
-        layers: Names of the adapted layers: a list, or one name. `"encoder"` means all layers inside it, `"query"` also
-            all layers whose name ends in `.query`, and `"*.attention.*"` is a pattern. None: all linear and
-            convolutional layers but the head. `"first"`: the inputs of the first layer alone, as TabM's mini variant.
+        layers: Names of the adapted layers: a list, or one name. Unless a layer has exactly this name, `"encoder"`
+            means all layers inside it, `"query"` all whose name ends in `.query`, and `"*.attention.*"` is a pattern.
+            None: all linear and convolutional layers but the head. `"first"`: the inputs of the first layer alone, as
+            TabM's mini variant.
         freeze: Train adapters and heads alone.
         head: The name of the layer of which each member has its own, by default the last linear layer (found as by
             `stack_classifiers`); `"shared"`: no own head.
@@ -152,6 +155,12 @@ class AdaptedEnsemble(StackedEnsemble):
         return logits.movedim(axis + 1, 2)
 
     @property
+    def head(self) -> str | None:
+        """The name of the layer that computes the logits, own or shared; None if it is not known."""
+        name = self.options["head"]
+        return _find_head(self.stacked, "shared")[1] if name in (None, "shared") else name
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The arguments that build an ensemble like this one from another network `stacked`."""
         return {"num_members": self.num_members, "link": self.link, "num_classes": self.num_classes} | {
@@ -166,6 +175,41 @@ class AdaptedEnsemble(StackedEnsemble):
             if isinstance(module, Adapter):
                 found[_layer_name(name)] = module
         return found
+
+    def save_adapters(self, folder: StrPath) -> list[Path]:
+        """Save each member as an adapter that peft loads: `PeftModel.from_pretrained(model, folder)`.
+
+        The ensemble has low-rank adapters on a frozen model. Heads and BatchNorm layers are saved with the adapters
+        (peft's `modules_to_save`). peft is not needed; `load_adapters` makes an ensemble of such folders.
+
+        Args:
+            folder: Where to write the folders `member_0`, `member_1`, ...
+
+        Returns:
+            The members' folders.
+        """
+        from torchace.nn.adapter_saving import save_adapters  # lazy: a circular import
+
+        return save_adapters(self, folder)
+
+    def merge(self, member: int) -> nn.Module:
+        """Return a member as a plain model, with its adapters merged into the weights.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+            >>> ensemble = adapt(model, 5)
+            >>> plain = ensemble.merge(2)
+            >>> list(plain.state_dict()) == list(model.state_dict())
+            True
+            >>> torch.allclose(plain(torch.ones(6, 4)), ensemble(torch.ones(6, 4))[2], atol=1e-6)
+            True
+        """
+        from torchace.nn.adapter_saving import merge_member  # lazy: a circular import
+
+        _checks.check_count(member, "member", least=0)
+        if member >= self.num_members:
+            raise ValueError(f"Expected `member` below {self.num_members}, but got {member}.")
+        return merge_member(self.stacked, member)
 
     def take(self, members: slice) -> AdaptedEnsemble:
         """Return a copy with some of the members."""
@@ -284,6 +328,8 @@ def _choose_layers(host: nn.Module, layers: str | Sequence[str] | None, excluded
         if not isinstance(pattern, str):
             raise TypeError(f"Expected `layers` to be names of layers, but got {type(pattern).__name__}.")
         found = {name: target for name, target in targets.items() if _matches(name, pattern)}
+        if pattern in targets:
+            found = {pattern: targets[pattern]}
         if not found:
             names = ", ".join(repr(name) for name in list(targets)[:10]) + (", ..." if len(targets) > 10 else "")
             raise ValueError(

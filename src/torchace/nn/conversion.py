@@ -241,6 +241,10 @@ def find_head(model: nn.Module) -> str:
     if callable(getattr(model, "get_classifier", None)):  # timm
         return _find_timm_head(model, model.get_classifier())  # type: ignore[operator]
     linears: dict[str, nn.Linear] = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    if callable(getattr(model, "get_output_embeddings", None)):  # language models of transformers
+        output = model.get_output_embeddings()  # type: ignore[operator]
+        if found := next((name for name, layer in linears.items() if layer is output), None):
+            return found
     if not linears:
         raise ValueError(
             f"Expected a model that ends in an nn.Linear, but {type(model).__name__} has none. "

@@ -89,7 +89,16 @@ def test_one_network_equals_plain_training_of_each_run(trained: ace.SweepResult)
             assert frame.loc[(diversity, seed), "cross_entropy"] == pytest.approx(float(cross_entropy), rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", [{"kind": "smoc"}, {"kind": "smoc", "rank": 2}, {"kind": "branch", "at": "head"}])
+KINDS: list[dict[str, Any]] = [
+    {"kind": "smoc"},
+    {"kind": "smoc", "rank": 2, "head": "head"},
+    {"kind": "branch", "at": "head"},
+    {"kind": "adapters"},
+    {"kind": "adapters", "adapter": "low_rank", "rank": 2, "layers": ["features"], "freeze": True},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_runs_of_members_with_shared_layers_equal_each_run_alone(kind: dict[str, Any]) -> None:
     options = SMALL | kind | {"steps": 4, "precision": "float64", "learning_rate": 0.01}
     together, alone = (ace.sweep(CNN, TRAIN, TEST, **options, group_size=size) for size in (None, 1))

@@ -20,7 +20,7 @@ from torchace.lab.sweeps.components import object_name
 from torchace.lab.sweeps.config import ConfigError
 from torchace.lab.training.memory import count_parameters
 from torchace.lab.training.seeding import torch_seed
-from torchace.nn import Ensemble, stack_classifiers
+from torchace.nn import Ensemble, adapt, stack_classifiers
 from torchace.nn.architecture import check_layers, check_one_architecture
 from torchace.nn.base import EnsembleModule
 from torchace.nn.branching import branch
@@ -41,13 +41,14 @@ class Factory:
 
     def ensembles(self, seeds: Sequence[int], check: Callable[[int], None] = lambda parameters: None) -> list[Any]:
         """Build one ensemble a seed, all of one architecture; `check` gets the number of parameters of all of them."""
-        built: dict[int, EnsembleModule] = {}
+        built: dict[int, tuple[EnsembleModule, nn.Module]] = {}
         for seed in dict.fromkeys(seeds):
             built[seed] = self._ensemble(seed, lambda parameters: check(parameters * len(seeds)))
-        self._check_members([e[0] if isinstance(e, Ensemble) else e for e in built.values()])
-        return [built[seed] for seed in seeds]
+        self._check_members([module for _, module in built.values()])
+        return [built[seed][0] for seed in seeds]
 
-    def _ensemble(self, seed: int, check: Callable[[int], None]) -> EnsembleModule:
+    def _ensemble(self, seed: int, check: Callable[[int], None]) -> tuple[EnsembleModule, nn.Module]:
+        """Build the ensemble of a seed; return it with the module of the factory's first call."""
         model, link = self.model, self.link
         if model.kind == "separate":
             members: list[nn.Module] = []
@@ -57,21 +58,30 @@ class Factory:
                 if k == 0:
                     check(count_parameters(members[0]) * model.num_members)
             self._check_members(members)
-            return Ensemble(members, link=link)
+            return Ensemble(members, link=link), members[0]
         with _seeded(seed, "ensemble", 0):
             first = self.module(ensembles=True)
             check(count_parameters(first))
-            if isinstance(first, EnsembleModule):
-                if first.num_members != model.num_members:
-                    raise ConfigError(
-                        f"Expected {self.name} to return an ensemble of {model.num_members} members, but it has "
-                        f"{first.num_members}. Set num_members."
-                    )
-                first.link = link
-                return first
-            if model.kind == "smoc":
-                return stack_classifiers(first, model.num_members, rank=model.rank, link=link)
-            return branch(first, model.num_members, at=model.at, reinitialize=self.module, link=link)
+            return self._share(first), first
+
+    def _share(self, module: nn.Module) -> EnsembleModule:
+        """Make an ensemble whose members share parts of a module, unless it is an ensemble."""
+        model, link, num_members = self.model, self.link, self.model.num_members
+        if isinstance(module, EnsembleModule):
+            if module.num_members != num_members:
+                raise ConfigError(
+                    f"Expected {self.name} to return an ensemble of {num_members} members, but it has "
+                    f"{module.num_members}. Set num_members."
+                )
+            module.link = link
+            return module
+        if model.kind == "smoc":
+            return stack_classifiers(module, num_members, head=model.head, rank=model.rank, link=link)
+        if model.kind == "branch":
+            return branch(module, num_members, at=model.at, reinitialize=self.module, link=link)
+        options = model.model_dump(include={"adapter", "layers", "freeze", "head"})
+        options |= {} if model.rank is None else {"rank": model.rank}
+        return adapt(module, num_members, link=link, **options)
 
     def module(self, ensembles: bool = False) -> nn.Module:
         """Call the function; refuse anything but a module."""
@@ -99,6 +109,7 @@ class Factory:
                 f"Expected {self.name} to return a new module at every call, but it returned the same one twice. "
                 "Build the module inside the function."
             )
+        members = [getattr(member, "stacked", member) for member in members]  # of a stacked ensemble
         try:
             check_layers(members)
             check_one_architecture(members)

@@ -6,7 +6,7 @@ import copy
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -75,7 +75,7 @@ def run_stacked(
         for module, name, parameter in replaced:  # the weight, not activations: adapters keep their own gradients
             averaged = average_gradients(parameter, group or mode.num_members)
             module._parameters[name] = mode.mark(averaged) if group else averaged  # type: ignore[assignment]
-        with mode, handle_checkpointing(mode):
+        with mode, handle_checkpointing(mode, stacked):
             output = stacked(*args, **kwargs)
     finally:
         for module, name, parameter in replaced:
@@ -197,39 +197,47 @@ def run_one_by_one(
     return tree_map(lambda *parts: torch.stack(parts) if isinstance(parts[0], Tensor) else parts[0], *outputs)
 
 
+# Activation checkpointing inside the network
+
+
 @contextmanager
-def handle_checkpointing(mode: TorchFunctionMode | None) -> Iterator[None]:
-    """Let checkpointing inside a member recompute in a mode; refuse it without one, and if reentrant."""
+def handle_checkpointing(mode: TorchFunctionMode | None, module: nn.Module | None = None) -> Iterator[None]:
+    """Let `checkpoint` recompute in a mode, with a module's present tensors; refuse reentrant ones, or all without mode."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield
         return
-    places: Any = ((CheckpointFunction, "apply"), (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"))
-    originals = [getattr(owner, name) for owner, name in places]
+    apply = CheckpointFunction.apply
+    start = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    tensors: dict[str, Tensor] = {}
 
-    def checkpoint(function: Any, preserve_rng_state: Any, context_fn: Any, *args: Any, **kwargs: Any) -> Any:
+    def start_in_mode(function: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if module is not None and not tensors:
+            tensors.update({**named_tensors(module, "parameters"), **named_tensors(module, "buffers")})
         again: Any = copy.copy(mode)
         if isinstance(again, StackingMode):
             again.rng = copy.copy(again.rng)  # the recomputation draws the same numbers
 
         def contexts() -> tuple[Any, Any]:
             forward, recompute = context_fn()
-            return forward, _nest(recompute, again)
+            return forward, _enter(recompute, replace_tensors(module, tensors) if module else nullcontext(), again)
 
-        return originals[1](function, preserve_rng_state, contexts, *args, **kwargs)
+        return start(function, preserve, contexts, *args, **kwargs)
 
-    replacements = (_raise_checkpoint_error, _raise_checkpoint_error if mode is None else checkpoint)
-    for (owner, name), replacement in zip(places, replacements, strict=True):
-        setattr(owner, name, replacement)
+    replacement = _raise_checkpoint_error if mode is None else start_in_mode
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = replacement  # type: ignore[assignment]
+    CheckpointFunction.apply = _raise_checkpoint_error  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for (owner, name), original in zip(places, originals, strict=True):
-            setattr(owner, name, original)
+        torch.utils.checkpoint._checkpoint_without_reentrant_generator = start
+        CheckpointFunction.apply = apply  # type: ignore[method-assign]
 
 
 @contextmanager
-def _nest(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
+def _enter(*contexts: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 
