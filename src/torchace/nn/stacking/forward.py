@@ -202,7 +202,7 @@ def run_one_by_one(
 
 @contextmanager
 def handle_checkpointing(mode: TorchFunctionMode | None, module: nn.Module | None = None) -> Iterator[None]:
-    """Let `checkpoint` recompute in a mode, with a module's present tensors; refuse reentrant ones, or all without mode."""
+    """Let `checkpoint` recompute in a mode and with the tensors of this call; refuse reentrant ones, or all."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield
         return
@@ -210,18 +210,27 @@ def handle_checkpointing(mode: TorchFunctionMode | None, module: nn.Module | Non
     start = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     tensors: dict[str, Tensor] = {}
 
-    def start_in_mode(function: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Any:
+    def start_in_mode(function: Any, preserve: bool, context_fn: Any, *rest: Any, **kwargs: Any) -> Any:
         if module is not None and not tensors:
             tensors.update({**named_tensors(module, "parameters"), **named_tensors(module, "buffers")})
         again: Any = copy.copy(mode)
         if isinstance(again, StackingMode):
             again.rng = copy.copy(again.rng)  # the recomputation draws the same numbers
 
+        marks = [getattr(value, MARK, None) for value in (*rest, *kwargs.values())]
+
         def contexts() -> tuple[Any, Any]:
             forward, recompute = context_fn()
             return forward, _enter(recompute, replace_tensors(module, tensors) if module else nullcontext(), again)
 
-        return start(function, preserve, contexts, *args, **kwargs)
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            values = (*args, *kwargs.values())
+            for value, mark in zip(values, marks[len(marks) - len(values) :], strict=True):
+                if mark is not None:  # hooks of saved tensors lose it
+                    setattr(value, MARK, mark)
+            return function(*args, **kwargs)
+
+        return start(compute, preserve, contexts, *rest, **kwargs)
 
     replacement = _raise_checkpoint_error if mode is None else start_in_mode
     torch.utils.checkpoint._checkpoint_without_reentrant_generator = replacement  # type: ignore[assignment]
