@@ -227,9 +227,9 @@ def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
 
 
 def test_members_are_independent_without_diversity() -> None:
-    alone = small(num_members=1, diversity=0.0).fit(IRIS_X, IRIS_Y)
-    company = small(num_members=4, diversity=0.0).fit(IRIS_X, IRIS_Y)
-    coupled = small(num_members=4, diversity=0.9).fit(IRIS_X, IRIS_Y)
+    alone = small(num_members=1, encoding="standard").fit(IRIS_X, IRIS_Y)
+    company = small(num_members=4, encoding="standard").fit(IRIS_X, IRIS_Y)
+    coupled = small(num_members=4, diversity=0.9, encoding="standard").fit(IRIS_X, IRIS_Y)
     x = torch.randn(5, 4, dtype=torch.float64)
     torch.testing.assert_close(company.members_[0](x), alone.members_[0](x), rtol=0, atol=1e-9)
     assert not torch.allclose(coupled.members_[0](x), alone.members_[0](x), atol=1e-3)
@@ -406,7 +406,9 @@ def test_the_schedule_is_the_one_asked_for(schedule: str | None, stops: bool, la
         ({"weight_decay": -1.0}, "weight_decay"),
         ({"schedule": "linear"}, "schedule"),
         ({"batches": "mixed"}, "batches"),
-        ({"batches": "separate"}, "separate"),
+        ({"batches": "separate", "diversity": 0.5}, "separate"),
+        ({"encoding": "quantiles"}, "encoding"),
+        ({"early_stopping": "fold"}, "early_stopping"),
         ({"validation_fraction": 0.0}, "validation_fraction"),
         ({"validation_fraction": 1.0}, "validation_fraction"),
         ({"patience": 0}, "patience"),

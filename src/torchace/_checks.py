@@ -34,7 +34,7 @@ def shape_of(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape)
 
 
-def check_choice(value: object, name: str, choices: Sequence[str]) -> None:
+def check_choice(value: object, name: str, choices: Sequence[object]) -> None:
     if value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"Expected `{name}` to be one of {listed}, but got {value!r}.")

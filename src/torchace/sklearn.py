@@ -31,12 +31,17 @@ __all__ = ["ACEClassifier", "NCLRegressor"]
 class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
     """An ensemble of fully connected networks trained jointly with Amended Cross Entropy.
 
-    Inputs are scaled inside. Data that fit in one batch are trained full-batch; float64 input is trained in float64.
+    Inputs are encoded inside, also those of a DataFrame with categories, dates and missing values. Data that fit in one
+    batch are trained full-batch; float64 input is trained in float64.
 
     Args:
         num_members: K.
         hidden: Width of the hidden layer, or a tuple of widths.
         diversity: λ in [0, 1], or `"auto"`: chosen on validation samples (see `tuning_`), then trained on all samples.
+        encoding: Of numbers. `"standard"`: mean 0, standard deviation 1. `"robust"`: median 0, interquartile range 1,
+            outliers bounded smoothly, two-valued columns 0 and 1. `"piecewise"`: the same, with bins between quantiles
+            beside it. `"auto"`: `"piecewise"`, or `"robust"` where all columns have the same few levels, as pixels do.
+            All but `"standard"` learn a scale for each input.
         epochs: Maximum number of epochs.
         batch_size: Samples in a step.
         learning_rate: Learning rate of AdamW.
@@ -44,8 +49,10 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         schedule: `"cosine"` (to 0) or `"constant"`; None: cosine, or constant with early stopping.
         batches: `"shared"`: all members see the same samples in a step; `"exchanged"` and `"separate"`: each its own,
             with and without coupling.
-        early_stopping: Stop when the ensemble's validation score stops improving, and keep the best epoch.
-        validation_fraction: Fraction of validation samples for early stopping and `diversity="auto"`.
+        early_stopping: `"folds"`: member k leaves out fold k mod 5, and training stops when the ensemble's score on the
+            left-out samples stops improving; the best epoch is kept. True: the same on a hold-out. False: train all
+            epochs. `"auto"`: `"folds"` from 200 samples on, else False.
+        validation_fraction: Fraction of samples held out for `early_stopping=True` and `diversity="auto"`.
         patience: Epochs without improvement before training stops.
         class_weight: `"balanced"`, or a weight for each class.
         random_state: An int for reproducible results.
@@ -58,7 +65,11 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         members_: Its members.
         diversity_: λ.
         tuning_: The search for λ, for `diversity="auto"`.
-        history_: One entry an epoch, with the ensemble's cross entropy on the training and the validation samples.
+        temperature_: Divides the members' logits; fitted on left-out samples (1 without early stopping).
+        oof_predictions_: Probabilities of each sample by the members that left it out, `(N, C)`; NaN if none did.
+        oof_score_: Their cross entropy, or that of the hold-out. With folds it is the score of K/5 members, so the
+            ensemble's own is lower.
+        history_: One entry an epoch, with the ensemble's cross entropy on the training and the left-out samples.
 
     Example:
         >>> from sklearn.datasets import load_iris
@@ -121,15 +132,13 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         measures = (predictive_entropy, mutual_information, disagreement)
         return dict(zip(names, self._predict(X, *(partial(m, reduction="none") for m in measures)), strict=True))
 
-    def _validate(
-        self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
+    def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any) -> tuple[Any, NDArray[Any]]:
         samples, labels = super()._validate(X, y, reset=reset, **options)
         check_classification_targets(labels)
         return samples, column_or_1d(labels, warn=True)
 
-    def _sample_weight(self, X: NDArray[Any], y: NDArray[Any], sample_weight: ArrayLike | None) -> NDArray[Any] | None:
-        weight = super()._sample_weight(X, y, sample_weight)
+    def _sample_weight(self, table: Any, y: NDArray[Any], sample_weight: ArrayLike | None) -> NDArray[Any] | None:
+        weight = super()._sample_weight(table, y, sample_weight)
         if self.class_weight is None:
             return weight
         seen = np.unique(y)  # partial_fit may see some classes only
@@ -167,15 +176,17 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
 class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
     """An ensemble of fully connected networks trained jointly with Negative Correlation Learning.
 
-    Inputs and targets are scaled inside. Data that fit in one batch are trained full-batch; float64 input is trained in
-    float64. The parameters are those of `ACEClassifier` without `class_weight`.
+    Inputs are encoded and targets scaled inside. Data that fit in one batch are trained full-batch; float64 input is
+    trained in float64. The parameters are those of `ACEClassifier` without `class_weight`.
 
     Attributes:
         ensemble_: The trained ensemble, from raw inputs to predictions in the targets' units.
         members_: Its members.
         diversity_: λ.
         tuning_: The search for λ, for `diversity="auto"`.
-        history_: One entry an epoch, with the ensemble's squared error of scaled training and validation targets.
+        oof_predictions_: Predictions of each sample by the members that left it out; NaN if none did.
+        oof_score_: Their mean squared error, or that of the hold-out. With folds it is that of K/5 members.
+        history_: One entry an epoch, with the ensemble's squared error of scaled training and left-out targets.
 
     Example:
         >>> from sklearn.datasets import load_diabetes
@@ -213,9 +224,7 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
     def _squeeze(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         return values if self._is_multi_output else values[:, 0]
 
-    def _validate(
-        self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
+    def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any) -> tuple[Any, NDArray[Any]]:
         return super()._validate(X, y, reset=reset, y_numeric=True, multi_output=True, **options)
 
     def _learn_targets(self, y: NDArray[Any]) -> None:

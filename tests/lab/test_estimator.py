@@ -70,7 +70,7 @@ def test_a_fit_that_fails_leaves_the_estimator_as_it_was(
         def fails(*args: Any, error: type[BaseException] = error, **options: Any) -> None:
             raise error
 
-        monkeypatch.setattr(f"torchace.lab.estimator.{name}", fails)
+        monkeypatch.setattr(f"torchace.lab.estimator.base.{name}", fails)
     before, params, twin = dict(vars(model)), model.get_params(), pickle.loads(pickle.dumps(model))
     target = np.arange(60) % 4 if kind is ACEClassifier else np.random.default_rng(6).normal(size=(60, 2))
     if "partial" in failure:

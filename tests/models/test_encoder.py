@@ -20,10 +20,14 @@ from torchace.saving import ModelFileError, load_model, load_weights, save_model
 NAN = float("nan")
 
 VALUES: dict[str, Any] = {
-    "num_columns": 4,
-    "mean": [1.7e9, -2.0],
-    "std": [10.0, 0.5],
+    "fill": [1.7e9, 0.0, -2.0, 0.0],
+    "center": [1.7e9, -2.0],
+    "scale": [10.0, 0.5],
+    "inverse_limit": [0.0, 0.0],
     "number_columns": [0, 2],
+    "low": [-3.0, -2.0],
+    "width": [1.0, 2.0],
+    "ramp_columns": [2, 2],
     "indicator_columns": [2],
     "code_columns": [1, 1, 1, 3, 3],
     "codes": [0, 1, 2, 0, 1],
@@ -39,10 +43,10 @@ RAW = torch.tensor(
 )
 FEATURES = torch.tensor(
     [
-        [0.0, 0.0, 0, 1, 0, 0, 0, 1],
-        [0.1, 0.0, 1, 0, 0, 1, 0, 0],
-        [0.0, 1.0, 0, 0, 0, 0, 1, 0],
-        [1e4, -1e4, 0, 0, 0, 0, 0, 0],
+        [0.0, 0.0, 1, 0, 0, 1, 0, 0, 0, 1],
+        [0.1, 0.0, 1, 0, 1, 0, 0, 1, 0, 0],
+        [0.0, 1.0, 1, 0.25, 0, 0, 0, 0, 1, 0],
+        [1e4, -1e4, 0, 0, 0, 0, 0, 0, 0, 0],
     ],
     dtype=torch.float64,
 )
@@ -59,18 +63,36 @@ def test_features():
 
 @pytest.mark.parametrize("rows", [0, 100])
 def test_any_number_of_rows(rows):
-    assert encoder()(RAW[:1].repeat(rows, 1)).shape == (rows, 8)
+    assert encoder()(RAW[:1].repeat(rows, 1)).shape == (rows, 10)
 
 
+def test_outliers_are_bounded_smoothly():
+    """z / √(1 + (z/3)²): nearly z near 0, below 3 everywhere."""
+    module = TableEncoder.from_values(
+        fill=[0.0], number_columns=[0], center=[1.0], scale=[2.0], inverse_limit=[1 / 3]
+    ).double()
+    z = torch.tensor([0.0, 0.01, 1.0, 3.0, -40.0, 1e300], dtype=torch.float64)
+    expected = torch.tensor([0.0, 0.01, 1 / (1 + 1 / 9) ** 0.5, 3 / 2**0.5, -3.0, 3.0], dtype=torch.float64)
+    features = module((1 + 2 * z)[:, None]).squeeze(1)
+    torch.testing.assert_close(features, expected, rtol=0, atol=0.01)
+    torch.testing.assert_close(features[:4], expected[:4], rtol=0, atol=1e-7)
+
+
+NO_NUMBERS: dict[str, list[Any]] = {"center": [], "scale": [], "inverse_limit": [], "number_columns": []}
+NO_RAMPS: dict[str, list[Any]] = {"low": [], "width": [], "ramp_columns": []}
+NO_CODES: dict[str, list[Any]] = {"code_columns": [], "codes": []}
+NO_INDICATORS: dict[str, list[Any]] = {"indicator_columns": []}
 PARTS: dict[str, dict[str, list[Any]]] = {
-    "numbers": {"indicator_columns": [], "code_columns": [], "codes": []},
-    "indicators": {"mean": [], "std": [], "number_columns": [], "code_columns": [], "codes": []},
-    "codes": {"mean": [], "std": [], "number_columns": [], "indicator_columns": []},
+    "numbers": NO_RAMPS | NO_INDICATORS | NO_CODES,
+    "ramps": NO_NUMBERS | NO_INDICATORS | NO_CODES,
+    "indicators": NO_NUMBERS | NO_RAMPS | NO_CODES,
+    "codes": NO_NUMBERS | NO_RAMPS | NO_INDICATORS,
 }
 
 
 @pytest.mark.parametrize(
-    ("part", "columns"), [("numbers", slice(0, 2)), ("indicators", slice(2, 3)), ("codes", slice(3, 8))]
+    ("part", "columns"),
+    [("numbers", slice(0, 2)), ("ramps", slice(2, 4)), ("indicators", slice(4, 5)), ("codes", slice(5, 10))],
 )
 def test_parts(part, columns):
     assert torch.equal(encoder(**PARTS[part]).double()(RAW), FEATURES[:, columns])
@@ -96,9 +118,9 @@ def test_statistics_keep_their_precision(name):
     """Seconds of today's date: float32 has steps of 128 there."""
     convert, dtype = CONVERSIONS[name]
     converted = convert(encoder())
-    assert converted.mean.dtype == converted.std.dtype == converted.codes.dtype == torch.float64
+    assert converted.center.dtype == converted.scale.dtype == converted.codes.dtype == torch.float64
     assert converted.number_columns.dtype == torch.int64
-    assert converted.mean.tolist() == VALUES["mean"]
+    assert converted.center.tolist() == VALUES["center"]
     features = converted(RAW)
     assert features.dtype == dtype
     assert torch.equal(features, FEATURES.to(dtype))
@@ -139,6 +161,7 @@ def test_description():
         "name": "table_encoder",
         "num_columns": 4,
         "num_numbers": 2,
+        "num_ramps": 2,
         "num_indicators": 1,
         "num_codes": 5,
     }
@@ -148,15 +171,15 @@ def test_description():
         name: tensor.shape for name, tensor in made.state_dict().items()
     }
     assert count_layers(made.architecture) == 1
-    assert again(RAW).shape == (4, 8)  # of statistics that are yet to come
-    assert repr(made) == "TableEncoder(num_columns=4, num_numbers=2, num_indicators=1, num_codes=5)"
+    assert again(RAW).shape == (4, 10)  # of statistics that are yet to come
+    assert repr(made) == "TableEncoder(num_columns=4, num_numbers=2, num_ramps=2, num_indicators=1, num_codes=5)"
 
 
 @pytest.mark.parametrize(
     "sizes",
     [
         (0, 1, 0, 0),
-        (1, 0, 0, 0),
+        (1, 0, 0, 0, 0),
         (1, -1, 0, 0),
         (1, 1.0, 0, 0),
         (True, 1, 0, 0),
@@ -171,11 +194,12 @@ def test_sizes_are_checked(sizes):
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "a deviation of 0": ({"std": [1.0, 0.0]}, "`std`"),
-    "a negative deviation": ({"std": [1.0, -1.0]}, "`std`"),
-    "a deviation of NaN": ({"std": [1.0, NAN]}, "`std`"),
-    "an infinite mean": ({"mean": [1.0, float("inf")]}, "`mean`"),
-    "a mean too many": ({"mean": [1.0, 2.0, 3.0]}, "`mean`"),
+    "a deviation of 0": ({"scale": [1.0, 0.0]}, "`scale`"),
+    "a negative deviation": ({"scale": [1.0, -1.0]}, "`scale`"),
+    "a deviation of NaN": ({"scale": [1.0, NAN]}, "`scale`"),
+    "an infinite mean": ({"center": [1.0, float("inf")]}, "`center`"),
+    "a mean too many": ({"center": [1.0, 2.0, 3.0]}, "`center`"),
+    "a ramp of no width": ({"width": [1.0, 0.0]}, "`width`"),
     "a code too few": ({"codes": [0]}, "`codes`"),
     "a code of NaN": ({"codes": [0, 1, 2, 0, NAN]}, "`codes`"),
     "a column that is not there": ({"number_columns": [0, 4]}, "`number_columns`"),
@@ -197,14 +221,14 @@ def test_values_are_checked_when_loaded(name):
     (key, values), made = next(iter(changed.items())), encoder()
     saved = {**made.state_dict(), key: torch.tensor(values, dtype=getattr(made, key).dtype)}
     with pytest.raises(RuntimeError, match=words):
-        table_encoder(4, 2, 1, 5).load_state_dict(saved)
+        table_encoder(4, 2, 2, 1, 5).load_state_dict(saved)
 
 
 def test_types_are_checked_when_loaded():
     made = encoder()
-    for key, dtype in (("mean", torch.float32), ("number_columns", torch.int32)):
+    for key, dtype in (("center", torch.float32), ("number_columns", torch.int32)):
         with pytest.raises(RuntimeError, match=key):
-            table_encoder(4, 2, 1, 5).load_state_dict({**made.state_dict(), key: getattr(made, key).to(dtype)})
+            table_encoder(4, 2, 2, 1, 5).load_state_dict({**made.state_dict(), key: getattr(made, key).to(dtype)})
 
 
 # -- in an ensemble ----------------------------------------------------------------------------------------------------
@@ -226,7 +250,7 @@ def test_saved_with_an_ensemble(tmp_path, dtype, part):
     assert again.manifest["kind"] == "ensemble"
     assert again.manifest["architecture"]["trunk"] == made.trunk.architecture
     assert state(again) == state(made)
-    assert again.trunk.mean.dtype == torch.float64
+    assert again.trunk.center.dtype == torch.float64
     assert torch.equal(again.predict_proba(RAW), made.predict_proba(RAW))
     assert again(RAW).dtype == dtype
     fresh = ensemble(dtype, **({} if part is None else PARTS[part]))
@@ -238,7 +262,7 @@ def test_saved_with_an_ensemble(tmp_path, dtype, part):
 
 
 def test_as_the_trunk_of_smoc(tmp_path):
-    made = SMOC(encoder(), 8, 3, num_members=4).double()
+    made = SMOC(encoder(), 10, 3, num_members=4).double()
     save_model(tmp_path / "model", made)
     assert torch.equal(load_model(tmp_path / "model").predict_proba(RAW), made.predict_proba(RAW))
 
@@ -270,8 +294,8 @@ ABSURD: dict[str, Callable[[Any], None]] = {
     "negative": set_in("architecture", "trunk", "num_indicators", to=-1),
     "a text": set_in("architecture", "trunk", "num_numbers", to="2"),
     "a number with a point": set_in("architecture", "trunk", "num_numbers", to=2.0),
-    "another argument": set_in("architecture", "trunk", "mean", to=[0.0]),
-    "an argument less": lambda manifest: manifest["architecture"]["trunk"].pop("num_codes"),
+    "another argument": set_in("architecture", "trunk", "center", to=[0.0]),
+    "an argument less": lambda manifest: manifest["architecture"]["trunk"].pop("num_columns"),
     "another name": set_in("architecture", "trunk", "name", to="TableEncoder"),
     "no name": lambda manifest: manifest["architecture"]["trunk"].pop("name"),
     "none": set_in("architecture", "trunk", to=None),
@@ -289,7 +313,7 @@ def test_damaged_descriptions_are_refused(tmp_path, name):
     one_sentence(caught.value)
 
 
-@pytest.mark.parametrize("key", ["std", "number_columns"])
+@pytest.mark.parametrize("key", ["scale", "number_columns"])
 def test_damaged_values_are_refused(tmp_path, key):
     """A directory that fits in every size but holds what no table taught."""
     made = ensemble()

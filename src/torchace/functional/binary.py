@@ -104,7 +104,8 @@ def closed_form(
     """Losses, cross entropies of the ensemble and the gradient of R runs, without autograd.
 
     Shapes: logits `(R, K, N, L)`, target and mixture `(R, N, L)`, diversity `(R,)`, scale (factor of a sample's loss)
-    `(R, N)`. A sample's loss is the mean over its L labels; `alpha` is every member's weight, by default 1/K.
+    `(R, N)` or `(R, K, N)`. A sample's loss is the mean over its L labels; `alpha` is every member's weight, by default
+    1/K.
     """
     z = logits.to(compute_dtype(logits))
     alpha = 1 / z.shape[1] if alpha is None else alpha
@@ -112,7 +113,7 @@ def closed_form(
     mean_q, mean_r = (q.mean(1), r.mean(1)) if mixture is None else (mixture, 1 - mixture)
     mean_q, mean_r = mean_q.unsqueeze(1), mean_r.unsqueeze(1)
     p = (target * (1 - label_smoothing) + label_smoothing / 2).unsqueeze(1)
-    lam, scale = diversity.view(-1, 1, 1, 1), scale.unsqueeze(1)
+    lam, scale = diversity.view(-1, 1, 1, 1), scale if scale.ndim == 3 else scale.unsqueeze(1)
     a = p - lam * (mean_q - alpha * q)
     b = 1 - p - lam * (mean_r - alpha * r)
     losses = (-(a * F.logsigmoid(z) + b * F.logsigmoid(-z)).mean(-1) * scale).sum(2)

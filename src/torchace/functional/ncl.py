@@ -84,7 +84,8 @@ def closed_form(
     """Losses, squared errors of the ensemble and the gradient of R runs, without autograd.
 
     Shapes: predictions `(R, K, N, M)`, target and mixture `(R, N, M)`, diversity `(R,)`, scale (factor of a sample's
-    loss) `(R, N)`. A sample's loss is the mean over its M outputs; `alpha` is every member's weight, by default 1/K.
+    loss) `(R, N)` or `(R, K, N)`. A sample's loss is the mean over its M outputs; `alpha` is every member's weight, by
+    default 1/K.
     """
     f = predictions.to(compute_dtype(predictions))
     alpha = 1 / f.shape[1] if alpha is None else alpha
@@ -95,7 +96,7 @@ def closed_form(
     lam = diversity.view(-1, 1, 1, 1)
     # alpha = 1: no second term
     strength, lam = (lam / (2 * (1 - alpha)), lam) if alpha < 1 else (0 * lam, 0 * lam)
-    scale = scale.unsqueeze(1)
+    scale = scale if scale.ndim == 3 else scale.unsqueeze(1)
     losses = ((0.5 * error.square() - strength * gap.square()).mean(-1) * scale).sum(2)
     gradient = (error - lam * gap) * (scale / f.shape[3]).unsqueeze(3)
     return LossResult(losses, scores, gradient.to(predictions.dtype))

@@ -10,18 +10,24 @@ from torch import Tensor, nn
 
 from torchace import _checks
 
-# Bound of standardized values: none of N training rows exceeds √N, and outliers stay finite in half precision.
+# Bound of scaled values: outliers stay finite in half precision.
 LIMIT = 1e4
 
 # the number of values in each buffer; columns are int64, statistics float64
 BUFFERS = {
-    "mean": "num_numbers",
-    "std": "num_numbers",
+    "fill": "num_columns",
+    "center": "num_numbers",
+    "scale": "num_numbers",
+    "inverse_limit": "num_numbers",
+    "low": "num_ramps",
+    "width": "num_ramps",
     "codes": "num_codes",
     "number_columns": "num_numbers",
+    "ramp_columns": "num_ramps",
     "indicator_columns": "num_indicators",
     "code_columns": "num_codes",
 }
+POSITIVE = ("scale", "width")
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -31,61 +37,63 @@ def _dtype(name: str) -> torch.dtype:
 class TableEncoder(nn.Module):
     """A module without parameters that maps a table's raw matrix `(N, F)` in float64 to features `(N, D)`.
 
-    The features are, in this order:
+    Missing values (NaN) are replaced by the column's `fill`. The features are, in this order:
 
-    - for each of `number_columns`, `(x - mean) / std`, clipped to ±10,000, and 0 where x is NaN;
-    - for each of `indicator_columns`, 1 where x is NaN, otherwise 0;
+    - for each of `number_columns`, z / √(1 + (z · inverse_limit)²) with z = (x - center) / scale, clipped to ±10,000:
+      an `inverse_limit` of 1/3 bounds outliers smoothly to ±3, and 0 leaves z as it is;
+    - for each of `ramp_columns`, (x - low) / width, clipped to [0, 1]: a bin of a piecewise-linear encoding;
+    - for each of `indicator_columns`, 1 where x is missing, otherwise 0;
     - for each of `code_columns`, 1 where x is the code in `codes`, otherwise 0.
 
     They are computed in float64 (times in seconds exceed float32's precision) and returned in the module's type.
     """
 
-    mean: Tensor
-    std: Tensor
+    fill: Tensor
+    center: Tensor
+    scale: Tensor
+    inverse_limit: Tensor
+    low: Tensor
+    width: Tensor
     codes: Tensor
     number_columns: Tensor
+    ramp_columns: Tensor
     indicator_columns: Tensor
     code_columns: Tensor
     like: Tensor
 
-    def __init__(self, num_columns: int, num_numbers: int, num_indicators: int, num_codes: int) -> None:
+    def __init__(self, num_columns: int, **sizes: int) -> None:
         super().__init__()
         self.num_columns = num_columns
-        self.num_features = num_numbers + num_indicators + num_codes
-        self.architecture: dict[str, Any] = {
-            "name": "table_encoder",
-            "num_columns": num_columns,
-            "num_numbers": num_numbers,
-            "num_indicators": num_indicators,
-            "num_codes": num_codes,
-        }
+        self.num_features = sum(sizes.values())
+        self.architecture: dict[str, Any] = {"name": "table_encoder", "num_columns": num_columns, **sizes}
         for name, size in BUFFERS.items():
-            fill = 1 if name == "std" else 0
+            fill = 1 if name in POSITIVE else 0
             self.register_buffer(name, torch.full((self.architecture[size],), fill, dtype=_dtype(name)))
         self.register_buffer("like", torch.zeros(0))  # carries the type and device of the features
 
     @classmethod
-    def from_values(cls, *, num_columns: int, **values: Sequence[float]) -> TableEncoder:
-        """Return an encoder with the values of its buffers: `TableEncoder.from_values(**encoding.encoder_arguments())`.
+    def from_values(cls, **values: Sequence[float]) -> TableEncoder:
+        """Return an encoder with the values of its buffers; those left out are empty.
 
         Example:
             >>> encoder = TableEncoder.from_values(
-            ...     num_columns=2, mean=[4.0], std=[2.0], number_columns=[0], indicator_columns=[0],
+            ...     fill=[4.0, 0.0], number_columns=[0], center=[4.0], scale=[2.0], inverse_limit=[0.0],
+            ...     ramp_columns=[0, 0], low=[2.0, 5.0], width=[3.0, 4.0], indicator_columns=[0],
             ...     code_columns=[1, 1], codes=[0, 1],
             ... )
             >>> encoder(torch.tensor([[6.0, 1.0], [float("nan"), -1.0]], dtype=torch.float64))
-            tensor([[1., 0., 0., 1.],
-                    [0., 1., 0., 0.]])
+            tensor([[1.0000, 1.0000, 0.2500, 0.0000, 0.0000, 1.0000],
+                    [0.0000, 0.6667, 0.0000, 1.0000, 0.0000, 0.0000]])
         """
-        if values.keys() != BUFFERS.keys():
-            raise TypeError(f"Expected {', '.join(BUFFERS)}, but got {', '.join(values) or 'none'}.")
-        sizes = (len(values[name]) for name in ("number_columns", "indicator_columns", "code_columns"))
-        encoder = table_encoder(num_columns, *sizes)
-        state = {name: torch.tensor(values[name], dtype=_dtype(name)) for name in BUFFERS}
+        if unknown := values.keys() - BUFFERS.keys():
+            raise TypeError(f"Expected {', '.join(BUFFERS)}, but got {', '.join(sorted(unknown))}.")
+        state = {name: torch.tensor(values.get(name, ()), dtype=_dtype(name)) for name in BUFFERS}
+        indexed = ["fill", *(name for name in BUFFERS if name.endswith("_columns"))]
+        encoder = table_encoder(**{BUFFERS[name]: len(state[name]) for name in indexed})
         for name, value in state.items():
             if value.shape != getattr(encoder, name).shape:
                 raise ValueError(f"Expected `{name}` of {len(getattr(encoder, name))} numbers, but got {len(value)}.")
-        problem = _find_problem(state, num_columns)
+        problem = _find_problem(state, encoder.num_columns)
         if problem is not None:
             raise ValueError(problem)
         encoder.load_state_dict({**state, "like": encoder.like})
@@ -99,11 +107,14 @@ class TableEncoder(nn.Module):
                 f"but got {_checks.shape_of(raw)}. Use encoding.matrix(frame)."
             )
         raw = raw.to(torch.float64)
+        x = torch.where(raw.isnan(), self.fill, raw)
         parts = []
         # no empty parts: some ONNX runtimes refuse them
         if len(self.number_columns):
-            scaled = ((raw.index_select(1, self.number_columns) - self.mean) / self.std).clamp(-LIMIT, LIMIT)
-            parts.append(torch.where(scaled.isnan(), torch.zeros_like(scaled), scaled))
+            z = ((x.index_select(1, self.number_columns) - self.center) / self.scale).clamp(-LIMIT, LIMIT)
+            parts.append(z / (1 + (z * self.inverse_limit).square()).sqrt())
+        if len(self.ramp_columns):
+            parts.append(((x.index_select(1, self.ramp_columns) - self.low) / self.width).clamp(0, 1))
         if len(self.indicator_columns):
             parts.append(raw.index_select(1, self.indicator_columns).isnan().to(torch.float64))
         if len(self.code_columns):
@@ -145,17 +156,24 @@ def _find_problem(values: Mapping[str, Tensor], num_columns: int) -> str | None:
                 return f"Expected `{name}` from 0 to {num_columns - 1}, but got {value.tolist()}."
         elif not value.isfinite().all():
             return f"Expected finite `{name}`, but got {value.tolist()}."
-        if name == "std" and (value <= 0).any():
-            return f"Expected `std` above 0, but got {value.tolist()}."
+        if name in POSITIVE and (value <= 0).any():
+            return f"Expected `{name}` above 0, but got {value.tolist()}."
     return None
 
 
-def table_encoder(num_columns: int, num_numbers: int, num_indicators: int, num_codes: int) -> TableEncoder:
-    """Return an encoder without statistics, from raw columns to numbers, missing indicators and one-hot codes."""
+def table_encoder(
+    num_columns: int, num_numbers: int = 0, num_ramps: int = 0, num_indicators: int = 0, num_codes: int = 0
+) -> TableEncoder:
+    """Return an encoder without statistics; its features are numbers, ramps, missing indicators and one-hot codes."""
     _checks.check_count(num_columns, "num_columns")
-    _checks.check_count(num_numbers, "num_numbers", least=0)
-    _checks.check_count(num_indicators, "num_indicators", least=0)
-    _checks.check_count(num_codes, "num_codes", least=0)
-    if num_numbers + num_indicators + num_codes == 0:
+    sizes = {
+        "num_numbers": num_numbers,
+        "num_ramps": num_ramps,
+        "num_indicators": num_indicators,
+        "num_codes": num_codes,
+    }
+    for name, size in sizes.items():
+        _checks.check_count(size, name, least=0)
+    if sum(sizes.values()) == 0:
         raise ValueError("Expected at least one feature, but got none. Give `num_numbers` or `num_codes`.")
-    return TableEncoder(num_columns, num_numbers, num_indicators, num_codes)
+    return TableEncoder(num_columns, **sizes)

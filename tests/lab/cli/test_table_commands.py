@@ -74,7 +74,7 @@ def fitted(data: Path, target: str, out: Path, **settings: Any) -> Path:
     wanted = TableSettings(target, **settings)
     table = load_table(data, wanted)
     plan = MemberPlan(table.task, num_members=2, hidden=(4,), epochs=1)
-    job = TableFit(table, plan, 0.5, out, wanted.to_json())
+    job = TableFit(table, plan, 0.5, out, wanted.to_json(), baselines=False)
     with job.lock():
         job.train()
         fake_report(job.work)
@@ -208,10 +208,10 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text among numbers": (fit_of("text_in_age.csv", "--number", "age"), ("'age'", "row 11", "'young'")),
     "an infinite number": (fit_of("infinite_age.csv"), ("'age'", "row 11", "'1e999'")),
     "texts called numbers": (fit_of("good.csv", "--number", "fur"), ("'fur'", "row 1")),
-    "nothing but the target": (fit_of("only_pet.csv"), ("'pet'",)),
+    "nothing but the target": (fit_of("only_pet.csv"), ("No column",)),
     "everything dropped": (
         fit_of("good.csv", *(part for name in ("age", "born", "fur", "chipped") for part in ("--drop", name))),
-        ("'pet'",),
+        ("No column",),
     ),
     "too few rows": (fit_of("few.csv"), ("9 rows",)),
     "dropped column unknown": (fit_of("good.csv", "--drop", "colour"), ("'colour'",)),
@@ -391,7 +391,17 @@ def test_a_fit_with_a_search_and_a_report(here: Path, invoke: Invoke) -> None:
     assert re.search(r"cross entropy +\d\.\d{4} +\d\.\d{4}", outcome.out)
     page = Path("models/pets/report/index.html").read_text()
     assert page.startswith("<!doctype html>")
-    for words in ("pet, from pets.csv", search["sentence"], "none at all", "Predicted from", "Row of the file"):
+    assert [line for line in lines if line.startswith(("Logistic regression", "Gradient boosting", "Most frequent"))]
+    assert any("best baseline" in line or "A baseline is better" in line for line in lines)
+    for words in (
+        "pet, from pets.csv",
+        search["sentence"],
+        "Confusion matrix",
+        "Importance of the columns",
+        "none at all",
+        "Predicted from",
+        "Row of the file",
+    ):
         assert words in html.unescape(page).replace("\u00a0", " "), words
     assert "could not be read" not in page
     assert "Not tested" not in page

@@ -413,7 +413,7 @@ ENCODINGS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "JSON: a list": (lambda: Encoding.from_json([]), ("encoding", "damaged")),
     "JSON: nothing": (lambda: Encoding.from_json(None), ("encoding", "damaged")),
     "JSON: a text": (lambda: Schema.from_json("{}"), ("schema", "damaged")),
-    "JSON: a newer version": (damaged_json("classification", "version", to=2), ("encoding", "version")),
+    "JSON: a newer version": (damaged_json("classification", "version", to=3), ("encoding", "version")),
     "JSON: a newer schema": (damaged_json("classification", "schema", "version", to=7), ("schema.version",)),
     "JSON: a field more": (damaged_json("classification", "code", to="import os"), ("code",)),
     "JSON: another name": (damaged_json("classification", "columns", 0, "name", to="old"), ("columns",)),

@@ -89,7 +89,16 @@ def test_one_network_equals_plain_training_of_each_run(trained: ace.SweepResult)
             assert frame.loc[(diversity, seed), "cross_entropy"] == pytest.approx(float(cross_entropy), rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", [{"kind": "smoc"}, {"kind": "smoc", "rank": 2}, {"kind": "branch", "at": "head"}])
+KINDS: list[dict[str, Any]] = [
+    {"kind": "smoc"},
+    {"kind": "smoc", "rank": 2, "head": "head"},
+    {"kind": "branch", "at": "head"},
+    {"kind": "adapters"},
+    {"kind": "adapters", "adapter": "low_rank", "rank": 2, "layers": ["features"], "freeze": True},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_runs_of_members_with_shared_layers_equal_each_run_alone(kind: dict[str, Any]) -> None:
     options = SMALL | kind | {"steps": 4, "precision": "float64", "learning_rate": 0.01}
     together, alone = (ace.sweep(CNN, TRAIN, TEST, **options, group_size=size) for size in (None, 1))
@@ -203,6 +212,11 @@ def test_random_numbers_of_factories_are_seeded() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_batch_larger_than_own_data_holds_all_samples() -> None:
+    large, exact = (ace.sweep(CNN, TRAIN, TEST, **SMALL | {"batch_size": size}) for size in (1000, 160))
+    assert large.to_frame()["cross_entropy"].equals(exact.to_frame()["cross_entropy"])
+
+
 def test_defaults_are_those_of_toml_files() -> None:
     parameters = inspect.signature(ace.sweep).parameters
     sections = [TrainSection(), ModelSection(), DataSection(), SweepSection()]
@@ -249,6 +263,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "branch": (CNN, {"kind": "branch"}, "needs `at`"),
     "layer": (CNN, {"kind": "branch", "at": "heads"}, "Expected `at` to name a layer of the model, but got 'heads'"),
     "patience": (CNN, {"patience": 3}, "`patience` needs validation data"),
+    "metrics": (CNN, {"metrics": {"loss": len}}, "Expected `metrics` to be a list of functions, but got str in it"),
     "device": (CNN, {"device": "tpu"}, "Cannot use the device 'tpu'"),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,11 +45,36 @@ group_size = 2
 """
 
 
+OWN_CODE = """
+from sklearn.datasets import load_digits
+import torch
+from torch import nn
+
+def make_member():
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(144, 10)
+    )
+
+def load():
+    digits = load_digits()
+    x, y = torch.tensor(digits.images)[:, None] / 16, torch.tensor(digits.target)
+    return (x[:300], y[:300]), (x[300:400], y[300:400])
+"""
+OWN_SWEEP = """
+data = { factory = "own_code:load" }
+model = { factory = "own_code:make_member", num_members = 2 }
+train = { epochs = 5, batch_size = 30 }
+sweep = { diversities = [0.0, 0.3, 0.6], seeds = [0, 1, 2] }
+"""
+
+
 class Sweeping:
     """`torchace run` on one directory."""
 
     def __init__(self, server: ForkServer, file: Path, directory: Path, every: int = 1, held: bool = False) -> None:
         self.directory, folder = directory, Path(tempfile.mkdtemp(dir=file.parent))
+        for code in file.parent.glob("*.py"):
+            shutil.copy(code, folder)
         arguments = ("run", file, "--out", directory, "--set", f"checkpoint.steps={every}")
         self.command = server.start(*arguments, folder=folder, held=(CHECKPOINT, 1) if held else None)
         self.wait_until = self.command.wait_until
@@ -193,6 +219,23 @@ def test_killed(
         sweeps += 1
         assert finish(started(sweep_file, directory)) == undisturbed
     print(f"{kills} killed, {torn} of them while a checkpoint was being written; {sweeps} sweeps")
+
+
+def test_an_own_network_killed_ten_times(server: ForkServer, tmp_path: Path, started: Callable[..., Sweeping]) -> None:
+    (tmp_path / "own_code.py").write_text(OWN_CODE)
+    file = tmp_path / "own.toml"
+    file.write_text(OWN_SWEEP)
+    undisturbed = finish(Sweeping(server, file, tmp_path / "undisturbed"))
+    kills, sweeps, draw = 0, 0, random.Random(0)
+    while kills < 10:
+        sweeping = started(file, tmp_path / f"killed{sweeps}")
+        alive = MOMENTS["results" if kills % 5 == 4 else "writing"](sweeping, draw)
+        code, _, err = sweeping.end(signal.SIGKILL if alive else None)
+        assert (code, err) in ((-signal.SIGKILL, ""), (0, ""))
+        kills += code != 0
+        sweeps += code == 0  # it was done before it could be killed
+    for i in range(sweeps + 1):
+        assert finish(started(file, tmp_path / f"killed{i}")) == undisturbed
 
 
 def _writing(sweeping: Sweeping, draw: random.Random) -> bool:

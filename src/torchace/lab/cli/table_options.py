@@ -76,6 +76,9 @@ def _table_options(
     ] = DEFAULTS.patience or 0,
     batches: Annotated[str, typer.Option(help="shared, or exchanged: a separate batch for each member.")] = "shared",
     precision: Annotated[str, typer.Option(help="float64, or float32, which is faster on a GPU.")] = DEFAULTS.precision,
+    encoding: Annotated[
+        str, typer.Option(help="Of numbers: auto, standard, robust or piecewise (with bins between quantiles).")
+    ] = DEFAULTS.encoding,
     seed: Annotated[int, typer.Option(min=0, max=10**15, help="Random seed of the split and the training.")] = 0,
     device: Device = DEFAULTS.device,
 ) -> TableRequest:
@@ -109,6 +112,7 @@ def _table_options(
         seed,
         class_weight=_parse_class_weight(class_weight),
         skip_missing_target=skip_missing_target,
+        encoding=encoding,
     )
     if not re.fullmatch(r"\s*([0-9]{1,6}\s*(,\s*[0-9]{1,6}\s*)*)?", hidden):
         raise ValueError(f"Expected --hidden as widths such as 64 or 64,32, but got {hidden!r}.")
@@ -125,6 +129,7 @@ def _table_options(
         patience=patience or None,
         batches=batches,
         precision=precision,
+        encoding=encoding,
     )
     return TableRequest(data, settings, hyperparameters, resolve_device(device), given)
 

@@ -122,11 +122,12 @@ class Batches:
     def weights_many(
         self, seeds: Sequence[int], epoch: int, step: int, *, streams: int | Sequence[int] = 0
     ) -> Tensor | None:
-        """Sample weights `(S, B)` of `batch_many`; None for a split without weights."""
+        """Sample weights of `batch_many`, `(S, B)`, or `(S, K, B)` with members' own; None for a split without them."""
         if self.split.weight is None:
             return None
         draws, part = self._draws_of(seeds, epoch, step, streams)
-        return self.split.weight[draws.order[:, part]]
+        weight = self.split.weight[..., draws.order[:, part]]
+        return weight if weight.ndim == 2 else weight.transpose(0, 1)
 
     def _draws_of(
         self, seeds: Sequence[int], epoch: int, step: int, streams: int | Sequence[int]

@@ -1,16 +1,17 @@
 """Encoding of table rows as numbers, learnt from the training part.
 
-`Encoding.matrix` has one float64 column for each column of the schema: numbers with NaN for missing values, or category
-codes. Codes are 0, 1, … for known categories, then "other" and "missing" if training had them, and -1 for other
-values. Scaling and one-hot encoding are left to `torchace.models.TableEncoder`.
+`Encoding.matrix` has float64 columns: numbers with NaN for missing values, parts of dates, or category codes. Codes are
+0, 1, … for known categories, then "other" and "missing" if training had them, and -1 for other values. Scaling,
+piecewise-linear and one-hot encoding are left to `torchace.models.TableEncoder`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -19,25 +20,43 @@ from pydantic import Field
 from torch import Tensor
 
 from torchace._checks import check_count
-from torchace.lab.data.columns import STRICT, check_columns, feature_numbers, get_column
-from torchace.lab.data.errors import DataError
+from torchace.lab.data.columns import STRICT, Column, check_columns, feature_numbers, get_column
+from torchace.lab.data.errors import DataError, pandas
 from torchace.lab.data.messages import first_duplicate, quote
 from torchace.lab.data.parsing import positions, texts
 from torchace.lab.data.table_schema import Finite, Schema, adapter_of, damaged_json, parse_stored
+from torchace.models.encoder import TableEncoder
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
 
 
+ENCODINGS = ("auto", "standard", "robust", "piecewise")
+NUM_BINS = 8  # of a piecewise-linear encoding
+MIN_COLUMNS, MIN_OVERLAP = 4, 0.5  # "auto": see `resolve_method`
+SMOOTH_LIMIT = 3.0  # of robustly scaled numbers
+DatePart = Literal["elapsed", "year", "month", "weekday", "hour"]
+DATE_PARTS: tuple[DatePart, ...] = get_args(DatePart)
+
+
 @dataclass(frozen=True)
 class NumberColumn:
-    """Statistics of a column of numbers or dates in the training part."""
+    """Statistics of a column of numbers, or of one part of a date, in the training part."""
 
     __pydantic_config__ = STRICT
     name: str
-    mean: Finite  # replaces missing values
-    std: Annotated[Finite, Field(ge=0)]  # 0: constant, not used
+    fill: Finite  # replaces missing values
+    center: Finite
+    scale: Annotated[Finite, Field(ge=0)]  # 0: no scaled number
+    inverse_limit: Annotated[Finite, Field(ge=0)]  # see `TableEncoder`
+    knots: tuple[Finite, ...]  # limits of the bins, increasing; two for a two-valued column
     missing: bool  # adds an indicator of missing values
+    part: DatePart | None = None
+
+    @property
+    def feature_name(self) -> str:
+        """Name of the column, and of its part."""
+        return self.name if self.part is None else f"{self.name} {self.part}"
 
 
 @dataclass(frozen=True)
@@ -73,33 +92,44 @@ class Encoding:
     schema: Schema
     columns: tuple[NumberColumn | CategoryColumn, ...]
     target: TargetScale | None = None
-    version: Literal[1] = field(default=1, repr=False)
+    version: Literal[2] = field(default=2, repr=False)
 
     def matrix(self, frame: DataFrame) -> Tensor:
         """Encode rows as the raw matrix, `(N, F)` of float64; columns outside the schema are ignored."""
         frame = check_columns(frame)
         raw = np.empty((len(frame), len(self.columns)))
-        for place, (column, statistics) in enumerate(zip(self.schema.columns, self.columns, strict=True)):
+        schema = {column.name: column for column in self.schema.columns}
+        for place, column in enumerate(self.columns):
             cells = get_column(frame, column.name, "needed for predictions")
-            if isinstance(statistics, CategoryColumn):
-                raw[:, place] = _codes(cells, statistics)
+            if isinstance(column, CategoryColumn):
+                raw[:, place] = _codes(cells, column)
             else:
-                raw[:, place] = feature_numbers(cells, column)
+                values = feature_numbers(cells, schema[column.name])
+                raw[:, place] = values if column.part is None else date_part(values, column.part)
         return torch.from_numpy(raw)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all columns are numbers."""
+        return all(column.kind == "number" for column in self.schema.columns)
 
     def targets(self, frame: DataFrame) -> Tensor:
         """Target of every row, `(N,)`; see `Schema.targets`."""
         return self.schema.targets(frame)
 
+    def encoder(self) -> TableEncoder:
+        """Module from the raw matrix to the features, in float64."""
+        return table_encoder(self.columns)
+
     @property
     def feature_names(self) -> list[str]:
-        """Names of the encoder's features, in order: numbers, indicators of missing numbers, categories."""
-        arguments = self.encoder_arguments()
-        names = [column.name for column in self.columns]
+        """Names of the encoder's features, in order: numbers, bins, indicators of missing numbers, categories."""
+        numbers = [column for column in self.columns if isinstance(column, NumberColumn)]
         categories = (column for column in self.columns if isinstance(column, CategoryColumn) and _is_used(column))
         return [
-            *(names[place] for place in arguments["number_columns"]),
-            *(f"{names[place]} missing" for place in arguments["indicator_columns"]),
+            *(column.feature_name for column in numbers if column.scale > 0),
+            *(f"{column.feature_name} from {low:g}" for column in numbers for low in column.knots[:-1]),
+            *(f"{column.feature_name} missing" for column in numbers if column.missing),
             *(f"{column.name} = {code}" for column in categories for code in column.codes),
         ]
 
@@ -107,23 +137,6 @@ class Encoding:
     def num_features(self) -> int:
         """Number of encoded features, D."""
         return len(self.feature_names)
-
-    def encoder_arguments(self) -> dict[str, Any]:
-        """Arguments of `TableEncoder.from_values`."""
-        indexed = list(enumerate(self.columns))
-        numbers = [(place, column) for place, column in indexed if isinstance(column, NumberColumn)]
-        categories = [(place, column) for place, column in indexed if isinstance(column, CategoryColumn)]
-        varying = [(place, column) for place, column in numbers if column.std > 0]
-        codes = [(place, code) for place, column in categories if _is_used(column) for code in range(len(column.codes))]
-        return {
-            "num_columns": len(self.columns),
-            "mean": [column.mean for _, column in varying],
-            "std": [column.std for _, column in varying],
-            "number_columns": [place for place, _ in varying],
-            "indicator_columns": [place for place, column in numbers if column.missing],
-            "code_columns": [place for place, _ in codes],
-            "codes": [code for _, code in codes],
-        }
 
     def to_json(self) -> dict[str, Any]:
         """Convert the encoding and its schema to JSON values."""
@@ -134,9 +147,11 @@ class Encoding:
         """Restore an encoding from `to_json`; raise `DataError` for other content."""
         encoding: Encoding = parse_stored(Encoding, content, "encoding")
         encoding.schema.check()
-        kinds = [(c.name, isinstance(c, CategoryColumn)) for c in encoding.columns]
-        if kinds != [(column.name, column.kind == "category") for column in encoding.schema.columns]:
+        if list(dict.fromkeys(map(_kind, encoding.columns))) != [(c.name, c.kind) for c in encoding.schema.columns]:
             raise damaged_json("encoding", "columns: expected those of the schema")
+        numbers = [column for column in encoding.columns if isinstance(column, NumberColumn)]
+        if any(len(c.knots) == 1 or any(a >= b for a, b in pairwise(c.knots)) for c in numbers):
+            raise damaged_json("encoding", "knots: expected two or more, increasing")
         if any(isinstance(c, CategoryColumn) and first_duplicate(c.categories) is not None for c in encoding.columns):
             raise damaged_json("encoding", "categories: expected unique ones")
         if (encoding.target is None) == (encoding.schema.target.task == "regression"):
@@ -150,12 +165,14 @@ def learn_encoding(
     schema: Schema,
     frame: DataFrame,
     *,
+    method: str = "auto",
     sample_weight: Tensor | Sequence[float] | NDArray[np.float64] | None = None,
     max_categories: int = 50,
 ) -> Encoding:
     """Learn the encoding of a table from its training part.
 
-    `sample_weight` is `(N,)`; rows of weight 0 are ignored. Rare categories beyond `max_categories` share a code.
+    `method` is one of `ENCODINGS`; see `learn_number`. `sample_weight` is `(N,)`; rows of weight 0 are ignored. Rare
+    categories beyond `max_categories` share a code.
     """
     check_count(max_categories, "max_categories")
     frame = check_columns(frame)
@@ -164,13 +181,7 @@ def learn_encoding(
         frame, weights = frame[weights > 0], weights[weights > 0]
     if not len(frame):
         raise DataError("The training part has no rows; give it a larger share.")
-    columns: list[NumberColumn | CategoryColumn] = []
-    for column in schema.columns:
-        values = get_column(frame, column.name, "in the schema")
-        if column.kind == "category":
-            columns.append(_learn_category(values, weights, max_categories))
-        else:
-            columns.append(_learn_number(column.name, feature_numbers(values, column), weights))
+    columns = learn_columns(schema.columns, frame, weights, method, max_categories)
     target = None
     if schema.target.task == "regression":
         mean, std = mean_and_std(schema.targets(frame).numpy(), weights)
@@ -180,10 +191,124 @@ def learn_encoding(
                 "rows, or choose another column."
             )
         target = TargetScale(mean, std)
-    encoding = Encoding(schema, tuple(columns), target)
-    if not encoding.num_features:
+    return Encoding(schema, columns, target)
+
+
+def learn_columns(
+    columns: Sequence[Column],
+    frame: DataFrame,
+    weights: NDArray[np.float64],
+    method: str = "auto",
+    max_categories: int = 50,
+) -> tuple[NumberColumn | CategoryColumn, ...]:
+    """Learn the statistics of some columns of a table, with weights `(N,)` above 0."""
+    numbers = (feature_numbers(frame[column.name], column) for column in columns if column.kind == "number")
+    method = resolve_method(method, numbers)
+    learnt: list[NumberColumn | CategoryColumn] = []
+    for column in columns:
+        values = get_column(frame, column.name, "in the schema")
+        if column.kind == "category":
+            learnt.append(_learn_category(values, weights, max_categories))
+        elif column.kind == "date":
+            seconds = feature_numbers(values, column)
+            parts = [learn_number(column.name, date_part(seconds, p), weights, method, p) for p in DATE_PARTS]
+            learnt += [part for part in parts if _is_used(part)] or parts[:1]
+        else:
+            learnt.append(learn_number(column.name, feature_numbers(values, column), weights, method))
+    if not any(map(_is_used, learnt)):
         raise DataError("No column varies within the training part; give it more rows, or other columns.")
-    return encoding
+    return tuple(learnt)
+
+
+def resolve_method(method: str, columns: Iterable[NDArray[np.float64]]) -> str:
+    """Resolve "auto" for columns of numbers: "robust" if they share their levels, else "piecewise".
+
+    Columns of one kind with the same few levels, such as pixels or scores from 0 to 15, are better left whole: there,
+    bins of single columns only add inputs. They share their levels if a column has at least half of the distinct
+    numbers of all columns together, on average over at least four columns with more than two levels.
+    """
+    if method != "auto":
+        return method
+    levels = [found for values in columns if len(found := np.unique(values[~np.isnan(values)])) > 2]
+    if len(levels) < MIN_COLUMNS:
+        return "piecewise"
+    overlap = np.mean([len(found) for found in levels]) / len(np.unique(np.concatenate(levels)))
+    return "robust" if overlap >= MIN_OVERLAP else "piecewise"
+
+
+def learn_number(
+    name: str, values: NDArray[np.float64], weights: NDArray[np.float64], method: str, part: DatePart | None = None
+) -> NumberColumn:
+    """Learn how numbers `(N,)` with weights `(N,)` become features.
+
+    - "standard": mean 0, standard deviation 1.
+    - "robust": two-valued columns become 0 and 1; others have median 0 and interquartile range 1, and outliers are
+      bounded smoothly.
+    - "piecewise": like "robust", with a piecewise-linear encoding in `NUM_BINS` bins between quantiles beside it.
+
+    Callers resolve "auto" by `resolve_method`.
+    """
+    missing = np.isnan(values)
+    present, weights = values[~missing], weights[~missing]
+    indicator = bool(missing.any() and not missing.all())
+    mean, std = mean_and_std(present, weights)
+    levels = np.unique(present)
+    if method == "standard" or len(levels) < 2:
+        return NumberColumn(name, mean, mean, std, 0.0, (), indicator, part)
+    if len(levels) == 2:
+        return NumberColumn(name, mean, 0.0, 0.0, 0.0, tuple(levels.tolist()), indicator, part)
+    quantiles = weighted_quantiles(present, weights, np.arange(NUM_BINS + 1) / NUM_BINS)
+    low, median, high = (float(quantiles[NUM_BINS * i // 4]) for i in (1, 2, 3))
+    scale = high / 2 - low / 2  # halves: no overflow
+    scale = min(2 * scale, np.finfo(np.float64).max) if scale > 0 else std
+    knots = tuple(np.unique(quantiles).tolist()) if method == "piecewise" else ()
+    return NumberColumn(name, median, median, scale, 1 / SMOOTH_LIMIT, knots, indicator, part)
+
+
+def date_part(seconds: NDArray[np.float64], part: DatePart) -> NDArray[np.float64]:
+    """A part of dates given in seconds since 1970, `(N,)`; "elapsed" is in days."""
+    if part == "elapsed":
+        return seconds / 86_400
+    if part == "hour":
+        return seconds % 86_400 / 3600
+    moments = pandas().to_datetime(seconds, unit="s", errors="coerce")
+    return np.asarray(getattr(moments, {"weekday": "day_of_week"}.get(part, part)), dtype=np.float64)
+
+
+def weighted_quantiles(
+    values: NDArray[np.float64], weights: NDArray[np.float64], shares: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Smallest values with at least these shares of the weight at or below them; weights count as repeated values."""
+    order = values.argsort(kind="stable")
+    total = weights[order].cumsum()
+    places = np.searchsorted(total, shares * total[-1], side="left")
+    return values[order[places.clip(max=len(values) - 1)]]
+
+
+def table_encoder(columns: Sequence[NumberColumn | CategoryColumn]) -> TableEncoder:
+    """Module from the raw matrix of these columns to the features, in float64."""
+    numbers = [(place, column) for place, column in enumerate(columns) if isinstance(column, NumberColumn)]
+    scaled = [(place, column) for place, column in numbers if column.scale > 0]
+    ramps = [(place, low, high - low) for place, column in numbers for low, high in pairwise(column.knots)]
+    codes = [
+        (place, code)
+        for place, column in enumerate(columns)
+        if isinstance(column, CategoryColumn) and _is_used(column)
+        for code in range(len(column.codes))
+    ]
+    return TableEncoder.from_values(
+        fill=[getattr(column, "fill", 0.0) for column in columns],
+        number_columns=[place for place, _ in scaled],
+        center=[column.center for _, column in scaled],
+        scale=[column.scale for _, column in scaled],
+        inverse_limit=[column.inverse_limit for _, column in scaled],
+        ramp_columns=[place for place, _, _ in ramps],
+        low=[low for _, low, _ in ramps],
+        width=[min(width, np.finfo(np.float64).max) for _, _, width in ramps],
+        indicator_columns=[place for place, column in numbers if column.missing],
+        code_columns=[place for place, _ in codes],
+        codes=[code for _, code in codes],
+    ).double()
 
 
 def mean_and_std(values: NDArray[np.float64], weights: NDArray[np.float64] | None = None) -> tuple[float, float]:
@@ -206,12 +331,6 @@ def mean_and_std(values: NDArray[np.float64], weights: NDArray[np.float64] | Non
     return float(np.ldexp(mean, exponent)), float(np.ldexp(std, exponent))
 
 
-def _learn_number(name: str, values: NDArray[np.float64], weights: NDArray[np.float64]) -> NumberColumn:
-    missing = np.isnan(values)
-    mean, std = mean_and_std(values, weights)
-    return NumberColumn(name, mean, std, bool(missing.any() and not missing.all()))
-
-
 def _learn_category(column: Series, weights: NDArray[np.float64], limit: int) -> CategoryColumn:
     encoded = texts(column).dictionary_encode()
     known = encoded.dictionary.to_pylist()
@@ -223,7 +342,16 @@ def _learn_category(column: Series, weights: NDArray[np.float64], limit: int) ->
     return CategoryColumn(str(column.name), categories, len(known) > limit, bool(missing.any()))
 
 
-def _is_used(column: CategoryColumn) -> bool:
+def _kind(column: NumberColumn | CategoryColumn) -> tuple[str, str]:
+    """Name and kind of the schema's column."""
+    if isinstance(column, CategoryColumn):
+        return column.name, "category"
+    return column.name, "number" if column.part is None else "date"
+
+
+def _is_used(column: NumberColumn | CategoryColumn) -> bool:
+    if isinstance(column, NumberColumn):
+        return column.scale > 0 or len(column.knots) > 0 or column.missing
     return len(column.codes) > 1  # a single code carries no information
 
 

@@ -25,7 +25,6 @@ from torchace.lab.data.map_datasets import Items, StreamedSplit, check_finite_in
 from torchace.lab.data.splits import Split, random_split
 from torchace.lab.data.tables import read_table
 from torchace.lab.data.targets import as_targets, check_classes, encode_labels, find_missing_classes
-from torchace.models.encoder import TableEncoder
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
@@ -66,7 +65,7 @@ def _check(name: str, train: AnySplit, test: AnySplit, names: tuple[str, ...], o
     for part, split in (("training", train), ("test", test)):
         if not len(split):
             raise DataError(f"The {part} data has no samples; give some.")
-    shapes = [[tuple(x.shape[1:]) for x in input_tensors(split.x)] for split in (train, test)]
+    shapes = [", ".join(str(tuple(x.shape[1:])) for x in input_tensors(split.x)) for split in (train, test)]
     if shapes[0] != shapes[1]:
         raise DataError(f"Test samples have shape {shapes[1]}, but training samples {shapes[0]}; give both alike.")
     notes: list[str] = []
@@ -211,8 +210,8 @@ def _table_splits(train: Any, test: Any, options: DataOptions) -> tuple[list[Any
     else:
         schema = infer_schema(train.drop(columns=targets[1:]), targets[0], "regression")
         names = tuple(targets) if options.task == "multilabel" else ()
-    encoding = learn_encoding(schema, train)
-    encoder = TableEncoder.from_values(**encoding.encoder_arguments()).double()
+    encoding = learn_encoding(schema, train, method="standard")  # one input a column: own networks know their width
+    encoder = encoding.encoder()
     splits: list[AnySplit] = []
     for part, frame in (("training", train), ("test", test)):
         if options.task == "classification":

@@ -28,7 +28,8 @@ _PART_CODES = {"train": 0, "training": 0, "validation": 1, "valid": 1, "val": 1,
 class Split:
     """Samples `x`, `(N, ...)`, with class indices `y`, `(N,)` of int64, or floating-point targets.
 
-    `x` may be a tuple or dict of tensors. Images are `(N, C, H, W)` of uint8. `weight`, `(N,)`, holds sample weights.
+    `x` may be a tuple or dict of tensors. Images are `(N, C, H, W)` of uint8. `weight` holds sample weights, `(N,)`, or
+    `(K, N)` with each member's own.
     """
 
     x: Inputs
@@ -50,9 +51,11 @@ class Split:
                 )
         if self.y.dtype != torch.int64 and not self.y.is_floating_point():
             raise TypeError(f"Expected `y` of type int64, but got {self.y.dtype}. Convert it: y.long().")
-        if self.weight is not None and (self.weight.shape != self.y.shape[:1] or self.weight.device != self.device):
+        if self.weight is not None and (
+            self.weight.ndim not in (1, 2) or self.weight.shape[-1] != len(self) or self.weight.device != self.device
+        ):
             raise ValueError(
-                f"Expected `weight` of shape ({len(self)},) on {self.device}, "
+                f"Expected `weight` of shape ({len(self)},) or (K, {len(self)}) on {self.device}, "
                 f"but got {shape_of(self.weight)} on {self.weight.device}."
             )
 
@@ -66,7 +69,8 @@ class Split:
 
     def take(self, indices: Tensor | slice) -> Split:
         """Return the samples at these indices, in this order."""
-        return self._map(lambda values: values[indices])
+        weight = None if self.weight is None else self.weight[..., indices]
+        return Split(map_inputs(lambda values: values[indices], self.x), self.y[indices], weight)
 
     def to(self, device: torch.device | str) -> Split:
         """Move to a device; return itself if already there."""

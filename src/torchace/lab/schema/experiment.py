@@ -130,7 +130,9 @@ class ModelSection(Section):
     rank: Count | None = None  # SMOC: rank of the difference between members; low-rank adapters: their rank
     at: str = "stage3"  # branch: first layer that is separate for each member
     adapter: Literal["multiplicative", "low_rank"] = "multiplicative"
-    layers: list[str] | None = None  # adapters: names of the layers
+    layers: list[str] | str | None = None  # adapters: names of the layers, or "first"
+    freeze: bool = False  # adapters: train adapters and heads alone
+    head: str | None = None  # SMOC, adapters: name of the layer that each member has alone; None: the last linear one
     head_scale: Positive = 1.0  # factor of the initial head weights
 
     @model_validator(mode="after")
@@ -143,8 +145,12 @@ class ModelSection(Section):
             raise ValueError("`arguments` need `factory`, the function that returns a member.")
         if self.rank is not None and self.kind not in ("smoc", "adapters"):
             raise ValueError(f"`rank` needs kind = 'smoc' or kind = 'adapters', but got kind = {self.kind!r}.")
-        if self.layers is not None and self.kind != "adapters":
-            raise ValueError(f"`layers` need kind = 'adapters', but got kind = {self.kind!r}.")
+        if (self.layers is not None or self.freeze) and self.kind != "adapters":
+            raise ValueError(f"`layers` and `freeze` need kind = 'adapters', but got kind = {self.kind!r}.")
+        if self.kind == "adapters" and self.factory is None:
+            raise ValueError("kind = 'adapters' needs `factory`, a function that returns the network to adapt.")
+        if self.head_scale != 1 and self.factory is not None:
+            raise ValueError("`head_scale` needs a built-in network, but got a `factory`.")
         if self.head_scale != 1 and self.kind == "branch":
             raise ValueError("`head_scale` needs kind = 'separate' or kind = 'smoc', but got kind = 'branch'.")
         return self

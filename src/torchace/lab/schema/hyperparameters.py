@@ -37,6 +37,7 @@ class Hyperparameters(BaseModel):
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
     patience: Count | None = 10  # epochs; None: no early stopping
     precision: Literal["float32", "float64"] = "float64"
+    encoding: Literal["auto", "standard", "robust", "piecewise"] = "auto"
     device: str = "auto"
 
     @field_validator("diversity", mode="plain")

@@ -35,7 +35,7 @@ def sweep(
     test: Any,
     *,
     num_members: int = 5,
-    diversities: Sequence[float] = (0.0, 0.1, 0.3, 0.5, 0.7),
+    diversities: float | Sequence[float] = (0.0, 0.1, 0.3, 0.5, 0.7),
     seeds: int | Sequence[int] = 5,
     epochs: int | None = None,
     steps: int | None = None,
@@ -57,7 +57,9 @@ def sweep(
     at: str | None = None,
     rank: int | None = None,
     adapter: str | None = None,
-    layers: Sequence[str] | None = None,
+    layers: str | Sequence[str] | None = None,
+    freeze: bool = False,
+    head: str | None = None,
     group_size: int | None = None,
     keep_weights: bool | str = "auto",
     ray: str | None = None,
@@ -102,7 +104,10 @@ def sweep(
         at: Name of the first layer of the members, for kind `"branch"`.
         rank: Rank of heads or adapters, for kind `"smoc"` and `"adapters"`.
         adapter: `"multiplicative"` or `"low_rank"`, for kind `"adapters"`.
-        layers: Names of the adapted layers, for kind `"adapters"`.
+        layers: Names of the adapted layers, for kind `"adapters"`; see `adapt`.
+        freeze: Whether to train adapters and heads alone, for kind `"adapters"`.
+        head: Name of the layer that each member has alone, for kind `"smoc"` and `"adapters"`; by default the last
+            linear layer.
         group_size: Largest number of runs trained together.
         keep_weights: Whether to keep the weights for `SweepResult.ensemble`; `"auto"` keeps small ones.
         ray: Address of a Ray cluster, or `"auto"`.
@@ -129,18 +134,23 @@ def sweep(
     """
     function = _check_member(member, arguments or {})
     metrics = [] if metrics is None else [metrics] if callable(metrics) else list(metrics)
+    for metric in metrics:
+        if not callable(metric):
+            raise TypeError(f"Expected `metrics` to be a list of functions, but got {type(metric).__name__} in it.")
     content: dict[str, Any] = {
         "name": name,
         "title": title,
         "data": {"name": GIVEN, "task": task, "validation": validation, "target": target, "num_classes": num_classes},
-        "model": {"factory": object_name(function), "arguments": dict(arguments or {}), "kind": kind},
+        "model": {"factory": object_name(function), "arguments": dict(arguments or {}), "kind": kind, "freeze": freeze},
         "train": {"batch_size": batch_size, "batches": batches, "learning_rate": learning_rate},
         "sweep": {"diversities": diversities, "group_size": group_size, "keep_weights": keep_weights},
     }
     for key, value in settings.items():
         content["data" if key in _DATA_SETTINGS else "train"][key] = value
+    if isinstance(diversities, int | float):
+        content["sweep"]["diversities"] = [diversities]
     content["sweep"]["seeds"] = range(seeds) if isinstance(seeds, int) else seeds
-    content["model"] |= _given(num_members=num_members, at=at, rank=rank, adapter=adapter, layers=layers)
+    content["model"] |= _given(num_members=num_members, at=at, rank=rank, adapter=adapter, layers=layers, head=head)
     content["train"] |= _given(epochs=epochs, steps=steps)
     content["train"]["optimizer"] = optimizer if isinstance(optimizer, str) else object_name(optimizer)
     content["train"]["metrics"] = [object_name(metric) for metric in metrics]
@@ -200,7 +210,7 @@ def _parse(content: dict[str, Any], settings: Mapping[str, Any]) -> Experiment:
         return Experiment.model_validate(_plain(content))
     except ValidationError as error:
         message = describe_error(error, Experiment, name=_argument_name)
-        raise ConfigError(message[0].upper() + message[1:]) from None
+        raise ConfigError(message if message.startswith("λ") else message[0].upper() + message[1:]) from None
 
 
 def _argument_name(key: str) -> str:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torchace.lab.data import hashed_key
 from torchace.lab.data.inputs import as_arguments, input_tensors
+from torchace.lab.data.rng import preserve_generators, seed_generators
 from torchace.lab.schema.experiment import ModelSection
 from torchace.lab.sweeps.components import object_name
 from torchace.lab.sweeps.config import ConfigError
 from torchace.lab.training.memory import count_parameters
-from torchace.lab.training.seeding import torch_seed
-from torchace.nn import Ensemble, stack_classifiers
+from torchace.nn import Ensemble, adapt, stack_classifiers
 from torchace.nn.architecture import check_layers, check_one_architecture
 from torchace.nn.base import EnsembleModule
 from torchace.nn.branching import branch
@@ -41,13 +39,14 @@ class Factory:
 
     def ensembles(self, seeds: Sequence[int], check: Callable[[int], None] = lambda parameters: None) -> list[Any]:
         """Build one ensemble a seed, all of one architecture; `check` gets the number of parameters of all of them."""
-        built: dict[int, EnsembleModule] = {}
+        built: dict[int, tuple[EnsembleModule, nn.Module]] = {}
         for seed in dict.fromkeys(seeds):
             built[seed] = self._ensemble(seed, lambda parameters: check(parameters * len(seeds)))
-        self._check_members([e[0] if isinstance(e, Ensemble) else e for e in built.values()])
-        return [built[seed] for seed in seeds]
+        self._check_members([module for _, module in built.values()])
+        return [built[seed][0] for seed in seeds]
 
-    def _ensemble(self, seed: int, check: Callable[[int], None]) -> EnsembleModule:
+    def _ensemble(self, seed: int, check: Callable[[int], None]) -> tuple[EnsembleModule, nn.Module]:
+        """Build the ensemble of a seed; return it with the module of the factory's first call."""
         model, link = self.model, self.link
         if model.kind == "separate":
             members: list[nn.Module] = []
@@ -57,21 +56,30 @@ class Factory:
                 if k == 0:
                     check(count_parameters(members[0]) * model.num_members)
             self._check_members(members)
-            return Ensemble(members, link=link)
+            return Ensemble(members, link=link), members[0]
         with _seeded(seed, "ensemble", 0):
             first = self.module(ensembles=True)
             check(count_parameters(first))
-            if isinstance(first, EnsembleModule):
-                if first.num_members != model.num_members:
-                    raise ConfigError(
-                        f"Expected {self.name} to return an ensemble of {model.num_members} members, but it has "
-                        f"{first.num_members}. Set num_members."
-                    )
-                first.link = link
-                return first
-            if model.kind == "smoc":
-                return stack_classifiers(first, model.num_members, rank=model.rank, link=link)
-            return branch(first, model.num_members, at=model.at, reinitialize=self.module, link=link)
+            return self._share(first), first
+
+    def _share(self, module: nn.Module) -> EnsembleModule:
+        """Make an ensemble whose members share parts of a module, unless it is an ensemble."""
+        model, link, num_members = self.model, self.link, self.model.num_members
+        if isinstance(module, EnsembleModule):
+            if module.num_members != num_members:
+                raise ConfigError(
+                    f"Expected {self.name} to return an ensemble of {num_members} members, but it has "
+                    f"{module.num_members}. Set num_members."
+                )
+            module.link = link
+            return module
+        if model.kind == "smoc":
+            return stack_classifiers(module, num_members, head=model.head, rank=model.rank, link=link)
+        if model.kind == "branch":
+            return branch(module, num_members, at=model.at, reinitialize=self.module, link=link)
+        options = model.model_dump(include={"adapter", "layers", "freeze", "head"})
+        options |= {} if model.rank is None else {"rank": model.rank}
+        return adapt(module, num_members, link=link, **options)
 
     def module(self, ensembles: bool = False) -> nn.Module:
         """Call the function; refuse anything but a module."""
@@ -99,6 +107,7 @@ class Factory:
                 f"Expected {self.name} to return a new module at every call, but it returned the same one twice. "
                 "Build the module inside the function."
             )
+        members = [getattr(member, "stacked", member) for member in members]  # of a stacked ensemble
         try:
             check_layers(members)
             check_one_architecture(members)
@@ -110,16 +119,9 @@ class Factory:
 @contextmanager
 def _seeded(seed: int, purpose: str, index: int) -> Iterator[None]:
     """Seed torch, NumPy and Python inside the block; restore their states afterwards."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    key = hashed_key(seed, purpose, index)
-    random.seed(key)
-    np.random.seed(key % 2**32)  # noqa: NPY002
-    try:
-        with torch_seed(seed, purpose, index):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
+    with preserve_generators():
+        seed_generators(hashed_key(seed, purpose, index))
+        yield
 
 
 def check_outputs(factory: Factory, x: Any, y: Tensor, num_outputs: int) -> None:
@@ -144,9 +146,10 @@ def check_outputs(factory: Factory, x: Any, y: Tensor, num_outputs: int) -> None
     if shape == (len(y), num_outputs):
         return
     if len(shape) != 2 or shape[0] != len(y):
+        advice = " Keep the last axis of one output." if shape == (len(y),) else ""
         raise ConfigError(
             f"Expected the module of {factory.name} to return (N, {num_outputs}), here ({len(y)}, {num_outputs}), but "
-            f"it returned {shape}."
+            f"it returned {shape}.{advice}"
         )
     raise ConfigError(
         f"Expected {num_outputs} outputs of the module of {factory.name}, one for each class or target, but it has "

@@ -17,6 +17,7 @@ from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import ArmSummary, RunKey
 from torchace.lab.store import RunStore
 from torchace.lab.sweeps.components import Components
+from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network
 from torchace.nn.base import EnsembleModule
 
@@ -141,7 +142,8 @@ class SweepResult:
         key = RunKey(chosen.name, float(diversity), int(seed))
         weights = store.weights(key)
         components = self._components or Components.load(chosen)
-        ensemble = build_network(chosen, None, [key.seed], "cpu", components=components).ensemble(0)
+        data = None if components.member is not None else LoadedData.load(chosen.data, "cpu", components).dataset
+        ensemble = build_network(chosen, data, [key.seed], "cpu", components=components).ensemble(0)
         ensemble.load_state_dict(weights)
         return ensemble.eval()
 

@@ -106,7 +106,7 @@ def _random_rows(model: TableModel, count: int, seed: int) -> Tensor:
             columns.append(torch.randint(-1, max(len(column.codes), 1), (count,), generator=generator).double())
         else:
             values = torch.randn(count, generator=generator, dtype=torch.float64)
-            values = column.mean + values * (column.std or 1.0)
+            values = column.fill + values * (column.scale or 1.0)
             missing = torch.rand(count, generator=generator) < 0.1
             columns.append(torch.where(missing, torch.nan, values))
     return torch.stack(columns, 1)
@@ -114,7 +114,10 @@ def _random_rows(model: TableModel, count: int, seed: int) -> Tensor:
 
 def _metadata(model: TableModel) -> dict[str, Any]:
     target = model.encoding.schema.target
-    columns = [{"name": column.name, "codes": getattr(column, "codes", None)} for column in model.encoding.columns]
+    columns = [
+        {"name": column.name, "part": getattr(column, "part", None), "codes": getattr(column, "codes", None)}
+        for column in model.encoding.columns
+    ]
     return {
         "torchace.columns": columns,
         "torchace.target": target.name,

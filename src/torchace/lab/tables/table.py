@@ -40,6 +40,7 @@ class TableSettings:
     seed: int = 0
     class_weight: Mapping[str, float] | str | None = None  # weight of each class, or "balanced"
     skip_missing_target: bool = False
+    encoding: str = "auto"  # of the numbers; see `learn_number`
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings for JSON."""
@@ -59,6 +60,7 @@ class Table:
     validation_rows: Tensor  # rows in the file, from 0
     test_rows: Tensor
     description: dict[str, Any]  # for the report
+    raw: Mapping[str, Tensor]  # raw matrices (N, F) of the parts, by name
 
     @property
     def schema(self) -> Schema:
@@ -88,7 +90,7 @@ class Table:
 
     def encoder(self) -> TableEncoder:
         """Return the module from the raw matrix to the features."""
-        return table_encoder(self.encoding)
+        return self.encoding.encoder()
 
     def parts(self, plan: MemberPlan, device: str) -> tuple[Split, Split, Split]:
         """Return the three parts on a device, in the plan's precision."""
@@ -99,11 +101,6 @@ class Table:
             return Split(split.x.to(dtype), y, split.weight).to(device)
 
         return convert(self.train), convert(self.validation), convert(self.test)
-
-
-def table_encoder(encoding: Encoding) -> TableEncoder:
-    """Return the module from the raw matrix to the features, in float64."""
-    return TableEncoder.from_values(**encoding.encoder_arguments()).double()
 
 
 def target_scaler(encoding: Encoding) -> Scaler | None:
@@ -159,13 +156,14 @@ def load_table(path: Path, settings: TableSettings) -> Table:
         targets, seed=settings.seed, fractions=fractions, column=column, classes=schema.target.classes
     )
     train_frame = frame.iloc[rows.train.numpy()]
-    encoding = learn_encoding(schema, train_frame)
+    encoding = learn_encoding(schema, train_frame, method=settings.encoding)
     if encoding.target is not None and not MIN_STD < encoding.target.std < MAX_STD:
         raise DataError(
             f"The variance of the target {schema.target.name!r} over- or underflows (its standard deviation is "
             f"{encoding.target.std:.1g}). Rescale the target."
         )
-    features = table_encoder(encoding)(encoding.matrix(frame))
+    raw = encoding.matrix(frame)
+    features = encoding.encoder()(raw)
     if (scaler := target_scaler(encoding)) is not None:
         targets = scaler.transform(targets[:, None])
     train, validation, test = (Split(features[part], targets[part]) for part in rows)
@@ -184,4 +182,5 @@ def load_table(path: Path, settings: TableSettings) -> Table:
         file_rows[rows.validation],
         file_rows[rows.test],
         description,
+        {name: raw[part] for name, part in rows._asdict().items()},
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.memory import chunk_rows
-from torchace.lab.training.objective import mean_over_samples
+from torchace.lab.training.objective import mean_over_samples, partial_mixture
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.tasks import TASKS
 
@@ -25,6 +25,7 @@ class ValidationSet:
 
     split: Any  # Split, or an object with `len()`, `weight` and `chunks(size)`
     patience: int  # epochs
+    members: Tensor | None = None  # (K, N): those that predict each sample; None: all
 
 
 class EarlyStopping:
@@ -38,7 +39,7 @@ class EarlyStopping:
 
     def update(self, network: RunGroup, epoch: int, stopped: Sequence[bool]) -> tuple[list[float | None], list[bool]]:
         """Score the runs after an epoch (from 1): scores, None for nonfinite or stopped ones, and stopped runs."""
-        scores = validation_scores(network, self.validation.split, self.config).tolist()
+        scores = validation_scores(network, self.validation.split, self.config, self.validation.members).tolist()
         # a stopped run must not improve later
         scores = [math.nan if done else score for score, done in zip(scores, stopped, strict=True)]
         improved = [score < best for score, best in zip(scores, self.best, strict=True)]
@@ -69,19 +70,29 @@ class EarlyStopping:
             value.copy_(weights[name])
 
 
-def validation_scores(network: RunGroup, split: Any, config: TrainConfig) -> Tensor:
-    """Each run's weighted mean cross entropy or squared error on a split, `(R,)`."""
-    return mean_over_samples(validation_losses(network, split, config), split.weight)
+def validation_scores(network: RunGroup, split: Any, config: TrainConfig, members: Tensor | None = None) -> Tensor:
+    """Each run's weighted mean cross entropy or squared error on a split, `(R,)`; see `validation_losses`."""
+    return mean_over_samples(validation_losses(network, split, config, members), split.weight)
 
 
 @torch.no_grad()
-def validation_losses(network: RunGroup, split: Any, config: TrainConfig) -> Tensor:
-    """Each run's cross entropy or squared error on every sample of a split, `(R, N)`."""
+def validation_losses(network: RunGroup, split: Any, config: TrainConfig, members: Tensor | None = None) -> Tensor:
+    """Each run's cross entropy or squared error on every sample of a split, `(R, N)`.
+
+    `members` is as in `ValidationSet`.
+    """
     training = network.training
     network.eval()
-    members = network.num_runs * network.num_members
-    rows = chunk_rows(network, members, itemsize=config.dtype.itemsize, max_rows=CHUNK)
-    scores = TASKS[config.task].scores
-    losses = [scores(network.predict(x).to(config.dtype), y) for x, y in split.chunks(rows)]
+    count = network.num_runs * network.num_members
+    rows = chunk_rows(network, count, itemsize=config.dtype.itemsize, max_rows=CHUNK)
+    task, losses, done = TASKS[config.task], [], 0
+    for x, y in split.chunks(rows):
+        logits = network.predict(x).to(config.dtype)
+        if members is None:
+            losses.append(task.scores(logits, y))
+        else:
+            mixture = partial_mixture(logits, members[:, done : done + len(y)], config)
+            losses.append(task.mixture_scores(mixture, y.expand(len(logits), *y.shape)))
+        done += len(y)
     network.train(training)
     return torch.cat(losses, 1)

@@ -290,6 +290,8 @@ class BatchFeed:
         weight = self.batches.weights_many(self.seeds, epoch, within, streams=self.streams)
         if weight is not None:
             weight = self._arrange(weight / self.mean_weight)
+            if weight.ndim == 4:  # (R, K, K, B): each stream is of one member
+                weight = weight.diagonal(dim1=1, dim2=2).movedim(-1, 1)
         return map_inputs(self._arrange, x), self._arrange(y), weight
 
     def _arrange(self, values: Tensor) -> Tensor:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchace.lab.data import Batches, Split
 from torchace.lab.schema.hyperparameters import Hyperparameters
@@ -16,9 +16,10 @@ from torchace.lab.schema.results import Failure
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.early_stopping import ValidationSet, validation_losses
 from torchace.lab.training.loop import FitResult, fit
-from torchace.lab.training.memory import check_memory, count_parameters
+from torchace.lab.training.memory import check_memory, chunk_rows, count_parameters
 from torchace.lab.training.objective import mean_over_samples
 from torchace.lab.training.run_group import RunGroup
+from torchace.lab.training.scaling import scale_inputs
 from torchace.lab.training.seeding import torch_seed
 from torchace.lab.training.tasks import TASKS
 from torchace.models import mlp
@@ -27,7 +28,7 @@ from torchace.nn import Ensemble, StackedEnsemble
 
 @dataclass(frozen=True)
 class MemberPlan:
-    """Architecture and training of an ensemble on standardised vectors, without λ and seed."""
+    """Architecture and training of an ensemble on encoded vectors, without λ and seed."""
 
     task: str  # "classification" or "regression"
     num_members: int = 10
@@ -41,6 +42,12 @@ class MemberPlan:
     label_smoothing: float = 0.0
     patience: int | None = None  # epochs; None: no early stopping
     precision: str = "float64"
+    encoding: str = "standard"  # otherwise, every input has a learnt scale
+
+    def member(self, num_features: int, num_outputs: int) -> nn.Module:
+        """Return a new member."""
+        network = mlp(num_features, self.hidden, num_outputs)
+        return network if self.encoding == "standard" else scale_inputs(network)
 
     @classmethod
     def from_hyperparameters(cls, task: str, values: Hyperparameters) -> MemberPlan:
@@ -80,6 +87,13 @@ class TrainedGroup:
         """Failure of a run, or None."""
         return self.fitted.failures.get(run)
 
+    @torch.no_grad()
+    def logits(self, run: int, x: Tensor) -> Iterator[Tensor]:
+        """Members' logits or predictions in chunks, `(K, n, C)`, in float64 on the CPU."""
+        ensemble = self.ensemble(run).eval()
+        for part in x.split(chunk_rows(ensemble, ensemble.num_members, itemsize=x.itemsize)):
+            yield ensemble(part).double().cpu()
+
     def losses(self, split: Split) -> Tensor:
         """Each ensemble's cross entropy or squared error on every sample of a split, `(R, N)`."""
         return validation_losses(self.network, split, self.train_config)
@@ -105,6 +119,7 @@ def train_members(
     diversities: Sequence[float],
     seeds: Sequence[int],
     validation: Split | None = None,
+    left_out: Tensor | None = None,  # (K, N): members that predict each validation sample; None: all
     network: RunGroup | None = None,  # to train further
     **options: Any,
 ) -> TrainedGroup:
@@ -118,7 +133,9 @@ def train_members(
     train_config = plan.train_config(len(train))
     if network is None:
         network = new_run_group(plan, train.x.shape[1], num_outputs, seeds).to(train.x.device)
-    validation_set = None if plan.patience is None or validation is None else ValidationSet(validation, plan.patience)
+    validation_set = None
+    if plan.patience is not None and validation is not None:
+        validation_set = ValidationSet(validation, plan.patience, left_out)
     batches = Batches(train, len(train) // plan.steps_per_epoch(len(train)), dtype=train_config.dtype)
     fitted = fit(
         network, batches, train_config, diversities=diversities, seeds=seeds, validation=validation_set, **options
@@ -130,14 +147,14 @@ def new_run_group(plan: MemberPlan, num_features: int, num_outputs: int, seeds: 
     """Untrained runs; initial weights depend only on the seed and the member's index."""
     dtype = plan.train_config(1).dtype
     with torch.device("meta"):
-        member = count_parameters(mlp(num_features, plan.hidden, num_outputs))
+        member = count_parameters(plan.member(num_features, num_outputs))
     check_memory(len(seeds) * plan.num_members * member, dtype)
     runs = []
     for seed in seeds:
         members = []
         for k in range(plan.num_members):
             with torch_seed(seed, "member", k):
-                members.append(mlp(num_features, plan.hidden, num_outputs).to(dtype))
+                members.append(plan.member(num_features, num_outputs).to(dtype))
         runs.append(Ensemble(members, link=TASKS[plan.task].link))
     return RunGroup(runs)
 

@@ -23,10 +23,10 @@ class Objective(NamedTuple):
 def compute_objective(
     logits: Tensor,  # (R, K, B, C), detached
     y: Tensor,  # (R, B), or (R, K, B) with own batches; (..., M) for numbers and labels
-    weight: Tensor | None,  # first axes of y, relative to the training set's mean
+    weight: Tensor | None,  # first axes of y, or (R, K, B); relative to the training set's mean
     diversity: Tensor,  # (R,)
     active: Tensor,  # (R,): False for stopped runs
-    mixture: Tensor | None,  # (R, K·B, C) for exchanged batches, (R, B, C) for members on other ranks
+    mixture: Tensor | None,  # (R, K·B, C) for exchanged batches, (R, B, C) for members on other ranks or own weights
     config: TrainConfig,
     *,
     num_members: int | None = None,
@@ -42,7 +42,8 @@ def compute_objective(
     num_runs, local_members, size = logits.shape[:3]
     num_members, batch_size = num_members or local_members, batch_size or size
     own, task = config.batches != "shared", TASKS[config.task]
-    scale = active.to(config.dtype).view(-1, *[1] * (1 + own)) / batch_size
+    by_member = weight is not None and weight.ndim == 3  # (R, K, B)
+    scale = active.to(config.dtype).view(-1, *[1] * (1 + (own or by_member))) / batch_size
     if weight is not None:
         scale = scale * weight
     if config.detach_others:
@@ -56,7 +57,7 @@ def compute_objective(
             losses = member_losses(
                 z, y, diversity, mixture, config, num_members=num_members, label_smoothing=label_smoothing
             )
-            losses = (losses * (scale if own else scale.unsqueeze(1))).sum(2)
+            losses = (losses * (scale if scale.ndim == 3 else scale.unsqueeze(1))).sum(2)
         (gradient,) = torch.autograd.grad(losses.sum(), z)
         if own:
             logits, y = logits.flatten(1, 2).unsqueeze(1), y.flatten(1, 2)
@@ -68,10 +69,10 @@ def compute_objective(
     if own and config.detach_others:
         losses, scores = losses.view(num_runs, local_members), scores.view(num_runs, -1)
         gradient = gradient.squeeze(1).unflatten(0, (num_runs, local_members))
-    elif not own and mixture is not None:  # some members are on other ranks
+    elif not own and mixture is not None:  # some members are on other ranks, or do not train on a sample
         scores = task.mixture_scores(mixture, y)
     if weight is not None:
-        scores = scores * weight.flatten(1)
+        scores = scores * (weight.mean(1) if by_member and not own else weight.flatten(1))
     count = batch_size * num_members if own else batch_size
     return Objective(losses, scores.mean(-1) if count == scores.shape[-1] else scores.sum(-1) / count, gradient)
 
@@ -94,6 +95,13 @@ def member_losses(
 def ensemble_predictions(logits: Tensor, config: TrainConfig) -> Tensor:
     """Each run's ensemble prediction, `(R, N, C)`, from its members' logits `(R, K, N, C)`."""
     return member_predictions(logits, config).mean(1)
+
+
+def partial_mixture(logits: Tensor, members: Tensor, config: TrainConfig) -> Tensor:
+    """Mean prediction of some members of each run, `(R, N, C)`: `members` is `(K, N)` or `(R, K, N)`; 0 for none."""
+    share = members.to(config.dtype)
+    share = share / share.sum(-2, keepdim=True).clamp_min(1)
+    return (member_predictions(logits, config) * share.unsqueeze(-1)).sum(1)
 
 
 def member_predictions(logits: Tensor, config: TrainConfig) -> Tensor:

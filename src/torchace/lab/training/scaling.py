@@ -1,95 +1,121 @@
-"""Standardisation of inputs and targets, and its inverse in a trained ensemble."""
+"""Scales of targets, learnt scales of inputs and temperatures, and their place in a trained ensemble's weights."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from torchace.lab.data import Split
-from torchace.models.encoder import TableEncoder
+from torchace.lab.data.encoding import mean_and_std
 from torchace.nn import Ensemble, StackedEnsemble
+
+INPUT_RATE = 6.0  # learning rate of an input's scale, relative to that of the weights
+MAX_TEMPERATURE = 5.0
 
 
 @dataclass(frozen=True)
 class Scaler:
-    """Mean and standard deviation of each column, `(D,)` in float64; 1 for the deviation of a constant column."""
+    """Mean and standard deviation of each column, `(M,)` in float64; 1 for the deviation of a constant column."""
 
     mean: Tensor
     std: Tensor
 
     @classmethod
-    def fit(cls, values: Tensor, weight: Tensor | None = None) -> Scaler:
-        """Scaler of a matrix `(N, D)` with sample weights `(N,)`."""
-        share = torch.ones(len(values), dtype=torch.float64) if weight is None else weight.double()
-        share = (share / share.sum())[:, None]
-        scratch = share * values  # reused below to save memory
-        mean = scratch.sum(0)
-        std = torch.sub(values, mean, out=scratch).square_().mul_(share).sum(0).sqrt()
-        highest, lowest = values.amax(0), values.amin(0)
-        constant = highest == lowest  # std is not exactly 0 after rounding
-        if not ((std > 0) & std.isfinite() | constant).all():  # squares over- or underflow
-            torch.sub(values, mean, out=scratch)
-            unit = torch.maximum(highest - mean, mean - lowest)
-            unit = torch.where(unit > 0, unit, 1.0)
-            std = scratch.div_(unit).square_().mul_(share).sum(0).sqrt_().mul_(unit)
-        return cls(mean, torch.where(constant | (std == 0), 1.0, std))
+    def fit(cls, values: NDArray[np.float64], weight: NDArray[np.float64] | None = None) -> Scaler:
+        """Scaler of a matrix `(N, M)` with sample weights `(N,)`."""
+        statistics = torch.tensor([mean_and_std(column, weight) for column in values.T], dtype=torch.float64)
+        return cls(statistics[:, 0], torch.where(statistics[:, 1] > 0, statistics[:, 1], 1.0))
 
     def transform(self, values: Tensor) -> Tensor:
-        """Standardise values `(N, D)`."""
+        """Standardise values `(N, M)`."""
         return (values - self.mean).div_(self.std)
 
     def inverse_transform(self, values: Tensor) -> Tensor:
         """Convert standardised values to their units."""
         return values * self.std + self.mean
 
-    def encoder(self) -> TableEncoder:
-        """Module that transforms, saved with a model."""
-        columns = list(range(len(self.mean)))
-        return TableEncoder.from_values(
-            num_columns=len(columns),
-            mean=self.mean.tolist(),
-            std=self.std.tolist(),
-            number_columns=columns,
-            indicator_columns=[],
-            code_columns=[],
-            codes=[],
-        ).double()
+
+class ScaledLinear(nn.Linear):
+    """A linear layer with a learnt factor for each input, which starts at 1.
+
+    The factor is `INPUT_RATE` times a parameter, so that Adam changes it as much faster than the weights. It multiplies
+    the weights and not the inputs: members that share an input are then one product.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.scale = nn.Parameter(torch.full((linear.in_features,), 1 / INPUT_RATE, dtype=linear.weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product."""
+        return F.linear(x, self.weight * (INPUT_RATE * self.scale), self.bias)
+
+    def plain(self) -> nn.Linear:
+        """Return an equal layer without factors."""
+        linear = nn.Linear(self.in_features, self.out_features, device="meta")  # draws no random numbers
+        linear.weight = nn.Parameter((self.weight * (INPUT_RATE * self.scale)).detach())
+        linear.bias = self.bias
+        return linear
 
 
-@dataclass(frozen=True)
-class SplitScaler:
-    """Scalers of inputs and, for regression, of targets."""
-
-    inputs: Scaler
-    targets: Scaler | None
-
-    @classmethod
-    def fit(cls, train: Split) -> SplitScaler:
-        """Learn from training samples: `x` `(N, D)`; `y` class indices, or numbers `(N, M)`."""
-        targets = Scaler.fit(train.y, train.weight) if train.y.is_floating_point() else None
-        return cls(Scaler.fit(train.x, train.weight), targets)
-
-    def transform(self, split: Split, dtype: torch.dtype, device: torch.device | str = "cpu") -> Split:
-        """Standardise a split, in `dtype` on `device`."""
-        y = split.y if self.targets is None else self.targets.transform(split.y).to(dtype)
-        weight = None if split.weight is None else split.weight.to(dtype)
-        return Split(self.inputs.transform(split.x).to(dtype), y, weight).to(device)
+def scale_inputs(network: nn.Sequential) -> nn.Sequential:
+    """Replace the first layer of an `mlp` by one with a learnt scale for each input."""
+    name = _first_linear(network)
+    setattr(network, name, ScaledLinear(network.get_submodule(name)))  # type: ignore[arg-type]
+    return network
 
 
-def assemble_ensemble(encoder: nn.Module, stacked: StackedEnsemble, targets: Scaler | None) -> Ensemble:
+def _first_linear(network: nn.Sequential) -> str:
+    return next(name for name, layer in network.named_children() if isinstance(layer, nn.Linear))
+
+
+def fit_temperature(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> float:
+    """Temperature that minimises the ensemble's cross entropy, in [1 / `MAX_TEMPERATURE`, `MAX_TEMPERATURE`].
+
+    It divides the logits `(K, N, C)` of each member; rows of NaN are of members that do not predict the sample.
+    `target` is `(N,)`, and `weight` too.
+    """
+    from scipy.optimize import minimize_scalar  # type: ignore[import-untyped]
+
+    predicts = ~logits[..., 0].isnan()  # (K, N)
+    index = target[None, :, None].expand(len(logits), -1, -1)
+    share = torch.ones_like(logits[0, :, 0]) if weight is None else weight
+    share = share / share.sum()
+
+    def cross_entropy(log_temperature: float) -> float:
+        log_q = (logits / math.exp(log_temperature)).log_softmax(2).gather(2, index).squeeze(2)
+        hits = log_q.masked_fill(~predicts, -torch.inf).logsumexp(0) - predicts.sum(0).log()
+        return -float((share * hits).sum())
+
+    bound = math.log(MAX_TEMPERATURE)
+    return math.exp(minimize_scalar(cross_entropy, bounds=(-bound, bound), method="bounded").x)
+
+
+def assemble_ensemble(
+    encoder: nn.Module, stacked: StackedEnsemble, targets: Scaler | None = None, temperature: float = 1.0
+) -> Ensemble:
     """Ensemble from raw inputs to predictions in the targets' units, on the CPU in float64.
 
-    The inverse scaling of regression targets is folded into the members' last layers.
+    Learnt scales of inputs become part of the members' first layers; the inverse scaling of regression targets, or the
+    temperature that divides logits, of their last.
     """
     members = [member.cpu().double() for member in stacked.unstack()]
-    if targets is not None:
-        with torch.no_grad():
-            for member in members:
-                last = member.get_submodule("fc")
-                last.weight.mul_(targets.std[:, None])  # type: ignore[operator]
-                last.bias.mul_(targets.std).add_(targets.mean)  # type: ignore[operator]
+    with torch.no_grad():
+        for member in members:
+            name = _first_linear(member)  # type: ignore[arg-type]
+            first = member.get_submodule(name)
+            if isinstance(first, ScaledLinear):
+                setattr(member, name, first.plain())
+            last: nn.Linear = member.get_submodule("fc")  # type: ignore[assignment]
+            std, mean = (1 / temperature, 0.0) if targets is None else (targets.std, targets.mean)
+            last.weight.mul_(std if isinstance(std, float) else std[:, None])
+            last.bias.mul_(std).add_(mean)
     ensemble = Ensemble(members, trunk=encoder, link=stacked.link)
     ensemble.requires_grad_(False)
     return ensemble.eval()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchace.lab.data.inputs import Inputs, map_inputs
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.nonfinite import all_finite, first_nonfinite
-from torchace.lab.training.objective import compute_objective, ensemble_predictions, member_predictions
+from torchace.lab.training.objective import compute_objective, ensemble_predictions, member_predictions, partial_mixture
 from torchace.lab.training.run_group import RunGroup
 
 
@@ -42,7 +42,7 @@ class TrainStep:
         self,
         x: Inputs,  # (R, B, ...), or (R, K, B, ...) with own batches
         y: Tensor,  # (R, B) or (R, K, B); (..., M) for numbers and labels
-        weight: Tensor | None,  # first axes of y, relative to the training set's mean
+        weight: Tensor | None,  # first axes of y, or (R, K, B); relative to the training set's mean
         diversity: Tensor,  # (R,)
         active: Tensor,  # (R,): False for stopped runs
     ) -> StepResult:
@@ -59,7 +59,7 @@ class TrainStep:
 
         with autocast(y.device, config):
             logits = self.forward(x, own=own)  # (R, K, B, C)
-        mixture = self._mixture(logits.detach(), others)
+        mixture = self._mixture(logits.detach(), others, weight)
         losses, score, gradient = compute_objective(
             logits.detach(),
             y,
@@ -84,9 +84,11 @@ class TrainStep:
             score = score / ranks.members  # each rank has the whole ensemble's score
         return StepResult(losses, score, nonfinite)
 
-    def _mixture(self, logits: Tensor, others: Tensor | None) -> Tensor | None:
+    def _mixture(self, logits: Tensor, others: Tensor | None, weight: Tensor | None) -> Tensor | None:
         """Ensemble's prediction, if the loss cannot compute it from the logits."""
         network, ranks = self.network, self.network.ranks
+        if weight is not None and weight.ndim == 3 and self.config.batches == "shared":
+            return partial_mixture(logits, weight > 0, self.config)  # of the members that train on the sample
         if others is not None:
             # own share in training mode (dropout, batch statistics), as in the gradient
             return others.add(member_predictions(logits, self.config) / network.total_members).flatten(1, 2)

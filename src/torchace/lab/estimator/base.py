@@ -1,4 +1,4 @@
-"""Common base of `ACEClassifier` and `NCLRegressor`: parameters, training, prediction, files."""
+"""Common base of `ACEClassifier` and `NCLRegressor`: parameters, training, prediction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import numpy as np
 import torch
@@ -16,24 +16,32 @@ from joblib import effective_n_jobs
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted
 from torch import Tensor, nn
 
+from torchace._checks import check_choice
 from torchace.lab.data import Split, hashed_key, permutation, stratified_split
-from torchace.lab.data.columns import Column
-from torchace.lab.data.encoding import Encoding, NumberColumn, TargetScale
-from torchace.lab.data.table_schema import Schema, Target
+from torchace.lab.data.encoding import Encoding
+from torchace.lab.data.folds import NUM_FOLDS, assign_folds
+from torchace.lab.data.table_schema import Target
+from torchace.lab.estimator.files import load_estimator, save_estimator, to_python
+from torchace.lab.estimator.inputs import learn_inputs, raw_matrix, read_inputs, read_inputs_and_targets, target_name
+from torchace.lab.estimator.out_of_fold import OutOfFold, collect_out_of_fold
 from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters
-from torchace.lab.store import finite
 from torchace.lab.training.config import make_optimizer
 from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_group, resolve_device, train_members
 from torchace.lab.training.memory import chunk_rows, collect_chunks
-from torchace.lab.training.scaling import SplitScaler, assemble_ensemble
+from torchace.lab.training.scaling import Scaler, assemble_ensemble
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
 from torchace.lab.tuning.search import SearchProblem
-from torchace.models.encoder import TableEncoder
 from torchace.nn import Ensemble
-from torchace.saving import ModelFileError, load_model, save_model
+
+if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-untyped]
+
+STOPPING = (True, False, "auto", "folds")
+MIN_FOLD_ROWS = 200  # early_stopping="auto": fewer samples are trained for all epochs
+ENCODE_ROWS = 65_536  # encoded at once
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,6 @@ class _TrainingState:
 
     seed: int
     plan: MemberPlan
-    scaler: SplitScaler
     calls: int = 0
     optimizer: dict[str, Any] | None = None
     weight: float = 0.0  # sum so far
@@ -61,8 +68,17 @@ class _FittedEstimator(BaseEstimator, ABC):  # type: ignore[misc]
     _num_outputs: int
     _network: nn.Module
     _state: _TrainingState
+    _encoding: Encoding
+    _target_scaler: Scaler | None
     ensemble_: Ensemble
     tuning_: TunedDiversity | None
+    temperature_: float
+    oof_score_: float | None
+    oof_predictions_: NDArray[np.float64] | None
+
+    def _squeeze(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Predictions `(N, C)` in the shape of the estimator's."""
+        return values
 
     @abstractmethod
     def _learn_targets(self, y: NDArray[Any]) -> None:
@@ -88,32 +104,46 @@ class Estimator(_FittedEstimator):
     num_members: int = 10
     _: KW_ONLY
     hidden: int | tuple[int, ...] = (64,)
-    diversity: float | str = 0.5
+    diversity: float | str = 0.0
+    encoding: str = "auto"
     epochs: int = 100
     batch_size: int = 128
     learning_rate: float = 3e-3
     weight_decay: float = 1e-2
     schedule: str | None = None
     batches: str = "shared"
-    early_stopping: bool = False
+    early_stopping: bool | str = "auto"
     validation_fraction: float = 0.2
     patience: int = 10
     random_state: Any = None
     device: str = "auto"
     n_jobs: int | None = None
 
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        return tags
+
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
+    def fit(
+        self,
+        X: ArrayLike,
+        y: ArrayLike,
+        sample_weight: ArrayLike | None = None,
+        groups: ArrayLike | None = None,
+    ) -> Self:
         """Train the members.
 
         Args:
-            X: Samples `(N, D)` without missing values; scaled internally. float64 is trained in float64.
+            X: Samples `(N, D)`: numbers, or a DataFrame with numbers, categories and dates. NaN is a missing value.
+                float64 is trained in float64.
             y: Targets `(N,)`.
             sample_weight: Weight of each sample, `(N,)`; 0 leaves it out.
+            groups: Labels `(N,)`; samples of one group are in one fold, such as the visits of one patient.
         """
         with self._replace_when_done() as new:
-            new._fit(X, y, sample_weight)
+            new._fit(X, y, sample_weight, groups)
         return self
 
     @contextmanager
@@ -123,34 +153,65 @@ class Estimator(_FittedEstimator):
         yield new
         self.__dict__ = new.__dict__
 
-    def _fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None) -> None:
+    def _fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None, groups: ArrayLike | None) -> None:
         plan = self._plan()
-        X, y = self._validate(X, y, reset=True)
-        plan = replace(plan, precision=str(X.dtype))
+        table, y = self._validate(X, y, reset=True)
         self._learn_targets(y)
-        samples, seed = self._samples(X, y, sample_weight), self._draw_seed()
+        weight = self._positive_weight(table, y, sample_weight)
+        self._learn_scales(table, y, weight)
+        plan, seed = replace(plan, precision=_precision(table)), self._draw_seed()
+        samples, used = self._samples(table, y, weight, plan)
+        folds = None
+        if self._stops_on_folds(len(samples)):
+            groups = None if groups is None else np.asarray(groups)[used]
+            raw = raw_matrix(self._encoding, table[used])
+            folds = assign_folds(raw, samples.y.cpu(), seed=seed, weight=samples.weight, groups=groups)
+        elif self.early_stopping == "auto":
+            plan = replace(plan, patience=None)
         with self._threads():
             self.tuning_ = self._tune(plan, samples, seed) if self.diversity == "auto" else None
             self.diversity_ = float(self.diversity if self.tuning_ is None else self.tuning_.diversity)
-            validation = None
-            if self.early_stopping:
-                samples, validation = self._hold_out(samples, hashed_key(seed, "early stopping"))
-            scaler = SplitScaler.fit(samples)
-            train = self._scale(scaler, samples, plan)
-            if validation is not None:
-                validation = self._scale(scaler, validation, plan)
-            trained = self._train(plan, train, seed, validation=validation)
+            trained, held_out = self._train_and_stop(plan, samples, seed, folds)
         self.history_ = _history(trained)
-        self._finish(trained, scaler)
-        self._state = _TrainingState(seed, plan, scaler).add(samples)
+        self._finish(trained, held_out)
+        self.oof_predictions_ = None if held_out is None or folds is None else self._squeeze(held_out.expand(used))
+        self._state = _TrainingState(seed, plan).add(samples)
+
+    def _train_and_stop(
+        self, plan: MemberPlan, samples: Split, seed: int, folds: Tensor | None
+    ) -> tuple[TrainedGroup, OutOfFold | None]:
+        """Train, and predict the samples that stopped the training."""
+        if plan.patience is None:
+            return self._train(plan, samples, seed), None
+        if folds is None:
+            train, validation = self._hold_out(samples, hashed_key(seed, "early stopping"))
+            trained = self._train(plan, train, seed, validation=validation)
+            return trained, collect_out_of_fold(trained, validation, None, self._target_scaler)
+        members = torch.arange(plan.num_members) % NUM_FOLDS
+        left_out = (members[:, None] == folds).to(samples.x.device)  # (K, N)
+        weight = torch.ones_like(samples.x[:, 0]) if samples.weight is None else samples.weight
+        weight = weight * ~left_out
+        train = replace(samples, weight=weight / weight.mean(1, keepdim=True))
+        covered = left_out.any(0)
+        validation, left_out = samples.take(covered), left_out[:, covered]
+        trained = self._train(plan, train, seed, validation=validation, left_out=left_out)
+        out = collect_out_of_fold(trained, validation, left_out, self._target_scaler)
+        return trained, replace(out, rows=covered.nonzero().flatten().cpu().numpy())
+
+    def _stops_on_folds(self, num_samples: int) -> bool:
+        if self.early_stopping == "folds" and num_samples < NUM_FOLDS:
+            raise ValueError(
+                f"Expected at least {NUM_FOLDS} samples for early_stopping='folds', but got {num_samples}. Give more, "
+                "or use early_stopping=False."
+            )
+        return self.early_stopping == "folds" or (self.early_stopping == "auto" and num_samples >= MIN_FOLD_ROWS)
 
     def _tune(self, plan: MemberPlan, samples: Split, seed: int) -> TunedDiversity:
         """Choose λ on one held-out part and measure its gain on another."""
         rest, test = self._hold_out(samples, hashed_key(seed, "check"))
         train, validation = self._hold_out(rest, hashed_key(seed, "validation"))
-        scaler = SplitScaler.fit(train)
-        train, validation, test = (self._scale(scaler, part, plan) for part in (train, validation, test))
-        variance = 1.0 if scaler.targets is None else float(scaler.targets.std.square().mean())
+        scaler = self._target_scaler
+        variance = 1.0 if scaler is None else float(scaler.std.square().mean())
         variance = variance if 1e-50 < variance < 1e50 else 1.0  # else scores of scaled targets: no overflow
         problem = SearchProblem(plan, train, validation, self._num_outputs, seed)
         return GridSearch(problem, test=test, test_name="held-out", score_scale=variance).run()
@@ -163,36 +224,41 @@ class Estimator(_FittedEstimator):
             raise ValueError("A loaded model cannot be trained further; call fit to train it from the start.")
         return True
 
-    def _partial_fit(self, X: NDArray[Any], y: NDArray[Any], sample_weight: ArrayLike | None, first: bool) -> None:
-        """Train one epoch; the samples of the first call determine the scaling."""
+    def _partial_fit(
+        self, table: NDArray[Any] | DataFrame, y: NDArray[Any], sample_weight: ArrayLike | None, first: bool
+    ) -> None:
+        """Train one epoch; the samples of the first call determine the encoding."""
         if first and self.diversity == "auto":
             raise ValueError(
                 "Expected `diversity` to be a number for partial_fit, but got 'auto', which needs all samples at once. "
                 "Use fit, or give a number."
             )
-        samples = self._samples(X, y, sample_weight)
+        weight = self._positive_weight(table, y, sample_weight)
         if first:
-            plan = replace(self._plan(), precision=str(X.dtype))
-            self._state = _TrainingState(self._draw_seed(), plan, SplitScaler.fit(samples))
+            plan = replace(self._plan(), precision=_precision(table))
+            self._state = _TrainingState(self._draw_seed(), plan)
             self.tuning_, self.history_, self.diversity_ = None, [], float(self.diversity)
-            self._network = new_run_group(plan, X.shape[1], self._num_outputs, [self._state.seed])
+            self.oof_predictions_ = None
+            self._learn_scales(table, y, weight)
+            num_features = self._encoding.num_features
+            self._network = new_run_group(plan, num_features, self._num_outputs, [self._state.seed])
+        plan = replace(self._state.plan, epochs=1, schedule="constant", patience=None)
+        samples, _ = self._samples(table, y, weight, plan)
         state = self._state.add(samples)
         mean_weight = state.weight / state.samples
         if samples.weight is None and mean_weight != 1:  # earlier samples had weights
-            samples = replace(samples, weight=torch.ones(len(samples), dtype=torch.float64))
-        plan = replace(state.plan, epochs=1, schedule="constant", patience=None)
-        train = self._scale(state.scaler, samples, plan)
-        network = copy.deepcopy(self._network).to(train.x.device)
+            samples = replace(samples, weight=torch.ones_like(samples.x[:, 0]))
+        network = copy.deepcopy(self._network).to(samples.x.device)
         optimizer = make_optimizer(plan.train_config(len(samples)), list(network.parameters()))
         if state.optimizer is not None:
             optimizer.load_state_dict(copy.deepcopy(state.optimizer))  # loading does not copy tensors
         seed = hashed_key(state.seed, "partial fit", state.calls)
         with self._threads():
             options = {"network": network, "optimizer": optimizer, "mean_weight": mean_weight}
-            trained = self._train(plan, train, seed, **options)
+            trained = self._train(plan, samples, seed, **options)
         self.history_ = [*self.history_, {**_history(trained)[0], "epoch": len(self.history_) + 1}]
         self._state = replace(state, calls=state.calls + 1, optimizer=optimizer.state_dict())
-        self._finish(trained, state.scaler)
+        self._finish(trained, None)
 
     def _train(self, plan: MemberPlan, train: Split, seed: int, **options: Any) -> TrainedGroup:
         trained = train_members(plan, train, self._num_outputs, diversities=[self.diversity_], seeds=[seed], **options)
@@ -203,47 +269,78 @@ class Estimator(_FittedEstimator):
             )
         return trained
 
-    def _finish(self, trained: TrainedGroup, scaler: SplitScaler) -> None:
+    def _finish(self, trained: TrainedGroup, held_out: OutOfFold | None) -> None:
         self._network = trained.network.cpu()
-        self.ensemble_ = assemble_ensemble(scaler.inputs.encoder(), trained.ensemble(0), scaler.targets)
+        self.temperature_ = 1.0 if held_out is None else held_out.temperature
+        self.oof_score_ = None if held_out is None else held_out.score
+        self.ensemble_ = assemble_ensemble(
+            self._encoding.encoder(), trained.ensemble(0), self._target_scaler, self.temperature_
+        )
 
     # -- inputs -------------------------------------------------------------------------------------------------------
 
     def _plan(self) -> MemberPlan:
         """Plan of the checked parameters."""
         names = Hyperparameters.model_fields.keys() & self.get_params()
-        values = {name: _to_python(getattr(self, name)) for name in names}
+        values = {name: to_python(getattr(self, name)) for name in names}
         if isinstance(values["hidden"], int):
             values["hidden"] = [values["hidden"]]
         plan = MemberPlan.from_hyperparameters(self._task, check_hyperparameters("`{}`".format, **values))
         resolve_device(self.device)
+        check_choice(self.early_stopping, "early_stopping", STOPPING)
         return plan if self.early_stopping else replace(plan, patience=None)
 
     def _validate(
         self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
-        dtypes = [np.float64, np.float32]
-        checked = validate_data(self, X, y, reset=reset, dtype=dtypes, order="C", **options)
-        return cast(tuple[NDArray[Any], NDArray[Any]], checked)
+    ) -> tuple[NDArray[Any] | DataFrame, NDArray[Any]]:
+        return read_inputs_and_targets(self, X, y, reset=reset, **options)
 
-    def _samples(self, X: NDArray[Any], y: NDArray[Any], sample_weight: ArrayLike | None) -> Split:
-        """Unscaled samples without those of weight 0."""
-        weight = self._sample_weight(X, y, sample_weight)
-        targets = torch.from_numpy(self._encode_targets(y))
-        samples = Split(torch.tensor(X, dtype=torch.float64), targets, None if weight is None else torch.tensor(weight))
-        if weight is None:
-            return samples
-        if not (weight > 0).any():
+    def _learn_scales(
+        self, table: NDArray[Any] | DataFrame, y: NDArray[Any], weight: NDArray[np.float64] | None
+    ) -> None:
+        """Learn the encoding of the inputs and the scale of a regression's targets."""
+        names = list(map(str, getattr(self, "feature_names_in_", [f"x{i}" for i in range(self.n_features_in_)])))
+        classes = tuple(self.classes_.tolist()) if self._task == "classification" else ()
+        target = Target(target_name(names), self._task, classes)
+        weights = np.ones(len(y)) if weight is None else weight
+        self._encoding = learn_inputs(table, names, target, self.encoding, weights)
+        self._target_scaler = None
+        if self._task == "regression":
+            self._target_scaler = Scaler.fit(self._encode_targets(y), weights)
+
+    def _positive_weight(
+        self, table: NDArray[Any] | DataFrame, y: NDArray[Any], sample_weight: ArrayLike | None
+    ) -> NDArray[np.float64] | None:
+        weight = self._sample_weight(table, y, sample_weight)
+        if weight is not None and not (weight > 0).any():
             raise ValueError(
                 "Expected a `sample_weight` above 0 for some sample, but all are 0. Give a positive weight to some."
             )
-        return samples.take(torch.from_numpy(weight > 0))
+        return weight
 
-    def _sample_weight(self, X: NDArray[Any], y: NDArray[Any], sample_weight: ArrayLike | None) -> NDArray[Any] | None:
+    def _sample_weight(
+        self, table: NDArray[Any] | DataFrame, y: NDArray[Any], sample_weight: ArrayLike | None
+    ) -> NDArray[Any] | None:
         if sample_weight is None:
             return None
-        weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True, copy=True)
+        weight = _check_sample_weight(sample_weight, table, dtype=np.float64, ensure_non_negative=True, copy=True)
         return cast(NDArray[Any], weight)
+
+    def _samples(
+        self, table: NDArray[Any] | DataFrame, y: NDArray[Any], weight: NDArray[Any] | None, plan: MemberPlan
+    ) -> tuple[Split, NDArray[np.bool_]]:
+        """Encoded samples on the device, without those of weight 0, and the mask `(N,)` of these samples."""
+        used = np.ones(len(y), dtype=bool) if weight is None else weight > 0
+        dtype, device = plan.train_config(1).dtype, resolve_device(self.device)
+        raw, encoder = raw_matrix(self._encoding, table[used]), self._encoding.encoder().to(dtype)
+        x = torch.empty(len(raw), encoder.num_features, dtype=dtype)
+        for start in range(0, len(raw), ENCODE_ROWS):
+            x[start : start + ENCODE_ROWS] = encoder(raw[start : start + ENCODE_ROWS])
+        targets = torch.from_numpy(self._encode_targets(y[used]))
+        if self._target_scaler is not None:
+            targets = self._target_scaler.transform(targets).to(dtype)
+        share = None if weight is None else torch.tensor(weight[used], dtype=dtype)
+        return Split(x, targets, share).to(device), used
 
     def _hold_out(self, samples: Split, seed: int) -> tuple[Split, Split]:
         """Rest and validation fraction, stratified by class."""
@@ -257,9 +354,6 @@ class Estimator(_FittedEstimator):
             return stratified_split(samples, count, seed=seed)
         order = permutation(seed, "held out", count=len(samples))
         return samples.take(order[count:].sort().values), samples.take(order[:count].sort().values)
-
-    def _scale(self, scaler: SplitScaler, samples: Split, plan: MemberPlan) -> Split:
-        return scaler.transform(samples, plan.train_config(1).dtype, resolve_device(self.device))
 
     def _draw_seed(self) -> int:
         return int(check_random_state(self.random_state).randint(2**31 - 1))
@@ -279,18 +373,18 @@ class Estimator(_FittedEstimator):
 
     @property
     def members_(self) -> list[nn.Module]:
-        """Members: modules that map scaled inputs to logits, or to predictions."""
+        """Members: modules that map encoded inputs to logits, or to predictions."""
         check_is_fitted(self)
         return list(self.ensemble_)
 
     def _predict(self, X: ArrayLike, *functions: Callable[[Tensor], Tensor]) -> list[NDArray[Any]]:
         """Apply functions to the members' logits or predictions, in chunks `(K, n, C)`."""
         check_is_fitted(self)
-        samples: NDArray[Any] = validate_data(self, X, reset=False, dtype=[np.float64, np.float32], order="C")
+        table = read_inputs(self, X, reset=False)
         rows = chunk_rows(self.ensemble_, self.ensemble_.num_members)
-        parts = (torch.tensor(samples[i : i + rows], dtype=torch.float64) for i in range(0, len(samples), rows))
+        parts = (raw_matrix(self._encoding, table[i : i + rows]) for i in range(0, len(table), rows))
         with self._threads(), torch.no_grad():
-            values = collect_chunks(map(self.ensemble_, parts), len(samples), *functions)
+            values = collect_chunks(map(self.ensemble_, parts), len(table), *functions)
         return [value.numpy() for value in values]
 
     # -- files --------------------------------------------------------------------------------------------------------
@@ -298,33 +392,7 @@ class Estimator(_FittedEstimator):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the trained estimator as a model directory (safetensors and JSON), for `load`."""
         check_is_fitted(self)
-        params = {name: _to_json(value) for name, value in self.get_params(deep=False).items()}
-        names = getattr(self, "feature_names_in_", None)
-        extra = {
-            "estimator": type(self).__name__,
-            "params": {name: value for name, value in params.items() if value is not ...},
-            "n_features": self.n_features_in_,
-            "feature_names": None if names is None else [str(name) for name in names],
-            "targets": self._targets_to_json(),
-            "history": self.history_,
-            "search": None if self.tuning_ is None else finite(self.tuning_.to_json()),
-        }
-        if self._num_outputs == 1 or self._task == "classification":  # the command line predicts one target
-            extra["encoding"] = self._encoding().to_json()
-        class_names = [str(label) for label in self.classes_] if self._task == "classification" else None
-        save_model(path, self.ensemble_, diversity=self.diversity_, class_names=class_names, extra=extra)
-
-    def _encoding(self) -> Encoding:
-        """Samples as a table, so that `torchace predict` accepts the saved model."""
-        encoder = cast(TableEncoder, self.ensemble_.trunk)
-        names = list(map(str, getattr(self, "feature_names_in_", [f"x{i}" for i in range(self.n_features_in_)])))
-        classes = tuple(self.classes_.tolist()) if self._task == "classification" else ()
-        target = next(name for name in ("y", *(f"y{i}" for i in range(len(names) + 1))) if name not in names)
-        schema = Schema(tuple(Column(name, "number") for name in names), Target(target, self._task, classes))
-        statistics = zip(names, encoder.mean.tolist(), encoder.std.tolist(), strict=True)
-        columns = tuple(NumberColumn(name, mean, std, False) for name, mean, std in statistics)
-        # members of a regressor predict in the targets' units
-        return Encoding(schema, columns, TargetScale(0.0, 1.0) if self._task == "regression" else None)
+        save_estimator(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -333,29 +401,11 @@ class Estimator(_FittedEstimator):
         Raises:
             ModelFileError: The directory is damaged, or is not such an estimator.
         """
-        ensemble = load_model(path)
-        manifest = cast(Mapping[str, Any], ensemble.manifest)
-        extra = manifest["extra"] or {}
-        if not isinstance(ensemble, Ensemble) or extra.get("estimator") != cls.__name__:
-            raise ModelFileError(f"{path} holds no {cls.__name__}; read it with torchace.load_model.")
-        estimator = cls()
-        try:
-            known = estimator.get_params(deep=False)
-            estimator.set_params(**{k: _from_json(v) for k, v in extra["params"].items() if k in known})
-            estimator.n_features_in_ = int(extra["n_features"])
-            if extra["feature_names"] is not None:
-                estimator.feature_names_in_ = np.array(extra["feature_names"], dtype=object)
-            estimator._targets_from_json(extra["targets"])
-            estimator.history_ = extra["history"]
-            estimator.diversity_ = float(manifest["diversity"])
-            tuning = extra.get("search")  # older files have none
-            estimator.tuning_ = None if tuning is None else TunedDiversity.from_json(tuning)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ModelFileError(
-                f"{path} describes no {cls.__name__} that this version can read; save it again."
-            ) from error
-        estimator.ensemble_ = ensemble
-        return estimator
+        return load_estimator(cls, path)
+
+
+def _precision(table: NDArray[Any] | DataFrame) -> str:
+    return str(table.dtype) if isinstance(table, np.ndarray) else "float64"
 
 
 def _history(trained: TrainedGroup) -> list[dict[str, Any]]:
@@ -367,28 +417,3 @@ def _history(trained: TrainedGroup) -> list[dict[str, Any]]:
         }
         for entry in trained.fitted.history
     ]
-
-
-def _to_python(value: Any) -> Any:
-    """Convert numpy numbers of a parameter to Python numbers."""
-    if isinstance(value, tuple | list):
-        return [_to_python(item) for item in value]
-    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
-
-
-def _to_json(value: Any) -> Any:
-    """Convert a parameter to JSON values; an ellipsis if impossible, as for a random state."""
-    value = _to_python(value)
-    if isinstance(value, list):
-        items = [_to_json(item) for item in value]
-        return ... if ... in items else items
-    if isinstance(value, dict):
-        pairs = [[_to_json(key), _to_json(item)] for key, item in value.items()]
-        return ... if any(... in pair for pair in pairs) else {"pairs": pairs}
-    return value if value is None or isinstance(value, str | int | float | bool) else ...
-
-
-def _from_json(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(value)
-    return dict(value["pairs"]) if isinstance(value, dict) else value

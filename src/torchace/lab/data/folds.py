@@ -1,0 +1,75 @@
+"""Folds of samples for members that each leave one out."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from torchace.lab.data.rng import hashed_key, permutation
+
+NUM_FOLDS = 5
+
+
+def assign_folds(
+    raw: Tensor,
+    y: Tensor,
+    *,
+    seed: int,
+    weight: Tensor | None = None,
+    groups: ArrayLike | None = None,
+    num_folds: int = NUM_FOLDS,
+) -> Tensor:
+    """Assign every sample to a fold: `(N,)` of int64.
+
+    Identical samples share a fold, and so do those of one of the `groups` `(N,)`. Folds have about equal weight, class
+    by class. They do not depend on the order of the samples, and a weight counts as repeats of a sample.
+
+    Args:
+        raw: Samples `(N, F)`; NaN equals NaN.
+        y: Class indices `(N,)`, or numbers `(N, M)`.
+        seed: Determines the folds.
+        weight: Weights of the samples, `(N,)`.
+        groups: Labels of groups.
+        num_folds: Number of folds.
+
+    Example:
+        >>> x = torch.arange(10.0)[:, None].repeat(2, 1)
+        >>> folds = assign_folds(x, torch.arange(20) % 2, seed=0)
+        >>> torch.equal(folds[:10], folds[10:]), folds.bincount().tolist()
+        (True, [4, 4, 4, 4, 4])
+    """
+    blocks = _blocks(raw.cpu().numpy(), groups)  # (N,)
+    count = int(blocks.max()) + 1
+    share = np.ones(len(blocks)) if weight is None else weight.cpu().double().numpy()
+    size = np.bincount(blocks, share)
+    labels = np.zeros(len(blocks), dtype=np.int64) if y.is_floating_point() else y.cpu().numpy()
+    label = np.full(count, np.iinfo(np.int64).max)
+    np.minimum.at(label, blocks, labels)  # of mixed blocks, the smallest
+    order = permutation(hashed_key(seed, "folds"), count=count).numpy()
+    fold = np.empty(count, dtype=np.int64)
+    for shift, value in enumerate(np.unique(label)):
+        places = order[label[order] == value]
+        middle = size[places].cumsum() - size[places] / 2
+        fold[places] = (num_folds * middle / size[places].sum()).astype(np.int64)
+        fold[places] = (fold[places] + shift) % num_folds  # small classes start in different folds
+    return torch.from_numpy(fold[blocks])
+
+
+def _blocks(raw: NDArray[np.float64], groups: ArrayLike | None) -> NDArray[np.int64]:
+    """Number the sets of samples that share a fold, in an order that depends on their values alone."""
+    rows = np.ascontiguousarray(np.where(np.isnan(raw), np.nan, raw + 0.0))  # one NaN, no -0.0
+    keys = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).ravel()
+    same = np.unique(keys, return_inverse=True)[1].ravel()
+    if groups is None:
+        return same
+    labels = np.asarray(groups)
+    if labels.shape != same.shape:
+        raise ValueError(f"Expected `groups` with one label for each of {len(same)} samples, but got {labels.shape}.")
+    from scipy.sparse import coo_array  # type: ignore[import-untyped]
+    from scipy.sparse.csgraph import connected_components  # type: ignore[import-untyped]
+
+    names, group = np.unique(labels, return_inverse=True)
+    edges = coo_array((np.ones(len(same)), (group, len(names) + same)), shape=2 * (len(names) + int(same.max()) + 1,))
+    return connected_components(edges, directed=False)[1][group].astype(np.int64)

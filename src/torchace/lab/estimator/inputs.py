@@ -1,0 +1,121 @@
+"""Inputs of an estimator: arrays of numbers, and tables with other columns, as the raw matrix of an encoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from sklearn.utils.validation import check_array, check_consistent_length, validate_data
+from torch import Tensor
+
+from torchace.lab.data.columns import Column, check_columns
+from torchace.lab.data.encoding import (
+    CategoryColumn,
+    Encoding,
+    NumberColumn,
+    TargetScale,
+    learn_columns,
+    learn_number,
+    resolve_method,
+)
+from torchace.lab.data.errors import DataError
+from torchace.lab.data.inference import infer_columns
+from torchace.lab.data.table_schema import Schema, Target
+
+if TYPE_CHECKING:
+    from pandas import DataFrame  # type: ignore[import-untyped]
+
+DTYPES = [np.float64, np.float32]
+
+
+def read_inputs(estimator: Any, X: ArrayLike, *, reset: bool) -> NDArray[Any] | DataFrame:
+    """Check samples: return numbers `(N, D)`, or a DataFrame if some of its columns are not numbers."""
+    if not is_mixed(estimator, X, reset):
+        options = {"dtype": DTYPES, "order": "C", "ensure_all_finite": "allow-nan"}
+        return cast(NDArray[Any], validate_data(estimator, X, reset=reset, **options))
+    frame = as_frame(X, getattr(estimator, "feature_names_in_", None))
+    validate_data(estimator, frame, reset=reset, skip_check_array=True)
+    if frame is None or not len(frame):
+        raise ValueError("Expected at least one sample, but got a table without rows.")
+    return check_columns(frame)
+
+
+def read_inputs_and_targets(
+    estimator: Any, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any
+) -> tuple[NDArray[Any] | DataFrame, NDArray[Any]]:
+    """Check samples and targets; see `read_inputs`."""
+    if not is_mixed(estimator, X, reset):
+        options |= {"dtype": DTYPES, "order": "C", "ensure_all_finite": "allow-nan"}
+        return cast(tuple[NDArray[Any], NDArray[Any]], validate_data(estimator, X, y, reset=reset, **options))
+    frame = read_inputs(estimator, X, reset=reset)
+    numeric = {"dtype": np.float64} if options.get("y_numeric") else {"dtype": None}
+    targets = check_array(y, ensure_2d=False, input_name="y", **numeric)
+    check_consistent_length(frame, targets)
+    return frame, targets
+
+
+def is_mixed(estimator: Any, X: Any, reset: bool) -> bool:
+    """Whether samples are a table with other columns than numbers."""
+    if not reset and hasattr(estimator, "_encoding"):
+        return not estimator._encoding.is_plain
+    frame = as_frame(X)
+    return frame is not None and not all(_is_number(dtype) for dtype in frame.dtypes)
+
+
+def as_frame(X: Any, names: Sequence[str] | None = None) -> DataFrame | None:
+    """Return a DataFrame of pandas or polars as one of pandas; others only with `names`."""
+    if hasattr(X, "iloc") and hasattr(X, "dtypes"):
+        return X
+    if type(X).__module__.startswith("polars"):
+        return X.to_pandas()
+    if names is None:
+        return None
+    import pandas as pd
+
+    return pd.DataFrame(np.asarray(X, dtype=object), columns=list(names))
+
+
+def learn_inputs(
+    table: NDArray[Any] | DataFrame, names: Sequence[str], target: Target, method: str, weights: NDArray[np.float64]
+) -> Encoding:
+    """Learn the encoding of samples with weights `(N,)`; those of weight 0 are ignored."""
+    scale = TargetScale(0.0, 1.0) if target.task == "regression" else None  # members predict in the targets' units
+    used = weights > 0
+    table, weights = (table, weights) if used.all() else (table[used], weights[used])
+    columns: tuple[NumberColumn | CategoryColumn, ...]
+    if isinstance(table, np.ndarray):
+        schema = Schema(tuple(Column(name, "number") for name in names), target)
+        method = resolve_method(method, table.T)
+        values = (np.asarray(column, dtype=np.float64) for column in table.T)
+        columns = tuple(learn_number(n, v, weights, method) for n, v in zip(names, values, strict=True))
+        encoding = Encoding(schema, columns, scale)
+        if not encoding.num_features:  # nothing varies: the network learns a constant
+            first = replace(cast(NumberColumn, columns[0]), scale=1.0)
+            encoding = replace(encoding, columns=(first, *columns[1:]))
+        return encoding
+    kinds, dropped, notes = infer_columns(table)
+    if not kinds:
+        raise DataError(f"No column is left to learn from ({dropped[-1][1]}); give columns that vary.")
+    return Encoding(Schema(kinds, target, notes, dropped), learn_columns(kinds, table, weights, method), scale)
+
+
+def raw_matrix(encoding: Encoding, table: NDArray[Any] | DataFrame) -> Tensor:
+    """Samples as the raw matrix, `(N, F)` of float64."""
+    if isinstance(table, np.ndarray):
+        return torch.tensor(table, dtype=torch.float64)
+    return encoding.matrix(table)
+
+
+def target_name(names: Sequence[str]) -> str:
+    """Name for the target that no column has."""
+    return next(name for name in ("y", *(f"y{i}" for i in range(len(names) + 1))) if name not in names)
+
+
+def _is_number(dtype: Any) -> bool:
+    from pandas.api.types import is_numeric_dtype  # type: ignore[import-untyped]
+
+    return bool(is_numeric_dtype(dtype))

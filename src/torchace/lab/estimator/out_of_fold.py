@@ -1,0 +1,87 @@
+"""Predictions of samples by the members that did not train on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchace.lab.data import Split
+from torchace.lab.training import memory
+from torchace.lab.training.members import TrainedGroup
+from torchace.lab.training.objective import mean_over_samples
+from torchace.lab.training.scaling import Scaler, fit_temperature
+
+
+@dataclass(frozen=True, eq=False)
+class OutOfFold:
+    """Predictions of samples that a member left out, and what follows from them."""
+
+    predictions: NDArray[np.float64]  # (n, C) probabilities, or (n, M) in the targets' units; none of a hold-out
+    score: float  # cross entropy, or squared error in the targets' units
+    temperature: float
+    rows: NDArray[np.int64] | None = None  # among the samples used; None: unknown
+
+    def expand(self, used: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Predictions of all samples `(N, ...)`, NaN for those that no member left out."""
+        full = np.full((len(used), self.predictions.shape[1]), np.nan)
+        full[np.flatnonzero(used)[self.rows]] = self.predictions
+        return full
+
+
+def collect_out_of_fold(
+    trained: TrainedGroup, split: Split, left_out: Tensor | None, targets: Scaler | None
+) -> OutOfFold:
+    """Predict each sample by the members that left it out, `(K, N)`; None: by all."""
+    temperature = 1.0 if targets is not None else _fit_temperature(trained, split, left_out)
+    predictions, losses, done = [], [], 0
+    for logits in _own_logits(trained, split.x, left_out):  # (m, n, C), NaN where fewer members left a sample out
+        y = split.y[done : done + logits.shape[1]].cpu()
+        done += len(y)
+        if targets is None:
+            log_q = (logits / temperature).log_softmax(2)
+            predicts = ~log_q[..., :1].isnan()
+            log_probs = log_q.masked_fill_(~predicts, -torch.inf).logsumexp(0) - predicts.sum(0).log()
+            losses.append(-log_probs.gather(1, y[:, None]).squeeze(1))
+            predicted = log_probs.exp_()
+        else:
+            predicted = targets.inverse_transform(logits.nanmean(0))
+            losses.append((predicted - targets.inverse_transform(y)).square().mean(1))
+        if left_out is not None:
+            predictions.append(predicted.numpy())
+    weight = None if split.weight is None else split.weight.cpu().double()
+    score = float(mean_over_samples(torch.cat(losses), weight))
+    return OutOfFold(np.concatenate(predictions) if predictions else np.empty((0, 0)), score, temperature)
+
+
+def _fit_temperature(trained: TrainedGroup, split: Split, left_out: Tensor | None) -> float:
+    """Temperature on as many samples as a chunk of memory holds."""
+    members = trained.plan.num_members if left_out is None else _num_members(left_out)
+    size = 8 * len(split) * members * trained.network.predict(split.x[:1]).shape[-1]
+    part = slice(None, None, -(-size // memory.CHUNK_BYTES))
+    mask = None if left_out is None else left_out[:, part]
+    logits = torch.cat(list(_own_logits(trained, split.x[part], mask)), 1)
+    weight = None if split.weight is None else split.weight[part].cpu().double()
+    return fit_temperature(logits, split.y[part].cpu(), weight)
+
+
+def _own_logits(trained: TrainedGroup, x: Tensor, left_out: Tensor | None) -> Iterator[Tensor]:
+    """Logits of the members that left a sample out, in chunks `(m, n, C)`."""
+    done = 0
+    for logits in trained.logits(0, x):
+        rows = slice(done, done + logits.shape[1])
+        done = rows.stop
+        if left_out is None:
+            yield logits
+            continue
+        predicts, members = left_out[:, rows].cpu().byte().topk(_num_members(left_out), dim=0)  # (m, n)
+        own = logits.gather(0, members[..., None].expand(-1, -1, logits.shape[2]))
+        yield own.masked_fill_(predicts[..., None] == 0, torch.nan)
+
+
+def _num_members(left_out: Tensor) -> int:
+    return int(left_out.sum(0).max())
