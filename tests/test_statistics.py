@@ -99,3 +99,20 @@ def test_intervals_cover_the_truth(kind: str, shares: tuple[float, float, float]
     assert found["seeds alone"] < found["seeds and samples"]
     many = coverage(kind, 400, shares, RUNS // 2)["seeds and samples"]
     assert 0.94 - slack(RUNS // 2) <= many <= 0.96 + slack(RUNS // 2)
+
+
+def test_the_mean_over_samples_is_students_with_a_longer_tail():
+    from scipy import stats
+
+    from torchace._statistics import mean_over_samples
+
+    symmetric = np.concatenate([np.linspace(-1, 1, 51) + 0.3])
+    estimate = mean_over_samples(symmetric)
+    expected = stats.t.interval(0.95, 50, symmetric.mean(), stats.sem(symmetric))
+    assert np.allclose(estimate.interval(0.05), expected)
+    low, high = mean_over_samples(np.exp(np.random.default_rng(0).normal(size=200))).interval(0.05)
+    mean = (low + high) / 2
+    assert high - np.exp(0.5) > 0 > low - np.exp(0.5)
+    assert mean > np.exp(np.random.default_rng(0).normal(size=200)).mean()  # the upper end moved
+    assert mean_over_samples([1.0]) is None
+    assert mean_over_samples([2.0, 2.0]).interval(0.05) == (2.0, 2.0)

@@ -55,6 +55,22 @@ def mean_over_seeds(differences: ArrayLike) -> MeanEstimate | None:
     return MeanEstimate(float(values.mean()), error, ((1.0, len(values) - 1),))
 
 
+def mean_over_samples(differences: ArrayLike) -> MeanEstimate | None:
+    """Estimate the mean of one number per sample, `(N,)`, for new samples; None below two samples."""
+    d = np.asarray(differences, dtype=np.float64)
+    size = len(d)
+    if size < 2:
+        return None
+    mean = float(d.mean())
+    scale = float(np.abs(d - mean).max())  # against overflow and underflow of powers
+    if scale == 0:
+        return MeanEstimate(mean, 0.0, ((1.0, size - 1),), samples=size)
+    d = (d - mean) / scale
+    variance = float(d.var(ddof=1)) / size
+    third = float((d**3).sum()) / max(1, (size - 1) * (size - 2)) / size
+    return MeanEstimate(mean, scale * math.sqrt(variance), ((1.0, size - 1),), third / variance**1.5, size)
+
+
 def mean_over_seeds_and_samples(differences: ArrayLike, weight: ArrayLike | None = None) -> MeanEstimate | None:
     r"""Estimate the mean of `differences` `(S, N)` for new seeds and samples; None below two of either.
 

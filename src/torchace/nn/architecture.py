@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
-from torchace.nn.comparison import NotComparableError, NotStackableError, StateComparison
+from torchace.nn.fingerprint import FingerprintError, fingerprint, registered_names
 from torchace.nn.stacked_state import recomputed_names
 
 # Kinds of hooks, with the attributes that hold their flags by hook number, which differs between layers.
@@ -51,14 +51,16 @@ def not_stackable(root: nn.Module, name: str, why: str) -> ValueError:
 
 def check_one_architecture(members: list[nn.Module]) -> None:
     """Refuse members that differ in anything but the values of parameters and buffers."""
-    first = {name: (layer, _plain_state(layer)) for name, layer in members[0].named_modules()}
+    names = registered_names(members[0])
+    first = {name: _Layer(layer, _plain_state(layer), names, {}) for name, layer in members[0].named_modules()}
     for k, member in enumerate(members[1:] or members, min(1, len(members) - 1)):  # one member: with itself
         layers = dict(member.named_modules())
         if list(layers) != list(first):
             raise _different(f"member {k} has other layers than member 0. {ADVICE}")
-        comparison = StateComparison(member, members[0])
+        names = registered_names(member)
         for name, layer in layers.items():
-            _check_layer(comparison, k, name, layer, *first[name])
+            place = f"layer {name!r}" if name else "the whole"
+            _check_layer(k, place, _Layer(layer, _plain_state(layer), names, {}), first[name])
         for kind in ("parameters", "buffers"):
             ours, theirs = (
                 [(name, _describe(tensor)) for name, tensor in getattr(m, f"named_{kind}")()]
@@ -77,28 +79,38 @@ def _different(how: str) -> ValueError:
     return ValueError(f"Expected members of one architecture, but {how}.")
 
 
-def _check_layer(
-    comparison: StateComparison, k: int, name: str, layer: nn.Module, first: nn.Module, expected: dict[str, Any]
-) -> None:
+class _Layer(NamedTuple):
+    """A layer of a member with its unregistered attributes and their fingerprints, computed when needed."""
+
+    module: nn.Module
+    state: dict[str, Any]
+    names: dict[int, str]
+    found: dict[str, bytes]
+
+    def fingerprint(self, attribute: str) -> bytes:
+        if attribute not in self.found:
+            value = type(self.module) if attribute == "__class__" else self.state[attribute]
+            self.found[attribute] = fingerprint(value, self.names)
+        return self.found[attribute]
+
+
+def _check_layer(k: int, place: str, layer: _Layer, first: _Layer) -> None:
     """Refuse a layer of member `k` whose class, settings or hooks differ from those in member 0."""
-    state = _plain_state(layer)
-    place = f"layer {name!r}" if name else "the whole"
     attribute = "__class__"
+    settings = [one.module.extra_repr() for one in (layer, first)]
     try:
-        if not comparison.same_type(type(layer), type(first)) or layer.extra_repr() != first.extra_repr():
-            ours, theirs = (f"{type(layer).__name__}({layer.extra_repr()})" for layer in (layer, first))
+        same = type(layer.module) is type(first.module) or layer.fingerprint(attribute) == first.fingerprint(attribute)
+        if not same or settings[0] != settings[1]:
+            ours, theirs = (f"{type(o.module).__name__}({s})" for o, s in zip((layer, first), settings, strict=True))
             raise _different(f"{place} is {ours} in member {k} and {theirs} in member 0. {ADVICE}")
-        for attribute in dict.fromkeys([*state, *expected]):
-            values = [held[attribute] for held in (state, expected) if attribute in held]
-            if len(values) < 2 or not comparison.equal(*values):
-                ours, theirs = (_quote(held, attribute) for held in (state, expected))
-                advice = ADVICE
-                if any(map(_is_numeric, values)):
-                    advice += (
-                        f", or register the numbers that differ as a buffer: register_buffer({attribute!r}, tensor)"
-                    )
+        for attribute in dict.fromkeys([*layer.state, *first.state]):
+            values = [one.state[attribute] for one in (layer, first) if attribute in one.state]
+            if len(values) < 2 or layer.fingerprint(attribute) != first.fingerprint(attribute):
+                ours, theirs = (_quote(one.state, attribute) for one in (layer, first))
+                buffer = f", or register the numbers that differ as a buffer: register_buffer({attribute!r}, tensor)"
+                advice = ADVICE + (buffer if any(map(_is_numeric, values)) else "")
                 raise _different(f"{attribute!r} of {place} is {ours} in member {k} and {theirs} in member 0. {advice}")
-    except (NotComparableError, NotStackableError) as error:
+    except FingerprintError as error:
         raise _different(
             f"{attribute!r} of {place} in member {k} holds {error}. Use Ensemble(members), which does not copy members"
         ) from error

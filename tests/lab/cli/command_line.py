@@ -15,7 +15,7 @@ import pytest
 from torchace.lab.cli import app as cli
 
 # The least that can be called a fit.
-TINY = ("--diversity", "0.5", "--members", "2", "--hidden", "4", "--epochs", "1")
+TINY = ("--diversity", "0.5", "--members", "2", "--hidden", "4", "--epochs", "1", "--no-baselines")
 NOISE = ("Traceback", "site-packages", "PosixPath", "<class", "Errno", "argument of type", "object has no", "NoneType")
 
 

@@ -74,7 +74,7 @@ def fitted(data: Path, target: str, out: Path, **settings: Any) -> Path:
     wanted = TableSettings(target, **settings)
     table = load_table(data, wanted)
     plan = MemberPlan(table.task, num_members=2, hidden=(4,), epochs=1)
-    job = TableFit(table, plan, 0.5, out, wanted.to_json())
+    job = TableFit(table, plan, 0.5, out, wanted.to_json(), baselines=False)
     with job.lock():
         job.train()
         fake_report(job.work)
@@ -391,7 +391,17 @@ def test_a_fit_with_a_search_and_a_report(here: Path, invoke: Invoke) -> None:
     assert re.search(r"cross entropy +\d\.\d{4} +\d\.\d{4}", outcome.out)
     page = Path("models/pets/report/index.html").read_text()
     assert page.startswith("<!doctype html>")
-    for words in ("pet, from pets.csv", search["sentence"], "none at all", "Predicted from", "Row of the file"):
+    assert [line for line in lines if line.startswith(("Logistic regression", "Gradient boosting", "Most frequent"))]
+    assert any("best baseline" in line or "A baseline is better" in line for line in lines)
+    for words in (
+        "pet, from pets.csv",
+        search["sentence"],
+        "Confusion matrix",
+        "Importance of the columns",
+        "none at all",
+        "Predicted from",
+        "Row of the file",
+    ):
         assert words in html.unescape(page).replace("\u00a0", " "), words
     assert "could not be read" not in page
     assert "Not tested" not in page

@@ -144,6 +144,7 @@ def test_a_recipe_takes_everything_from_its_section() -> None:
         "diversity_warmup_steps": 5,
         "detach_others": True,
         "task": "classification",
+        "optimizer_arguments": {},
     }
     assert not make_train_config(TrainSection(steps=1, detach_others=False), 10).detach_others
 

@@ -25,6 +25,7 @@ from torchace.lab.cli.terminal import (
 )
 
 if TYPE_CHECKING:
+    from torchace.lab.report.tables import ReportTable
     from torchace.lab.tables.table import Table
 
 MOST_COLUMNS = 50  # to print
@@ -43,6 +44,7 @@ def fit(
     out: Annotated[Path | None, typer.Option(help="Model directory. By default models/NAME.")] = None,
     diversity: Annotated[str, typer.Option(help="λ in [0, 1], or auto: choose it on validation rows.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in the directory.")] = False,
+    baselines: Annotated[bool, typer.Option(help="Compare with simpler models and gradient boosting.")] = True,
 ) -> None:
     """Train an ensemble on a table, choose λ, and write the model and a report. Repeat the command to resume."""
     check_report_packages()
@@ -54,7 +56,9 @@ def fit(
     chosen, settings = parse_diversity(diversity), request.settings
     directory = _directory(out, "models", request.data)
     table, plan = request.load()
-    job = TableFit(table, plan, chosen, directory, settings.to_json(), settings.seed, request.device, overwrite)
+    job = TableFit(
+        table, plan, chosen, directory, settings.to_json(), settings.seed, request.device, overwrite, baselines
+    )
     if job.is_finished():
         print_line(f"{directory} already holds this model.")
         job.remove_work()
@@ -206,6 +210,8 @@ def show(model: Model) -> None:
         print_line(search["sentence"])
     if scores := loaded.record.get("scores"):
         print_table(_score_table({part: scores[part] for part in ("validation", "test") if part in scores}))
+    if comparison := loaded.record.get("comparison"):
+        _print_comparison(comparison)
 
 
 def _directory(out: Path | None, parent: str, data: Path, prefix: str = "") -> Path:
@@ -251,17 +257,32 @@ def _print_columns(table: Table) -> None:
 
     summary = TableSummary.model_validate(table.description)
     if understood := column_table(summary, len(table.train)):
-        rows = [[printable(cell.text) for cell in row] for row in understood.sections[0].rows]
-        drawn = _table(*(column.label for column in understood.columns))
-        for column in drawn.columns[1:3]:
-            column.justify = "left"
-        for row in rows[:MOST_COLUMNS]:
-            drawn.add_row(*map(_plain, row))
-        print_table(drawn)
-        if len(rows) > MOST_COLUMNS:
+        print_table(_drawn(understood))
+        if len(summary.columns) > MOST_COLUMNS:
             print_line(f"{len(summary.columns) - MOST_COLUMNS} more columns are in the report.")
     for note in table.schema.notes:
         print_line(note)
+
+
+def _print_comparison(content: Mapping[str, Any]) -> None:
+    """Print the scores of the baselines and the difference to the best of them."""
+    from torchace.lab.report.comparison import comparison_headline, model_table
+    from torchace.lab.schema.comparison import ModelComparison
+
+    comparison = ModelComparison.model_validate(content)
+    print_table(_drawn(model_table(comparison)))
+    if sentence := comparison_headline(comparison):
+        print_line(sentence)
+
+
+def _drawn(table: ReportTable) -> Any:
+    """Draw the first rows of a table of the report."""
+    drawn = _table(*(column.label for column in table.columns))
+    for column, kind in zip(drawn.columns, table.kinds, strict=True):
+        column.justify = "left" if kind == "text" else "right"
+    for row in table.sections[0].rows[:MOST_COLUMNS]:
+        drawn.add_row(*(_plain(printable(cell.text)) for cell in row))
+    return drawn
 
 
 def _list_names(names: Iterable[str], limit: int = 20) -> str:

@@ -10,7 +10,8 @@ from torchace.lab.data.columns import Column, feature_numbers
 from torchace.lab.data.encoding import mean_and_std
 from torchace.lab.data.parsing import CellError, texts
 from torchace.lab.data.table_schema import Schema
-from torchace.lab.schema.results import LARGEST, TableSummary
+from torchace.lab.schema.results import TableSummary
+from torchace.lab.schema.values import LARGEST
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]

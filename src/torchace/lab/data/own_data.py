@@ -65,7 +65,7 @@ def _check(name: str, train: AnySplit, test: AnySplit, names: tuple[str, ...], o
     for part, split in (("training", train), ("test", test)):
         if not len(split):
             raise DataError(f"The {part} data has no samples; give some.")
-    shapes = [[tuple(x.shape[1:]) for x in input_tensors(split.x)] for split in (train, test)]
+    shapes = [", ".join(str(tuple(x.shape[1:])) for x in input_tensors(split.x)) for split in (train, test)]
     if shapes[0] != shapes[1]:
         raise DataError(f"Test samples have shape {shapes[1]}, but training samples {shapes[0]}; give both alike.")
     notes: list[str] = []

@@ -13,7 +13,7 @@ from torchace._checks import shape_of
 from torchace.lab.data.errors import DataError
 from torchace.lab.data.messages import quote, quote_all
 
-REMEDY = "task='regression' is for numbers, task='multilabel' for several labels a sample"
+REMEDY = "task='regression' for numbers or task='multilabel' for several labels a sample"
 
 
 def as_targets(y: Tensor, task: str, part: str) -> Tensor:
@@ -82,5 +82,6 @@ def find_missing_classes(train: Tensor | None, test: Tensor | None, names: Seque
         missing = [name for name, count in zip(names, counts.tolist(), strict=True) if not count]
         if missing:
             what = "class" if len(missing) == 1 else "classes"
-            notes.append(f"The {part} data has no sample of the {what} {quote_all(missing)}.")
+            remedy = "results say nothing about it" if part == "test" else "no member can learn it"
+            notes.append(f"The {part} data has no sample of the {what} {quote_all(missing)}; {remedy}.")
     return notes

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from torchace._files import ARRAYS_BYTES, read_bounded
 from torchace.lab.schema.reading import ResultFileError
-from torchace.lab.schema.results import LARGEST
+from torchace.lab.schema.values import LARGEST
 
 Array = NDArray[Any]
 

@@ -9,6 +9,7 @@ import numpy as np
 from torchace._statistics import mean_over_seeds
 from torchace.lab.report import formats
 from torchace.lab.report.arrays import Predictions, error_vs_spread, join_predictions
+from torchace.lab.report.comparison import comparison_findings, comparison_headline
 from torchace.lab.report.findings import Finding, diversity_finding
 from torchace.lab.report.formats import at
 from torchace.lab.report.results import Results
@@ -19,6 +20,9 @@ def model_headline(results: Results, arm: ArmSummary) -> str:
     """Return the main result of a model; empty without test scores."""
     run = results.model_run
     test = results.scores(run) if run else {}
+    comparison = results.experiment.comparison
+    if run is not None and comparison is not None and (text := comparison_headline(comparison)):
+        return f"{text} The ensemble has {formats.count(arm.num_members, 'member')}, trained with {at(run.diversity)}."
     rows = formats.count(results.data.test, "test row")
     if run is None or not {"accuracy", "r2"} & set(test):
         return ""
@@ -43,6 +47,8 @@ def model_findings(results: Results, arm: ArmSummary) -> list[Finding]:
     rows = join_predictions([results.arrays(run)])
     scored = _regression(results, run, rows) if results.task.name == "regression" else _classification(results, run)
     found: list[Finding | None] = [scored]
+    if results.experiment.comparison is not None:
+        found += comparison_findings(results.experiment.comparison)
     if arm.num_members > 1:
         diversity = diversity_finding(results, arm)
         found += [_members(results, arm, run), _uncertainty(rows)]

@@ -12,6 +12,7 @@ from torchace._figures import DARK, DPI, LIGHT, WIDTH, FigureSpec, render
 from torchace._files import PathError, refuse_links, remove_abandoned, write_atomic
 from torchace.lab.report import setup, tables
 from torchace.lab.report.array_plots import array_figures, contested_table
+from torchace.lab.report.comparison import comparison_tables
 from torchace.lab.report.findings import Finding, findings, headline, remarks
 from torchace.lab.report.formats import at
 from torchace.lab.report.model_findings import model_findings, model_headline
@@ -38,6 +39,7 @@ def contents(results: Results) -> dict[str, Any]:
         "remarks": remarks(results),
         "search_sentence": (search.sentence or f"The {search.split} data chose {at(search.chosen)}.") if search else "",
         "search_table": tables.search_table(results),
+        "comparison_tables": comparison_tables(comparison) if (comparison := results.experiment.comparison) else [],
         "result_table": tables.result_table(results),
         "difference_tables": tables.difference_tables(results),
         "detail_table": tables.detail_table(results),
@@ -150,6 +152,8 @@ def markdown(results: Results) -> str:
     if content["search_sentence"]:
         parts += ["## The search for λ", _escape(content["search_sentence"])]
         parts.append(table_markdown(content["search_table"]) if content["search_table"] else "")
+    for table in content["comparison_tables"]:
+        parts.append(f"## {_escape(table.caption)}\n\n{table_markdown(table)}")
     parts += ["## Results", table_markdown(content["result_table"])]
     if content["difference_tables"]:
         parts.append("## Paired differences")

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from torchace._files import with_checksum
+from torchace.lab.schema.comparison import ModelComparison
+from torchace.lab.schema.values import (
+    RESULT_CONFIG,
+    Count,
+    Diversity,
+    Items,
+    Measured,
+    Name,
+    Number,
+    SplitName,
+    TaskName,
+)
 
 FORMAT = 1
-LARGEST = 1e100  # bound of measured numbers; its square is finite
-
-TaskName = Literal["classification", "multilabel", "regression"]
-SplitName = Literal["train", "validation", "test"]
-
-T = TypeVar("T")
-Items = Annotated[tuple[T, ...], Field(strict=False)]  # a list in JSON
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Number = Annotated[float, Field(gt=-LARGEST, lt=LARGEST, allow_inf_nan=False)]
-Diversity = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")]  # part of a path
-
-
-def _drop_not_finite(value: Any) -> Any:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return None if is_number and not abs(value) < LARGEST else value
-
-
-Measured = Annotated[Number | None, BeforeValidator(_drop_not_finite)]  # None: not measured or not finite
 
 
 class ResultModel(BaseModel):
     """Part of a result file; unknown keys are ignored."""
 
-    model_config = ConfigDict(frozen=True, strict=True, populate_by_name=True)
+    model_config = RESULT_CONFIG
 
 
 class ResultFile(ResultModel):
@@ -375,6 +368,7 @@ class ExperimentResult(ResultFile):
     arms: Items[ArmSummary]
     seeds: Items[Count]
     search: DiversitySearch | None = None
+    comparison: ModelComparison | None = None
     paper: PaperTable | None = None
     hardware: dict[str, Any] = {}
     versions: dict[str, Any] = {}

@@ -96,7 +96,7 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
     arm, data = plan.arms[group.arm], plan.data[group.arm]
     seeds = [run.seed for run in group.runs]
     batches = data.batches(arm)
-    config = make_train_config(arm.train, batches.steps_per_epoch, arm.data.task)
+    config = make_train_config(arm.train, batches.steps_per_epoch, arm.data.task, plan.components[group.arm])
     network = shard_network(
         build_network(arm, data.dataset, seeds, plan.device, components=plan.components[group.arm]), ranks
     )

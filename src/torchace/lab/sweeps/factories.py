@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torchace.lab.data import hashed_key
 from torchace.lab.data.inputs import as_arguments, input_tensors
+from torchace.lab.data.rng import preserve_generators, seed_generators
 from torchace.lab.schema.experiment import ModelSection
 from torchace.lab.sweeps.components import object_name
 from torchace.lab.sweeps.config import ConfigError
 from torchace.lab.training.memory import count_parameters
-from torchace.lab.training.seeding import torch_seed
 from torchace.nn import Ensemble, adapt, stack_classifiers
 from torchace.nn.architecture import check_layers, check_one_architecture
 from torchace.nn.base import EnsembleModule
@@ -121,16 +119,9 @@ class Factory:
 @contextmanager
 def _seeded(seed: int, purpose: str, index: int) -> Iterator[None]:
     """Seed torch, NumPy and Python inside the block; restore their states afterwards."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    key = hashed_key(seed, purpose, index)
-    random.seed(key)
-    np.random.seed(key % 2**32)  # noqa: NPY002
-    try:
-        with torch_seed(seed, purpose, index):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
+    with preserve_generators():
+        seed_generators(hashed_key(seed, purpose, index))
+        yield
 
 
 def check_outputs(factory: Factory, x: Any, y: Tensor, num_outputs: int) -> None:
@@ -155,9 +146,10 @@ def check_outputs(factory: Factory, x: Any, y: Tensor, num_outputs: int) -> None
     if shape == (len(y), num_outputs):
         return
     if len(shape) != 2 or shape[0] != len(y):
+        advice = " Keep the last axis of one output." if shape == (len(y),) else ""
         raise ConfigError(
             f"Expected the module of {factory.name} to return (N, {num_outputs}), here ({len(y)}, {num_outputs}), but "
-            f"it returned {shape}."
+            f"it returned {shape}.{advice}"
         )
     raise ConfigError(
         f"Expected {num_outputs} outputs of the module of {factory.name}, one for each class or target, but it has "

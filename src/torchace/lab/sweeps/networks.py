@@ -35,8 +35,8 @@ _CONVERTED = {
     "compile",
     "metrics",
     "patience",
+    "optimizer",
 }
-_CONVERTED |= {"optimizer_arguments"}
 
 
 def default_group_size(model: ModelSection, parameters: int, device: torch.device | str) -> int:
@@ -84,13 +84,17 @@ def build_network(
     return network
 
 
-def make_train_config(train: TrainSection, steps_per_epoch: int, task: str = "classification") -> TrainConfig:
-    """Return the training section with epochs converted to steps."""
+def make_train_config(
+    train: TrainSection, steps_per_epoch: int, task: str = "classification", components: Components | None = None
+) -> TrainConfig:
+    """Return the training section with epochs converted to steps, and with the optimizer of the components."""
+    own = None if components is None else components.optimizer
     settings = train.model_dump(exclude=_CONVERTED)
     for name in AXES:  # each run has its own value of a list
         settings[name] = settings[name][0] if isinstance(settings[name], list) else settings[name]
     return TrainConfig(
         task=task,
+        optimizer=train.optimizer if own is None else own,
         steps=train.steps if train.steps is not None else (train.epochs or 0) * steps_per_epoch,
         milestones=tuple(train.milestones),
         diversity_warmup_steps=round(train.diversity_warmup_epochs * steps_per_epoch),

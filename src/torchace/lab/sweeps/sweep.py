@@ -31,8 +31,10 @@ from torchace.lab.sweeps.networks import (
     is_compiled,
     make_train_config,
 )
+from torchace.lab.training.config import make_optimizer
 from torchace.lab.training.extra_metrics import MetricError, try_metrics
 from torchace.lab.training.tasks import TASKS
+from torchace.nn.optimizers import check_elementwise
 
 COMPONENTS = "components"  # key of the objects' fingerprints in `config`
 WRITE_EVERY = 1.0  # seconds between two writes of experiment.json
@@ -193,6 +195,12 @@ def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary
         check_outputs(factory, x, y, data.num_outputs)
         network = build_network(arm, None, [0], "cpu", components=components)
         layers = explain_network(network, x)
+    try:
+        config = make_train_config(arm.train, 1, arm.data.task, components)
+        check_elementwise(make_optimizer(config, [p for p in network.parameters() if p.requires_grad]))
+    except (TypeError, ValueError) as error:
+        reason = str(error).replace(", or Ensemble(members) with this optimizer", "").removesuffix(".")
+        raise ConfigError(f"optimizer: {reason}.") from error
     metrics = named_metrics(components.metrics, arm.data.task)
     try:
         try_metrics(metrics, arm.model.num_members, data.num_outputs, data.test_targets(), arm.data.task)

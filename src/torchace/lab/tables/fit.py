@@ -24,6 +24,7 @@ from torchace.lab.data import Split
 from torchace.lab.schema.results import ExperimentResult, RunKey, RunResult
 from torchace.lab.store import OUTPUT_FILES, RunStore, RunStoreError, finite
 from torchace.lab.sweeps.environment import hardware, versions
+from torchace.lab.tables.baselines import compare_with_baselines
 from torchace.lab.tables.model import TableModel, evaluate_chunks
 from torchace.lab.tables.table import Table
 from torchace.lab.training.checkpoint import Checkpoints
@@ -62,6 +63,7 @@ class TableFit:
     seed: int = 0
     device: str = "cpu"
     overwrite: bool = False  # replace another model, or train this one again
+    baselines: bool = True  # train baselines too, for the report
 
     @property
     def work(self) -> Path:
@@ -81,7 +83,14 @@ class TableFit:
         plan = {**asdict(self.plan), "hidden": list(self.plan.hidden)}
         diversity = "auto" if self.diversity is None else self.diversity
         data = {"name": self.table.name, "sha256": self.table.sha256}
-        return {"data": data, "table": self.settings, "plan": plan, "diversity": diversity, "seed": self.seed}
+        return {
+            "data": data,
+            "table": self.settings,
+            "plan": plan,
+            "diversity": diversity,
+            "seed": self.seed,
+            "baselines": self.baselines,
+        }
 
     # -- directories --------------------------------------------------------------------------------------------------
 
@@ -248,6 +257,9 @@ class TableFit:
             "best_epoch": None if fitted.best_epochs is None else fitted.best_epochs[0],
             "rows": {"train": len(table.train), "validation": len(table.validation), "test": len(table.test)},
         }
+        if self.baselines:
+            comparison = compare_with_baselines(ensemble, table, self.plan, seed=self.seed, device=self.device)
+            record["comparison"] = comparison.model_dump(mode="json")
         if self._model.exists():  # of a killed process
             shutil.rmtree(self._model)
         TableModel(ensemble, table.encoding, run.diversity, finite(record)).save(self._model)
@@ -321,6 +333,7 @@ class TableFit:
             "arms": [arm],
             "seeds": [run.seed],
             "search": None if tuned is None else tuned.to_json(),
+            "comparison": TableModel.load(self._model).record.get("comparison"),
             "hardware": hardware(self.device),
             "versions": versions(),
             "config": self.request(),

@@ -9,12 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from torchace.functional import disagreement, ensemble_log_probs, mutual_information, predictive_entropy
 from torchace.lab.data import DataError
 from torchace.lab.data.encoding import CategoryColumn, Encoding
 from torchace.lab.data.parsing import positions, texts
+from torchace.lab.schema.comparison import ModelComparison
 from torchace.lab.training.evaluate import Evaluation, Evaluator, evaluate_regression
 from torchace.lab.training.memory import chunk_rows, collect_chunks
 from torchace.nn import Ensemble
@@ -155,6 +157,10 @@ def _accepts(ensemble: Ensemble, encoding: Encoding) -> bool:
 
 def _is_readable(record: Mapping[str, Any]) -> bool:
     search, scores = record.get("search"), record.get("scores")
+    try:
+        TypeAdapter(ModelComparison | None).validate_python(record.get("comparison"))
+    except ValidationError:
+        return False
     if search is not None and not (isinstance(search, Mapping) and isinstance(search.get("sentence"), str)):
         return False
     parts = {} if scores is None else scores

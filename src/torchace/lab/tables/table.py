@@ -60,6 +60,7 @@ class Table:
     validation_rows: Tensor  # rows in the file, from 0
     test_rows: Tensor
     description: dict[str, Any]  # for the report
+    raw: Mapping[str, Tensor]  # raw matrices (N, F) of the parts, by name
 
     @property
     def schema(self) -> Schema:
@@ -161,7 +162,8 @@ def load_table(path: Path, settings: TableSettings) -> Table:
             f"The variance of the target {schema.target.name!r} over- or underflows (its standard deviation is "
             f"{encoding.target.std:.1g}). Rescale the target."
         )
-    features = encoding.encoder()(encoding.matrix(frame))
+    raw = encoding.matrix(frame)
+    features = encoding.encoder()(raw)
     if (scaler := target_scaler(encoding)) is not None:
         targets = scaler.transform(targets[:, None])
     train, validation, test = (Split(features[part], targets[part]) for part in rows)
@@ -180,4 +182,5 @@ def load_table(path: Path, settings: TableSettings) -> Table:
         file_rows[rows.validation],
         file_rows[rows.test],
         description,
+        {name: raw[part] for name, part in rows._asdict().items()},
     )

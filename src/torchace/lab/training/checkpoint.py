@@ -27,6 +27,7 @@ from torchace.lab.training.shard import gather_state, shard_state
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+NUMBER = ":number"  # end of the name of an optimizer's state that is a Python number
 
 _STATE = re.compile(r"state-[0-9]{1,19}\.safetensors")
 
@@ -113,7 +114,9 @@ class Checkpoints:
             state |= {f"best.{name}": value for name, value in stopping.weights.items()}
             progress = {**progress, "stopping": stopping.state()}
         for index, values in optimizer.state_dict()["state"].items():
-            state |= {f"optimizer.{index}.{name}": value for name, value in values.items() if value is not None}
+            state |= {f"optimizer.{index}.{name}": value for name, value in values.items() if isinstance(value, Tensor)}
+            numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+            state |= {f"optimizer.{index}.{name}{NUMBER}": _as_tensor(value) for name, value in numbers.items()}
         tensors = gather_state(network, state)
         if tensors is None:
             return
@@ -229,13 +232,21 @@ def _select(prefix: str, tensors: State) -> State:
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, tensors: State) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    states: dict[int, State] = {}
+    states: dict[int, dict[str, Any]] = {}
     for name, value in tensors.items():
         index, _, key = name.partition(".")
-        states.setdefault(int(index), {})[key] = _match_layout(parameters[int(index)], value)
+        state = states.setdefault(int(index), {})
+        if key.endswith(NUMBER):
+            state[key.removesuffix(NUMBER)] = value.item()
+        else:
+            state[key] = _match_layout(parameters[int(index)], value)
     if len({frozenset(state) for state in states.values()}) > 1:
         raise ValueError("its optimizer states differ between parameters")
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _as_tensor(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 def _match_layout(parameter: Tensor, value: Tensor) -> Tensor:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+LR_RATIO = "lr_ratio"  # key of a parameter group: its learning rate relative to the configured one
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,8 @@ class TrainConfig:
     steps: int
     task: str = "classification"  # "classification", "multilabel" or "regression"
     batches: str = "shared"  # "shared", "separate" or "exchanged"
-    optimizer: str = "adam"  # "sgd", "adam" or "adamw"
+    optimizer: str | Callable[..., Any] = "adam"  # "sgd", "adam", "adamw", or a class or function of parameters
+    optimizer_arguments: Mapping[str, Any] = field(default_factory=dict)
     learning_rate: float = 1e-3
     momentum: float = 0.9  # of SGD
     nesterov: bool = False
@@ -55,14 +60,41 @@ class TrainConfig:
 
 
 def make_optimizer(config: TrainConfig, parameters: list[Any]) -> torch.optim.Optimizer:
-    """Fused optimizer of parameters or groups; on a GPU the learning rate is on the device, for CUDA graphs."""
+    """Optimizer of parameters or groups; a built-in one is fused, with its learning rate on the device of a GPU."""
+    if not isinstance(config.optimizer, str):
+        return _make_own_optimizer(config.optimizer, config, parameters)
     first = parameters[0]
     device = (first["params"][0] if isinstance(first, dict) else first).device
     on_gpu = device.type == "cuda"
     lr = torch.tensor(config.learning_rate, device=device) if on_gpu else config.learning_rate
-    decay = config.weight_decay
+    options = {"lr": lr, "weight_decay": config.weight_decay, "fused": True, **config.optimizer_arguments}
     if config.optimizer == "sgd":
-        options = {"momentum": config.momentum, "nesterov": config.nesterov}
-        return torch.optim.SGD(parameters, lr=lr, weight_decay=decay, fused=True, **options)  # type: ignore[arg-type]
+        return torch.optim.SGD(parameters, **{"momentum": config.momentum, "nesterov": config.nesterov, **options})
     kinds: dict[str, type[torch.optim.Adam]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    return kinds[config.optimizer](parameters, lr=lr, weight_decay=decay, fused=True, capturable=on_gpu)
+    return kinds[config.optimizer](parameters, capturable=on_gpu, **options)
+
+
+def _make_own_optimizer(make: Callable[..., Any], config: TrainConfig, parameters: list[Any]) -> torch.optim.Optimizer:
+    """Call a class or function with the parameters, and with learning rate and weight decay if it takes them.
+
+    Learning rates of the optimizer's parameter groups keep their ratio to the configured one.
+    """
+    name = getattr(make, "__qualname__", type(make).__name__)
+    accepted = inspect.signature(make).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    options = dict(config.optimizer_arguments)
+    if "lr" in accepted or takes_all:
+        options.setdefault("lr", config.learning_rate)
+    if config.weight_decay:
+        if "weight_decay" not in accepted and not takes_all:
+            raise ValueError(f"{name} has no weight_decay, but it is set to {config.weight_decay:g}; remove it.")
+        options.setdefault("weight_decay", config.weight_decay)
+    try:
+        optimizer = make(parameters, **options)
+    except Exception as error:  # the user's code may raise anything
+        raise ValueError(f"{name} failed with {type(error).__name__}: {error}") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"Expected {name} to return an optimizer, but it returned {type(optimizer).__name__}.")
+    for group in optimizer.param_groups:
+        group[LR_RATIO] = float(group["lr"]) / config.learning_rate
+    return optimizer

@@ -16,9 +16,10 @@ Step = Callable[[Inputs, Tensor, Tensor | None, Tensor, Tensor], StepResult]
 
 
 def graph_on_gpu(step: TrainStep) -> Step:
-    """Step as a CUDA graph on a single GPU, else the step itself."""
+    """Step as a CUDA graph on a single GPU with a built-in optimizer, else the step itself."""
     on_gpu = step.parameters[0].device.type == "cuda"
-    return GraphedStep(step) if on_gpu and step.network.ranks.size == 1 else step
+    is_builtin = isinstance(step.config.optimizer, str)
+    return GraphedStep(step) if on_gpu and is_builtin and step.network.ranks.size == 1 else step
 
 
 class GraphedStep:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchace.lab.training.config import TrainConfig
+from torchace.lab.training.config import LR_RATIO, TrainConfig
 from torchace.lab.training.run_group import RunGroup
 from torchace.nn.optimizers import check_elementwise
 
@@ -70,7 +70,7 @@ def connect_gradients(optimizer: Optimizer, network: RunGroup) -> None:
 def set_learning_rates(optimizer: Optimizer, configs: Sequence[TrainConfig], step: int) -> None:
     """Set the learning rates of a step in place."""
     for group in optimizer.param_groups:
-        value = configs[group.get(RUN, 0)].learning_rate_at(step)
+        value = configs[group.get(RUN, 0)].learning_rate_at(step) * group.get(LR_RATIO, 1.0)
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(value)
         else:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from torchace._checks import check_count, check_fraction
 from torchace.lab.data import Split
-from torchace.lab.schema.results import LARGEST, Candidate, DiversitySearch, Gain
+from torchace.lab.schema.results import Candidate, DiversitySearch, Gain
+from torchace.lab.schema.values import LARGEST
 from torchace.lab.training.early_stopping import CHUNK
 from torchace.lab.training.members import train_members
 from torchace.lab.training.objective import mean_over_samples
