@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchace.lab.data.encoding import mean_and_std
 from torchace.nn import Ensemble, StackedEnsemble
+from torchace.nn.adapters import AdaptedEnsemble
 
 INPUT_RATE = 6.0  # learning rate of an input's scale, relative to that of the weights
 MAX_TEMPERATURE = 5.0
@@ -105,7 +106,11 @@ def assemble_ensemble(
     Learnt scales of inputs become part of the members' first layers; the inverse scaling of regression targets, or the
     temperature that divides logits, of their last.
     """
-    members = [member.cpu().double() for member in stacked.unstack()]
+    if isinstance(stacked, AdaptedEnsemble):
+        stacked = stacked.cpu().double()
+        members = [stacked.merge(k) for k in range(stacked.num_members)]  # with each member's factors in its weights
+    else:
+        members = [member.cpu().double() for member in stacked.unstack()]
     with torch.no_grad():
         for member in members:
             name = _first_linear(member)  # type: ignore[arg-type]
