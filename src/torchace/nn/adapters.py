@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import register_parametrization
 
@@ -276,16 +277,16 @@ def _find_head(host: nn.Module, head: str | None) -> tuple[list[str], str | None
     """Return all names of the head, and the first; none if it is shared and cannot be found."""
     if head is not None and not isinstance(head, str):
         raise TypeError(f"Expected `head` to be the name of a layer, but got {type(head).__name__}.")
-    if head == "shared":
-        try:
-            name = find_head(host)
-        except ValueError:
+    modules = dict(host.named_modules(remove_duplicate=False))
+    try:
+        name = find_head(host) if head in (None, "shared") else head
+        if head != "shared" and not isinstance(modules.get(name), _ConvNd):
+            check_head(host, name)
+    except ValueError as error:
+        if head == "shared":
             return [], None
-        layer = host.get_submodule(name)
-        return [path for path, module in host.named_modules(remove_duplicate=False) if module is layer], name
-    name = find_head(host) if head is None else head
-    names, _ = check_head(host, name)
-    return names, names[0]
+        raise ValueError(f"{error} Members share all layers with adapt(..., head='shared').") from None
+    return [path for path, module in modules.items() if module is modules[name]], name
 
 
 def _find_targets(host: nn.Module) -> dict[str, _Target]:

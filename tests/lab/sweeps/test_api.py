@@ -212,6 +212,11 @@ def test_random_numbers_of_factories_are_seeded() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_batch_larger_than_own_data_holds_all_samples() -> None:
+    large, exact = (ace.sweep(CNN, TRAIN, TEST, **SMALL | {"batch_size": size}) for size in (1000, 160))
+    assert large.to_frame()["cross_entropy"].equals(exact.to_frame()["cross_entropy"])
+
+
 def test_defaults_are_those_of_toml_files() -> None:
     parameters = inspect.signature(ace.sweep).parameters
     sections = [TrainSection(), ModelSection(), DataSection(), SweepSection()]
@@ -258,6 +263,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "branch": (CNN, {"kind": "branch"}, "needs `at`"),
     "layer": (CNN, {"kind": "branch", "at": "heads"}, "Expected `at` to name a layer of the model, but got 'heads'"),
     "patience": (CNN, {"patience": 3}, "`patience` needs validation data"),
+    "metrics": (CNN, {"metrics": {"loss": len}}, "Expected `metrics` to be a list of functions, but got str in it"),
     "device": (CNN, {"device": "tpu"}, "Cannot use the device 'tpu'"),
 }
 

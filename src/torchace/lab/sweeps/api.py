@@ -35,7 +35,7 @@ def sweep(
     test: Any,
     *,
     num_members: int = 5,
-    diversities: Sequence[float] = (0.0, 0.1, 0.3, 0.5, 0.7),
+    diversities: float | Sequence[float] = (0.0, 0.1, 0.3, 0.5, 0.7),
     seeds: int | Sequence[int] = 5,
     epochs: int | None = None,
     steps: int | None = None,
@@ -134,6 +134,9 @@ def sweep(
     """
     function = _check_member(member, arguments or {})
     metrics = [] if metrics is None else [metrics] if callable(metrics) else list(metrics)
+    for metric in metrics:
+        if not callable(metric):
+            raise TypeError(f"Expected `metrics` to be a list of functions, but got {type(metric).__name__} in it.")
     content: dict[str, Any] = {
         "name": name,
         "title": title,
@@ -144,6 +147,8 @@ def sweep(
     }
     for key, value in settings.items():
         content["data" if key in _DATA_SETTINGS else "train"][key] = value
+    if isinstance(diversities, int | float):
+        content["sweep"]["diversities"] = [diversities]
     content["sweep"]["seeds"] = range(seeds) if isinstance(seeds, int) else seeds
     content["model"] |= _given(num_members=num_members, at=at, rank=rank, adapter=adapter, layers=layers, head=head)
     content["train"] |= _given(epochs=epochs, steps=steps)
@@ -205,7 +210,7 @@ def _parse(content: dict[str, Any], settings: Mapping[str, Any]) -> Experiment:
         return Experiment.model_validate(_plain(content))
     except ValidationError as error:
         message = describe_error(error, Experiment, name=_argument_name)
-        raise ConfigError(message[0].upper() + message[1:]) from None
+        raise ConfigError(message if message.startswith("λ") else message[0].upper() + message[1:]) from None
 
 
 def _argument_name(key: str) -> str:

@@ -146,9 +146,10 @@ def check_outputs(factory: Factory, x: Any, y: Tensor, num_outputs: int) -> None
     if shape == (len(y), num_outputs):
         return
     if len(shape) != 2 or shape[0] != len(y):
+        advice = " Keep the last axis of one output." if shape == (len(y),) else ""
         raise ConfigError(
             f"Expected the module of {factory.name} to return (N, {num_outputs}), here ({len(y)}, {num_outputs}), but "
-            f"it returned {shape}."
+            f"it returned {shape}.{advice}"
         )
     raise ConfigError(
         f"Expected {num_outputs} outputs of the module of {factory.name}, one for each class or target, but it has "

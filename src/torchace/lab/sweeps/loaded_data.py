@@ -123,10 +123,15 @@ class LoadedData:
                 digests[name] = tensor_digest([*input_tensors(split.x), split.y])
         return digests
 
+    @property
+    def is_builtin(self) -> bool:
+        """Whether the data is a built-in set."""
+        return self.section.name != GIVEN and self.section.file is None and self.section.factory is None
+
     def check_batch_size(self, arm: Arm) -> None:
-        """Refuse batches larger than the training set."""
+        """Refuse batches larger than a built-in training set; for own data, all samples are then one batch."""
         available = len(self.dataset.train)
-        if arm.train.batch_size > available:
+        if self.is_builtin and arm.train.batch_size > available:
             raise ConfigError(
                 f"train.batch_size: expected at most {available}, the training samples, but got {arm.train.batch_size}."
             )
@@ -136,7 +141,7 @@ class LoadedData:
         kind = StreamedBatches if isinstance(self.dataset.train, StreamedSplit) else Batches
         return kind(
             self.dataset.train,
-            arm.train.batch_size,
+            min(arm.train.batch_size, len(self.dataset.train)),
             device=self.device,
             augment=CropFlip() if self.section.augment else None,
             **self._format(arm),

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace.nn.stacked_state import all_shared_names, group_size, take_members
-from torchace.nn.stacking.forward import run_stacked, track_layers
+from torchace.nn.stacking.forward import handle_checkpointing, run_stacked, track_layers
 from torchace.nn.stacking.mode import RANDOM, RULES, Node, StackingMode
 from torchace.nn.stacking.rng import ConstantRNG
 from torchace.nn.stacking.values import FIRST, Stacked
@@ -61,7 +61,9 @@ def decide(
 ) -> Decision:
     """Compare outputs and gradients of two followed members with those alone, in float64 where members allow it."""
     devices = {parameter.device for parameter in stacked.parameters()}
-    with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
+    # checkpointing around the ensemble must not recompute this comparison
+    no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]), no_hooks:
         try:
             with ExitStack() as stack:
                 for kind in {device.type for device in devices}:
@@ -99,7 +101,7 @@ def _compare(
     for k in chosen:
         member = cast(take_members(stacked, k))
         try:
-            with _ConstantRandomness():
+            with _ConstantRandomness() as constant, handle_checkpointing(constant):
                 output = member(*inputs_of(torch.tensor(k)), **kwargs)
             alone.append((tree_leaves(output), _gradients(output, member)))
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -31,9 +33,8 @@ from torchace.nn.stacking.rng import MemberRNG
 from torchace.nn.stacking.values import expand_groups, to_members
 
 CHECKPOINT = (
-    "Expected members without activation checkpointing, which repeats one member's forward in the backward, not that "
-    "of all. Remove it and checkpoint the ensemble: torch.utils.checkpoint.checkpoint(ensemble, x, "
-    "use_reentrant=False). Or use Ensemble(members)."
+    "Expected members without reentrant activation checkpointing, which repeats one member's forward in the backward, "
+    "not that of all. Use checkpoint(..., use_reentrant=False), or Ensemble(members)."
 )
 
 
@@ -74,7 +75,7 @@ def run_stacked(
         for module, name, parameter in replaced:  # the weight, not activations: adapters keep their own gradients
             averaged = average_gradients(parameter, group or mode.num_members)
             module._parameters[name] = mode.mark(averaged) if group else averaged  # type: ignore[assignment]
-        with mode, _recompute_in(mode, stacked):
+        with mode, handle_checkpointing(mode, stacked):
             output = stacked(*args, **kwargs)
     finally:
         for module, name, parameter in replaced:
@@ -178,7 +179,7 @@ def run_one_by_one(
             shared[name] = buffers.pop(name)
     outputs = []
     no_seeds: AbstractContextManager[list[int]] = nullcontext([])
-    with refuse_checkpointing(), no_seeds if rng is None else rng.member_seeds() as seeds:
+    with handle_checkpointing(None), no_seeds if rng is None else rng.member_seeds() as seeds:
         for k in range(num_members):
             if seeds:
                 torch.manual_seed(seeds[k])
@@ -200,8 +201,8 @@ def run_one_by_one(
 
 
 @contextmanager
-def _recompute_in(mode: StackingMode, stacked: nn.Module) -> Iterator[None]:
-    """Let `checkpoint` recompute a part of the forward in the mode, with the tensors of this call."""
+def handle_checkpointing(mode: TorchFunctionMode | None, module: nn.Module | None = None) -> Iterator[None]:
+    """Let `checkpoint` recompute in a mode and with the tensors of this call; refuse reentrant ones, or all."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield
         return
@@ -209,18 +210,31 @@ def _recompute_in(mode: StackingMode, stacked: nn.Module) -> Iterator[None]:
     start = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     tensors: dict[str, Tensor] = {}
 
-    def start_in_mode(function: Any, preserve: bool, context_fn: Any, *args: Any, **kwargs: Any) -> Any:
-        if not tensors:
-            tensors.update({**named_tensors(stacked, "parameters"), **named_tensors(stacked, "buffers")})
+    def start_in_mode(function: Any, preserve: bool, context_fn: Any, *rest: Any, **kwargs: Any) -> Any:
+        if module is not None and not tensors:
+            tensors.update({**named_tensors(module, "parameters"), **named_tensors(module, "buffers")})
+        again: Any = copy.copy(mode)
+        if isinstance(again, StackingMode):
+            again.rng = copy.copy(again.rng)  # the recomputation draws the same numbers
+
+        marks = [getattr(value, MARK, None) for value in (*rest, *kwargs.values())]
 
         def contexts() -> tuple[Any, Any]:
             forward, recompute = context_fn()
-            return forward, _enter(recompute, replace_tensors(stacked, tensors), mode)
+            return forward, _enter(recompute, replace_tensors(module, tensors) if module else nullcontext(), again)
 
-        return start(function, preserve, contexts, *args, **kwargs)
+        def compute(*args: Any, **kwargs: Any) -> Any:
+            values = (*args, *kwargs.values())
+            for value, mark in zip(values, marks[len(marks) - len(values) :], strict=True):
+                if mark is not None:  # hooks of saved tensors lose it
+                    setattr(value, MARK, mark)
+            return function(*args, **kwargs)
 
-    torch.utils.checkpoint._checkpoint_without_reentrant_generator = start_in_mode  # type: ignore[assignment]
-    CheckpointFunction.apply = _raise_reentrant_error  # type: ignore[method-assign]
+        return start(compute, preserve, contexts, *rest, **kwargs)
+
+    replacement = _raise_checkpoint_error if mode is None else start_in_mode
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator = replacement  # type: ignore[assignment]
+    CheckpointFunction.apply = _raise_checkpoint_error  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -234,27 +248,6 @@ def _enter(*contexts: Any) -> Iterator[None]:
         for context in contexts:
             stack.enter_context(context)
         yield
-
-
-def _raise_reentrant_error(*_: Any) -> Any:
-    raise StackingError("activation checkpointing inside a member needs use_reentrant=False")
-
-
-@contextmanager
-def refuse_checkpointing() -> Iterator[None]:
-    """Make `checkpoint` raise an error: its backward would run the forward without the stacking mode."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        yield
-        return
-    places: Any = ((CheckpointFunction, "apply"), (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"))
-    originals = [getattr(owner, name) for owner, name in places]
-    for owner, name in places:
-        setattr(owner, name, _raise_checkpoint_error)
-    try:
-        yield
-    finally:
-        for (owner, name), original in zip(places, originals, strict=True):
-            setattr(owner, name, original)
 
 
 def _raise_checkpoint_error(*_: Any, **__: Any) -> Any:

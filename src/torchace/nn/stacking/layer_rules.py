@@ -131,6 +131,10 @@ def _matmul(stacking: StackingMode, func: Func, input: Any, other: Any = None, *
 
 @rule(*named("addmm"))
 def _addmm(stacking: StackingMode, func: Func, input: Any, mat1: Any, mat2: Any, **scales: Any) -> Any:
+    if isinstance(mat1, Stacked) and not isinstance(input, Stacked) and not isinstance(mat2, Stacked):
+        x = to_first(mat1, stacking.num_members)
+        if input.ndim == 1:  # a linear layer that all members share
+            return Stacked(torch.addmm(input, x.flatten(0, 1), mat2, **scales).unflatten(0, x.shape[:2]))
     values = [to_members(value, stacking.num_members) for value in (input, mat1, mat2)]
     return Stacked(torch.baddbmm(pad_axes(values[0], 2), *values[1:], **scales))
 
