@@ -39,8 +39,8 @@ def fine_tuned(base: nn.Module, count: int) -> nn.Module:
 
 def adapted(base: nn.Module, count: int) -> nn.Module:
     """The frozen network with an adapter and a new head for each member."""
-    base = copy.deepcopy(base)
-    return ace.adapt(base, count, adapter="low_rank", rank=RANK, freeze=True)
+    # trained=False: each member draws a new head; low-rank adapters leave the trained weights as they are
+    return ace.adapt(base, count, adapter="low_rank", rank=RANK, freeze=True, trained=False)
 
 
 KINDS: dict[str, tuple[Callable[[nn.Module, int], nn.Module], int, tuple[float, ...]]] = {

@@ -272,7 +272,7 @@ def date_part(seconds: NDArray[np.float64], part: DatePart) -> NDArray[np.float6
     if part == "hour":
         return seconds % 86_400 / 3600
     moments = pandas().to_datetime(seconds, unit="s", errors="coerce")
-    return np.asarray(getattr(moments, part), dtype=np.float64)
+    return np.asarray(getattr(moments, {"weekday": "day_of_week"}.get(part, part)), dtype=np.float64)
 
 
 def weighted_quantiles(
