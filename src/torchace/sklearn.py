@@ -103,7 +103,7 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
             with and without coupling.
         early_stopping: `"folds"`: member k leaves out fold k mod 5, and training stops when the ensemble's score on the
             left-out samples stops improving; the best epoch is kept. True: the same on a hold-out. False: train all
-            epochs. `"auto"`: `"folds"` from 200 samples on, else False.
+            epochs. `"auto"`: False below 200 samples; above, `"folds"` for λ=0 and True for λ>0.
         validation_fraction: Fraction of samples held out for `early_stopping=True` and `diversity="auto"`.
         patience: Epochs without improvement before training stops.
         class_weight: `"balanced"`, or a weight for each class.

@@ -14,7 +14,7 @@ import torch
 from joblib import effective_n_jobs
 from numpy.typing import ArrayLike, NDArray
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted
+from sklearn.utils.validation import _check_sample_weight, check_consistent_length, check_is_fitted
 from torch import Tensor, nn
 
 from torchace._checks import check_choice
@@ -109,16 +109,18 @@ class Estimator(FittedEstimator):
         self._learn_scales(table, y, weight)
         plan, seed = replace(plan, precision=_precision(table)), self._draw_seed()
         samples, used = self._samples(table, y, weight, plan)
-        folds = None
-        if self._stops_on_folds(len(samples)):
-            groups = None if groups is None else np.asarray(groups)[used]
-            raw = raw_matrix(self._encoding, table[used])
-            folds = assign_folds(raw, samples.y.cpu(), seed=seed, weight=samples.weight, groups=groups)
-        elif self.early_stopping == "auto":
+        if self.early_stopping == "auto" and len(samples) < MIN_FOLD_ROWS:
             plan = replace(plan, patience=None)
         with self._threads():
             self.tuning_ = self._tune(plan, samples, seed) if self.diversity == "auto" else None
             self.diversity_ = float(self.diversity if self.tuning_ is None else self.tuning_.diversity)
+            folds = None
+            if self._stops_on_folds(len(samples)):
+                if groups is not None:
+                    check_consistent_length(y, groups)
+                    groups = np.asarray(groups)[used]
+                raw = raw_matrix(self._encoding, table[used])
+                folds = assign_folds(raw, samples.y.cpu(), seed=seed, weight=samples.weight, groups=groups)
             trained, held_out = self._train_and_stop(plan, samples, seed, folds)
         self.history_ = _history(trained)
         self._finish(trained, held_out)
@@ -156,7 +158,9 @@ class Estimator(FittedEstimator):
                 f"Expected at least {NUM_FOLDS} samples for early_stopping='folds', but got {num_samples}. Give more, "
                 "or use early_stopping=False."
             )
-        return self.early_stopping == "folds" or (self.early_stopping == "auto" and num_samples >= MIN_FOLD_ROWS)
+        # λ > 0 fits the ensemble as a whole, and a fifth of the members says little about it
+        auto = self.early_stopping == "auto" and num_samples >= MIN_FOLD_ROWS and self.diversity_ == 0
+        return auto or self.early_stopping == "folds"
 
     def _tune(self, plan: MemberPlan, samples: Split, seed: int) -> TunedDiversity:
         """Choose λ on one held-out part and measure its gain on another."""

@@ -111,7 +111,7 @@ def fit_temperature(logits: Tensor, target: Tensor, weight: Tensor | None = None
 
     def cross_entropy(log_temperature: float) -> float:
         log_q = (logits / math.exp(log_temperature)).log_softmax(2).gather(2, index).squeeze(2)
-        hits = log_q.masked_fill(~predicts, -torch.inf).logsumexp(0) - predicts.sum(0).log()
+        hits = log_q.masked_fill(~predicts, -torch.inf).logsumexp(0) - predicts.sum(0).double().log()
         return -float((share * hits).sum())
 
     bound = math.log(MAX_TEMPERATURE)
