@@ -57,8 +57,8 @@ def main(epochs: int = 15) -> dict[str, float]:
     model = network()
     fit(model, x[y < 5], y[y < 5], epochs)
 
-    model[-1].reset_parameters()  # a new head for the new classes
-    ensemble = ace.adapt(model, MEMBERS, adapter="low_rank", rank=RANK, freeze=True)
+    # trained=False: new heads for new classes; low-rank adapters leave the trained weights as they are
+    ensemble = ace.adapt(model, MEMBERS, adapter="low_rank", rank=RANK, freeze=True, trained=False)
     fit(ensemble, x[y >= 5], y[y >= 5] - 5, epochs)
 
     ensemble.eval()

@@ -7,8 +7,6 @@ import inspect
 import itertools
 import random
 import warnings
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -42,22 +40,15 @@ class Toy(NamedTuple):
         return gradient
 
 
-Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]  # an optimizer's groups and the toys in their place
-
-
 @torch._disable_dynamo  # type: ignore[attr-defined]  # imports the compiler at the first call, not now
 def find_mixing(optimizer: Optimizer, stacked: set[int] | None = None) -> str | None:
     """Describe how an optimizer mixes stacked members; None where toy members move as they do alone.
 
-    `stacked`: ids of the stacked parameters, by default all. The optimizer is not changed.
+    `stacked`: ids of the stacked parameters, by default all. An optimizer of the same class and options is tried.
     """
-    tried = [
-        (group, held)
-        for group in optimizer.param_groups
-        if (held := [p for p in group["params"] if stacked is None or id(p) in stacked])
-    ]
-    groups, axes = [group for group, _ in tried], [{p.ndim for p in held} for _, held in tried]
-    device = tried[-1][1][0].device
+    held = [[p for p in group["params"] if stacked is None or id(p) in stacked] for group in optimizer.param_groups]
+    axes = [{p.ndim for p in parameters} for parameters in held]
+    device = next(p.device for parameters in held for p in parameters)
     first_error = None
     python_state = random.getstate()
     try:
@@ -67,10 +58,9 @@ def find_mixing(optimizer: Optimizer, stacked: set[int] | None = None) -> str | 
             torch.compiler.set_stance("force_eager"),  # some optimizers compile their step for every shape
         ):
             warnings.simplefilter("ignore")
-            # float32: where the optimizer or device does not support float64
-            for dtype, make, with_closure in itertools.product(TOLERANCE, (_copy, _rebuild), (False, True)):
+            for dtype in TOLERANCE:  # float32: where the optimizer or device does not support float64
                 try:
-                    return _Trial(optimizer, groups, make, with_closure).run(axes, dtype, device)
+                    return _compare(optimizer, axes, dtype, device)
                 except Exception as error:
                     first_error = first_error or error
     finally:
@@ -78,50 +68,46 @@ def find_mixing(optimizer: Optimizer, stacked: set[int] | None = None) -> str | 
     return f"trying it on toy parameters failed with {_one_line(first_error)}"
 
 
-class _Trial(NamedTuple):
-    optimizer: Optimizer
-    groups: list[dict[str, Any]]  # the optimizer's groups that are tried
-    make: Callable[[Optimizer, Groups], Optimizer]
-    with_closure: bool
+def _compare(optimizer: Optimizer, axes: list[set[int]], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Compare stacked toys with members alone; `axes`: numbers of axes of each group's stacked parameters."""
+    moved = False
+    # small toys with few axes first: large ones may take minutes
+    for large, ndim in itertools.product((False, True), sorted(set().union(*axes))):
+        toys = [make_toys(ndim, large, dtype, device) if ndim in each else [] for each in axes]
+        stacked_ends = _train(optimizer, toys)
+        for k in range(MEMBERS):
+            members = [[toy.member(k) for toy in group] for group in toys]
+            try:
+                ends = _train(optimizer, members)
+            except Exception as error:
+                return f"it accepts a stacked toy parameter but not a member alone: {_one_line(error)}"
+            for toy, stacked_end, end in zip(itertools.chain(*members), stacked_ends, ends, strict=True):
+                displacement = (end - toy.start).abs().max().item()
+                difference = (end - stacked_end[k]).abs().max().item()
+                if not difference <= TOLERANCE[dtype] * displacement:  # also where one is not finite
+                    share = difference / displacement if displacement else float("inf")
+                    return f"toy members moved differently when stacked, by {share:.1g} of their displacement"
+                moved |= displacement > 0
+    return None if moved else f"it did not move toy parameters in {STEPS} steps"
 
-    def run(self, axes: list[set[int]], dtype: torch.dtype, device: torch.device) -> str | None:
-        """Describe how the optimizer mixes members; `axes`: numbers of axes of each group's stacked parameters."""
-        moved = False
-        # small toys with few axes first: large ones may take minutes
-        for large, ndim in itertools.product((False, True), sorted(set().union(*axes))):
-            toys = [make_toys(ndim, large, dtype, device) if ndim in each else [] for each in axes]
-            stacked_ends = self.train(toys)
-            for k in range(MEMBERS):
-                members = [[toy.member(k) for toy in group] for group in toys]
-                try:
-                    ends = self.train(members)
-                except Exception as error:
-                    return f"it accepts a stacked toy parameter but not a member alone: {_one_line(error)}"
-                for toy, stacked_end, end in zip(itertools.chain(*members), stacked_ends, ends, strict=True):
-                    displacement = (end - toy.start).abs().max().item()
-                    difference = (end - stacked_end[k]).abs().max().item()
-                    if not difference <= TOLERANCE[dtype] * displacement:  # also where one is not finite
-                        share = difference / displacement if displacement else float("inf")
-                        return f"toy members moved differently when stacked, by {share:.1g} of their displacement"
-                    moved |= displacement > 0
-        return None if moved else f"it did not move toy parameters in {STEPS} steps"
 
-    def train(self, toys: list[list[Toy]]) -> list[Tensor]:
-        """Return the toy parameters of each group after all steps."""
-        parameters = [[nn.Parameter(toy.start.clone()) for toy in group] for group in toys]
-        optimizer = self.make(self.optimizer, [pair for pair in zip(self.groups, parameters, strict=True) if pair[1]])
-        flat = list(itertools.chain(*parameters))
-        for step in range(STEPS):
-
-            def closure(step: int = step) -> Tensor:
-                for parameter, toy in zip(flat, itertools.chain(*toys), strict=True):
-                    parameter.grad = toy.gradient(parameter.detach(), step)
-                return torch.zeros((), device=flat[0].device)
-
-            closure()
-            # the class's `step`: schedulers bind a replacement to the original optimizer
-            type(optimizer).step(optimizer, *([closure] if self.with_closure else []))  # type: ignore[arg-type]
-        return [parameter.detach() for parameter in flat]
+def _train(optimizer: Optimizer, toys: list[list[Toy]]) -> list[Tensor]:
+    """Return the toy parameters of each group after all steps of an optimizer of the same class and options."""
+    parameters = [[nn.Parameter(toy.start.clone()) for toy in group] for group in toys]
+    groups = [
+        {**_copy_options(group), "params": held}
+        for group, held in zip(optimizer.param_groups, parameters, strict=True)
+        if held
+    ]
+    accepted = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in _copy_options(optimizer.defaults).items() if name in accepted}
+    trial = type(optimizer)(groups, **options)
+    flat = list(itertools.chain(*parameters))
+    for step in range(STEPS):
+        for parameter, toy in zip(flat, itertools.chain(*toys), strict=True):
+            parameter.grad = toy.gradient(parameter.detach(), step)
+        trial.step()
+    return [parameter.detach() for parameter in flat]
 
 
 def make_toys(ndim: int, large: bool, dtype: torch.dtype, device: torch.device) -> list[Toy]:
@@ -143,44 +129,8 @@ def make_toys(ndim: int, large: bool, dtype: torch.dtype, device: torch.device) 
     return toys
 
 
-def _copy(optimizer: Optimizer, groups: Groups) -> Optimizer:
-    """Copy all attributes but the state, without the constructor; replace all references to parameters and groups."""
-    memo: dict[int, Any] = {}  # deepcopy takes replacements from its memo
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            memo[id(p)] = nn.Parameter(torch.zeros((), device=p.device))
-    for group, toys in groups:
-        memo |= {id(p): toys[i % len(toys)] for i, p in enumerate(group["params"])}
-    copied_groups: list[Any] = []
-    memo[id(optimizer.param_groups)] = copied_groups
-    for group, toys in groups:
-        memo[id(group)] = {**_copy_options(group, memo), "params": toys}
-        copied_groups.append(memo[id(group)])
-    return _copy_attributes(optimizer, memo)
-
-
-def _copy_attributes(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    copied = memo[id(optimizer)] = object.__new__(type(optimizer))
-    memo[id(optimizer.state)] = defaultdict(dict)
-    for name, value in vars(optimizer).items():
-        if name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            vars(copied)[name] = OrderedDict()  # they would act on the user's parameters
-        elif isinstance(value, Optimizer) and id(value) not in memo:  # its deepcopy would lose attributes
-            vars(copied)[name] = _copy_attributes(value, memo)
-        elif name != "step":
-            vars(copied)[name] = copy.deepcopy(value, memo)
-    return copied
-
-
-def _rebuild(optimizer: Optimizer, groups: Groups) -> Optimizer:
-    """Construct an optimizer of the same class and options; its constructor may set state that steps need."""
-    accepted = inspect.signature(type(optimizer)).parameters
-    options = {name: value for name, value in _copy_options(optimizer.defaults, {}).items() if name in accepted}
-    return type(optimizer)([{**_copy_options(group, {}), "params": toys} for group, toys in groups], **options)
-
-
-def _copy_options(group: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    options = {name: copy.deepcopy(value, memo) for name, value in group.items() if name != "params"}
+def _copy_options(group: dict[str, Any]) -> dict[str, Any]:
+    options = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
     rate = options.get("lr")
     if isinstance(rate, Tensor):
         options["lr"] = rate.clamp(min=MIN_RATE)

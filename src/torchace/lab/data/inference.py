@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from torchace.lab.data.cell_formats import MIN_SHARE, MIXED_DATES, date_format, is_category, number_formats
 from torchace.lab.data.columns import (
     KINDS,
     Column,
@@ -22,14 +23,11 @@ from torchace.lab.data.columns import (
 from torchace.lab.data.errors import DataError, arrow, pandas
 from torchace.lab.data.messages import quote, quote_all, row_number, suggestion
 from torchace.lab.data.parsing import (
-    DATE_FORMATS,
     MISSING,
-    NUMBER_FORMATS,
     CellError,
     canonical,
     dates,
     is_numeric,
-    match_numbers,
     numbers,
     positions,
     texts,
@@ -40,19 +38,17 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
 
 MIN_ROWS = 10
-MIN_SHARE = 0.98  # of numbers or dates in a column of them; the other cells count as missing
 # whole numbers are classes if few, with several rows each
 MAX_NUMBERED_CLASSES = 20
 MIN_ROWS_PER_NUMBERED_CLASS = 3
 MAX_DISTINCT = 0.9  # a larger fraction of distinct texts means identifiers or free text
 TEXT_WORDS, TEXT_DISTINCT = 4, 0.5  # free text too: mean number of words, fraction of distinct texts
-MIXED_DATES, MIXED_DISTINCT = 0.2, 10  # fraction of dates and number of distinct texts that look like a mistake
+MIXED_DISTINCT = 10  # with more distinct texts, a mix of dates and texts looks like a mistake
 
 _IDENTIFIER = re.compile(
     r"(?i:^(id|uuid|guid|index|idx|key|row|row[ _.]?(id|names?|numbers?|no|nr)|unnamed:? ?0)$)"
     r"|(?i:[ _.-](id|uuid|guid|key|nr|no)$)|[a-z](ID|Id)$"
 )
-_EUROPEAN = ("1234,5", "1.234,5", "1 234,5")
 
 
 class InferredColumns(NamedTuple):
@@ -84,7 +80,7 @@ def infer_schema(
         raise DataError(f"The table has {len(frame)} rows, too few to learn from; give at least {MIN_ROWS}.")
     notes: list[str] = list(frame.attrs.get("notes", ()))
     left_out = {*drop, *(name for name, kind in kinds.items() if kind == "drop")}
-    formats = _number_formats({str(name): frame[name] for name in frame.columns if name not in left_out})
+    formats = number_formats({str(name): frame[name] for name in frame.columns if name not in left_out})
     predicted = _infer_target(frame[str(target)], task, formats[str(target)], notes)
     features = [name for name in frame.columns if name != predicted.name and name not in left_out]
     columns, dropped, more = _infer_columns(frame[features], kinds, formats)
@@ -113,12 +109,12 @@ def infer_columns(frame: DataFrame, kinds: Mapping[str, str] | None = None) -> I
         ([('price', 'number', '1234,5'), ('fur', 'category', '')], 'id')
     """
     frame = check_columns(frame)
-    return _infer_columns(frame, kinds or {}, _number_formats({name: frame[name] for name in frame.columns}))
+    return _infer_columns(frame, kinds or {}, number_formats({name: frame[name] for name in frame.columns}))
 
 
 def missing_targets(column: Series, task: str | None = None) -> NDArray[np.bool_]:
     """Rows without a target, `(N,)`."""
-    _, share = _number_formats({"": column})[""]
+    _, share = number_formats({"": column})[""]
     if is_numeric(column) or task == "regression" or (task is None and share >= MIN_SHARE):
         return np.asarray(texts(column).is_null())
     return np.asarray(texts(column, MISSING).is_null())
@@ -147,71 +143,6 @@ def _check_request(
             raise DataError(
                 f"The kind {quote(kind)} of column {quote(name)} is not known; use number, category, date or drop."
             )
-
-
-# -- numbers and dates -------------------------------------------------------------------------------------------------
-
-
-def _number_formats(columns: Mapping[str, Series]) -> dict[str, tuple[str, float]]:
-    """Format of the numbers in each column, and their share of the present cells; empty and 0 for texts.
-
-    A cell such as `1,234` is read as the other columns suggest: with a decimal comma if one of them must have it.
-    """
-    shares = {name: _number_shares(column) for name, column in columns.items()}
-    european = any(
-        max(found[format] for format in _EUROPEAN) >= MIN_SHARE
-        and max(found[format] for format in _EUROPEAN) > max(found[""], found["1,234.5"])
-        for found in shares.values()
-        if found.keys() > {""}
-    )
-    formats = {}
-    for name, found in shares.items():
-        order = [*_EUROPEAN, *found] if european and found.keys() > {""} else list(found)
-        best = max(order, key=lambda format: found[format])  # the first of equals
-        formats[name] = (best, found[best])
-    return formats
-
-
-def _number_shares(column: Series) -> dict[str, float]:
-    """Share of the present cells that are numbers, by format; only for the empty format if that settles it."""
-    if is_numeric(column):
-        return {"": 1.0}
-    if pandas().api.types.is_datetime64_any_dtype(column.dtype):
-        return {"": 0.0}
-    try:
-        counted = texts(column).drop_null().value_counts()
-    except CellError:
-        return {"": 0.0}
-    cells, counts = counted.field("values"), counted.field("counts").to_numpy()
-    if not len(cells) or _is_category(column):
-        return {"": float(not len(cells))}
-
-    def share(format: str) -> float:
-        return float(counts[np.asarray(match_numbers(cells, format)[1])].sum() / counts.sum())
-
-    plain, pc = share(""), arrow("pyarrow.compute")
-    has_digits = counts[np.asarray(pc.match_substring_regex(cells, "[0-9]"))].sum() >= MIN_SHARE * counts.sum()
-    if not has_digits or (plain == 1 and not pc.any(pc.match_substring(cells, ".")).as_py()):
-        return {"": plain}
-    return {"": plain, **{format: share(format) for format in NUMBER_FORMATS}}
-
-
-def _date_format(column: Series) -> tuple[str, float]:
-    """Format of most dates in a column, and their share of the present cells."""
-    pd, pc = pandas(), arrow("pyarrow.compute")
-    iso = DATE_FORMATS[0]
-    if pd.api.types.is_datetime64_any_dtype(column.dtype):
-        return iso, 1.0
-    cells = texts(column).drop_null()
-    if not len(cells) or pc.mean(pc.match_substring_regex(cells, r"[0-9][^0-9]+[0-9]")).as_py() < MIXED_DATES:
-        return iso, 0.0
-    sample = cells.unique()[:200].to_pandas()
-    shares = {
-        format: float(pd.to_datetime(sample, format=format, errors="coerce", utc=True).notna().mean())
-        for format in DATE_FORMATS
-    }
-    best = max(shares, key=lambda format: shares[format])  # the first of equals
-    return (best, float(1 - dates(cells.to_pandas(), best)[1].mean())) if shares[best] >= MIXED_DATES else (iso, 0.0)
 
 
 # -- kinds of columns --------------------------------------------------------------------------------------------------
@@ -251,8 +182,8 @@ def _infer_column(
     name, (format, share) = str(cells.name), found
     kind = requested or ("number" if share >= MIN_SHARE else "category")
     try:
-        if kind == "date" or (requested is None and kind == "category" and not _is_category(cells)):
-            format, share = _date_format(cells)
+        if kind == "date" or (requested is None and kind == "category" and not is_category(cells)):
+            format, share = date_format(cells)
             kind = "date" if share >= MIN_SHARE else kind
         if kind == "category":
             if requested is None:
@@ -320,10 +251,6 @@ def _check_duplicate(name: str, content: bytes, seen: dict[bytes, str]) -> None:
 def _is_row_number(values: NDArray[np.float64]) -> bool:
     """Whether numbers are 0, 1, 2, … or 1, 2, 3, …."""
     return len(values) > 1 and values[0] in (0, 1) and bool((np.diff(values) == 1).all())
-
-
-def _is_category(column: Series) -> bool:
-    return isinstance(column.dtype, pandas().CategoricalDtype)
 
 
 # -- the target --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -165,10 +166,10 @@ def _read_batches(items: Items, batches: Iterator[list[Place]], num_workers: int
     with preserve_generators():  # DataLoader draws a seed for its workers
         loaded = iter(DataLoader(items, batch_sampler=sampled, num_workers=num_workers, collate_fn=_stack))
     for places in batches:
-        try:
-            yield next(loaded)
-        except DataError:  # with the worker's traceback: read again for the sentence alone
-            yield items.read(places)
+        read = None
+        with suppress(DataError):  # with the worker's traceback: read again for the sentence alone
+            read = next(loaded)
+        yield items.read(places) if read is None else read
 
 
 @dataclass(frozen=True, eq=False)

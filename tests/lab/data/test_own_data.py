@@ -1,0 +1,116 @@
+"""Own arrays and tables as data sets, and the sentences about bad ones."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+from torchace.lab.data import DataError
+from torchace.lab.data.own_data import DataOptions, make_dataset, read_data_file
+
+X = torch.arange(24.0).view(12, 2)
+Y = torch.arange(12) % 3
+FRAME = pd.DataFrame({"a": np.arange(12.0), "b": ["x", "y"] * 6, "c": [0.0, 1.0, 2.0] * 4, "d": [0, 1] * 6})
+
+
+def dataset(train: Any, test: Any = (X, Y), **options: Any) -> Any:
+    return make_dataset(train, test, DataOptions(**options))
+
+
+def test_classes_may_be_texts_booleans_or_columns() -> None:
+    names = np.array(["cat", "dog", "ant"])[Y]
+    found = dataset((X.numpy(), names), (X.numpy(), names))
+    assert found.class_names == ("ant", "cat", "dog")
+    assert found.train.y.tolist() == [1, 2, 0] * 4
+    found = dataset((X, Y[:, None] > 0), (X, Y > 0))
+    assert (found.num_classes, found.train.y.dtype) == (2, torch.int64)
+    assert dataset((X, Y), num_classes=5).num_classes == 5
+
+
+def test_several_targets_of_a_table_are_columns() -> None:
+    found = dataset(FRAME, FRAME, task="regression", target=["c", "a"])
+    assert found.train.y.tolist()[:2] == [[0.0, 0.0], [1.0, 1.0]]
+    assert (found.num_classes, found.class_names, found.train.x.shape) == (2, (), (12, 3))
+    labels = dataset(FRAME, FRAME, task="multilabel", target=["d"])
+    assert (labels.class_names, labels.train.y.shape) == (("d",), (12, 1))
+    joined = dataset((FRAME[["a"]], FRAME["b"]), (FRAME[["a"]], FRAME["b"]))
+    assert joined.class_names == ("x", "y")
+
+
+def test_images_of_whole_numbers_are_scaled_and_others_are_not() -> None:
+    pixels = torch.randint(256, (12, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    found = dataset((pixels, Y), (pixels, Y))
+    assert found.normalization("unit") == ((0.0,), (255.0,))
+    assert found.normalization("standard").mean == pytest.approx(pixels.double().mean((0, 2, 3)).tolist())
+    assert dataset((X, Y)).normalization("unit") is None
+
+
+@pytest.mark.parametrize("part", ["training", "test"])
+def test_a_class_without_samples_is_noted(part: str) -> None:
+    some = (X[Y < 2], Y[Y < 2])
+    train, test = ((X, Y), some) if part == "test" else ((X[Y != 1], Y[Y != 1]), (X, Y))
+    (note,) = dataset(train, test).notes
+    assert note.startswith(f"The {part} data has no sample of the class '{2 if part == 'test' else 1}';")
+
+
+def at(values: Tensor, index: int, value: float) -> Tensor:
+    return values.index_fill(0, torch.tensor([index]), value)
+
+
+@pytest.mark.parametrize(
+    ("train", "options", "message"),
+    [
+        ((X, Y[:5]), {}, "The training data has 12 samples and 5 targets; give one target for each sample."),
+        ((at(X, 3, math.nan), Y), {}, "The training data has NaN or Inf in sample 3;"),
+        ((at(X, 3, math.inf), Y), {}, "The training data has NaN or Inf in sample 3;"),
+        ((X, at(Y, 4, -2)), {}, "The training data has label -2 in sample 4, outside 0 to 2;"),
+        ((X, Y), {"num_classes": 2}, "The training data has label 2 in sample 2, outside 0 to 1;"),
+        ((X, Y % 2), {}, "The test data has label 2 in sample 2, outside 0 to 1;"),
+        ((X, Y.float()), {}, "The training targets are of type torch.float32, but classes are whole numbers"),
+        ((X, X), {}, r"The training targets have shape \(12, 2\); give one class a sample, or use task="),
+        ((X, Y * 0), {}, "The training data has one class alone; give at least two."),
+        ((X[:, :1], Y), {}, r"Test samples have shape \(2,\), but training samples \(1,\); give both alike."),
+        ((X[:0], Y[:0]), {}, "The training data has no samples; give some."),
+        ((X, Y), {"task": "multilabel"}, "The training labels of sample 2 are not between 0 and 1;"),
+        ((X, at(X[:, 0], 5, math.nan)), {"task": "regression"}, "The training targets have NaN or Inf in sample 5;"),
+        ((X, X), {"task": "regression"}, "Test targets have 1 columns, but training targets 2; give both alike."),
+        ((X, [["a"]] * 12), {"task": "regression"}, "The training data cannot be converted to a tensor"),
+        ((X, np.array(["a", "b"] * 6)), {}, "The test data has the class '0', but the training data has 'a', 'b';"),
+        (FRAME, {}, "Expected a DataFrame for the test data too, but got tuple."),
+    ],
+)
+def test_bad_data_is_refused_in_one_sentence(train: Any, options: dict[str, Any], message: str) -> None:
+    is_array = isinstance(train, tuple) and isinstance(train[1], np.ndarray)
+    with pytest.raises(DataError, match=message) as error:
+        dataset(train, (X, Y.numpy() if is_array else Y), **options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [(None, "A table needs `target`, the name of the column"), ("e", "The table has no column 'e'")],
+)
+def test_tables_need_a_target(target: str | None, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        dataset(FRAME, FRAME, target=target)
+
+
+def test_files_are_split_by_class(tmp_path: Any) -> None:
+    path = str(tmp_path / "mine.npz")
+    np.savez(path, X=X.numpy(), y=Y.numpy())
+    (x, _), (x_test, y_test) = read_data_file(path, target=None, test_file=None, test=0.25, task="classification")
+    assert np.bincount(y_test).tolist() == [1, 1, 1]
+    assert sorted([*x[:, 0], *x_test[:, 0]]) == X[:, 0].tolist()
+    with pytest.raises(DataError, match=r"12 samples are too few for a test share of 0\.01"):
+        read_data_file(path, target=None, test_file=None, test=0.01, task="classification")
+    (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04 no archive")
+    with pytest.raises(DataError, match="is a damaged NPZ file"):
+        read_data_file(str(tmp_path / "bad.npz"), target=None, test_file=None, test=0.2, task="classification")
+    with pytest.raises(DataError, match=r"There is no file .*none\.npz"):
+        read_data_file(str(tmp_path / "none.npz"), target=None, test_file=None, test=0.2, task="classification")
