@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchace._checks import check_count
 from torchace.lab.data.columns import STRICT, Column, check_columns, feature_numbers, get_column
-from torchace.lab.data.errors import DataError, pandas
+from torchace.lab.data.errors import DataError
 from torchace.lab.data.messages import first_duplicate, quote
 from torchace.lab.data.parsing import positions, texts
 from torchace.lab.data.table_schema import Finite, Schema, adapter_of, damaged_json, parse_stored
@@ -267,12 +267,16 @@ def learn_number(
 
 def date_part(seconds: NDArray[np.float64], part: DatePart) -> NDArray[np.float64]:
     """A part of dates given in seconds since 1970, `(N,)`; "elapsed" is in days."""
+    days = np.floor(seconds / 86_400)
     if part == "elapsed":
         return seconds / 86_400
     if part == "hour":
         return seconds % 86_400 / 3600
-    moments = pandas().to_datetime(seconds, unit="s", errors="coerce")
-    return np.asarray(getattr(moments, {"weekday": "day_of_week"}.get(part, part)), dtype=np.float64)
+    if part == "weekday":
+        return (days + 3) % 7  # 1970 began on a Thursday
+    missing = np.isnan(days)
+    months = np.where(missing, 0, days).astype("datetime64[D]").astype("datetime64[M]").astype(np.int64)
+    return np.where(missing, np.nan, 1970 + months // 12 if part == "year" else months % 12 + 1)
 
 
 def weighted_quantiles(

@@ -45,7 +45,7 @@ def collect_out_of_fold(
         if targets is None:
             log_q = (logits / temperature).log_softmax(2)
             predicts = ~log_q[..., :1].isnan()
-            log_probs = log_q.masked_fill_(~predicts, -torch.inf).logsumexp(0) - predicts.sum(0).log()
+            log_probs = log_q.masked_fill_(~predicts, -torch.inf).logsumexp(0) - predicts.sum(0).double().log()
             losses.append(-log_probs.gather(1, y[:, None]).squeeze(1))
             predicted = log_probs.exp_()
         else:
