@@ -23,8 +23,9 @@ from torchace.lab.schema.values import LARGEST
 from torchace.lab.training.early_stopping import CHUNK
 from torchace.lab.training.members import train_members
 from torchace.lab.training.objective import mean_over_samples
+from torchace.lab.training.tasks import TASKS
 from torchace.lab.tuning.gain import describe_gain, measure_gain
-from torchace.lab.tuning.search import MAX_SEEDS, METRICS, Search, SearchCallback, SearchProblem, SearchStage
+from torchace.lab.tuning.search import MAX_SEEDS, Search, SearchCallback, SearchProblem, SearchStage
 from torchace.lab.tuning.search_cache import SearchCache
 
 CANDIDATES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
@@ -143,7 +144,7 @@ class GridSearch(Search):
         return TunedDiversity.model_construct(
             chosen=best,
             task=problem.plan.task,
-            metric=METRICS[problem.plan.task],
+            metric=TASKS[problem.plan.task].score_name,
             rounds=tuple(rounds),
             candidates=tuple(Candidate.model_construct(diversity=d, scores=scores[d]) for d in sorted(scores)),
             seeds=seeds,
@@ -239,7 +240,7 @@ def split_evenly(runs: Sequence[tuple[float, int]], limit: int) -> list[list[tup
 def _describe(
     problem: SearchProblem, scores: Mapping[float, Scores], best: float, gain: Gain | None, num_fresh: int
 ) -> str:
-    noun = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[METRICS[problem.plan.task]]
+    noun = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[TASKS[problem.plan.task].score_name]
     if problem.plan.num_members == 1:
         return "One member cannot differ from others: λ=0."
     if all(score is None for score in scores[best].values()):
