@@ -27,6 +27,10 @@ from torchace.models import cifar_resnet, mlp
 MEMBERS, RANK, OLD = 8, 4, 5
 RATES = (1e-3, 3e-3, 1e-2)
 TUNING_SEED = 100
+COLUMNS = (
+    "accuracy", "cross_entropy", "calibration_error", "disagreement", "auroc_mutual_information", "auroc_entropy",
+    "ms_per_step",
+)  # fmt: skip
 
 
 def fine_tuned(base: nn.Module, count: int) -> nn.Module:
@@ -112,6 +116,8 @@ def main() -> None:
         rates[kind] = min(found, key=found.__getitem__)
         print(kind, "validation cross entropy by learning rate:", found, flush=True)
     rates |= {"one adapter": rates["eight adapters"], "one fine-tuning": rates["eight fine-tunings"]}
+    settings = {"num_members": MEMBERS, "rank": RANK, "batch_size": batch_size, "epochs": options.epochs}
+    settings |= {"images": len(new), "learning_rates": rates, "data": options.data}
     runs = []
     for seed in range(1 if options.quick else options.seeds):
         base = pretrain(data, seed, steps[0], device)
@@ -125,10 +131,7 @@ def main() -> None:
                 run["trained"] = sum(p.numel() for p in ensemble.parameters() if p.requires_grad)
                 runs.append(run)
                 print(f"{kind:18} λ={diversity} seed {seed}: {run['accuracy']:.4f}", flush=True)
-    settings = {"num_members": MEMBERS, "rank": RANK, "batch_size": batch_size, "epochs": options.epochs}
-    settings |= {"images": len(new), "learning_rates": rates, "data": options.data}
-    columns = ("accuracy", "cross_entropy", "calibration_error", "disagreement", "auroc_mutual_information")
-    report(options, settings, runs, (*columns, "auroc_entropy", "ms_per_step"), started)
+        report(options, settings, runs, COLUMNS, started)  # after each seed: what is finished is kept
 
 
 if __name__ == "__main__":

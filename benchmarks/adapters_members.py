@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from adapters_training import make_batches, predict, report, scores, train
@@ -24,10 +25,11 @@ from torchace.models import cifar_resnet, mlp
 
 DIVERSITIES = (0.0, 0.5)
 RANK = 4
+COLUMNS = ("accuracy", "cross_entropy", "member_accuracy", "gain", "disagreement", "ms_per_step")
 # network, where branches part, K, epochs, batch size, learning rate
 SETTINGS = {
     "digits": (lambda: mlp(64, [64, 64], 10), "linear2", 5, 40, 64, 3e-3),
-    "cifar10": (lambda: cifar_resnet(20), "stage3", 4, 4, 128, 3e-3),
+    "cifar10": (lambda: cifar_resnet(20), "stage3", 4, 3, 128, 3e-3),
 }
 KINDS: dict[str, Callable[[Callable[[], nn.Module], int, str], nn.Module]] = {
     "one network": lambda make, count, at: ace.Ensemble([make()]),
@@ -51,7 +53,9 @@ def main() -> None:
     data = load(options.data)
     make, at, count, epochs, batch_size, learning_rate = SETTINGS[options.data]
     epochs = options.epochs or epochs
-    runs = []
+    settings = {"num_members": count, "epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
+    settings |= {"branched_at": at, "rank": RANK, "data": options.data}
+    runs: list[dict[str, Any]] = []
     for seed in range(1 if options.quick else options.seeds):
         batches = make_batches(data, data.train, batch_size, seed, options.device)
         steps = 10 if options.quick else epochs * batches.steps_per_epoch
@@ -69,10 +73,7 @@ def main() -> None:
                 print(
                     f"{kind:15} λ={diversity} seed {seed}: {run['accuracy']:.4f} {run['disagreement']:.4f}", flush=True
                 )
-    settings = {"num_members": count, "epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
-    settings |= {"branched_at": at, "rank": RANK, "data": options.data}
-    columns = ("accuracy", "cross_entropy", "member_accuracy", "gain", "disagreement", "ms_per_step")
-    report(options, settings, runs, columns, started)
+        report(options, settings, runs, COLUMNS, started)  # after each seed: what is finished is kept
 
 
 if __name__ == "__main__":

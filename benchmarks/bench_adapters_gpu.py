@@ -119,11 +119,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write the results here, as JSON")
     parser.add_argument("--quick", action="store_true", help="a small encoder and few rounds, on the CPU without a GPU")
-    parser.add_argument("--no-compile", action="store_true", help="leave out the compiled contenders (two minutes)")
+    parser.add_argument("--compile", action="store_true", help="also compiled contenders, which takes minutes")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     started = time.perf_counter()
-    names = [name for name in CONTENDERS if not (options.no_compile and "compiled" in name)]
+    names = [name for name in CONTENDERS if options.compile or "compiled" not in name]
     if not torch.cuda.is_available():
         rehearse(names)
         return

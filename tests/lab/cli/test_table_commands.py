@@ -368,7 +368,9 @@ def test_an_export_without_its_packages(bad_place: Path, invoke: Invoke, monkeyp
 
 
 def test_a_fit_with_a_search_and_a_report(here: Path, invoke: Invoke) -> None:
-    outcome = invoke("fit", "pets.csv", "--target", "pet", "--members", 3, "--hidden", 4, "--epochs", 4)
+    outcome = invoke(
+        "fit", "pets.csv", "--target", "pet", "--members", 3, "--hidden", 4, "--epochs", 4, "--diversity", "auto"
+    )
     assert (outcome.code, outcome.err) == (0, "")
     model = json.loads(Path("models/pets/manifest.json").read_text())
     search = model["extra"]["search"]
@@ -380,7 +382,8 @@ def test_a_fit_with_a_search_and_a_report(here: Path, invoke: Invoke) -> None:
         ["fur", "category"],
         ["chipped", "category"],
     ]
-    lines = lines[5:]
+    assert lines[5].startswith("The search for λ will take about ")
+    lines = lines[6:]
     assert lines[0] == "models/pets: classification of 'pet' from 4 columns."
     assert "Classes: cat, cow, dog." in lines
     assert "Numbers: age, born." in lines

@@ -12,6 +12,7 @@ from torchace._figures import DARK, DPI, LIGHT, WIDTH, FigureSpec, render
 from torchace._files import PathError, refuse_links, remove_abandoned, write_atomic
 from torchace.lab.report import setup, tables
 from torchace.lab.report.array_plots import array_figures, contested_table
+from torchace.lab.report.axes import axis_findings, axis_tables
 from torchace.lab.report.comparison import comparison_tables
 from torchace.lab.report.findings import Finding, findings, headline, remarks
 from torchace.lab.report.formats import at
@@ -36,12 +37,12 @@ def contents(results: Results) -> dict[str, Any]:
     return {
         "findings_title": "In short" if results.model else "The effect of λ",
         "findings": found,
-        "remarks": remarks(results),
+        "remarks": [*remarks(results), *axis_findings(results)],
         "search_sentence": (search.sentence or f"The {search.split} data chose {at(search.chosen)}.") if search else "",
         "search_table": tables.search_table(results),
         "comparison_tables": comparison_tables(comparison) if (comparison := results.experiment.comparison) else [],
         "result_table": tables.result_table(results),
-        "difference_tables": tables.difference_tables(results),
+        "difference_tables": [*tables.difference_tables(results), *axis_tables(results)],
         "detail_table": tables.detail_table(results),
         "contested_table": contested_table(results),
         "target_facts": setup.target_facts(results),

@@ -7,14 +7,23 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from torchace.lab.report.arrays import Array, read_arrays, sample_scores
-from torchace.lab.report.formats import count
+from torchace.lab.report.formats import count, quantity
 from torchace.lab.report.metrics import TASKS, Metric, TaskLayout, add_derived, choose_units, with_own_metrics
 from torchace.lab.schema.reading import ResultFileError, read_result
-from torchace.lab.schema.results import ArmSummary, DataSummary, DiversitySearch, ExperimentResult, PlanFile, RunResult
+from torchace.lab.schema.results import (
+    ArmSummary,
+    DataSummary,
+    DiversitySearch,
+    ExperimentResult,
+    PlanFile,
+    RunResult,
+    variant_name,
+)
 
 SPLITS = ("test", "validation", "train")
 
@@ -142,6 +151,7 @@ def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
     """
     directory = Path(directory)
     experiment = read_result(directory / "experiment.json", ExperimentResult)
+    experiment = experiment.model_copy(update={"arms": tuple(v for arm in experiment.arms for v in _variants(arm))})
     arms = {arm.name: (index, arm) for index, arm in enumerate(experiment.arms)}
     runs: dict[tuple[str, float, int], RunResult] = {}
     damaged: list[Damaged] = []
@@ -150,6 +160,7 @@ def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
         name = f"runs/{path.name}"
         try:
             run = read_result(path, RunResult, name)
+            run = run.model_copy(update={"arm": variant_name(run.arm, run.settings)})
             _check_run(run, name, arms[run.arm][1] if run.arm in arms else None, TASKS[experiment.task])
             key = (run.arm, run.diversity, run.seed)
             if key in runs:
@@ -174,6 +185,24 @@ def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
         _arrays=found_arrays,
         _scores=scores,
     )
+
+
+def _variants(arm: ArmSummary) -> list[ArmSummary]:
+    """Return an arm for each combination of values on the axes other than λ and seed."""
+    found: list[ArmSummary] = []
+    for values in product(*arm.axes.values()):
+        settings = dict(zip(map(str, arm.axes), values, strict=True))
+        described = [f"{name.replace('_', ' ')} {quantity(value)}" for name, value in settings.items()]
+        update: dict[str, Any] = {
+            "name": variant_name(arm.name, settings),
+            "label": ", ".join([arm.label, *described]),
+            "base_label": arm.label,
+            "variant_of": arm.name,
+            "settings": settings,
+            "layers": () if found else arm.layers,
+        }
+        found.append(arm.model_copy(update=update))
+    return found if arm.axes else [arm]
 
 
 def _check_run(run: RunResult, name: str, arm: ArmSummary | None, task: TaskLayout) -> None:

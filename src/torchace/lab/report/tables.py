@@ -219,7 +219,7 @@ def _difference_table(
             row: list[str | Cell] = [formats.diversity(first.diversity), str(first.n)]
             for key in metrics:
                 difference = tested[key].at(first.diversity) if key in tested else None
-                row += _difference_cells(results.metrics[key], difference)
+                row += difference_cells(results.metrics[key], difference)
             rows.append(row)
         if rows:
             sections.append((arm_title(arm), rows))
@@ -227,7 +227,8 @@ def _difference_table(
     return make_table(caption, columns, sections, _difference_note(results, families, reference))
 
 
-def _difference_cells(metric: Metric, difference: Difference | None) -> list[Cell]:
+def difference_cells(metric: Metric, difference: Difference | None) -> list[Cell]:
+    """Cells of `DIFFERENCE_COLUMNS`."""
     if difference is None:
         return [Cell(NONE)] * 3
     interval = Cell(difference.note, kind="text")
@@ -289,7 +290,7 @@ def search_table(results: Results) -> ReportTable | None:
                 tried,
                 str(len(values)),
                 Cell(metric.mean_sd(summarize(list(values.values()))), strong=chosen),
-                *_difference_cells(metric, differences.get(diversity)),
+                *difference_cells(metric, differences.get(diversity)),
             ]
         )
     columns: list[str | ReportColumn] = ["λ", "Round", "Seeds", metric.label]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -109,6 +110,11 @@ class RunResult(ResultFile):
         return RunKey(self.arm, self.diversity, self.seed, *(getattr(self, name) for name in AXES))
 
     @property
+    def settings(self) -> dict[str, float]:
+        """Values on the axes other than λ and seed."""
+        return _settings(self)
+
+    @property
     def finished(self) -> bool:
         """Whether the run did not fail."""
         return self.status == "finished"
@@ -130,6 +136,20 @@ class RunResult(ResultFile):
 AXES = {"learning_rate": "lr", "weight_decay": "wd", "label_smoothing": "ls"}
 
 
+def variant_name(name: str, settings: Mapping[str, float]) -> str:
+    """Name with the values on the axes other than λ and seed.
+
+    Example:
+        >>> variant_name("main", {"learning_rate": 0.1})
+        'main-lr0.1'
+    """
+    return name + "".join(f"-{AXES[axis]}{_exact(value)}" for axis, value in settings.items())
+
+
+def _settings(run: RunKey | RunResult) -> dict[str, float]:
+    return {name: value for name in AXES if (value := getattr(run, name)) is not None}
+
+
 def _exact(value: float) -> str:
     """Shortest text of a number; distinct numbers need distinct files."""
     return repr(value + 0.0).removesuffix(".0")  # + 0.0: no -0.0
@@ -149,13 +169,12 @@ class RunKey:
     @property
     def id(self) -> str:
         """Name of the run's files."""
-        settings = "".join(f"-{AXES[name]}{_exact(value)}" for name, value in self.settings.items())
-        return f"{self.arm}-l{_exact(self.diversity)}-s{self.seed}{settings}"
+        return variant_name(f"{self.arm}-l{_exact(self.diversity)}-s{self.seed}", self.settings)
 
     @property
     def settings(self) -> dict[str, float]:
         """Values on the axes other than λ and seed."""
-        return {name: value for name in AXES if (value := getattr(self, name)) is not None}
+        return _settings(self)
 
 
 @dataclass(frozen=True)
@@ -257,7 +276,11 @@ class ArmSummary(ResultModel):
     layers: Items[Annotated[tuple[str, str, str], Field(strict=False)]] = ()  # layer, function, how it is computed
     parameters: Count | None = None
     diversities: Items[Number]
-    axes: dict[str, Items[Number]] = {}  # of `AXES`, with their values
+    axes: dict[Annotated[str, Field(pattern=f"^({'|'.join(AXES)})$")], Items[Number]] = {}  # with their values
+    # set by the report, which makes an arm for each combination of values
+    variant_of: str = ""
+    base_label: str = ""
+    settings: dict[str, Number] = {}
     baseline: bool = False
     data: DataSummary | None = None  # None: the experiment's
 

@@ -27,10 +27,10 @@ from torchace.lab.training.extra_metrics import compute_metrics
 from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, FitResult, fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.shard import gather_network, shard_network
+from torchace.lab.training.tasks import TASKS
 
 Stop = Callable[[], bool]
 ALONE = Ranks()
-LOSS_NAMES = {"classification": "cross_entropy", "multilabel": "cross_entropy", "regression": "mse"}
 KEPT_BYTES = 2**28  # of the weights of an arm's runs that are kept unless configured
 
 
@@ -71,6 +71,10 @@ class Executor:
             loaded[name] = same or LoadedData.load(arm.data, self.device, components[name])
             loaded[name].check_batch_size(arm)
         return loaded
+
+    def broadcast(self, content: Any) -> Any:
+        """Return the JSON content of the first process, on all of them."""
+        return content
 
     def hardware(self) -> dict[str, Any]:
         """Return the hardware that runs are trained on."""
@@ -165,7 +169,7 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
 
 def _history(fitted: FitResult, run: int, task: str) -> tuple[dict[str, Any], ...]:
     """Return the epochs of a run until it stopped: training loss, and validation loss with early stopping."""
-    loss = LOSS_NAMES[task]
+    loss = TASKS[task].score_name
     entries = []
     for entry in fitted.history:
         found = {"epoch": entry["epoch"], "step": entry["step"], f"train_{loss}": entry["score"][run]}

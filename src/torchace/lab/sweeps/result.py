@@ -57,22 +57,26 @@ class SweepResult:
     def to_frame(self) -> DataFrame:
         """Return one row a run: diversity, seed, test metrics, validation metrics (`validation_...`) and times.
 
-        Failed runs have no metrics; `status` is `"failed"`.
+        Settings with a list of values, such as `learning_rate`, are columns too. Failed runs have no metrics; `status`
+        is `"failed"`.
         """
         import pandas as pd
 
         results, rows = self._results(), []
+        names = {arm.name: arm.variant_of or arm.name for arm in results.arms}
         for run in results.runs:
-            row: dict[str, Any] = {"arm": run.arm, "diversity": run.diversity, "seed": run.seed, "status": run.status}
+            row: dict[str, Any] = {"arm": run.arm, "diversity": run.diversity, "seed": run.seed, **run.settings}
+            row["arm"], row["status"] = names[run.arm], run.status
             row |= results.scores(run, "test")
             row |= {f"validation_{key}": value for key, value in results.scores(run, "validation").items()}
             rows.append({**row, "steps": run.steps, "seconds": run.seconds, "parameters": run.parameters})
         frame = pd.DataFrame(rows)
-        return frame.drop(columns="arm") if len(results.arms) == 1 and len(frame) else frame
+        return frame.drop(columns="arm") if len(set(names.values())) == 1 and len(frame) else frame
 
     def table(self) -> DataFrame:
         """Return one row a λ: means over seeds on test data, standard deviations, and the difference to λ=0.
 
+        The index is λ, preceded by the arm, if there are several, and by settings with a list of values.
         `difference` is the mean paired difference of the loss (cross entropy or mean squared error), `low` to `high`
         its 95 % interval, corrected for the number of λ.
         """
@@ -82,8 +86,7 @@ class SweepResult:
         for arm in results.arms:
             rows += [_row(results, arm, diversity) for diversity in results.diversities(arm)]
         frame = pd.DataFrame(rows)
-        index = ["diversity"] if len(results.arms) == 1 else ["arm", "diversity"]
-        return frame.set_index(index).drop(columns=[key for key in ("arm",) if key not in index and key in frame])
+        return frame.set_index(_index(results)).drop(columns="arm", errors="ignore")
 
     def best(self) -> Series:
         """Return the row of `table` of the λ that validation data choose, with `diversity`.
@@ -93,7 +96,9 @@ class SweepResult:
         Raises:
             ValueError: The sweep has no validation data.
         """
-        results = self._results()
+        import pandas as pd
+
+        results = self._results(arrays=True)
         loss, found = results.task.loss, list[tuple[float, ArmSummary, float]]()
         for arm in results.arms:
             means = comparable_means(results, arm, loss, "validation")
@@ -109,11 +114,9 @@ class SweepResult:
                 "values of λ with table()."
             )
         score, arm, diversity = min(found, key=lambda candidate: candidate[0])
-        table = self.table()
-        row: Series = table.loc[diversity if table.index.nlevels == 1 else (arm.name, diversity)].copy()
-        for key, value in reversed([("diversity", diversity), (f"validation_{loss}", score)]):
-            row = _prepend(row, key, value)
-        return row if len(results.arms) == 1 else _prepend(row, "arm", arm.name)
+        row = _row(results, arm, diversity)
+        keys = {key: row.pop(key) for key in _index(results)}
+        return pd.Series({**keys, f"validation_{loss}": score, **row}, dtype=object).drop("arm", errors="ignore")
 
     def plot(self) -> Figure:
         """Draw the loss and the error by λ, with 95 % intervals over seeds."""
@@ -130,8 +133,10 @@ class SweepResult:
         """Write the report and return the path of its page; `out` is `report` in the run directory by default."""
         return write_report(self.directory, out)
 
-    def ensemble(self, diversity: float, seed: int, *, arm: str | None = None) -> EnsembleModule:
+    def ensemble(self, diversity: float, seed: int, *, arm: str | None = None, **settings: float) -> EnsembleModule:
         """Return the trained ensemble of one run, in evaluation mode on the CPU.
+
+        `settings` are the values of settings with a list of them, such as `learning_rate=0.1`.
 
         Raises:
             ValueError: There is no such run, or its weights were not kept.
@@ -139,7 +144,10 @@ class SweepResult:
         store = RunStore(self.directory)
         arms = self._arms()
         chosen = arms[arm] if arm in arms else next(iter(arms.values()))
-        key = RunKey(chosen.name, float(diversity), int(seed))
+        if set(settings) != set(chosen.axes):
+            needed = ", ".join(f"{axis}=..." for axis in chosen.axes) or "no settings"
+            raise ValueError(f"Expected {needed} to identify the run, but got {settings or 'none'}.")
+        key = RunKey(chosen.name, float(diversity), int(seed), **settings)
         weights = store.weights(key)
         components = self._components or Components.load(chosen)
         data = None if components.member is not None else LoadedData.load(chosen.data, "cpu", components).dataset
@@ -158,6 +166,13 @@ class SweepResult:
         seeds = {run.seed for run in results.runs}
         return f"Sweep of {len(diversities)} λ and {len(seeds)} seeds, {len(results.runs)} runs"
 
+    def __str__(self) -> str:
+        results, table = self._results(arrays=True), self.table()
+        sentences = [headline(results, arm) for arm in results.arms]
+        shown = table[[key for key in table if not key.endswith("_sd")]]
+        text = shown.to_string(float_format="{:.4g}".format, na_rep="")
+        return "\n".join([repr(self), *filter(None, sentences), text])
+
     def _repr_html_(self) -> str:
         """Show the table and the main finding in a notebook."""
         import html
@@ -169,10 +184,18 @@ class SweepResult:
         return f"<p><b>{html.escape(repr(self))}</b></p>{found}{shown}"
 
 
+def _index(results: Results) -> list[str]:
+    """Return the columns that identify a row of the table."""
+    several = len({arm.variant_of or arm.name for arm in results.arms}) > 1
+    axes = dict.fromkeys(axis for arm in results.arms for axis in arm.settings)
+    return [*(["arm"] if several else []), *axes, "diversity"]
+
+
 def _row(results: Results, arm: ArmSummary, diversity: float) -> dict[str, Any]:
     """Return means and standard deviations of an arm at one λ."""
     task = results.task
-    row: dict[str, Any] = {"arm": arm.name, "diversity": diversity, "seeds": len(results.finished(arm, diversity))}
+    row: dict[str, Any] = {"arm": arm.variant_of or arm.name, **arm.settings, "diversity": diversity}
+    row["seeds"] = len(results.finished(arm, diversity))
     for key in (*task.ensemble, *task.member, task.spread):
         summary = summary_of(results, arm, diversity, key)
         if summary is not None:
@@ -192,9 +215,3 @@ def _is_gain(results: Results, arm: ArmSummary, diversity: float, loss: str) -> 
         difference.diversity == diversity and difference.significant and difference.mean < 0
         for difference in paired_differences(series, reference)
     )
-
-
-def _prepend(row: Series, key: str, value: Any) -> Series:
-    import pandas as pd
-
-    return pd.concat([pd.Series({key: value}, dtype=object), row.astype(object)])

@@ -231,7 +231,7 @@ def _merge(arm: ArmSummary, before: ArmSummary) -> ArmSummary:
 def _fingerprint(components: Components, data: LoadedData) -> dict[str, Any]:
     """Return what identifies the objects of an arm: names and hashes of functions and data."""
     found = components.fingerprint()
-    if components.data is not None:
+    if components.data is not None or data.section.file is not None:
         found["data"] = {**found.get("data", {}), **data.fingerprint()}
     return found
 

@@ -29,6 +29,7 @@ from torchace.lab.training.run_settings import (
     split_parameters,
 )
 from torchace.lab.training.step import StepResult, TrainStep
+from torchace.lab.training.tasks import TASKS
 
 NONFINITE = "NaN or Inf in loss or gradient"
 CHECK_EVERY = 100  # steps between failure checks on a GPU or across ranks
@@ -172,8 +173,7 @@ def fit(
 
 
 def _progress(config: TrainConfig, step: int, epoch: int, score: Any, held_out: Any = None) -> Progress:
-    metric = "mse" if config.task == "regression" else "cross_entropy"
-    return Progress(step, config.steps, score, epoch, held_out, metric)
+    return Progress(step, config.steps, score, epoch, held_out, TASKS[config.task].score_name)
 
 
 class _Training:

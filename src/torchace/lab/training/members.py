@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchace.lab.data import Batches, Split
 from torchace.lab.schema.hyperparameters import Hyperparameters
@@ -45,19 +45,32 @@ class MemberPlan:
     patience: int | None = None  # epochs; None: no early stopping
     precision: str = "float64"
     encoding: str = "standard"  # otherwise, every input has a learnt scale
+    network: Callable[[int, int], nn.Module] | None = (
+        None  # factory of a member, from its numbers of inputs and outputs
+    )
 
     def ensemble(self, num_features: int, num_outputs: int, seed: int) -> EnsembleModule:
         """Return a new ensemble; initial weights depend only on the seed and the member's index."""
         dtype, link = self.train_config(1).dtype, TASKS[self.task].link
         if self.members == "shared":
             with torch_seed(seed, "member", 0):
-                return adapt(mlp(num_features, self.hidden, num_outputs), self.num_members, link=link).to(dtype)
+                network = (self.network or self._mlp)(num_features, num_outputs)
+                return adapt(network, self.num_members, link=link).to(dtype)
         members = []
         for k in range(self.num_members):
             with torch_seed(seed, "member", k):
-                network = mlp(num_features, self.hidden, num_outputs)
-                members.append((network if self.encoding == "standard" else scale_inputs(network)).to(dtype))
+                members.append(self.member(num_features, num_outputs).to(dtype))
         return Ensemble(members, link=link)
+
+    def member(self, num_features: int, num_outputs: int) -> nn.Module:
+        """Return a new member with its own weights."""
+        if self.network is not None:
+            return self.network(num_features, num_outputs)
+        network = self._mlp(num_features, num_outputs)
+        return network if self.encoding == "standard" else scale_inputs(network)
+
+    def _mlp(self, num_features: int, num_outputs: int) -> nn.Sequential:
+        return mlp(num_features, self.hidden, num_outputs)
 
     @classmethod
     def from_hyperparameters(cls, task: str, values: Hyperparameters) -> MemberPlan:
@@ -156,7 +169,7 @@ def train_members(
 def new_run_group(plan: MemberPlan, num_features: int, num_outputs: int, seeds: Sequence[int]) -> RunGroup:
     """Return untrained runs."""
     with torch.device("meta"):
-        parameters = count_parameters(mlp(num_features, plan.hidden, num_outputs))
+        parameters = count_parameters(plan.member(num_features, num_outputs))
     networks = len(seeds) * (1 if plan.members == "shared" else plan.num_members)
     check_memory(networks * parameters, plan.train_config(1).dtype)
     return RunGroup([plan.ensemble(num_features, num_outputs, seed) for seed in seeds])

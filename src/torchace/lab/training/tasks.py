@@ -30,6 +30,7 @@ class TaskLoss:
     """Link, losses, scores and predictions of a task; a sample's loss is the mean over its outputs."""
 
     link: str
+    score_name: str  # of `scores` in result files
     closed_form: Callable[[LossInputs, Tensor], LossResult]  # of inputs and scale (R, B)
     member_losses: Callable[[LossInputs, bool], Tensor]  # of inputs and detach_others: differentiable, (R, K, B)
     scores: Callable[[Tensor, Tensor], Tensor]  # of logits (R, K, N, C) and y, (N, ...) or (R, N, ...): (R, N)
@@ -118,6 +119,7 @@ def _squared_error(mean: Tensor, y: Tensor) -> Tensor:
 TASKS = {
     "classification": TaskLoss(
         link="softmax",
+        score_name="cross_entropy",
         closed_form=_ace_closed_form,
         member_losses=_ace_member_losses,
         scores=_cross_entropy,
@@ -126,6 +128,7 @@ TASKS = {
     ),
     "multilabel": TaskLoss(
         link="sigmoid",
+        score_name="cross_entropy",
         closed_form=_binary_closed_form,
         member_losses=_binary_member_losses,
         scores=binary.ensemble_cross_entropy,
@@ -134,6 +137,7 @@ TASKS = {
     ),
     "regression": TaskLoss(
         link="identity",
+        score_name="mse",
         closed_form=_ncl_closed_form,
         member_losses=_ncl_member_losses,
         scores=lambda logits, y: _squared_error(logits.mean(1), y),

@@ -24,8 +24,9 @@ from torchace.lab.schema.values import LARGEST
 from torchace.lab.training.early_stopping import CHUNK
 from torchace.lab.training.members import train_members
 from torchace.lab.training.objective import mean_over_samples
+from torchace.lab.training.tasks import TASKS
 from torchace.lab.tuning.gain import describe_gain, measure_gain
-from torchace.lab.tuning.search import MAX_SEEDS, METRICS, Search, SearchCallback, SearchProblem, SearchStage
+from torchace.lab.tuning.search import MAX_SEEDS, Search, SearchCallback, SearchProblem, SearchStage
 from torchace.lab.tuning.search_cache import SearchCache
 
 CANDIDATES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
@@ -152,7 +153,7 @@ class GridSearch(Search):
             chosen=best if is_gain or not compared else 0.0,
             best=best,
             task=problem.plan.task,
-            metric=METRICS[problem.plan.task],
+            metric=TASKS[problem.plan.task].score_name,
             rounds=tuple(rounds),
             candidates=tuple(Candidate.model_construct(diversity=d, scores=scores[d]) for d in sorted(scores)),
             seeds=seeds,
@@ -279,7 +280,7 @@ def _describe(
     sentence = _describe_choice(problem, scores, best, gain, num_fresh)
     if train_score is None:
         return sentence
-    noun = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[METRICS[problem.plan.task]]
+    noun = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[TASKS[problem.plan.task].score_name]
     apart = f"At λ=0 the {noun} is {train_score:.3g} on the training and {_mean(scores[0.0]):.3g} on the validation"
     if len(scores) == 1:
         return f"{apart} samples: the members overfit, which λ cannot mend, so λ=0 is kept without a search."
@@ -289,7 +290,7 @@ def _describe(
 def _describe_choice(
     problem: SearchProblem, scores: Mapping[float, Scores], best: float, gain: Gain | None, num_fresh: int
 ) -> str:
-    noun = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[METRICS[problem.plan.task]]
+    noun = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[TASKS[problem.plan.task].score_name]
     if problem.plan.num_members == 1:
         return "One member cannot differ from others: λ=0."
     if all(score is None for score in scores[best].values()):

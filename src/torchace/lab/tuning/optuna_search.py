@@ -22,7 +22,8 @@ from torchace.lab.training.early_stopping import validation_scores
 from torchace.lab.training.loop import NONFINITE, Interrupted
 from torchace.lab.training.members import MemberPlan, new_run_group, train_members
 from torchace.lab.training.run_group import RunGroup
-from torchace.lab.tuning.search import METRICS, Search, SearchCallback, SearchProblem
+from torchace.lab.training.tasks import TASKS
+from torchace.lab.tuning.search import Search, SearchCallback, SearchProblem
 from torchace.lab.tuning.search_space import DIMENSIONS, SearchSpace, apply_values
 from torchace.lab.tuning.storage import FAILURE, first_attempt, open_study, retry_trial
 
@@ -84,7 +85,7 @@ class StudyResult:
             best = {**asdict(self.best), "plan": plan, "diversity": self.diversity}
         return {
             "study": self.study_name,
-            "metric": METRICS[self.task],
+            "metric": TASKS[self.task].score_name,
             "split": "validation",
             "best": best,
             "trials": [asdict(trial) for trial in self.trials],

@@ -14,7 +14,6 @@ import torch
 from torchace.lab.data import Split
 from torchace.lab.training.members import MemberPlan
 
-METRICS = {"classification": "cross_entropy", "regression": "mse"}
 MAX_SEEDS = 500  # training seeds of a search, and as many fresh ones
 
 
