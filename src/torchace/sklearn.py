@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self, cast
+from pathlib import Path
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,17 +20,67 @@ try:
     from sklearn.base import ClassifierMixin, RegressorMixin
     from sklearn.utils.class_weight import compute_class_weight
     from sklearn.utils.multiclass import check_classification_targets
-    from sklearn.utils.validation import column_or_1d
+    from sklearn.utils.validation import check_is_fitted, column_or_1d
 
+    from torchace.lab.data.folds import NUM_FOLDS
     from torchace.lab.estimator import Estimator
+    from torchace.lab.estimator.intervals import cv_plus_interval, residuals_by_fold
 except ModuleNotFoundError as error:
     raise ImportError("The estimators need scikit-learn: pip install 'torchace[tool]'.") from error
 
 __all__ = ["ACEClassifier", "NCLRegressor"]
 
 
+class _TableMethods:
+    """Methods that both estimators have."""
+
+    _scoring: ClassVar[str]
+
+    def feature_importances(
+        self, X: ArrayLike, y: ArrayLike, *, n_repeats: int = 5, random_state: Any = None
+    ) -> dict[str, float]:
+        """Return the mean increase of the loss if a column of `X` is permuted, largest first.
+
+        The loss is the cross entropy or the mean squared error. Use samples that took no part in training.
+
+        Args:
+            X: Samples `(N, D)`.
+            y: Targets of these samples.
+            n_repeats: Permutations of each column.
+            random_state: An int for reproducible results.
+        """
+        from sklearn.inspection import permutation_importance
+
+        options = {"scoring": self._scoring, "n_repeats": n_repeats, "random_state": random_state}
+        means = permutation_importance(self, X, y, **options).importances_mean
+        names = [str(name) for name in getattr(self, "feature_names_in_", [f"x{i}" for i in range(len(means))])]
+        return {names[i]: float(means[i]) for i in np.argsort(-means, kind="stable")}
+
+    def export_onnx(self, path: str | os.PathLike[str]) -> float:
+        """Export the ensemble as an ONNX graph, and return the largest difference between its outputs and torch's.
+
+        The input `raw` is `(N, F)` of float64: numbers, seconds and parts of dates, and category codes. The metadata
+        name the columns and codes.
+
+        Example:
+            >>> import tempfile
+            >>> from sklearn.datasets import load_iris
+            >>> X, y = load_iris(return_X_y=True)
+            >>> classifier = ACEClassifier(num_members=2, epochs=2, random_state=0).fit(X, y)
+            >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +SKIP
+            ...     classifier.export_onnx(f"{folder}/iris.onnx") < 1e-6
+            True
+        """
+        from torchace.lab.tables.export import export_onnx
+        from torchace.lab.tables.model import TableModel
+
+        check_is_fitted(self)
+        fitted = cast(Estimator, self)
+        return export_onnx(TableModel(fitted.ensemble_, fitted._encoding, fitted.diversity_, {}), Path(path))
+
+
 @dataclass(eq=False, repr=False)
-class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
+class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[misc]
     """An ensemble of fully connected networks trained jointly with Amended Cross Entropy.
 
     Inputs are encoded inside, also those of a DataFrame with categories, dates and missing values. Data that fit in one
@@ -55,6 +107,9 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         validation_fraction: Fraction of samples held out for `early_stopping=True` and `diversity="auto"`.
         patience: Epochs without improvement before training stops.
         class_weight: `"balanced"`, or a weight for each class.
+        network: Function of the numbers of encoded inputs and outputs that returns a new member, instead of `hidden`.
+        callbacks: Functions called after every epoch with its entry of `history_`.
+        verbose: Print the scores every `verbose` epochs; 0 prints nothing.
         random_state: An int for reproducible results.
         device: Device for training: `"cpu"`, `"cuda"`, or `"auto"`: cuda if available. Predictions use the CPU.
         n_jobs: CPU threads; torch's own number if None.
@@ -79,7 +134,7 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         (True, ['disagreement', 'entropy', 'mutual_information'])
     """
 
-    _task = "classification"
+    _task, _scoring = "classification", "neg_log_loss"
 
     class_weight: Any = field(default=None, kw_only=True)
 
@@ -173,7 +228,7 @@ class ACEClassifier(ClassifierMixin, Estimator):  # type: ignore[misc]
         self._num_outputs = len(self.classes_)
 
 
-class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
+class NCLRegressor(RegressorMixin, _TableMethods, Estimator):  # type: ignore[misc]
     """An ensemble of fully connected networks trained jointly with Negative Correlation Learning.
 
     Inputs are encoded and targets scaled inside. Data that fit in one batch are trained full-batch; float64 input is
@@ -196,7 +251,7 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
         (True, (442,))
     """
 
-    _task = "regression"
+    _task, _scoring = "regression", "neg_mean_squared_error"
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -213,9 +268,56 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
             new._partial_fit(X, y, sample_weight, first)
         return self
 
-    def predict(self, X: ArrayLike) -> NDArray[np.float64]:
-        """Return the members' mean prediction, `(N,)`, or `(N, M)` for several targets."""
-        return self._squeeze(self._predict(X, lambda predictions: predictions.mean(0))[0])
+    def predict(
+        self, X: ArrayLike, return_std: bool = False
+    ) -> NDArray[np.float64] | tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the members' mean prediction, `(N,)`, or `(N, M)` for several targets.
+
+        With `return_std`, also return the standard deviation of a new target: the members' spread and the residual
+        variance (`oof_score_`, so that training must have stopped on folds or a hold-out).
+        """
+        if not return_std:
+            return self._squeeze(self._predict(X, lambda predictions: predictions.mean(0))[0])
+        mean, spread = self._predict(X, lambda p: p.mean(0), lambda p: p.std(0, correction=0))
+        if self.oof_score_ is None:
+            raise ValueError(
+                "Expected left-out samples for `return_std`, but training used all of them. Train with "
+                "early_stopping='folds'."
+            )
+        variance = np.full(mean.shape[1], self.oof_score_)
+        if self._residuals is not None:
+            variance = np.concatenate([np.square(fold) for fold in self._residuals if len(fold)]).mean(0)
+        return self._squeeze(mean), self._squeeze(np.sqrt(np.square(spread) + variance))
+
+    def predict_interval(self, X: ArrayLike, coverage: float = 0.9) -> NDArray[np.float64]:
+        """Return limits that hold a share `coverage` of new targets, `(N, 2)`, or `(N, M, 2)` for several targets.
+
+        The limits are those of CV+: out-of-fold residuals around the predictions of the members that left out their
+        fold. Training must have used `early_stopping="folds"`, the default from 200 samples on.
+
+        Example:
+            >>> from sklearn.datasets import load_diabetes
+            >>> X, y = load_diabetes(return_X_y=True)
+            >>> regressor = NCLRegressor(num_members=5, epochs=40, random_state=0).fit(X[:300], y[:300])
+            >>> low, high = regressor.predict_interval(X[300:], 0.9).T
+            >>> bool(0.8 < ((low <= y[300:]) & (y[300:] <= high)).mean() <= 1)
+            True
+        """
+        check_is_fitted(self)
+        if not 0 < coverage < 1:
+            raise ValueError(f"Expected `coverage` between 0 and 1, but got {coverage}. Use 0.9 for 90 %.")
+        if self._residuals is None:
+            raise ValueError(
+                "Expected out-of-fold residuals for an interval, but training left out no folds. Train with "
+                "early_stopping='folds'."
+            )
+        groups = [range(fold, self.ensemble_.num_members, NUM_FOLDS) for fold in range(len(self._residuals))]
+        functions = [partial(_mean_of, list(group)) for group in groups if group]
+        limits = cv_plus_interval(self._predict(X, *functions), self._residuals[: len(functions)], coverage)
+        return limits if self._is_multi_output else limits[:, 0]
+
+    def _keep_residuals(self, y: NDArray[Any], predictions: NDArray[np.float64], folds: NDArray[np.int64]) -> None:
+        self._residuals = residuals_by_fold(self._encode_targets(y), predictions, folds, NUM_FOLDS)
 
     def predict_uncertainty(self, X: ArrayLike) -> dict[str, NDArray[np.float64]]:
         """Return the members' standard deviation in the targets' units, as `spread`."""
@@ -241,6 +343,10 @@ class NCLRegressor(RegressorMixin, Estimator):  # type: ignore[misc]
 
     def _targets_from_json(self, content: Mapping[str, Any]) -> None:
         self._is_multi_output, self._num_outputs = bool(content["several"]), int(content["num_outputs"])
+
+
+def _mean_of(members: list[int], predictions: Tensor) -> Tensor:
+    return predictions[members].mean(0)
 
 
 def _log_probs(logits: Tensor) -> Tensor:

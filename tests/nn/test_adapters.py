@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import SGD, Adam
 
 from tests.nn.networks import SMALL
-from torchace import adapt, load_model, load_weights, save_model
+from tests.reference.adapters import SeparateMembers
+from tests.reference.training import losses_on_one_batch
+from torchace import adapt, amended_cross_entropy, load_model, load_weights, save_model
 from torchace.models import mlp
 from torchace.nn.stacked_state import all_shared_names
 
@@ -92,3 +95,175 @@ def test_saving_loading_copies_and_parts(tmp_path, options):
     torch.testing.assert_close(ensemble.take(slice(1, 3))(x), expected[1:])
     assert ensemble.predict_proba(x).shape == (5, 3)
     assert "adapter='low_rank'" in repr(ensemble) or "adapter='multiplicative'" in repr(ensemble)
+
+
+@pytest.mark.parametrize("make_optimizer", [lambda p: SGD(p, 0.05, momentum=0.9), lambda p: Adam(p, 0.01)])
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("adapter", ["multiplicative", "low_rank"])
+@pytest.mark.parametrize("name", ["mlp", "conv", "encoder"])
+def test_ten_steps_equal_separate_networks_whose_weights_contain_the_adapters(name, adapter, freeze, make_optimizer):
+    torch.manual_seed(0)
+    make, inputs = {**NETWORKS, "conv": (small_conv, lambda: torch.randn(6, 2, 5, 5))}[name]
+    model, batches = make().double(), [inputs() for _ in range(10)]
+    batches = [x.double() if x.is_floating_point() else x for x in batches]
+    target = torch.randint(3, (len(batches[0]),))
+    ensemble = adapt(model, K, adapter=adapter, rank=2, freeze=freeze)
+    randomize(ensemble)
+    shared = set(all_shared_names(ensemble.stacked))
+    trained = {name for name, p in ensemble.stacked.named_parameters() if p.requires_grad}
+    tensors = dict(ensemble.stacked.named_parameters()) | dict(ensemble.stacked.named_buffers())
+    separate = SeparateMembers(model, tensors, shared, trained, K)
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    separate.train(make_optimizer, lambda logits: losses_on_one_batch(logits, target, 0.5), batches, alpha=8)
+    optimizer = make_optimizer([p for p in ensemble.parameters() if p.requires_grad])
+    for x in batches:
+        optimizer.zero_grad()
+        amended_cross_entropy(ensemble(x), target, 0.5).backward()
+        optimizer.step()
+    for name, tensor in tensors.items():
+        expected = separate.shared[name] if name in shared else torch.stack([own[name] for own in separate.own])
+        torch.testing.assert_close(tensor, expected, rtol=1e-7, atol=1e-8, msg=name)
+        changed = not torch.equal(tensor, before[name])
+        assert changed == (name in trained or "running" in name or "num_batches" in name), name
+    expected = torch.stack(separate.logits(batches[0], 8))
+    torch.testing.assert_close(ensemble(batches[0]), expected, rtol=1e-7, atol=1e-8)
+
+
+def small_conv() -> nn.Module:
+    # no bias before BatchNorm: its gradient is a rounding error, which Adam would scale up
+    first = nn.Conv2d(2, 4, 3, padding=1, bias=False)
+    layers = [first, nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.Tanh(), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(27, 3))
+
+
+def test_start_of_new_and_trained_models():
+    torch.manual_seed(0)
+    model = mlp(12, (64, 64), 3)
+    new = adapt(model, K)
+    first, second = new.adapters.values()
+    assert set(first.r.unique().tolist()) == {-1.0, 1.0}
+    assert all(torch.equal(values, torch.ones_like(values)) for values in (first.s, second.r, second.s))
+    assert torch.equal(first.bias, model.linear1.bias.expand(K, -1))
+    assert not torch.equal(new.stacked.fc.weight[0], new.stacked.fc.weight[1])
+    trained = adapt(model, 50, freeze=True)
+    for adapter in trained.adapters.values():
+        for values in (adapter.r, adapter.s):
+            assert values.mean().item() == pytest.approx(1, abs=0.02)  # 600 values or more: 4 standard errors
+            assert values.std().item() == pytest.approx(0.1, abs=0.015)
+    assert torch.equal(trained.stacked.fc.weight, model.fc.weight.expand(50, -1, -1))
+    low_rank = adapt(model, K, adapter="low_rank", freeze=True)
+    x = torch.randn(5, 12)
+    torch.testing.assert_close(low_rank(x), model(x).expand(K, -1, -1))  # equal to the model until the first step
+    assert low_rank.adapters["linear1"].A.abs().max() <= 12**-0.5  # as nn.Linear's weights
+
+
+def test_first_layer_alone_and_a_shared_head():
+    model = mlp(12, (8, 6), 3)
+    ensemble = adapt(model, K, layers="first", head="shared")
+    own = {name: tuple(p.shape) for name, p in ensemble.stacked.named_parameters() if name.count("adapter")}
+    assert own == {"linear1.adapter.r": (K, 12)}
+    assert all_shared_names(ensemble.stacked) == [name for name, _ in model.named_parameters()]
+    x = torch.randn(5, 12)
+    expected = torch.stack([model(x * r) for r in ensemble.adapters["linear1"].r])
+    torch.testing.assert_close(ensemble(x), expected)
+
+
+def test_layers_by_name_part_and_pattern():
+    model = Encoder()
+    for layers, expected in {
+        "linear1": ["encoder.layers.0.linear1", "encoder.layers.1.linear1"],
+        "encoder.layers.1": [
+            f"encoder.layers.1.{name}" for name in ("linear1", "linear2", "self_attn.in_proj", "self_attn.out_proj")
+        ],
+        "*.0.linear?": ["encoder.layers.0.linear1", "encoder.layers.0.linear2"],
+    }.items():
+        assert sorted(adapt(model, K, layers=layers).adapters) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"layers": ["linear9"]}, ValueError, r"none matches 'linear9'. It has 'linear1', 'linear2'"),
+        ({"layers": []}, ValueError, "at least one name in `layers`"),
+        ({"layers": [3]}, TypeError, "`layers` to be names of layers, but got int"),
+        ({"adapter": "low_rank", "rank": 9}, ValueError, r"`rank` of at most 8, the size of the layer 'linear1'"),
+        ({"adapter": "low_rank", "rank": 0}, ValueError, "`rank` to be at least 1"),
+        ({"adapter": "low_rank", "alpha": "high"}, TypeError, "`alpha` to be a number"),
+        ({"adapter": "dora"}, ValueError, "`adapter` to be one of 'multiplicative', 'low_rank', but got 'dora'"),
+        ({"head": "nothing"}, ValueError, r"`head` to name a linear layer.*head='shared'"),
+        ({"head": 1}, TypeError, "`head` to be the name of a layer, but got int"),
+        ({"num_members": 0}, ValueError, "`num_members` to be at least 1"),
+        ({"model": nn.ReLU()}, ValueError, "ends in an nn.Linear"),
+        (
+            {"model": nn.Linear(3, 2)},
+            ValueError,
+            "layer before its head, but Linear has none",
+        ),
+        ({"model": "bert"}, TypeError, "`model` to be a module, but got str"),
+    ],
+)
+def test_bad_arguments(options, error, message):
+    arguments = {"model": mlp(12, (8, 6), 3), "num_members": K, **options}
+    with pytest.raises(error, match=message):
+        adapt(arguments.pop("model"), arguments.pop("num_members"), **arguments)
+
+
+def test_grouped_convolutions_have_no_low_rank_adapters():
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(4, 3))
+    assert list(adapt(model, K, adapter="low_rank", rank=2).adapters) == ["0"]
+    with pytest.raises(ValueError, match="'1' is a grouped or transposed convolution"):
+        adapt(model, K, adapter="low_rank", layers=["1"])
+
+
+def test_a_layer_that_is_not_called_gives_a_warning():
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.a(x) @ self.b.weight)
+
+    with pytest.warns(UserWarning, match="did not call the adapted layer 'b'"):
+        adapt(Reading(), K)(torch.zeros(3, 4))
+
+
+def test_dropout_masks_own_batches_and_optimizers():
+    torch.manual_seed(0)
+    ensemble = adapt(mlp(12, (64, 6), 3, dropout=0.5), K, layers="first", head="shared")
+    for adapter in ensemble.adapters.values():
+        adapter.r.data.fill_(1.0)
+    logits = ensemble(torch.ones(4, 12))
+    assert not torch.equal(logits[0], logits[1])  # masks of its own for each member
+    ensemble.eval()
+    x = torch.randn(K, 4, 12)
+    separate = ensemble(x, batches="separate")
+    for k in range(K):
+        torch.testing.assert_close(separate[k], ensemble(x[k])[k])
+    groups = adapt(mlp(12, (8, 6), 3), K).parameter_groups(0.1)
+    shapes = [{tuple(p.shape) for p in group["params"]} for group in groups]
+    assert shapes == [{(8, 12), (6, 8), (K, 3, 6)}, {(K, 12), (K, 8), (K, 6), (K, 3)}]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("name", "adapter"), [("conv1d", "multiplicative"), ("attention", "low_rank")])
+def test_compiled_and_half_precision_ensembles(name, adapter):
+    torch.manual_seed(0)
+    make, inputs = NETWORKS[name]
+    x = inputs()
+    ensemble = adapt(make(), K, adapter=adapter, rank=2).eval()
+    randomize(ensemble)
+    expected = ensemble(x)
+    gradients = torch.autograd.grad(expected.square().sum(), list(ensemble.parameters()))
+    compiled = torch.compile(ensemble, backend="aot_eager", fullgraph=True)
+    logits = compiled(x)
+    torch.testing.assert_close(logits, expected)
+    ours = torch.autograd.grad(logits.square().sum(), list(ensemble.parameters()))
+    for one, other in zip(ours, gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = ensemble(x)
+    assert half.dtype == torch.bfloat16
+    # bfloat16 has 8 bits: errors of 0.4 % in each of about ten layers
+    assert (half.float() - expected).norm() < 0.05 * expected.norm()

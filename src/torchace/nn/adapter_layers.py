@@ -25,6 +25,11 @@ class LayerShape(NamedTuple):
     transposed: bool = False  # the weight is (inputs, outputs, ...)
 
     @property
+    def has_low_rank(self) -> bool:
+        """Whether the layer can have a low-rank adapter: grouped and transposed convolutions cannot."""
+        return self.groups == 1 and not (self.transposed and self.kernel)
+
+    @property
     def rank(self) -> int:
         """The largest rank of a change of the weight."""
         return min(self.outputs, self.inputs * math.prod(self.kernel))
@@ -183,7 +188,7 @@ class LowRankAdapter(Adapter):
 def check_rank(name: str, shape: LayerShape, rank: int) -> None:
     """Refuse a rank above the layer's size, and layers without an adapter of low rank."""
     _checks.check_count(rank, "rank")
-    if shape.groups > 1 or (shape.transposed and shape.kernel):
+    if not shape.has_low_rank:
         raise ValueError(
             f"Expected linear layers and convolutions with groups=1 for low-rank adapters, but {name!r} is a grouped "
             "or transposed convolution. Leave it out of `layers`, or use adapter='multiplicative'."

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
-from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.parametrize import register_parametrization
 
 from torchace import _checks
 from torchace._files import StrPath
-from torchace.nn.adapter_layers import (
-    ADAPTER,
-    Adapter,
-    LayerShape,
-    LowRankAdapter,
-    MultiplicativeAdapter,
-    check_rank,
-    layer_shape,
+from torchace.nn.adapter_layers import ADAPTER, Adapter, LowRankAdapter, MultiplicativeAdapter, check_rank, layer_shape
+from torchace.nn.adapter_targets import (
+    OwnTensors,
+    Target,
+    attach_adapter,
+    choose_targets,
+    find_adapted_head,
+    layer_name,
 )
 from torchace.nn.base import EnsembleModule
-from torchace.nn.conversion import check_head, find_class_axis, find_head, find_logits, refuse_labels
+from torchace.nn.conversion import find_class_axis, find_logits, refuse_labels
 from torchace.nn.stacked import StackedEnsemble
-from torchace.nn.stacked_state import SHARED, take_members
+from torchace.nn.stacked_state import take_members
 
 ADAPTERS = ("multiplicative", "low_rank")
 ALPHA = 8  # peft's default
@@ -70,8 +67,8 @@ def adapt(
         alpha: Scale of the low-rank adapters; 8 if None, as in peft.
         layers: Names of the adapted layers: a list, or one name. Unless a layer has exactly this name, `"encoder"`
             means all layers inside it, `"query"` all whose name ends in `.query`, and `"*.attention.*"` is a pattern.
-            None: all linear and convolutional layers but the head. `"first"`: the inputs of the first layer alone, as
-            TabM's mini variant.
+            None: all linear and convolutional layers but the head (low rank: but grouped and transposed convolutions
+            too). `"first"`: the inputs of the first layer alone, as TabM's mini variant.
         freeze: Train adapters and heads alone.
         head: The name of the layer of which each member has its own, by default the last linear layer (found as by
             `stack_classifiers`); `"shared"`: no own head.
@@ -93,23 +90,26 @@ def adapt(
         raise TypeError(f"Expected `model` to be a module, but got {type(model).__name__}.")
     _checks.check_count(num_members, "num_members")
     _checks.check_choice(adapter, "adapter", ADAPTERS)
+    alpha = ALPHA if alpha is None else alpha
+    _checks.check_fraction(alpha, "alpha", largest=1e9, kind="a number", interval="[0, 1e9]")
     trained = freeze if trained is None else trained
     host = copy.deepcopy(model)
     if freeze:
         host.requires_grad_(False)
-    head_names, head_name = _find_head(host, head)
-    targets = _choose_layers(host, layers, excluded=head_names if layers is None else head_names * (head != "shared"))
-    own = _Own(num_members)
+    head_names, head_name = find_adapted_head(host, head)
+    targets = choose_targets(host, layers, excluded=head_names if layers is None else head_names * (head != "shared"))
+    own = OwnTensors(num_members)
     for i, (name, target) in enumerate(targets.items()):
         if adapter == "low_rank":
-            _add_low_rank(name, target, num_members, rank, ALPHA if alpha is None else alpha)
+            if layers is not None or target.shape.has_low_rank:
+                _add_low_rank(name, target, num_members, rank, alpha)
         else:
             start = "normal" if trained else "signs" if i == 0 else "ones"
             _add_multiplicative(target, own, start, inputs_only=layers == "first")
     names = layers if layers is None or isinstance(layers, str) else list(layers)
     options: dict[str, Any] = {"adapter": adapter, "layers": names, "head": head}
     if adapter == "low_rank":
-        options |= {"rank": rank, "alpha": ALPHA if alpha is None else alpha}
+        options |= {"rank": rank, "alpha": alpha}
     classes = layer_shape(host.get_submodule(head_name)) if head_name is not None else None
     if head != "shared" and head_name is not None:
         own.add_copies(host.get_submodule(head_name).requires_grad_(), redraw=not trained)
@@ -136,13 +136,31 @@ class AdaptedEnsemble(StackedEnsemble):
         EnsembleModule.__init__(self, num_members, link)
         self.stacked, self.num_classes, self.options = stacked, num_classes, options
         self.class_axis: int | None = None
+        self._warned = False
         self.training = stacked.training
         self._register()
 
     def forward(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Tensor:
         """Return the members' logits, `(K, N, C, ...)`; see `StackedEnsemble.forward`."""
         refuse_labels(kwargs)
-        return super().forward(*args, batches=batches, **kwargs)
+        logits = super().forward(*args, batches=batches, **kwargs)
+        if self._decisions and not self._warned:
+            self._warn_about_unused_adapters()
+        return logits
+
+    def _warn_about_unused_adapters(self) -> None:
+        """Warn about adapted layers that the first forward did not call."""
+        self._warned = True
+        called = {node.layer for node in self.explain()}
+        names = [name for name, layer in self.stacked.named_modules() if ADAPTER in layer._modules]
+        unused = [name for name in names if called and name not in called]
+        if unused:
+            others = f" and {len(unused) - 1} others" if len(unused) > 1 else ""
+            warnings.warn(
+                f"The first forward did not call the adapted layer {unused[0]!r}{others}. If the model uses the weight "
+                "in another way, its adapter has no effect: leave the layer out of `layers`.",
+                stacklevel=4,
+            )
 
     def _logits(self, output: Any) -> Tensor:
         logits = find_logits(output)
@@ -158,7 +176,7 @@ class AdaptedEnsemble(StackedEnsemble):
     def head(self) -> str | None:
         """The name of the layer that computes the logits, own or shared; None if it is not known."""
         name = self.options["head"]
-        return _find_head(self.stacked, "shared")[1] if name in (None, "shared") else name
+        return find_adapted_head(self.stacked, "shared")[1] if name in (None, "shared") else name
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -173,7 +191,7 @@ class AdaptedEnsemble(StackedEnsemble):
         found = {}
         for name, module in self.stacked.named_modules():
             if isinstance(module, Adapter):
-                found[_layer_name(name)] = module
+                found[layer_name(name)] = module
         return found
 
     def save_adapters(self, folder: StrPath) -> list[Path]:
@@ -223,138 +241,14 @@ class AdaptedEnsemble(StackedEnsemble):
         return ", ".join([super().extra_repr(), *(f"{name}={value!r}" for name, value in self.options.items())])
 
 
-class _Target(NamedTuple):
-    """A weight that can have an adapter."""
-
-    layer: nn.Module
-    shape: LayerShape
-    weight: str = "weight"
-    bias: str = "bias"
-    called: bool = True  # False: another module uses the weight itself, as nn.MultiheadAttention does
-
-
-class _Own:
-    """Tensors of which each member has its own: `(K, ...)` from copies."""
-
-    def __init__(self, num_members: int) -> None:
-        self.num_members = num_members
-        self.names: dict[nn.Module, set[str]] = {}
-
-    def add(self, layer: nn.Module, name: str) -> None:
-        """Give each member its own copy of a parameter or buffer."""
-        names = self.names.setdefault(layer, set())
-        held: dict[str, Any] = layer._parameters if name in layer._parameters else layer._buffers
-        tensor = held[name]
-        if tensor is None or name in names:
-            return
-        names.add(name)
-        copies = tensor.detach().repeat(self.num_members, *[1] * tensor.ndim)
-        held[name] = nn.Parameter(copies, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copies
-
-    def add_copies(self, module: nn.Module, *, redraw: bool) -> None:
-        """Give each member its own copy of a module, with new weights if `redraw`."""
-        drawn = [copy.deepcopy(module) for _ in range(self.num_members)] if redraw else []
-        for member in drawn:
-            for layer in reversed(list(member.modules())):
-                if callable(reset := getattr(layer, "reset_parameters", None)):
-                    reset()
-        for layer in module.modules():
-            for name in (*layer._parameters, *layer._buffers):
-                self.add(layer, name)
-        for k, member in enumerate(drawn):
-            for mine, new in zip(module.parameters(), member.parameters(), strict=True):
-                mine.data[k] = new.data
-
-    def mark_shared(self, host: nn.Module) -> None:
-        """Record in each layer the names of the tensors that members share."""
-        for layer in host.modules():
-            own = self.names.get(layer, set())
-            names = () if isinstance(layer, Adapter) else (*layer._parameters, *layer._buffers)
-            vars(layer)[SHARED] = tuple(name for name in names if name not in own)
-
-
-def _find_head(host: nn.Module, head: str | None) -> tuple[list[str], str | None]:
-    """Return all names of the head, and the first; none if it is shared and cannot be found."""
-    if head is not None and not isinstance(head, str):
-        raise TypeError(f"Expected `head` to be the name of a layer, but got {type(head).__name__}.")
-    modules = dict(host.named_modules(remove_duplicate=False))
-    try:
-        name = find_head(host) if head in (None, "shared") else head
-        if head != "shared" and not isinstance(modules.get(name), _ConvNd):
-            check_head(host, name)
-    except ValueError as error:
-        if head == "shared":
-            return [], None
-        raise ValueError(f"{error} Members share all layers with adapt(..., head='shared').") from None
-    return [path for path, module in modules.items() if module is modules[name]], name
-
-
-def _find_targets(host: nn.Module) -> dict[str, _Target]:
-    """Return all weights that can have an adapter, by the names of their layers."""
-    targets: dict[str, _Target] = {}
-    used_by_attention = set()
-    for name, layer in host.named_modules():
-        if isinstance(layer, nn.MultiheadAttention):
-            used_by_attention.add(layer.out_proj)
-            for field in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
-                weight = layer._parameters.get(field)
-                if weight is not None:
-                    path = f"{name}.{field.removesuffix('_weight')}".lstrip(".")
-                    sizes = LayerShape(weight.shape[1], weight.shape[0])
-                    targets[path] = _Target(layer, sizes, field, "in_proj_bias", called=False)
-        shape = layer_shape(layer)
-        if shape is not None and isinstance(layer._parameters.get("weight"), nn.Parameter):
-            targets[name] = _Target(layer, shape, called=layer not in used_by_attention)
-    return targets
-
-
-def _choose_layers(host: nn.Module, layers: str | Sequence[str] | None, excluded: list[str]) -> dict[str, _Target]:
-    """Return the weights that receive an adapter."""
-    targets = {name: target for name, target in _find_targets(host).items() if name not in excluded}
-    if not targets:
-        kind = type(host).__name__
-        raise ValueError(f"Expected a model with a linear or convolutional layer before its head, but {kind} has none.")
-    for name, target in targets.items():
-        if isinstance(target.layer._parameters[target.weight], UninitializedParameter):
-            raise ValueError(f"The layer {name!r} has no shape yet. Run the model once on an example first.")
-    if layers is None:
-        return targets
-    if layers == "first":
-        name = next(iter(targets))
-        return {name: targets[name]}
-    wanted = [layers] if isinstance(layers, str) else list(layers)
-    chosen: dict[str, _Target] = {}
-    for pattern in wanted:
-        if not isinstance(pattern, str):
-            raise TypeError(f"Expected `layers` to be names of layers, but got {type(pattern).__name__}.")
-        found = {name: target for name, target in targets.items() if _matches(name, pattern)}
-        if pattern in targets:
-            found = {pattern: targets[pattern]}
-        if not found:
-            names = ", ".join(repr(name) for name in list(targets)[:10]) + (", ..." if len(targets) > 10 else "")
-            raise ValueError(
-                f"Expected `layers` to name linear or convolutional layers of the model, but none matches {pattern!r}. "
-                f"It has {names}."
-            )
-        chosen |= found
-    if not chosen:
-        raise ValueError("Expected at least one name in `layers`, but got none. Use None for all layers.")
-    return {name: target for name, target in targets.items() if name in chosen}
-
-
-def _matches(name: str, pattern: str) -> bool:
-    inside = name.startswith(f"{pattern}.") or f".{pattern}." in name
-    return name == pattern or inside or name.endswith(f".{pattern}") or fnmatchcase(name, pattern)
-
-
-def _add_low_rank(name: str, target: _Target, num_members: int, rank: int, alpha: float) -> None:
+def _add_low_rank(name: str, target: Target, num_members: int, rank: int, alpha: float) -> None:
     check_rank(name, target.shape, rank)
     weight = target.layer.get_parameter(target.weight)
     kind = {"device": weight.device, "dtype": weight.dtype}
-    _attach(target, LowRankAdapter(target.shape, num_members, rank, alpha, **kind))
+    attach_adapter(target, LowRankAdapter(target.shape, num_members, rank, alpha, **kind))
 
 
-def _add_multiplicative(target: _Target, own: _Own, start: str, *, inputs_only: bool) -> None:
+def _add_multiplicative(target: Target, own: OwnTensors, start: str, *, inputs_only: bool) -> None:
     layer, weight = target.layer, target.layer.get_parameter(target.weight)
     bias = layer._parameters.get(target.bias)
     if inputs_only or not target.called:
@@ -363,25 +257,8 @@ def _add_multiplicative(target: _Target, own: _Own, start: str, *, inputs_only: 
     adapter = MultiplicativeAdapter(target.shape, own.num_members, bias, inputs_only=inputs_only, **kind)
     if start != "ones":
         adapter.draw(start)
-    _attach(target, adapter)
+    attach_adapter(target, adapter)
     if not target.called and not inputs_only:
         own.add(layer, target.bias)
         if layer._parameters[target.bias] is not None:
             layer.get_parameter(target.bias).requires_grad_()
-
-
-def _attach(target: _Target, adapter: Adapter) -> None:
-    if target.called:
-        adapter.attach(target.layer)
-    else:  # unsafe: no check of the weight's shape, which has no member axis yet
-        register_parametrization(target.layer, target.weight, adapter, unsafe=True)
-
-
-def _layer_name(adapter_name: str) -> str:
-    """Return the name of an adapter's layer."""
-    owner, _, last = adapter_name.rpartition(".")
-    if last == ADAPTER or not adapter_name.count("parametrizations."):
-        return owner
-    path, _, weight = owner.rpartition("parametrizations.")
-    name = weight.removesuffix(".0").removesuffix("_weight") if weight != "weight" else ""
-    return f"{path}{name}".rstrip(".")

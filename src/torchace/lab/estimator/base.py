@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import copy
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 import torch
 from joblib import effective_n_jobs
 from numpy.typing import ArrayLike, NDArray
-from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_consistent_length, check_is_fitted
 from torch import Tensor, nn
 
 from torchace._checks import check_choice
 from torchace.lab.data import Split, hashed_key, permutation, stratified_split
-from torchace.lab.data.encoding import Encoding
 from torchace.lab.data.folds import NUM_FOLDS, assign_folds
 from torchace.lab.data.table_schema import Target
 from torchace.lab.estimator.files import load_estimator, save_estimator, to_python
+from torchace.lab.estimator.fitted import FittedEstimator, TrainingState
 from torchace.lab.estimator.inputs import learn_inputs, raw_matrix, read_inputs, read_inputs_and_targets, target_name
 from torchace.lab.estimator.out_of_fold import OutOfFold, collect_out_of_fold
 from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters
 from torchace.lab.training.config import make_optimizer
+from torchace.lab.training.loop import Progress
 from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_group, resolve_device, train_members
 from torchace.lab.training.memory import chunk_rows, collect_chunks
 from torchace.lab.training.scaling import Scaler, assemble_ensemble
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
 from torchace.lab.tuning.search import SearchProblem
-from torchace.nn import Ensemble
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
@@ -44,61 +42,8 @@ MIN_FOLD_ROWS = 200  # early_stopping="auto": fewer samples are trained for all 
 ENCODE_ROWS = 65_536  # encoded at once
 
 
-@dataclass(frozen=True)
-class _TrainingState:
-    """State from which `partial_fit` continues."""
-
-    seed: int
-    plan: MemberPlan
-    calls: int = 0
-    optimizer: dict[str, Any] | None = None
-    weight: float = 0.0  # sum so far
-    samples: int = 0
-
-    def add(self, samples: Split) -> _TrainingState:
-        """Count samples and their weights."""
-        weight = float(len(samples) if samples.weight is None else samples.weight.sum())
-        return replace(self, weight=self.weight + weight, samples=self.samples + len(samples))
-
-
-class _FittedEstimator(BaseEstimator, ABC):  # type: ignore[misc]
-    """Attributes of a trained estimator, and the encoding of its targets."""
-
-    _task: ClassVar[str]
-    _num_outputs: int
-    _network: nn.Module
-    _state: _TrainingState
-    _encoding: Encoding
-    _target_scaler: Scaler | None
-    ensemble_: Ensemble
-    tuning_: TunedDiversity | None
-    temperature_: float
-    oof_score_: float | None
-    oof_predictions_: NDArray[np.float64] | None
-
-    def _squeeze(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Predictions `(N, C)` in the shape of the estimator's."""
-        return values
-
-    @abstractmethod
-    def _learn_targets(self, y: NDArray[Any]) -> None:
-        """Learn the classes, or the number of targets."""
-
-    @abstractmethod
-    def _encode_targets(self, y: NDArray[Any]) -> NDArray[Any]:
-        """Class indices `(N,)` or numbers `(N, M)`."""
-
-    @abstractmethod
-    def _targets_to_json(self) -> dict[str, Any]:
-        """Learnt targets as JSON values."""
-
-    @abstractmethod
-    def _targets_from_json(self, content: Mapping[str, Any]) -> None:
-        """Restore the result of `_targets_to_json`."""
-
-
 @dataclass(eq=False, repr=False)
-class Estimator(_FittedEstimator):
+class Estimator(FittedEstimator):
     """Common base of the estimators; the fields are their parameters."""
 
     num_members: int = 10
@@ -115,6 +60,9 @@ class Estimator(_FittedEstimator):
     early_stopping: bool | str = "auto"
     validation_fraction: float = 0.2
     patience: int = 10
+    network: Callable[[int, int], nn.Module] | None = None
+    callbacks: Sequence[Callable[[dict[str, Any]], None]] | None = None
+    verbose: int = 0
     random_state: Any = None
     device: str = "auto"
     n_jobs: int | None = None
@@ -176,8 +124,12 @@ class Estimator(_FittedEstimator):
             trained, held_out = self._train_and_stop(plan, samples, seed, folds)
         self.history_ = _history(trained)
         self._finish(trained, held_out)
-        self.oof_predictions_ = None if held_out is None or folds is None else self._squeeze(held_out.expand(used))
-        self._state = _TrainingState(seed, plan).add(samples)
+        self.oof_predictions_, self._residuals = None, None
+        if held_out is not None and folds is not None:
+            predictions = held_out.expand(used)
+            self.oof_predictions_ = self._squeeze(predictions)
+            self._keep_residuals(y[used], predictions[used], folds.cpu().numpy())
+        self._state = TrainingState(seed, plan).add(samples)
 
     def _train_and_stop(
         self, plan: MemberPlan, samples: Split, seed: int, folds: Tensor | None
@@ -240,9 +192,9 @@ class Estimator(_FittedEstimator):
         weight = self._positive_weight(table, y, sample_weight)
         if first:
             plan = replace(self._plan(), precision=_precision(table))
-            self._state = _TrainingState(self._draw_seed(), plan)
+            self._state = TrainingState(self._draw_seed(), plan)
             self.tuning_, self.history_, self.diversity_ = None, [], float(self.diversity)
-            self.oof_predictions_ = None
+            self.oof_predictions_, self._residuals = None, None
             self._learn_scales(table, y, weight)
             num_features = self._encoding.num_features
             self._network = new_run_group(plan, num_features, self._num_outputs, [self._state.seed])
@@ -265,6 +217,8 @@ class Estimator(_FittedEstimator):
         self._finish(trained, None)
 
     def _train(self, plan: MemberPlan, train: Split, seed: int, **options: Any) -> TrainedGroup:
+        if self.verbose or self.callbacks:
+            options["on_epoch_end"] = self._report_epoch
         trained = train_members(plan, train, self._num_outputs, diversities=[self.diversity_], seeds=[seed], **options)
         if (failure := trained.failure(0)) is not None:
             raise ValueError(
@@ -272,6 +226,15 @@ class Estimator(_FittedEstimator):
                 "Try a smaller learning_rate, and look for extreme values among the samples."
             )
         return trained
+
+    def _report_epoch(self, progress: Progress) -> None:
+        entry = _history_entry(progress.epoch, progress.score, progress.held_out)
+        for callback in self.callbacks or ():
+            callback(entry)
+        if self.verbose and (progress.epoch % self.verbose == 0 or progress.step == progress.steps):
+            validation = entry["validation"]
+            left_out = "" if validation is None else f", left-out samples {validation:.5g}"
+            print(f"Epoch {progress.epoch}: {progress.metric.replace('_', ' ')} {entry['train']:.5g}{left_out}")
 
     def _finish(self, trained: TrainedGroup, held_out: OutOfFold | None) -> None:
         self._network = trained.network.cpu()
@@ -292,6 +255,12 @@ class Estimator(_FittedEstimator):
         plan = MemberPlan.from_hyperparameters(self._task, check_hyperparameters("`{}`".format, **values))
         resolve_device(self.device)
         check_choice(self.early_stopping, "early_stopping", STOPPING)
+        if self.network is not None and not callable(self.network):
+            raise TypeError(
+                f"Expected `network` to be a function of the numbers of inputs and outputs that returns a module, but "
+                f"got {type(self.network).__name__}."
+            )
+        plan = replace(plan, network=self.network)
         return plan if self.early_stopping else replace(plan, patience=None)
 
     def _validate(
@@ -413,11 +382,10 @@ def _precision(table: NDArray[Any] | DataFrame) -> str:
 
 
 def _history(trained: TrainedGroup) -> list[dict[str, Any]]:
-    return [
-        {
-            "epoch": entry["epoch"],
-            "train": entry["score"][0],
-            "validation": None if entry["held_out"] is None else entry["held_out"][0],
-        }
-        for entry in trained.fitted.history
-    ]
+    return [_history_entry(entry["epoch"], entry["score"], entry["held_out"]) for entry in trained.fitted.history]
+
+
+def _history_entry(
+    epoch: int, score: Sequence[float | None], held_out: Sequence[float | None] | None
+) -> dict[str, Any]:
+    return {"epoch": epoch, "train": score[0], "validation": None if held_out is None else held_out[0]}

@@ -31,6 +31,7 @@ def save_estimator(estimator: Any, path: str | os.PathLike[str]) -> None:
         "history": estimator.history_,
         "temperature": estimator.temperature_,
         "oof_score": estimator.oof_score_,
+        "residuals": None if estimator._residuals is None else [fold.tolist() for fold in estimator._residuals],
         "search": None if estimator.tuning_ is None else finite(estimator.tuning_.to_json()),
         "encoding": estimator._encoding.to_json(),
     }
@@ -56,7 +57,8 @@ def load_estimator(kind: type[T], path: str | os.PathLike[str]) -> T:
         estimator._encoding = Encoding.from_json(extra["encoding"])
         estimator.history_ = extra["history"]
         estimator.temperature_, estimator.oof_score_ = float(extra["temperature"]), extra["oof_score"]
-        estimator.oof_predictions_ = None
+        estimator.oof_predictions_, residuals = None, extra["residuals"]
+        estimator._residuals = None if residuals is None else [np.array(fold, dtype=np.float64) for fold in residuals]
         estimator.diversity_ = float(manifest["diversity"])
         tuning = extra["search"]
         estimator.tuning_ = None if tuning is None else TunedDiversity.from_json(tuning)

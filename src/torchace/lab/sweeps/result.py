@@ -166,6 +166,13 @@ class SweepResult:
         seeds = {run.seed for run in results.runs}
         return f"Sweep of {len(diversities)} λ and {len(seeds)} seeds, {len(results.runs)} runs"
 
+    def __str__(self) -> str:
+        results, table = self._results(arrays=True), self.table()
+        sentences = [headline(results, arm) for arm in results.arms]
+        shown = table[[key for key in table if not key.endswith("_sd")]]
+        text = shown.to_string(float_format="{:.4g}".format, na_rep="")
+        return "\n".join([repr(self), *filter(None, sentences), text])
+
     def _repr_html_(self) -> str:
         """Show the table and the main finding in a notebook."""
         import html

@@ -81,6 +81,7 @@ class TableFit:
     def request(self) -> dict[str, Any]:
         """Return the identity of this fit: equal requests give equal models."""
         plan = {**asdict(self.plan), "hidden": list(self.plan.hidden)}
+        del plan["network"]  # the command line has none
         diversity = "auto" if self.diversity is None else self.diversity
         data = {"name": self.table.name, "sha256": self.table.sha256}
         return {

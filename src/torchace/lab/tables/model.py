@@ -25,6 +25,11 @@ from torchace.saving import ModelFileError, load_model, save_model
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
+
+def _drop_single_target(values: Tensor) -> Tensor:
+    return values[:, 0] if values.shape[1] == 1 else values  # (n,), or (n, M); the exporter does not trace squeeze
+
+
 # logits (K, n, C) to values of each sample (n, ...)
 CLASSIFIER_OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "probabilities": lambda logits: ensemble_log_probs(logits).clamp_(max=0).exp_(),  # rounding may leave 1 + 4e-16
@@ -33,8 +38,8 @@ CLASSIFIER_OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "disagreement": partial(disagreement, reduction="none"),
 }
 REGRESSOR_OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "prediction": lambda predictions: predictions.mean((0, 2)),
-    "spread": lambda predictions: predictions.std(0, correction=0).squeeze(1),
+    "prediction": lambda predictions: _drop_single_target(predictions.mean(0)),
+    "spread": lambda predictions: _drop_single_target(predictions.std(0, correction=0)),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -43,9 +43,14 @@ class MemberPlan:
     patience: int | None = None  # epochs; None: no early stopping
     precision: str = "float64"
     encoding: str = "standard"  # otherwise, every input has a learnt scale
+    network: Callable[[int, int], nn.Module] | None = (
+        None  # factory of a member, from its numbers of inputs and outputs
+    )
 
     def member(self, num_features: int, num_outputs: int) -> nn.Module:
         """Return a new member."""
+        if self.network is not None:
+            return self.network(num_features, num_outputs)
         network = mlp(num_features, self.hidden, num_outputs)
         return network if self.encoding == "standard" else scale_inputs(network)
 

@@ -64,11 +64,32 @@ class ScaledLinear(nn.Linear):
         return linear
 
 
+class OutputScale(nn.Module):
+    """Multiply outputs `(N, C)` by a scale and add a shift, both `(C,)` or `(1,)`."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, scale: Tensor, shift: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scale", scale.double())
+        self.register_buffer("shift", shift.double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale and shift."""
+        return x * self.scale + self.shift
+
+
 def scale_inputs(network: nn.Sequential) -> nn.Sequential:
     """Replace the first layer of an `mlp` by one with a learnt scale for each input."""
     name = _first_linear(network)
     setattr(network, name, ScaledLinear(network.get_submodule(name)))  # type: ignore[arg-type]
     return network
+
+
+def _is_mlp(network: nn.Module) -> bool:
+    children = list(network.named_children()) if isinstance(network, nn.Sequential) else []
+    return bool(children) and children[-1][0] == "fc" and isinstance(children[-1][1], nn.Linear)
 
 
 def _first_linear(network: nn.Sequential) -> str:
@@ -102,19 +123,23 @@ def assemble_ensemble(
 ) -> Ensemble:
     """Ensemble from raw inputs to predictions in the targets' units, on the CPU in float64.
 
-    Learnt scales of inputs become part of the members' first layers; the inverse scaling of regression targets, or the
-    temperature that divides logits, of their last.
+    Learnt scales of inputs become part of the first layers of an `mlp`; the inverse scaling of regression targets, or
+    the temperature that divides logits, of its last. Other networks are followed by an `OutputScale`.
     """
+    scaler = targets or Scaler(*(torch.tensor([v], dtype=torch.float64) for v in (0.0, 1 / temperature)))
+    std, mean = scaler.std, scaler.mean
     members = [member.cpu().double() for member in stacked.unstack()]
-    with torch.no_grad():
-        for member in members:
-            name = _first_linear(member)  # type: ignore[arg-type]
-            first = member.get_submodule(name)
-            if isinstance(first, ScaledLinear):
-                setattr(member, name, first.plain())
-            last: nn.Linear = member.get_submodule("fc")  # type: ignore[assignment]
-            std, mean = (1 / temperature, 0.0) if targets is None else (targets.std, targets.mean)
-            last.weight.mul_(std if isinstance(std, float) else std[:, None])
+    for place, member in enumerate(members):
+        if not _is_mlp(member):
+            members[place] = nn.Sequential(member, OutputScale(std, mean))
+            continue
+        name = _first_linear(member)  # type: ignore[arg-type]
+        first = member.get_submodule(name)
+        if isinstance(first, ScaledLinear):
+            setattr(member, name, first.plain())
+        last: nn.Linear = member.get_submodule("fc")  # type: ignore[assignment]
+        with torch.no_grad():
+            last.weight.mul_(std[:, None])
             last.bias.mul_(std).add_(mean)
     ensemble = Ensemble(members, trunk=encoder, link=stacked.link)
     ensemble.requires_grad_(False)

@@ -1,0 +1,54 @@
+"""Prediction intervals of a regression from out-of-fold residuals (CV+; Barber et al., 2021)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_RESIDUALS = 1000  # kept of a fold: evenly spaced order statistics
+CHUNK_VALUES = 1 << 22
+
+
+def residuals_by_fold(
+    y: NDArray[np.float64], predictions: NDArray[np.float64], folds: NDArray[np.int64], num_folds: int
+) -> list[NDArray[np.float64]]:
+    """Absolute out-of-fold residuals of each fold, `(n, M)`, sorted; targets and predictions are `(N, M)`."""
+    found = []
+    for fold in range(num_folds):
+        rows = (folds == fold) & ~np.isnan(predictions).any(1)
+        residuals = np.sort(np.abs(y[rows] - predictions[rows]), axis=0)
+        if len(residuals) > MAX_RESIDUALS:
+            residuals = residuals[np.linspace(0, len(residuals) - 1, MAX_RESIDUALS).round().astype(np.int64)]
+        found.append(residuals)
+    return found
+
+
+def cv_plus_interval(
+    predictions: Sequence[NDArray[np.float64]], residuals: Sequence[NDArray[np.float64]], coverage: float
+) -> NDArray[np.float64]:
+    """Lower and upper limits, `(N, M, 2)`.
+
+    Args:
+        predictions: Of each fold, by the members that left it out, `(N, M)`.
+        residuals: Of each fold, `(n, M)`.
+        coverage: Share of new targets inside, between 0 and 1. Infinite limits mean that the residuals are too few.
+    """
+    used = [(p, r) for p, r in zip(predictions, residuals, strict=True) if len(r)]
+    total = sum(len(r) for _, r in used)
+    rank = math.floor((1 - coverage) * (total + 1))  # of the lower limit, from 1
+    size, num_targets = used[0][0].shape
+    limits = np.empty((size, num_targets, 2))
+    rows = max(1, CHUNK_VALUES // (total * num_targets))
+    for start in range(0, size, rows):
+        part = slice(start, start + rows)
+        if rank == 0:
+            limits[part] = -np.inf, np.inf
+            continue
+        low = np.concatenate([p[part, None] - r for p, r in used], axis=1)  # (n, total, M)
+        high = np.concatenate([p[part, None] + r for p, r in used], axis=1)
+        limits[part, :, 0] = np.partition(low, rank - 1, axis=1)[:, rank - 1]
+        limits[part, :, 1] = np.partition(high, total - rank, axis=1)[:, total - rank]
+    return limits

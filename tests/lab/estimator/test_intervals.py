@@ -1,0 +1,106 @@
+"""CV+ against its definition, and the coverage of what the regressor says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchace.lab.estimator import intervals
+from torchace.lab.estimator.intervals import cv_plus_interval, residuals_by_fold
+from torchace.sklearn import NCLRegressor
+
+
+@pytest.mark.parametrize("coverage", [0.5, 0.8, 0.95, 0.999])
+@pytest.mark.parametrize("values", [10, 1 << 22])  # in several chunks, and in one
+def test_the_definition(coverage: float, values: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intervals, "CHUNK_VALUES", values)
+    draw = np.random.default_rng(0)
+    predictions = [draw.normal(size=(7, 2)) for _ in range(3)]
+    residuals = [np.abs(draw.normal(size=(n, 2))) for n in (20, 0, 31)]
+    limits = cv_plus_interval(predictions, residuals, coverage)
+    rank = int(np.floor((1 - coverage) * 52))
+    for row in range(7):
+        for target in range(2):
+            low = sorted(
+                p[row, target] - r for p, rs in zip(predictions, residuals, strict=True) for r in rs[:, target]
+            )
+            high = sorted(
+                p[row, target] + r for p, rs in zip(predictions, residuals, strict=True) for r in rs[:, target]
+            )
+            expected = (low[rank - 1], high[51 - rank]) if rank else (-np.inf, np.inf)
+            assert limits[row, target].tolist() == list(expected)
+
+
+def test_residuals_are_sorted_by_fold_and_thinned() -> None:
+    draw = np.random.default_rng(0)
+    y, folds = draw.normal(size=(5000, 1)), np.arange(5000) % 2
+    predictions = np.zeros_like(y)
+    predictions[:10] = np.nan  # not left out by any member
+    even, odd, none = residuals_by_fold(y, predictions, folds, 3)
+    assert (len(even), len(odd), len(none)) == (1000, 1000, 0)
+    whole = np.sort(np.abs(y[10::2]), axis=0)
+    assert (even[0], even[-1]) == (whole[0], whole[-1])
+    assert np.allclose(np.quantile(even, [0.25, 0.5, 0.9]), np.quantile(whole, [0.25, 0.5, 0.9]), atol=0.01)
+
+
+def _noisy(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(seed)
+    X = draw.normal(size=(rows, 3))
+    return X, 50 + 20 * X[:, 0] + 10 * np.sin(3 * X[:, 1]) + 5 * draw.normal(size=rows)
+
+
+@pytest.fixture(scope="module")
+def regressor() -> NCLRegressor:
+    return NCLRegressor(num_members=5, hidden=(16,), epochs=40, random_state=0).fit(*_noisy(400, 0))
+
+
+@pytest.mark.parametrize("coverage", [0.5, 0.9])
+def test_coverage_of_new_targets(regressor: NCLRegressor, coverage: float) -> None:
+    """4,000 new targets: a share has a standard deviation of 0.008, and one of 400 residuals another 0.025."""
+    X, y = _noisy(4000, 1)
+    low, high = regressor.predict_interval(X, coverage).T
+    inside = ((low <= y) & (y <= high)).mean()
+    assert coverage - 0.075 < inside < coverage + 0.1  # CV+ tends to be wide
+    assert (high > low).all()
+
+
+def test_the_standard_deviation_includes_the_noise(regressor: NCLRegressor) -> None:
+    X, y = _noisy(4000, 1)
+    mean, std = regressor.predict(X, return_std=True)
+    assert np.array_equal(mean, regressor.predict(X))
+    error = np.sqrt(np.mean(np.square(y - mean)))
+    assert 0.8 * error < np.sqrt(np.mean(np.square(std))) < 1.5 * error
+    spread = regressor.predict_uncertainty(X)["spread"]
+    assert np.allclose(np.square(std) - np.square(spread), (np.square(std) - np.square(spread))[0])
+
+
+def test_saved_models_have_the_same_intervals(regressor: NCLRegressor, tmp_path: Any) -> None:
+    X, _ = _noisy(20, 2)
+    regressor.save(tmp_path / "m")
+    loaded = NCLRegressor.load(tmp_path / "m")
+    assert np.array_equal(loaded.predict_interval(X), regressor.predict_interval(X))
+    assert np.array_equal(loaded.predict(X, return_std=True)[1], regressor.predict(X, return_std=True)[1])
+
+
+def test_several_targets() -> None:
+    X, y = _noisy(300, 0)
+    targets = np.stack([y, 1e3 * y], 1)
+    fitted = NCLRegressor(num_members=5, hidden=(8,), epochs=10, random_state=0).fit(X, targets)
+    limits = fitted.predict_interval(X, 0.8)
+    assert limits.shape == (300, 2, 2)
+    inside = ((limits[..., 0] <= targets) & (targets <= limits[..., 1])).mean(0)
+    assert (inside > 0.7).all()
+    assert fitted.predict(X, return_std=True)[1].shape == (300, 2)
+
+
+def test_what_is_needed_is_said(regressor: NCLRegressor) -> None:
+    X, y = _noisy(40, 0)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        regressor.predict_interval(X, 90)
+    all_used = NCLRegressor(num_members=2, hidden=(4,), epochs=2, early_stopping=False, random_state=0).fit(X, y)
+    with pytest.raises(ValueError, match="early_stopping='folds'"):
+        all_used.predict_interval(X)
+    with pytest.raises(ValueError, match="early_stopping='folds'"):
+        all_used.predict(X, return_std=True)

@@ -1,0 +1,96 @@
+"""Own networks, callbacks, progress, importances and ONNX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+from torchace.sklearn import ACEClassifier, NCLRegressor
+
+
+def _frame(rows: int = 120) -> tuple[pd.DataFrame, np.ndarray]:
+    draw = np.random.default_rng(0)
+    frame = pd.DataFrame(
+        {
+            "age": draw.normal(40, 10, rows),
+            "town": draw.choice(["Ulm", "Köln"], rows),
+            "noise": draw.normal(size=rows),
+            "when": pd.Timestamp("2024-01-01") + pd.to_timedelta(draw.integers(0, 500, rows), "D"),
+        }
+    )
+    return frame, np.where(frame["age"] + 15 * (frame["town"] == "Ulm") > 47, "yes", "no")
+
+
+TINY: dict[str, Any] = {"num_members": 2, "hidden": (8,), "epochs": 3, "random_state": 0}
+
+
+def test_an_own_network_is_trained() -> None:
+    frame, y = _frame()
+    made = []
+
+    def network(inputs: int, outputs: int) -> nn.Module:
+        made.append((inputs, outputs))
+        return nn.Sequential(nn.Linear(inputs, 6), nn.Tanh(), nn.Linear(6, outputs))
+
+    classifier = ACEClassifier(**{**TINY, "epochs": 30}, network=network).fit(frame, y)
+    assert len(set(made)) == 1
+    assert made[0][1] == 2
+    assert any(isinstance(module, nn.Tanh) for module in classifier.members_[0].modules())
+    assert classifier.score(frame, y) > 0.7
+    with pytest.raises(TypeError, match=r"`network`.*str"):
+        ACEClassifier(**TINY, network="mlp").fit(frame, y)
+
+
+def test_callbacks_and_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    frame, y = _frame(250)
+    entries: list[dict[str, Any]] = []
+    classifier = ACEClassifier(**{**TINY, "epochs": 5}, callbacks=[entries.append], verbose=2).fit(frame, y)
+    assert entries == classifier.history_
+    assert entries[0]["validation"] is not None
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["Epoch 2", "Epoch 4", "Epoch 5"]
+    assert f"{entries[1]['train']:.5g}" in lines[0]
+    ACEClassifier(**TINY).fit(frame, y)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("kind", [ACEClassifier, NCLRegressor])
+def test_importances_name_the_columns_that_matter(kind: type) -> None:
+    frame, y = _frame(200)
+    target = y if kind is ACEClassifier else frame["age"] + 15 * (frame["town"] == "Ulm")
+    fitted = kind(**{**TINY, "epochs": 60}).fit(frame, target)
+    found = fitted.feature_importances(frame, target, random_state=0)
+    assert set(found) == {"age", "town", "noise", "when"}
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert set(list(found)[:2]) == {"age", "town"}
+    X = np.random.default_rng(0).normal(size=(30, 2))
+    assert set(kind(**TINY).fit(X, target[:30]).feature_importances(X, target[:30])) == {"x0", "x1"}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", [ACEClassifier, NCLRegressor])
+@pytest.mark.parametrize("several", [False, True])
+def test_onnx_gives_the_same_predictions(kind: type, several: bool, tmp_path: Any) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    frame, y = _frame(250)
+    frame.loc[::9, "age"] = np.nan
+    target: Any = y if kind is ACEClassifier else frame["noise"].to_numpy()
+    if several:
+        if kind is ACEClassifier:
+            return
+        target = np.stack([target, 100 * target], 1)
+    fitted = kind(**TINY).fit(frame, target)  # with folds and a temperature
+    assert fitted.export_onnx(tmp_path / "m.onnx") < 1e-6
+    raw = fitted._encoding.matrix(frame).numpy()
+    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
+    name = "probabilities" if kind is ACEClassifier else "prediction"
+    found = session.run([name], {"raw": raw})[0]
+    expected = fitted.predict_proba(frame) if kind is ACEClassifier else fitted.predict(frame)
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() < 1e-5
+    assert torch.is_tensor(fitted.ensemble_(torch.from_numpy(raw)))
