@@ -1,6 +1,6 @@
 """Write docs/results/adapters.md from the JSON files of the benchmarks of adapters that are there.
 
-    python benchmarks/adapters_page.py
+python benchmarks/adapters_page.py
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def members_section(title: str, network: str, results: dict[str, Any]) -> list[s
     return [
         f"## {title}",
         "",
-        f"At λ=0, two members disagree on {share('multiplicative', 0.0)} of the test images with multiplicative adapters, "
-        f"on {share('low rank', 0.0)} with low-rank ones, on {share('SMOC', 0.0)} with heads alone (SMOC) and on "
-        f"{share('separate', 0.0)} where they share nothing. At λ=0.5: {share('multiplicative', 0.5)}, "
+        f"At λ=0, two members disagree on {share('multiplicative', 0.0)} of the test images with multiplicative "
+        f"adapters, on {share('low rank', 0.0)} with low-rank ones, on {share('SMOC', 0.0)} with heads alone (SMOC) "
+        f"and on {share('separate', 0.0)} where they share nothing. At λ=0.5: {share('multiplicative', 0.5)}, "
         f"{share('low rank', 0.5)}, {share('SMOC', 0.5)} and {share('separate', 0.5)}.",
         "",
         measure.table([*header, "disagreement, %", "time of a step"], cells),
