@@ -78,7 +78,7 @@ def test_a_sample_moves_the_members_that_train_on_it_toward_their_own_mixture(ta
     z = torch.randn(2, 4, 6, 3, generator=generator, dtype=torch.float64)  # (R, K, B, C)
     weight = torch.rand(2, 4, 6, generator=generator, dtype=torch.float64)
     weight *= torch.rand(2, 4, 6, generator=generator) < 0.7
-    weight[0, :, 0] = 0  # nobody trains on this sample
+    weight[0, :, 0] = 0  # no member trains on this sample
     y = torch.randint(0, 3, (2, 6), generator=generator)
     p = torch.nn.functional.one_hot(y, 3).double()
     if task == "regression":
