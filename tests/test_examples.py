@@ -59,6 +59,13 @@ def test_votes_are_learnt_from_votes() -> None:
     assert found["votes"]["accuracy"] > 0.93
 
 
+def test_adapted_members_differ_where_fine_tuning_showed_nothing() -> None:
+    found = result("adapters_digits")
+    assert found["accuracy"] > 0.95
+    assert found["mutual_information_unseen"] > 2 * found["mutual_information"]
+    assert max(found["loaded"], found["merged"]) < 1e-4  # float32; a merged weight rounds once more
+
+
 def test_mutual_information_tells_what_is_strange() -> None:
     found = result("out_of_distribution")
     assert set(found) == {"inverted", "on its side", "shuffled pixels", "noise"}

@@ -8,7 +8,7 @@ from torchace.functional import *  # noqa: F403
 from torchace.nn import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from torchace import metrics, models, saving
+    from torchace import lab, metrics, models, saving
     from torchace.diagnosis import Diagnosis, diagnose
     from torchace.lab import SweepResult, sweep
     from torchace.metrics import EnsembleMetrics
@@ -28,6 +28,7 @@ _LAZY = {
     "SweepResult": "lab",
     "cifar_resnet": "models",
     "diagnose": "diagnosis",
+    "lab": "lab",
     "load_model": "saving",
     "load_weights": "saving",
     "metrics": "metrics",
@@ -48,6 +49,7 @@ __all__ = [
     "cifar_resnet",
     "diagnose",
     "functional",
+    "lab",
     "load_model",
     "load_weights",
     "metrics",

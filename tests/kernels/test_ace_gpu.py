@@ -471,10 +471,10 @@ def run_case(members: int, samples: int, classes: int, kind: str) -> tuple[Tenso
     options = LossOptions(target.to(DEVICE), torch.tensor([0.0, 0.4, 0.9], **to), scale=scale.to(**to))
     if kind == "weights":
         weight = scale * torch.rand(3, samples, generator=g)
-        options = options._replace(scale=weight.to(**to), label_smoothing=0.125)
+        options = options.replace(scale=weight.to(**to), label_smoothing=0.125)
     elif kind == "mixture":
         mixture = torch.rand(3, samples, classes, generator=g, dtype=torch.float64).softmax(2)
-        options = options._replace(mixture=mixture.to(**to), alpha=torch.full((members,), 0.25, **to))
+        options = options.replace(mixture=mixture.to(**to), alpha=torch.full((members,), 0.25, **to))
     return logits.to(**to), options
 
 
@@ -498,7 +498,7 @@ def test_runs_of_a_training_step(shape: tuple[int, int, int], layout: str, way: 
 
 
 def _in_float64(options: LossOptions) -> LossOptions:
-    parts = (part.cpu() if isinstance(part, Tensor) else part for part in options)
+    parts = (part.cpu() if isinstance(part, Tensor) else part for part in vars(options).values())
     return LossOptions(*(p.double() if isinstance(p, Tensor) and p.is_floating_point() else p for p in parts))
 
 
@@ -547,7 +547,7 @@ def test_runs_captured_in_a_graph(shape: tuple[int, int, int], dtype: torch.dtyp
     logits.copy_(logits.flip(0))
     diversity.copy_(diversity.flip(0))
     graph.replay()
-    exact = options._replace(diversity=diversity.double(), scale=torch.full((70, 1), 1 / shape[1]).double().to(DEVICE))
+    exact = options.replace(diversity=diversity.double(), scale=torch.full((70, 1), 1 / shape[1]).double().to(DEVICE))
     expected = closed_form.compute(logits.double(), exact, want_scores=True)
     for mine, other in zip(found[:2], expected[:2], strict=True):
         assert mine is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import pickle
+import warnings
 from pathlib import Path
 
 import pytest
@@ -286,7 +287,8 @@ def test_files_that_would_run_code_are_refused(tmp_path, monkeypatch):
         with pytest.raises(ModelFileError, match=rf"{name} holds objects other than tensors .* Save its weights alone"):
             Ensemble.from_checkpoints(net, [name])
     assert not Path("bomb").exists()
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.jit", DeprecationWarning)  # since torch 2.10
         torch.jit.save(torch.jit.script(nn.Linear(4, 3)), "script.pt")
     with pytest.raises(ModelFileError, match=r"script\.pt is a TorchScript archive, which holds code"):
         Ensemble.from_checkpoints(net, ["script.pt"])

@@ -95,7 +95,7 @@ def linear_amended_cross_entropy(
         )
     options, empty = fold_mean(options, compute_dtype(features))
     loss_scale = _loss_scale(features) if reduction == "mean" else 1.0
-    options = options._replace(scale=options.scale * loss_scale)
+    options = options.replace(scale=options.scale * loss_scale)
     rows: int | None = None
     if chunk_rows is not None or not _fits_gpu(features, head_weight, head_bias, target):
         rows = chunk_rows or max(1, CHUNK.get(features.device.type, CHUNK["cpu"]) // (num_members * num_classes))

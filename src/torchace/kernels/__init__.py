@@ -48,7 +48,7 @@ def total_loss(logits: Tensor, options: LossOptions, constants: Sequence[Tensor]
         return composite.total_loss(logits.unsqueeze(0), options)
     if isinstance(options.diversity, Tensor):
         # A number from here on: changing the tensor before the backward does not change this loss.
-        options = options._replace(diversity=float(options.diversity))
+        options = options.replace(diversity=float(options.diversity))
     return _apply(logits, options, closed_form, constants)
 
 

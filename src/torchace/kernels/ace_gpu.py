@@ -84,7 +84,7 @@ def member_terms(logits: Tensor, options: LossOptions) -> LossResult:
     """
     num_runs, num_members, num_samples, _ = logits.shape
     if options.target.data_ptr() % 16:  # else Triton would compile again for another alignment, perhaps in a CUDA graph
-        options = options._replace(target=options.target.clone())
+        options = options.replace(target=options.target.clone())
     with torch.cuda.device_of(logits):
         launch = _prepare(logits, options, want_gradient=True, upstream=None)
         tiles = _once_tiles(launch.logits, launch.vector)

@@ -86,21 +86,20 @@ def compute(
 
 def _is_plain(options: LossOptions) -> bool:
     """Whether these are a training step's options without extras: class indices, equal weights, all members at hand."""
-    target, lam, alpha, weight, mixture, scale, *_ = options
     return (
-        alpha is None
-        and weight is None
-        and mixture is None
-        and isinstance(lam, Tensor)
-        and isinstance(scale, Tensor)
-        and scale.ndim == 2
-        and not target.is_floating_point()
+        options.alpha is None
+        and options.weight is None
+        and options.mixture is None
+        and isinstance(options.diversity, Tensor)
+        and isinstance(options.scale, Tensor)
+        and options.scale.ndim == 2
+        and not options.has_probabilities
     )
 
 
 def _compute_plain(z: Tensor, axis: int, options: LossOptions, dtype: torch.dtype) -> LossResult:
     """All results in the fewest operations, see `_is_plain`; nothing of one run depends on another."""
-    target, lam, _, _, _, scale, *_ = options
+    target, lam, scale = options.target, options.diversity, options.scale
     assert isinstance(lam, Tensor)
     assert isinstance(scale, Tensor)
     num_runs, num_members = z.shape[:2]

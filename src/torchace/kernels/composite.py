@@ -11,7 +11,7 @@ from torchace.kernels.options import LossOptions, compute_dtype, fold_mean
 
 def member_losses(logits: Tensor, options: LossOptions) -> Tensor:
     """Losses times their scale, `(R, K, N)`, of logits `(R, K, N, C)`."""
-    options, _ = fold_mean(options._replace(reduction="sum"), compute_dtype(logits))
+    options, _ = fold_mean(options.replace(reduction="sum"), compute_dtype(logits))
     return _member_losses(logits, options)
 
 

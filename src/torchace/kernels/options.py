@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from torchace import _checks
 
 
-class LossOptions(NamedTuple):
+@dataclass(eq=False)  # a dataclass: torch.compile traces its methods in every supported version
+class LossOptions:
     """Options of the loss of logits `(R, K, N, C)`; axes of size 1 are broadcast.
 
     Floating-point tensors have the compute dtype. Only probabilities in `target` may receive a gradient.
@@ -48,13 +50,17 @@ class LossOptions(NamedTuple):
         smoothing = self.label_smoothing
         return smoothing.view(-1, *[1] * (ndim - 1)) if isinstance(smoothing, Tensor) else smoothing
 
+    def replace(self, **changes: Any) -> LossOptions:
+        """Return a copy with other values."""
+        return LossOptions(**{**{name: getattr(self, name) for name in FIELDS}, **changes})
+
     def samples(self, part: slice) -> LossOptions:
         """Return the options of some samples."""
         scale = self.scale
         if isinstance(scale, Tensor) and scale.shape[-1] > 1:
             scale = scale[..., part]
         mixture = None if self.mixture is None else self.mixture[:, part]
-        return self._replace(target=self.target[:, part], scale=scale, mixture=mixture)
+        return self.replace(target=self.target[:, part], scale=scale, mixture=mixture)
 
     def weighted_target(self, num_classes: int, dtype: torch.dtype) -> Tensor:
         """Weighted target w∘p after label smoothing, `(R, N, C)`."""
@@ -65,6 +71,9 @@ class LossOptions(NamedTuple):
             smoothing = self.smoothing(3)
             p = p * (1 - smoothing) + smoothing / num_classes
         return p if self.weight is None else p * self.weight
+
+
+FIELDS = tuple(field.name for field in fields(LossOptions))
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -87,7 +96,7 @@ def fold_mean(options: LossOptions, dtype: torch.dtype) -> tuple[LossOptions, fl
                 factor = factor.masked_fill(ignored if factor.ndim == 2 else ignored.unsqueeze(1), 0)
             else:
                 factor = (~ignored).to(dtype)
-    folded = options._replace(target=target, scale=factor, ignore_index=None, reduction="sum")
+    folded = options.replace(target=target, scale=factor, ignore_index=None, reduction="sum")
     if options.reduction != "mean":
         return folded, None
     counted = factor
@@ -97,10 +106,10 @@ def fold_mean(options: LossOptions, dtype: torch.dtype) -> tuple[LossOptions, fl
         counted = counted * factor
     if not isinstance(counted, Tensor):
         count = target.shape[0] * target.shape[1]
-        return (folded._replace(scale=1.0 / count), None) if count else (folded, math.nan)
+        return (folded.replace(scale=1.0 / count), None) if count else (folded, math.nan)
     total = counted.sum(-1, keepdim=True)  # (R, 1) or (R, K, 1)
     if isinstance(options.scale, Tensor):  # a member whose own sample weights sum to 0 adds nothing
-        return folded._replace(scale=torch.where(total == 0, 0.0, factor / total)), None
+        return folded.replace(scale=torch.where(total == 0, 0.0, factor / total)), None
     if not isinstance(factor, Tensor):
         factor = torch.ones_like(counted)
-    return folded._replace(scale=torch.where(factor == 0, 0.0, factor / total)), 0.0 / total.sum()
+    return folded.replace(scale=torch.where(factor == 0, 0.0, factor / total)), 0.0 / total.sum()

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchace.lab.sweeps.api import sweep
+    from torchace.lab.sweeps.callbacks import Callback
     from torchace.lab.sweeps.result import SweepResult
 
-__all__ = ["SweepResult", "sweep"]
+__all__ = ["Callback", "SweepResult", "sweep"]
 
-_LAZY = {"SweepResult": "result", "sweep": "api"}  # modules of `sweeps`
+_LAZY = {"Callback": "callbacks", "SweepResult": "result", "sweep": "api"}  # modules of `sweeps`
 
 
 def __getattr__(name: str) -> Any:

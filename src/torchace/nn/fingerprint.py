@@ -80,6 +80,8 @@ class _Pickler(pickle.Pickler):
             return "registered", self.names[id(value)]
         if isinstance(value, Tensor):
             return _describe_tensor(value)
+        if isinstance(value, torch.Generator):
+            return "generator", str(value.device), value.get_state()
         if isinstance(value, (set, frozenset)):
             return type(value).__name__, sorted(_Pickler(self.names, self.seen, self.copied).encode(v) for v in value)
         if isinstance(value, (type, types.FunctionType)):

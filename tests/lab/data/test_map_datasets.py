@@ -54,10 +54,11 @@ def same(one: Any, other: Any) -> bool:
         lambda i, x: x,
         lambda i, x: x.numpy(),
         lambda i, x: {"a": x, "ids": torch.tensor([i, i + 1]), "n": float(i)},
+        lambda i, x: {"input_ids": [i, i + 1], "mask": [True, False]},
         lambda i, x: (x, np.int64(i)),
         lambda i, x: (x * 100).to(torch.uint8),
     ],
-    ids=["tensor", "array", "dict", "tuple", "pixels"],
+    ids=["tensor", "array", "dict", "dict of lists", "tuple", "pixels"],
 )
 def test_a_dataset_read_while_training_gives_the_batches_of_one_in_memory(change: Any) -> None:
     memory, streamed = batches(Rows(change)), batches(Rows(change), stream=True)

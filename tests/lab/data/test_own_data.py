@@ -31,6 +31,8 @@ def test_classes_may_be_texts_booleans_or_columns() -> None:
     found = dataset((X, Y[:, None] > 0), (X, Y > 0))
     assert (found.num_classes, found.train.y.dtype) == (2, torch.int64)
     assert dataset((X, Y), num_classes=5).num_classes == 5
+    assert torch.equal(dataset((X.tolist(), Y.tolist())).train.x, X)
+    assert [x.shape for x in dataset(([X, X[:, 0]], Y), ((X, X[:, 0]), Y)).train.x] == [(12, 2), (12,)]
 
 
 def test_several_targets_of_a_table_are_columns() -> None:

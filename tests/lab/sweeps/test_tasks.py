@@ -350,3 +350,46 @@ def test_a_directory_refuses_other_data(tmp_path: Path) -> None:
     other = (TRAIN[0] + 1e-9, TRAIN[1])
     with pytest.raises(ValueError, match="holds runs with another data"):
         ace.sweep(network, other, TEST, task="multilabel", out=tmp_path / "out", **SMALL)
+
+
+class Named(torch.utils.data.Dataset[Any]):
+    """Items with named inputs, one of them token ids."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        x, y = TRAIN
+        return {"x": x[index].float(), "ids": (x[index] > 0).long(), "labels": y[index]}
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(2, 3), nn.Linear(3 + FEATURES, LABELS)
+
+    def forward(self, ids: Tensor, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.embedding(ids).mean(-2), x], -1))
+
+
+def shift(inputs: dict[str, Tensor], training: bool) -> dict[str, Tensor]:
+    return {**inputs, "x": inputs["x"] + 0.1}
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")),
+    ],
+)
+def test_named_inputs_and_token_ids_of_a_dataset(device: str) -> None:
+    """In memory or read while training, bit for bit; on a GPU as on the CPU, to the rounding of float64."""
+    options: dict[str, Any] = {**SMALL, "task": "multilabel", "validation": 0.2}
+    frames = [
+        ace.sweep(Embedded, Named(), Named(), transform=shift, stream=stream, device=place, **options).to_frame()
+        for stream, place in ((False, device), (True, device), (True, "cpu"))
+    ]
+    scores = [frame.drop(columns=["seconds", "status"]).astype(float).to_numpy() for frame in frames]
+    assert np.array_equal(scores[0], scores[1])
+    np.testing.assert_allclose(scores[0], scores[2], atol=1e-6)  # scores are kept in float32

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import io
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,7 +102,9 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # terminals that cannot print λ
     try:
-        sys.exit(app(standalone_mode=False))
+        with warnings.catch_warnings():  # restores how warnings are shown
+            warnings.showwarning = _show_warning
+            sys.exit(app(standalone_mode=False))
     except KeyboardInterrupt:
         sys.exit(KEYBOARD)
     except Exception as error:
@@ -110,6 +113,11 @@ def main() -> None:
             raise
         print_error(f"Error: {' '.join(message.split())}")
         sys.exit(USAGE if _is_usage_error(error) else ERROR)
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Print a warning as one line."""
+    print_error(f"Warning: {' '.join(str(message).split())}")
 
 
 def _is_usage_error(error: Exception) -> bool:

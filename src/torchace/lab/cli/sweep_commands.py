@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,9 +25,7 @@ from torchace.lab.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from torchace.lab.schema.experiment import Experiment
     from torchace.lab.schema.results import Failure, RunKey
-    from torchace.lab.sweeps.executor import Executor
 
 
 def run(
@@ -62,13 +58,12 @@ def run(
     with process_group(parallel) as rank:  # None: a single process
         console.quiet = bool(rank)
         loaded = load_experiment(experiment, set_ or (), seeds=None if seeds is None else range(seeds))
-        if rank is not None and ray is not None:
-            raise ValueError("Expected torchrun or --ray, but got both: Ray starts its own processes.")
         directory = out or Path("runs") / loaded.name
 
         from torchace.lab.cli.progress import SweepProgress
         from torchace.lab.sweeps.callbacks import EventLog
         from torchace.lab.sweeps.executor import UnfinishedRunsError
+        from torchace.lab.sweeps.executors import make_executor
         from torchace.lab.sweeps.sweep import Sweep
         from torchace.lab.sweeps.trackers import make_callbacks
         from torchace.lab.training.loop import Interrupted
@@ -79,7 +74,7 @@ def run(
             with (
                 StopSignal() as stop,
                 SweepProgress(console) as progress,
-                _connect(loaded, directory, device, ray, parallel, rank, stop) as executor,
+                make_executor(loaded, directory, device, ray=ray, parallel=parallel, rank=rank, stop=stop) as executor,
             ):
                 trackers = [*(tracker or ()), *(["tensorboard"] if tensorboard else [])]
                 callbacks = [progress, *([] if rank else [EventLog(directory), *trackers])]
@@ -98,31 +93,6 @@ def run(
     if not rank:  # the first rank reports
         report(directory)
         _print_failures(failures)
-
-
-@contextmanager
-def _connect(
-    experiment: Experiment,
-    directory: Path,
-    device: str,
-    ray: str | None,
-    parallel: str | None,
-    rank: int | None,
-    stop: Callable[[], bool],
-) -> Iterator[Executor]:
-    if ray is not None:
-        from torchace.lab.sweeps.ray import connect_ray
-
-        with connect_ray(ray, device, directory, stop) as executor:
-            yield executor
-        return
-
-    from torchace.lab.sweeps.executor import Executor
-    from torchace.lab.sweeps.torchrun import RankExecutor
-    from torchace.lab.training.members import resolve_device
-
-    device = resolve_device(device)
-    yield Executor(device) if rank is None else RankExecutor(experiment, device, parallel)
 
 
 def _print_failures(failures: dict[RunKey, Failure]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -17,6 +18,15 @@ def map_inputs(function: Callable[..., Any], *inputs: Inputs) -> Inputs:
     if isinstance(inputs[0], Tensor):
         return function(*inputs)
     return tree_map(function, *inputs)
+
+
+def convert_inputs(function: Callable[[Any], Tensor], x: Any) -> Inputs:
+    """Apply a function to data that are no tensors yet: to each value of a dict or tuple, or of a list of arrays."""
+    if isinstance(x, list) and x and all(isinstance(value, Tensor | np.ndarray) for value in x):
+        x = tuple(x)
+    if isinstance(x, Mapping):
+        return {str(name): function(value) for name, value in x.items()}
+    return tuple(function(value) for value in x) if isinstance(x, tuple) else function(x)
 
 
 def input_tensors(x: Inputs) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from torchace.lab.data.batches import Batches
 from torchace.lab.data.errors import DataError
-from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
+from torchace.lab.data.inputs import Inputs, convert_inputs, input_tensors, map_inputs
 from torchace.lab.data.rng import generator_states, hashed_key, preserve_generators, seed_generators
 from torchace.lab.data.targets import as_targets, check_classes
 
@@ -64,7 +64,7 @@ class Items(TorchDataset[Any]):
             reason = f"{type(error).__name__}: {error}"
             raise DataError(f"Item {index} of the {self.part} Dataset cannot be read ({reason}).") from error
         x, y = self._split_item(item, index)
-        return index, map_inputs(self._as_tensor, x), self._as_tensor(y)
+        return index, convert_inputs(self._as_tensor, x), self._as_tensor(y)
 
     def _split_item(self, item: Any, index: int) -> tuple[Any, Any]:
         """Return inputs and target of an item."""
@@ -81,8 +81,7 @@ class Items(TorchDataset[Any]):
             raise DataError(
                 f"Item {index} of the {self.part} Dataset is {type(item).__name__}; return a pair of inputs and target."
             )
-        x = item[0] if len(item) == 2 else tuple(item[:-1])
-        return tuple(x) if isinstance(x, list) and all(isinstance(v, Tensor) for v in x) else x, item[-1]
+        return item[0] if len(item) == 2 else tuple(item[:-1]), item[-1]
 
     def _as_tensor(self, value: Any) -> Tensor:
         if isinstance(value, Tensor):
@@ -92,7 +91,10 @@ class Items(TorchDataset[Any]):
                 f"The {self.part} Dataset returns {type(value).__name__}; return tensors, arrays or numbers, for "
                 "example with torchvision's transforms.ToTensor()."
             )
-        return torch.as_tensor(value)
+        try:
+            return torch.as_tensor(value)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"The {self.part} Dataset returns a list that is no array of numbers ({error}).") from None
 
     def read(self, places: Sequence[Place]) -> Read:
         """Read items in this process, without changing its random state."""

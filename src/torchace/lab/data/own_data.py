@@ -20,7 +20,7 @@ from torchace.lab.data.datasets import Dataset, channel_statistics
 from torchace.lab.data.encoding import learn_encoding
 from torchace.lab.data.errors import DataError, pandas
 from torchace.lab.data.inference import infer_schema
-from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
+from torchace.lab.data.inputs import Inputs, convert_inputs, input_tensors
 from torchace.lab.data.map_datasets import Items, StreamedSplit, check_finite_inputs, is_random, item_bytes, read_all
 from torchace.lab.data.splits import Split, random_split
 from torchace.lab.data.tables import read_table
@@ -145,9 +145,7 @@ def _array_splits(train: Any, test: Any, options: DataOptions) -> tuple[list[Any
 
 
 def _array_split(x: Any, y: Any, part: str, options: DataOptions) -> Split:
-    inputs = map_inputs(
-        lambda values: _as_tensor(values, part), tuple(x) if isinstance(x, list) and _holds_arrays(x) else x
-    )
+    inputs = convert_inputs(lambda values: _as_tensor(values, part), x)
     targets = as_targets(_as_tensor(y, part), options.task, part)
     for values in input_tensors(inputs):
         if values.ndim == 0 or len(values) != len(targets):
@@ -157,10 +155,6 @@ def _array_split(x: Any, y: Any, part: str, options: DataOptions) -> Split:
             )
     check_finite_inputs(inputs, part)
     return Split(inputs, targets).to(options.device)
-
-
-def _holds_arrays(values: list[Any]) -> bool:
-    return all(isinstance(value, Tensor | np.ndarray) for value in values)
 
 
 def _as_tensor(values: Any, part: str) -> Tensor:

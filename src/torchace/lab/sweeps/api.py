@@ -7,7 +7,6 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,14 @@ from torch import nn
 from torchace.lab.schema.errors import describe_error
 from torchace.lab.schema.experiment import GIVEN, Experiment, TrainSection
 from torchace.lab.store import RunStoreError
-from torchace.lab.sweeps.callbacks import Callback, CallbackList
+from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.components import Components, check_arguments, import_object, object_name
 from torchace.lab.sweeps.config import ConfigError
-from torchace.lab.sweeps.executor import Executor
+from torchace.lab.sweeps.executors import make_executor
 from torchace.lab.sweeps.result import SweepResult
 from torchace.lab.sweeps.sweep import Sweep
-from torchace.lab.training.members import resolve_device
+from torchace.lab.sweeps.torchrun import process_group
+from torchace.lab.sweeps.trackers import make_callbacks
 
 _DATA_SETTINGS = ("stream", "num_workers", "limit", "normalize", "augment")  # of `[data]`
 _SECTIONS = ("data", "model", "train", "sweep")
@@ -47,7 +47,7 @@ def sweep(
     batches: str = "shared",
     validation: float = 0.0,
     metrics: Any = None,
-    callbacks: Iterable[Callback] = (),
+    callbacks: Iterable[Callback | str] = (),
     device: str = "auto",
     out: str | os.PathLike[str] | None = None,
     arguments: Mapping[str, Any] | None = None,
@@ -63,6 +63,7 @@ def sweep(
     group_size: int | None = None,
     keep_weights: bool | str = "auto",
     ray: str | None = None,
+    parallel: str | None = None,
     name: str = "sweep",
     title: str = "",
     **settings: Any,
@@ -93,7 +94,7 @@ def sweep(
         batches: `"shared"`, `"separate"` (λ=0 only) or `"exchanged"`.
         validation: Fraction of the training samples for validation, for `best()` and early stopping.
         metrics: Further metrics: functions of logits `(K, N, C)` and target, or torchmetrics metrics.
-        callbacks: Callbacks of the sweep.
+        callbacks: Callbacks of the sweep, and trackers by name: `"csv"`, `"tensorboard"`, `"mlflow"` or `"wandb"`.
         device: `"cpu"`, `"cuda"`, `"cuda:N"`, or `"auto"`.
         out: Run directory. By default a temporary one, removed with the result.
         arguments: Keyword arguments of `member`.
@@ -111,6 +112,7 @@ def sweep(
         group_size: Largest number of runs trained together.
         keep_weights: Whether to keep the weights for `SweepResult.ensemble`; `"auto"` keeps small ones.
         ray: Address of a Ray cluster, or `"auto"`.
+        parallel: Under torchrun, what the processes split: `"data"` (the default), `"members"`, or `"MxD"` for both.
         name: Name of the experiment: lowercase letters, digits and underscores.
         title: Title of the report.
         **settings: Other settings of `[train]` in a TOML file: `optimizer_arguments`, `weight_decay`, `schedule`,
@@ -166,13 +168,18 @@ def sweep(
         metrics=tuple(metrics),
         transform=transform,
     )
-    directory = Path(tempfile.mkdtemp(prefix="torchace-sweep-")) if out is None else Path(out)
-    result = SweepResult(directory, components, temporary=out is None)
-    try:
-        with _executor(device, ray, directory) as executor:
-            failures = Sweep(experiment, directory, executor, components).run(CallbackList(list(callbacks)))
-    except RunStoreError as error:
-        raise RunStoreError(str(error).replace("--out", "`out`")) from error
+    with process_group(parallel) as process:  # None: a single process
+        temporary = out is None and not process
+        directory = Path(tempfile.mkdtemp(prefix="torchace-sweep-")) if temporary else Path(out or "")
+        result = SweepResult(directory, components, temporary=temporary)
+        try:
+            with make_executor(experiment, directory, device, ray=ray, parallel=parallel, rank=process) as executor:
+                result.directory = directory = Path(executor.broadcast(str(directory)))
+                listeners = make_callbacks(() if process else callbacks, directory, experiment)
+                failures = Sweep(experiment, directory, executor, components).run(listeners)
+                executor.broadcast(None)  # the other ranks wait until all files are written
+        except RunStoreError as error:
+            raise RunStoreError(str(error).replace("--out", "`out`")) from error
     for run, failure in failures.items():
         warnings.warn(f"Run {run.id} failed: {failure.message} (step {failure.step}).", stacklevel=2)
     return result
@@ -228,11 +235,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple, range, set)):
         return [_plain(item) for item in value]
     return value
-
-
-def _executor(device: str, ray: str | None, directory: Path) -> AbstractContextManager[Executor]:
-    if ray is None:
-        return nullcontext(Executor(resolve_device(device)))
-    from torchace.lab.sweeps.ray import connect_ray
-
-    return connect_ray(ray, device, directory, lambda: False)

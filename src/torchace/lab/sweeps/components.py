@@ -57,6 +57,12 @@ class Components:
             transform=None if data.transform is None else import_object(data.transform, "data.transform"),
         )
 
+    def modules(self) -> set[str]:
+        """Return the names of the modules that define the objects."""
+        data = self.data if isinstance(self.data, tuple) else (self.data,)
+        objects = [self.member, self.optimizer, self.transform, *self.metrics, *data]
+        return {object_name(value).partition(":")[0] for value in objects if value is not None}
+
     def fingerprint(self) -> dict[str, Any]:
         """Return the name and a hash of the source of every function, for the run directory."""
         functions = {"member": self.member, "optimizer": self.optimizer, "transform": self.transform}

@@ -72,6 +72,10 @@ class Executor:
             loaded[name].check_batch_size(arm)
         return loaded
 
+    def broadcast(self, content: Any) -> Any:
+        """Return the JSON content of the first process, on all of them."""
+        return content
+
     def hardware(self) -> dict[str, Any]:
         """Return the hardware that runs are trained on."""
         return hardware(self.device)

@@ -6,9 +6,10 @@ needs no shared file system and no data sets.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -92,6 +93,7 @@ class RayExecutor(Executor):
         self, plan: Plan, groups: Sequence[GroupPlan], callback: Callback, stop: Stop
     ) -> Iterator[tuple[GroupPlan | None, float]]:
         """Train run groups concurrently, in any order."""
+        _pickle_by_value(plan.components.values())
         stored = {id(data): ray.put(data) for data in {id(data): data for data in plan.data.values()}.values()}
         task, mailbox, without_data = ray.remote(train), start_mailbox(), replace(plan, data={})
 
@@ -135,6 +137,18 @@ class RayExecutor(Executor):
                 "Install the same version."
             )
         return dict(hardware)
+
+
+def _pickle_by_value(components: Iterable[Components]) -> None:
+    """Send the user's modules in the current directory with the functions: workers need not be able to import them."""
+    roots = {name.partition(".")[0] for each in components for name in each.modules()} - {
+        "torchace",
+        *sys.stdlib_module_names,
+    }
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name.partition(".")[0] in roots and name != "__main__" and file and "site-packages" not in file:
+            ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
 
 
 @dataclass

@@ -113,6 +113,10 @@ class RankExecutor(Executor):
         self.ranks.broadcast("loaded")
         return loaded
 
+    def broadcast(self, content: Any) -> Any:
+        """Return the JSON content of the first rank."""
+        return self.ranks.broadcast(content)
+
     def hardware(self) -> dict[str, Any]:
         """Return the hardware of this rank and the number of processes."""
         return {**super().hardware(), "processes": self.ranks.size}

@@ -7,6 +7,7 @@ different members. Steps use gloo or NCCL; decisions that depend on clocks, sign
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -201,6 +202,9 @@ def parse_layout(text: str, num_ranks: int) -> tuple[int, int]:
     return members, data
 
 
+_connections = itertools.count()
+
+
 def is_launched() -> bool:
     """Whether torchrun, or a launcher with the same variables, started this process."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
@@ -214,7 +218,8 @@ def connect() -> Store:
     store, rank, size = next(rendezvous("env://", timeout=_timeout()))
     # after a restart, torchrun's store has old addresses
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"torchace, attempt {attempt}", store)  # type: ignore[attr-defined]
+    name = f"torchace, attempt {attempt}, connection {next(_connections)}"  # a script may run several sweeps
+    store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_timeout())
     return store
 
