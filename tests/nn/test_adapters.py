@@ -60,9 +60,11 @@ def test_outputs_gradients_and_statistics_equal_separate_members(name, adapter, 
     ensemble = adapt(make().double(), K, adapter=adapter, rank=2, freeze=freeze).train(training)
     randomize(ensemble)
     members = [ensemble[k] for k in range(K)]
+    merged = torch.stack([ensemble.merge(k)(x) for k in range(K)])
     expected = torch.stack([member(x) for member in members])
     logits = ensemble(x)
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(logits, merged, rtol=1e-9, atol=1e-10)
 
     weights = torch.randn_like(logits)
     (logits * weights).sum().backward()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
+from torch.nn.utils.parametrize import is_parametrized
 
 from torchace._files import StrPath
 from torchace._model_files import ModelFileError, to_json
@@ -129,11 +129,21 @@ def merge_member(stacked: nn.Module, member: int) -> nn.Module:
             for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
                 for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is adapter]:
                     del hooks[key]
-        elif is_parametrized(layer):
-            for name in list(layer.parametrizations):  # type: ignore[arg-type]
-                if any(isinstance(part, Adapter) for part in layer.parametrizations[name]):  # type: ignore[index]
-                    remove_parametrizations(layer, name)
+        elif is_parametrized(layer) and any(isinstance(part, Adapter) for part in layer.parametrizations.modules()):  # type: ignore[union-attr]
+            _merge_parametrizations(layer)
     return plain.requires_grad_(True)
+
+
+def _merge_parametrizations(layer: nn.Module) -> None:
+    """Replace parametrized weights by their values."""
+    # not remove_parametrizations: it changes the layer's class, which copies of the layer share
+    names: Any = layer.parametrizations
+    weights = {name: nn.Parameter(getattr(layer, name).detach()) for name in names}
+    others = dict(layer._parameters)
+    layer.__class__ = type(layer).__bases__[0]
+    del layer.parametrizations
+    layer._parameters.clear()  # weights keep their place before biases
+    layer._parameters.update({**weights, **others})
 
 
 def _check_kind(ensemble: AdaptedEnsemble) -> None:

@@ -97,7 +97,7 @@ def _linear(stacking: StackingMode, func: Func, input: Any, weight: Any, bias: A
         return _share_weights(stacking, func, input, weight, bias)
     w, b = weight.data, None if bias is None else bias.data
     if input.ndim > 2 and not isinstance(input, Stacked):  # one wide layer
-        out = F.linear(input, w.flatten(0, 1), _flatten(bias))
+        out = F.linear(input, w.flatten(0, 1), None if b is None else b.reshape(-1))
         return Stacked(out.unflatten(-1, (count, -1)).movedim(-2, 0))
     if input.ndim == 2:
         out_features, in_features = w.shape[1:]
