@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable
 
 import torch
-from adapters_training import auroc, make_batches, predict, report, scores, train
+from adapters_training import auroc, load_data, make_batches, predict, report, scores, train
 from measure import arguments
 from torch import nn
 
 import torchace as ace
-from torchace.lab.data import Dataset, Split, load
+from torchace.lab.data import Dataset, Split
 from torchace.models import cifar_resnet, mlp
 
 MEMBERS, RANK, OLD = 8, 4, 5
@@ -67,7 +67,7 @@ def classes(split: Split, first: int, images: slice = slice(None)) -> Split:
 
 
 def batch_size_of(data: Dataset) -> int:
-    return 128 if data.name == "cifar10" else 32
+    return 128 if len(data.train) > 5000 else 32
 
 
 def pretrain(data: Dataset, seed: int, steps: int, device: str) -> nn.Module:
@@ -89,8 +89,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     started = time.perf_counter()
-    data, device = load(options.data), options.device
-    per_class = 1000 if options.data == "cifar10" else 80
+    data, device = load_data(options.data, options.quick), options.device
+    per_class = 40 if options.quick else 1000 if options.data == "cifar10" else 60
     new = classes(data.train, OLD, slice(per_class))
     validation = classes(data.train, OLD, slice(per_class, 2 * per_class))
     batch_size = batch_size_of(data)

@@ -15,12 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from adapters_training import make_batches, predict, report, scores, train
+from adapters_training import load_data, make_batches, predict, report, scores, train
 from measure import arguments
 from torch import nn
 
 import torchace as ace
-from torchace.lab.data import load
 from torchace.models import cifar_resnet, mlp
 
 DIVERSITIES = (0.0, 0.5)
@@ -50,9 +49,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     started = time.perf_counter()
-    data = load(options.data)
+    data = load_data(options.data, options.quick)
     make, at, count, epochs, batch_size, learning_rate = SETTINGS[options.data]
-    epochs = options.epochs or epochs
+    epochs, batch_size = options.epochs or epochs, 16 if options.quick else batch_size
     settings = {"num_members": count, "epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate}
     settings |= {"branched_at": at, "rank": RANK, "data": options.data}
     runs: list[dict[str, Any]] = []

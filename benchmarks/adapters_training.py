@@ -6,6 +6,7 @@ their augmentation depend on the seed alone, so that all kinds of members and al
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from argparse import Namespace
@@ -21,9 +22,18 @@ from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_auroc
 
 import torchace as ace
-from torchace.lab.data import Batches, CropFlip, Dataset, Split
+from torchace.lab.data import Batches, CropFlip, Dataset, Split, load
 
 EAGER_STEPS = 3  # before the capture
+
+
+def load_data(name: str, quick: bool) -> Dataset:
+    """Load a data set; for a rehearsal a small part of it."""
+    data = load(name)
+    if not quick:
+        return data
+    parts = {part: getattr(data, part).take(torch.arange(count)) for part, count in (("train", 1200), ("test", 200))}
+    return dataclasses.replace(data, **parts)
 
 
 def make_batches(data: Dataset, split: Split, batch_size: int, seed: int, device: str) -> Batches:

@@ -59,7 +59,14 @@ def test_votes_are_learnt_from_votes() -> None:
     assert found["votes"]["accuracy"] > 0.93
 
 
-def test_mutual_information_tells_what_is_strange() -> None:
+def test_adapted_members_differ_where_fine_tuning_showed_nothing() -> None:
+    found = result("adapters_digits")
+    assert found["accuracy"] > 0.95
+    assert found["mutual_information_unseen"] > 2 * found["mutual_information"]
+    assert max(found["loaded"], found["merged"]) < 1e-4  # float32; a merged weight rounds once more
+
+
+def test_mutual_information_is_higher_on_unfamiliar_inputs() -> None:
     found = result("out_of_distribution")
     assert set(found) == {"inverted", "on its side", "shuffled pixels", "noise"}
     for by_diversity in found.values():
@@ -68,7 +75,7 @@ def test_mutual_information_tells_what_is_strange() -> None:
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.stem)
-def test_every_example_says_what_it_does(file: Path) -> None:
+def test_every_example_has_a_docstring(file: Path) -> None:
     module = example(file.stem)
     assert module.__doc__
     assert f"python examples/{file.name}" in module.__doc__

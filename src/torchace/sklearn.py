@@ -88,6 +88,9 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
 
     Args:
         num_members: K.
+        members: `"separate"`: each has its own weights. `"shared"`: one network with an adapter for each member in
+            every layer and own last layers (TabM; see `adapt`). With shared members every sample trains the shared
+            weights: folds only stop the training, and there are no out-of-fold scores and no temperature.
         hidden: Width of the hidden layer, or a tuple of widths.
         diversity: λ in [0, 1], or `"auto"`: chosen on validation samples (see `tuning_`), then trained on all samples.
         encoding: Of numbers. `"standard"`: mean 0, standard deviation 1. `"robust"`: median 0, interquartile range 1,

@@ -65,6 +65,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, An
 }  # fmt: skip
 
 
+def timm_vit() -> nn.Module:
+    import timm
+
+    return timm.create_model("test_vit", num_classes=3, img_size=32)
+
+
+MODELS["timm ViT"] = (timm_vit, lambda: torch.randn(2, 3, 32, 32, dtype=torch.float64), {"layers": ["qkv", "fc1"]})
+
+
 def call(model: nn.Module, x: Any) -> Tensor:
     """The logits, with classes on axis -1 for tokens."""
     output = model(**x) if isinstance(x, dict) else model(x)

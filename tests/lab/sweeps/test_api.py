@@ -108,7 +108,7 @@ def test_runs_of_members_with_shared_layers_equal_each_run_alone(kind: dict[str,
         assert not a.allclose(together.ensemble(diversity, 0).predict_proba(TEST[0]))
 
 
-def test_an_own_smoc_is_stacked_as_it_is() -> None:
+def test_a_users_smoc_is_stacked_unchanged() -> None:
     def make() -> EnsembleModule:
         return ace.SMOC(nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU()), 6, 10, num_members=2)
 

@@ -170,7 +170,7 @@ def fails_on_confident(logits: Tensor, target: Tensor) -> float:
     return 1.0
 
 
-def test_own_metrics_stand_beside_the_others() -> None:
+def test_user_metrics_are_reported_with_the_others() -> None:
     auroc = torchmetrics.classification.MultilabelAUROC(LABELS)
     result = ace.sweep(network, TRAIN, TEST, task="multilabel", validation=0.2, metrics=[quadratic, auroc], **SMALL)
     row = result.to_frame().iloc[0]

@@ -1,0 +1,141 @@
+"""Write docs/results/adapters.md from the JSON files of the benchmarks of adapters that are there.
+
+python benchmarks/adapters_page.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import measure
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+GIB = 1 << 30
+
+
+def read(name: str) -> dict[str, Any] | None:
+    file = RESULTS / f"{name}.json"
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def mean_and_sd(value: dict[str, float], percent: bool = False) -> str:
+    factor, digits = (100, 2) if percent else (1, 4)
+    return f"{value['mean'] * factor:.{digits}f} ± {value['sd'] * factor:.{digits}f}"
+
+
+def where(results: dict[str, Any]) -> str:
+    """Hardware, versions and the time in all."""
+    place = results["environment"]
+    machine = place.get("gpu") or f"{place['cpu']}, {place['threads']} thread"
+    return f"{machine}, torch {place['torch']}, commit {place['commit']}, {place['seconds_in_all']:.0f} s in all"
+
+
+def members_section(title: str, network: str, results: dict[str, Any]) -> list[str]:
+    rows, settings = results["rows"], results["settings"]
+    one = next(row for row in rows if row["kind"] == "one network")
+    found = {(row["kind"], row["diversity"]): row for row in rows}
+
+    def share(kind: str, diversity: float) -> str:
+        return f"{found[kind, diversity]['disagreement']['mean'] * 100:.2f} %"
+
+    cells = [
+        [
+            row["kind"],
+            f"{row['diversity']:g}",
+            mean_and_sd(row["accuracy"], percent=True),
+            mean_and_sd(row["cross_entropy"]),
+            mean_and_sd(row["member_accuracy"], percent=True),
+            mean_and_sd(row["gain"]),
+            mean_and_sd(row["disagreement"], percent=True),
+            f"{row['ms_per_step']['mean'] / one['ms_per_step']['mean']:.2f}",
+        ]
+        for row in rows
+    ]
+    header = ["members", "λ", "accuracy, %", "cross entropy", "one member's accuracy, %", "gain over one member"]
+    return [
+        f"## {title}",
+        "",
+        f"At λ=0, two members disagree on {share('multiplicative', 0.0)} of the test images with multiplicative "
+        f"adapters, on {share('low rank', 0.0)} with low-rank ones, on {share('SMOC', 0.0)} with heads alone (SMOC) "
+        f"and on {share('separate', 0.0)} where they share nothing. At λ=0.5: {share('multiplicative', 0.5)}, "
+        f"{share('low rank', 0.5)}, {share('SMOC', 0.5)} and {share('separate', 0.5)}.",
+        "",
+        measure.table([*header, "disagreement, %", "time of a step"], cells),
+        "",
+        f"{network}; K={settings['num_members']}, rank {settings['rank']}, {settings['epochs']} epochs, batches of "
+        f"{settings['batch_size']}, AdamW, learning rate {settings['learning_rate']:g}; branched at "
+        f"`{settings['branched_at']}`. Mean ± standard deviation over {rows[0]['seeds']} seeds. Gain: how far the "
+        "ensemble's cross entropy lies below its members' mean. Time of a step: relative to one network. "
+        f"{where(results)}.",
+        "",
+    ]
+
+
+def finetuning_section(results: dict[str, Any]) -> list[str]:
+    settings = results["settings"]
+    names = ("cross_entropy", "calibration_error", "auroc_mutual_information", "auroc_entropy")
+    cells = [
+        [row["kind"], f"{row['diversity']:g}", mean_and_sd(row["accuracy"], percent=True)]
+        + [mean_and_sd(row[name]) for name in names]
+        + [mean_and_sd(row["disagreement"], percent=True), f"{row['ms_per_step']['mean']:.2f}"]
+        for row in results["rows"]
+    ]
+    header = ["members", "λ", "accuracy, %", "cross entropy", "calibration error", "AUROC, mutual information"]
+    rates = ", ".join(f"{kind} {rate:g}" for kind, rate in settings["learning_rates"].items())
+    return [
+        "## Fine-tuning to new classes",
+        "",
+        "A network trained on the first five classes is adapted to the other five. AUROC: how well a score of the "
+        "members separates test images of the first five classes, which fine-tuning never showed.",
+        "",
+        measure.table([*header, "AUROC, entropy", "disagreement, %", "ms a step"], cells),
+        "",
+        f"{settings['data']}, {settings['images']:,} images for fine-tuning, K={settings['num_members']}, rank "
+        f"{settings['rank']}, {settings['epochs'][0]} and {settings['epochs'][1]} epochs, batches of "
+        f"{settings['batch_size']}. Learning rates, the best of three on validation data with another seed: {rates}. "
+        f"Mean ± standard deviation over {results['rows'][0]['seeds']} seeds. {where(results)}.",
+        "",
+    ]
+
+
+def speed_section(results: dict[str, Any]) -> list[str]:
+    cells = []
+    for row in results["rows"]:
+        memory = ["", ""]
+        if "peak_bytes" in row:
+            memory = [f"{row['peak_bytes'] / GIB:.2f}", f"{row['times_memory_of_one_peft']:.2f}"]
+        speed = measure.factor(row["times_faster_than_peft"])
+        cells.append([row["contender"], measure.milliseconds(row["seconds"]), speed, *memory])
+    settings = results["settings"]
+    header = ["contender", "ms, a step of all members", "times faster than peft", "GiB", "times one peft training"]
+    return [
+        "## Time and memory beside peft",
+        "",
+        measure.table(header, cells),
+        "",
+        f"{settings['num_members']} low-rank members (rank {settings['rank']}, query and value layers) on a frozen "
+        f"encoder of BERT-base's size with random weights; {settings['batch_size']} sequences of {settings['length']} "
+        "tokens, bf16 autocast, AdamW. peft: one step of each training, one after another; its memory is that of one "
+        f"training. Aims: at least 3 times faster, at most twice the memory. {where(results)}.",
+        "",
+    ]
+
+
+def main() -> None:
+    lines = ["# Adapters", "", "Members that share all weights and differ by small adapters (`ace.adapt`).", ""]
+    if results := read("adapters_members_digits"):
+        lines += members_section("Members stay apart: digits", "An MLP with two hidden layers of 64 units", results)
+    if results := read("adapters_members_cifar10"):
+        lines += members_section("Members stay apart: CIFAR-10", "ResNet-20", results)
+    if results := read("adapters_finetuning"):
+        lines += finetuning_section(results)
+    if results := read("bench_adapters_gpu"):
+        lines += speed_section(results)
+    lines += ["Made by `python benchmarks/adapters_page.py`, which names the scripts and their JSON files.", ""]
+    (RESULTS / "adapters.md").write_text("\n".join(lines).rstrip() + "\n")
+
+
+if __name__ == "__main__":
+    main()
