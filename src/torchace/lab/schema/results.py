@@ -363,9 +363,10 @@ class Gain(ResultModel):
 
 
 class DiversitySearch(ResultModel):
-    """A search for λ: candidates by round, scored by `metric` on `split`, and the gain."""
+    """A search for λ: candidates by round, scored by `metric` on `split`, and the gain of the best over λ=0."""
 
-    chosen: Number
+    chosen: Number  # the best, if its gain is beyond the noise, else 0
+    best: Number | None = None  # lowest score; None in files of earlier versions
     task: TaskName = "classification"
     metric: Literal["cross_entropy", "mse"]
     split: SplitName = "validation"
@@ -374,6 +375,7 @@ class DiversitySearch(ResultModel):
     seeds: Items[Count] = ()
     fresh_seeds: Items[Count] = ()  # of the gain
     gain: Gain | None = None
+    train_score: Number | None = None  # of the training samples at λ=0, mean over seeds
     sentence: str = ""
 
     @property
