@@ -175,7 +175,8 @@ def sweep(
         try:
             with make_executor(experiment, directory, device, ray=ray, parallel=parallel, rank=process) as executor:
                 result.directory = directory = Path(executor.broadcast(str(directory)))
-                listeners = make_callbacks(() if process else callbacks, directory, experiment)
+                given = callbacks if isinstance(callbacks, Iterable) else [callbacks]
+                listeners = make_callbacks(() if process else given, directory, experiment)
                 failures = Sweep(experiment, directory, executor, components).run(listeners)
                 executor.broadcast(None)  # the other ranks wait until all files are written
         except RunStoreError as error:
