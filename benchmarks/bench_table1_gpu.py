@@ -58,7 +58,7 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and how much of it is timed."""
+    """Network, data and number of timed steps."""
 
     runs: list[Run]
     steps: int  # of the whole training

@@ -44,7 +44,7 @@ NAMES = ["ACEClassifier λ=0", "ACEClassifier λ=0.5", "plain loop", "TorchEnsem
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained."""
+    """A network and its data."""
 
     data: str
     inputs: int

@@ -66,7 +66,7 @@ def test_adapted_members_differ_where_fine_tuning_showed_nothing() -> None:
     assert max(found["loaded"], found["merged"]) < 1e-4  # float32; a merged weight rounds once more
 
 
-def test_mutual_information_tells_what_is_strange() -> None:
+def test_mutual_information_is_higher_on_unfamiliar_inputs() -> None:
     found = result("out_of_distribution")
     assert set(found) == {"inverted", "on its side", "shuffled pixels", "noise"}
     for by_diversity in found.values():
@@ -75,7 +75,7 @@ def test_mutual_information_tells_what_is_strange() -> None:
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.stem)
-def test_every_example_says_what_it_does(file: Path) -> None:
+def test_every_example_has_a_docstring(file: Path) -> None:
     module = example(file.stem)
     assert module.__doc__
     assert f"python examples/{file.name}" in module.__doc__

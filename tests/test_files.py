@@ -1,4 +1,4 @@
-"""What may be read, how much of it, and what killed processes leave."""
+"""Bounded reading of files, atomic writes, and leftovers of killed processes."""
 
 import gzip
 import json
@@ -119,7 +119,7 @@ def test_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None
     assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
-def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
     target = tmp_path / "new" / "folder" / "file"
     with pytest.raises(ZeroDivisionError), atomic_file(target) as temporary:
         temporary.write_bytes(b"half" * (1 // 0))

@@ -337,7 +337,7 @@ def test_early_stopping_and_best_checkpoint(tmp_path):
     assert scores["val_cross_entropy"] == pytest.approx(float(best.best_model_score), rel=1e-6)
 
 
-def test_a_resumed_training_goes_on_where_it_was(tmp_path):
+def test_a_resumed_training_continues_from_its_checkpoint(tmp_path):
     """Four epochs at once, and two and two: the same weights, with λ rising all the while."""
 
     def run(epochs: int, ckpt: Path | None = None) -> ACEModule:

@@ -141,7 +141,7 @@ def test_search_finds_and_leads_there(address: str, page: Page, words: str, wher
 
 
 @needs_browser
-def test_search_says_so_when_it_finds_nothing(address: str, page: Page) -> None:
+def test_search_without_results_shows_a_message(address: str, page: Page) -> None:
     page.open(f"{address}/index.html")
     page.click(SEARCH)
     page.write("xylophone")

@@ -26,7 +26,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_problem_is_found(name):
+def test_each_problem_is_detected(name):
     diagnosis = diagnose(*PROBLEMS[name]())
     assert diagnosis[name].severity == "warning", diagnosis
     assert diagnosis[name].advice

@@ -72,7 +72,7 @@ def test_the_loss_is_made_of_the_scores(case: Drawn, diversity: float) -> None:
 
 
 @given(logits_cases())
-def test_ambiguity_is_what_the_ensemble_gains(case: Drawn) -> None:
+def test_ambiguity_equals_the_ensembles_gain(case: Drawn) -> None:
     logits, target, alpha = case
     weights = torch.full((logits.shape[0],), 1 / logits.shape[0], dtype=torch.float64) if alpha is None else alpha
     members = sum(w * F.cross_entropy(z, target) for w, z in zip(weights, logits, strict=True))

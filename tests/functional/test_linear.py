@@ -164,7 +164,7 @@ def test_half_precision_accumulates_in_float32(dtype: torch.dtype) -> None:
         torch.testing.assert_close(one.grad.double(), other.grad, rtol=within, atol=within)
 
 
-def test_only_what_is_asked_for() -> None:
+def test_only_requested_gradients_are_computed() -> None:
     target = torch.randint(C, (N,))
     for wanted in product([False, True], repeat=3):
         values = [v.detach().requires_grad_(w) for v, w in zip(inputs(), wanted, strict=True)]
@@ -196,7 +196,7 @@ def test_under_compile_and_func() -> None:
 
 @pytest.mark.parametrize("rows", [1, None])
 @pytest.mark.parametrize("samples", [0, N])
-def test_nothing_that_counts_changes_no_weight(samples: int, rows: int | None) -> None:
+def test_without_counted_samples_gradients_are_zero(samples: int, rows: int | None) -> None:
     features, weight, bias = (value.detach() for value in inputs())
     sources = [features[:samples].requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
     loss = linear_amended_cross_entropy(*sources, torch.full((samples,), -100), 0.5, chunk_rows=rows)
@@ -206,7 +206,7 @@ def test_nothing_that_counts_changes_no_weight(samples: int, rows: int | None) -
         torch.testing.assert_close(source.grad, torch.zeros_like(source))
 
 
-def test_all_ignored_is_what_torch_says() -> None:
+def test_all_ignored_equals_torch() -> None:
     target = torch.full((N,), -100)
     assert linear_amended_cross_entropy(*inputs(), target, 0.5).isnan()
     assert linear_amended_cross_entropy(*inputs(), target, 0.5, reduction="sum").item() == 0.0

@@ -1,4 +1,4 @@
-"""What an ensemble predicts."""
+"""Predictions of an ensemble."""
 
 from __future__ import annotations
 

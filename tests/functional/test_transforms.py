@@ -272,7 +272,7 @@ def test_compiled_options(kind: str, reduction: str) -> None:
 @losses
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_autocast_rounds_nothing(loss: Loss, dtype: torch.dtype, reduction: str) -> None:
+def test_autocast_does_not_change_precision(loss: Loss, dtype: torch.dtype, reduction: str) -> None:
     outputs, target = example(loss)
     target = target if loss is amended_cross_entropy else target.float()
     upstream = torch.ones(3, 4) if reduction == "none" else None

@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def spread(names: list[str], count: int, seed: int, workers: int) -> dict[str, dict[str, Any]]:
-    """What became of each format, each in one of several processes."""
+    """Return the outcomes of each format, computed in several processes."""
     begun = []
     for worker in range(workers):
         command = [sys.executable, "-m", "tests.fuzzing", "--here", "--count", str(count), "--seed", str(seed)]

@@ -1,4 +1,4 @@
-"""What is written, read and changed: one subject for each format."""
+"""File formats to fuzz: how each is written and read."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ KINDS = [
 
 
 def test_the_pieces_are_many_and_uneven() -> None:
-    """What the other tests rely on."""
+    """Assumptions of the other tests."""
     features, weight, bias = (value.detach() for value in inputs())
     chunks = linear_gpu._chunks(linear_gpu.Heads(features, weight, bias))
     assert [chunk.logits.shape[2] for chunk in chunks] == [5, 16]
@@ -220,7 +220,7 @@ def test_nan_is_not_lost() -> None:
     assert gradient.isnan().any(1).tolist() == [False, True, False]
 
 
-def test_only_what_is_asked_for() -> None:
+def test_only_requested_gradients_are_computed() -> None:
     target, expected = classes(), full(*inputs(), classes(), 0.5).detach()
     for wanted in [(False, False, False), (True, False, False), (False, True, False), (False, False, True)]:
         values = [value.detach().requires_grad_(want) for value, want in zip(inputs(), wanted, strict=True)]
@@ -247,7 +247,7 @@ def test_operands_that_do_not_lie_together() -> None:
         torch.testing.assert_close(mine, other, **CLOSE)
 
 
-def test_all_ignored_is_what_torch_says() -> None:
+def test_all_ignored_equals_torch() -> None:
     values, target = inputs(), torch.full((N,), -100, device=DEVICE)
     loss = linear_amended_cross_entropy(*values, target, 0.5)
     assert loss.isnan()

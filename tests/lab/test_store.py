@@ -86,7 +86,7 @@ def test_a_damaged_result_is_one_sentence(text: str, tmp_path: Path) -> None:
         RunStore(tmp_path).failure(RUN)
 
 
-def test_a_second_process_is_refused_and_told_who(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_with_the_owners_process_id(tmp_path: Path) -> None:
     with (
         RunStore(tmp_path).locked(),
         pytest.raises(RunStoreError, match=f"Process {os.getpid()} is using {tmp_path}"),
@@ -114,7 +114,7 @@ def test_a_directory_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
             pass
 
 
-def test_cleaning_up_keeps_what_counts(tmp_path: Path) -> None:
+def test_cleaning_up_keeps_finished_work(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     done, undone = GroupPlan("main-0", (RUN,)), GroupPlan("main-1", (RunKey("main", 0.0, 0),))
     store.write_groups([done, undone])
@@ -205,7 +205,7 @@ def test_the_run_directory_itself_may_be_a_link(tmp_path: Path) -> None:
         assert (tmp_path / "disk" / "lock").read_text() == str(os.getpid())
 
 
-def test_a_lock_that_is_something_else_is_kept(tmp_path: Path) -> None:
+def test_a_lock_file_with_other_content_is_kept(tmp_path: Path) -> None:
     (tmp_path / "lock").write_bytes(b"the combination is \xff")
     with pytest.raises(RunStoreError, match="already holds other files"), RunStore(tmp_path).locked():
         raise AssertionError

@@ -303,7 +303,7 @@ def test_errors():
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
-def test_nothing_added_is_an_error():
+def test_compute_without_update_is_an_error():
     metrics = EnsembleMetrics(4, 5)
     with pytest.raises(ValueError, match="at least one sample"):
         metrics.compute()

@@ -325,7 +325,7 @@ def test_damaged_values_are_refused(tmp_path, key):
     one_sentence(caught.value)
 
 
-def test_an_encoder_that_was_changed_by_hand_is_not_described(tmp_path):
+def test_an_encoder_that_was_modified_is_not_described(tmp_path):
     made = ensemble()
     made.trunk.relu = nn.ReLU()
     save_model(tmp_path / "model", made)

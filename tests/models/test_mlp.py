@@ -32,7 +32,7 @@ def test_is_a_plain_chain() -> None:
     assert count(network) == 64 * 32 + 32 + 32 * 16 + 16 + 16 * 10 + 10
 
 
-def test_no_dropout_layer_unless_asked() -> None:
+def test_no_dropout_layer_by_default() -> None:
     assert not any(isinstance(layer, nn.Dropout) for layer in mlp(4, 8, 2))
 
 

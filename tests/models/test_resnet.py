@@ -86,7 +86,7 @@ def test_sizes_through_the_stages() -> None:
     assert network.stage3(x).shape == (2, 64, 8, 8)
 
 
-def test_block_is_what_he_et_al_say() -> None:
+def test_block_equals_he_et_al() -> None:
     block = BasicBlock(4, 8, stride=2, project=True).eval()
     x = torch.randn(3, 4, 8, 8)
     residual = block.bn2(block.conv2(torch.relu(block.bn1(block.conv1(x)))))

@@ -27,7 +27,7 @@ class Output(NamedTuple):
 
 
 class Net(nn.Module):
-    """Whatever forward a test needs around three layers."""
+    """Three layers with a given forward."""
 
     def __init__(self, run: Any = None) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ def trained(width: int = 6) -> nn.Sequential:
 
 
 class Wrapper(nn.Module):
-    """What trainers put around a model, with something of their own."""
+    """A checkpoint as trainers write it, with other entries beside the weights."""
 
     def __init__(self, model: nn.Module, **others: nn.Module) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_several_architectures_a_trunk_and_a_link(tmp_path):
         Ensemble.from_checkpoints([net], [tmp_path / "0.pt", tmp_path / "1.pt"])
 
 
-def test_subclasses_stay_what_they_are(tmp_path):
+def test_subclasses_are_preserved(tmp_path):
     class Mine(Ensemble):
         pass
 

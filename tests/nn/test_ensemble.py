@@ -43,7 +43,7 @@ class Counted(nn.Module):
         return CountedBackward.apply(x)
 
 
-def test_members_are_what_was_given():
+def test_members_are_the_given_modules():
     members = [net(), net(), nn.Linear(6, 3)]
     ensemble = Ensemble(members)
     x = torch.randn(4, 6)
@@ -55,7 +55,7 @@ def test_members_are_what_was_given():
     assert list(ensemble[:2]) == members[:2]
 
 
-def test_members_take_what_their_forward_takes():
+def test_members_receive_all_arguments():
     class Sum(nn.Module):
         def __init__(self) -> None:
             super().__init__()

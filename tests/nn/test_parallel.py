@@ -170,7 +170,7 @@ def test_training_on_a_mesh_equals_one_process_with_the_whole_batch() -> None:
 
 
 def step_sizes(width: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]], list[tuple[str, int]]]:
-    """What a rank sends in a training step, and for predictions."""
+    """Return the communication of a rank in a training step and in predictions."""
     ensemble = MemberParallelEnsemble(lambda k: mlp(FEATURES, width, CLASSES).double(), 4)
     optimizer = torch.optim.SGD(ensemble.parameters(), lr=0.1)
     x, y = batch(0, "softmax")
@@ -189,7 +189,7 @@ def step_sizes(width: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]
 @pytest.mark.extended
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("width", [2, 200])
-def test_a_step_sends_the_mixture_and_nothing_else(size: int, width: int) -> None:
+def test_a_step_sends_only_the_mixture(size: int, width: int) -> None:
     one = ("allreduce", BATCH * CLASSES * 8)  # float64
     for in_a_step, for_probs, for_log_probs in team().run(size, step_sizes, width, backend="counting"):
         assert in_a_step == [one]

@@ -255,7 +255,7 @@ def test_heads_on_the_same_samples_contract(diversity):
     assert distances[-1] < {0.0: 0.3, 0.5: 0.5, 0.9: 0.85}[diversity] * distances[0]
 
 
-def test_at_full_diversity_nothing_pulls_the_heads_together():
+def test_at_full_diversity_heads_do_not_contract():
     torch.manual_seed(0)
     x, y, _, _ = digits()
     features = x[:200].double()

@@ -52,7 +52,7 @@ class Loss:
         return (k, i[0], slice(None), *i[1:]) if self.class_axis else (k, *i)
 
     def scale(self, k: int, i: tuple[int, ...]) -> float:
-        """What the loss of member k on sample i is multiplied by."""
+        """Factor of the loss of member k on sample i."""
         counts = self.counts(k, i)
         if self.reduction != "mean":
             return counts
@@ -61,7 +61,7 @@ class Loss:
 
     @cache  # noqa: B019
     def total(self, k: int) -> float:
-        """What member k's mean divides by."""
+        """Denominator of member k's mean."""
         return math.fsum(self.divides(k, i) for i in self.samples())
 
     def empty(self, k: int) -> bool:

@@ -152,7 +152,7 @@ def test_refuses_places_without_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "weights.safetensors"])
-def test_refuses_what_it_may_not_read(
+def test_refuses_unreadable_files(
     name: str, saved: tuple[Path, EnsembleModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = open
@@ -219,7 +219,7 @@ ABSURD: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("name", ABSURD)
-def test_refuses_what_fits_no_weights(name: str, saved: tuple[Path, EnsembleModule]) -> None:
+def test_refuses_a_manifest_without_matching_weights(name: str, saved: tuple[Path, EnsembleModule]) -> None:
     reseal(saved[0], ABSURD[name])
     with pytest.raises(ModelFileError) as caught:
         load_model(saved[0])

@@ -106,7 +106,7 @@ def test_the_papers_network(tmp_path: Path) -> None:
     assert state(again) == state(ensemble)
 
 
-def test_manifest_says_it_all(saved: tuple[Path, EnsembleModule]) -> None:
+def test_manifest_describes_the_model(saved: tuple[Path, EnsembleModule]) -> None:
     path, ensemble = saved
     manifest = load_model(path).manifest
     assert manifest["format_version"] == 1
@@ -142,7 +142,7 @@ def test_member_weights_given_win(given: Any, tmp_path: Path) -> None:
     assert ensemble.member_weights.tolist() == [0.5, 0.5]
 
 
-def test_strange_numbers_are_kept(tmp_path: Path) -> None:
+def test_nonfinite_numbers_are_preserved(tmp_path: Path) -> None:
     ensemble = Ensemble([mlp(4, 3, 2)])
     with torch.no_grad():
         ensemble[0].fc.weight[0] = torch.tensor([float("nan"), float("inf"), -0.0])
@@ -323,7 +323,7 @@ def test_refuses_other_objects(saved: tuple[Path, EnsembleModule], tmp_path: Pat
         load_weights("model", saved[0])  # type: ignore[arg-type]
 
 
-def test_refuses_what_safetensors_cannot_hold(tmp_path: Path) -> None:
+def test_refuses_state_that_safetensors_cannot_store(tmp_path: Path) -> None:
     ensemble = Ensemble([nn.Linear(4, 2, dtype=torch.complex128)])
     with pytest.raises(ModelFileError, match="safetensors cannot hold") as caught:
         save_model(tmp_path / "model", ensemble)

@@ -164,7 +164,7 @@ class Page:
         self._until(lambda: self._loads > before, lambda: f"{url} to load")
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression is worth in the page, as JSON."""
+        """Return the value of a JavaScript expression in the page, as JSON."""
         answer = self.call("Runtime.evaluate", {"expression": expression, "returnByValue": True, "awaitPromise": True})
         if "exceptionDetails" in answer:
             details = answer["exceptionDetails"]

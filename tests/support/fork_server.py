@@ -24,7 +24,7 @@ OPERATIONS = ("os.replace", "os.rename", "os.fsync", "os.mkdir", "os.unlink", "s
 
 
 class ForkServer:
-    """The server, as a test talks to it."""
+    """Client of the server."""
 
     def __init__(self) -> None:
         root = Path(__file__).parents[2]

@@ -60,15 +60,15 @@ class Server:
 
 @contextmanager
 def running() -> Iterator[Server]:
-    """A new server, stopped and removed at the end. It refuses root, so for root it runs as somebody else."""
+    """A new server, stopped and removed at the end. It refuses root, so root starts it as another user."""
     found = binaries()
     assert found is not None
     folder = Path(tempfile.mkdtemp(prefix="pg"))  # short: a socket's path is
     account: dict[str, Any] = {}
     if os.getuid() == 0:
-        somebody = pwd.getpwnam("nobody")
-        account = {"user": somebody.pw_uid, "group": somebody.pw_gid, "extra_groups": []}
-        os.chown(folder, somebody.pw_uid, somebody.pw_gid)
+        unprivileged = pwd.getpwnam("nobody")
+        account = {"user": unprivileged.pw_uid, "group": unprivileged.pw_gid, "extra_groups": []}
+        os.chown(folder, unprivileged.pw_uid, unprivileged.pw_gid)
     server = Server(folder, found, account)
     try:
         (folder / "password").write_text(PASSWORD)

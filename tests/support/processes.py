@@ -145,7 +145,7 @@ class Counting(dist.ProcessGroup):
 
 @contextmanager
 def counting() -> Iterator[list[tuple[str, int]]]:
-    """What this rank sends inside; with `backend="counting"`."""
+    """Count the communication of this rank; needs `backend="counting"`."""
     Counting.sent.clear()
     found: list[tuple[str, int]] = []
     yield found

@@ -31,7 +31,7 @@ class _Loader(importlib.abc.Loader):
         for schema in SCHEMAS:
             try:
                 library.define(schema)
-            except RuntimeError:  # somebody declared it already
+            except RuntimeError:  # declared already
                 continue
         try:
             self.loader.exec_module(module)

@@ -384,7 +384,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_wrong_setting_is_one_sentence(setting: str, invoke: Invoke, small: Path) -> None:
+def test_an_invalid_setting_is_reported_in_one_sentence(setting: str, invoke: Invoke, small: Path) -> None:
     assert_refused(invoke("run", small, "--out", "out", "--set", setting), SETTINGS[setting])
 
 
@@ -411,7 +411,7 @@ FILES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_wrong_file_is_one_sentence(name: str, invoke: Invoke, tmp_path: Path) -> None:
+def test_an_invalid_file_is_reported_in_one_sentence(name: str, invoke: Invoke, tmp_path: Path) -> None:
     content, words = FILES[name]
     file = tmp_path / "wrong.toml"
     file.write_bytes(content)
@@ -486,11 +486,11 @@ def test_not_enough_memory_is_one_sentence(invoke: Invoke, small: Path, monkeypa
 
 def test_a_bug_is_a_traceback(invoke: Invoke, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fit(*args: Any, **options: Any) -> None:
-        raise RuntimeError("something nobody thought of")
+        raise RuntimeError("an unexpected error")
 
     monkeypatch.setattr("torchace.lab.sweeps.executor.fit", fit)
     monkeypatch.setattr(sys, "argv", ["torchace", "run", str(small)])
-    with pytest.raises(RuntimeError, match="nobody thought of"):
+    with pytest.raises(RuntimeError, match="an unexpected error"):
         cli.main()
 
 
@@ -572,7 +572,7 @@ def test_what_is_no_sweeps_is_not_written_over(invoke: Invoke, small: Path, name
 
 
 @pytest.mark.usefixtures("no_report")
-def test_other_files_may_lie_beside_a_sweep(invoke: Invoke, small: Path) -> None:
+def test_a_run_directory_may_contain_other_files(invoke: Invoke, small: Path) -> None:
     Path("mine").mkdir()
     Path("mine/notes.txt").write_text("mine")
     assert invoke("run", small, "--out", "mine").code == 0

@@ -1,4 +1,4 @@
-"""What a terminal sees of searches and fits, and what a file does."""
+"""Progress of searches and fits in a terminal and in a file."""
 
 from __future__ import annotations
 

@@ -260,13 +260,13 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # where the model goes
     "out is a file": ((*FIT, "--out", "a_file"), ("a_file",)),
     "out in a file": ((*FIT, *TINY, "--out", "a_file/model"), ("a_file/model",)),
-    "out where nobody can write": ((*FIT, *TINY, "--out", "/proc/model"), ("/proc/model",)),
+    "output directory without write permission": ((*FIT, *TINY, "--out", "/proc/model"), ("/proc/model",)),
     "out too long": ((*FIT, *TINY, "--out", "x" * 300), ("File name too long",)),
     "out holds something else": ((*FIT, *TINY, "--out", "occupied"), ("occupied", "other files")),
     "out holds another model": ((*FIT, *TINY, "--out", "regressor"), ("regressor", "other files")),
     "out is a dangling link": ((*FIT, *TINY, "--out", "dangling"), ("dangling",)),
     "out is here": ((*FIT, *TINY, "--out", "."), ("'.'",)),
-    "somebody else's working directory": ((*FIT, *TINY, "--out", "mine"), ("mine.work", "other files")),
+    "working directory of another fit": ((*FIT, *TINY, "--out", "mine"), ("mine.work", "other files")),
     # tune
     "tune: storage without trials": ((*TUNE, "--storage", "sqlite:///s.db"), ("--storage", "--trials")),
     "tune: storage of no driver": ((*TUNE, "--trials", "1", "--storage", "foo://bar"), ("foo://bar",)),
@@ -324,7 +324,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.extended) if name == "export: nowhere" else name for name in REFUSED]
 )
-def test_what_is_wrong_is_one_sentence_and_nothing_is_written(
+def test_invalid_input_is_reported_in_one_sentence_and_nothing_is_written(
     name: str, bad_place: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments, words = REFUSED[name]
@@ -337,7 +337,7 @@ def test_what_is_wrong_is_one_sentence_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2", "pandas", "pyarrow", "optuna"])
-def test_a_missing_package_is_said_before_anything_is_trained(
+def test_a_missing_package_is_reported_before_training(
     package: str, bad_place: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(bad_place)
@@ -368,7 +368,9 @@ def test_an_export_without_its_packages(bad_place: Path, invoke: Invoke, monkeyp
 
 
 def test_a_fit_with_a_search_and_a_report(here: Path, invoke: Invoke) -> None:
-    outcome = invoke("fit", "pets.csv", "--target", "pet", "--members", 3, "--hidden", 4, "--epochs", 4)
+    outcome = invoke(
+        "fit", "pets.csv", "--target", "pet", "--members", 3, "--hidden", 4, "--epochs", 4, "--diversity", "auto"
+    )
     assert (outcome.code, outcome.err) == (0, "")
     model = json.loads(Path("models/pets/manifest.json").read_text())
     search = model["extra"]["search"]
@@ -380,7 +382,8 @@ def test_a_fit_with_a_search_and_a_report(here: Path, invoke: Invoke) -> None:
         ["fur", "category"],
         ["chipped", "category"],
     ]
-    lines = lines[5:]
+    assert lines[5].startswith("The search for λ will take about ")
+    lines = lines[6:]
     assert lines[0] == "models/pets: classification of 'pet' from 4 columns."
     assert "Classes: cat, cow, dog." in lines
     assert "Numbers: age, born." in lines
@@ -425,7 +428,7 @@ def test_a_regression_with_a_given_diversity_and_a_report(test: str, here: Path,
 
 
 @pytest.mark.usefixtures("no_report")
-def test_a_repeated_command_says_that_the_model_is_there(here: Path, invoke: Invoke) -> None:
+def test_a_repeated_command_reports_the_existing_model(here: Path, invoke: Invoke) -> None:
     command = ("fit", "pets.csv", "--target", "pet", *TINY)
     first = invoke(*command)
     before = everything_in(here)
@@ -461,7 +464,9 @@ def test_a_second_fit_at_the_same_time_is_refused(here: Path, invoke: Invoke) ->
 
 
 @pytest.mark.usefixtures("no_report")
-def test_interrupted_it_goes_on_when_repeated(here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_command_resumes_when_repeated(
+    here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = ("fit", "pets.csv", "--target", "pet", *TINY, "--diversity", "auto")
     real = table_fit.train_members
 
@@ -570,7 +575,7 @@ def test_not_enough_memory_names_options_of_the_command(
 
 
 @pytest.mark.usefixtures("no_report")
-def test_notes_are_said(here: Path, invoke: Invoke) -> None:
+def test_notes_are_printed(here: Path, invoke: Invoke) -> None:
     frame = pets(name=[f"name {i}" for i in range(60)], pet=np.arange(60) % 2)
     write_table(frame, Path("noted.csv"))
     lines = invoke("fit", "noted.csv", "--target", "pet", *TINY).out.splitlines()
@@ -579,7 +584,7 @@ def test_notes_are_said(here: Path, invoke: Invoke) -> None:
 
 
 @pytest.mark.usefixtures("no_report")
-def test_a_model_is_replaced_only_when_asked(here: Path, invoke: Invoke) -> None:
+def test_a_model_is_replaced_only_on_request(here: Path, invoke: Invoke) -> None:
     command = ("fit", "pets.csv", "--target", "pet", *TINY, "--out", "m")
     invoke(*command)
     assert_one_sentence(invoke(*command, "--seed", 7), "m already holds other files", "--overwrite")
@@ -640,7 +645,7 @@ ODD = ["[bold]", "[/red]", ":cat:", "a\nb", "\x1b[31mred", "λ", "-x", "=1+1", '
 
 
 @pytest.mark.usefixtures("no_report")
-def test_odd_names_are_printed_as_they_are(here: Path, invoke: Invoke) -> None:
+def test_unusual_names_are_printed_unchanged(here: Path, invoke: Invoke) -> None:
     frame = pets(40)
     for place, name in enumerate(ODD):
         frame[name] = frame["born"] + place if place % 2 else np.roll(frame["fur"], place + 1)
@@ -705,7 +710,7 @@ def test_predictions_are_those_of_python(suffix: str, here: Path, invoke: Invoke
     np.testing.assert_allclose(found.iloc[:, 1:], expected.iloc[:, 1:], rtol=0, atol=1e-13)
 
 
-def test_interrupted_predictions_leave_nothing(here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_predictions_leave_no_output(here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     fitted(Path("pets.csv"), "pet", Path("m"))
     real = TableModel.predict
 
@@ -722,7 +727,7 @@ def test_interrupted_predictions_leave_nothing(here: Path, invoke: Invoke, monke
 
 @pytest.mark.parametrize("kind", ["classifier", "regressor"])
 def test_an_estimators_model_is_taken_too(kind: str, here: Path, invoke: Invoke) -> None:
-    """What scikit-learn habits saved, the command line reads."""
+    """The command line reads models that estimators saved."""
     X = pets(60)[["born", "chipped"]].astype(float)
     if kind == "classifier":
         estimator: Any = ACEClassifier(num_members=2, hidden=(4,), epochs=2).fit(X, pets()["pet"])
@@ -762,7 +767,7 @@ def test_a_search_for_lambda(here: Path, invoke: Invoke) -> None:
 
 
 def test_a_search_of_everything(here: Path, invoke: Invoke) -> None:
-    """What is printed as the command to train with can be typed, whatever the names are."""
+    """The printed `fit` command can be run for any column names."""
     frame = pets().rename(columns={"pet": "the pet's kind", "fur": "--fur"})
     write_table(frame, Path("my pets.csv"))
     options = (

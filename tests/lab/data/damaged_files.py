@@ -1,4 +1,4 @@
-"""What tests do to files, and what they expect of the sentence that follows."""
+"""Damaged files and checks of the error messages that follow."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_download_once(server, monkeypatch, capsys, progress):
     assert first.train.x.equal(again.train.x)
 
 
-def test_only_what_is_missing_is_downloaded(server, tmp_path, monkeypatch):
+def test_only_missing_files_are_downloaded(server, tmp_path, monkeypatch):
     url, folder = server
     served_mnist(url, folder, monkeypatch)
     own = tmp_path / "own"

@@ -1,4 +1,4 @@
-"""What cells say: numbers to the last bit, missing values, and the same for every type that a column may have."""
+"""Parsing of cells: exact numbers, missing values, equal results for every column type."""
 
 from __future__ import annotations
 

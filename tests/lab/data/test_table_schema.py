@@ -1,4 +1,4 @@
-"""What columns are taken for, and what is remembered of it."""
+"""Inferred types of columns, and the schema that stores them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchace.lab.data.parsing import MISSING, PLACEHOLDERS
 
 
 def kind_of(values: Any, **options: Any) -> str | None:
-    """What a column is taken for; None if it is left out, with a reason."""
+    """Return the inferred type of a column; None if it is dropped, with a reason."""
     schema = infer_schema(pets(column=values), "pet", **options)
     kinds = {column.name: column.kind for column in schema.columns}
     assert ("column" in kinds) != bool(dict(schema.dropped).get("column"))
@@ -93,7 +93,7 @@ def test_columns_can_be_left_out():
     assert not any("'age'" in note for note in schema.notes)  # drops by request need no note
 
 
-def test_an_infinite_number_in_a_column_that_is_left_out_does_no_harm():
+def test_an_infinite_number_in_a_dropped_column_is_ignored():
     infer_schema(pets(age=[1.0, np.inf] * 15), "pet", drop=["age"])
 
 
@@ -279,7 +279,7 @@ def test_tasks_can_be_given():
     ids=["text", "truth", "whole", "number", "text of numbers"],
 )
 @pytest.mark.parametrize("form", ["as it is", "text", "JSON"])
-def test_classes_are_found_again(values, form):
+def test_classes_are_matched_after_reading(values, form):
     """In the file they come from, and in a CSV file of the same."""
     frame = pets(pet=values)
     schema = infer_schema(frame, "pet", "classification")
@@ -291,7 +291,7 @@ def test_classes_are_found_again(values, form):
     assert [schema.target.class_names[code] for code in codes] == [str(value) for value in values]
 
 
-def test_numbers_are_found_whatever_the_file():
+def test_numbers_are_inferred_from_every_file_type():
     schema = infer_schema(pets(pet=np.array([1, 0] * 15)), "pet")
     for same in (
         ["1", "0"],

@@ -162,7 +162,7 @@ def test_chunks_before_a_bad_row_come(tmp_path):
         next(chunks)
 
 
-def test_a_file_is_opened_when_asked_and_closed_at_the_end(tmp_path):
+def test_a_file_is_opened_lazily_and_closed_at_the_end(tmp_path):
     path = write_csv(tmp_path / "t.csv", CELLS)
     chunks = iterate_table(path, rows=1)
     next(chunks)
@@ -176,7 +176,7 @@ def test_invalid_chunk_sizes(tmp_path, rows):
         iterate_table(write_csv(tmp_path / "t.csv", CELLS), rows=rows)
 
 
-def test_a_csv_file_larger_than_a_chunk_is_never_held_whole(tmp_path, monkeypatch):
+def test_a_csv_file_larger_than_a_chunk_is_read_in_chunks(tmp_path, monkeypatch):
     """400,000 cells in chunks: memory holds a few blocks, not the file."""
     import tracemalloc
 

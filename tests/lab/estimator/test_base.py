@@ -1,4 +1,4 @@
-"""What both estimators have in common: weights of samples, fits that fail, memory."""
+"""Common behaviour of the estimators: sample weights, failed fits, memory."""
 
 from __future__ import annotations
 

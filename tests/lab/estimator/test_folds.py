@@ -78,7 +78,7 @@ def test_a_sample_moves_the_members_that_train_on_it_toward_their_own_mixture(ta
     z = torch.randn(2, 4, 6, 3, generator=generator, dtype=torch.float64)  # (R, K, B, C)
     weight = torch.rand(2, 4, 6, generator=generator, dtype=torch.float64)
     weight *= torch.rand(2, 4, 6, generator=generator) < 0.7
-    weight[0, :, 0] = 0  # nobody trains on this sample
+    weight[0, :, 0] = 0  # no member trains on this sample
     y = torch.randint(0, 3, (2, 6), generator=generator)
     p = torch.nn.functional.one_hot(y, 3).double()
     if task == "regression":
@@ -192,3 +192,21 @@ def test_few_samples_are_trained_without_folds() -> None:
     assert len(model.history_) == 12
     with pytest.raises(ValueError, match="at least 5 samples"):
         small(ACEClassifier, early_stopping="folds").fit(IRIS_X[48:52], IRIS_Y[48:52])
+
+
+def test_shared_members_are_merged_and_have_nothing_out_of_fold() -> None:
+    model = small(ACEClassifier, members="shared", hidden=(8, 8)).fit(CANCER_X, CANCER_Y)
+    assert model.history_[-1]["validation"] is not None  # stopped on folds
+    assert (model.oof_score_, model.oof_predictions_, model.temperature_) == (None, None, 1.0)
+    raw = torch.from_numpy(CANCER_X)
+    network = model._network.ensemble(0)
+    with torch.no_grad():
+        expected = network(model.ensemble_.trunk(raw))
+        # the factors of a member multiply its weights instead of its activations
+        torch.testing.assert_close(model.ensemble_(raw), expected, rtol=1e-9, atol=1e-9)
+        assert model.ensemble_(raw).std(0).mean() > 0.01
+    own = sum(p.numel() for p in model.ensemble_.parameters())
+    assert sum(p.numel() for p in model._network.parameters()) < own / 2
+    assert model.score(CANCER_X, CANCER_Y) > 0.95
+    with pytest.raises(ValueError, match="share weights"):
+        small(ACEClassifier, members="shared", batches="separate").fit(CANCER_X, CANCER_Y)

@@ -87,7 +87,7 @@ def test_figures_that_runs_did_not_record(sweep: Results, tmp_path: Path) -> Non
     assert set(_by_name(bare)) == {"alone"}
 
 
-def test_predictions_beside_the_truth(regression_fit: Path, regression_results: Results, tmp_path: Path) -> None:
+def test_predicted_and_observed_values(regression_fit: Path, regression_results: Results, tmp_path: Path) -> None:
     spec = _by_name(regression_results)["predicted_0"]
     arrays = load_file(regression_fit / "runs" / "model-l0.3-s7.safetensors")
     figure = drawn(spec)

@@ -32,7 +32,7 @@ def test_an_error_of_any_size_is_written_to_four_digits(size: float) -> None:
 
 
 @given(st.floats(-1e90, 1e90))
-def test_a_quantity_is_read_as_what_it_is(value: float) -> None:
+def test_quantities_have_four_significant_digits(value: float) -> None:
     if abs(value) < 1e-290:
         value = 0.0
     assert _read(quantity(value)) == pytest.approx(value, rel=0.6e-3)

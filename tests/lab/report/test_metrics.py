@@ -54,7 +54,7 @@ def test_usual_sizes_have_no_power_of_ten() -> None:
 
 
 @pytest.mark.parametrize("values", [{}, {"rmse": []}, {"rmse": [0.0, 0.0]}, {"rmse": [1e-310]}])
-def test_nothing_measured_or_no_error_at_all(values: dict[str, list[float]]) -> None:
+def test_derived_metrics_without_values_or_with_zero_error(values: dict[str, list[float]]) -> None:
     assert choose_units(REGRESSION.metrics, values)["rmse"].value(0.0) == "0.000"
 
 

@@ -139,7 +139,7 @@ def test_planned_runs(directory: Path) -> None:
     assert read_results(directory).planned == 2
 
 
-def test_runs_are_looked_up_not_searched_for(tmp_path: Path) -> None:
+def test_runs_are_indexed(tmp_path: Path) -> None:
     """A report asks thousands of times for an arm's runs: none of that may go through all runs."""
     results = read_results(synthetic_sweeps.small(tmp_path / "run", seeds=[0, 1, 2]))
     walks = 0

@@ -59,7 +59,7 @@ def test_only_common_seeds_are_paired() -> None:
     assert paired_difference({0: 1.0}, {1: 1.0}) is None
 
 
-def test_one_pair_has_no_interval_and_says_so() -> None:
+def test_one_pair_has_no_interval_and_a_note() -> None:
     found = paired_difference({0: 1.0}, {0: 3.0})
     assert found is not None
     assert (found.mean, found.interval, found.p, found.note) == (-2.0, None, None, "one seed: no interval")
@@ -67,7 +67,7 @@ def test_one_pair_has_no_interval_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("offset", [0.0, 0.1])
-def test_equal_differences_have_no_interval_and_say_so(offset: float) -> None:
+def test_equal_differences_have_no_interval_and_a_note(offset: float) -> None:
     reference = {seed: 0.1 * seed + 0.3 for seed in range(4)}
     found = paired_difference({seed: value + offset for seed, value in reference.items()}, reference)
     assert found is not None
@@ -193,13 +193,13 @@ def test_compare_with_own_zero_and_with_a_baseline(table1_results: Results) -> N
     assert compare(table1_results, separate, "cross_entropy") is None
 
 
-def test_compare_needs_a_zero(tmp_path: Path) -> None:
+def test_compare_needs_runs_at_zero(tmp_path: Path) -> None:
     arm = synthetic_sweeps.ArmSpec("a", "a", 2, [0.3, 0.5], lambda d: 0.1, lambda d: 0.1)
     results = read_results(synthetic_sweeps.write(tmp_path / "run", synthetic_sweeps.Spec("x", "x", [arm])))
     assert compare(results, results.arms[0], "cross_entropy") is None
 
 
-def test_lowest_compares_equal_seeds(tmp_path: Path) -> None:
+def test_best_diversity_compares_common_seeds(tmp_path: Path) -> None:
     """λ=0.7 lost its worst seed: on the seeds both have, λ=0.3 is lower."""
     directory = synthetic_sweeps.small(tmp_path / "run", seeds=[0, 1, 2])
     values = {0: (0.5, 0.5, 0.5), 0.3: (0.1, 0.1, 0.9), 0.7: (0.2, 0.2, None)}

@@ -20,7 +20,7 @@ def _texts(table: ReportTable, section: int = 0) -> list[list[str]]:
     return [[cell.text for cell in row] for row in table.sections[section].rows]
 
 
-def test_results_beside_the_papers(table1_results: Results) -> None:
+def test_results_and_the_papers_numbers(table1_results: Results) -> None:
     table = result_table(table1_results)
     assert _labels(table) == [
         "λ", "Seeds", "Accuracy", "paper", "Cross entropy", "paper", "Accuracy", "paper", "Cross entropy", "paper",

@@ -60,7 +60,7 @@ def _no_nan(word: str) -> None:
 
 
 def leftovers(directory: Path) -> list[str]:
-    """What a finished sweep must not leave."""
+    """Return temporary files that a finished sweep must not leave."""
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if "partial" in path.name) + sorted(
         str(path.relative_to(directory)) for path in directory.glob("checkpoints*")
     )

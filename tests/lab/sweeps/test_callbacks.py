@@ -1,4 +1,4 @@
-"""What a sweep tells other programs."""
+"""Callbacks and logs of a sweep."""
 
 from __future__ import annotations
 

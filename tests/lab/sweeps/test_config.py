@@ -89,7 +89,7 @@ def test_an_experiment_without_arms_has_one() -> None:
     assert (arm.name, arm.label, arm.baseline) == ("main", "shared batches", False)
 
 
-def test_an_arm_overrides_what_is_common() -> None:
+def test_an_arm_overrides_common_settings() -> None:
     content = {
         **LEAST,
         "model": {"hidden": [3], "num_members": 4},
@@ -125,7 +125,7 @@ def test_overrides(override: str, section: str, key: str, value: Any) -> None:
     assert getattr(getattr(load_experiment("digits", [override]), section), key) == value
 
 
-def test_later_overrides_win_and_words_may_be_whole_sentences() -> None:
+def test_later_overrides_win_and_strings_may_contain_spaces() -> None:
     experiment = load_experiment("digits", ["train.epochs=5", "train.epochs=6", "title=What the knob = does"])
     assert experiment.train.epochs == 6
     assert experiment.title == "What the knob = does"

@@ -97,7 +97,7 @@ def test_a_head_can_start_smaller(kind: str) -> None:
     torch.testing.assert_close(head(0.25), head(1.0) * 0.25)
 
 
-def test_float64_where_asked_for() -> None:
+def test_float64_on_request() -> None:
     network = build_network(arm("separate", precision="float64"), DIGITS, [7], "cpu")
     assert {p.dtype for p in network.parameters()} == {torch.float64}
 
@@ -171,7 +171,7 @@ def test_epochs_are_steps() -> None:
         ("resnet", "ResNet-8 (2 channels)"),
     ],
 )
-def test_networks_in_words(model: str, words: str) -> None:
+def test_descriptions_of_networks(model: str, words: str) -> None:
     assert describe_network(arm(model).model, DIGITS) == words
 
 

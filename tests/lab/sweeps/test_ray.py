@@ -1,4 +1,4 @@
-"""Sweeps on a real Ray cluster of two nodes: what a local sweep gives, whoever is killed."""
+"""Sweeps on a Ray cluster of two nodes give the results of a local sweep, also after workers are killed."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def nodes() -> Iterator[Nodes]:
     head = {"num_cpus": 1, "object_store_memory": 100_000_000, "include_dashboard": False}
     with short_folder() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
-        patch.setenv("RAY_worker_niceness", "0")  # or workers wait for whoever else is busy here
+        patch.setenv("RAY_worker_niceness", "0")  # or workers wait for other processes on this machine
         patch.setenv("RAY_AUTH_MODE", "disabled")  # or Ray writes a token to the user's home
         patch.setenv("GRPC_ENABLE_FORK_SUPPORT", "0")  # or some processes that it starts for ray:// die at their start
         with warnings.catch_warnings():
@@ -227,7 +227,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
     return lambda must_wait: monkeypatch.setattr(on_ray, "DriverLink", held_link(must_wait))
 
 
-# -- the same numbers, whoever dies -----------------------------------------------------------------------------------
+# -- the same numbers after a worker died ------------------------------------------------------------------------------
 
 
 def test_two_nodes_give_what_one_machine_gives(
@@ -353,7 +353,7 @@ def test_stopped_with_a_checkpoint_and_a_damaged_one(
         def on_group_step(self, job: GroupPlan, progress: Progress) -> None:
             self.step = self.step or progress.step * (job.id == "calm-0")
 
-    hold(lambda job, attempt: job == "calm-0")  # which is not done before the sweep is told to stop
+    hold(lambda job, attempt: job == "calm-0")  # which does not finish before the sweep is stopped
     sweep, callback, start = Sweep(saved_every(None, experiment), tmp_path, RayExecutor()), Stopping(), time.monotonic()
     with pytest.raises(Interrupted):
         sweep.run(callback, stop=lambda: callback.step > 0)
@@ -462,7 +462,7 @@ def test_a_gpu_that_torch_does_not_see(joined: Nodes, experiment: Experiment, tm
         ("ray://no.such.host.invalid:10001", "Cannot reach a Ray cluster at ray://no.such.host.invalid:10001: "),
     ],
 )
-def test_an_address_that_nobody_answers_at(
+def test_an_address_that_does_not_answer(
     address: str, words: str, sweep_file: Path, tmp_path: Path, typed: Callable[..., tuple[int, str, str]]
 ) -> None:
     port = _free_port()
@@ -473,7 +473,7 @@ def test_an_address_that_nobody_answers_at(
     assert not (tmp_path / "out").exists()
 
 
-def test_somebody_else_answers_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_service_answers_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "JOIN_SECONDS", 3.0)  # long enough for Ray to be imported and to ask
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -519,7 +519,7 @@ def test_runs_that_were_given_up_are_named(
     )
 
 
-def test_a_cluster_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_connection_to_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("join_cluster", "choose_device"):
         monkeypatch.setattr(on_ray, name, lambda given: given)
     monkeypatch.setattr(ray, "shutdown", lambda: None)

@@ -114,7 +114,7 @@ def test_all_kinds_of_batches_and_models(kind: str, model: dict[str, Any], tmp_p
     assert stored_files(tmp_path)["runs/main-l0-s0.json"]["batches"] == kind
 
 
-def test_jobs_have_the_size_asked_for(tmp_path: Path) -> None:
+def test_groups_have_the_requested_size(tmp_path: Path) -> None:
     assert heard(tmp_path, sweep={"group_size": 3}).jobs == ["main-0", "main-1"]
     assert [len(job.runs) for job in RunStore(tmp_path).groups()] == [3, 1]
 
@@ -161,7 +161,7 @@ def test_another_diversity_trains_only_the_new_one_and_the_old_ones_stay(tmp_pat
     assert len(list(tmp_path.glob("runs/*.json"))) == 6
 
 
-def test_a_new_seed_is_what_it_would_be_in_a_sweep_of_its_own(tmp_path: Path) -> None:
+def test_a_new_seed_gives_the_same_result_as_in_a_separate_sweep(tmp_path: Path) -> None:
     run(tmp_path / "a")
     run(tmp_path / "a", sweep={"seeds": [2]})
     run(tmp_path / "b", sweep={"seeds": [2]})
@@ -170,7 +170,7 @@ def test_a_new_seed_is_what_it_would_be_in_a_sweep_of_its_own(tmp_path: Path) ->
         assert {**ours, "job": None} == {**theirs, "job": None}
 
 
-def test_an_unfinished_job_is_trained_whole_though_less_is_asked_for(tmp_path: Path) -> None:
+def test_an_unfinished_group_is_trained_whole_even_if_fewer_runs_are_requested(tmp_path: Path) -> None:
     run(tmp_path / "a")
     with pytest.raises(Interrupted):
         run(tmp_path / "b", after(6))
@@ -182,7 +182,7 @@ def test_an_unfinished_job_is_trained_whole_though_less_is_asked_for(tmp_path: P
     }
 
 
-def test_an_unfinished_job_that_nobody_asks_for_is_left_alone(tmp_path: Path) -> None:
+def test_an_unfinished_group_without_requested_runs_is_not_trained(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         run(tmp_path, after(18), sweep={"group_size": 2})  # six steps into the second of two jobs, λ = 0.5
     assert heard(tmp_path, sweep={"group_size": 2, "diversities": [0.0]}).jobs == []
@@ -301,7 +301,7 @@ def test_seconds_include_earlier_attempts(tmp_path: Path) -> None:
     assert experiment["seconds"] > sum(runs)
 
 
-def test_a_lost_result_is_made_again(tmp_path: Path) -> None:
+def test_a_deleted_result_is_computed_again(tmp_path: Path) -> None:
     run(tmp_path)
     before = stored_files(tmp_path)
     (tmp_path / "runs" / "main-l0.5-s1.json").unlink()
@@ -341,9 +341,7 @@ class Restarts(Callback):
         ({"train": {"learning_rate": 0.02}}, {}),
     ],
 )
-def test_nothing_goes_on_from_the_weights_of_others(
-    before: dict[str, Any], now: dict[str, Any], tmp_path: Path
-) -> None:
+def test_checkpoints_of_other_runs_are_not_used(before: dict[str, Any], now: dict[str, Any], tmp_path: Path) -> None:
     """As after the advice to remove a damaged `jobs.json`, or with a folder from another sweep."""
     with pytest.raises(Interrupted):
         run(tmp_path / "theirs", after(8), **before)

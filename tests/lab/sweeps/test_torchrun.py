@@ -1,4 +1,4 @@
-"""Real `torchrun` jobs: the same results as one process, a rank that is killed, a job that is told to stop."""
+"""Real `torchrun` jobs: the same results as one process, a killed rank, a stopped job."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Job:
         return found
 
     def said(self, stream: str = "stderr") -> list[str]:
-        """What each rank printed before torchrun started them again, if it did."""
+        """Return the output of each rank before a restart by torchrun."""
         files = sorted(self.logs.glob(f"*/attempt_0/*/{stream}.log"), key=lambda file: int(file.parent.name))
         return [file.read_text() for file in files]
 
@@ -129,14 +129,14 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def alone(file: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process writes."""
+    """Results of one process."""
     directory = tmp_path_factory.mktemp("alone") / "out"
     Sweep(load_experiment(file), directory).run()
     return results(directory)
 
 
 def results(directory: Path) -> dict[str, Any]:
-    """What was written about each run, without times, digests and hardware."""
+    """Return the results of each run without times, digests and hardware."""
     assert leftovers(directory) == []
     found = {}
     for written in sorted(directory.glob("runs/*.json")):
@@ -161,7 +161,7 @@ def assert_same_results(ours: Any, theirs: Any, where: str = "") -> None:
         assert ours == theirs, where
 
 
-def test_a_killed_rank_ends_the_job_and_the_next_one_goes_on(
+def test_a_killed_rank_ends_the_job_and_the_next_job_resumes(
     file: str, alone: dict[str, Any], tmp_path: Path, started: Callable[..., Job]
 ) -> None:
     directory = tmp_path / "out"
@@ -304,12 +304,12 @@ def test_more_ranks_than_members(tmp_path: Path) -> None:
     found = team().run(4, refused, str(tmp_path / "out"), {"model": {"num_members": 3}}, "members")
     message = "expected at least 4, one member for each rank, but got 3. "
     message += "Use fewer ranks, or --parallel 3xD to split the batch too."
-    assert found == [f"model.num_members: {message}"] * 4  # all say so, nobody waits
+    assert found == [f"model.num_members: {message}"] * 4  # every rank reports it, none waits
     assert not (tmp_path / "out").exists()
 
 
 def started_with(sections: list[dict[str, Any]], parallel: list[str], folder: str) -> str:
-    """What a rank of a sweep says whose ranks were not given the same."""
+    """Return the error of a rank where ranks got different settings."""
     import torch.distributed as dist
 
     rank = dist.get_rank()

@@ -50,7 +50,7 @@ def _compare(members: list[nn.Module], table: Table, link: str = "softmax") -> M
     return compare_with_baselines(Ensemble(members, link=link), table, plan, seed=0)
 
 
-def test_scores_of_classes_by_hand(tmp_path: Path) -> None:
+def test_classification_scores_equal_their_definitions(tmp_path: Path) -> None:
     table = _table(pets(120), "pet", tmp_path)
     comparison = _compare([_Constant([0.0, 0.0, 0.0]), _Constant([2.0, 0.0, 0.0])], table)
     assert comparison.split == "test"
@@ -76,7 +76,7 @@ def test_scores_of_classes_by_hand(tmp_path: Path) -> None:
     assert comparison.best.name in ("linear", "boosting", "network")
 
 
-def test_scores_of_numbers_by_hand_and_importances(tmp_path: Path) -> None:
+def test_regression_scores_equal_their_definitions_and_importances(tmp_path: Path) -> None:
     frame = houses(200)
     table = _table(frame, "price", tmp_path)
     place = [column.name for column in table.encoding.columns].index("area")

@@ -44,7 +44,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("name", "make", "target"), KINDS)
 @pytest.mark.parametrize("precision", ["float64", "float32"])
-def test_a_model_scores_what_its_record_says(
+def test_a_models_scores_equal_its_record(
     name: str, make: Callable[..., Any], target: str, precision: str, tmp_path: Path
 ) -> None:
     """The scores were computed before the scaling was folded into the weights, and before they were saved."""
@@ -127,7 +127,7 @@ def test_the_same_table_in_any_file_gives_the_same_model(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("name", "make", "target", "diversity"), [(*KINDS[0], None), (*KINDS[1], 0.5)])
-def test_test_rows_change_nothing_but_the_scores(
+def test_test_rows_affect_only_the_scores(
     diversity: float | None, name: str, make: Callable[..., Any], target: str, tmp_path: Path
 ) -> None:
     part = np.array(["train", "train", "train", "validation", "test"])[np.arange(60) % 5]
@@ -225,7 +225,7 @@ def test_stopped_again_and_again_it_ends_where_it_would_have(
 
 
 def _refusal(work: Callable[[], object], *kinds: type[Exception]) -> str | None:
-    """What the error says, if there is one of these kinds."""
+    """Return the message of an expected error, or None."""
     try:
         work()
     except kinds as error:
@@ -310,7 +310,7 @@ def test_a_process_that_died_at_its_very_start(data: Path, tmp_path: Path) -> No
     assert is_complete(fit.out)
 
 
-def test_a_full_disk_keeps_what_was_done(data: Path, tmp_path: Path) -> None:
+def test_a_full_disk_keeps_finished_work(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out", None)
     for room in range(2, 60, 6):
         with pytest.MonkeyPatch.context() as patch:
@@ -338,7 +338,7 @@ def test_a_full_disk_keeps_what_was_done(data: Path, tmp_path: Path) -> None:
 # -- places -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_finished_model_is_known_again(data: Path, tmp_path: Path) -> None:
+def test_a_finished_model_is_recognized(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     assert not fit.is_finished()
     done(fit)

@@ -85,7 +85,7 @@ class Killing:
         return code == 0
 
     def check_groups(self, store: Path) -> None:
-        """What was finished is still there and was not trained again."""
+        """Check that finished work exists and was not trained again."""
         if not store.exists():
             return
         now = {file.name: (file.stat().st_mtime_ns, file.read_bytes()) for file in store.glob("*.json")}
@@ -184,7 +184,7 @@ def test_a_killed_search_of_everything(server: ForkServer, tmp_path: Path) -> No
 
 
 def made(folder: Path) -> list[tuple[dict[str, float], float]]:
-    """What the finished trials of a search tried and how good it was, in their order."""
+    """Return the parameters and values of the finished trials, in order."""
     trials = json.loads((folder / "study" / "tune.json").read_text())["trials"]
     return [(trial["params"], trial["value"]) for trial in trials if trial["state"] == "complete"]
 

@@ -105,7 +105,7 @@ def test_a_regressor_is_the_ensemble_on_the_raw_matrix(regressor: TableModel, tm
     np.testing.assert_allclose(predicted["spread"], members.std(0), rtol=1e-9)
 
 
-def test_numbers_of_1e9_that_differ_by_one_are_told_apart() -> None:
+def test_numbers_near_1e9_that_differ_by_one_are_distinguished() -> None:
     born = 1_700_000_000 + np.arange(200) % 7
     late = np.where(born > 1_700_000_003, "late", "early")
     frame = pd.DataFrame({"born": born, "when": late})

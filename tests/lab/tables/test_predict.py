@@ -70,7 +70,7 @@ def test_a_file_of_any_kind_in_chunks_of_any_size(
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
-def test_columns_are_kept_as_they_are(classifier: TableModel, suffix: str, tmp_path: Path) -> None:
+def test_copied_columns_are_unchanged(classifier: TableModel, suffix: str, tmp_path: Path) -> None:
     frame = pets(20, name=[f'"{i}", a\nname' for i in range(20)], when=pd.Timestamp("2020-01-31"))
     data, out = write_table(frame, tmp_path / "data.parquet"), tmp_path / f"out{suffix}"
     predict_file(classifier, data, out, keep=["name", "pet", "age", "chipped"], rows=7)
@@ -147,7 +147,7 @@ def failing(frame: pd.DataFrame) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("suffix", "folder", "there"), [(".csv", ".", True), (".parquet", ".", False), (".parquet", "new/folder", False)]
 )
-def test_a_bad_row_late_in_the_file_leaves_nothing(
+def test_an_invalid_row_late_in_the_file_leaves_no_output(
     classifier: TableModel, suffix: str, folder: str, there: bool, tmp_path: Path
 ) -> None:
     data, out = write_table(failing(pets(30)), tmp_path / "data.csv"), tmp_path / folder / f"out{suffix}"
@@ -161,7 +161,7 @@ def test_a_bad_row_late_in_the_file_leaves_nothing(
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
-def test_interrupted_it_leaves_nothing(classifier: TableModel, suffix: str, tmp_path: Path) -> None:
+def test_an_interrupted_prediction_leaves_no_output(classifier: TableModel, suffix: str, tmp_path: Path) -> None:
     data = write_table(pets(30), tmp_path / "data.csv")
     before = everything_in(tmp_path)
     answers = iter([False, False, True])
@@ -171,7 +171,7 @@ def test_interrupted_it_leaves_nothing(classifier: TableModel, suffix: str, tmp_
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
-def test_a_disk_without_room_leaves_nothing(
+def test_a_full_disk_leaves_no_output(
     classifier: TableModel, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write_table(pets(30), tmp_path / "data.csv")
@@ -186,7 +186,7 @@ def test_a_disk_without_room_leaves_nothing(
     assert everything_in(tmp_path) == before
 
 
-def test_kept_columns_of_changing_types_are_one_sentence(classifier: TableModel, tmp_path: Path) -> None:
+def test_copied_columns_of_changing_types_are_reported_in_one_sentence(classifier: TableModel, tmp_path: Path) -> None:
     """Lists come without a type of their own; a chunk of none at all is then of another type."""
     frame = pets(8)
     table = pa.Table.from_pandas(frame, preserve_index=False)
@@ -207,7 +207,7 @@ def test_kept_columns_of_changing_types_are_one_sentence(classifier: TableModel,
         (["age", "prediction"], "The column 'prediction' cannot be kept"),
     ],
 )
-def test_columns_that_cannot_be_kept(classifier: TableModel, keep: list[str], words: str, tmp_path: Path) -> None:
+def test_columns_that_cannot_be_copied(classifier: TableModel, keep: list[str], words: str, tmp_path: Path) -> None:
     data = write_table(pets(8, prediction=1), tmp_path / "data.csv")
     with pytest.raises(DataError, match=words):
         predict_file(classifier, data, tmp_path / "new" / "out.csv", keep=keep)
@@ -279,7 +279,7 @@ def test_a_long_file_takes_no_more_memory_than_a_short_one(classifier: TableMode
     assert peaks[3] - peaks[2] < 0.5 * 297 * LONG, peaks
 
 
-def test_formulas_are_escaped_where_asked_for(classifier: TableModel, tmp_path: Path) -> None:
+def test_formulas_are_escaped_on_request(classifier: TableModel, tmp_path: Path) -> None:
     frame = pets(4)
     frame["=note"] = ["=1+1", "+2", "plain", "@x"]
     data = write_table(frame, tmp_path / "data.csv")

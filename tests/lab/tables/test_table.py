@@ -55,7 +55,7 @@ def test_the_same_table_in_any_file_is_the_same(frame: pd.DataFrame, target: str
     assert torch.equal(ours.test_rows, theirs.test_rows)
 
 
-def test_the_file_is_known_by_its_name_and_content(tmp_path: Path) -> None:
+def test_a_file_is_identified_by_name_and_content(tmp_path: Path) -> None:
     table = opened(pets(), tmp_path)
     assert table.name == "table.csv"
     assert table.sha256 == hashlib.sha256((tmp_path / "table.csv").read_bytes()).hexdigest()
@@ -70,7 +70,7 @@ def test_a_file_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monkey
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
-def test_parts_are_what_the_file_holds(tmp_path: Path) -> None:
+def test_splits_equal_the_files_rows(tmp_path: Path) -> None:
     """The features of the test part are those of its rows in the file, and the three parts are the file."""
     frame = pets(50)
     table = opened(frame, tmp_path)

@@ -274,7 +274,7 @@ def test_a_disk_that_fills_up_at_any_moment(
     assert weights_digest(network, 0) == weights_digest(expected, 0)
 
 
-def test_a_failed_write_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "result.json"
     write_atomic(file, b"old")
 

@@ -1,4 +1,4 @@
-"""Trainings by several ranks: what they compute is what one process computes, and nobody is left waiting."""
+"""Training on several ranks equals training in one process, and no rank waits forever."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_every_sample_is_predicted_by_every_member_once(kind: str, size: int, la
 
 
 def sent_in_a_step(layout: str, case: dict[str, Any]) -> tuple[list[tuple[str, int]], int]:
-    """What a rank sends in its second step, and how many parameters it trains."""
+    """Return the communication of a rank in its second step and its number of parameters."""
     network = shard_network(network_of("separate", case["hidden"]), Ranks(layout, backend="counting"))
     config = make_train_config(case)
     stepper = TrainStep(network, make_optimizer(config, list(network.parameters())), config)
@@ -314,7 +314,7 @@ MIXTURE = 2 * BATCH * CLASSES * 8  # of two runs, in float64
     ("case", "expected"),
     [
         ({}, [("allreduce", MIXTURE)]),
-        ({"batches": "exchanged"}, [("allreduce", 3 * MIXTURE)]),  # everybody's batch
+        ({"batches": "exchanged"}, [("allreduce", 3 * MIXTURE)]),  # the batches of all members
         ({"batches": "separate"}, []),
     ],
 )
@@ -394,7 +394,7 @@ WITH_TRUNKS = [{"kind": "smoc"}, {"kind": "trunk", "patience": 2}]
     + [(case, *layouts) for case in WITH_TRUNKS for layouts in ((None, "data"), ("data", None), ("data", "data"))],
     ids=str,
 )
-def test_any_number_of_ranks_goes_on_from_a_checkpoint(
+def test_any_number_of_ranks_resumes_from_a_checkpoint(
     tmp_path: Path, case: dict[str, Any], before: str | None, after: str | None
 ) -> None:
     """Stopped in the middle of an epoch, told on the last rank alone."""
@@ -495,7 +495,7 @@ def test_a_rank_that_does_not_answer_is_given_up(group: str) -> None:
     )
 
 
-def test_other_errors_are_left_alone() -> None:
+def test_other_errors_are_unchanged() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), detect_lost_rank():
         torch.zeros(2, 3) @ torch.zeros(2, 3)
 
@@ -527,7 +527,7 @@ def test_ranks_that_were_given_different_things_are_refused() -> None:
     assert experiment == f"Expected the same experiment on every rank, but rank 1 differs from rank 0. {start}"
 
 
-def test_a_sentence_is_said_once() -> None:
+def test_a_message_is_printed_once() -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
         problem = ValueError("a")

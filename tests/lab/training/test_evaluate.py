@@ -96,14 +96,14 @@ def test_images_are_as_people_see_them(channels: int, shape: tuple[int, ...]) ->
     assert arrays["disputed_images"][0].equal(images[first, 0] if channels == 1 else images[first].permute(1, 2, 0))
 
 
-def test_one_member_disputes_nothing() -> None:
+def test_one_member_has_no_contested_cases() -> None:
     logits, target = example(members=1)
     evaluation = evaluate(logits, target, torch.zeros(len(target), 1, 8, 8, dtype=torch.uint8))
     assert len(evaluation.arrays["disputed_index"]) == 0
     assert evaluation.arrays["disputed_images"].shape == (0, 8, 8)
 
 
-def test_members_that_agree_dispute_nothing() -> None:
+def test_members_that_agree_have_no_contested_cases() -> None:
     logits, target = example()
     evaluation = evaluate(logits[:1].expand(MEMBERS, -1, -1), target)
     assert evaluation.metrics["disagreement"] == 0
@@ -166,7 +166,7 @@ def test_a_constant_target_has_no_r2() -> None:
     assert (metrics["mse"], metrics["spread"], metrics["ambiguity"]) == (1, 0, 0)
 
 
-def test_members_without_error_correlate_with_nobody() -> None:
+def test_members_without_error_have_no_correlation() -> None:
     predictions = torch.tensor([[1.0, 2.0, 3.0], [1.5, 1.0, 3.0]])
     correlation = evaluate_regression(predictions, torch.tensor([1.0, 2.0, 3.0])).arrays["residual_correlation"]
     assert correlation[0].eq(0).all()

@@ -183,7 +183,7 @@ def test_a_confident_correct_label_keeps_its_small_gradient() -> None:
     torch.testing.assert_close(result.gradient, torch.full_like(logits, -9.357623e-14 / 2), rtol=1e-5, atol=0)
 
 
-def test_a_batch_of_samples_that_weigh_nothing_moves_nothing() -> None:
+def test_a_batch_of_zero_weight_changes_no_parameter() -> None:
     assert mean_over_samples(torch.ones(2, 3), torch.zeros(3)).tolist() == [0.0, 0.0]
     x, y = samples()
     before = weights(group_of([3]), 0)

@@ -253,7 +253,7 @@ def test_a_branched_run_can_be_saved(tmp_path: Path) -> None:
     assert torch.equal(load_model(tmp_path / "model")(x), ensemble(x))
 
 
-def test_names_in_the_state_say_what_is_stacked() -> None:
+def test_state_names_show_the_stacked_parameters() -> None:
     shapes = {name: tuple(value.shape) for name, value in RunGroup(ensembles_of("smoc")).state_dict().items()}
     assert shapes == {
         "trunk.stacked.linear1.weight": (2, 5, FEATURES),
@@ -297,7 +297,7 @@ class Masks(nn.Module):
 
 
 def masks(seeds: Sequence[int], step: int, *, count: int = MEMBERS, trunk: bool = False) -> Tensor:
-    """What each run's members keep, `(R, K, layers, DRAWN)`; with a trunk, its layers first."""
+    """Return the dropout masks of each run's members, `(R, K, layers, DRAWN)`; a trunk's layers first."""
     shared = [Masks() if trunk else None for _ in seeds]
     network = RunGroup([Ensemble([Masks() for _ in range(count)], own) for own in shared])
     network.set_seeds(seeds)

@@ -248,7 +248,7 @@ class TestFaults:
         members = [nonfinite_member(code, MEMBERS) for code in codes]
         return [-1 if code < 0 else MEMBERS if k is None else k for code, k in zip(codes, members, strict=True)]
 
-    def test_nobody(self) -> None:
+    def test_no_member_is_nonfinite(self) -> None:
         assert self.found() == [-1, -1, -1]
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -275,7 +275,7 @@ class TestFaults:
         next(self.network.parameters()).grad.view(3 * MEMBERS, -1)[0, :2] = torch.tensor([math.inf, -math.inf])
         assert self.found() == [0, -1, -1]
 
-    def test_a_trunk_is_nobodys(self) -> None:
+    def test_a_nonfinite_trunk_is_no_members_failure(self) -> None:
         self.network = RunGroup([SMOC(mlp(FEATURES, 5, None), 5, CLASSES, MEMBERS) for _ in range(3)])
         for parameter in self.network.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -139,9 +139,9 @@ def test_scores_equal_those_of_every_run_trained_alone(task: str, options: dict[
         for seed, score in candidate.scores.items():
             # a group equals its runs trained alone to rounding
             assert score == pytest.approx(alone(candidate.diversity, seed, validation), rel=1e-9)
-    assert result.diversity > 0, "nothing to compare: choose other samples"
+    assert result.best > 0, "nothing to compare: choose other samples"
     assert result.gain is not None
-    differences = [alone(0.0, s, test) - alone(result.diversity, s, test) for s in result.fresh_seeds]
+    differences = [alone(0.0, s, test) - alone(result.best, s, test) for s in result.fresh_seeds]
     assert result.gain.mean == pytest.approx(np.mean(differences), rel=1e-6, abs=1e-10)  # digits cancel
     assert result.gain.split == "test"
 
@@ -153,13 +153,13 @@ def test_a_round_is_one_group(trainings: list[list[tuple[float, int]]]) -> None:
     search, gain = trainings[:-1], trainings[-1]
     for group, tried in zip(search, result.rounds, strict=True):
         assert sorted(group) == sorted((d, seed) for d in tried for seed in result.seeds)
-    assert sorted(gain) == sorted((d, seed) for d in (0.0, result.diversity) for seed in result.fresh_seeds)
+    assert sorted(gain) == sorted((d, seed) for d in (0.0, result.best) for seed in result.fresh_seeds)
     assert result.rounds[0] == (0.0, 0.5, 0.9)  # λ=0 was not given
     scores: dict[float, Mapping[int, float | None]] = {}
     for tried, following in zip(result.rounds, result.rounds[1:], strict=False):
         scores |= {c.diversity: c.scores for c in result.candidates if c.diversity in tried}
         assert list(following) == refine_candidates(scores, select_diversity(scores))
-    assert result.diversity == select_diversity({c.diversity: c.scores for c in result.candidates})
+    assert result.best == select_diversity({c.diversity: c.scores for c in result.candidates})
 
 
 def test_seeds_are_fresh_and_determine_the_result() -> None:
@@ -178,14 +178,14 @@ def test_groups_of_any_size_give_the_same(
     monkeypatch.setattr(grid_search, name, value)
     parts = run_search()
     assert {len(group) for group in trainings} == sizes
-    assert (parts.diversity, parts.rounds) == (whole.diversity, whole.rounds)
+    assert (parts.best, parts.rounds) == (whole.best, whole.rounds)
     for ours, theirs in zip(parts.candidates, whole.candidates, strict=True):
         assert ours.scores == pytest.approx(theirs.scores, rel=1e-9)
 
 
 def test_test_samples_take_no_part_in_choosing() -> None:
     ours, theirs, none = run_search(), run_search(test=make_split(30, 7)), run_search(test=None)
-    assert (ours.diversity, ours.candidates) == (theirs.diversity, theirs.candidates)
+    assert (ours.best, ours.candidates) == (theirs.best, theirs.candidates)
     assert ours.gain != theirs.gain
     assert none.gain is not None
     assert (none.gain.split, none.gain.choices) == ("validation", len(none.candidates) - 1)
@@ -195,7 +195,7 @@ def test_test_samples_take_no_part_in_choosing() -> None:
 
 def test_score_scale_changes_units_alone() -> None:
     ours, theirs = run_search(score_scale=100.0), run_search()
-    assert ours.diversity == theirs.diversity
+    assert ours.best == theirs.best
     for a, b in zip(ours.candidates, theirs.candidates, strict=True):
         assert a.scores == pytest.approx({seed: 100 * (score or 0) for seed, score in b.scores.items()})
     assert ours.gain is not None
@@ -219,7 +219,7 @@ def test_callback_receives_all_stages() -> None:
     result = run_search(callback=Recorder())
     stages = list(dict.fromkeys(stage for stage, _ in seen))
     assert [(stage.number, stage.purpose) for stage in stages] == [(1, "search"), (2, "search"), (3, "gain")]
-    assert [stage.diversities for stage in stages] == [*result.rounds, (0.0, result.diversity)]
+    assert [stage.diversities for stage in stages] == [*result.rounds, (0.0, result.best)]
     for stage in stages:
         fractions = [fraction for one, fraction in seen if one == stage]
         assert fractions == sorted(fractions)
@@ -245,10 +245,10 @@ def spoil(monkeypatch: pytest.MonkeyPatch, fails: Callable[[float, int], bool]) 
 
 def test_a_candidate_with_a_failed_training_loses(monkeypatch: pytest.MonkeyPatch) -> None:
     before = run_search(rounds=1)
-    failed = (before.diversity, 1)
+    failed = (before.best, 1)
     spoil(monkeypatch, lambda *run: run == failed)
     after = run_search(rounds=1)
-    assert after.diversity != before.diversity
+    assert after.best != before.best
     scores = {(c.diversity, seed): score for c in after.candidates for seed, score in c.scores.items()}
     assert [run for run, score in scores.items() if score is None] == [failed]
     for candidate in before.candidates:  # the others are unchanged
@@ -264,8 +264,8 @@ def test_failed_fresh_seeds_are_left_out_and_counted(monkeypatch: pytest.MonkeyP
     assert "2 fresh seeds; 1 more failed" in result.sentence
     spoil(monkeypatch, lambda diversity, seed: diversity == 0)
     result = run_search()
-    assert (result.diversity > 0, result.gain) == (True, None)
-    assert result.sentence.endswith("its trainings with fresh seeds failed.")
+    assert (result.best > 0, result.diversity, result.gain) == (True, 0.0, None)
+    assert result.sentence.endswith("its trainings with fresh seeds failed, so λ=0 is kept.")
 
 
 def test_if_everything_fails_diversity_is_0() -> None:
@@ -290,6 +290,45 @@ def test_no_diversity_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.sentence == (
         "No diversity helped: of 4 values of λ, 0 has the lowest cross entropy on the validation samples (2 seeds)."
     )
+
+
+@pytest.mark.parametrize(("gain", "kept"), [(0.1, False), (0.001, True), (-0.1, True)])
+def test_a_diversity_is_chosen_only_beyond_the_noise(monkeypatch: pytest.MonkeyPatch, gain: float, kept: bool) -> None:
+    """On fresh seeds and other samples λ=0.5 gains 0.1, 0.001 or -0.1, with noise of 0.2 a sample."""
+
+    def losses(self: Any, stage: SearchStage, split: Split) -> Any:
+        noise = torch.randn(len(split), generator=torch.Generator().manual_seed(0)).double()
+        gained = {"search": 1.0, "gain": gain}[stage.purpose]
+        return {
+            d: {seed: 5 - (gained + 0.2 * noise + 0.001 * (seed % 500)) * (d == 0.5) for seed in stage.seeds}
+            for d in stage.diversities
+        }
+
+    monkeypatch.setattr(grid_search._GroupTrainer, "__call__", losses)
+    result = run_search(rounds=1, num_fresh=5)
+    assert result.best == 0.5
+    assert result.diversity == (0.0 if kept else 0.5)
+    assert ("so λ=0 is kept" in result.sentence) == kept
+
+
+def test_overfitting_ends_the_search_before_it_begins() -> None:
+    seen: list[float] = []
+
+    class Recorder(SearchCallback):
+        def on_estimate(self, seconds: float) -> None:
+            seen.append(seconds)
+
+    result = run_search(min_train_score=1e9, callback=Recorder())
+    assert (result.diversity, result.rounds, result.gain) == (0.0, ((0.0,),), None)
+    assert "overfit" in result.sentence
+    assert result.train_score is not None
+    searched = run_search(min_train_score=1e-9, callback=Recorder())
+    whole = run_search()
+    assert searched.sentence.startswith(whole.sentence)
+    assert "At λ=0 the cross entropy is" in searched.sentence
+    assert [c.scores for c in searched.candidates] == [pytest.approx(c.scores, rel=1e-9) for c in whole.candidates]
+    assert len(seen) == 2
+    assert min(seen) > 0
 
 
 # -- results and arguments --------------------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ def test_bad_trials_are_pruned(tmp_path: Path) -> None:
     assert found(8, tmp_path / "study.db", space=bad, plan=plan) == pruned  # they count
 
 
-def test_a_pruned_trial_stops_early_and_reports_what_was_held_out(
+def test_a_pruned_trial_stops_early_and_reports_validation_scores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = replace(PLAN, epochs=20)  # a report every second epoch

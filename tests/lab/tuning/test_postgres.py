@@ -138,7 +138,7 @@ def test_two_workers_one_of_which_is_killed(server: postgres.Server, tmp_path: P
 
 
 def _age_heartbeat(server: postgres.Server, number: int) -> None:
-    """As if an hour had passed since the last sign of life of a trial."""
+    """Set the last heartbeat of a trial to an hour ago."""
     engine = sqlalchemy.create_engine(server.url())
     with engine.begin() as connection:
         aged = connection.execute(
@@ -152,14 +152,14 @@ def _age_heartbeat(server: postgres.Server, number: int) -> None:
     engine.dispose()
 
 
-def test_a_wrong_password_is_one_sentence_without_it(server: postgres.Server) -> None:
+def test_a_wrong_password_is_reported_without_printing_it(server: postgres.Server) -> None:
     with pytest.raises(StorageError, match="password authentication failed") as caught:
         found(1, server.url(password="hunter2"))
     assert "hunter2" not in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_server_that_is_not_there_is_one_sentence(server: postgres.Server, tmp_path: Path) -> None:
+def test_an_unreachable_server_is_reported_in_one_sentence(server: postgres.Server, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"Cannot open the storage postgresql\+psycopg://tuner:\*\*\*@") as caught:
         found(1, server.url(folder=tmp_path))
     assert postgres.PASSWORD not in str(caught.value)
@@ -215,18 +215,18 @@ def assert_as_undisturbed(result: StudyResult, count: int) -> None:
 def test_a_server_that_goes_away_in_a_trial(
     server: postgres.Server, step: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Optuna fails itself where it cannot write down that a trial failed; signs of life fail in another thread."""
+    """Optuna fails itself where it cannot write down that a trial failed; heartbeats fail in another thread."""
     name = f"away {step}"
     with pytest.raises(StorageError, match=r"Cannot use the storage postgresql.*repeat the command") as caught:
         found(4, server.url(), study_name=name, heartbeat=1, **at(2, step, server.stop))
     assert "\n" not in str(caught.value)
     assert capfd.readouterr().err == ""
     server.start()
-    # at once: long before its trial would be held for dead
+    # at once: long before its trial would be stale
     assert_as_undisturbed(found(4, server.url(), study_name=name, **UNDISTURBED), 4)
 
 
-def test_a_server_that_was_away_between_two_signs_of_life(server: postgres.Server) -> None:
+def test_a_server_restart_between_two_heartbeats(server: postgres.Server) -> None:
     def restart() -> None:
         server.stop()
         server.start()
@@ -246,8 +246,8 @@ def dies(url: str, folder: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_killed_processs_trial_is_tried_again_at_once(server: postgres.Server, tmp_path: Path, beside: bool) -> None:
-    """By the next process, or by one that was at work beside it and would have ended before it is held for dead."""
+def test_a_killed_processs_trial_is_retried_at_once(server: postgres.Server, tmp_path: Path, beside: bool) -> None:
+    """By the next process, or by one that was at work beside it and would have ended before the trial is stale."""
     name = f"killed {beside}"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])

@@ -62,7 +62,7 @@ def disks() -> Iterator[Callable[[FullDisk], None]]:
 def test_a_full_disk_loses_no_trial(
     statement: int, lasts: int, tmp_path: Path, disks: Callable[[FullDisk], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever is being written, for a moment or for good, also by the thread that gives signs of life."""
+    """Whatever is being written, for a moment or for good, also by the heartbeat thread."""
     file = tmp_path / "study.db"
     disks(full := FullDisk(statement, lasts))
     try:

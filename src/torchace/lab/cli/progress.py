@@ -98,6 +98,11 @@ class FitProgress(_Display, FitCallback):
         note = f"{len(stage.diversities)} λ x {len(stage.seeds)} seeds"
         self.bars.update(self.task, description=title, total=1.0, completed=fraction, note=note)
 
+    def on_estimate(self, seconds: float) -> None:
+        """Print the time that the search will take."""
+        length = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+        self._print(f"The search for λ will take about {length}; --diversity 0 skips it.")
+
     def on_step(self, progress: Progress) -> None:
         """Show the training score."""
         value = progress.score[0]

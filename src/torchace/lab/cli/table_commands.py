@@ -42,7 +42,7 @@ Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Model directory of
 def fit(
     request: TableRequest,
     out: Annotated[Path | None, typer.Option(help="Model directory. By default models/NAME.")] = None,
-    diversity: Annotated[str, typer.Option(help="λ in [0, 1], or auto: choose it on validation rows.")] = "auto",
+    diversity: Annotated[str, typer.Option(help="λ in [0, 1], or auto: choose it on validation rows.")] = "0",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in the directory.")] = False,
     baselines: Annotated[bool, typer.Option(help="Compare with simpler models and gradient boosting.")] = True,
 ) -> None:

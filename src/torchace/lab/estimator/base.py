@@ -39,6 +39,14 @@ if TYPE_CHECKING:
 
 STOPPING = (True, False, "auto", "folds")
 MIN_FOLD_ROWS = 200  # early_stopping="auto": fewer samples are trained for all epochs
+MAX_SEARCH_ROWS = 10_000  # of a search for λ
+SEARCH: dict[str, Any] = {
+    "candidates": (0.0, 0.3, 0.5, 0.7),
+    "num_seeds": 2,
+    "num_fresh": 4,
+    "rounds": 1,
+    "min_train_score": 0.25,
+}
 ENCODE_ROWS = 65_536  # encoded at once
 
 
@@ -48,6 +56,7 @@ class Estimator(FittedEstimator):
 
     num_members: int = 10
     _: KW_ONLY
+    members: str = "separate"
     hidden: int | tuple[int, ...] = (64,)
     diversity: float | str = 0.0
     encoding: str = "auto"
@@ -107,7 +116,9 @@ class Estimator(FittedEstimator):
         self._learn_targets(y)
         weight = self._positive_weight(table, y, sample_weight)
         self._learn_scales(table, y, weight)
-        plan, seed = replace(plan, precision=_precision(table)), self._draw_seed()
+        plan, seed = replace(plan, precision=_precision(table), task=self._task), self._draw_seed()
+        if self._task == "multilabel" and self.diversity == "auto":
+            raise ValueError("Expected a number for `diversity` with several labels a sample, but got 'auto'.")
         samples, used = self._samples(table, y, weight, plan)
         if self.early_stopping == "auto" and len(samples) < MIN_FOLD_ROWS:
             plan = replace(plan, patience=None)
@@ -149,6 +160,8 @@ class Estimator(FittedEstimator):
         covered = left_out.any(0)
         validation, left_out = samples.take(covered), left_out[:, covered]
         trained = self._train(plan, train, seed, validation=validation, left_out=left_out)
+        if plan.members == "shared":  # all samples train the shared weights: nothing is out of fold
+            return trained, None
         out = collect_out_of_fold(trained, validation, left_out, self._target_scaler)
         return trained, replace(out, rows=covered.nonzero().flatten().cpu().numpy())
 
@@ -163,14 +176,18 @@ class Estimator(FittedEstimator):
         return auto or self.early_stopping == "folds"
 
     def _tune(self, plan: MemberPlan, samples: Split, seed: int) -> TunedDiversity:
-        """Choose λ on one held-out part and measure its gain on another."""
+        """Choose λ on one held-out part and measure its gain on another; a sample of large tables is enough."""
+        if len(samples) > MAX_SEARCH_ROWS:
+            share = MAX_SEARCH_ROWS / len(samples)
+            _, samples = self._hold_out(samples, hashed_key(seed, "search"), share)
         rest, test = self._hold_out(samples, hashed_key(seed, "check"))
         train, validation = self._hold_out(rest, hashed_key(seed, "validation"))
         scaler = self._target_scaler
         variance = 1.0 if scaler is None else float(scaler.std.square().mean())
         variance = variance if 1e-50 < variance < 1e50 else 1.0  # else scores of scaled targets: no overflow
         problem = SearchProblem(plan, train, validation, self._num_outputs, seed)
-        return GridSearch(problem, test=test, test_name="held-out", score_scale=variance).run()
+        search = GridSearch(problem, test=test, test_name="held-out", score_scale=variance, **SEARCH)
+        return search.run()
 
     def _is_first_call(self) -> bool:
         """Whether `partial_fit` starts a new model; raise an error for a loaded estimator."""
@@ -273,7 +290,7 @@ class Estimator(FittedEstimator):
     ) -> None:
         """Learn the encoding of the inputs and the scale of a regression's targets."""
         names = list(map(str, getattr(self, "feature_names_in_", [f"x{i}" for i in range(self.n_features_in_)])))
-        classes = tuple(self.classes_.tolist()) if self._task == "classification" else ()
+        classes = () if self._task == "regression" else tuple(self.classes_.tolist())
         target = Target(target_name(names), self._task, classes)
         weights = np.ones(len(y)) if weight is None else weight
         self._encoding = learn_inputs(table, names, target, self.encoding, weights)
@@ -311,13 +328,15 @@ class Estimator(FittedEstimator):
             x[start : start + ENCODE_ROWS] = encoder(raw[start : start + ENCODE_ROWS])
         targets = torch.from_numpy(self._encode_targets(y[used]))
         if self._target_scaler is not None:
-            targets = self._target_scaler.transform(targets).to(dtype)
+            targets = self._target_scaler.transform(targets)
+        if targets.is_floating_point():
+            targets = targets.to(dtype)
         share = None if weight is None else torch.tensor(weight[used], dtype=dtype)
         return Split(x, targets, share).to(device), used
 
-    def _hold_out(self, samples: Split, seed: int) -> tuple[Split, Split]:
-        """Rest and validation fraction, stratified by class."""
-        count = max(1, round(self.validation_fraction * len(samples)))
+    def _hold_out(self, samples: Split, seed: int, fraction: float | None = None) -> tuple[Split, Split]:
+        """Rest and a fraction, by default that of validation samples, stratified by class."""
+        count = max(1, round((fraction or self.validation_fraction) * len(samples)))
         if count >= len(samples):
             raise ValueError(
                 f"Expected enough samples to hold some out, but got {len(samples)}. Give more, or use "

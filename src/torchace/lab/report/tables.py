@@ -297,7 +297,8 @@ def search_table(results: Results) -> ReportTable | None:
     columns += [ReportColumn(label, "Against λ=0") for label in DIFFERENCE_COLUMNS]
     note = (
         f"Scores on the {search.split} data, mean ± standard deviation over seeds. Differences are paired by seed; "
-        "their intervals are joint 95 % intervals over seeds alone. The score of the chosen λ is "
-        f"biased by the choice; the gain of {at(search.chosen)} is measured with other seeds on the test data."
+        "their intervals are joint 95 % intervals over seeds alone. The score of the best λ is "
+        f"biased by the choice; the gain of {at(search.chosen if search.best is None else search.best)} is measured "
+        "with other seeds on the test data."
     )
     return make_table("Candidates for λ", columns, [("", rows)], note)

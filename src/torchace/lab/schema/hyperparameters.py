@@ -26,8 +26,9 @@ class Hyperparameters(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     num_members: NumMembers = 10
+    members: Literal["separate", "shared"] = "separate"
     hidden: Annotated[tuple[Width, ...], Field(max_length=100, strict=False)] = (64,)
-    diversity: float | str = "auto"  # λ, or "auto"
+    diversity: float | str = 0.0  # λ, or "auto"
     epochs: Count = 100
     batch_size: Count = 128
     learning_rate: Positive = 3e-3
@@ -56,6 +57,8 @@ class Hyperparameters(BaseModel):
                 "λ > 0 needs members that see each other's predictions: with batches='separate' set diversity=0, or "
                 "use batches='exchanged'."
             )
+        if self.members == "shared" and self.batches != "shared":
+            raise ValueError("members that share weights see the same samples: set batches='shared'.")
         return self
 
 

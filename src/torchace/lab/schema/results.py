@@ -176,6 +176,12 @@ class RunKey:
         """Values on the axes other than λ and seed."""
         return _settings(self)
 
+    @property
+    def description(self) -> str:
+        """Description for messages: `λ=0.5, seed 1 (main)`."""
+        values = "".join(f", {name.replace('_', ' ')} {value:g}" for name, value in self.settings.items())
+        return f"λ={self.diversity:g}, seed {self.seed}{values} ({self.arm})"
+
 
 @dataclass(frozen=True)
 class GroupPlan:
@@ -357,9 +363,10 @@ class Gain(ResultModel):
 
 
 class DiversitySearch(ResultModel):
-    """A search for λ: candidates by round, scored by `metric` on `split`, and the gain."""
+    """A search for λ: candidates by round, scored by `metric` on `split`, and the gain of the best over λ=0."""
 
-    chosen: Number
+    chosen: Number  # the best, if its gain is beyond the noise, else 0
+    best: Number | None = None  # lowest score; None in files of earlier versions
     task: TaskName = "classification"
     metric: Literal["cross_entropy", "mse"]
     split: SplitName = "validation"
@@ -368,6 +375,7 @@ class DiversitySearch(ResultModel):
     seeds: Items[Count] = ()
     fresh_seeds: Items[Count] = ()  # of the gain
     gain: Gain | None = None
+    train_score: Number | None = None  # of the training samples at λ=0, mean over seeds
     sentence: str = ""
 
     @property

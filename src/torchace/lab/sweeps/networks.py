@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,9 @@ from torchace.lab.sweeps.factories import Factory
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.memory import check_memory, count_parameters
 from torchace.lab.training.run_group import RunGroup
-from torchace.lab.training.seeding import torch_seed
 from torchace.lab.training.tasks import TASKS
 from torchace.models import cifar_resnet, mlp
-from torchace.nn import SMOC, Ensemble
-from torchace.nn.base import EnsembleModule
-from torchace.nn.branching import branch
+from torchace.nn import SMOC
 
 MIN_COMPILED_STEPS = 20_000
 MAX_LAYERS = 1000  # in a report
@@ -72,12 +70,11 @@ def build_network(
     link = TASKS[arm.data.task].link
     if components is None or components.member is None:
         assert data is not None
-        check_memory(_count_run_parameters(arm.model, data) * len(seeds), dtype, device)
-        by_seed = {seed: _builtin_ensemble(arm.model, data, seed, link) for seed in set(seeds)}
-        ensembles = [by_seed[seed] for seed in seeds]
+        check_memory(_count_run_parameters(arm.model, data) * len(seeds), dtype, device)  # before building any
+        factory = Factory(partial(_builtin, arm.model, data), arm.model, link, is_checked=False)
     else:
         factory = Factory(components.member, arm.model, link)
-        ensembles = factory.ensembles(seeds, lambda parameters: check_memory(parameters, dtype, device))
+    ensembles = factory.ensembles(seeds, lambda parameters: check_memory(parameters, dtype, device))
     network = RunGroup(ensembles).to(device=device, dtype=dtype)
     if torch.device(device).type == "cuda" and arm.model.factory is None and arm.model.network == "resnet":
         network.to(memory_format=torch.channels_last)
@@ -105,7 +102,8 @@ def make_train_config(
 def describe_network(model: ModelSection, data: Dataset) -> str:
     """Return a short description for the report."""
     if model.factory is not None:
-        name = model.factory + (f" {model.arguments}" if model.arguments else "")
+        arguments = ", ".join(f"{key}={value!r}" for key, value in model.arguments.items())
+        name = f"{model.factory}({arguments})"
     elif model.network == "mlp":
         widths = (data.train.x[0].numel(), *model.hidden, data.num_classes)
         name = "MLP " + "-".join(str(width) for width in widths)
@@ -115,6 +113,8 @@ def describe_network(model: ModelSection, data: Dataset) -> str:
         name += f", {model.num_members} heads" + ("" if model.rank is None else f" of rank {model.rank}")
     if model.kind == "branch":
         name += f", branched at {model.at}"
+    if model.kind == "adapters":
+        name += f", {model.adapter.replace('_', '-')} adapters" + (f" of rank {model.rank}" if model.rank else "")
     if model.head_scale != 1:
         name += f", initial head weights times {model.head_scale:.3g}"
     return name
@@ -142,38 +142,25 @@ def _network(model: ModelSection, data: Dataset, num_classes: int | None) -> nn.
     return cifar_resnet(model.depth, num_classes, width=model.width, in_channels=data.image_shape[0])
 
 
-def _smoc(model: ModelSection, data: Dataset, link: str = "softmax") -> SMOC:
+def _builtin(model: ModelSection, data: Dataset) -> nn.Module:
+    """Return a built-in network: one member, or for SMOC the whole ensemble."""
+    if model.kind != "smoc":
+        network = _network(model, data, data.num_classes)
+        _scale(network.get_submodule("fc"), model.head_scale)
+        return network
     trunk = _network(model, data, None)
     features: int = trunk.num_features  # type: ignore[assignment]
-    return SMOC(trunk, features, data.num_classes, model.num_members, model.rank, link)
-
-
-def _builtin_ensemble(model: ModelSection, data: Dataset, seed: int, link: str) -> EnsembleModule:
-    if model.kind == "separate":
-        members = []
-        for k in range(model.num_members):
-            with torch_seed(seed, "member", k):
-                members.append(_network(model, data, data.num_classes))
-                _scale(members[-1].get_submodule("fc"), model.head_scale)
-        return Ensemble(members, link=link)
-    with torch_seed(seed, "ensemble", 0):
-        if model.kind == "smoc":
-            smoc = _smoc(model, data, link)
-            _scale(smoc.head, model.head_scale)
-            return smoc
-
-        def fresh() -> nn.Module:
-            return _network(model, data, data.num_classes)
-
-        return branch(fresh(), model.num_members, at=model.at, reinitialize=fresh, link=link)
+    smoc = SMOC(trunk, features, data.num_classes, model.num_members, model.rank)
+    _scale(smoc.head, model.head_scale)
+    return smoc
 
 
 def _count_run_parameters(model: ModelSection, data: Dataset) -> int:
     """Return a lower bound of one run's parameters without allocating them."""
     with torch.device("meta"):
-        if model.kind == "smoc":
-            return count_parameters(_smoc(model, data))
-        network = _network(model, data, data.num_classes)
+        network = _builtin(model, data)
+    if model.kind == "smoc":
+        return count_parameters(network)
     if model.kind == "separate":
         return model.num_members * count_parameters(network)
     own = dict(network.named_modules()).get(model.at)  # at least this layer is separate for each member

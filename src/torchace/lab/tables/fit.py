@@ -238,6 +238,7 @@ class TableFit:
             test=test if len(test) else None,
             score_scale=self.table.target_variance,
             cache=SearchCache(self.work / "search", SAVE_EVERY),
+            min_train_score=0.25,
         )
 
     def _save(self, store: RunStore, run: RunKey, trained: TrainedGroup, tuned: TunedDiversity | None) -> None:

@@ -23,12 +23,13 @@ def graph_on_gpu(step: TrainStep) -> Step:
 
 
 class GraphedStep:
-    """Step that is captured after `EAGER_STEPS` calls and then replayed."""
+    """Step that is captured after `EAGER_STEPS` calls and then replayed; not captured if the network cannot be."""
 
     def __init__(self, step: TrainStep) -> None:
         self.step = step
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._fails = False  # whether the capture failed
         self._inputs: Inputs = ()
         self._result: StepResult | None = None
 
@@ -43,15 +44,27 @@ class GraphedStep:
                 result = self.step(*inputs)
             torch.cuda.current_stream(device).wait_stream(stream)
             return result
+        if self._graph is None and not self._fails:
+            self._capture(inputs)
         if self._graph is None:
-            self._inputs = map_inputs(lambda value: None if value is None else value.clone(), inputs)
-            self._graph = torch.cuda.CUDAGraph()
-            self.step.optimizer.zero_grad(set_to_none=True)
-            with torch.cuda.graph(self._graph):
-                self._result = self.step(*self._inputs)
+            return self.step(*inputs)
         for buffer, value in zip(input_tensors(self._inputs), input_tensors(inputs), strict=True):
             if buffer is not None:
                 buffer.copy_(value)
         self._graph.replay()
         assert self._result is not None
         return self._result
+
+    def _capture(self, inputs: Inputs) -> None:
+        """Capture the step; a network that reads values back from the GPU cannot be captured."""
+        self._inputs = map_inputs(lambda value: None if value is None else value.clone(), inputs)
+        self.step.optimizer.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._result = self.step(*self._inputs)
+        except RuntimeError:
+            self._fails = True
+            torch.cuda.synchronize()
+        else:
+            self._graph = graph

@@ -23,7 +23,8 @@ from torchace.lab.training.scaling import scale_inputs
 from torchace.lab.training.seeding import torch_seed
 from torchace.lab.training.tasks import TASKS
 from torchace.models import mlp
-from torchace.nn import Ensemble, StackedEnsemble
+from torchace.nn import Ensemble, StackedEnsemble, adapt
+from torchace.nn.base import EnsembleModule
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class MemberPlan:
 
     task: str  # "classification" or "regression"
     num_members: int = 10
+    members: str = "separate"  # or "shared": one network with adapters for each member
     hidden: tuple[int, ...] = (64,)
     epochs: int = 100
     batch_size: int = 128
@@ -47,12 +49,28 @@ class MemberPlan:
         None  # factory of a member, from its numbers of inputs and outputs
     )
 
+    def ensemble(self, num_features: int, num_outputs: int, seed: int) -> EnsembleModule:
+        """Return a new ensemble; initial weights depend only on the seed and the member's index."""
+        dtype, link = self.train_config(1).dtype, TASKS[self.task].link
+        if self.members == "shared":
+            with torch_seed(seed, "member", 0):
+                network = (self.network or self._mlp)(num_features, num_outputs)
+                return adapt(network, self.num_members, link=link).to(dtype)
+        members = []
+        for k in range(self.num_members):
+            with torch_seed(seed, "member", k):
+                members.append(self.member(num_features, num_outputs).to(dtype))
+        return Ensemble(members, link=link)
+
     def member(self, num_features: int, num_outputs: int) -> nn.Module:
-        """Return a new member."""
+        """Return a new member with its own weights."""
         if self.network is not None:
             return self.network(num_features, num_outputs)
-        network = mlp(num_features, self.hidden, num_outputs)
+        network = self._mlp(num_features, num_outputs)
         return network if self.encoding == "standard" else scale_inputs(network)
+
+    def _mlp(self, num_features: int, num_outputs: int) -> nn.Sequential:
+        return mlp(num_features, self.hidden, num_outputs)
 
     @classmethod
     def from_hyperparameters(cls, task: str, values: Hyperparameters) -> MemberPlan:
@@ -149,19 +167,12 @@ def train_members(
 
 
 def new_run_group(plan: MemberPlan, num_features: int, num_outputs: int, seeds: Sequence[int]) -> RunGroup:
-    """Untrained runs; initial weights depend only on the seed and the member's index."""
-    dtype = plan.train_config(1).dtype
+    """Return untrained runs."""
     with torch.device("meta"):
-        member = count_parameters(plan.member(num_features, num_outputs))
-    check_memory(len(seeds) * plan.num_members * member, dtype)
-    runs = []
-    for seed in seeds:
-        members = []
-        for k in range(plan.num_members):
-            with torch_seed(seed, "member", k):
-                members.append(plan.member(num_features, num_outputs).to(dtype))
-        runs.append(Ensemble(members, link=TASKS[plan.task].link))
-    return RunGroup(runs)
+        parameters = count_parameters(plan.member(num_features, num_outputs))
+    networks = len(seeds) * (1 if plan.members == "shared" else plan.num_members)
+    check_memory(networks * parameters, plan.train_config(1).dtype)
+    return RunGroup([plan.ensemble(num_features, num_outputs, seed) for seed in seeds])
 
 
 def resolve_device(name: str) -> str:

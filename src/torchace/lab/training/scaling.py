@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchace.lab.data.encoding import mean_and_std
 from torchace.nn import Ensemble, StackedEnsemble
+from torchace.nn.adapters import AdaptedEnsemble
 
 INPUT_RATE = 6.0  # learning rate of an input's scale, relative to that of the weights
 MAX_TEMPERATURE = 5.0
@@ -128,7 +129,11 @@ def assemble_ensemble(
     """
     scaler = targets or Scaler(*(torch.tensor([v], dtype=torch.float64) for v in (0.0, 1 / temperature)))
     std, mean = scaler.std, scaler.mean
-    members = [member.cpu().double() for member in stacked.unstack()]
+    if isinstance(stacked, AdaptedEnsemble):
+        stacked = stacked.cpu().double()
+        members = [stacked.merge(k) for k in range(stacked.num_members)]  # with each member's factors in its weights
+    else:
+        members = [member.cpu().double() for member in stacked.unstack()]
     for place, member in enumerate(members):
         if not _is_mlp(member):
             members[place] = nn.Sequential(member, OutputScale(std, mean))

@@ -61,14 +61,14 @@ def describe_gain(gain: Gain, metric: str, num_fresh: int) -> str:
     where = "validation samples that chose it" if gain.split == "validation" else f"{gain.split} samples"
     if gain.low is None or gain.high is None:
         (amount,) = _format(abs(gain.mean))
-        return f"{verb} the {metric} on the {where} by {amount} ({seeds}): too few to tell from noise."
+        return f"{verb} the {metric} on the {where} by {amount} ({seeds}): too few to tell from noise, so λ=0 is kept."
     amount, low, high = _format(abs(gain.mean), *sorted((sign * gain.low, sign * gain.high)))
     together = "" if gain.choices == 1 else f" for all {gain.choices} λ above 0 together"
     over = "seeds alone," if gain.samples is None else f"{_count(gain.samples, 'sample')} and"
     if not gain.beyond_noise:
-        finding = "within the noise, λ=0 would do as well"
+        finding = "within the noise, so λ=0 is kept"
     else:
-        finding = "beyond the noise" if gain.mean > 0 else "beyond the noise, λ=0 does better"
+        finding = "beyond the noise" if gain.mean > 0 else "beyond the noise, so λ=0 is kept"
     return (
         f"{verb} the {metric} on the {where} by {amount} "
         f"(95 % interval {low} to {high}{together}, over {over} {seeds}): {finding}."

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -93,8 +94,8 @@ class TunedDiversity(DiversitySearch):
 class GridSearch(Search):
     """Search λ by the ensemble's cross entropy (or squared error) on validation samples.
 
-    Each round refines around the best λ; λ=0 is always a candidate. A chosen λ above 0 is compared with λ=0 on fresh
-    seeds and on `test`. The comparison never changes the choice.
+    Each round refines around the best λ; λ=0 is always a candidate. A best λ above 0 is compared with λ=0 on fresh
+    seeds and on `test`, and chosen if its gain is beyond the noise of seeds and samples; else λ=0 is.
     """
 
     problem: SearchProblem
@@ -106,6 +107,7 @@ class GridSearch(Search):
     candidates: Sequence[float] = CANDIDATES  # of the first round
     score_scale: float = 1.0  # factor for the scores, such as the variance of a scaled target
     cache: SearchCache | None = None  # an interrupted search resumes from it
+    min_train_score: float = 0.0  # relative to the validation score; a lower one at λ=0 ends the search: overfitting
 
     def __post_init__(self) -> None:
         check_count(self.num_seeds, "num_seeds")
@@ -124,25 +126,32 @@ class GridSearch(Search):
         problem, max_loss = self.problem, LARGEST / self.score_scale  # the limit of result files
         train = _GroupTrainer(problem, self.cache, callback or SearchCallback(), stop, max_loss)
         seeds, fresh_seeds = problem.training_seeds(self.num_seeds), problem.training_seeds(self.num_fresh, fresh=True)
-        is_single = problem.plan.num_members == 1
-        tried = [0.0] if is_single else sorted({0.0, *(float(diversity) + 0.0 for diversity in self.candidates)})
+        tried = sorted({0.0, *(float(diversity) + 0.0 for diversity in self.candidates)})
+        tried = [0.0] if problem.plan.num_members == 1 else tried
         scores: dict[float, Scores] = {}
         rounds: list[tuple[float, ...]] = []
-        gain, compared = None, False
+        gain, compared, train_score = None, False, None
         with contextlib.nullcontext() if self.cache is None else self.cache.open(problem.fingerprint(test=self.test)):
+            if self.min_train_score > 0 and len(tried) > 1:
+                scores, train_score = self._train_baseline(train, seeds, len(tried))
+                if train_score is not None and train_score < self.min_train_score * _mean(scores[0.0]):
+                    tried = [0.0]
             while tried and len(rounds) < self.rounds:
-                losses = train(SearchStage(len(rounds) + 1, "search", tuple(tried), seeds), problem.validation)
-                scores |= self._scores(losses)
                 rounds.append(tuple(tried))
+                if untried := tuple(diversity for diversity in tried if diversity not in scores):
+                    losses = train(SearchStage(len(rounds), "search", untried, seeds), problem.validation)
+                    scores |= self._scores(losses)
                 best = select_diversity(scores)
-                tried = [] if is_single else refine_candidates(scores, best)
+                tried = refine_candidates(scores, best) if len(scores) > 1 else []
             if compared := best > 0 and self.num_fresh > 0:
                 split = problem.validation if self.test is None else self.test
                 losses = train(SearchStage(len(rounds) + 1, "gain", (0.0, best), fresh_seeds), split)
                 gain = self._gain(losses, best, num_choices=len(scores) - 1 if self.test is None else 1)
         fresh = fresh_seeds if compared else ()
+        is_gain = gain is not None and gain.beyond_noise and gain.mean > 0
         return TunedDiversity.model_construct(
-            chosen=best,
+            chosen=best if is_gain or not compared else 0.0,
+            best=best,
             task=problem.plan.task,
             metric=TASKS[problem.plan.task].score_name,
             rounds=tuple(rounds),
@@ -150,8 +159,25 @@ class GridSearch(Search):
             seeds=seeds,
             fresh_seeds=fresh,
             gain=gain,
-            sentence=_describe(problem, scores, best, gain, len(fresh)),
+            train_score=train_score,
+            sentence=_describe(problem, scores, best, gain, len(fresh), train_score),
         )
+
+    def _train_baseline(
+        self, train: _GroupTrainer, seeds: tuple[int, ...], num_candidates: int
+    ) -> tuple[dict[float, Scores], float | None]:
+        """Train λ=0, estimate the time of the rest, and return its scores and that of the training samples."""
+        problem, start = self.problem, time.monotonic()
+        splits = (problem.validation, problem.train)
+        both = Split(torch.cat([split.x for split in splits]), torch.cat([split.y for split in splits]))
+        losses = train(SearchStage(1, "search", (0.0,), seeds), both)[0.0]
+        size = len(problem.validation)
+        scores = self._scores({0.0: {seed: None if row is None else row[:size] for seed, row in losses.items()}})
+        weight = None if problem.train.weight is None else problem.train.weight.cpu().double()
+        found = [float(mean_over_samples(row[None, size:], weight)) for row in losses.values() if row is not None]
+        runs = (num_candidates - 1 + 2 * (self.rounds - 1)) * self.num_seeds + 2 * self.num_fresh
+        train.callback.on_estimate((time.monotonic() - start) / self.num_seeds * runs)
+        return scores, self.score_scale * fmean(found) if found else None
 
     def _scores(self, losses: Losses) -> dict[float, Scores]:
         weight = self.problem.validation.weight
@@ -237,7 +263,31 @@ def split_evenly(runs: Sequence[tuple[float, int]], limit: int) -> list[list[tup
     return [[runs[i] for i in part] for part in parts]
 
 
+def _mean(scores: Scores) -> float:
+    found = [score for score in scores.values() if score is not None]
+    return fmean(found) if found else math.inf
+
+
 def _describe(
+    problem: SearchProblem,
+    scores: Mapping[float, Scores],
+    best: float,
+    gain: Gain | None,
+    num_fresh: int,
+    train_score: float | None,
+) -> str:
+    """Return the reason for the choice, and how far training and validation scores lie apart at λ=0."""
+    sentence = _describe_choice(problem, scores, best, gain, num_fresh)
+    if train_score is None:
+        return sentence
+    noun = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[TASKS[problem.plan.task].score_name]
+    apart = f"At λ=0 the {noun} is {train_score:.3g} on the training and {_mean(scores[0.0]):.3g} on the validation"
+    if len(scores) == 1:
+        return f"{apart} samples: the members overfit, which λ cannot mend, so λ=0 is kept without a search."
+    return f"{sentence} {apart} samples."
+
+
+def _describe_choice(
     problem: SearchProblem, scores: Mapping[float, Scores], best: float, gain: Gain | None, num_fresh: int
 ) -> str:
     noun = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[TASKS[problem.plan.task].score_name]
@@ -252,6 +302,10 @@ def _describe(
             f"({seeds})."
         )
     if gain is None:
-        why = "its trainings with fresh seeds failed" if num_fresh else "its gain was not measured on fresh seeds"
+        why = (
+            "its trainings with fresh seeds failed, so λ=0 is kept"
+            if num_fresh
+            else "its gain was not measured on fresh seeds"
+        )
         return f"λ={best:g} has the lowest {noun} on the validation samples; {why}."
     return f"λ={best:g} {describe_gain(gain, noun, num_fresh)}"

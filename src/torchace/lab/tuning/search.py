@@ -76,6 +76,9 @@ class SearchCallback:
     def on_search(self, stage: SearchStage, fraction: float) -> None:
         """Called while a stage of a grid search trains."""
 
+    def on_estimate(self, seconds: float) -> None:
+        """Called when a grid search knows about how long it will take."""
+
     def on_trial(self, number: int, value: float | None, best: float | None) -> None:
         """Called after a trial; `value` is None unless it is complete."""
 
