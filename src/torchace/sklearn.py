@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
@@ -17,9 +18,10 @@ from torchace.functional import disagreement, ensemble_log_probs, mutual_informa
 from torchace.saving import ModelFileError
 
 try:
+    from scipy.sparse import issparse  # type: ignore[import-untyped]
     from sklearn.base import ClassifierMixin, RegressorMixin
     from sklearn.utils.class_weight import compute_class_weight
-    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.multiclass import check_classification_targets, type_of_target
     from sklearn.utils.validation import check_is_fitted, column_or_1d
 
     from torchace.lab.data.folds import NUM_FOLDS
@@ -51,7 +53,8 @@ class _TableMethods:
         """
         from sklearn.inspection import permutation_importance
 
-        options = {"scoring": self._scoring, "n_repeats": n_repeats, "random_state": random_state}
+        scoring = _label_score if cast(Estimator, self)._task == "multilabel" else self._scoring
+        options = {"scoring": scoring, "n_repeats": n_repeats, "random_state": random_state}
         means = permutation_importance(self, X, y, **options).importances_mean
         names = [str(name) for name in getattr(self, "feature_names_in_", [f"x{i}" for i in range(len(means))])]
         return {names[i]: float(means[i]) for i in np.argsort(-means, kind="stable")}
@@ -84,7 +87,8 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
     """An ensemble of fully connected networks trained jointly with Amended Cross Entropy.
 
     Inputs are encoded inside, also those of a DataFrame with categories, dates and missing values. Data that fit in one
-    batch are trained full-batch; float64 input is trained in float64.
+    batch are trained full-batch; float64 input is trained in float64. Targets of 0 and 1, `(N, L)`, are several labels
+    a sample, trained by the binary form of the loss.
 
     Args:
         num_members: K.
@@ -141,6 +145,11 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
 
     class_weight: Any = field(default=None, kw_only=True)
 
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_label = True
+        return tags
+
     def partial_fit(
         self,
         X: ArrayLike,
@@ -167,38 +176,51 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
         return self
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
-        """Return the ensemble's probabilities, `(N, C)`, in the order of `classes_`."""
-        return self._predict(X, lambda logits: _log_probs(logits).exp_())[0]
+        """Return the probabilities of `classes_`, or of each of several labels, `(N, C)`."""
+        return self._predict(X, lambda logits: self._log_probs(logits).exp_())[0]
 
     def predict_log_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """Return the logarithm of the ensemble's probabilities, `(N, C)`."""
-        return self._predict(X, _log_probs)[0]
+        return self._predict(X, self._log_probs)[0]
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
-        """Return the most probable labels, `(N,)`."""
-        (codes,) = self._predict(X, lambda logits: _log_probs(logits).argmax(1))
+        """Return the most probable labels, `(N,)`; for several labels a sample, 0 or 1 for each, `(N, L)`."""
+        if self._task == "multilabel":
+            return (self.predict_proba(X) > 0.5).astype(np.int64)
+        (codes,) = self._predict(X, lambda logits: self._log_probs(logits).argmax(1))
         return cast(NDArray[Any], self.classes_[codes])
 
     def predict_uncertainty(self, X: ArrayLike) -> dict[str, NDArray[np.float64]]:
-        """Return the uncertainty of each prediction, arrays `(N,)`.
+        """Return the uncertainty of each prediction, arrays `(N,)`, or `(N, L)` for several labels a sample.
 
         Returns:
             `entropy` (total uncertainty), `mutual_information` (epistemic uncertainty: members that differ) and
             `disagreement` (share of pairs of members with different labels).
         """
         names = ("entropy", "mutual_information", "disagreement")
-        measures = (predictive_entropy, mutual_information, disagreement)
-        return dict(zip(names, self._predict(X, *(partial(m, reduction="none") for m in measures)), strict=True))
+        measures = [partial(m, reduction="none") for m in (predictive_entropy, mutual_information, disagreement)]
+        if self._task == "multilabel":
+            measures = [partial(_by_label, measure) for measure in measures]
+        return dict(zip(names, self._predict(X, *measures), strict=True))
+
+    def _log_probs(self, logits: Tensor) -> Tensor:
+        link = "sigmoid" if self._task == "multilabel" else "softmax"
+        return ensemble_log_probs(logits, link=link).clamp_(max=0)  # rounding may give 1 + 4e-16
 
     def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any) -> tuple[Any, NDArray[Any]]:
-        samples, labels = super()._validate(X, y, reset=reset, **options)
+        samples, labels = super()._validate(X, y, reset=reset, multi_output=True, **options)
+        labels = cast(Any, labels).toarray() if issparse(labels) else labels
         check_classification_targets(labels)
+        if type_of_target(labels) == "multilabel-indicator":
+            return samples, labels
         return samples, column_or_1d(labels, warn=True)
 
     def _sample_weight(self, table: Any, y: NDArray[Any], sample_weight: ArrayLike | None) -> NDArray[Any] | None:
         weight = super()._sample_weight(table, y, sample_weight)
         if self.class_weight is None:
             return weight
+        if self._task == "multilabel":
+            raise ValueError("Expected `class_weight=None` with several labels a sample. Use `sample_weight`.")
         seen = np.unique(y)  # partial_fit may see some classes only
         options = {} if weight is None or self.class_weight != "balanced" else {"sample_weight": weight}
         by_class = dict(zip(seen, compute_class_weight(self.class_weight, classes=seen, y=y, **options), strict=True))
@@ -206,12 +228,23 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
         return scale if weight is None else scale * weight
 
     def _learn_targets(self, y: NDArray[Any]) -> None:
+        self._task = "classification" if y.ndim == 1 else "multilabel"
+        if y.ndim == 2:
+            self._num_outputs = y.shape[1]
+            self.classes_ = np.arange(self._num_outputs)
+            return
         self.classes_ = np.unique(y)
         if len(self.classes_) < 2:
             raise ValueError(f"Expected at least two classes in `y`, but got one class: {self.classes_[0]!r}.")
         self._num_outputs = len(self.classes_)
 
     def _encode_targets(self, y: NDArray[Any]) -> NDArray[Any]:
+        if self._task == "multilabel":
+            if y.ndim != 2 or y.shape[1] != self._num_outputs:
+                raise ValueError(
+                    f"Expected `y` of shape (N, {self._num_outputs}) as in the first call, but got {y.shape}."
+                )
+            return y.astype(np.float64)
         codes = np.searchsorted(self.classes_, y).clip(max=len(self.classes_) - 1)
         unknown = self.classes_[codes] != y
         if unknown.any():
@@ -224,9 +257,10 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
             raise ModelFileError(
                 "Labels that are not strings, numbers or booleans cannot be saved; convert them first."
             )
-        return {"dtype": self.classes_.dtype.str, "values": values}
+        return {"dtype": self.classes_.dtype.str, "values": values, "task": self._task}
 
     def _targets_from_json(self, content: Mapping[str, Any]) -> None:
+        self._task = str(content["task"])
         self.classes_ = np.array(content["values"], dtype=np.dtype(content["dtype"]))
         self._num_outputs = len(self.classes_)
 
@@ -352,5 +386,13 @@ def _mean_of(members: list[int], predictions: Tensor) -> Tensor:
     return predictions[members].mean(0)
 
 
-def _log_probs(logits: Tensor) -> Tensor:
-    return ensemble_log_probs(logits).clamp_(max=0)  # rounding may give 1 + 4e-16
+def _label_score(estimator: Any, X: ArrayLike, y: ArrayLike) -> float:
+    """Negative binary cross entropy, the mean over samples and labels."""
+    probs, target = torch.from_numpy(estimator.predict_proba(X)), torch.as_tensor(np.asarray(y), dtype=torch.float64)
+    return -float(torch.nn.functional.binary_cross_entropy(probs, target))
+
+
+def _by_label(measure: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    """Measure of each label, `(N, L)`: a choice between the logits 0 and z."""
+    pairs = torch.stack([torch.zeros_like(logits), logits], 3).flatten(1, 2)  # (K, N * L, 2)
+    return measure(pairs).view(logits.shape[1:])

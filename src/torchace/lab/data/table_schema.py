@@ -28,11 +28,11 @@ Label = str | int | Finite | bool
 
 @dataclass(frozen=True)
 class Target:
-    """Column to predict, for "classification" or "regression"."""
+    """Column to predict, for "classification" or "regression"; "multilabel" is of estimators, `classes` its labels."""
 
     __pydantic_config__ = STRICT
     name: str
-    task: Annotated[str, Field(pattern="^(classification|regression)$")]
+    task: Annotated[str, Field(pattern="^(classification|multilabel|regression)$")]
     classes: tuple[Label, ...] = ()  # typed as in the file; empty for regression
     format: str = ""  # of numbers, see `Column`
 
@@ -62,6 +62,10 @@ class Schema:
         column = get_column(check_columns(frame), self.target.name, "the target")
         if self.target.task == "regression":
             return torch.from_numpy(target_numbers(column, self.target.format))
+        if self.target.task == "multilabel":
+            raise DataError(
+                "The model predicts several labels of a row, which a file cannot be scored by; score it in Python."
+            )
         cells = target_texts(column)
         codes = positions(cells, [label_text(label) for label in self.target.classes])
         unknown = np.flatnonzero(codes < 0)
@@ -91,7 +95,8 @@ class Schema:
         classes = [label_text(label) for label in self.target.classes]
         if not self.columns or first_duplicate(names) is not None:
             raise damaged_json("schema", "columns: expected at least one, with unique names")
-        if len(classes) < 2 if self.target.task == "classification" else classes:
+        least = {"classification": 2, "multilabel": 1, "regression": 0}[self.target.task]
+        if len(classes) < least or (classes and not least):
             raise damaged_json("schema", "target.classes: expected two or more for classification only")
         if first_duplicate(classes) is not None:
             raise damaged_json("schema", "target.classes: expected unique ones")

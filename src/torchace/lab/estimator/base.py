@@ -116,7 +116,9 @@ class Estimator(FittedEstimator):
         self._learn_targets(y)
         weight = self._positive_weight(table, y, sample_weight)
         self._learn_scales(table, y, weight)
-        plan, seed = replace(plan, precision=_precision(table)), self._draw_seed()
+        plan, seed = replace(plan, precision=_precision(table), task=self._task), self._draw_seed()
+        if self._task == "multilabel" and self.diversity == "auto":
+            raise ValueError("Expected a number for `diversity` with several labels a sample, but got 'auto'.")
         samples, used = self._samples(table, y, weight, plan)
         if self.early_stopping == "auto" and len(samples) < MIN_FOLD_ROWS:
             plan = replace(plan, patience=None)
@@ -288,7 +290,7 @@ class Estimator(FittedEstimator):
     ) -> None:
         """Learn the encoding of the inputs and the scale of a regression's targets."""
         names = list(map(str, getattr(self, "feature_names_in_", [f"x{i}" for i in range(self.n_features_in_)])))
-        classes = tuple(self.classes_.tolist()) if self._task == "classification" else ()
+        classes = () if self._task == "regression" else tuple(self.classes_.tolist())
         target = Target(target_name(names), self._task, classes)
         weights = np.ones(len(y)) if weight is None else weight
         self._encoding = learn_inputs(table, names, target, self.encoding, weights)
@@ -326,7 +328,9 @@ class Estimator(FittedEstimator):
             x[start : start + ENCODE_ROWS] = encoder(raw[start : start + ENCODE_ROWS])
         targets = torch.from_numpy(self._encode_targets(y[used]))
         if self._target_scaler is not None:
-            targets = self._target_scaler.transform(targets).to(dtype)
+            targets = self._target_scaler.transform(targets)
+        if targets.is_floating_point():
+            targets = targets.to(dtype)
         share = None if weight is None else torch.tensor(weight[used], dtype=dtype)
         return Split(x, targets, share).to(device), used
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +40,7 @@ class TrainingState:
 class FittedEstimator(BaseEstimator, ABC):  # type: ignore[misc]
     """Attributes of a trained estimator, and the encoding of its targets."""
 
-    _task: ClassVar[str]
+    _task: str
     _num_outputs: int
     _network: nn.Module
     _state: TrainingState

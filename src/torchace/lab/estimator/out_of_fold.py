@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -42,7 +43,10 @@ def collect_out_of_fold(
     for logits in _own_logits(trained, split.x, left_out):  # (m, n, C), NaN where fewer members left a sample out
         y = split.y[done : done + logits.shape[1]].cpu()
         done += len(y)
-        if targets is None:
+        if trained.plan.task == "multilabel":
+            predicted = (logits / temperature).sigmoid().nanmean(0)
+            losses.append(F.binary_cross_entropy(predicted, y.double(), reduction="none").mean(1))
+        elif targets is None:
             log_q = (logits / temperature).log_softmax(2)
             predicts = ~log_q[..., :1].isnan()
             log_probs = log_q.masked_fill_(~predicts, -torch.inf).logsumexp(0) - predicts.sum(0).double().log()
@@ -66,7 +70,12 @@ def _fit_temperature(trained: TrainedGroup, split: Split, left_out: Tensor | Non
     mask = None if left_out is None else left_out[:, part]
     logits = torch.cat(list(_own_logits(trained, split.x[part], mask)), 1)
     weight = None if split.weight is None else split.weight[part].cpu().double()
-    return fit_temperature(logits, split.y[part].cpu(), weight)
+    y = split.y[part].cpu()
+    if trained.plan.task == "multilabel":  # a label is a choice between the logits 0 and z
+        logits = logits.flatten(1)  # (m, n * L)
+        logits, y = torch.stack([logits * 0, logits], 2), y.flatten().round().long()
+        weight = None if weight is None else weight.repeat_interleave(split.y.shape[1])
+    return fit_temperature(logits, y, weight)
 
 
 def _own_logits(trained: TrainedGroup, x: Tensor, left_out: Tensor | None) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchace._files import remove_abandoned, write_atomic
 from torchace.lab.data.encoding import CategoryColumn
-from torchace.lab.tables.model import CLASSIFIER_OUTPUTS, REGRESSOR_OUTPUTS, TableModel
+from torchace.lab.tables.model import TableModel
 
 TOLERANCE = 1e-6  # between onnxruntime's and torch's outputs, relative to max(1, largest)
 BATCH_SIZES = (1, 2, 7, 64)  # of the comparison
@@ -35,7 +35,7 @@ class _Graph(nn.Module):
         super().__init__()
         self.ensemble = model.ensemble
         self.is_classifier = model.is_classifier
-        self.outputs = CLASSIFIER_OUTPUTS if model.is_classifier else REGRESSOR_OUTPUTS
+        self.outputs = model.outputs
 
     def forward(self, raw: Tensor) -> tuple[Tensor, ...]:
         logits = self.ensemble(raw)  # (K, N, C)

@@ -12,7 +12,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from torchace.functional import disagreement, ensemble_log_probs, mutual_information, predictive_entropy
+from torchace.functional import disagreement, ensemble_log_probs, ensemble_probs, mutual_information, predictive_entropy
 from torchace.lab.data import DataError
 from torchace.lab.data.encoding import CategoryColumn, Encoding
 from torchace.lab.data.parsing import positions, texts
@@ -30,6 +30,8 @@ def _drop_single_target(values: Tensor) -> Tensor:
     return values[:, 0] if values.shape[1] == 1 else values  # (n,), or (n, M); the exporter does not trace squeeze
 
 
+MULTILABEL_OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {"probabilities": partial(ensemble_probs, link="sigmoid")}
+
 # logits (K, n, C) to values of each sample (n, ...)
 CLASSIFIER_OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "probabilities": lambda logits: ensemble_log_probs(logits).clamp_(max=0).exp_(),  # rounding may leave 1 + 4e-16
@@ -41,6 +43,9 @@ REGRESSOR_OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "prediction": lambda predictions: _drop_single_target(predictions.mean(0)),
     "spread": lambda predictions: _drop_single_target(predictions.std(0, correction=0)),
 }
+
+
+_OUTPUTS = {"classification": CLASSIFIER_OUTPUTS, "multilabel": MULTILABEL_OUTPUTS, "regression": REGRESSOR_OUTPUTS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +99,12 @@ class TableModel:
     @property
     def is_classifier(self) -> bool:
         """Whether the model predicts classes."""
-        return self.encoding.schema.target.task == "classification"
+        return self.encoding.schema.target.task != "regression"
+
+    @property
+    def outputs(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        """Functions of the members' logits or predictions, by name."""
+        return _OUTPUTS[self.encoding.schema.target.task]
 
     def logits(self, frame: DataFrame) -> Tensor:
         """Return the members' logits `(K, N, C)`, or predictions `(K, N, 1)`."""
@@ -116,12 +126,14 @@ class TableModel:
 
         if not len(frame):
             raise DataError("Expected a table with at least one row, but got none.")
-        outputs = CLASSIFIER_OUTPUTS if self.is_classifier else REGRESSOR_OUTPUTS
+        outputs = self.outputs
         values = collect_chunks(self._chunks(frame), len(frame), *outputs.values())
         columns: dict[str, Any] = {name: value.numpy() for name, value in zip(outputs, values, strict=True)}
         if self.is_classifier:
             target, probs = self.encoding.schema.target, columns.pop("probabilities")
-            predicted: dict[str, Any] = {"prediction": target.labels(torch.from_numpy(probs.argmax(1)))}
+            predicted: dict[str, Any] = {}
+            if target.task == "classification":
+                predicted["prediction"] = target.labels(torch.from_numpy(probs.argmax(1)))
             predicted |= {f"probability_{name}": probs[:, code] for code, name in enumerate(target.class_names)}
             columns = predicted | columns
         return DataFrame(columns, index=frame.index)
