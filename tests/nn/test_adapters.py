@@ -6,15 +6,20 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
+from tests.nn.library_models import TIMM, transformers_host
 from tests.nn.networks import SMALL
 from tests.reference.adapters import SeparateMembers
 from tests.reference.training import losses_on_one_batch
+from tests.support.processes import team
 from torchace import adapt, amended_cross_entropy, load_model, load_weights, save_model
 from torchace.models import mlp
+from torchace.nn.conversion import find_logits
 from torchace.nn.stacked_state import all_shared_names
 
 K = 3
@@ -269,3 +274,59 @@ def test_compiled_and_half_precision_ensembles(name, adapter):
     assert half.dtype == torch.bfloat16
     # bfloat16 has 8 bits: errors of 0.4 % in each of about ten layers
     assert (half.float() - expected).norm() < 0.05 * expected.norm()
+
+
+def train_in_parallel() -> dict[str, Tensor]:
+    """Two steps, each rank on half of the batch."""
+    torch.manual_seed(0)
+    ensemble = adapt(mlp(12, (8, 6), 3).double(), K)
+    replicated = DistributedDataParallel(ensemble)
+    x, y = torch.randn(2, 6, 12).double(), torch.randint(3, (2, 6))
+    part = slice(3 * dist.get_rank(), 3 * dist.get_rank() + 3)
+    optimizer = SGD(ensemble.parameters(), 0.1)
+    for batch, target in zip(x, y, strict=True):
+        optimizer.zero_grad()
+        amended_cross_entropy(replicated(batch[part]), target[part], 0.5).backward()
+        optimizer.step()
+    return ensemble.state_dict()
+
+
+@pytest.mark.extended
+def test_data_parallel_training_equals_one_process():
+    torch.manual_seed(0)
+    ensemble = adapt(mlp(12, (8, 6), 3).double(), K)
+    x, y = torch.randn(2, 6, 12).double(), torch.randint(3, (2, 6))
+    optimizer = SGD(ensemble.parameters(), 0.1)
+    for batch, target in zip(x, y, strict=True):
+        optimizer.zero_grad()
+        amended_cross_entropy(ensemble(batch), target, 0.5).backward()
+        optimizer.step()
+    for state in team().run(2, train_in_parallel):
+        for name, value in ensemble.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("adapter", ["multiplicative", "low_rank"])
+@pytest.mark.parametrize("name", ["timm vit", "timm convnext", "timm mobilenetv3", "bert", "gpt2", "convnext"])
+def test_networks_of_other_libraries(name, adapter):
+    torch.manual_seed(0)
+    kind, _, timm_name = name.partition(" ")
+    model, inputs, head = TIMM[timm_name]() if timm_name else transformers_host(kind)
+    inputs = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
+    ensemble = adapt(model.double(), K, adapter=adapter, rank=1)
+    assert head not in ensemble.adapters
+    randomize(ensemble)
+    members = [ensemble[k] for k in range(K)]
+    expected = torch.stack([find_logits(member(**inputs)) for member in members])
+    logits = ensemble(**inputs)
+    torch.testing.assert_close(logits, expected, rtol=1e-8, atol=1e-9)
+    logits.square().sum().backward()
+    expected.square().sum().backward()
+    shared = set(all_shared_names(ensemble.stacked))
+    for path, parameter in ensemble.stacked.named_parameters():
+        gradients = [member.get_parameter(path).grad for member in members]
+        if gradients[0] is not None:
+            own = torch.stack(gradients)
+            torch.testing.assert_close(parameter.grad, own.mean(0) if path in shared else own, rtol=1e-6, atol=1e-7)
+    assert ensemble.explain().call_by_call

@@ -35,7 +35,7 @@ def _experiment(tmp_path: Path, **changes: Any) -> Path:
         ({"format": 2}, "Expected format 1 in experiment.json, but got 2. Use the torchace that wrote it."),
         ({"format": None}, "Expected format 1 in experiment.json, but got None"),
         ({"name": 3}, "experiment.json is damaged: expected name to be text in quotes, but got 3."),
-        ({"task": "ranking"}, "expected task to be 'classification' or 'regression', but got 'ranking'."),
+        ({"task": "ranking"}, "expected task to be 'classification', 'multilabel' or 'regression', but got 'ranking'."),
         ({"arms": [{**ARM, "role": "spare"}]}, "expected arms.0.role to be 'sweep' or 'model', but got 'spare'."),
         ({"arms": {}}, "arms"),
         ({"arms": [{"name": "a"}]}, "expected a value for arms.0.label, but there is none."),

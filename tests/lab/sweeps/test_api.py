@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import inspect
@@ -217,6 +218,26 @@ def test_a_batch_larger_than_own_data_holds_all_samples() -> None:
     assert large.to_frame()["cross_entropy"].equals(exact.to_frame()["cross_entropy"])
 
 
+def test_failed_runs_have_no_metrics() -> None:
+    options = SMALL | {"optimizer": "sgd", "learning_rate": 1e30, "steps": 4}
+    with pytest.warns(UserWarning, match=r"4 runs failed \(NaN or Inf .*\): λ=0 with seed 0, "):
+        result = ace.sweep(CNN, TRAIN, TEST, **options)
+    assert result.to_frame()["status"].tolist() == ["failed"] * 4
+    assert len(result.table()) == 0
+    assert "4 runs" in str(result)
+    assert "Failed runs" in result.report().read_text()
+    with pytest.raises(ValueError, match="nothing to plot"):
+        result.plot()
+    with pytest.raises(RunStoreError, match=r"There are no weights of .*: the run failed"):
+        result.ensemble(0.5, 1)
+
+
+def test_equal_members_are_noticed() -> None:
+    trained = CNN()
+    with pytest.warns(UserWarning, match="start with the same weights"):
+        ace.sweep(lambda: copy.deepcopy(trained), TRAIN, TEST, **SMALL)
+
+
 def test_defaults_are_those_of_toml_files() -> None:
     parameters = inspect.signature(ace.sweep).parameters
     sections = [TrainSection(), ModelSection(), DataSection(), SweepSection()]
@@ -262,6 +283,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "kind": (CNN, {"kind": "boosted"}, "Expected kind to be 'separate', 'smoc', 'branch' or 'adapters'"),
     "branch": (CNN, {"kind": "branch"}, "needs `at`"),
     "layer": (CNN, {"kind": "branch", "at": "heads"}, "Expected `at` to name a layer of the model, but got 'heads'"),
+    "own batches": (CNN, {"kind": "smoc", "batches": "exchanged"}, "expected 'shared' for members that share layers"),
     "patience": (CNN, {"patience": 3}, "`patience` needs validation data"),
     "metrics": (CNN, {"metrics": {"loss": len}}, "Expected `metrics` to be a list of functions, but got str in it"),
     "device": (CNN, {"device": "tpu"}, "Cannot use the device 'tpu'"),
@@ -275,7 +297,7 @@ def test_bad_input_is_one_sentence(name: str) -> None:
         ace.sweep(member, TRAIN, TEST, **SMALL | options)
     text = str(caught.value)
     assert "\n" not in text
-    assert text[0].isupper() or text.startswith(("sweep()", "`", "member: ", "arguments: "))
+    assert text[0].isupper() or text.startswith(("sweep()", "`", "member: ", "arguments: ", "train.batches: "))
 
 
 TOML = """

@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.lab.sweeps.small_sweeps import run, small
 from torchace.lab.schema.results import RunKey, RunResult
 from torchace.lab.store import RunStore, RunStoreError
+from torchace.lab.sweeps.api import sweep
 from torchace.lab.sweeps.config import ConfigError
 
 RATES = {"learning_rate": [0.01, 0.03], "label_smoothing": [0.0, 0.1], "precision": "float64"}
@@ -71,3 +75,36 @@ def test_files_without_axes_are_those_of_earlier_versions(tmp_path: Path) -> Non
         file.write_text(json.dumps(content))
     assert run(tmp_path) == {}
     assert len(stored(tmp_path)) == 4
+
+
+def rmsprop(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(parameters, lr=2 * lr, alpha=0.9)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.RMSprop, rmsprop, "torch.optim:NAdam"])
+def test_own_optimizers_and_early_stopping(optimizer: Any, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(80, 4, generator=generator), torch.randint(3, (80,), generator=generator)
+    options: dict[str, Any] = {
+        "num_members": 2,
+        "diversities": [0.4],
+        "seeds": 1,
+        "epochs": 3,
+        "batch_size": 20,
+        "optimizer": optimizer,
+        "validation": 0.25,
+        "patience": 2,
+        "precision": "float64",
+        "weight_decay": 0.1 if optimizer is not rmsprop else 0.0,
+    }
+    data = ((x[:60], y[:60]), (x[60:], y[60:]))
+    together = sweep(lambda: nn.Linear(4, 3), *data, learning_rate=[0.01, 0.1], **options).to_frame()
+    for rate in (0.01, 0.1):
+        alone = sweep(lambda: nn.Linear(4, 3), *data, learning_rate=rate, **options).to_frame()
+        ours = together[together.learning_rate == rate]
+        assert ours.cross_entropy.tolist() == pytest.approx(alone.cross_entropy.tolist(), abs=1e-9)
+    assert together.cross_entropy.nunique() == 2
+    if optimizer is rmsprop:
+        options["optimizer"] = lambda parameters: torch.optim.Adam(parameters, 0.1)
+        with pytest.raises(ValueError, match=r"learning_rate need an optimizer with the argument `lr`"):
+            sweep(lambda: nn.Linear(4, 3), *data, learning_rate=[0.01, 0.1], **options)

@@ -61,7 +61,7 @@ def test_csv_has_every_metric_once(tmp_path: Path) -> None:
     tracker.log(run, 99, {"test/accuracy": 0.5})  # type: ignore[attr-defined]
     lines = (tmp_path / "metrics.csv").read_text().splitlines()
     assert lines[:-1] == whole.splitlines()[:-1]
-    assert lines[-1] == "main-l0-s0,main,0.0,0,99,test/accuracy,0.5"
+    assert lines[-1] == "main-l0-s0,main,0.0,0,,,,99,test/accuracy,0.5"
 
 
 @pytest.mark.extended

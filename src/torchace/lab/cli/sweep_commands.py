@@ -87,7 +87,7 @@ def run(
             if any(directory.glob("runs/*.json")):
                 report(directory)
             for run, reason in error.reasons.items():
-                print_error(f"Run λ={run.diversity:g}, seed {run.seed} ({run.arm}) is not finished: {reason}.")
+                print_error(f"Run {run.description} is not finished: {reason}.")
             print_error(f"All other runs are in {directory}. Repeat the command to retry the unfinished ones.")
             raise typer.Exit(ERROR) from None
     if not rank:  # the first rank reports
@@ -98,10 +98,7 @@ def run(
 def _print_failures(failures: dict[RunKey, Failure]) -> None:
     for run, failure in failures.items():
         member = "" if failure.member is None else f", member {failure.member}"
-        print_error(
-            f"Run λ={run.diversity:g}, seed {run.seed} ({run.arm}) failed at step {failure.step}{member}: "
-            f"{failure.message}."
-        )
+        print_error(f"Run {run.description} failed at step {failure.step}{member}: {failure.message}.")
     if failures:
         raise typer.Exit(SOME_FAILED)
 

@@ -176,6 +176,12 @@ class RunKey:
         """Values on the axes other than λ and seed."""
         return _settings(self)
 
+    @property
+    def description(self) -> str:
+        """Description for messages: `λ=0.5, seed 1 (main)`."""
+        values = "".join(f", {name.replace('_', ' ')} {value:g}" for name, value in self.settings.items())
+        return f"λ={self.diversity:g}, seed {self.seed}{values} ({self.arm})"
+
 
 @dataclass(frozen=True)
 class GroupPlan:

@@ -175,13 +175,17 @@ def sweep(
         try:
             with make_executor(experiment, directory, device, ray=ray, parallel=parallel, rank=process) as executor:
                 result.directory = directory = Path(executor.broadcast(str(directory)))
-                listeners = make_callbacks(() if process else callbacks, directory, experiment)
+                given = callbacks if isinstance(callbacks, Iterable) else [callbacks]
+                listeners = make_callbacks(() if process else given, directory, experiment)
                 failures = Sweep(experiment, directory, executor, components).run(listeners)
                 executor.broadcast(None)  # the other ranks wait until all files are written
         except RunStoreError as error:
             raise RunStoreError(str(error).replace("--out", "`out`")) from error
-    for run, failure in failures.items():
-        warnings.warn(f"Run {run.id} failed: {failure.message} (step {failure.step}).", stacklevel=2)
+    if failures:
+        names = ", ".join(f"λ={run.diversity:g} with seed {run.seed}" for run in list(failures)[:5])
+        more = ", ..." if len(failures) > 5 else ""
+        reason = next(iter(failures.values())).message
+        warnings.warn(f"{len(failures)} runs failed ({reason}): {names}{more}.", stacklevel=2)
     return result
 
 

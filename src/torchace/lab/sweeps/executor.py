@@ -143,6 +143,7 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
                 scores = evaluate(validation[0][r], validation[1], task=config.task).metrics
                 found["validation"] = scores | compute_metrics(extra, validation[0][r], validation[1], config.task)
             metrics, arrays = Metrics.model_validate(found), scored.arrays
+        history = _history(fitted, r, config.task)
         weights = run_weights(trained, r) if failure is None else None
         result = RunResult(
             run=run.id,
@@ -152,9 +153,9 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
             status="finished" if failure is None else "failed",
             failure=failure,
             metrics=metrics,
-            history=_history(fitted, r, config.task),
+            history=history,
             best_epoch=None if fitted.best_epochs is None else fitted.best_epochs[r],
-            steps=config.steps,
+            steps=history[-1]["step"] if history and fitted.best_epochs is not None else config.steps,
             seconds=fitted.seconds / len(group.runs),
             parameters=count_run_parameters(trained),
             job=group.id,
@@ -170,8 +171,9 @@ def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ra
 def _history(fitted: FitResult, run: int, task: str) -> tuple[dict[str, Any], ...]:
     """Return the epochs of a run until it stopped: training loss, and validation loss with early stopping."""
     loss = TASKS[task].score_name
-    entries = []
-    for entry in fitted.history:
+    entries: list[dict[str, Any]] = []
+    scored = [i for i, entry in enumerate(fitted.history) if entry["held_out"] and entry["held_out"][run] is not None]
+    for entry in fitted.history[: scored[-1] + 1 if scored else None]:
         found = {"epoch": entry["epoch"], "step": entry["step"], f"train_{loss}": entry["score"][run]}
         if entry["held_out"] is not None:
             found[f"validation_{loss}"] = entry["held_out"][run]

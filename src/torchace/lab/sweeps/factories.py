@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,11 +58,22 @@ class Factory:
                 if k == 0:
                     check(count_parameters(members[0]) * model.num_members)
             self._check_members(members)
+            self._warn_if_equal(members)
             return Ensemble(members, link=link), members[0]
         with _seeded(seed, "ensemble", 0):
             first = self.module(ensembles=True)
             check(count_parameters(first))
             return self._share(first), first
+
+    def _warn_if_equal(self, members: list[nn.Module]) -> None:
+        """Warn about members that start with the same weights: on shared batches they stay equal."""
+        pairs = zip(members[0].parameters(), members[-1].parameters(), strict=True)
+        if len(members) > 1 and all(torch.equal(a, b) for a, b in pairs):
+            warnings.warn(
+                f"All members of {self.name} start with the same weights: without dropout they stay equal on shared "
+                "batches. Draw new weights inside the function, or use batches='exchanged'.",
+                stacklevel=2,
+            )
 
     def _share(self, module: nn.Module) -> EnsembleModule:
         """Make an ensemble whose members share parts of a module, unless it is an ensemble."""

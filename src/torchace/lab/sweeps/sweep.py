@@ -194,6 +194,11 @@ def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary
         factory = Factory(components.member, arm.model, TASKS[arm.data.task].link)
         check_outputs(factory, x, y, data.num_outputs)
         network = build_network(arm, None, [0], "cpu", components=components)
+        if network.whole and arm.train.batches != "shared":
+            raise ConfigError(
+                f"train.batches: expected 'shared' for members that share layers of an own network, but got "
+                f"{arm.train.batches!r}."
+            )
         layers = explain_network(network, x)
     try:
         config = make_train_config(arm.train, 1, arm.data.task, components)

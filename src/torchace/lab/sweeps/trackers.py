@@ -7,13 +7,13 @@ import hashlib
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
 from torchace._files import check_regular
 from torchace.lab.schema.experiment import Experiment
-from torchace.lab.schema.results import RunKey, RunResult
+from torchace.lab.schema.results import AXES, RunKey, RunResult
 from torchace.lab.sweeps.callbacks import Callback, CallbackList, remove_partial_line
 from torchace.lab.training.loop import RunProgress
 
@@ -56,7 +56,7 @@ class Tracker(Callback):
 class CSV(Tracker):
     """Append to `metrics.csv` in the run directory, one metric a row; rows of a repeated epoch are not repeated."""
 
-    COLUMNS = ("run", "arm", "diversity", "seed", "step", "metric", "value")
+    COLUMNS = ("run", "arm", "diversity", "seed", *AXES, "step", "metric", "value")
 
     def __init__(self, directory: Path, experiment: Experiment) -> None:
         super().__init__(directory, experiment)
@@ -75,7 +75,7 @@ class CSV(Tracker):
                 key = (run.id, str(step), name)
                 if key not in self._written:
                     self._written.add(key)
-                    writer.writerow((run.id, run.arm, run.diversity, run.seed, step, name, value))
+                    writer.writerow((run.id, *astuple(run), step, name, value))
 
     def _read(self) -> set[tuple[str, str, str]]:
         if not self.file.exists():

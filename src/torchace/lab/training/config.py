@@ -74,19 +74,23 @@ def make_optimizer(config: TrainConfig, parameters: list[Any]) -> torch.optim.Op
     return kinds[config.optimizer](parameters, capturable=on_gpu, **options)
 
 
+def takes_argument(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a keyword argument."""
+    accepted = inspect.signature(function).parameters
+    return name in accepted or any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+
+
 def _make_own_optimizer(make: Callable[..., Any], config: TrainConfig, parameters: list[Any]) -> torch.optim.Optimizer:
     """Call a class or function with the parameters, and with learning rate and weight decay if it takes them.
 
     Learning rates of the optimizer's parameter groups keep their ratio to the configured one.
     """
     name = getattr(make, "__qualname__", type(make).__name__)
-    accepted = inspect.signature(make).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     options = dict(config.optimizer_arguments)
-    if "lr" in accepted or takes_all:
+    if takes_argument(make, "lr"):
         options.setdefault("lr", config.learning_rate)
     if config.weight_decay:
-        if "weight_decay" not in accepted and not takes_all:
+        if not takes_argument(make, "weight_decay"):
             raise ValueError(f"{name} has no weight_decay, but it is set to {config.weight_decay:g}; remove it.")
         options.setdefault("weight_decay", config.weight_decay)
     try:

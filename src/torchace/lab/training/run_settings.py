@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchace.lab.training.config import LR_RATIO, TrainConfig
+from torchace.lab.training.config import LR_RATIO, TrainConfig, takes_argument
 from torchace.lab.training.run_group import RunGroup
 from torchace.nn.optimizers import check_elementwise
 
@@ -32,6 +32,11 @@ def split_parameters(network: RunGroup, configs: Sequence[TrainConfig]) -> list[
     keys = [(config.learning_rate, config.weight_decay) for config in configs]
     if len(set(keys)) <= 1:
         return parameters
+    optimizer = configs[0].optimizer
+    if len({rate for rate, _ in keys}) > 1 and not isinstance(optimizer, str) and not takes_argument(optimizer, "lr"):
+        raise ValueError(
+            "Several values of learning_rate need an optimizer with the argument `lr`: add it, and use it."
+        )
     starts = [run for run in range(len(keys)) if run == 0 or keys[run] != keys[run - 1]]
     groups = []
     for start, stop in zip(starts, [*starts[1:], len(keys)], strict=True):
