@@ -51,6 +51,7 @@ def test_images_of_whole_numbers_are_scaled_and_others_are_not() -> None:
     assert found.normalization("unit") == ((0.0,), (255.0,))
     assert found.normalization("standard").mean == pytest.approx(pixels.double().mean((0, 2, 3)).tolist())
     assert dataset((X, Y)).normalization("unit") is None
+    assert dataset((pixels[:, 0], Y), (pixels[:, 0], Y)).normalization("unit") == ((0.0,), (255.0,))
 
 
 @pytest.mark.parametrize("part", ["training", "test"])
@@ -77,7 +78,8 @@ def at(values: Tensor, index: int, value: float) -> Tensor:
         ((X, Y.float()), {}, "The training targets are of type torch.float32, but classes are whole numbers"),
         ((X, X), {}, r"The training targets have shape \(12, 2\); give one class a sample, or use task="),
         ((X, Y * 0), {}, "The training data has one class alone; give at least two."),
-        ((X[:, :1], Y), {}, r"Test samples have shape \(2,\), but training samples \(1,\); give both alike."),
+        ((X[:, :1], Y), {}, r"Test samples are \(2,\) of float, but training samples are \(1,\) of float;"),
+        ((X.byte(), Y), {}, r"Test samples are \(2,\) of float, but training samples are \(2,\) of uint8;"),
         ((X[:0], Y[:0]), {}, "The training data has no samples; give some."),
         ((X, Y), {"task": "multilabel"}, "The training labels of sample 2 are not between 0 and 1;"),
         ((X, at(X[:, 0], 5, math.nan)), {"task": "regression"}, "The training targets have NaN or Inf in sample 5;"),

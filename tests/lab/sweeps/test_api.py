@@ -218,6 +218,20 @@ def test_a_batch_larger_than_own_data_holds_all_samples() -> None:
     assert large.to_frame()["cross_entropy"].equals(exact.to_frame()["cross_entropy"])
 
 
+def test_failed_runs_have_no_metrics() -> None:
+    options = SMALL | {"optimizer": "sgd", "learning_rate": 1e30, "steps": 4}
+    with pytest.warns(UserWarning, match=r"4 runs failed \(NaN or Inf .*\): λ=0 with seed 0, "):
+        result = ace.sweep(CNN, TRAIN, TEST, **options)
+    assert result.to_frame()["status"].tolist() == ["failed"] * 4
+    assert len(result.table()) == 0
+    assert "4 runs" in str(result)
+    assert "Failed runs" in result.report().read_text()
+    with pytest.raises(ValueError, match="nothing to plot"):
+        result.plot()
+    with pytest.raises(RunStoreError, match=r"There are no weights of .*: the run failed"):
+        result.ensemble(0.5, 1)
+
+
 def test_equal_members_are_noticed() -> None:
     trained = CNN()
     with pytest.warns(UserWarning, match="start with the same weights"):

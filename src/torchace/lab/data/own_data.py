@@ -65,9 +65,9 @@ def _check(name: str, train: AnySplit, test: AnySplit, names: tuple[str, ...], o
     for part, split in (("training", train), ("test", test)):
         if not len(split):
             raise DataError(f"The {part} data has no samples; give some.")
-    shapes = [", ".join(str(tuple(x.shape[1:])) for x in input_tensors(split.x)) for split in (train, test)]
-    if shapes[0] != shapes[1]:
-        raise DataError(f"Test samples have shape {shapes[1]}, but training samples {shapes[0]}; give both alike.")
+    samples = [", ".join(map(_describe, input_tensors(split.x))) for split in (train, test)]
+    if samples[0] != samples[1]:
+        raise DataError(f"Test samples are {samples[1]}, but training samples are {samples[0]}; give both alike.")
     notes: list[str] = []
     num_targets = 1
     if options.task == "classification":
@@ -84,8 +84,9 @@ def _check(name: str, train: AnySplit, test: AnySplit, names: tuple[str, ...], o
         num_targets = sizes[0]
         names = () if options.task == "regression" else names or tuple(map(str, range(num_targets)))
     image_shape = _image_shape(train.x)
-    is_pixels = image_shape is not None and train.x.dtype == torch.uint8
-    mean, std = channel_statistics(train.x) if is_pixels and isinstance(train, Split) else ((), ())
+    is_pixels = isinstance(train.x, Tensor) and train.x.dtype == torch.uint8 and train.x.ndim > 2
+    has_channels = is_pixels and train.x.ndim == 4 and isinstance(train, Split)
+    mean, std = channel_statistics(train.x) if has_channels else ((), ())
     return Dataset(
         name,
         train,
@@ -118,6 +119,12 @@ def _with_classes(split: AnySplit, count: int) -> AnySplit:
     if isinstance(split, Split):
         return split
     return replace(split, num_classes=count)
+
+
+def _describe(x: Tensor) -> str:
+    """Describe the shape and type of samples; all floating-point types are alike."""
+    kind = "float" if x.is_floating_point() else str(x.dtype).removeprefix("torch.")
+    return f"{tuple(x.shape[1:])} of {kind}"
 
 
 def _image_shape(x: Inputs) -> tuple[int, int, int] | None:

@@ -181,8 +181,11 @@ def sweep(
                 executor.broadcast(None)  # the other ranks wait until all files are written
         except RunStoreError as error:
             raise RunStoreError(str(error).replace("--out", "`out`")) from error
-    for run, failure in failures.items():
-        warnings.warn(f"Run {run.id} failed: {failure.message} (step {failure.step}).", stacklevel=2)
+    if failures:
+        names = ", ".join(f"λ={run.diversity:g} with seed {run.seed}" for run in list(failures)[:5])
+        more = ", ..." if len(failures) > 5 else ""
+        reason = next(iter(failures.values())).message
+        warnings.warn(f"{len(failures)} runs failed ({reason}): {names}{more}.", stacklevel=2)
     return result
 
 

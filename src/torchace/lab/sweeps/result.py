@@ -85,7 +85,7 @@ class SweepResult:
         results, rows = self._results(arrays=True), []
         for arm in results.arms:
             rows += [_row(results, arm, diversity) for diversity in results.diversities(arm)]
-        frame = pd.DataFrame(rows)
+        frame = pd.DataFrame(rows, columns=None if rows else _index(results))
         return frame.set_index(_index(results)).drop(columns="arm", errors="ignore")
 
     def best(self) -> Series:
@@ -116,15 +116,18 @@ class SweepResult:
         score, arm, diversity = min(found, key=lambda candidate: candidate[0])
         row = _row(results, arm, diversity)
         keys = {key: row.pop(key) for key in _index(results)}
-        return pd.Series({**keys, f"validation_{loss}": score, **row}, dtype=object).drop("arm", errors="ignore")
+        row.pop("arm", None)
+        return pd.Series({**keys, f"validation_{loss}": score, **row}, dtype=object)
 
     def plot(self) -> Figure:
         """Draw the loss and the error by λ, with 95 % intervals over seeds."""
         import matplotlib.pyplot as plt
 
         specs = lambda_figures(self._results(arrays=True))[:2]
-        figure = plt.figure(figsize=(WIDTH * max(1, len(specs)), HEIGHT), layout="constrained")
-        for spec, part in zip(specs, figure.subfigures(1, max(1, len(specs)), squeeze=False)[0], strict=True):
+        if not specs:
+            raise ValueError("There is nothing to plot: no run is finished, or the ensembles have one member.")
+        figure = plt.figure(figsize=(WIDTH * len(specs), HEIGHT), layout="constrained")
+        for spec, part in zip(specs, figure.subfigures(1, len(specs), squeeze=False)[0], strict=True):
             part.suptitle(spec.title)
             spec.draw(part, LIGHT)
         return figure
