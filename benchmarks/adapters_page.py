@@ -29,7 +29,10 @@ def where(results: dict[str, Any]) -> str:
     """Hardware, versions and the time in all."""
     place = results["environment"]
     machine = place.get("gpu") or f"{place['cpu']}, {place['threads']} thread"
-    return f"{machine}, torch {place['torch']}, commit {place['commit']}, {place['seconds_in_all']:.0f} s in all"
+    text = f"{machine}, torch {place['torch']}, commit {place['commit']}, {place['seconds_in_all']:.0f} s in all"
+    if (place.get("busy_cores_before") or 0) > measure.BUSY:
+        text += f". Other processes used {place['busy_cores_before']} cores, so the times are not reliable"
+    return text
 
 
 def members_section(title: str, network: str, results: dict[str, Any]) -> list[str]:

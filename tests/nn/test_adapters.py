@@ -207,6 +207,7 @@ def test_layers_by_name_part_and_pattern():
             ValueError,
             "layer before its head, but Linear has none",
         ),
+        ({"model": adapt(mlp(12, 8, 3), 2)}, TypeError, "one network, but got the ensemble AdaptedEnsemble"),
         ({"model": "bert"}, TypeError, "`model` to be a module, but got str"),
     ],
 )

@@ -88,6 +88,9 @@ def adapt(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected `model` to be a module, but got {type(model).__name__}.")
+    if isinstance(model, EnsembleModule):
+        kind = type(model).__name__
+        raise TypeError(f"Expected `model` to be one network, but got the ensemble {kind}. Adapt one of its members.")
     _checks.check_count(num_members, "num_members")
     _checks.check_choice(adapter, "adapter", ADAPTERS)
     alpha = ALPHA if alpha is None else alpha

@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from torchace.nn.fingerprint import FingerprintError, fingerprint, registered_names
+from torchace.nn.members import check_modules
 from torchace.nn.stacked_state import recomputed_names
 
 # Kinds of hooks, with the attributes that hold their flags by hook number, which differs between layers.
@@ -24,9 +25,8 @@ ADVICE = "Use Ensemble(members) for members that differ"
 
 def check_layers(members: list[nn.Module]) -> None:
     """Refuse layers that are known to fail when computed for all members at once."""
-    for k, member in enumerate(members):
-        if not isinstance(member, nn.Module):
-            raise TypeError(f"Expected members to be modules, but member {k} is {type(member).__name__}.")
+    check_modules(dict(enumerate(members)))
+    for member in members:
         for name, parameter in member.named_parameters():
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 why = f"the hooks of its parameter {name!r} would never be called"

@@ -45,7 +45,7 @@ def test_pairs_of_members_at_two_lambda(sweep: Results) -> None:
         assert np.isnan(shown[~off]).all()
         assert (axes.images[0].norm.vmin, axes.images[0].norm.vmax) == (0, 1)
         upper = matrix[np.triu_indices(5, 1)]
-        assert f"λ={diversity:g}: from {upper.min():.2f} to {upper.max():.2f}" in spec.alt
+        assert f"λ={diversity:g}: {upper.min():.2f} to {upper.max():.2f}" in spec.alt
     assert spec.title == "Correlation of errors between members"
 
 

@@ -219,9 +219,13 @@ def test_a_batch_larger_than_own_data_holds_all_samples() -> None:
 
 
 def test_failed_runs_have_no_metrics() -> None:
-    options = SMALL | {"optimizer": "sgd", "learning_rate": 1e30, "steps": 4}
+    def make() -> nn.Module:
+        network = CNN()
+        nn.init.constant_(network.head.weight[0], torch.inf)
+        return network
+
     with pytest.warns(UserWarning, match=r"4 runs failed \(NaN or Inf .*\): λ=0 with seed 0, "):
-        result = ace.sweep(CNN, TRAIN, TEST, **options)
+        result = ace.sweep(make, TRAIN, TEST, **SMALL)
     assert result.to_frame()["status"].tolist() == ["failed"] * 4
     assert len(result.table()) == 0
     assert "4 runs" in str(result)

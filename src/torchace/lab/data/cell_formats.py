@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pandas import Series  # type: ignore[import-untyped]
 
 MIN_SHARE = 0.98  # of numbers or dates in a column of them; the other cells count as missing
+SAMPLE = 1000  # distinct cells that rule out a format
 MIXED_DATES = 0.2  # a smaller share of dates is chance
 
 _EUROPEAN = ("1234,5", "1.234,5", "1 234,5")
@@ -26,21 +27,19 @@ def number_formats(columns: Mapping[str, Series]) -> dict[str, tuple[str, float]
     """
     shares = {name: _number_shares(column) for name, column in columns.items()}
     european = any(
-        max(found[format] for format in _EUROPEAN) >= MIN_SHARE
-        and max(found[format] for format in _EUROPEAN) > max(found[""], found["1,234.5"])
+        max(found.get(format, 0.0) for format in _EUROPEAN) > max(found[""], found.get("1,234.5", 0.0))
         for found in shares.values()
-        if found.keys() > {""}
     )
     formats = {}
     for name, found in shares.items():
-        order = [*_EUROPEAN, *found] if european and found.keys() > {""} else list(found)
+        order = [*(format for format in _EUROPEAN if european and format in found), *found]
         best = max(order, key=lambda format: found[format])  # the first of equals
         formats[name] = (best, found[best])
     return formats
 
 
 def _number_shares(column: Series) -> dict[str, float]:
-    """Share of the present cells that are numbers, by format; only for the empty format if that settles it."""
+    """Share of the present cells that are numbers, by format: the plain one, and others that fit most cells."""
     if is_numeric(column):
         return {"": 1.0}
     if pandas().api.types.is_datetime64_any_dtype(column.dtype):
@@ -53,14 +52,16 @@ def _number_shares(column: Series) -> dict[str, float]:
     if not len(cells) or is_category(column):
         return {"": float(not len(cells))}
 
-    def share(format: str) -> float:
-        return float(counts[np.asarray(match_numbers(cells, format)[1])].sum() / counts.sum())
+    def share(format: str, rows: int) -> float:
+        return float(counts[:rows][np.asarray(match_numbers(cells[:rows], format)[1])].sum() / counts[:rows].sum())
 
-    plain, pc = share(""), arrow("pyarrow.compute")
-    has_digits = counts[np.asarray(pc.match_substring_regex(cells, "[0-9]"))].sum() >= MIN_SHARE * counts.sum()
-    if not has_digits or (plain == 1 and not pc.any(pc.match_substring(cells, ".")).as_py()):
-        return {"": plain}
-    return {"": plain, **{format: share(format) for format in NUMBER_FORMATS}}
+    found = {"": share("", len(cells))}
+    if found[""] == 1 and not (pc := arrow("pyarrow.compute")).any(pc.match_substring(cells, ".")).as_py():
+        return found  # whole numbers are the same in all formats
+    for format in NUMBER_FORMATS if found[""] < 1 else ("1.234,5",):  # others give plain numbers the same values
+        if share(format, SAMPLE) >= MIN_SHARE / 2 and (whole := share(format, len(cells))) >= MIN_SHARE:
+            found[format] = whole
+    return found
 
 
 def date_format(column: Series) -> tuple[str, float]:

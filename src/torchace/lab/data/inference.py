@@ -166,7 +166,7 @@ def _infer_columns(
         except _DroppedError as reason:
             dropped.append((name, str(reason)))
             continue
-        if name not in kinds and column.kind == "number" and _is_row_number(numbers(frame[name], column.format)[0]):
+        if name not in kinds and column.kind == "number" and _is_row_number(frame[name], column.format):
             row_numbers.append(column)
         else:
             columns.append(column)
@@ -248,9 +248,13 @@ def _check_duplicate(name: str, content: bytes, seen: dict[bytes, str]) -> None:
         raise _DroppedError(f"its values are those of {quote(first)}")
 
 
-def _is_row_number(values: NDArray[np.float64]) -> bool:
+def _is_row_number(column: Series, format: str) -> bool:
     """Whether numbers are 0, 1, 2, … or 1, 2, 3, …."""
-    return len(values) > 1 and values[0] in (0, 1) and bool((np.diff(values) == 1).all())
+    for cells in (column.iloc[:2], column):  # the first two rule out most columns
+        values, _ = numbers(cells, format)
+        if len(values) < 2 or values[0] not in (0, 1) or not (np.diff(values) == 1).all():
+            return False
+    return True
 
 
 # -- the target --------------------------------------------------------------------------------------------------------

@@ -63,6 +63,8 @@ def is_mixed(estimator: Any, X: Any, reset: bool) -> bool:
     if not reset and hasattr(estimator, "_encoding"):
         return not estimator._encoding.is_plain
     frame = as_frame(X)
+    if frame is not None:
+        check_columns(frame)
     return frame is not None and not all(_is_number(dtype) for dtype in frame.dtypes)
 
 

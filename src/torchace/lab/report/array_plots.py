@@ -99,24 +99,10 @@ def _reliability(results: Results, arm: ArmSummary) -> FigureSpec | None:
 def _pairs(results: Results, arm: ArmSummary) -> FigureSpec | None:
     """Disagreement, or correlation of errors, of each pair of members at two λ of one seed."""
     if results.task.name == "regression":
-        key, title, values, scale, unit, top = (
-            "residual_correlation",
-            "Correlation of errors between members",
-            "from {} to {}",
-            1.0,
-            "",
-            1.0,
-        )
+        key, title, scale, unit, top = "residual_correlation", "Correlation of errors between members", 1.0, "", 1.0
         caption = "Correlation of two members' errors on the test rows; averaging removes more where it is low"
     else:
-        key, title, values, scale, unit, top = (
-            "disagreement_matrix",
-            "Disagreement between members",
-            "{} to {}%",
-            100.0,
-            "%",
-            0.0,
-        )
+        key, title, scale, unit, top = "disagreement_matrix", "Disagreement between members", 100.0, "%", 0.0
         caption = "Share of test cases on which two members predict different classes, in percent"
     by_seed: dict[int, dict[float, Array]] = {}
     for run in (run for d in two_diversities(results, arm) for run in results.finished(arm, d)):
@@ -127,10 +113,7 @@ def _pairs(results: Results, arm: ArmSummary) -> FigureSpec | None:
         return None
     seed = min(by_seed, key=lambda seed: (-len(by_seed[seed]), seed))  # the first with both λ
     matrices = by_seed[seed]
-    parts = []
-    for diversity, matrix in matrices.items():
-        ends = f"{np.nanmin(_upper(matrix)):.2f}", f"{np.nanmax(_upper(matrix)):.2f}"
-        parts.append(f"{at(diversity)}: {values.format(*ends)}")
+    parts = [f"{at(d)}: {np.nanmin(_upper(m)):.2f} to {np.nanmax(_upper(m)):.2f}{unit}" for d, m in matrices.items()]
     return FigureSpec(
         f"matrix_{results.arms.index(arm)}",
         "members",

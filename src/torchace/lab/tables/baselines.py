@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchace._files import error_reason
 from torchace._statistics import mean_over_samples
 from torchace.functional import brier_score, ensemble_log_probs
 from torchace.lab.data import permutation
@@ -144,8 +145,8 @@ def compare_with_baselines(
         start = time.monotonic()
         try:
             found = fit()
-        except ValueError as error:
-            models.append(ModelScores(name=name, label=label, failure=str(error).splitlines()[0][:200]))
+        except Exception as error:  # of many types; a baseline that fails must not fail the fit
+            models.append(ModelScores(name=name, label=label, failure=error_reason(error)))
             continue
         estimate = mean_over_samples((losses(found, target) - own).numpy() * unit**2)
         low, high = (None, None) if estimate is None else estimate.interval(0.05)
@@ -194,7 +195,8 @@ def permutation_importances(
             altered = raw.clone()
             altered[:, columns] = raw[permutation(seed, "importance", place, repeat, count=len(raw))][:, columns]
             increases.append(loss(altered, target) - before)
-        found.append((name, float(np.mean(increases)), float(np.std(increases))))
+        if np.isfinite(increases).all():
+            found.append((name, float(np.mean(increases)), float(np.std(increases))))
     return sorted(found, key=lambda entry: -entry[1])
 
 

@@ -1,0 +1,63 @@
+"""Tables that people have: each is understood, or refused in words that say what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from torchace.sklearn import ACEClassifier
+
+ROWS = 60
+DRAW = np.random.default_rng(0)
+FRAME = pd.DataFrame({"age": DRAW.normal(size=ROWS), "town": DRAW.choice(["Ulm", "Köln"], ROWS)})
+LABELS = np.array(["cat", "dog"])[np.arange(ROWS) % 2]
+
+
+def _fit(frame: Any = FRAME, y: Any = LABELS, **options: Any) -> ACEClassifier:
+    tiny = {"num_members": 2, "hidden": (4,), "epochs": 1, "random_state": 0}
+    return ACEClassifier(**{**tiny, **options}).fit(frame, y)
+
+
+@pytest.mark.parametrize(
+    ("column", "reason"),
+    [
+        (1, "in every row"),
+        (np.nan, "empty"),
+        (FRAME["town"], "those of 'town'"),
+        (range(100, 160), None),
+        (
+            [f"2024-01-{row % 28 + 1:02}" if row % 2 else f"soon {row}" for row in range(ROWS)],
+            "50% of its values are dates",
+        ),
+        ([f"K{row}" for row in range(ROWS)], "identifier"),
+    ],
+    ids=["constant", "all missing", "duplicate", "numbers", "half dates", "identifier"],
+)
+def test_columns_that_say_nothing_are_left_out(column: Any, reason: str | None) -> None:
+    frame = FRAME.assign(other=column)
+    dropped = dict(_fit(frame)._encoding.schema.dropped)
+    assert (reason is None) == (not dropped)
+    assert reason is None or reason in dropped["other"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: _fit(FRAME.assign(age=np.inf)), r"'age'.*row 1.*infinite"),
+        (lambda: _fit(np.full((ROWS, 2), np.inf)), "infinity"),
+        (lambda: _fit(pd.concat([FRAME, FRAME], axis=1)), "two columns named 'age'"),
+        (lambda: _fit(y=np.full(ROWS, "cat")), "at least two classes"),
+        (lambda: _fit(y=pd.Series(LABELS).where(np.arange(ROWS) > 3, None)), "NaN"),
+        (lambda: _fit(FRAME[:4], LABELS[:4], early_stopping="folds"), "at least 5 samples"),
+        (lambda: _fit(pd.DataFrame({"town": ["Ulm"] * ROWS})), "No column is left"),
+        (lambda: _fit().predict(FRAME[["age"]]), "now missing:\n- town"),
+        (lambda: _fit().predict(FRAME[["town", "age"]]), "same order"),
+    ],
+)
+def test_what_cannot_be_used_is_named(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
