@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -42,6 +43,24 @@ class Server:
 
     def stop(self) -> None:
         self.run("pg_ctl", "-D", "data", "-m", "immediate", "-w", "stop")
+
+    def processes(self) -> list[int]:
+        """The server's process and those that it started, one for each connection among them."""
+        first = int((self.folder / "data" / "postmaster.pid").read_text().split()[0])
+        others = [stat for stat in Path("/proc").glob("[0-9]*/stat") if _fields(stat)[1:2] == [str(first)]]
+        return [first, *(int(stat.parent.name) for stat in others)]
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Stopped where it is: connections stay open, and nothing answers."""
+        frozen = self.processes()
+        for process in frozen:
+            os.kill(process, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in frozen:
+                os.kill(process, signal.SIGCONT)
 
     def run(self, command: str, *arguments: str) -> None:
         # to a file: a pipe would stay open for as long as the server runs
@@ -84,6 +103,14 @@ def running() -> Iterator[Server]:
             server.stop()
     finally:
         shutil.rmtree(folder)
+
+
+def _fields(stat: Path) -> list[str]:
+    """State, parent and more of a process, from the system's table; nothing where it has ended since."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _text(file: Path) -> str:

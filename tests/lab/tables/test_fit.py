@@ -22,6 +22,7 @@ from tests.lab.cli.command_line import everything_in, houses, pets, write_table
 from tests.lab.tables.small_fits import done, is_complete, job, weights_of, written
 from torchace._files import PathError
 from torchace.lab.data import DataError
+from torchace.lab.data.folds import assign_folds
 from torchace.lab.data.tables import read_table
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.tables import fit as table_fit
@@ -59,6 +60,32 @@ def test_a_models_scores_equal_its_record(
         for key, value in scores.items():
             # rounding in float64, for numbers of at most 1e10
             assert value == pytest.approx(model.record["scores"][part][key], rel=1e-9, abs=1e-12), key
+
+
+@pytest.mark.parametrize(("name", "make", "target"), KINDS)
+def test_members_leave_out_folds_of_training_and_validation_rows(
+    name: str, make: Callable[..., Any], target: str, tmp_path: Path
+) -> None:
+    """Validation scores are those of the members that left a row out; those of the test rows, of the saved model."""
+    options = {"num_members": 5, "patience": 3, "epochs": 6, "diversity": 0.0}
+    fit = job(write_table(make(300), tmp_path / name), target, tmp_path / "out", **options)
+    model, table = done(fit), fit.table
+    assert model.record["folds"] == 5
+    assert model.record["temperature"] != 1 if target == "pet" else model.record["temperature"] == 1
+    frame = make(300).iloc[table.test_rows.numpy()]
+    metric = "cross_entropy" if target == "pet" else "mse"
+    scores = model.evaluate(frame).metrics
+    assert scores[metric] == pytest.approx(model.record["scores"]["test"][metric], rel=1e-9)
+    samples = torch.cat([table.train.x, table.validation.x])
+    folds = assign_folds(samples, torch.cat([table.train.y, table.validation.y]), seed=fit.seed)[len(table.train) :]
+    frame = make(300).iloc[table.validation_rows.numpy()]
+    own = model.logits(frame)[folds, torch.arange(len(frame))]  # member k leaves out fold k
+    y = model.encoding.targets(frame)
+    if target == "pet":
+        expected = torch.nn.functional.cross_entropy(own, y)
+    else:
+        expected = (own.squeeze(1) - y).square().mean()
+    assert model.record["scores"]["validation"][metric] == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_result_files(data: Path, tmp_path: Path) -> None:

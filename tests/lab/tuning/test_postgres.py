@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,9 +20,10 @@ import sqlalchemy
 import torch
 from optuna.trial import FrozenTrial, TrialState
 
-from tests.lab.tuning.test_optuna_search import PLAN, ended, found, states, value_alone
+from tests.lab.tuning.test_optuna_search import PLAN, SPACE, ended, found, states, value_alone
 from tests.support import postgres
 from torchace.lab.tuning import optuna_search
+from torchace.lab.tuning import postgres as postgres_module
 from torchace.lab.tuning.optuna_search import StudyResult
 from torchace.lab.tuning.storage import StorageError
 
@@ -232,6 +234,22 @@ def test_a_server_restart_between_two_heartbeats(server: postgres.Server) -> Non
         server.start()
 
     assert_as_undisturbed(found(3, server.url(), study_name="restarted", **at(1, 1, restart)), 3)
+
+
+@pytest.mark.parametrize("epochs", [6, 10**6])
+def test_a_frozen_server_is_reported(
+    server: postgres.Server, epochs: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At the end of a trial, or in the middle of one that writes nothing but signs of life."""
+    assert 30 + postgres_module.ANSWER_TIMEOUT < 60  # between two signs of life, and until the second is given up
+    monkeypatch.setattr(postgres_module, "ANSWER_TIMEOUT", 0.5)
+    with ExitStack() as stack:
+        options = at(0, 5, lambda: stack.enter_context(server.frozen()))
+        options |= {"plan": replace(PLAN, epochs=epochs), "space": replace(SPACE, width=2, num_layers=1, num_members=1)}
+        with pytest.raises(StorageError, match=r"\(the server did not answer within 0.5 seconds\)") as caught:
+            found(1, server.url(), study_name=f"frozen {epochs}", heartbeat=1, **options)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""
 
 
 def dies(url: str, folder: str, name: str) -> None:

@@ -24,12 +24,13 @@ from torchace.lab.data.table_schema import Target
 from torchace.lab.estimator.files import load_estimator, save_estimator, to_python
 from torchace.lab.estimator.fitted import FittedEstimator, TrainingState
 from torchace.lab.estimator.inputs import learn_inputs, raw_matrix, read_inputs, read_inputs_and_targets, target_name
-from torchace.lab.estimator.out_of_fold import OutOfFold, collect_out_of_fold
 from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters
 from torchace.lab.training.config import make_optimizer
+from torchace.lab.training.folds import MIN_FOLD_ROWS, FoldSplit
 from torchace.lab.training.loop import Progress
 from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_group, resolve_device, train_members
 from torchace.lab.training.memory import chunk_rows, collect_chunks
+from torchace.lab.training.out_of_fold import OutOfFold, collect_out_of_fold
 from torchace.lab.training.scaling import Scaler, assemble_ensemble
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
 from torchace.lab.tuning.search import SearchProblem
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
 STOPPING = (True, False, "auto", "folds")
-MIN_FOLD_ROWS = 200  # early_stopping="auto": fewer samples are trained for all epochs
 MAX_SEARCH_ROWS = 10_000  # of a search for λ
 SEARCH: dict[str, Any] = {
     "candidates": (0.0, 0.3, 0.5, 0.7),
@@ -152,18 +152,12 @@ class Estimator(FittedEstimator):
             train, validation = self._hold_out(samples, hashed_key(seed, "early stopping"))
             trained = self._train(plan, train, seed, validation=validation)
             return trained, collect_out_of_fold(trained, validation, None, self._target_scaler)
-        members = torch.arange(plan.num_members) % NUM_FOLDS
-        left_out = (members[:, None] == folds).to(samples.x.device)  # (K, N)
-        weight = torch.ones_like(samples.x[:, 0]) if samples.weight is None else samples.weight
-        weight = weight * ~left_out
-        train = replace(samples, weight=weight / weight.mean(1, keepdim=True))
-        covered = left_out.any(0)
-        validation, left_out = samples.take(covered), left_out[:, covered]
-        trained = self._train(plan, train, seed, validation=validation, left_out=left_out)
+        split = FoldSplit.make(samples, folds, plan.num_members)
+        trained = self._train(plan, split.train, seed, validation=split.validation, left_out=split.left_out)
         if plan.members == "shared":  # all samples train the shared weights: nothing is out of fold
             return trained, None
-        out = collect_out_of_fold(trained, validation, left_out, self._target_scaler)
-        return trained, replace(out, rows=covered.nonzero().flatten().cpu().numpy())
+        out = collect_out_of_fold(trained, split.validation, split.left_out, self._target_scaler)
+        return trained, replace(out, rows=split.rows.cpu().numpy())
 
     def _stops_on_folds(self, num_samples: int) -> bool:
         if self.early_stopping == "folds" and num_samples < NUM_FOLDS:

@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from torchace.lab.schema.axes import AXES
 from torchace.lab.schema.errors import describe_error
 from torchace.lab.schema.hyperparameters import (
     Batches,
@@ -32,7 +33,7 @@ from torchace.lab.schema.hyperparameters import (
     Share,
     Width,
 )
-from torchace.lab.schema.results import AXES, PaperTable, RunKey
+from torchace.lab.schema.results import PaperTable, RunKey
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10")
 GIVEN = "given"  # data given to `torchace.sweep` as objects

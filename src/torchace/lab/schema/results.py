@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from torchace._files import with_checksum
+from torchace.lab.schema.axes import AXES, axis_values, exact_text, variant_name
 from torchace.lab.schema.comparison import ModelComparison
 from torchace.lab.schema.values import (
     RESULT_CONFIG,
@@ -112,7 +112,7 @@ class RunResult(ResultFile):
     @property
     def settings(self) -> dict[str, float]:
         """Values on the axes other than λ and seed."""
-        return _settings(self)
+        return axis_values(self)
 
     @property
     def finished(self) -> bool:
@@ -132,29 +132,6 @@ class RunResult(ResultFile):
         return scored.members if scored else ()
 
 
-# axes of a sweep beside λ and seed, with their abbreviation in file names
-AXES = {"learning_rate": "lr", "weight_decay": "wd", "label_smoothing": "ls"}
-
-
-def variant_name(name: str, settings: Mapping[str, float]) -> str:
-    """Name with the values on the axes other than λ and seed.
-
-    Example:
-        >>> variant_name("main", {"learning_rate": 0.1})
-        'main-lr0.1'
-    """
-    return name + "".join(f"-{AXES[axis]}{_exact(value)}" for axis, value in settings.items())
-
-
-def _settings(run: RunKey | RunResult) -> dict[str, float]:
-    return {name: value for name in AXES if (value := getattr(run, name)) is not None}
-
-
-def _exact(value: float) -> str:
-    """Shortest text of a number; distinct numbers need distinct files."""
-    return repr(value + 0.0).removesuffix(".0")  # + 0.0: no -0.0
-
-
 @dataclass(frozen=True)
 class RunKey:
     """The identity of a run: arm, λ, seed and its values on the other axes of the sweep."""
@@ -169,12 +146,12 @@ class RunKey:
     @property
     def id(self) -> str:
         """Name of the run's files."""
-        return variant_name(f"{self.arm}-l{_exact(self.diversity)}-s{self.seed}", self.settings)
+        return variant_name(f"{self.arm}-l{exact_text(self.diversity)}-s{self.seed}", self.settings)
 
     @property
     def settings(self) -> dict[str, float]:
         """Values on the axes other than λ and seed."""
-        return _settings(self)
+        return axis_values(self)
 
     @property
     def description(self) -> str:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from torchace.lab.data import Dataset
+from torchace.lab.schema.axes import AXES
 from torchace.lab.schema.experiment import Arm, ModelSection, TrainSection
-from torchace.lab.schema.results import AXES
 from torchace.lab.sweeps.components import Components
 from torchace.lab.sweeps.factories import Factory
 from torchace.lab.training.config import TrainConfig

@@ -13,8 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from torchace.lab.schema.axes import AXES
 from torchace.lab.schema.experiment import Arm, Experiment
-from torchace.lab.schema.results import AXES, ArmSummary, ExperimentResult, Failure, GroupPlan, RunKey
+from torchace.lab.schema.results import ArmSummary, ExperimentResult, Failure, GroupPlan, RunKey
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.components import Components, named_metrics

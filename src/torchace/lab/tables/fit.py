@@ -21,6 +21,7 @@ import torch
 
 from torchace._files import PARTIAL, fsync_directory, json_digest, read_json, refuse_links, write_atomic
 from torchace.lab.data import Split
+from torchace.lab.data.folds import NUM_FOLDS, assign_folds
 from torchace.lab.schema.results import ExperimentResult, RunKey, RunResult
 from torchace.lab.store import OUTPUT_FILES, RunStore, RunStoreError, finite
 from torchace.lab.sweeps.environment import hardware, versions
@@ -28,9 +29,11 @@ from torchace.lab.tables.baselines import compare_with_baselines
 from torchace.lab.tables.model import TableModel, evaluate_chunks
 from torchace.lab.tables.table import Table
 from torchace.lab.training.checkpoint import Checkpoints
+from torchace.lab.training.folds import MIN_FOLD_ROWS, FoldSplit
 from torchace.lab.training.loop import CheckpointPolicy, Progress
 from torchace.lab.training.members import MemberPlan, TrainedGroup, train_members
 from torchace.lab.training.memory import chunk_rows
+from torchace.lab.training.out_of_fold import collect_out_of_fold, left_out_logits
 from torchace.lab.training.scaling import assemble_ensemble
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
 from torchace.lab.tuning.search import SearchCallback, SearchProblem
@@ -216,20 +219,36 @@ class TableFit:
         owner = {"runs": [[run.arm, run.diversity, run.seed]], "config_sha256": json_digest(self.request())}
         checkpoints = Checkpoints(self.work / "checkpoints" / "model", owner=owner)
         if not store.is_finished(run) or not self._model.exists():
+            folds = self._fold_split(train, validation, diversity)
             trained = train_members(
                 self.plan,
-                train,
+                train if folds is None else folds.train,
                 self.table.num_outputs,
                 diversities=[diversity],
                 seeds=[self.seed],
-                validation=validation,
+                validation=validation if folds is None else folds.validation,
+                left_out=None if folds is None else folds.left_out,
                 checkpoint_policy=CheckpointPolicy(checkpoints, None, SAVE_EVERY),
                 on_progress=callback.on_step,
                 stop=stop,
             )
-            self._save(store, run, trained, tuned)
+            self._save(store, run, trained, tuned, folds)
         checkpoints.remove()
         store.write_experiment(self._experiment(run, tuned, time.monotonic() - start))
+
+    def _fold_split(self, train: Split, validation: Split, diversity: float) -> FoldSplit | None:
+        """Training and validation rows for members that leave out folds; None: stop on the validation rows.
+
+        Every row is left out by the same number of members, so that its scores are those of an ensemble.
+        """
+        plan = self.plan
+        whole = plan.num_members % NUM_FOLDS == 0 and plan.members == "separate" and plan.batches == "shared"
+        whole = whole and len(train) + len(validation) >= MIN_FOLD_ROWS and len(self.table.test) > 0
+        if plan.patience is None or diversity != 0 or train.weight is not None or not whole:
+            return None
+        samples = Split(torch.cat([train.x, validation.x]), torch.cat([train.y, validation.y]))
+        folds = assign_folds(samples.x.double(), samples.y, seed=self.seed)
+        return FoldSplit.make(samples, folds, plan.num_members)
 
     def _search(self, train: Split, validation: Split, test: Split) -> GridSearch:
         # seed + 1: the search must not use the model's seed
@@ -241,7 +260,14 @@ class TableFit:
             min_train_score=0.25,
         )
 
-    def _save(self, store: RunStore, run: RunKey, trained: TrainedGroup, tuned: TunedDiversity | None) -> None:
+    def _save(
+        self,
+        store: RunStore,
+        run: RunKey,
+        trained: TrainedGroup,
+        tuned: TunedDiversity | None,
+        folds: FoldSplit | None,
+    ) -> None:
         """Save the model, then its result file, which marks the run as finished."""
         if (failure := trained.failure(0)) is not None:
             member = "" if failure.member is None else f", member {failure.member}"
@@ -250,12 +276,17 @@ class TableFit:
                 f"with {failure.message}. Try a smaller --learning-rate."
             )
         table, fitted = self.table, trained.fitted
-        ensemble = assemble_ensemble(table.encoder(), trained.ensemble(0), table.target_scaler)
-        scores, arrays = self._evaluate(trained)
+        temperature = 1.0
+        if folds is not None and table.task == "classification":
+            temperature = collect_out_of_fold(trained, folds.validation, folds.left_out, None).temperature
+        ensemble = assemble_ensemble(table.encoder(), trained.ensemble(0), table.target_scaler, temperature)
+        scores, arrays = self._evaluate(trained, temperature, folds)
         record = {
             "fit": self.request(),
             "search": None if tuned is None else tuned.to_json(),
             "scores": scores,
+            "folds": None if folds is None else NUM_FOLDS,
+            "temperature": temperature,
             "best_epoch": None if fitted.best_epochs is None else fitted.best_epochs[0],
             "rows": {"train": len(table.train), "validation": len(table.validation), "test": len(table.test)},
         }
@@ -287,8 +318,13 @@ class TableFit:
         }
         store.write_result(RunResult.model_validate(content), arrays)
 
-    def _evaluate(self, trained: TrainedGroup) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return scores by part, in the target's units, and the arrays of the last part."""
+    def _evaluate(
+        self, trained: TrainedGroup, temperature: float, folds: FoldSplit | None
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return scores by part, in the target's units, and the arrays of the last part.
+
+        With folds, a validation row is predicted by the members that left it out.
+        """
         stacked = trained.ensemble(0).cpu().double()
         table, scores, arrays = self.table, {}, {}
         parts = {"validation": (table.validation, table.validation_rows), "test": (table.test, table.test_rows)}
@@ -297,7 +333,13 @@ class TableFit:
                 continue
             y, scaler = part.y, table.target_scaler
             with torch.no_grad():
-                logits = map(stacked, part.x.split(chunk_rows(stacked, stacked.num_members)))
+                if folds is not None and name == "validation":
+                    rows_of_part = slice(len(table.train), None)
+                    x, left_out = folds.validation.x[rows_of_part], folds.left_out[:, rows_of_part]
+                    logits = left_out_logits(trained, x, left_out)
+                else:
+                    logits = map(stacked, part.x.split(chunk_rows(stacked, stacked.num_members)))
+                logits = (chunk / temperature for chunk in logits)
                 if scaler is not None:
                     logits, y = map(scaler.inverse_transform, logits), scaler.inverse_transform(y).squeeze(1)
                 evaluation = evaluate_chunks(logits, y)

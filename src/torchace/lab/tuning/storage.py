@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -20,17 +19,11 @@ from optuna.samplers import BaseSampler
 from optuna.storages import InMemoryStorage, RDBStorage, RetryHeartbeatStaleTrialCallback
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
-from sqlalchemy import URL, Engine, make_url, text
-from sqlalchemy.exc import (
-    ArgumentError,
-    DBAPIError,
-    IntegrityError,
-    NoSuchModuleError,
-    ProgrammingError,
-    SQLAlchemyError,
-)
+from sqlalchemy import URL, make_url
+from sqlalchemy.exc import ArgumentError, IntegrityError, NoSuchModuleError, ProgrammingError, SQLAlchemyError
 
 from torchace._files import refuse_links
+from torchace.lab.tuning.postgres import CONNECT_TIMEOUT, ServerLock, connection_factory
 from torchace.lab.tuning.search import fingerprint_difference
 
 FINGERPRINT = "torchace"  # attribute of a study
@@ -38,13 +31,6 @@ FAILURE = "failure"  # attribute of a trial: the reason; such a trial is not ret
 RETRIES = 3  # of a trial whose process died
 ATTEMPTS = 20  # to create the tables: other processes may do the same
 SERVER_DELAY = 1.0  # seconds until a server notices that a process died
-CONNECTION = {  # of PostgreSQL: give up a server that is gone within seconds, not hours
-    "connect_timeout": 10,
-    "keepalives_idle": 15,
-    "keepalives_interval": 5,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 20_000,
-}
 
 
 class StorageError(ValueError):
@@ -92,41 +78,6 @@ class FileLock:
     def close(self) -> None:
         """Release the lock."""
         self.file.close()
-
-
-class ServerLock:
-    """PostgreSQL advisory lock, released with the connection."""
-
-    def __init__(self, engine: Engine, study_name: str) -> None:
-        digest = hashlib.sha256(f"torchace {study_name}".encode()).digest()
-        self.key = int.from_bytes(digest[:8], signed=True)
-        self.connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        self._select("pg_advisory_lock_shared")
-
-    @contextmanager
-    def exclusive(self) -> Iterator[bool]:
-        """Yield whether no other process works on the study; others wait until the context ends."""
-        try:
-            acquired = self._select("pg_try_advisory_lock")
-        except DBAPIError as error:
-            if not error.connection_invalidated:
-                raise
-            self.connection.rollback()  # the server restarted and released the lock
-            self._select("pg_advisory_lock_shared")
-            acquired = self._select("pg_try_advisory_lock")
-        try:
-            yield acquired
-        finally:
-            if acquired:
-                self._select("pg_advisory_unlock")
-
-    def close(self) -> None:
-        """Close the connection, which releases the lock."""
-        self.connection.invalidate()
-        self.connection.close()
-
-    def _select(self, function: str) -> bool:
-        return bool(self.connection.execute(text(f"SELECT {function}(:key)"), {"key": self.key}).scalar())
 
 
 @dataclass(frozen=True)
@@ -280,8 +231,10 @@ def _connect(url: URL, heartbeat: int) -> _Storage:
         try:
             if url.get_backend_name() == "sqlite":
                 options["connect_args"] = {"timeout": 60}
+            elif url.drivername == "postgresql+psycopg":
+                options["creator"] = connection_factory(url)
             elif url.get_backend_name() == "postgresql":
-                options["connect_args"] = {key: value for key, value in CONNECTION.items() if key not in url.query}
+                options["connect_args"] = {"connect_timeout": CONNECT_TIMEOUT}
             return _Storage(
                 url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}"),  # Optuna formats it
                 options,

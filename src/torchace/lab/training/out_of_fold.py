@@ -40,7 +40,7 @@ def collect_out_of_fold(
     """Predict each sample by the members that left it out, `(K, N)`; None: by all."""
     temperature = 1.0 if targets is not None else _fit_temperature(trained, split, left_out)
     predictions, losses, done = [], [], 0
-    for logits in _own_logits(trained, split.x, left_out):  # (m, n, C), NaN where fewer members left a sample out
+    for logits in left_out_logits(trained, split.x, left_out):  # (m, n, C), NaN where fewer members left a sample out
         y = split.y[done : done + logits.shape[1]].cpu()
         done += len(y)
         if trained.plan.task == "multilabel":
@@ -68,7 +68,7 @@ def _fit_temperature(trained: TrainedGroup, split: Split, left_out: Tensor | Non
     size = 8 * len(split) * members * trained.network.predict(split.x[:1]).shape[-1]
     part = slice(None, None, -(-size // memory.CHUNK_BYTES))
     mask = None if left_out is None else left_out[:, part]
-    logits = torch.cat(list(_own_logits(trained, split.x[part], mask)), 1)
+    logits = torch.cat(list(left_out_logits(trained, split.x[part], mask)), 1)
     weight = None if split.weight is None else split.weight[part].cpu().double()
     y = split.y[part].cpu()
     if trained.plan.task == "multilabel":  # a label is a choice between the logits 0 and z
@@ -78,8 +78,8 @@ def _fit_temperature(trained: TrainedGroup, split: Split, left_out: Tensor | Non
     return fit_temperature(logits, y, weight)
 
 
-def _own_logits(trained: TrainedGroup, x: Tensor, left_out: Tensor | None) -> Iterator[Tensor]:
-    """Logits of the members that left a sample out, in chunks `(m, n, C)`."""
+def left_out_logits(trained: TrainedGroup, x: Tensor, left_out: Tensor | None) -> Iterator[Tensor]:
+    """Logits of the members that left a sample out, in chunks `(m, n, C)`; NaN where fewer members did."""
     done = 0
     for logits in trained.logits(0, x):
         rows = slice(done, done + logits.shape[1])
