@@ -42,7 +42,7 @@ def _comparison(difference: float, low: float, high: float, **changes: Any) -> M
         ((0.1, 0.05, 0.15), "The ensemble beats", "lower by 0.1000 (95 % interval 0.0500 to 0.1500) on 250 test rows."),
         ((-0.1, -0.15, -0.05), "A baseline is better: logistic", "lower by 0.1000 (95 % interval 0.0500 to 0.1500)"),
         ((0.01, -0.05, 0.07), "The ensemble is not better", "lower by 0.0100 (95 % interval −0.0500 to 0.0700)"),
-        ((-0.01, -0.07, 0.05), "The ensemble is not better", "higher by 0.0100 (95 % interval −0.0700 to 0.0500)"),
+        ((-0.01, -0.07, 0.05), "The ensemble is not better", "higher by 0.0100 (95 % interval −0.0500 to 0.0700)"),
     ],
 )
 def test_the_headline_says_first_who_wins(numbers: tuple[float, float, float], start: str, words: str) -> None:

@@ -42,22 +42,21 @@ def comparison_headline(comparison: ModelComparison) -> str:
 
 
 def _difference(comparison: ModelComparison, best: ModelScores) -> str:
-    """Reduction of the loss by the ensemble, or by a baseline that wins."""
+    """Size of the difference with its interval, in favour of the model that has the lower loss."""
     assert best.difference is not None
     assert best.low is not None
     assert best.high is not None
-    sign = -1.0 if best.high < 0 else 1.0
-    low, high = sorted((sign * best.low, sign * best.high))
-    mean = sign * best.difference
+    values = [best.difference, best.low, best.high]
+    if best.difference < 0:
+        values = [-best.difference, -best.high, -best.low]
+    # the sentence is about the ensemble's loss unless a baseline wins
+    direction = "higher" if best.difference < 0 <= best.high else "lower"
     if comparison.loss == "cross_entropy":
-        direction = "lower" if mean >= 0 else "higher"
-        interval = f"{formats.number(low, 4)} to {formats.number(high, 4)}"
-        return f"cross entropy is {direction} by {formats.number(abs(mean), 4)} (95 % interval {interval})"
+        mean, low, high = (formats.number(value, 4) for value in values)
+        return f"cross entropy is {direction} by {mean} (95 % interval {low} to {high})"
     loss = (comparison.ensemble if best.high < 0 else best).scores[comparison.loss] or 0.0
-    mean, low, high = (100 * value / loss if loss else 0.0 for value in (mean, low, high))
-    direction = "lower" if mean >= 0 else "higher"
-    interval = f"{formats.number(low, 1)} to {formats.number(high, 1)} %"
-    return f"mean squared error is {direction} by {formats.number(abs(mean), 1)} % (95 % interval {interval})"
+    mean, low, high = (formats.number(100 * value / loss if loss else 0.0, 1) for value in values)
+    return f"mean squared error is {direction} by {mean} % (95 % interval {low} to {high} %)"
 
 
 def comparison_findings(comparison: ModelComparison) -> list[Finding]:
