@@ -56,8 +56,8 @@ def is_conv1d(layer: nn.Module) -> bool:
 class Adapter(nn.Module):
     """Base class of adapters; `forward` returns a member's weight from the shared one.
 
-    Parameters are `(K, ...)` in an ensemble. `before` and `after` are hooks of the layer, which compute the same
-    without a weight for each member.
+    Parameters are `(K, ...)` in an ensemble. A convolution runs with that weight, since K small convolutions cost less
+    than passes over the activations. A linear layer runs with the shared weight between the hooks `before` and `after`.
     """
 
     def __init__(self, shape: LayerShape) -> None:
@@ -67,8 +67,21 @@ class Adapter(nn.Module):
     def attach(self, layer: nn.Module) -> None:
         """Make the adapter part of a layer and of its forward."""
         layer.add_module(ADAPTER, self)
-        layer.register_forward_pre_hook(self.before)
-        layer.register_forward_hook(self.after)
+        if self.shape.kernel:
+            layer.register_forward_pre_hook(self.set_weight)
+            layer.register_forward_hook(self.remove_weight, always_call=True)
+        else:
+            layer.register_forward_pre_hook(self.before)
+            layer.register_forward_hook(self.after)
+
+    def set_weight(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        """Hide the layer's weight behind a member's: attributes are found before parameters."""
+        vars(layer)["weight"] = self(layer._parameters["weight"])  # not always an nn.Parameter
+
+    def remove_weight(self, layer: nn.Module, *_: Any) -> None:
+        """Undo `set_weight`."""
+        vars(layer).pop("weight", None)
+        vars(layer).pop("bias", None)
 
     def before(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the layer's input."""
@@ -114,34 +127,34 @@ class MultiplicativeAdapter(Adapter):
                 if factors is not None:
                     factors.normal_(1.0, 0.1)
 
+    def set_weight(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        """Hide the layer's weight and bias behind a member's."""
+        super().set_weight(layer, args)
+        if self.bias is not None:
+            vars(layer)["bias"] = self.bias
+
     def before(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Multiply the input."""
-        return (args[0] * self._channels(self.r, args[0]), *args[1:])
+        return (args[0] * self.r.to(args[0].dtype), *args[1:])  # in float32, autocast would need twice the memory
 
     def after(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """Multiply the output and add the bias."""
         if self.s is None:
             return output
-        s = self._channels(self.s, output)
-        return output * s if self.bias is None else torch.addcmul(self._channels(self.bias, output), output, s)
-
-    def _channels(self, values: Tensor, like: Tensor) -> Tensor:
-        """Return a number for each channel in a shape and type that fit `like`."""
-        values = values.to(like.dtype)  # under autocast, a product in float32 would double the memory
-        return values.view(-1, *[1] * len(self.shape.kernel)) if self.shape.kernel else values
+        s = self.s.to(output.dtype)
+        return output * s if self.bias is None else torch.addcmul(self.bias.to(output.dtype), output, s)
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return a member's weight."""
-        ends = [1] * len(self.shape.kernel)
-        r, s, groups = self.r, self.s, self.shape.groups
+        groups = self.shape.groups
+        factors = self.r.view(groups, 1, -1)
+        if self.s is None:
+            factors = factors.expand(groups, self.shape.outputs // groups, -1)
+        else:
+            factors = factors * self.s.view(groups, -1, 1)
         if self.shape.transposed:
-            weight = weight * r.view(-1, 1, *ends)
-            if s is None:
-                return weight
-            parts = weight.unflatten(0, (groups, -1)) * s.view(groups, 1, -1, *ends)
-            return parts.flatten(0, 1)
-        weight = (weight.unflatten(0, (groups, -1)) * r.view(groups, 1, -1, *ends)).flatten(0, 1)
-        return weight if s is None else weight * s.view(-1, 1, *ends)
+            factors = factors.mT
+        return weight * factors.reshape(weight.shape[0], -1, *[1] * len(self.shape.kernel))
 
 
 class LowRankAdapter(Adapter):
@@ -163,22 +176,15 @@ class LowRankAdapter(Adapter):
 
     def after(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """Add the change to the output."""
-        x, scale = args[0], self.alpha / self.rank
-        if isinstance(layer, _ConvNd):
-            inner = layer._conv_forward(x, self.A, None) * scale
-            outer = self.B.view(*self.B.shape, *[1] * len(self.shape.kernel))
-            conv = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(self.shape.kernel)]
-            return output + conv(inner, outer)
-        inner = F.linear(x, self.A) * scale
+        inner = F.linear(args[0], self.A) * (self.alpha / self.rank)
         rows = output.reshape(-1, self.shape.outputs)
         return torch.addmm(rows, inner.reshape(-1, self.rank), self.B.t()).view(output.shape)
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return a member's weight."""
-        change = (self.B @ self.A.flatten(1) if self.shape.kernel else self.B @ self.A) * (self.alpha / self.rank)
-        if self.shape.transposed:
-            change = change.t()
-        return weight + change.view(weight.shape)
+        rows = weight.t() if self.shape.transposed else weight.flatten(1)
+        rows = torch.addmm(rows, self.B, self.A.flatten(1), alpha=self.alpha / self.rank)
+        return rows.t() if self.shape.transposed else rows.view(weight.shape)
 
     def extra_repr(self) -> str:
         """Return rank and alpha."""

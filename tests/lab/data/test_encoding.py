@@ -8,6 +8,7 @@ import math
 import tempfile
 from collections import Counter
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from torchace.lab.data import (
     read_table,
     train_val_test_split,
 )
-from torchace.lab.data.encoding import mean_and_std
+from torchace.lab.data.encoding import learn_number, mean_and_std, resolve_method, table_encoder
 
 
 def features_of(encoding: Encoding, frame: pd.DataFrame) -> Tensor:
@@ -105,6 +106,40 @@ def test_rows_of_weight_zero_are_ignored():
 def test_weights_are_checked(weights):
     with pytest.raises(ValueError, match="sample_weight"):
         learn_encoding(infer_schema(pets(), "pet"), pets(), sample_weight=weights)
+
+
+def test_robust_and_piecewise_features_value_by_value():
+    """Median, quartiles and knots by sorting repeated values; bins and smooth bounds one number at a time."""
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=41) ** 3
+    times = rng.integers(1, 4, 41)
+    column = learn_number("x", np.append(values, np.nan), np.append(times, 5.0) * 0.5, "piecewise")
+    ordered = sorted(values.repeat(times).tolist())
+
+    def quantile(share: Fraction) -> float:
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)]  # smallest with at least this share at or below
+
+    knots = [quantile(Fraction(i, 8)) for i in range(9)]
+    assert column.knots == tuple(sorted(set(knots)))
+    assert (column.center, column.scale, column.missing) == (knots[4], pytest.approx(knots[6] - knots[2]), True)
+    raw = [*values.tolist(), 1e6, -1e6, math.nan]
+    features = table_encoder([column])(torch.tensor(raw, dtype=torch.float64)[:, None])
+    for value, row in zip(raw, features.tolist(), strict=True):
+        x = knots[4] if math.isnan(value) else value
+        z = max(-1e4, min(1e4, (x - knots[4]) / (knots[6] - knots[2])))
+        bins = [min(1.0, max(0.0, (x - low) / (high - low))) for low, high in pairwise(column.knots)]
+        assert row == pytest.approx([z / math.sqrt(1 + (z / 3) ** 2), *bins, float(math.isnan(value))], abs=1e-12)
+    constant = learn_number("x", np.full(5, 7.0), np.ones(5), "piecewise")
+    assert (constant.scale, constant.knots) == (0.0, ())
+
+
+def test_bins_are_for_columns_with_levels_of_their_own():
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 17, (200, 6)).astype(float)
+    assert resolve_method("auto", pixels.T) == "robust"
+    assert resolve_method("auto", pixels.T[:3]) == "piecewise"  # too few columns to tell
+    assert resolve_method("auto", rng.normal(size=(200, 6)).T) == "piecewise"
+    assert resolve_method("standard", pixels.T) == "standard"
 
 
 # -- against the reference ---------------------------------------------------------------------------------------------

@@ -40,13 +40,7 @@ if TYPE_CHECKING:
 
 STOPPING = (True, False, "auto", "folds")
 MAX_SEARCH_ROWS = 10_000  # of a search for λ
-SEARCH: dict[str, Any] = {
-    "candidates": (0.0, 0.3, 0.5, 0.7),
-    "num_seeds": 2,
-    "num_fresh": 4,
-    "rounds": 1,
-    "min_train_score": 0.25,
-}
+SEARCH: dict[str, Any] = {"candidates": (0.0, 0.3, 0.5, 0.7), "num_seeds": 3, "num_fresh": 8, "rounds": 1}
 ENCODE_ROWS = 65_536  # encoded at once
 
 
@@ -180,7 +174,9 @@ class Estimator(FittedEstimator):
         variance = 1.0 if scaler is None else float(scaler.std.square().mean())
         variance = variance if 1e-50 < variance < 1e50 else 1.0  # else scores of scaled targets: no overflow
         problem = SearchProblem(plan, train, validation, self._num_outputs, seed)
-        search = GridSearch(problem, test=test, test_name="held-out", score_scale=variance, **SEARCH)
+        search = GridSearch(
+            problem, test=test, test_name="held-out", score_scale=variance, min_train_score=0.25, **SEARCH
+        )
         return search.run()
 
     def _is_first_call(self) -> bool:
