@@ -153,6 +153,8 @@ class ModelSection(Section):
             raise ValueError("`arguments` need `factory`, the function that returns a member.")
         if self.rank is not None and self.kind not in ("smoc", "adapters"):
             raise ValueError(f"`rank` needs kind = 'smoc' or kind = 'adapters', but got kind = {self.kind!r}.")
+        if self.rank is not None and self.kind == "adapters" and self.adapter != "low_rank":
+            raise ValueError(f"`rank` needs adapter = 'low_rank', but got adapter = {self.adapter!r}.")
         if (self.layers is not None or self.freeze) and self.kind != "adapters":
             raise ValueError(f"`layers` and `freeze` need kind = 'adapters', but got kind = {self.kind!r}.")
         if self.kind == "adapters" and self.factory is None:
