@@ -28,7 +28,7 @@ from torchace.nn.stacked import StackedEnsemble
 from torchace.nn.stacked_state import take_members
 
 ADAPTERS = ("multiplicative", "low_rank")
-ALPHA = 8  # peft's default
+RANK, ALPHA = 8, 8  # peft's defaults
 
 
 def adapt(
@@ -36,7 +36,7 @@ def adapt(
     num_members: int,
     *,
     adapter: str = "multiplicative",
-    rank: int = 8,
+    rank: int = RANK,
     alpha: float | None = None,
     layers: str | Sequence[str] | None = None,
     freeze: bool = False,
@@ -94,6 +94,11 @@ def adapt(
         raise TypeError(f"Expected `model` to be one network, but got the ensemble {kind}. Adapt one of its members.")
     _checks.check_count(num_members, "num_members")
     _checks.check_choice(adapter, "adapter", ADAPTERS)
+    if adapter != "low_rank" and (alpha is not None or rank != RANK):
+        name, value = ("rank", rank) if alpha is None else ("alpha", alpha)
+        raise ValueError(
+            f"Expected adapter='low_rank' with {name}={value!r}, but got {adapter!r}, which has no {name}."
+        )
     alpha = ALPHA if alpha is None else alpha
     _checks.check_fraction(alpha, "alpha", largest=1e9, kind="a number", interval="[0, 1e9]")
     trained = freeze if trained is None else trained
