@@ -32,8 +32,10 @@ NETWORKS = {"mlp": (mlp, (5, 4)), "convolutional": (convolutional, (5, 1, 6, 6))
 
 
 def trained(model: nn.Module, x: Tensor, **options: Any) -> ace.nn.AdaptedEnsemble:
-    """Low-rank members after two steps, so that no adapter is zero and BatchNorm statistics differ."""
-    ensemble = adapt(model, K, **({"adapter": "low_rank", "rank": 2, "alpha": 5.0, "freeze": True} | options))
+    """Members after two steps, so that no adapter is zero and BatchNorm statistics differ; of low rank by default."""
+    options = {"adapter": "low_rank", "freeze": True} | options
+    size = {"rank": 2, "alpha": 5.0} if options["adapter"] == "low_rank" else {}
+    ensemble = adapt(model, K, **size | options)
     optimizer = torch.optim.SGD([p for p in ensemble.parameters() if p.requires_grad], lr=0.3)
     for _ in range(2):
         optimizer.zero_grad()

@@ -23,6 +23,7 @@ from torchace.nn.conversion import find_logits
 from torchace.nn.stacked_state import all_shared_names
 
 K = 3
+KINDS = {"multiplicative": {"adapter": "multiplicative"}, "low_rank": {"adapter": "low_rank", "rank": 2}}
 
 
 class Encoder(nn.Module):
@@ -55,14 +56,14 @@ def randomize(ensemble: nn.Module) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("freeze", [False, True])
-@pytest.mark.parametrize("adapter", ["multiplicative", "low_rank"])
+@pytest.mark.parametrize("adapter", KINDS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_outputs_gradients_and_statistics_equal_separate_members(name, adapter, freeze, training):
     torch.manual_seed(0)
     make, inputs = NETWORKS[name]
     x = inputs()
     x = x.double() if x.is_floating_point() else x
-    ensemble = adapt(make().double(), K, adapter=adapter, rank=2, freeze=freeze).train(training)
+    ensemble = adapt(make().double(), K, **KINDS[adapter], freeze=freeze).train(training)
     randomize(ensemble)
     members = [ensemble[k] for k in range(K)]
     merged = torch.stack([ensemble.merge(k)(x) for k in range(K)])
@@ -106,7 +107,7 @@ def test_saving_loading_copies_and_parts(tmp_path, options):
 
 @pytest.mark.parametrize("make_optimizer", [lambda p: SGD(p, 0.05, momentum=0.9), lambda p: Adam(p, 0.01)])
 @pytest.mark.parametrize("freeze", [False, True])
-@pytest.mark.parametrize("adapter", ["multiplicative", "low_rank"])
+@pytest.mark.parametrize("adapter", KINDS)
 @pytest.mark.parametrize("name", ["mlp", "conv", "encoder"])
 def test_ten_steps_equal_separate_networks_whose_weights_contain_the_adapters(name, adapter, freeze, make_optimizer):
     torch.manual_seed(0)
@@ -114,7 +115,7 @@ def test_ten_steps_equal_separate_networks_whose_weights_contain_the_adapters(na
     model, batches = make().double(), [inputs() for _ in range(10)]
     batches = [x.double() if x.is_floating_point() else x for x in batches]
     target = torch.randint(3, (len(batches[0]),))
-    ensemble = adapt(model, K, adapter=adapter, rank=2, freeze=freeze)
+    ensemble = adapt(model, K, **KINDS[adapter], freeze=freeze)
     randomize(ensemble)
     shared = set(all_shared_names(ensemble.stacked))
     trained = {name for name, p in ensemble.stacked.named_parameters() if p.requires_grad}
@@ -165,6 +166,40 @@ def test_start_of_new_and_trained_models():
     assert low_rank.adapters["linear1"].A.abs().max() <= 12**-0.5  # as nn.Linear's weights
 
 
+@pytest.mark.parametrize("adapter", ["multiplicative", "low_rank"])
+def test_new_heads_on_a_frozen_model(adapter):
+    torch.manual_seed(0)
+    model = mlp(12, (64, 64), 3)
+    ensemble = adapt(model, K, adapter=adapter, freeze=True, trained=False)
+    assert len({tuple(weight.flatten().tolist()) for weight in (*ensemble.stacked.fc.weight, model.fc.weight)}) == K + 1
+    x = torch.randn(50, 12)
+    for k in range(K):  # the features stay close to those the model learned
+        member = ensemble.merge(k)
+        member.fc, features = nn.Identity(), copy.deepcopy(model)
+        features.fc = nn.Identity()
+        assert nn.functional.cosine_similarity(member(x), features(x)).min() > 0.9
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_members_values_in_a_shared_buffer_are_refused(in_place):
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                new = self.mean.lerp(x.detach().mean(0), 0.1)
+                self.mean = self.mean.copy_(new) if in_place else new
+            return x - self.mean
+
+    ensemble = adapt(nn.Sequential(nn.Linear(12, 8), Centred(), nn.Linear(8, 3)), K)
+    with pytest.raises(ValueError, match=r"share the buffer '1\.mean', but the forward writes values .* differ"):
+        ensemble(torch.randn(5, 12))
+    assert torch.equal(ensemble.stacked[1].mean, torch.zeros(8))
+    assert ensemble.eval()(torch.randn(5, 12)).shape == (K, 5, 3)
+
+
 def test_first_layer_alone_and_a_shared_head():
     model = mlp(12, (8, 6), 3)
     ensemble = adapt(model, K, layers="first", head="shared")
@@ -197,6 +232,8 @@ def test_layers_by_name_part_and_pattern():
         ({"adapter": "low_rank", "rank": 9}, ValueError, r"`rank` of at most 8, the size of the layer 'linear1'"),
         ({"adapter": "low_rank", "rank": 0}, ValueError, "`rank` to be at least 1"),
         ({"adapter": "low_rank", "alpha": "high"}, TypeError, "`alpha` to be a number"),
+        ({"alpha": 3.0}, ValueError, "adapter='low_rank' with alpha=3.0, but got 'multiplicative', which has no alpha"),
+        ({"rank": 4}, ValueError, "adapter='low_rank' with rank=4, but got 'multiplicative', which has no rank"),
         ({"adapter": "dora"}, ValueError, "`adapter` to be one of 'multiplicative', 'low_rank', but got 'dora'"),
         ({"head": "nothing"}, ValueError, r"`head` to name a linear layer.*head='shared'"),
         ({"head": 1}, TypeError, "`head` to be the name of a layer, but got int"),
@@ -222,6 +259,34 @@ def test_grouped_convolutions_have_no_low_rank_adapters():
     assert list(adapt(model, K, adapter="low_rank", rank=2).adapters) == ["0"]
     with pytest.raises(ValueError, match="'1' is a grouped or transposed convolution"):
         adapt(model, K, adapter="low_rank", layers=["1"])
+
+
+@pytest.mark.parametrize("layers", [None, "first"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"),
+        lambda: nn.Conv2d(4, 6, 3, groups=2, stride=2),
+        lambda: nn.ConvTranspose2d(4, 6, 3, groups=2, stride=2),
+    ],
+)
+def test_factors_of_convolutions(make, layers):
+    torch.manual_seed(0)
+    conv, x = make().double(), torch.randn(5, 4, 7, 7).double()
+    model = nn.Sequential(conv, nn.Flatten(), nn.Linear(conv(x)[0].numel(), 2).double())
+    ensemble = adapt(model, K, layers=layers)
+    randomize(ensemble)
+    adapter, logits, plain = ensemble.adapters["0"], ensemble(x), copy.deepcopy(conv)
+    plain.weight, plain.bias = ensemble.stacked[0].weight, None
+    for k in range(K):
+        s = torch.ones(6) if layers else adapter.s[k]
+        bias = ensemble.stacked[0].bias if layers else adapter.bias[k]
+        expected = plain(x * adapter.r[k].view(-1, 1, 1)) * s.view(-1, 1, 1) + bias.view(-1, 1, 1)
+        expected = expected.flatten(1) @ ensemble.stacked[2].weight[k].T + ensemble.stacked[2].bias[k]
+        torch.testing.assert_close(logits[k], expected, rtol=1e-9, atol=1e-10)
+    with pytest.raises(RuntimeError, match="channels"):
+        ensemble(x[:, :3])
+    assert isinstance(ensemble.stacked[0].weight, nn.Parameter)  # not the members' weight of the failed call
 
 
 def test_a_layer_that_is_not_called_gives_a_warning():
@@ -260,7 +325,7 @@ def test_compiled_and_half_precision_ensembles(name, adapter):
     torch.manual_seed(0)
     make, inputs = NETWORKS[name]
     x = inputs()
-    ensemble = adapt(make(), K, adapter=adapter, rank=2).eval()
+    ensemble = adapt(make(), K, **KINDS[adapter]).eval()
     randomize(ensemble)
     expected = ensemble(x)
     gradients = torch.autograd.grad(expected.square().sum(), list(ensemble.parameters()))
@@ -275,6 +340,23 @@ def test_compiled_and_half_precision_ensembles(name, adapter):
     assert half.dtype == torch.bfloat16
     # bfloat16 has 8 bits: errors of 0.4 % in each of about ten layers
     assert (half.float() - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.extended
+def test_compiled_networks_of_transformers_return_logits():
+    torch.manual_seed(0)
+    model, inputs, _ = transformers_host("bert")
+    ensemble = adapt(model, K, adapter="low_rank", rank=2, freeze=True).train()
+    randomize(ensemble)
+    for module in ensemble.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    compiled = torch.compile(ensemble, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = compiled(**inputs)
+        torch.testing.assert_close(logits, ensemble(**inputs))
+    logits.float().square().sum().backward()
+    assert all(p.grad is not None for adapter in ensemble.adapters.values() for p in adapter.parameters())
 
 
 def train_in_parallel() -> dict[str, Tensor]:
@@ -308,14 +390,14 @@ def test_data_parallel_training_equals_one_process():
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("adapter", ["multiplicative", "low_rank"])
+@pytest.mark.parametrize("adapter", KINDS)
 @pytest.mark.parametrize("name", ["timm vit", "timm convnext", "timm mobilenetv3", "bert", "gpt2", "convnext"])
 def test_networks_of_other_libraries(name, adapter):
     torch.manual_seed(0)
     kind, _, timm_name = name.partition(" ")
     model, inputs, head = TIMM[timm_name]() if timm_name else transformers_host(kind)
     inputs = {key: x.double() if x.is_floating_point() else x for key, x in inputs.items()}
-    ensemble = adapt(model.double(), K, adapter=adapter, rank=1)
+    ensemble = adapt(model.double(), K, **KINDS[adapter] | ({"rank": 1} if adapter == "low_rank" else {}))
     assert head not in ensemble.adapters
     randomize(ensemble)
     members = [ensemble[k] for k in range(K)]

@@ -153,7 +153,7 @@ class MultiplicativeAdapter(Adapter):
         else:
             factors = factors * self.s.view(groups, -1, 1)
         if self.shape.transposed:
-            factors = factors.mT
+            factors = factors.transpose(1, 2)
         return weight * factors.reshape(weight.shape[0], -1, *[1] * len(self.shape.kernel))
 
 
@@ -182,9 +182,10 @@ class LowRankAdapter(Adapter):
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return a member's weight."""
-        rows = weight.t() if self.shape.transposed else weight.flatten(1)
-        rows = torch.addmm(rows, self.B, self.A.flatten(1), alpha=self.alpha / self.rank)
-        return rows.t() if self.shape.transposed else rows.view(weight.shape)
+        change = (self.B * (self.alpha / self.rank)) @ self.A.flatten(1)
+        if self.shape.transposed:
+            change = change.t()
+        return weight + change.view(weight.shape)  # in the memory format of the weight
 
     def extra_repr(self) -> str:
         """Return rank and alpha."""

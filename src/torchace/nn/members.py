@@ -117,18 +117,25 @@ def call_members(members: dict[int, nn.Module], args: Sequence[Any], kwargs: dic
 
 def stack_outputs(outputs: Sequence[Any]) -> Tensor:
     """Stack the members' outputs to `(K, ...)`."""
+    outputs = [take_logits(output, f"Member {k}") for k, output in enumerate(outputs)]
     for k, output in enumerate(outputs):
-        if not isinstance(output, Tensor):
-            raise TypeError(
-                f"Member {k} returned {type(output).__name__}, but members must return one tensor of logits. "
-                "Wrap it in a module that returns the logits."
-            )
         if output.shape != outputs[0].shape:
             raise ValueError(
                 f"Member {k} returned shape {tuple(output.shape)}, but member 0 returned {tuple(outputs[0].shape)}. "
                 "All members must predict the same classes."
             )
     return torch.stack(tuple(outputs))
+
+
+def take_logits(output: Any, source: str) -> Tensor:
+    """Return an output that is a tensor, or the `logits` of an object, as transformers' models return."""
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        raise TypeError(
+            f"{source} returned {type(output).__name__}, but members must return one tensor of logits, or an object "
+            "with `logits`. Wrap it in a module that returns the logits."
+        )
+    return logits
 
 
 def check_own_batches(x: Tensor, num_members: int) -> None:

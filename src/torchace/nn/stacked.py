@@ -14,7 +14,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchace import _checks
 from torchace.nn.architecture import check_layers, check_one_architecture, not_stackable
 from torchace.nn.base import EnsembleModule
-from torchace.nn.members import BATCHES, as_list, check_own_batches, check_shared_parameters, tensor_versions
+from torchace.nn.members import (
+    BATCHES,
+    as_list,
+    check_own_batches,
+    check_shared_parameters,
+    take_logits,
+    tensor_versions,
+)
 from torchace.nn.optimizers import watch_optimizers
 from torchace.nn.stacked_state import (
     all_shared_names,
@@ -158,14 +165,13 @@ class StackedEnsemble(EnsembleModule):
                     )
         return self._logits(self.compute(args, kwargs, own=batches != "shared"))
 
+    def select_output(self, output: Any) -> Any:
+        """Return the part of the members' outputs that a compiled graph returns: tensors, alone or in tuples."""
+        return output
+
     def _logits(self, output: Any) -> Tensor:
         """Return the logits in the members' outputs."""
-        if not isinstance(output, Tensor):
-            raise TypeError(
-                f"Members returned {type(output).__name__}, but members must return one tensor of logits. "
-                "Wrap them in a module that returns the logits."
-            )
-        return output
+        return take_logits(output, "A member")
 
     def compute(self, args: Sequence[Any], kwargs: dict[str, Any], *, own: bool, rng: MemberRNG | None = None) -> Any:
         """Return the members' outputs, every tensor in them `(K, ...)`.

@@ -22,16 +22,7 @@ def make_transformer() -> nn.Module:
         vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
         max_position_embeddings=12, num_labels=2,
     )  # fmt: skip
-
-    class Classifier(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = transformers.BertForSequenceClassification(config)
-
-        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-            return self.model(input_ids=input_ids, attention_mask=attention_mask).logits
-
-    return Classifier()
+    return transformers.BertForSequenceClassification(config)  # returns an object with `logits`
 
 
 def texts(count: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:

@@ -137,6 +137,17 @@ def test_regression_on_a_data_frame_equals_plain_training_on_its_encoded_columns
         assert row["spread"] == pytest.approx(predictions.std(0, correction=0).mean().item(), abs=1e-8)
 
 
+def test_a_regressor_may_return_one_number_a_sample() -> None:
+    x, y = TRAIN[0], TRAIN[0].sum(1)
+    frames = []
+    for end in ([], [nn.Flatten(0)]):
+        factory = lambda end=end: nn.Sequential(nn.Linear(FEATURES, 1), *end)  # noqa: E731
+        result = ace.sweep(factory, (x, y), (x, y), task="regression", **SMALL)
+        frames.append(result.to_frame())
+    assert result.ensemble(0.6, 4).predict(x).shape == (len(x),)
+    assert frames[0]["mse"].tolist() == pytest.approx(frames[1]["mse"].tolist(), abs=WITHIN)
+
+
 def test_early_stopping_keeps_the_best_epoch_of_each_run(tmp_path: Path) -> None:
     x, y = TRAIN
     noisy = (x, torch.where(torch.arange(60)[:, None] % 3 == 0, 1 - y, y))  # overfits

@@ -78,10 +78,17 @@ NonNegativeAxis = Annotated[
 ShareAxis = Annotated[Annotated[Share, Tag("one")] | Annotated[list[Share], *Distinct, Tag("many")], _one_or_many]
 
 
+def _check_data_name(name: str) -> str:
+    if name not in (*DATASETS, GIVEN):
+        known = ", ".join(repr(one) for one in DATASETS[:-1])
+        raise ValueError(f"expected {known} or {DATASETS[-1]!r}, but got {name!r}.")
+    return name
+
+
 class DataSection(Section):
     """The data: a built-in set, a function that returns (train, test), a file, or objects given from Python."""
 
-    name: Literal[*DATASETS, GIVEN] = "digits"  # type: ignore[valid-type]
+    name: Annotated[str, AfterValidator(_check_data_name)] = "digits"
     factory: ObjectName | None = None
     arguments: dict[str, Any] = {}  # of the factory
     file: str | None = None  # .npz, .csv or .parquet
@@ -146,6 +153,8 @@ class ModelSection(Section):
             raise ValueError("`arguments` need `factory`, the function that returns a member.")
         if self.rank is not None and self.kind not in ("smoc", "adapters"):
             raise ValueError(f"`rank` needs kind = 'smoc' or kind = 'adapters', but got kind = {self.kind!r}.")
+        if self.rank is not None and self.kind == "adapters" and self.adapter != "low_rank":
+            raise ValueError(f"`rank` needs adapter = 'low_rank', but got adapter = {self.adapter!r}.")
         if (self.layers is not None or self.freeze) and self.kind != "adapters":
             raise ValueError(f"`layers` and `freeze` need kind = 'adapters', but got kind = {self.kind!r}.")
         if self.kind == "adapters" and self.factory is None:

@@ -23,6 +23,7 @@ from torchace.nn import Ensemble, adapt, stack_classifiers
 from torchace.nn.architecture import check_layers, check_one_architecture
 from torchace.nn.base import EnsembleModule
 from torchace.nn.branching import branch
+from torchace.nn.members import take_logits
 
 
 @dataclass(frozen=True)
@@ -152,19 +153,17 @@ def check_outputs(factory: Factory, x: Any, y: Tensor, num_outputs: int) -> None
         shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in input_tensors(x))
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         raise ConfigError(f"The module of {factory.name} fails on inputs {shapes}: {reason}") from error
-    if not isinstance(output, Tensor):
-        raise ConfigError(
-            f"Expected the module of {factory.name} to return a tensor of logits, but it returned "
-            f"{type(output).__name__}. Wrap it in a module that returns the logits."
-        )
+    try:
+        output = take_logits(output, f"The module of {factory.name}")
+    except TypeError as error:
+        raise ConfigError(str(error)) from None
     shape = tuple(output.shape[1:]) if isinstance(module, EnsembleModule) else tuple(output.shape)
-    if shape == (len(y), num_outputs):
+    if shape == (len(y), num_outputs) or (num_outputs == 1 and shape == (len(y),)):
         return
     if len(shape) != 2 or shape[0] != len(y):
-        advice = " Keep the last axis of one output." if shape == (len(y),) else ""
         raise ConfigError(
             f"Expected the module of {factory.name} to return (N, {num_outputs}), here ({len(y)}, {num_outputs}), but "
-            f"it returned {shape}.{advice}"
+            f"it returned {shape}."
         )
     raise ConfigError(
         f"Expected {num_outputs} outputs of the module of {factory.name}, one for each class or target, but it has "

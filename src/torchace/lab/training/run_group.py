@@ -13,7 +13,7 @@ from torchace.lab.data.inputs import Inputs, as_arguments, input_tensors, map_in
 from torchace.lab.training.distributed import Ranks
 from torchace.nn import SMOC, AdaptedEnsemble, Ensemble, StackedEnsemble
 from torchace.nn.base import EnsembleModule
-from torchace.nn.members import average_shared_gradients
+from torchace.nn.members import average_shared_gradients, take_logits
 from torchace.nn.stacked_state import all_shared_names, take_group
 from torchace.nn.stacking import MemberRNG
 
@@ -67,11 +67,10 @@ class RunGroup(nn.Module):
                     f"Expected shared batches for {type(self.members.stacked).__name__}, whose members share layers, "
                     "but got own ones. Use batches='shared'."
                 )
-            return self._compute(self.members, *self._arguments(self.members, x))
+            return self._split_runs(self._compute(self.members, *self._arguments(self.members, x)))
         if self.trunk is None:
             x = map_inputs(lambda t: t.flatten(0, 1), x) if own else x
-            logits = self._compute(self.members, *self._arguments(self.members, x))
-            return logits.unflatten(0, (self.num_runs, self.num_members))
+            return self._split_runs(self._compute(self.members, *self._arguments(self.members, x)))
         x = map_inputs(lambda t: t.flatten(1, 2), x) if own else x
         features = self._compute(self.trunk, *self._arguments(self.trunk, x))
         features = average_shared_gradients(features, self.num_members)
@@ -93,8 +92,7 @@ class RunGroup(nn.Module):
         if num_samples >= self.ranks.data:
             (x,) = self.ranks.shard_samples(0, x)
         if self.trunk is None:
-            logits = self.members(*self._arguments(self.members, x))
-            logits = logits if self.whole else logits.unflatten(0, (self.num_runs, self.num_members))
+            logits = self._split_runs(self.members(*self._arguments(self.members, x)))
         else:
             logits = self._from_features(self.trunk.compute(self._arguments(self.trunk, x), {}, own=False))
         return self.ranks.gather_logits(logits, self.total_members, num_samples)
@@ -103,8 +101,14 @@ class RunGroup(nn.Module):
         """Logits of all members from their trunks' features."""
         if self.heads:
             return self.members.compute([features], {}, own=True)
-        logits = self._compute(self.members, features)
-        return logits.unflatten(0, (self.num_runs, self.num_members))
+        return self._split_runs(self._compute(self.members, features))
+
+    def _split_runs(self, output: Any) -> Tensor:
+        """Logits `(R, K, B, C)` of the members' outputs; a regressor may return `(B,)`."""
+        logits = take_logits(output, "A member")
+        if not self.whole:
+            logits = logits.unflatten(0, (self.num_runs, self.num_members))
+        return logits.unsqueeze(-1) if logits.ndim == 3 else logits
 
     def _arguments(self, stack: StackedEnsemble, x: Inputs) -> list[Any]:
         """Inputs as positional arguments of a member, a trunk, or the network inside an ensemble."""

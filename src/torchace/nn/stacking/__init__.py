@@ -1,7 +1,8 @@
 """Computation of members of one architecture at once, by following one member's forward."""
 
 from torchace.nn.stacked_state import named_tensors, replace_tensors, stack_members, take_members
-from torchace.nn.stacking import layer_rules as layer_rules  # registers its rules, and those it imports
+from torchace.nn.stacking import attention_rules as attention_rules  # these register their rules
+from torchace.nn.stacking import layer_rules as layer_rules
 from torchace.nn.stacking.decision import Decision, decide
 from torchace.nn.stacking.forward import register_ensemble, run_one_by_one, run_stacked, run_stacked_in_graph
 from torchace.nn.stacking.mode import StackingMode
