@@ -83,8 +83,6 @@ def history(trained: TrainedGroup) -> list[dict[str, Any]]:
     return [history_entry(entry["epoch"], entry["score"], entry["held_out"]) for entry in trained.fitted.history]
 
 
-def history_entry(
-    epoch: int, score: Sequence[float | None], held_out: Sequence[float | None] | None
-) -> dict[str, Any]:
+def history_entry(epoch: int, score: Sequence[float | None], held_out: Sequence[float | None] | None) -> dict[str, Any]:
     """Scores of an epoch."""
     return {"epoch": epoch, "train": score[0], "validation": None if held_out is None else held_out[0]}
