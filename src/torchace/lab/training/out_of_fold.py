@@ -60,8 +60,8 @@ def collect_out_of_fold(
             predictions.append(predicted.numpy())
     weight = None if split.weight is None else split.weight.cpu().double()
     variance = mean_over_samples(torch.cat(losses).T, weight).numpy()  # (M,)
-    predicted = np.concatenate(predictions) if predictions else np.empty((0, 0))
-    return OutOfFold(predicted, float(variance.mean()), temperature, variance)
+    collected = np.concatenate(predictions) if predictions else np.empty((0, 0))
+    return OutOfFold(collected, float(variance.mean()), temperature, variance)
 
 
 def _fit_temperature(trained: TrainedGroup, split: Split, left_out: Tensor | None) -> float:
