@@ -95,7 +95,7 @@ KINDS: list[dict[str, Any]] = [
     {"kind": "smoc", "rank": 2, "head": "head"},
     {"kind": "branch", "at": "head"},
     {"kind": "adapters"},
-    {"kind": "adapters", "adapter": "low_rank", "rank": 2, "layers": ["features"], "freeze": True},
+    {"kind": "adapters", "rank": 2, "layers": ["features"], "freeze": True},
 ]
 
 
