@@ -97,7 +97,7 @@ def fit(
     *,
     diversities: Sequence[float],
     seeds: Sequence[int],
-    settings: Sequence[Mapping[str, float]] | None = None,
+    settings: Sequence[Mapping[str, Any]] | None = None,
     validation: ValidationSet | None = None,
     optimizer: torch.optim.Optimizer | None = None,  # to continue a training
     mean_weight: float | None = None,
