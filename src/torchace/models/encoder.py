@@ -40,7 +40,7 @@ class TableEncoder(nn.Module):
     Missing values (NaN) are replaced by the column's `fill`. The features are, in this order:
 
     - for each of `number_columns`, z / √(1 + (z · inverse_limit)²) with z = (x - center) / scale, clipped to ±10,000:
-      an `inverse_limit` of 1/3 bounds outliers smoothly to ±3, and 0 leaves z as it is;
+      an `inverse_limit` of 1/3 bounds outliers smoothly to ±3, and 0 leaves z unchanged;
     - for each of `ramp_columns`, (x - low) / width, clipped to [0, 1]: a bin of a piecewise-linear encoding;
     - for each of `indicator_columns`, 1 where x is missing, otherwise 0;
     - for each of `code_columns`, 1 where x is the code in `codes`, otherwise 0.

@@ -1,4 +1,4 @@
-"""What a trained estimator holds."""
+"""State of a trained estimator."""
 
 from __future__ import annotations
 

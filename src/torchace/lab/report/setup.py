@@ -154,7 +154,7 @@ def notes(results: Results) -> list[str]:
 
 
 def column_table(table: TableSummary, rows: int) -> ReportTable | None:
-    """What was understood of every column, in the order of the file; `rows` is the number of training rows."""
+    """Table of how every column was read, in the order of the file; `rows` is the number of training rows."""
     cells = [
         [formats.shorten(column.name, 80), _kind(column), _values(column), _missing(column.missing, rows)]
         for column in table.columns[:MOST]

@@ -1,4 +1,4 @@
-"""What a task is trained and scored by: ACE and cross entropy, its binary form, or NCL and squared error."""
+"""Losses and scores of the tasks: ACE and cross entropy, its binary form, or NCL and squared error."""
 
 from __future__ import annotations
 
