@@ -760,7 +760,7 @@ def test_other_errors():
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return self.linear(x), x
 
-    with pytest.raises(TypeError, match=r"Members returned tuple.*Wrap"):
+    with pytest.raises(TypeError, match=r"A member returned tuple.*Wrap"):
         StackedEnsemble([Pair(), Pair()])(torch.zeros(N, 6))
 
 
