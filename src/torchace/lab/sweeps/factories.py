@@ -91,7 +91,8 @@ class Factory:
             return stack_classifiers(module, num_members, head=model.head, rank=model.rank, link=link)
         if model.kind == "branch":
             return branch(module, num_members, at=model.at, reinitialize=self.module, link=link)
-        options = model.model_dump(include={"adapter", "layers", "freeze", "head"})
+        options = model.model_dump(include={"layers", "freeze", "head"})
+        options["adapter"] = model.adapter_kind
         options |= {} if model.rank is None else {"rank": model.rank}
         return adapt(module, num_members, link=link, **options)
 
