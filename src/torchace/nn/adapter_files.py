@@ -17,7 +17,8 @@ from torchace._files import JSON_BYTES, StrPath, error_reason, parse_json, read_
 from torchace._model_files import ModelFileError, to_json
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-UNCHANGED = (True, False, None, "gaussian", "orthogonal", "eva", "mica")  # `init_lora_weights` that leave the model as it is
+# `init_lora_weights` that leave the model as it is
+UNCHANGED = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 FACTORS = {"A": "lora_A.weight", "B": "lora_B.weight"}
 MARK = "torchace"  # key of our checksums in the metadata of the weights
 # Options of LoRA that compute something else, and their value where they are off
@@ -114,8 +115,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
             )
     if (start := config.get("init_lora_weights", True)) not in UNCHANGED:
         raise ModelFileError(
-            f"{folder} was trained with init_lora_weights={start!r}, which changes the model's weights; convert it with "
-            "peft's save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+            f"{folder} was trained with init_lora_weights={start!r}, which changes the model's weights; convert it "
+            "with peft's save_pretrained(..., path_initial_model_for_weight_conversion=...)."
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not 0 < alpha < float("inf"):
