@@ -166,6 +166,40 @@ def test_start_of_new_and_trained_models():
     assert low_rank.adapters["linear1"].A.abs().max() <= 12**-0.5  # as nn.Linear's weights
 
 
+@pytest.mark.parametrize("adapter", ["multiplicative", "low_rank"])
+def test_new_heads_on_a_frozen_model(adapter):
+    torch.manual_seed(0)
+    model = mlp(12, (64, 64), 3)
+    ensemble = adapt(model, K, adapter=adapter, freeze=True, trained=False)
+    assert len({tuple(weight.flatten().tolist()) for weight in (*ensemble.stacked.fc.weight, model.fc.weight)}) == K + 1
+    x = torch.randn(50, 12)
+    for k in range(K):  # the features stay close to those the model learned
+        member = ensemble.merge(k)
+        member.fc, features = nn.Identity(), copy.deepcopy(model)
+        features.fc = nn.Identity()
+        assert nn.functional.cosine_similarity(member(x), features(x)).min() > 0.9
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_members_values_in_a_shared_buffer_are_refused(in_place):
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                new = self.mean.lerp(x.detach().mean(0), 0.1)
+                self.mean = self.mean.copy_(new) if in_place else new
+            return x - self.mean
+
+    ensemble = adapt(nn.Sequential(nn.Linear(12, 8), Centred(), nn.Linear(8, 3)), K)
+    with pytest.raises(ValueError, match=r"share the buffer '1\.mean', but the forward writes values .* differ"):
+        ensemble(torch.randn(5, 12))
+    assert torch.equal(ensemble.stacked[1].mean, torch.zeros(8))
+    assert ensemble.eval()(torch.randn(5, 12)).shape == (K, 5, 3)
+
+
 def test_first_layer_alone_and_a_shared_head():
     model = mlp(12, (8, 6), 3)
     ensemble = adapt(model, K, layers="first", head="shared")
@@ -306,6 +340,23 @@ def test_compiled_and_half_precision_ensembles(name, adapter):
     assert half.dtype == torch.bfloat16
     # bfloat16 has 8 bits: errors of 0.4 % in each of about ten layers
     assert (half.float() - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.extended
+def test_compiled_networks_of_transformers_return_logits():
+    torch.manual_seed(0)
+    model, inputs, _ = transformers_host("bert")
+    ensemble = adapt(model, K, adapter="low_rank", rank=2, freeze=True).train()
+    randomize(ensemble)
+    for module in ensemble.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    compiled = torch.compile(ensemble, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = compiled(**inputs)
+        torch.testing.assert_close(logits, ensemble(**inputs))
+    logits.float().square().sum().backward()
+    assert all(p.grad is not None for adapter in ensemble.adapters.values() for p in adapter.parameters())
 
 
 def train_in_parallel() -> dict[str, Tensor]:

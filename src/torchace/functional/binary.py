@@ -67,19 +67,7 @@ def binary_amended_cross_entropy(
     if pos_weight is not None:
         _checks.check_broadcasts(pos_weight, "pos_weight", p)
         pos_weight = pos_weight.detach().to(z)
-    losses = element_losses(z, p, lam, along_members(alpha, z), mixture, pos_weight)
-    return member_mean(losses, sample_weight, reduction)
-
-
-def element_losses(
-    z: Tensor,
-    p: Tensor,
-    lam: float | Tensor,
-    alpha: Tensor,
-    mixture: Tensor | None,
-    pos_weight: Tensor | None = None,
-) -> Tensor:
-    """Differentiable loss of each element; all arguments broadcast to the shape of `z`, members first."""
+    alpha = along_members(alpha, z)
     vp = p if pos_weight is None else pos_weight * p
     s = vp + (1 - p)
     q = z.detach().sigmoid()  # detached: the others are constants in the paper's derivation
@@ -89,7 +77,8 @@ def element_losses(
     a = vp - lam * s * others
     b = 1 - p - lam * s * (1 - alpha - others)
     # two logsigmoids, not log(1-q) = log q - z: a confident, correct output keeps its small gradient
-    return -(a * F.logsigmoid(z) + b * F.logsigmoid(-z))
+    losses = -(a * F.logsigmoid(z) + b * F.logsigmoid(-z))
+    return member_mean(losses, sample_weight, reduction)
 
 
 def closed_form(

@@ -57,12 +57,7 @@ def negative_correlation(
     _checks.check_same_shape(target, predictions, "predictions")
     lam, alpha, mixture = resolve_coupling(predictions, diversity, member_weights, mixture)
     f = predictions.to(compute_dtype(predictions))
-    losses = element_losses(f, target.to(f), lam, along_members(alpha, f), mixture)
-    return member_mean(losses, sample_weight, reduction)
-
-
-def element_losses(f: Tensor, y: Tensor, lam: float | Tensor, alpha: Tensor, mixture: Tensor | None) -> Tensor:
-    """Differentiable loss of each element; all arguments broadcast to the shape of `f`, members first."""
+    alpha = along_members(alpha, f)
     constant = f.detach()  # the others are constants in the paper's derivation
     if mixture is None:
         mixture = (alpha * constant).sum(0)
@@ -70,7 +65,8 @@ def element_losses(f: Tensor, y: Tensor, lam: float | Tensor, alpha: Tensor, mix
     gap = (1 - alpha) * f - (mixture - alpha * constant)
     alone = alpha == 1
     strength = torch.where(alone, 0.0, lam / (2 * torch.where(alone, 1.0, 1 - alpha)))
-    return 0.5 * (f - y).square() - strength * gap.square()
+    losses = 0.5 * (f - target.to(f)).square() - strength * gap.square()
+    return member_mean(losses, sample_weight, reduction)
 
 
 def closed_form(

@@ -55,7 +55,8 @@ def adapt(
     are each member's own; other layers without an adapter are shared. The model is copied, not changed.
 
     Start: a model that is not `trained` has random signs as $r_k$ of the first adapted layer and ones elsewhere (as
-    `tabm`), and new heads. A trained one keeps what it learned: factors from N(1, 0.1²), and copies of its head.
+    `tabm`), and new heads. A trained one keeps what it learned: factors from N(1, 0.1²), and copies of its head. For
+    new classes, use `freeze=True, trained=False`: a frozen model, whose factors start as N(1, 0.1²), with new heads.
     $A_k$ is drawn as in peft and $B_k$ is zero: low-rank members with equal heads differ from the first step on.
 
     Args:
@@ -72,7 +73,7 @@ def adapt(
         freeze: Train adapters and heads alone.
         head: The name of the layer of which each member has its own, by default the last linear layer (found as by
             `stack_classifiers`); `"shared"`: no own head.
-        trained: Whether the model is trained; by default the value of `freeze`.
+        trained: Whether the model with its head is trained; by default the value of `freeze`.
         link: `"softmax"`, `"sigmoid"` for binary and multi-label outputs, `"identity"` for regression.
 
     Returns:
@@ -112,7 +113,7 @@ def adapt(
             if layers is not None or target.shape.has_low_rank:
                 _add_low_rank(name, target, num_members, rank, alpha)
         else:
-            start = "normal" if trained else "signs" if i == 0 else "ones"
+            start = "normal" if trained or freeze else "signs" if i == 0 else "ones"
             _add_multiplicative(target, own, start, inputs_only=layers == "first")
     names = layers if layers is None or isinstance(layers, str) else list(layers)
     options: dict[str, Any] = {"adapter": adapter, "layers": names, "head": head}
@@ -170,8 +171,12 @@ class AdaptedEnsemble(StackedEnsemble):
                 stacklevel=4,
             )
 
+    def select_output(self, output: Any) -> Tensor:
+        """Return the logits: graphs cannot return the output objects of transformers."""
+        return find_logits(output)
+
     def _logits(self, output: Any) -> Tensor:
-        logits = find_logits(output)
+        logits = self.select_output(output)
         if logits.ndim < 4 or self.num_classes is None:
             return logits
         axis = find_class_axis(logits.shape[1:], self.num_classes, self.class_axis)

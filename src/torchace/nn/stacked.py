@@ -165,6 +165,10 @@ class StackedEnsemble(EnsembleModule):
                     )
         return self._logits(self.compute(args, kwargs, own=batches != "shared"))
 
+    def select_output(self, output: Any) -> Any:
+        """Return the part of the members' outputs that a compiled graph returns: tensors, alone or in tuples."""
+        return output
+
     def _logits(self, output: Any) -> Tensor:
         """Return the logits in the members' outputs."""
         return take_logits(output, "A member")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +20,11 @@ from tests.lab.training.small_trainings import (
     train_config,
     weights,
 )
+from torchace.functional import amended_cross_entropy, binary_amended_cross_entropy, negative_correlation
 from torchace.lab.data import Batches, Split
+from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.loop import fit
-from torchace.lab.training.objective import (
-    compute_objective,
-    ensemble_predictions,
-    mean_over_samples,
-    member_losses,
-)
+from torchace.lab.training.objective import compute_objective, ensemble_predictions, mean_over_samples
 from torchace.lab.training.tasks import TASKS, LossInputs
 
 KINDS = ["shared", "exchanged", "separate"]
@@ -45,6 +43,31 @@ def samples(count: int = BATCH, task: str = "classification") -> tuple[Tensor, T
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
     return x, targets(task, (count,), generator)
+
+
+def loss_of_each_sample(z: Tensor, y: Tensor, lam: Tensor, mixture: Tensor | None, how: TrainConfig) -> Tensor:
+    """The loss function of the task, run by run, and member by member with own batches: `(R, K, B)`."""
+
+    def loss(z: Tensor, y: Tensor, diversity: Tensor, **given: object) -> Tensor:
+        options: dict[str, Any] = {**given, "reduction": "none"}
+        if how.task == "classification":
+            return amended_cross_entropy(z, y, diversity, label_smoothing=how.label_smoothing, **options)
+        y = y * (1 - how.label_smoothing) + how.label_smoothing / 2 if how.task == "multilabel" else y
+        function = binary_amended_cross_entropy if how.task == "multilabel" else negative_correlation
+        return function(z, y, diversity, **options).mean(-1)
+
+    if how.batches == "shared":
+        return torch.stack([loss(z[r], y[r], lam[r]) for r in range(len(z))])
+    runs = []
+    for r in range(len(z)):
+        given: list[dict[str, Any]] = [{}] * MEMBERS
+        if mixture is not None:
+            alpha = torch.tensor([1 / MEMBERS], dtype=torch.float64)
+            given = [{"mixture": part, "member_weights": alpha} for part in mixture[r].unflatten(0, z.shape[1:3])]
+        diversity = lam[r] if mixture is not None else 0 * lam[r]
+        members = [loss(z[r, k : k + 1], y[r, k], diversity, **given[k]) for k in range(MEMBERS)]
+        runs.append(torch.cat(members))
+    return torch.stack(runs)
 
 
 def _add(total: Tensor, gradient: Tensor) -> None:
@@ -140,7 +163,7 @@ def test_the_objective_is_what_autograd_makes_of_the_losses(kind: str, task: str
     found = compute_objective(logits, y, weight, lam, torch.tensor([True, False, True]), mixture, how)
 
     z = logits.clone().requires_grad_()
-    per_sample = member_losses(z, y, lam, mixture, how)
+    per_sample = loss_of_each_sample(z, y, lam, mixture, how)
     # the batch size divides, not the weights' sum
     losses = (per_sample if weight is None else per_sample * (weight[:, None] if kind == "shared" else weight)).mean(-1)
     (gradient,) = torch.autograd.grad(losses[::2].sum(), z)

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchace.kernels import LossResult
 from torchace.lab.training.config import TrainConfig
-from torchace.lab.training.tasks import TASKS, LossInputs
+from torchace.lab.training.tasks import TASKS, LossInputs, ace_by_autograd
 
 
 class Objective(NamedTuple):
@@ -46,50 +45,23 @@ def compute_objective(
     scale = active.to(config.dtype).view(-1, *[1] * (1 + (own or by_member))) / batch_size
     if weight is not None:
         scale = scale * weight
-    if config.detach_others:
-        inputs = _loss_inputs(logits, y, diversity, mixture, num_members, config, label_smoothing)
-        if own:
-            scale = scale.expand(num_runs, local_members, -1).flatten(0, 1)
-        result = task.closed_form(inputs, scale)
-    else:  # no closed form
-        z = logits.detach().requires_grad_()
-        with torch.enable_grad():
-            losses = member_losses(
-                z, y, diversity, mixture, config, num_members=num_members, label_smoothing=label_smoothing
-            )
-            losses = (losses * (scale if scale.ndim == 3 else scale.unsqueeze(1))).sum(2)
-        (gradient,) = torch.autograd.grad(losses.sum(), z)
-        if own:
-            logits, y = logits.flatten(1, 2).unsqueeze(1), y.flatten(1, 2)
-        result = LossResult(losses.detach(), task.scores(logits.to(config.dtype), y), gradient)
-    losses, scores = result.losses, result.scores
+    inputs = _loss_inputs(logits, y, diversity, mixture, num_members, config, label_smoothing)
+    if own:
+        scale = scale.expand(num_runs, local_members, -1).flatten(0, 1)
+    # members with own batches are not coupled by gradients
+    compute = task.closed_form if config.detach_others or own else ace_by_autograd
+    losses, scores, gradient = compute(inputs, scale)
     assert scores is not None
-    assert result.gradient is not None
-    gradient = result.gradient
-    if own and config.detach_others:
+    assert gradient is not None
+    if own:
         losses, scores = losses.view(num_runs, local_members), scores.view(num_runs, -1)
         gradient = gradient.squeeze(1).unflatten(0, (num_runs, local_members))
-    elif not own and mixture is not None:  # some members are on other ranks, or do not train on a sample
+    elif mixture is not None:  # some members are on other ranks, or do not train on a sample
         scores = task.mixture_scores(mixture, y)
     if weight is not None:
         scores = scores * (weight.mean(1) if by_member and not own else weight.flatten(1))
     count = batch_size * num_members if own else batch_size
     return Objective(losses, scores.mean(-1) if count == scores.shape[-1] else scores.sum(-1) / count, gradient)
-
-
-def member_losses(
-    logits: Tensor,
-    y: Tensor,
-    diversity: Tensor,
-    mixture: Tensor | None,
-    config: TrainConfig,
-    *,
-    num_members: int | None = None,
-    label_smoothing: Tensor | None = None,
-) -> Tensor:
-    """Differentiable loss of every member on every sample, `(R, K, B)`; arguments as in `compute_objective`."""
-    inputs = _loss_inputs(logits, y, diversity, mixture, num_members or logits.shape[1], config, label_smoothing)
-    return TASKS[config.task].member_losses(inputs, config.detach_others).view(logits.shape[:3])
 
 
 def ensemble_predictions(logits: Tensor, config: TrainConfig) -> Tensor:

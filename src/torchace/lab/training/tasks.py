@@ -32,7 +32,6 @@ class TaskLoss:
     link: str
     score_name: str  # of `scores` in result files
     closed_form: Callable[[LossInputs, Tensor], LossResult]  # of inputs and scale (R, B)
-    member_losses: Callable[[LossInputs, bool], Tensor]  # of inputs and detach_others: differentiable, (R, K, B)
     scores: Callable[[Tensor, Tensor], Tensor]  # of logits (R, K, N, C) and y, (N, ...) or (R, N, ...): (R, N)
     mixture_scores: Callable[[Tensor, Tensor], Tensor]  # the same of the ensemble's predictions (R, N, C)
     predictions: Callable[[Tensor], Tensor]  # of logits: probabilities or numbers, in their shape
@@ -55,8 +54,14 @@ def _ace_closed_form(inputs: LossInputs, scale: Tensor) -> LossResult:
     return member_terms(inputs.logits, _ace_options(inputs, scale))
 
 
-def _ace_member_losses(inputs: LossInputs, detach_others: bool) -> Tensor:
-    return composite.member_losses(inputs.logits, _ace_options(inputs, 1.0, detach_others))
+def ace_by_autograd(inputs: LossInputs, scale: Tensor) -> LossResult:
+    """ACE with gradients into the other members, which has no closed form."""
+    z = inputs.logits.detach().requires_grad_()
+    with torch.enable_grad():
+        losses = composite.member_losses(z, _ace_options(inputs, 1.0, detach_others=False))
+        losses = (losses * (scale if scale.ndim == 3 else scale.unsqueeze(1))).sum(2)
+    (gradient,) = torch.autograd.grad(losses.sum(), z)
+    return LossResult(losses.detach(), _cross_entropy(inputs.logits.to(scale.dtype), inputs.y), gradient)
 
 
 def _cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
@@ -75,20 +80,10 @@ def _mixture_cross_entropy(mixture: Tensor, y: Tensor) -> Tensor:
 
 
 def _binary_closed_form(inputs: LossInputs, scale: Tensor) -> LossResult:
-    z, y, diversity, alpha, mixture, _ = inputs
-    return binary.closed_form(z, y, diversity, scale, alpha, mixture, _binary_smoothing(inputs))
-
-
-def _binary_smoothing(inputs: LossInputs) -> float | Tensor:
-    """Label smoothing, broadcast against targets `(R, B, M)`."""
-    smoothing = inputs.label_smoothing
-    return smoothing.view(-1, 1, 1) if isinstance(smoothing, Tensor) else smoothing
-
-
-def _binary_member_losses(inputs: LossInputs, detach_others: bool) -> Tensor:
-    smoothing = _binary_smoothing(inputs)
-    p = inputs.y * (1 - smoothing) + smoothing / 2
-    return _element_losses(binary.element_losses, inputs, p)
+    z, y, diversity, alpha, mixture, smoothing = inputs
+    if isinstance(smoothing, Tensor):
+        smoothing = smoothing.view(-1, 1, 1)
+    return binary.closed_form(z, y, diversity, scale, alpha, mixture, smoothing)
 
 
 def _mixture_binary_cross_entropy(mixture: Tensor, y: Tensor) -> Tensor:
@@ -100,18 +95,6 @@ def _ncl_closed_form(inputs: LossInputs, scale: Tensor) -> LossResult:
     return ncl.closed_form(f, y, diversity, scale, alpha, mixture)
 
 
-def _ncl_member_losses(inputs: LossInputs, detach_others: bool) -> Tensor:
-    return _element_losses(ncl.element_losses, inputs, inputs.y)
-
-
-def _element_losses(function: Callable[..., Tensor], inputs: LossInputs, y: Tensor) -> Tensor:
-    """Mean over outputs of a loss of single outputs, `(R, K, B)`."""
-    z = inputs.logits.to(y.dtype).transpose(0, 1)  # members first
-    alpha = torch.full_like(z[:, :1, :1, :1], 1 / z.shape[0] if inputs.alpha is None else inputs.alpha)
-    losses = function(z, y, inputs.diversity.view(-1, 1, 1), alpha, inputs.mixture)
-    return losses.mean(-1).transpose(0, 1)
-
-
 def _squared_error(mean: Tensor, y: Tensor) -> Tensor:
     return (mean - y).square().mean(-1)
 
@@ -121,7 +104,6 @@ TASKS = {
         link="softmax",
         score_name="cross_entropy",
         closed_form=_ace_closed_form,
-        member_losses=_ace_member_losses,
         scores=_cross_entropy,
         mixture_scores=_mixture_cross_entropy,
         predictions=lambda logits: logits.softmax(-1),
@@ -130,7 +112,6 @@ TASKS = {
         link="sigmoid",
         score_name="cross_entropy",
         closed_form=_binary_closed_form,
-        member_losses=_binary_member_losses,
         scores=binary.ensemble_cross_entropy,
         mixture_scores=_mixture_binary_cross_entropy,
         predictions=torch.sigmoid,
@@ -139,7 +120,6 @@ TASKS = {
         link="identity",
         score_name="mse",
         closed_form=_ncl_closed_form,
-        member_losses=_ncl_member_losses,
         scores=lambda logits, y: _squared_error(logits.mean(1), y),
         mixture_scores=_squared_error,
         predictions=lambda logits: logits,

@@ -97,7 +97,7 @@ def _compare(
         return tree_map(lambda x: x[members * len(x) // num_members] if own and isinstance(x, Tensor) else x, args)
 
     chosen = _finite_members(stacked, num_members)
-    alone = []
+    alone, buffers = [], []
     for k in chosen:
         member = cast(take_members(stacked, k))
         try:
@@ -106,6 +106,9 @@ def _compare(
             alone.append((tree_leaves(output), _gradients(output, member)))
         except Exception as error:
             raise _MemberError(error) from error
+        buffers.append(dict(member.named_buffers()))
+    shared = set(all_shared_names(stacked)) if group_size(stacked) is None else set()
+    _check_shared_buffers(buffers, shared)
     record: list[Node] = []
     mode = StackingMode(len(chosen), token, ConstantRNG(), record)
     together = cast(take_members(stacked, chosen))
@@ -115,7 +118,6 @@ def _compare(
         outputs, gradients = tree_leaves(output), _gradients(output, together)
     except Exception as error:
         return Decision(False, str(error).split("\n")[0].rstrip(".") or type(error).__name__)
-    shared = set(all_shared_names(together)) if group_size(together) is None else set()
     for name in shared & gradients.keys():  # the mean of the members' gradients
         mean = torch.stack([own_gradients[name] for _, own_gradients in alone]).mean(0)
         for _, own_gradients in alone:
@@ -126,6 +128,17 @@ def _compare(
         if difference is not None:
             return Decision(False, difference)
     return Decision(True, "", tuple(record), mode.largest)
+
+
+def _check_shared_buffers(members: list[dict[str, Tensor]], shared: set[str]) -> None:
+    """Refuse a forward that writes other values into a shared buffer for each member."""
+    first, last = members[0], members[-1]
+    for name in shared & first.keys():
+        if not torch.equal(first[name].nan_to_num(), last[name].nan_to_num()):
+            raise ValueError(
+                f"Members share the buffer {name!r}, but the forward writes values into it that differ between "
+                "members. Put its layer in evaluation mode, or use StackedEnsemble, whose members have their own."
+            )
 
 
 def _finite_members(stacked: nn.Module, num_members: int) -> list[int]:

@@ -154,7 +154,8 @@ def run_stacked_in_graph(
     ensemble = _ensembles[token]
     rng = None if key is None else MemberRNG(*key)
     with replace_tensors(ensemble.stacked, state):
-        return run_stacked(ensemble.stacked, StackingMode(ensemble.num_members, token, rng), args, kwargs, own=own)
+        mode = StackingMode(ensemble.num_members, token, rng)
+        return ensemble.select_output(run_stacked(ensemble.stacked, mode, args, kwargs, own=own))
 
 
 def run_one_by_one(
