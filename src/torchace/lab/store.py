@@ -170,7 +170,7 @@ class RunStore:
             why = (
                 "the run failed"
                 if result.status == "failed"
-                else "they were not kept. Train it with keep_weights=True in a new directory"
+                else "they were not kept. Use keep_weights=True in a new directory"
             )
             raise RunStoreError(f"There are no weights of λ={run.diversity:g} and seed {run.seed}: {why}.")
         damaged = f"{file} is damaged. Remove it and {self._file(run).name} to train the run again."

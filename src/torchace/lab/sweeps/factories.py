@@ -116,8 +116,8 @@ class Factory:
             )
         if any(is_lazy(parameter) for parameter in module.parameters()):
             raise ConfigError(
-                f"Expected {self.name} to return a module with weights, but it has lazy layers. Give their input sizes, "
-                "or call the module with a sample inside the function."
+                f"Expected {self.name} to return a module with weights, but it has lazy layers. Give their input "
+                "sizes, or call the module with a sample inside the function."
             )
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ConfigError(f"Expected a module with parameters to train, but {self.name} returned one without any.")
