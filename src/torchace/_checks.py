@@ -288,6 +288,22 @@ def check_target(target: Tensor, logits: Tensor, *, ignore_index: int | None = -
     return True
 
 
+def check_class_indices(target: Tensor, logits: Tensor, *, ignore_index: int | None = -100) -> None:
+    """Check a target of class indices; see `check_target`."""
+    if check_target(target, logits, ignore_index=ignore_index):
+        raise TypeError("Expected class indices in `target`, but got class probabilities. Use target.argmax(1).")
+
+
+def check_class_names(class_names: Sequence[str] | None) -> None:
+    """Check a sequence of strings, or None."""
+    if class_names is not None and (
+        isinstance(class_names, str) or not all(isinstance(name, str) for name in class_names)
+    ):
+        raise TypeError(
+            "Expected `class_names` to be a sequence of strings. Convert them: [str(name) for name in ...]."
+        )
+
+
 def _check_class_indices(target: Tensor, num_classes: int, ignore_index: int | None) -> None:
     if not can_read(target) or not target.numel():
         return

@@ -11,11 +11,13 @@ import json
 import math
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
 from torchace._files import (
@@ -71,6 +73,13 @@ def to_json(value: Any) -> str:
 def manifest_digest(manifest: Json) -> str:
     """Return the SHA-256 of a manifest's content, without that digest itself."""
     return hashlib.sha256(to_json({key: manifest[key] for key in manifest if key != "sha256"}).encode()).hexdigest()
+
+
+def to_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
+    """Serialize tensors; copies, because safetensors refuses tensors that share memory."""
+    return save_safetensors(
+        {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
+    )
 
 
 def describe_tensor(tensor: Tensor) -> Json:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from torchace import _checks
 from torchace._files import UNPACKED_PREDICTIONS, check_regular, error_reason
 from torchace._npz import NPZ_ERRORS, read_npz
 from torchace.diagnosis.diagnosis import Diagnosis
@@ -96,7 +97,11 @@ def diagnose_file(path: str | os.PathLike[str]) -> Diagnosis:
     if file.suffix == ".npz":
         tensors, class_names = _read_npz(file)
     elif file.suffix == ".safetensors":
-        tensors, class_names = _read_safetensors(file), None
+        class_names = None
+        try:
+            tensors = dict(load_file(file))
+        except Exception as error:
+            raise ValueError(f"{file} is not a safetensors file that can be read; write it again.") from error
     else:
         raise ValueError(f"Expected a .npz or .safetensors file, but got {file}.")
     for name in ("logits", "target"):
@@ -137,20 +142,10 @@ def _read_npz(file: Path) -> tuple[dict[str, Any], list[str] | None]:
         raise ValueError(f"Expected an array of strings under `class_names` in {file}, but got {error}.") from error
 
 
-def _read_safetensors(file: Path) -> dict[str, Any]:
-    try:
-        return dict(load_file(file))
-    except Exception as error:
-        raise ValueError(f"{file} is not a safetensors file that can be read; write it again.") from error
-
-
 def _check_class_names(class_names: Sequence[str] | None, logits: Any) -> tuple[str, ...]:
+    _checks.check_class_names(class_names)
     if class_names is None:
         return ()
-    if isinstance(class_names, str) or not all(isinstance(name, str) for name in class_names):
-        raise TypeError(
-            "Expected `class_names` to be a sequence of strings. Convert them: [str(name) for name in ...]."
-        )
     if isinstance(logits, Tensor) and logits.ndim == 3 and len(class_names) != logits.shape[2]:
         raise ValueError(f"Expected {logits.shape[2]} `class_names`, one for each class, but got {len(class_names)}.")
     return tuple(class_names)

@@ -73,8 +73,7 @@ def _check_inputs(logits: Tensor, target: Tensor, name: str) -> tuple[Tensor, Te
             "samples of them."
         )
     logits, target = logits.detach().cpu().double(), target.detach().cpu() if isinstance(target, Tensor) else target
-    if _checks.check_target(target, logits, ignore_index=None):
-        raise TypeError("Expected class indices in `target`, but got class probabilities. Use target.argmax(1).")
+    _checks.check_class_indices(target, logits, ignore_index=None)
     if logits.shape[1] == 0:
         raise ValueError(f"Expected at least one sample in `{name}`, but got none.")
     _checks.check_finite(logits, name)

@@ -78,8 +78,7 @@ def calibration_bins(
     Shapes: probs `(N, C, ...)`, target `(N, ...)`, counted (mask of the samples to include) `(N, ...)`.
     """
     _checks.check_count(num_bins, "num_bins")
-    if _checks.check_target(target, probs[None], ignore_index=None):
-        raise TypeError("Expected class indices in `target`, but got class probabilities. Use target.argmax(1).")
+    _checks.check_class_indices(target, probs[None], ignore_index=None)
     confidence, choice = probs.to(compute_dtype(probs)).max(1)
     confidence, correct = confidence.flatten(), (choice == target).flatten()
     # bin b holds [b, b + 1) / num_bins; a confidence of 1 belongs to the last

@@ -238,16 +238,13 @@ def _product_dtype(features: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if lowered else features.dtype
 
 
-def _check_shapes(features: object, head_weight: object, head_bias: object) -> None:
+def _check_shapes(features: Tensor, head_weight: Tensor, head_bias: Tensor | None) -> None:
     shapes = ((features, "features", "(N, D) or (K, N, D)", (2, 3)), (head_weight, "head_weight", "(K, C, D)", (3,)))
     for value, name, axes, ndims in shapes:
         _checks.check_tensor(value, name)
-        assert isinstance(value, Tensor)
         if value.ndim not in ndims:
             raise ValueError(f"Expected `{name}` of shape {axes}, but got {_checks.shape_of(value)}.")
         _checks.check_floating(value, name)
-    assert isinstance(features, Tensor)
-    assert isinstance(head_weight, Tensor)
     num_members = "K" if features.ndim == 2 else len(features)
     if (
         head_weight.shape[2] != features.shape[-1]
@@ -266,7 +263,6 @@ def _check_shapes(features: object, head_weight: object, head_bias: object) -> N
         )
     if head_bias is not None:
         _checks.check_tensor(head_bias, "head_bias")
-        assert isinstance(head_bias, Tensor)
         if head_bias.shape != head_weight.shape[:2]:
             raise ValueError(
                 f"Expected `head_bias` of shape {tuple(head_weight.shape[:2])}, or None, "

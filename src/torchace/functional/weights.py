@@ -41,8 +41,7 @@ def fit_member_weights(
     """
     _checks.check_logits(log_probs, "log_probs")
     _checks.check_int(ignore_index, "ignore_index")
-    if _checks.check_target(target, log_probs, ignore_index=ignore_index):
-        raise TypeError("Expected class indices in `target`, but got class probabilities. Use target.argmax(1).")
+    _checks.check_class_indices(target, log_probs, ignore_index=ignore_index)
     _checks.check_count(max_steps, "max_steps")
     index = target.long().flatten()
     counted = index != ignore_index

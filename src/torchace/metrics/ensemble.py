@@ -122,8 +122,7 @@ class EnsembleMetrics(MemberMetric):
                 f"Expected `logits` of {self.num_members} members and {self.num_classes} classes, "
                 f"but got shape {tuple(logits.shape)}."
             )
-        if _checks.check_target(target, logits, ignore_index=self.ignore_index):
-            raise TypeError("Expected class indices in `target`, but got class probabilities. Use target.argmax(1).")
+        _checks.check_class_indices(target, logits, ignore_index=self.ignore_index)
         # dense outputs as rows, (K, M, C) and (M,); ignored samples are zeros
         target = target.reshape(-1).long()
         valid = target != self.ignore_index

@@ -254,8 +254,6 @@ def find_head(model: nn.Module) -> str:
     if not isinstance(num_labels, int):
         return list(linears)[-1]
     labelled = [name for name, layer in linears.items() if layer.out_features == num_labels]
-    if not labelled and callable(output := getattr(model, "get_output_embeddings", None)):  # a language model
-        labelled = [name for name, layer in linears.items() if layer is output()]
     if not labelled:
         raise ValueError(
             f"Expected {type(model).__name__} to have an nn.Linear with config.num_labels = {num_labels} outputs, "

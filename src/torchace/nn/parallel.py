@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
 from torchace import _checks
+from torchace._model_files import to_safetensors
 from torchace.functional import ensemble_log_probs, ensemble_probs
 from torchace.nn.base import EnsembleModule
 from torchace.nn.ensemble import Ensemble
@@ -268,9 +268,7 @@ def _state_bytes(member: nn.Module, k: int) -> bytes:
     state = member.state_dict()
     if not all(isinstance(value, Tensor) for value in state.values()):
         raise TypeError(f"Expected members whose state dict holds tensors only, but that of member {k} does not.")
-    return save_safetensors(
-        {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in state.items()}
-    )
+    return to_safetensors(state)
 
 
 def _on_meta(member: nn.Module) -> nn.Module:

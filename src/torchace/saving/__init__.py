@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
 from torchace import _checks
@@ -66,6 +65,7 @@ def save_model(
             f"Expected `ensemble` to be an ensemble module, but got {type(ensemble).__name__}. "
             "Wrap models in Ensemble([...]); for a compiled or distributed ensemble, pass the module inside."
         )
+    _checks.check_class_names(class_names)
     if isinstance(ensemble, MemberParallelEnsemble):  # all members, written by one rank
         options: Json = {"diversity": diversity, "class_names": class_names, "extra": extra}
         ensemble.on_first_rank(lambda whole: save_model(path, whole, member_weights=member_weights, **options))
@@ -77,8 +77,6 @@ def save_model(
     state = saved_state(plain)
     if other := [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise ModelFileError(f"The ensemble's state {other[0]!r} is not a tensor; only tensors can be saved.")
-    # copies: safetensors refuses tensors that share memory
-    tensors = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in state.items()}
     manifest: Json = {
         "format": files.FORMAT,
         "format_version": files.FORMAT_VERSION,
@@ -89,12 +87,12 @@ def save_model(
         "link": ensemble.link,
         "diversity": _export_diversity(diversity),
         "member_weights": _export_member_weights(ensemble, member_weights),
-        "class_names": _export_class_names(class_names),
+        "class_names": None if class_names is None else [str(name) for name in class_names],
         "extra": _export_extra(extra),
-        "tensors": {name: files.describe_tensor(tensor) for name, tensor in tensors.items()},
+        "tensors": {name: files.describe_tensor(tensor) for name, tensor in state.items()},
     }
     try:
-        weights = save_safetensors(tensors)
+        weights = files.to_safetensors(state)
     except Exception as error:  # such as a type that the format lacks
         raise ModelFileError("The ensemble has a tensor that safetensors cannot hold; convert it first.") from error
     files.write_model(files.resolve_path(path), manifest, weights)
@@ -213,16 +211,6 @@ def _import_member_weights(manifest: Json, where: Path) -> Tensor | None:
         return _checks.as_member_weights(alpha, manifest["num_members"], like=alpha)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ModelFileError(f"{where} has invalid member_weights; {files.REPAIR}.") from error
-
-
-def _export_class_names(class_names: Sequence[str] | None) -> list[str] | None:
-    if class_names is None:
-        return None
-    if isinstance(class_names, str) or not all(isinstance(name, str) for name in class_names):
-        raise TypeError(
-            "Expected `class_names` to be a sequence of strings. Convert them: [str(name) for name in ...]."
-        )
-    return [str(name) for name in class_names]
 
 
 def _export_extra(extra: Mapping[str, Any] | None) -> Json | None:

@@ -22,7 +22,7 @@ from torchace.lab.schema.experiment import DataSection, ModelSection, SweepSecti
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.sweeps.config import ConfigError, load_experiment
 from torchace.lab.sweeps.sweep import Sweep
-from torchace.lab.training.seeding import torch_seed
+from torchace.lab.training.members import torch_seed
 from torchace.nn.base import EnsembleModule
 
 DIVERSITIES, SEEDS = (0.0, 0.4, 0.8), (3, 0, 7)
@@ -96,7 +96,7 @@ KINDS: list[dict[str, Any]] = [
     {"kind": "smoc", "rank": 2, "head": "head"},
     {"kind": "branch", "at": "head"},
     {"kind": "adapters"},
-    {"kind": "adapters", "adapter": "low_rank", "rank": 2, "layers": ["features"], "freeze": True},
+    {"kind": "adapters", "rank": 2, "layers": ["features"], "freeze": True},
 ]
 
 

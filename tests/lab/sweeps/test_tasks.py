@@ -22,7 +22,7 @@ from torchace.lab.report.tables import detail_table
 from torchace.lab.sweeps.config import load_experiment, parse_experiment
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.loop import Interrupted
-from torchace.lab.training.seeding import torch_seed
+from torchace.lab.training.members import torch_seed
 
 FEATURES, LABELS = 5, 4
 SMALL: dict[str, Any] = {

@@ -138,11 +138,16 @@ class ModelSection(Section):
     num_members: NumMembers = 5
     rank: Count | None = None  # SMOC: rank of the difference between members; low-rank adapters: their rank
     at: str = BRANCH_AT  # branch: first layer that is separate for each member
-    adapter: Literal["multiplicative", "low_rank"] = "multiplicative"
+    adapter: Literal["multiplicative", "low_rank"] | None = None  # None: low rank if `rank` is given
     layers: list[str] | str | None = None  # adapters: names of the layers, or "first"
     freeze: bool = False  # adapters: train adapters and heads alone
     head: str | None = None  # SMOC, adapters: name of the layer that each member has alone; None: the last linear one
     head_scale: Positive = 1.0  # factor of the initial head weights
+
+    @property
+    def adapter_kind(self) -> str:
+        """The adapter, also where none is named."""
+        return self.adapter or ("multiplicative" if self.rank is None else "low_rank")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -152,7 +157,7 @@ class ModelSection(Section):
             raise ValueError("`arguments` need `factory`, the function that returns a member.")
         if self.rank is not None and self.kind not in ("smoc", "adapters"):
             raise ValueError(f"`rank` needs kind = 'smoc' or kind = 'adapters', but got kind = {self.kind!r}.")
-        if self.rank is not None and self.kind == "adapters" and self.adapter != "low_rank":
+        if self.rank is not None and self.kind == "adapters" and self.adapter == "multiplicative":
             raise ValueError(f"`rank` needs adapter = 'low_rank', but got adapter = {self.adapter!r}.")
         if (self.layers is not None or self.freeze) and self.kind != "adapters":
             raise ValueError(f"`layers` and `freeze` need kind = 'adapters', but got kind = {self.kind!r}.")

@@ -105,7 +105,7 @@ def sweep(
             `training` says which.
         at: Name of the first layer of the members, for kind `"branch"`.
         rank: Rank of heads or adapters, for kind `"smoc"` and `"adapters"`.
-        adapter: `"multiplicative"` or `"low_rank"`, for kind `"adapters"`.
+        adapter: `"multiplicative"` or `"low_rank"`, for kind `"adapters"`. By default low rank if `rank` is given.
         layers: Names of the adapted layers, for kind `"adapters"`; see `adapt`.
         freeze: Whether to train adapters and heads alone, for kind `"adapters"`.
         head: Name of the layer that each member has alone, for kind `"smoc"` and `"adapters"`; by default the last

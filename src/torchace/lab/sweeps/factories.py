@@ -94,7 +94,8 @@ class Factory:
             if model.at == BRANCH_AT and BRANCH_AT not in dict(module.named_modules()):
                 raise ConfigError("kind = 'branch' needs `at`, the name of the first layer that each member has alone.")
             return branch(module, num_members, at=model.at, reinitialize=self.module, link=link)
-        options = model.model_dump(include={"adapter", "layers", "freeze", "head"})
+        options = model.model_dump(include={"layers", "freeze", "head"})
+        options["adapter"] = model.adapter_kind
         options |= {} if model.rank is None else {"rank": model.rank}
         return adapt(module, num_members, link=link, **options)
 

@@ -114,7 +114,7 @@ def describe_network(model: ModelSection, data: Dataset) -> str:
     if model.kind == "branch":
         name += f", branched at {model.at}"
     if model.kind == "adapters":
-        name += f", {model.adapter.replace('_', '-')} adapters" + (f" of rank {model.rank}" if model.rank else "")
+        name += f", {model.adapter_kind.replace('_', '-')} adapters" + (f" of rank {model.rank}" if model.rank else "")
     if model.head_scale != 1:
         name += f", initial head weights times {model.head_scale:.3g}"
     return name

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
+from torchace._model_files import to_safetensors
 from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
-from torchace.lab.training.timer import Timer
 from torchace.nn.parallel import broadcast_bytes, split_range
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 TIMEOUT = 600.0  # seconds without an answer until a rank is lost; overridden by `TORCHACE_TIMEOUT`
+REPORT_EVERY = 0.1  # seconds
 SYNC_EVERY = 0.25  # seconds, roughly
 MAX_SYNC_STEPS = 1000
 
@@ -132,7 +132,7 @@ class Ranks:
         """Tensors of the first rank, on the CPU of all ranks."""
         if self.size == 1 and tensors is not None:
             return tensors
-        data = None if tensors is None else _serialize(tensors)
+        data = None if tensors is None else to_safetensors(tensors)
         return load_safetensors(broadcast_bytes(data, 0, dist.group.WORLD))  # type: ignore[arg-type]
 
     @detect_lost_rank()
@@ -141,7 +141,7 @@ class Ranks:
         if self.data_index != 0:
             return None
         if not self.is_first:
-            data = _serialize(tensors)
+            data = to_safetensors(tensors)
             dist.send(torch.tensor(len(data)), 0)
             dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0)
             return None
@@ -157,6 +157,30 @@ class Ranks:
     def timer(self, stop: Callable[[], bool], save_every: float | None) -> Timer:
         """Timer that agrees on all ranks."""
         return (Timer if self.size == 1 else SyncedTimer)(stop, save_every)
+
+
+class Timer:
+    """Actions due at a step; updated before every step."""
+
+    def __init__(self, stop: Callable[[], bool], save_every: float | None) -> None:
+        self._stop, self._save_every = stop, save_every
+        self._saved, self._reported = time.monotonic(), 0.0
+        self.should_stop = self.should_save = self.should_report = False  # stop before, others after the step
+
+    def update(self) -> None:
+        """Read the clock and the stop signal."""
+        now = time.monotonic()
+        self.should_stop = self._stop()
+        self.should_save = self._save_every is not None and now - self._saved >= self._save_every
+        self.should_report = now - self._reported >= REPORT_EVERY
+
+    def mark_saved(self) -> None:
+        """Restart the interval of saving."""
+        self._saved = time.monotonic()
+
+    def mark_reported(self) -> None:
+        """Restart the interval of reporting."""
+        self._reported = time.monotonic()
 
 
 class SyncedTimer(Timer):
@@ -271,13 +295,6 @@ def _gather_axis(part: Tensor, axis: int, count: int, num_parts: int, group: Any
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
     return torch.cat([one.narrow(axis, 0, size) for one, size in zip(parts, sizes, strict=True)], axis).to(part.device)
-
-
-def _serialize(tensors: State) -> bytes:
-    # copies: safetensors refuses tensors that share memory
-    return save_safetensors(
-        {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
-    )
 
 
 def _timeout() -> timedelta:

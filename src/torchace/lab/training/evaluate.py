@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchace.functional import disagreement, ensemble_log_probs, ensemble_probs, mutual_information
-from torchace.functional.calibration import calibration_bins
 from torchace.lab.training.memory import CHUNK_BYTES
 from torchace.lab.training.run_group import RunGroup
 
@@ -53,7 +52,6 @@ class Evaluator:
         self._exact = 0  # samples with all labels right
         self._metrics: EnsembleMetrics | None = None
         self._samples = 0
-        self._bins: list[Tensor] = []  # sums
         self._losses: list[Tensor] = []  # cross entropy per sample
         self._errors: list[Tensor] = []  # misclassified, per sample
         self._differ = torch.zeros(())  # (K, K): samples with different votes
@@ -77,8 +75,6 @@ class Evaluator:
             self._metrics = EnsembleMetrics(num_members, num_classes, sync_on_compute=False).to(logits.device)
         self._metrics.update(logits, target)
         probs, votes = ensemble_probs(logits), logits.argmax(2)
-        bins = list(calibration_bins(probs, target))
-        self._bins = [a + b for a, b in zip(self._bins, bins, strict=True)] if self._bins else bins
         # float32 is enough for an interval over samples
         losses, errors = F.nll_loss(ensemble_log_probs(logits), target, reduction="none"), probs.argmax(1) != target
         if self._multilabel:  # labels of one sample are not independent
@@ -126,7 +122,7 @@ class Evaluator:
             scores["exact_match"] = self._exact / len(torch.cat(self._losses))
             scores["macro_f1"] = (2 * both[found] / (predicted + actual)[found]).mean().item()
             contested = {}
-        counts, confidence, correct = self._bins
+        counts, confidence, correct = self._metrics.bins
         arrays = {
             "reliability_count": counts,
             "reliability_confidence": confidence,

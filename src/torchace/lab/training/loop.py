@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,13 +21,7 @@ from torchace.lab.training.distributed import all_gather, detect_lost_rank
 from torchace.lab.training.early_stopping import EarlyStopping, ValidationSet
 from torchace.lab.training.nonfinite import nonfinite_member
 from torchace.lab.training.run_group import RunGroup
-from torchace.lab.training.run_settings import (
-    connect_gradients,
-    label_smoothing,
-    run_configs,
-    set_learning_rates,
-    split_parameters,
-)
+from torchace.lab.training.run_settings import connect_gradients, label_smoothing, set_learning_rates, split_parameters
 from torchace.lab.training.step import StepResult, TrainStep
 from torchace.lab.training.tasks import TASKS
 
@@ -103,7 +97,7 @@ def fit(
     *,
     diversities: Sequence[float],
     seeds: Sequence[int],
-    settings: Sequence[Mapping[str, float]] | None = None,
+    settings: Sequence[Mapping[str, Any]] | None = None,
     validation: ValidationSet | None = None,
     optimizer: torch.optim.Optimizer | None = None,  # to continue a training
     mean_weight: float | None = None,
@@ -123,7 +117,7 @@ def fit(
             f"Expected batches of at least {network.ranks.data} samples, one for each rank, but got "
             f"{batches.batch_size}. Use larger batches or fewer ranks."
         )
-    configs = run_configs(config, settings or [{}] * network.num_runs)
+    configs = [replace(config, **own) for own in settings or [{}] * network.num_runs]
     if optimizer is None:
         optimizer = make_optimizer(config, split_parameters(network, configs))
         connect_gradients(optimizer, network)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from torchace.lab.data import Batches, Split
+from torchace.lab.data import Batches, Split, hashed_key
 from torchace.lab.schema.hyperparameters import Hyperparameters
 from torchace.lab.schema.results import Failure
 from torchace.lab.training.config import TrainConfig
@@ -20,11 +21,19 @@ from torchace.lab.training.memory import check_memory, chunk_rows, count_paramet
 from torchace.lab.training.objective import mean_over_samples
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.scaling import scale_inputs
-from torchace.lab.training.seeding import torch_seed
 from torchace.lab.training.tasks import TASKS
 from torchace.models import mlp
 from torchace.nn import Ensemble, StackedEnsemble, adapt
 from torchace.nn.base import EnsembleModule
+
+
+@contextmanager
+def torch_seed(seed: int, purpose: str, index: int) -> Iterator[None]:
+    """Seed torch inside the block; restore its global random state afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        # CPU generator only: torch.manual_seed also seeds other devices, which is slow
+        torch.default_generator.manual_seed(hashed_key(seed, purpose, index))
+        yield
 
 
 @dataclass(frozen=True)
@@ -45,9 +54,7 @@ class MemberPlan:
     patience: int | None = None  # epochs; None: no early stopping
     precision: str = "float64"
     encoding: str = "standard"  # otherwise, every input has a learnt scale
-    network: Callable[[int, int], nn.Module] | None = (
-        None  # factory of a member, from its numbers of inputs and outputs
-    )
+    network: Callable[[int, int], nn.Module] | None = None  # a member from its numbers of inputs and outputs
 
     def ensemble(self, num_features: int, num_outputs: int, seed: int) -> EnsembleModule:
         """Return a new ensemble; initial weights depend only on the seed and the member's index."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,11 +14,6 @@ from torchace.lab.training.run_group import RunGroup
 from torchace.nn.optimizers import check_elementwise
 
 RUN = "first_run"  # key of a parameter group: index of the first run that it updates
-
-
-def run_configs(config: TrainConfig, settings: Sequence[Mapping[str, Any]]) -> list[TrainConfig]:
-    """Configuration of each run."""
-    return [replace(config, **own) for own in settings]
 
 
 def split_parameters(network: RunGroup, configs: Sequence[TrainConfig]) -> list[nn.Parameter] | list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """Computation of members of one architecture at once, by following one member's forward."""
 
-from torchace.nn.stacked_state import named_tensors, replace_tensors, stack_members, take_members
 from torchace.nn.stacking import attention_rules as attention_rules  # these register their rules
 from torchace.nn.stacking import layer_rules as layer_rules
 from torchace.nn.stacking.decision import Decision, decide
@@ -13,12 +12,8 @@ __all__ = [
     "MemberRNG",
     "StackingMode",
     "decide",
-    "named_tensors",
     "register_ensemble",
-    "replace_tensors",
     "run_one_by_one",
     "run_stacked",
     "run_stacked_in_graph",
-    "stack_members",
-    "take_members",
 ]
