@@ -311,20 +311,17 @@ class NCLRegressor(RegressorMixin, _TableMethods, Estimator):  # type: ignore[mi
         """Return the members' mean prediction, `(N,)`, or `(N, M)` for several targets.
 
         With `return_std`, also return the standard deviation of a new target: the members' spread and the residual
-        variance (`oof_score_`, so that training must have stopped on folds or a hold-out).
+        variance of each target (training must have stopped on folds or a hold-out).
         """
         if not return_std:
             return self._squeeze(self._predict(X, lambda predictions: predictions.mean(0))[0])
         mean, spread = self._predict(X, lambda p: p.mean(0), lambda p: p.std(0, correction=0))
-        if self.oof_score_ is None:
+        if self._residual_variance is None:
             raise ValueError(
                 "Expected left-out samples for `return_std`, but training used all of them. Train with "
                 "early_stopping='folds'."
             )
-        variance = np.full(mean.shape[1], self.oof_score_)
-        if self._residuals is not None:
-            variance = np.concatenate([np.square(fold) for fold in self._residuals if len(fold)]).mean(0)
-        return self._squeeze(mean), self._squeeze(np.sqrt(np.square(spread) + variance))
+        return self._squeeze(mean), self._squeeze(np.sqrt(np.square(spread) + self._residual_variance))
 
     def predict_interval(self, X: ArrayLike, coverage: float = 0.9) -> NDArray[np.float64]:
         """Return limits that hold a share `coverage` of new targets, `(N, 2)`, or `(N, M, 2)` for several targets.
@@ -341,7 +338,7 @@ class NCLRegressor(RegressorMixin, _TableMethods, Estimator):  # type: ignore[mi
             True
         """
         check_is_fitted(self)
-        if not 0 < coverage < 1:
+        if not isinstance(coverage, float) or not 0 < coverage < 1:
             raise ValueError(f"Expected `coverage` between 0 and 1, but got {coverage}. Use 0.9 for 90 %.")
         if self._residuals is None:
             raise ValueError(

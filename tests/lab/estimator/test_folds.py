@@ -52,6 +52,18 @@ def test_identical_samples_and_groups_share_a_fold() -> None:
     assert folds[groups == groups[0]].iloc[0] == folds[groups == groups[1]].iloc[0]
 
 
+def test_few_distinct_samples_are_spread_and_unusable_groups_refused() -> None:
+    y = torch.arange(300) % 2
+    counts = pd.crosstab(assign_folds(torch.ones(300, 1).double(), y, seed=0).numpy(), y.numpy()).to_numpy()
+    assert counts.tolist() == [[30, 30]] * 5
+    constant = small(ACEClassifier, epochs=2).fit(np.ones((300, 1)), y.numpy())
+    assert constant.oof_score_ == pytest.approx(np.log(2), abs=0.1)
+    names = np.array(["a", "b", None] * 100, dtype=object)
+    for groups, message in ((np.zeros(300), "at least two `groups`"), (names, "some are missing")):
+        with pytest.raises(ValueError, match=message):
+            small(ACEClassifier).fit(torch.randn(300, 2).numpy(), y.numpy(), groups=groups)
+
+
 def test_folds_have_equal_shares_of_every_class_and_ignore_the_order() -> None:
     rng = np.random.default_rng(0)
     x, y = torch.from_numpy(rng.normal(size=(503, 2))), torch.from_numpy(np.sort(rng.integers(0, 4, 503)))
@@ -182,6 +194,9 @@ def test_groups_keep_out_of_fold_scores_honest() -> None:
     aware = small(ACEClassifier, **options).fit(X, y, groups=groups)
     assert blind.oof_score_ < 0.2
     assert aware.oof_score_ > 0.5
+    for other in ({"early_stopping": True}, {"diversity": 0.3}):  # a hold-out: of eight groups, with luck 0.35
+        assert small(ACEClassifier, **options | other).fit(X, y).oof_score_ < 0.2
+        assert small(ACEClassifier, **options | other).fit(X, y, groups=groups).oof_score_ > 0.3
     with pytest.raises(ValueError, match="inconsistent numbers of samples"):
         small(ACEClassifier).fit(X, y, groups=groups[:-1])
 

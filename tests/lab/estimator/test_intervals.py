@@ -92,13 +92,20 @@ def test_several_targets() -> None:
     assert limits.shape == (300, 2, 2)
     inside = ((limits[..., 0] <= targets) & (targets <= limits[..., 1])).mean(0)
     assert (inside > 0.7).all()
-    assert fitted.predict(X, return_std=True)[1].shape == (300, 2)
+    held_out = NCLRegressor(num_members=5, hidden=(8,), epochs=10, early_stopping=True, random_state=0).fit(X, targets)
+    for model in (fitted, held_out):
+        std = model.predict(X, return_std=True)[1]
+        assert std.shape == (300, 2)
+        error = np.sqrt(np.square(model.predict(X) - targets).mean(0))
+        assert ((0.7 * error < std.mean(0)) & (std.mean(0) < 2 * error)).all()  # each in its units
 
 
 def test_what_is_needed_is_said(regressor: NCLRegressor) -> None:
     X, y = _noisy(40, 0)
     with pytest.raises(ValueError, match="between 0 and 1"):
         regressor.predict_interval(X, 90)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        regressor.predict_interval(X, "0.9")  # type: ignore[arg-type]
     all_used = NCLRegressor(num_members=2, hidden=(4,), epochs=2, early_stopping=False, random_state=0).fit(X, y)
     with pytest.raises(ValueError, match="early_stopping='folds'"):
         all_used.predict_interval(X)

@@ -23,8 +23,9 @@ def assign_folds(
 ) -> Tensor:
     """Assign every sample to a fold: `(N,)` of int64.
 
-    Identical samples share a fold, and so do those of one of the `groups` `(N,)`. Folds have about equal weight, class
-    by class. They do not depend on the order of the samples, and a weight counts as repeats of a sample.
+    Identical samples share a fold unless they exceed one, and so do those of one of the `groups` `(N,)`. Folds have
+    about equal weight, class by class. They do not depend on the order of samples that differ, and a weight counts as
+    repeats of a sample.
 
     Args:
         raw: Samples `(N, F)`; NaN equals NaN.
@@ -40,9 +41,13 @@ def assign_folds(
         >>> torch.equal(folds[:10], folds[10:]), folds.bincount().tolist()
         (True, [4, 4, 4, 4, 4])
     """
+    share = np.ones(len(raw)) if weight is None else weight.cpu().double().numpy()
     blocks = _blocks(raw.cpu().numpy(), groups)  # (N,)
+    if groups is None:
+        blocks = _split_large(blocks, share, num_folds)
     count = int(blocks.max()) + 1
-    share = np.ones(len(blocks)) if weight is None else weight.cpu().double().numpy()
+    if groups is not None and count == 1:
+        raise ValueError("Expected at least two `groups` for folds, but got one (identical samples join theirs).")
     size = np.bincount(blocks, share)
     labels = np.zeros(len(blocks), dtype=np.int64) if y.is_floating_point() else y.cpu().numpy()
     label = np.full(count, np.iinfo(np.int64).max)
@@ -57,6 +62,14 @@ def assign_folds(
     return torch.from_numpy(fold[blocks])
 
 
+def _split_large(blocks: NDArray[np.int64], share: NDArray[np.float64], num_folds: int) -> NDArray[np.int64]:
+    """Separate identical samples that exceed a fold: a table with few distinct rows would lose most to each."""
+    size = np.bincount(blocks, share)
+    is_large = size[blocks] > size.sum() / num_folds
+    own = blocks.max() + 1 + np.arange(len(blocks))
+    return np.unique(np.where(is_large, own, blocks), return_inverse=True)[1].ravel()
+
+
 def _blocks(raw: NDArray[np.float64], groups: ArrayLike | None) -> NDArray[np.int64]:
     """Number the sets of samples that share a fold, in an order that depends on their values alone."""
     rows = np.ascontiguousarray(np.where(np.isnan(raw), np.nan, raw + 0.0))  # one NaN, no -0.0
@@ -67,6 +80,8 @@ def _blocks(raw: NDArray[np.float64], groups: ArrayLike | None) -> NDArray[np.in
     labels = np.asarray(groups)
     if labels.shape != same.shape:
         raise ValueError(f"Expected `groups` with one label for each of {len(same)} samples, but got {labels.shape}.")
+    if (labels != labels).any() or any(label is None for label in labels.tolist()):
+        raise ValueError("Expected a label in `groups` for each sample, but some are missing. Fill them in.")
     from scipy.sparse import coo_array  # type: ignore[import-untyped]
     from scipy.sparse.csgraph import connected_components  # type: ignore[import-untyped]
 

@@ -22,7 +22,7 @@ from torchace.lab.data import Split, hashed_key, permutation, stratified_split
 from torchace.lab.data.folds import NUM_FOLDS, assign_folds
 from torchace.lab.data.table_schema import Target
 from torchace.lab.estimator.files import load_estimator, save_estimator, to_python
-from torchace.lab.estimator.fitted import FittedEstimator, TrainingState
+from torchace.lab.estimator.fitted import FittedEstimator, TrainingState, history, history_entry
 from torchace.lab.estimator.inputs import learn_inputs, raw_matrix, read_inputs, read_inputs_and_targets, target_name
 from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters
 from torchace.lab.training.config import make_optimizer
@@ -91,7 +91,8 @@ class Estimator(FittedEstimator):
                 float64 is trained in float64.
             y: Targets `(N,)`.
             sample_weight: Weight of each sample, `(N,)`; 0 leaves it out.
-            groups: Labels `(N,)`; samples of one group are in one fold, such as the visits of one patient.
+            groups: Labels `(N,)`; samples of one group are in one fold, such as the visits of one patient. A hold-out
+                for early stopping then is one fold.
         """
         with self._replace_when_done() as new:
             new._fit(X, y, sample_weight, groups)
@@ -107,6 +108,7 @@ class Estimator(FittedEstimator):
     def _fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None, groups: ArrayLike | None) -> None:
         plan = self._plan()
         table, y = self._validate(X, y, reset=True)
+        check_consistent_length(y, groups)
         self._learn_targets(y)
         weight = self._positive_weight(table, y, sample_weight)
         self._learn_scales(table, y, weight)
@@ -119,31 +121,33 @@ class Estimator(FittedEstimator):
         with self._threads():
             self.tuning_ = self._tune(plan, samples, seed) if self.diversity == "auto" else None
             self.diversity_ = float(self.diversity if self.tuning_ is None else self.tuning_.diversity)
-            folds = None
-            if self._stops_on_folds(len(samples)):
-                if groups is not None:
-                    check_consistent_length(y, groups)
-                    groups = np.asarray(groups)[used]
+            on_folds, folds = self._stops_on_folds(len(samples)), None
+            if on_folds or (groups is not None and plan.patience is not None):
+                groups = None if groups is None else np.asarray(groups)[used]
                 raw = raw_matrix(self._encoding, table[used])
                 folds = assign_folds(raw, samples.y.cpu(), seed=seed, weight=samples.weight, groups=groups)
-            trained, held_out = self._train_and_stop(plan, samples, seed, folds)
-        self.history_ = _history(trained)
+            trained, held_out = self._train_and_stop(plan, samples, seed, folds, on_folds)
+        self.history_ = history(trained)
         self._finish(trained, held_out)
         self.oof_predictions_, self._residuals = None, None
-        if held_out is not None and folds is not None:
+        if held_out is not None and folds is not None and on_folds:
             predictions = held_out.expand(used)
             self.oof_predictions_ = self._squeeze(predictions)
             self._keep_residuals(y[used], predictions[used], folds.cpu().numpy())
         self._state = TrainingState(seed, plan).add(samples)
 
     def _train_and_stop(
-        self, plan: MemberPlan, samples: Split, seed: int, folds: Tensor | None
+        self, plan: MemberPlan, samples: Split, seed: int, folds: Tensor | None, on_folds: bool
     ) -> tuple[TrainedGroup, OutOfFold | None]:
         """Train, and predict the samples that stopped the training."""
         if plan.patience is None:
             return self._train(plan, samples, seed), None
-        if folds is None:
-            train, validation = self._hold_out(samples, hashed_key(seed, "early stopping"))
+        if folds is None or not on_folds:
+            train, validation = (
+                self._hold_out(samples, hashed_key(seed, "early stopping"))
+                if folds is None
+                else (samples.take(folds != folds.min()), samples.take(folds == folds.min()))
+            )
             trained = self._train(plan, train, seed, validation=validation)
             return trained, collect_out_of_fold(trained, validation, None, self._target_scaler)
         split = FoldSplit.make(samples, folds, plan.num_members)
@@ -219,7 +223,7 @@ class Estimator(FittedEstimator):
         with self._threads():
             options = {"network": network, "optimizer": optimizer, "mean_weight": mean_weight}
             trained = self._train(plan, samples, seed, **options)
-        self.history_ = [*self.history_, {**_history(trained)[0], "epoch": len(self.history_) + 1}]
+        self.history_ = [*self.history_, {**history(trained)[0], "epoch": len(self.history_) + 1}]
         self._state = replace(state, calls=state.calls + 1, optimizer=optimizer.state_dict())
         self._finish(trained, None)
 
@@ -235,7 +239,7 @@ class Estimator(FittedEstimator):
         return trained
 
     def _report_epoch(self, progress: Progress) -> None:
-        entry = _history_entry(progress.epoch, progress.score, progress.held_out)
+        entry = history_entry(progress.epoch, progress.score, progress.held_out)
         for callback in self.callbacks or ():
             callback(entry)
         if self.verbose and (progress.epoch % self.verbose == 0 or progress.step == progress.steps):
@@ -247,6 +251,7 @@ class Estimator(FittedEstimator):
         self._network = trained.network.cpu()
         self.temperature_ = 1.0 if held_out is None else held_out.temperature
         self.oof_score_ = None if held_out is None else held_out.score
+        self._residual_variance = None if held_out is None else held_out.variance
         self.ensemble_ = assemble_ensemble(
             self._encoding.encoder(), trained.ensemble(0), self._target_scaler, self.temperature_
         )
@@ -388,13 +393,3 @@ class Estimator(FittedEstimator):
 
 def _precision(table: NDArray[Any] | DataFrame) -> str:
     return str(table.dtype) if isinstance(table, np.ndarray) else "float64"
-
-
-def _history(trained: TrainedGroup) -> list[dict[str, Any]]:
-    return [_history_entry(entry["epoch"], entry["score"], entry["held_out"]) for entry in trained.fitted.history]
-
-
-def _history_entry(
-    epoch: int, score: Sequence[float | None], held_out: Sequence[float | None] | None
-) -> dict[str, Any]:
-    return {"epoch": epoch, "train": score[0], "validation": None if held_out is None else held_out[0]}

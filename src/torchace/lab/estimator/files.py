@@ -31,6 +31,7 @@ def save_estimator(estimator: Any, path: str | os.PathLike[str]) -> None:
         "history": estimator.history_,
         "temperature": estimator.temperature_,
         "oof_score": estimator.oof_score_,
+        "residual_variance": None if estimator._residual_variance is None else estimator._residual_variance.tolist(),
         "residuals": None if estimator._residuals is None else [fold.tolist() for fold in estimator._residuals],
         "search": None if estimator.tuning_ is None else finite(estimator.tuning_.to_json()),
         "encoding": estimator._encoding.to_json(),
@@ -57,7 +58,8 @@ def load_estimator(kind: type[T], path: str | os.PathLike[str]) -> T:
         estimator._encoding = Encoding.from_json(extra["encoding"])
         estimator.history_ = extra["history"]
         estimator.temperature_, estimator.oof_score_ = float(extra["temperature"]), extra["oof_score"]
-        estimator.oof_predictions_, residuals = None, extra["residuals"]
+        estimator.oof_predictions_, residuals, variance = None, extra["residuals"], extra["residual_variance"]
+        estimator._residual_variance = None if variance is None else np.array(variance, dtype=np.float64)
         estimator._residuals = None if residuals is None else [np.array(fold, dtype=np.float64) for fold in residuals]
         estimator.diversity_ = float(manifest["diversity"])
         tuning = extra["search"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from torchace.lab.data import Split
 from torchace.lab.data.encoding import Encoding
-from torchace.lab.training.members import MemberPlan
+from torchace.lab.training.members import MemberPlan, TrainedGroup
 from torchace.lab.training.scaling import Scaler
 from torchace.lab.tuning.grid_search import TunedDiversity
 from torchace.nn import Ensemble
@@ -50,6 +50,7 @@ class FittedEstimator(BaseEstimator, ABC):  # type: ignore[misc]
     tuning_: TunedDiversity | None
     temperature_: float
     oof_score_: float | None
+    _residual_variance: NDArray[np.float64] | None  # (M,), of each target of a regression
     oof_predictions_: NDArray[np.float64] | None
     _residuals: list[NDArray[np.float64]] | None  # of a regression, by fold
 
@@ -75,3 +76,13 @@ class FittedEstimator(BaseEstimator, ABC):  # type: ignore[misc]
     @abstractmethod
     def _targets_from_json(self, content: Mapping[str, Any]) -> None:
         """Restore the result of `_targets_to_json`."""
+
+
+def history(trained: TrainedGroup) -> list[dict[str, Any]]:
+    """Scores of the epochs, of the first run."""
+    return [history_entry(entry["epoch"], entry["score"], entry["held_out"]) for entry in trained.fitted.history]
+
+
+def history_entry(epoch: int, score: Sequence[float | None], held_out: Sequence[float | None] | None) -> dict[str, Any]:
+    """Scores of an epoch."""
+    return {"epoch": epoch, "train": score[0], "validation": None if held_out is None else held_out[0]}

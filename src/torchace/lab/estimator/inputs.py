@@ -51,6 +51,8 @@ def read_inputs_and_targets(
     if not is_mixed(estimator, X, reset):
         options |= {"dtype": DTYPES, "order": "C", "ensure_all_finite": "allow-nan"}
         return cast(tuple[NDArray[Any], NDArray[Any]], validate_data(estimator, X, y, reset=reset, **options))
+    if y is None:
+        raise ValueError("Expected targets `y`, but got None.")
     frame = read_inputs(estimator, X, reset=reset)
     numeric = {"dtype": np.float64} if options.get("y_numeric") else {"dtype": None}
     targets = check_array(y, ensure_2d=False, input_name="y", **numeric)

@@ -61,7 +61,7 @@ class MemberPlan:
         dtype, link = self.train_config(1).dtype, TASKS[self.task].link
         if self.members == "shared":
             with torch_seed(seed, "member", 0):
-                network = (self.network or self._mlp)(num_features, num_outputs)
+                network = (self._mlp if self.network is None else self.member)(num_features, num_outputs)
                 return adapt(network, self.num_members, link=link).to(dtype)
         members = []
         for k in range(self.num_members):
@@ -72,7 +72,10 @@ class MemberPlan:
     def member(self, num_features: int, num_outputs: int) -> nn.Module:
         """Return a new member with its own weights."""
         if self.network is not None:
-            return self.network(num_features, num_outputs)
+            network = self.network(num_features, num_outputs)
+            if not isinstance(network, nn.Module):
+                raise TypeError(f"Expected `network` to return a module, but got {type(network).__name__}.")
+            return network
         network = self._mlp(num_features, num_outputs)
         return network if self.encoding == "standard" else scale_inputs(network)
 

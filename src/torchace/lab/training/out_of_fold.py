@@ -25,6 +25,7 @@ class OutOfFold:
     predictions: NDArray[np.float64]  # (n, C) probabilities, or (n, M) in the targets' units; none of a hold-out
     score: float  # cross entropy, or squared error in the targets' units
     temperature: float
+    variance: NDArray[np.float64]  # (M,): mean square residual of each target of a regression; (1,): the score
     rows: NDArray[np.int64] | None = None  # among the samples used; None: unknown
 
     def expand(self, used: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -45,21 +46,22 @@ def collect_out_of_fold(
         done += len(y)
         if trained.plan.task == "multilabel":
             predicted = (logits / temperature).sigmoid().nanmean(0)
-            losses.append(F.binary_cross_entropy(predicted, y.double(), reduction="none").mean(1))
+            losses.append(F.binary_cross_entropy(predicted, y.double(), reduction="none").mean(1, keepdim=True))
         elif targets is None:
             log_q = (logits / temperature).log_softmax(2)
             predicts = ~log_q[..., :1].isnan()
             log_probs = log_q.masked_fill_(~predicts, -torch.inf).logsumexp(0) - predicts.sum(0).double().log()
-            losses.append(-log_probs.gather(1, y[:, None]).squeeze(1))
+            losses.append(-log_probs.gather(1, y[:, None]))
             predicted = log_probs.exp_()
         else:
             predicted = targets.inverse_transform(logits.nanmean(0))
-            losses.append((predicted - targets.inverse_transform(y)).square().mean(1))
+            losses.append((predicted - targets.inverse_transform(y)).square())
         if left_out is not None:
             predictions.append(predicted.numpy())
     weight = None if split.weight is None else split.weight.cpu().double()
-    score = float(mean_over_samples(torch.cat(losses), weight))
-    return OutOfFold(np.concatenate(predictions) if predictions else np.empty((0, 0)), score, temperature)
+    variance = mean_over_samples(torch.cat(losses).T, weight).numpy()  # (M,)
+    collected = np.concatenate(predictions) if predictions else np.empty((0, 0))
+    return OutOfFold(collected, float(variance.mean()), temperature, variance)
 
 
 def _fit_temperature(trained: TrainedGroup, split: Split, left_out: Tensor | None) -> float:
