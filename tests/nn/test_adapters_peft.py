@@ -150,6 +150,28 @@ def test_dora_of_peft_is_refused(tmp_path: Path) -> None:
         peft.get_peft_model(copy.deepcopy(model), config).save_pretrained(tmp_path / name)
         with pytest.raises(ValueError, match=f"{name}=True"):
             load_adapters(model, [tmp_path / name])
+    config = peft.LoraConfig(r=2, target_modules=["4"], init_lora_weights="pissa")
+    peft.get_peft_model(copy.deepcopy(model), config).save_pretrained(tmp_path / "pissa")
+    with pytest.raises(ValueError, match="init_lora_weights='pissa', which changes the model's weights"):
+        load_adapters(model, [tmp_path / "pissa"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of peft: Conv1D, and that it saves the weight of lm_head
+def test_adapters_of_output_layers_and_embeddings(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, tie_word_embeddings=False)).double().eval()
+    x, expected, folders = tokens(), [], []
+    for k in range(2):  # peft saves the weight of lm_head too
+        config = peft.LoraConfig(r=2, target_modules=["c_attn", "lm_head"], init_lora_weights=False)
+        theirs = peft.get_peft_model(copy.deepcopy(model), config).eval()
+        expected.append(call(theirs, x))
+        folders.append(tmp_path / f"member_{k}")
+        theirs.save_pretrained(folders[-1])
+    torch.testing.assert_close(members(load_adapters(model, folders).eval(), x), torch.stack(expected), **CLOSE)
+    config = peft.LoraConfig(r=2, target_modules=["c_attn", "wte"])
+    peft.get_peft_model(copy.deepcopy(model), config).save_pretrained(tmp_path / "wte")
+    with pytest.raises(ValueError, match="adapts an embedding"):
+        load_adapters(model, [tmp_path / "wte"])
 
 
 @pytest.mark.parametrize("mini", [False, True])

@@ -167,7 +167,11 @@ class RunStore:
             raise RunStoreError(f"{self.directory} holds no run with λ={run.diversity:g} and seed {run.seed}.")
         file = self._weights_file(run)
         if not file.exists():
-            why = "the run failed" if result.status == "failed" else "they were not kept. Use keep_weights=True"
+            why = (
+                "the run failed"
+                if result.status == "failed"
+                else "they were not kept. Use keep_weights=True in a new directory"
+            )
             raise RunStoreError(f"There are no weights of λ={run.diversity:g} and seed {run.seed}: {why}.")
         damaged = f"{file} is damaged. Remove it and {self._file(run).name} to train the run again."
         try:

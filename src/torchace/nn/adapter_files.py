@@ -17,6 +17,8 @@ from torchace._files import JSON_BYTES, StrPath, error_reason, parse_json, read_
 from torchace._model_files import ModelFileError, to_json
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+# `init_lora_weights` that leave the model as it is
+UNCHANGED = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 FACTORS = {"A": "lora_A.weight", "B": "lora_B.weight"}
 MARK = "torchace"  # key of our checksums in the metadata of the weights
 # Options of LoRA that compute something else, and their value where they are off
@@ -75,8 +77,14 @@ def read_adapter(folder: StrPath, model: nn.Module) -> AdapterFile:
         raise ModelFileError(f"{folder} was altered after it was written; copy the adapter again or save it anew.")
     factors: dict[str, dict[str, Tensor]] = {}
     own: dict[str, Tensor] = {}
+    weights = dict(model.named_parameters(remove_duplicate=False))
     for key, tensor in tensors.items():
         name = key.removeprefix(PREFIX)
+        if ".lora_embedding_" in name:
+            raise ModelFileError(f"{folder} adapts an embedding, which cannot be loaded; train the adapter without it.")
+        shared = weights.get(name.replace(".base_layer.", "."))
+        if ".base_layer." in name and shared is not None and torch.equal(tensor, shared.detach().cpu()):
+            continue  # peft saves the model's own embeddings and output layers beside their adapters
         kind = next((kind for kind, suffix in FACTORS.items() if name.endswith(f".{suffix}")), None)
         if kind is None:
             own[name] = tensor
@@ -105,6 +113,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
             raise ModelFileError(
                 f"{folder} was trained with {name}={value!r}, which cannot be loaded; train the adapter without it."
             )
+    if (start := config.get("init_lora_weights", True)) not in UNCHANGED:
+        raise ModelFileError(
+            f"{folder} was trained with init_lora_weights={start!r}, which changes the model's weights; convert it "
+            "with peft's save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+        )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not 0 < alpha < float("inf"):
         raise ModelFileError(f"{file} has r={rank!r} and lora_alpha={alpha!r}, which are not valid; save it anew.")

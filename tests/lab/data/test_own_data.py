@@ -62,6 +62,32 @@ def test_a_class_without_samples_is_noted(part: str) -> None:
     assert note.startswith(f"The {part} data has no sample of the class '{2 if part == 'test' else 1}';")
 
 
+@pytest.mark.parametrize(
+    "x",
+    [
+        X.tolist(),
+        list(X),
+        tuple(X),
+        list(X.numpy()),
+        tuple(map(tuple, X.tolist())),
+        X.numpy().astype(object),
+    ],
+    ids=["lists", "tensors", "tuple of tensors", "arrays", "tuples", "objects"],
+)
+def test_rows_are_samples(x: Any) -> None:
+    """A list of rows is one input, not several."""
+    read = dataset((x, Y), (X, Y)).train.x
+    assert isinstance(read, Tensor)
+    assert torch.equal(read.float(), X)
+
+
+def test_a_list_of_samples_is_a_dataset() -> None:
+    samples = list(zip(X, Y.tolist(), strict=True))
+    read = dataset(samples, (X, Y)).train
+    assert torch.equal(read.x, X)
+    assert torch.equal(read.y, Y)
+
+
 def at(values: Tensor, index: int, value: float) -> Tensor:
     return values.index_fill(0, torch.tensor([index]), value)
 
@@ -69,7 +95,9 @@ def at(values: Tensor, index: int, value: float) -> Tensor:
 @pytest.mark.parametrize(
     ("train", "options", "message"),
     [
-        ((X, Y[:5]), {}, "The training data has 12 samples and 5 targets; give one target for each sample."),
+        ((X, Y[:5]), {}, r"The training inputs have shape \(12, 2\), but there are 5 targets; give inputs of shape"),
+        (([X.tolist()], Y), {}, r"The training inputs have shape \(1, 12, 2\), but there are 12 targets; give inputs"),
+        ((X, None), {}, "The training data has no targets; give "),
         ((at(X, 3, math.nan), Y), {}, "The training data has NaN or Inf in sample 3;"),
         ((at(X, 3, math.inf), Y), {}, "The training data has NaN or Inf in sample 3;"),
         ((X, at(Y, 4, -2)), {}, "The training data has label -2 in sample 4, outside 0 to 2;"),

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
@@ -119,6 +120,22 @@ def test_a_users_smoc_is_stacked_unchanged() -> None:
         ace.sweep(make, TRAIN, TEST, **SMALL | {"num_members": 3}, kind="smoc")
     with pytest.raises(ValueError, match="to return one member, but it returned the ensemble SMOC"):
         ace.sweep(make, TRAIN, TEST, **SMALL)
+
+
+def test_settings_may_be_numbers_of_numpy_and_torch() -> None:
+    def largest(logits: Tensor, target: Tensor) -> Tensor:
+        return logits.amax()
+
+    result = ace.sweep(
+        lambda: ace.branch(CNN(), 2, at="head"),
+        TRAIN,
+        TEST,
+        **SMALL
+        | {"seeds": np.int64(1), "diversities": torch.tensor(0.5), "device": torch.device("cpu"), "kind": "branch"},
+        metrics=largest,
+    )
+    assert repr(result) == "Sweep of 1 λ and 1 seed, 1 run"
+    assert result.table().largest.item() == result.to_frame().largest.item()
 
 
 def test_frame_table_and_best(trained: ace.SweepResult) -> None:
@@ -286,6 +303,10 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "lambda": (CNN, {"diversities": [0, 1.5]}, "Expected diversities.* to be at most 1, but got 1.5"),
     "kind": (CNN, {"kind": "boosted"}, "Expected kind to be 'separate', 'smoc', 'branch' or 'adapters'"),
     "branch": (CNN, {"kind": "branch"}, "needs `at`"),
+    "lazy": (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(10)), {}, "but it has lazy layers. Give their input"),
+    "seeds": (CNN, {"seeds": 0}, "Expected at least 1 seed, but got seeds=0"),
+    "separate": (CNN, {"batches": "separate"}, "^λ > 0 needs members that see each other's predictions"),
+    "callback": (CNN, {"callbacks": [ace.lab.Callback]}, "Expected callbacks with a method such as on_epoch_end"),
     "layer": (CNN, {"kind": "branch", "at": "heads"}, "Expected `at` to name a layer of the model, but got 'heads'"),
     "own batches": (CNN, {"kind": "smoc", "batches": "exchanged"}, "expected 'shared' for members that share layers"),
     "patience": (CNN, {"patience": 3}, "`patience` needs validation data"),
@@ -301,7 +322,9 @@ def test_bad_input_is_one_sentence(name: str) -> None:
         ace.sweep(member, TRAIN, TEST, **SMALL | options)
     text = str(caught.value)
     assert "\n" not in text
-    assert text[0].isupper() or text.startswith(("sweep()", "`", "member: ", "arguments: ", "train.batches: "))
+    assert text[0].isupper() or text.startswith(
+        ("sweep()", "`", "member: ", "arguments: ", "train.batches: ", "kind = ", "λ")
+    )
 
 
 TOML = """

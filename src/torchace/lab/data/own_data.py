@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from torchace._checks import shape_of
 from torchace._files import available_memory, error_reason
 from torchace._npz import NPZ_ERRORS, read_npz
 from torchace.lab.data.columns import get_column, target_numbers
@@ -51,7 +52,7 @@ def make_dataset(train: Any, test: Any, options: DataOptions, name: str = "own d
     """Return a data set of a user's training and test data, checked."""
     if _is_frame(train) or _is_frame(test) or _has_frame(train):
         splits, names = _table_splits(_join_target(train), _join_target(test), options)
-    elif isinstance(train, tuple | list) and isinstance(test, tuple | list):
+    elif _is_pair(train) and _is_pair(test):
         splits, names = _array_splits(train, test, options)
     else:
         splits = [_dataset_split(part, kind, options) for part, kind in ((train, "training"), (test, "test"))]
@@ -137,6 +138,12 @@ def _image_shape(x: Inputs) -> tuple[int, int, int] | None:
 # -- arrays ------------------------------------------------------------------------------------------------------------
 
 
+def _is_pair(part: Any) -> bool:
+    """Whether data is (X, y) and not a list of samples (x, y), which is a map-style Dataset."""
+    has_samples = isinstance(part, list) and len(part) != 2 and all(isinstance(item, tuple) for item in part)
+    return isinstance(part, tuple | list) and not has_samples
+
+
 def _array_splits(train: Any, test: Any, options: DataOptions) -> tuple[list[AnySplit], tuple[str, ...]]:
     pairs = []
     for part, given in (("training", train), ("test", test)):
@@ -144,6 +151,9 @@ def _array_splits(train: Any, test: Any, options: DataOptions) -> tuple[list[Any
             raise DataError(f"Expected (X, y) for the {part} data, but got {len(given)} values; {FORMS}.")
         pairs.append(given)
     (x_train, y_train), (x_test, y_test) = pairs
+    for part, y in (("training", y_train), ("test", y_test)):
+        if y is None:
+            raise DataError(f"The {part} data has no targets; {FORMS}.")
     names: tuple[str, ...] = ()
     if options.task == "classification" and not isinstance(y_train, Tensor):
         y_train, y_test, names = encode_labels(y_train, y_test)
@@ -152,16 +162,26 @@ def _array_splits(train: Any, test: Any, options: DataOptions) -> tuple[list[Any
 
 
 def _array_split(x: Any, y: Any, part: str, options: DataOptions) -> Split:
-    inputs = convert_inputs(lambda values: _as_tensor(values, part), x)
     targets = as_targets(_as_tensor(y, part), options.task, part)
+    inputs = convert_inputs(lambda values: _as_tensor(values, part), _stack_rows(x, len(targets)))
     for values in input_tensors(inputs):
         if values.ndim == 0 or len(values) != len(targets):
-            count = len(values) if values.ndim else 1
             raise DataError(
-                f"The {part} data has {count} samples and {len(targets)} targets; give one target for each sample."
+                f"The {part} inputs have shape {shape_of(values)}, but there are {len(targets)} targets; give inputs "
+                f"of shape ({len(targets)}, ...), one row for each target."
             )
     check_finite_inputs(inputs, part)
     return Split(inputs, targets).to(options.device)
+
+
+def _stack_rows(x: Any, count: int) -> Any:
+    """Return a list or tuple of samples as one array; one of several inputs stays as it is."""
+    if not isinstance(x, tuple | list) or len(x) != count or all(np.shape(value)[:1] == (count,) for value in x):
+        return x
+    try:
+        return torch.stack(list(x)) if isinstance(x[0], Tensor) else np.asarray(x)
+    except (RuntimeError, TypeError, ValueError):
+        return list(x)
 
 
 def _as_tensor(values: Any, part: str) -> Tensor:
@@ -169,6 +189,8 @@ def _as_tensor(values: Any, part: str) -> Tensor:
         return values.detach().cpu()
     try:
         array = np.asarray(values)
+        if array.dtype.kind == "O":  # such as a table's booleans and numbers
+            array = np.asarray(array.tolist())
         if array.dtype.kind == "u" and array.dtype.itemsize > 1:
             array = array.astype(np.int64)
         return torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
@@ -242,7 +264,7 @@ def _target_columns(frame: DataFrame, options: DataOptions) -> list[str]:
 
 
 def _dataset_split(dataset: Any, part: str, options: DataOptions) -> AnySplit:
-    if isinstance(dataset, tuple | list):
+    if _is_pair(dataset):
         return _array_splits(dataset, dataset, options)[0][0]
     if isinstance(dataset, DataLoader):
         raise DataError(f"The {part} data is a DataLoader, which has an order of its own; give its `dataset`.")

@@ -59,6 +59,11 @@ def describe_error(
     return f"{where}: {first['msg'][0].lower()}{first['msg'][1:]}, but got {got}."
 
 
+def capitalize(message: str) -> str:
+    """Start a sentence with a capital; the symbol λ stays as it is."""
+    return message if message.startswith("λ") else message[:1].upper() + message[1:]
+
+
 def _hint(wrong: str, known: list[str]) -> str:
     close = difflib.get_close_matches(wrong, known, n=1)
     return f" Did you mean {close[0]!r}?" if close else f" Known keys: {', '.join(known)}."

@@ -37,6 +37,7 @@ from torchace.lab.schema.results import PaperTable, RunKey
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10")
 GIVEN = "given"  # data given to `torchace.sweep` as objects
+BRANCH_AT = "stage3"  # of a ResNet
 OPTIMIZERS = ("sgd", "adam", "adamw")
 
 
@@ -136,7 +137,7 @@ class ModelSection(Section):
     width: Annotated[int, Field(ge=1, le=4096)] = 16  # ResNet: channels of the first stage
     num_members: NumMembers = 5
     rank: Count | None = None  # SMOC: rank of the difference between members; low-rank adapters: their rank
-    at: str = "stage3"  # branch: first layer that is separate for each member
+    at: str = BRANCH_AT  # branch: first layer that is separate for each member
     adapter: Literal["multiplicative", "low_rank"] | None = None  # None: low rank if `rank` is given
     layers: list[str] | str | None = None  # adapters: names of the layers, or "first"
     freeze: bool = False  # adapters: train adapters and heads alone
@@ -152,8 +153,6 @@ class ModelSection(Section):
     def _check(self) -> Self:
         if self.factory is None:
             self._check_builtin()
-        elif self.kind == "branch" and "at" not in self.model_fields_set:
-            raise ValueError("kind = 'branch' needs `at`, the name of the first layer that each member has alone.")
         if self.arguments and self.factory is None:
             raise ValueError("`arguments` need `factory`, the function that returns a member.")
         if self.rank is not None and self.kind not in ("smoc", "adapters"):
@@ -173,7 +172,7 @@ class ModelSection(Section):
     def _check_builtin(self) -> None:
         if self.network == "resnet" and self.depth % 6 != 2:
             raise ValueError(f"expected a ResNet depth of 6n + 2 (20, 32, 44, 56, 110), but got {self.depth}.")
-        if self.kind == "branch" and self.network == "mlp" and self.at == "stage3":
+        if self.kind == "branch" and self.network == "mlp" and self.at == BRANCH_AT:
             raise ValueError("a branched MLP needs `at`, the first separate layer of each member, such as 'linear2'.")
         if self.network == "resnet" and self.dropout:
             raise ValueError("a CIFAR ResNet has no dropout: remove `dropout`, or use network = 'mlp'.")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from torchace.lab.schema.errors import describe_error
+from torchace.lab.schema.errors import capitalize, describe_error
 
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -75,5 +75,4 @@ def check_hyperparameters(name: Callable[[str], str], **values: Any) -> Hyperpar
     try:
         return Hyperparameters(**values)
     except ValidationError as error:
-        message = describe_error(error, Hyperparameters, name=name)
-        raise ValueError(message[0].upper() + message[1:]) from None
+        raise ValueError(capitalize(describe_error(error, Hyperparameters, name=name))) from None

@@ -6,14 +6,15 @@ import difflib
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from torch import nn
 
-from torchace.lab.schema.errors import describe_error
+from torchace.lab.schema.errors import capitalize, describe_error
 from torchace.lab.schema.experiment import GIVEN, Experiment, TrainSection
 from torchace.lab.store import RunStoreError
 from torchace.lab.sweeps.callbacks import Callback
@@ -48,7 +49,7 @@ def sweep(
     validation: float = 0.0,
     metrics: Any = None,
     callbacks: Iterable[Callback | str] = (),
-    device: str = "auto",
+    device: str | torch.device = "auto",
     out: str | os.PathLike[str] | None = None,
     arguments: Mapping[str, Any] | None = None,
     target: str | Sequence[str] | None = None,
@@ -135,7 +136,8 @@ def sweep(
         [[0.0, 0.0], [0.0, 1.0], [0.5, 0.0], [0.5, 1.0]]
     """
     function = _check_member(member, arguments or {})
-    metrics = [] if metrics is None else [metrics] if callable(metrics) else list(metrics)
+    metrics = [] if metrics is None else [metrics] if callable(metrics) or isinstance(metrics, str) else list(metrics)
+    metrics = [import_object(m, "metrics") if isinstance(m, str) and ":" in m else m for m in metrics]
     for metric in metrics:
         if not callable(metric):
             raise TypeError(f"Expected `metrics` to be a list of functions, but got {type(metric).__name__} in it.")
@@ -145,12 +147,14 @@ def sweep(
         "data": {"name": GIVEN, "task": task, "validation": validation, "target": target, "num_classes": num_classes},
         "model": {"factory": object_name(function), "arguments": dict(arguments or {}), "kind": kind, "freeze": freeze},
         "train": {"batch_size": batch_size, "batches": batches, "learning_rate": learning_rate},
-        "sweep": {"diversities": diversities, "group_size": group_size, "keep_weights": keep_weights},
+        "sweep": {"group_size": group_size, "keep_weights": keep_weights},
     }
     for key, value in settings.items():
         content["data" if key in _DATA_SETTINGS else "train"][key] = value
-    if isinstance(diversities, int | float):
-        content["sweep"]["diversities"] = [diversities]
+    diversities, seeds = _plain(diversities), _plain(seeds)
+    if isinstance(seeds, int) and seeds < 1:
+        raise ConfigError(f"Expected at least 1 seed, but got seeds={seeds}.")
+    content["sweep"]["diversities"] = [diversities] if isinstance(diversities, int | float) else diversities
     content["sweep"]["seeds"] = range(seeds) if isinstance(seeds, int) else seeds
     content["model"] |= _given(num_members=num_members, at=at, rank=rank, adapter=adapter, layers=layers, head=head)
     content["train"] |= _given(epochs=epochs, steps=steps)
@@ -173,7 +177,9 @@ def sweep(
         directory = Path(tempfile.mkdtemp(prefix="torchace-sweep-")) if temporary else Path(out or "")
         result = SweepResult(directory, components, temporary=temporary)
         try:
-            with make_executor(experiment, directory, device, ray=ray, parallel=parallel, rank=process) as executor:
+            with make_executor(
+                experiment, directory, str(device), ray=ray, parallel=parallel, rank=process
+            ) as executor:
                 result.directory = directory = Path(executor.broadcast(str(directory)))
                 given = callbacks if isinstance(callbacks, Iterable) else [callbacks]
                 listeners = make_callbacks(() if process else given, directory, experiment)
@@ -220,8 +226,7 @@ def _parse(content: dict[str, Any], settings: Mapping[str, Any]) -> Experiment:
     try:
         return Experiment.model_validate(_plain(content))
     except ValidationError as error:
-        message = describe_error(error, Experiment, name=_argument_name)
-        raise ConfigError(message if message.startswith("λ") else message[0].upper() + message[1:]) from None
+        raise ConfigError(capitalize(describe_error(error, Experiment, name=_argument_name))) from None
 
 
 def _argument_name(key: str) -> str:
@@ -236,6 +241,6 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if hasattr(value, "tolist"):
         return value.tolist()
-    if isinstance(value, (list, tuple, range, set)):
+    if isinstance(value, (list, tuple, range, set, Iterator)):
         return [_plain(item) for item in value]
     return value

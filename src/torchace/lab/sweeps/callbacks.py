@@ -91,10 +91,10 @@ class CallbackList(Callback):
 
 def _as_callback(methods: Any) -> Callback:
     callback, events = Callback(), [event for event in EVENTS if hasattr(methods, event)]
-    if not events:
+    if not events or isinstance(methods, type):
         raise TypeError(
             f"Expected callbacks with a method such as on_epoch_end(run, progress), but got {methods!r}. "
-            "Derive the class from torchace.lab.Callback."
+            "Give an object of a class derived from torchace.lab.Callback."
         )
     for event in events:
         setattr(callback, event, getattr(methods, event))

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from torchace.lab.data import hashed_key
 from torchace.lab.data.inputs import as_arguments, input_tensors
 from torchace.lab.data.rng import preserve_generators, seed_generators
-from torchace.lab.schema.experiment import ModelSection
+from torchace.lab.schema.experiment import BRANCH_AT, ModelSection
 from torchace.lab.sweeps.components import object_name
 from torchace.lab.sweeps.config import ConfigError
 from torchace.lab.training.memory import count_parameters
@@ -90,6 +91,8 @@ class Factory:
         if model.kind == "smoc":
             return stack_classifiers(module, num_members, head=model.head, rank=model.rank, link=link)
         if model.kind == "branch":
+            if model.at == BRANCH_AT and BRANCH_AT not in dict(module.named_modules()):
+                raise ConfigError("kind = 'branch' needs `at`, the name of the first layer that each member has alone.")
             return branch(module, num_members, at=model.at, reinitialize=self.module, link=link)
         options = model.model_dump(include={"layers", "freeze", "head"})
         options["adapter"] = model.adapter_kind
@@ -111,6 +114,11 @@ class Factory:
             raise ConfigError(
                 f"Expected {self.name} to return one member, but it returned the ensemble {type(module).__name__}. "
                 "Use kind='smoc' or kind='branch' for a function that returns an ensemble."
+            )
+        if any(is_lazy(parameter) for parameter in module.parameters()):
+            raise ConfigError(
+                f"Expected {self.name} to return a module with weights, but it has lazy layers. Give their input "
+                "sizes, or call the module with a sample inside the function."
             )
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ConfigError(f"Expected a module with parameters to train, but {self.name} returned one without any.")
@@ -168,5 +176,5 @@ def check_outputs(factory: Factory, x: Any, y: Tensor, num_outputs: int) -> None
         )
     raise ConfigError(
         f"Expected {num_outputs} outputs of the module of {factory.name}, one for each class or target, but it has "
-        f"{shape[1]}. Change its last layer, or set num_classes."
+        f"{shape[1]}. Change its last layer, number the classes from 0 without gaps, or set num_classes."
     )

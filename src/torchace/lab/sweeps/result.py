@@ -167,7 +167,9 @@ class SweepResult:
         results = self._results()
         diversities = {run.diversity for run in results.runs}
         seeds = {run.seed for run in results.runs}
-        return f"Sweep of {len(diversities)} λ and {len(seeds)} seeds, {len(results.runs)} runs"
+        counts = [f"{len(seeds)} seed", f"{len(results.runs)} run"]
+        seeds_text, runs_text = (count if count.startswith("1 ") else f"{count}s" for count in counts)
+        return f"Sweep of {len(diversities)} λ and {seeds_text}, {runs_text}"
 
     def __str__(self) -> str:
         results, table = self._results(arrays=True), self.table()
@@ -199,7 +201,7 @@ def _row(results: Results, arm: ArmSummary, diversity: float) -> dict[str, Any]:
     task = results.task
     row: dict[str, Any] = {"arm": arm.variant_of or arm.name, **arm.settings, "diversity": diversity}
     row["seeds"] = len(results.finished(arm, diversity))
-    for key in (*task.ensemble, *task.member, task.spread):
+    for key in (*task.ensemble, *task.member, task.spread, *task.details.get("Own", ())):
         summary = summary_of(results, arm, diversity, key)
         if summary is not None:
             row |= {key: summary.mean, f"{key}_sd": summary.sd}
