@@ -232,8 +232,6 @@ def test_layers_by_name_part_and_pattern():
         ({"adapter": "low_rank", "rank": 9}, ValueError, r"`rank` of at most 8, the size of the layer 'linear1'"),
         ({"adapter": "low_rank", "rank": 0}, ValueError, "`rank` to be at least 1"),
         ({"adapter": "low_rank", "alpha": "high"}, TypeError, "`alpha` to be a number"),
-        ({"alpha": 3.0}, ValueError, "adapter='low_rank' with alpha=3.0, but got 'multiplicative', which has no alpha"),
-        ({"rank": 4}, ValueError, "adapter='low_rank' with rank=4, but got 'multiplicative', which has no rank"),
         ({"adapter": "dora"}, ValueError, "`adapter` to be one of 'multiplicative', 'low_rank', but got 'dora'"),
         ({"head": "nothing"}, ValueError, r"`head` to name a linear layer.*head='shared'"),
         ({"head": 1}, TypeError, "`head` to be the name of a layer, but got int"),
@@ -252,6 +250,12 @@ def test_bad_arguments(options, error, message):
     arguments = {"model": mlp(12, (8, 6), 3), "num_members": K, **options}
     with pytest.raises(error, match=message):
         adapt(arguments.pop("model"), arguments.pop("num_members"), **arguments)
+
+
+@pytest.mark.parametrize("option", [{"alpha": 3.0}, {"rank": 4}])
+def test_options_of_another_adapter_are_reported(option):
+    with pytest.warns(UserWarning, match="has no effect: it belongs to adapter='low_rank'"):
+        adapt(mlp(12, (8, 6), 3), K, **option)
 
 
 def test_grouped_convolutions_have_no_low_rank_adapters():

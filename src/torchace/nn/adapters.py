@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,7 @@ def adapt(
     _checks.check_choice(adapter, "adapter", ADAPTERS)
     if adapter != "low_rank" and (alpha is not None or rank != RANK):
         name, value = ("rank", rank) if alpha is None else ("alpha", alpha)
-        raise ValueError(
-            f"Expected adapter='low_rank' with {name}={value!r}, but got {adapter!r}, which has no {name}."
-        )
+        warnings.warn(f"{name}={value!r} has no effect: it belongs to adapter='low_rank'.", stacklevel=2)
     alpha = ALPHA if alpha is None else alpha
     _checks.check_fraction(alpha, "alpha", largest=1e9, kind="a number", interval="[0, 1e9]")
     trained = freeze if trained is None else trained
