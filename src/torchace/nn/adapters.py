@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
