@@ -28,6 +28,7 @@ from tests.lab.sweeps.small_sweeps import command, leftovers, stored_files
 from tests.support.paused_ray import FREE, held_link
 from torchace.lab.cli import app as cli
 from torchace.lab.cli.progress import SweepProgress
+from torchace.lab.cli.terminal import INTERRUPTED, SOME_FAILED
 from torchace.lab.schema.experiment import Experiment
 from torchace.lab.schema.results import GroupPlan, RunKey
 from torchace.lab.store import RunStore
@@ -632,7 +633,7 @@ def drive(sweep_file: Path, tmp_path: Path) -> Iterator[Callable[..., Driving]]:
 
 def ended_whole(driver: Driving, undisturbed: dict[str, Any], already: int = 0) -> None:
     code, out, err = driver.end()
-    assert code == cli.SOME_FAILED, err
+    assert code == SOME_FAILED, err
     assert re.fullmatch(rf"(Run λ=0, seed \d \(wild\) failed at step .*\n){{{FAILED}}}", err)
     if already:
         assert out.startswith(f"{already} of {RUNS} runs are already finished.\n")
@@ -656,7 +657,7 @@ def test_a_driver_is_killed_and_stopped_and_repeated_from_outside(
     driver.wait_until(lambda: driver.checkpoints() - before)
     driver.process.terminate()
     code, _, err = driver.end()
-    assert code == cli.INTERRUPTED
+    assert code == INTERRUPTED
     assert err == f"Interrupted. Everything so far is in {driver.directory}; repeat the command to resume.\n"
 
     done = len(driver.results())
@@ -674,7 +675,7 @@ def test_a_cluster_of_this_machine_goes_with_its_driver(
         assert _listening(folder) == {"127.0.0.1"}  # and not to the network
         os.killpg(driver.process.pid, signal.SIGINT)  # as a terminal does: to all processes
         code, _, err = driver.end()
-        assert (code, err.partition(".")[0]) == (cli.INTERRUPTED, "Interrupted")
+        assert (code, err.partition(".")[0]) == (INTERRUPTED, "Interrupted")
         give_up = time.monotonic() + PATIENCE
         while _mentioning(folder):
             assert time.monotonic() < give_up, "Ray's processes outlive their driver"

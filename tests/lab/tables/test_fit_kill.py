@@ -30,7 +30,7 @@ KILLS = int(os.environ.get("TORCHACE_KILLS", "5"))
 
 # Long enough to be killed in: three rounds of groups, then the model.
 SETTINGS = ("--target", "pet", "--members", "3", "--hidden", "16", "--epochs", "6", "--batch-size", "8")
-FIT = ("fit", "pets.csv", *SETTINGS, "--out", "model")
+FIT = ("fit", "pets.csv", *SETTINGS, "--no-baselines", "--out", "model")  # baselines record their seconds
 TUNE = ("tune", "pets.csv", *SETTINGS, "--seeds", "2", "--out", "search")
 TRIALS = ("tune", "pets.csv", "--target", "pet", "--epochs", "1", "--trials", "4", "--out", "study")
 
@@ -232,7 +232,8 @@ def test_told_to_stop(command: tuple[str, ...], where: str, result: str, server:
         process = server.start(*command, folder=folder, every=0.0, held=(CHECKPOINT, 1))
         assert process.wait_until(lambda before=before: not checkpoints(folder) <= before)
         code, out, err = process.end(number)
-        assert (code, out) == (3, "")
+        assert code == 3
+        assert out == "" or out.startswith("Column ")  # how the table was read
         assert err == f"Interrupted. Everything so far is in {where}; repeat the command to resume.\n"
         assert not (folder / result).exists()
     assert finished(server, command, folder)
@@ -263,7 +264,8 @@ def test_a_second_command_is_refused(server: ForkServer, tmp_path: Path) -> None
     (tmp_path / "elsewhere").mkdir()
     second = server.start("fit", folder / "pets.csv", *FIT[2:-1], folder / "model", folder=tmp_path / "elsewhere")
     code, out, err = second.end()
-    assert (code, out) == (1, "")
+    assert code == 1
+    assert out.startswith("Column ")  # how the table was read
     assert err == f"Error: Process {first.pid} is using {folder}/model.work. Wait for it, or choose another --out.\n"
     assert first.end(signal.SIGUSR1)[0] == 0  # it goes on
     assert is_complete(folder / "model")
