@@ -17,7 +17,7 @@ from torchace._files import JSON_BYTES, StrPath, error_reason, parse_json, read_
 from torchace._model_files import ModelFileError, to_json
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-# `init_lora_weights` that leave the model as it is
+# `init_lora_weights` that leave the model's weights unchanged
 UNCHANGED = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 FACTORS = {"A": "lora_A.weight", "B": "lora_B.weight"}
 MARK = "torchace"  # key of our checksums in the metadata of the weights

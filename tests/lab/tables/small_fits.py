@@ -62,13 +62,23 @@ def is_complete(out: Path) -> bool:
     return True
 
 
+def without_seconds(content: Any) -> Any:
+    """Content of a JSON file without the seconds of baselines."""
+    if isinstance(content, dict):
+        return {key: without_seconds(value) for key, value in content.items() if key != "seconds"}
+    return [without_seconds(value) for value in content] if isinstance(content, list) else content
+
+
 def written(out: Path) -> dict[str, Any]:
     """Everything that a fit wrote down but its times."""
     found: dict[str, Any] = {"weights": (out / "weights.safetensors").read_bytes()}
-    found["manifest"] = (out / "manifest.json").read_text()
+    manifest = json.loads((out / "manifest.json").read_text())
+    del manifest["sha256"]  # also of the times
+    found["manifest"] = without_seconds(manifest)
     for file in [out / "experiment.json", *sorted(out.glob("runs/*.json"))]:
         content = json.loads(file.read_text())
-        found[str(file.relative_to(out))] = {key: value for key, value in content.items() if key not in TIMES}
+        content = {key: value for key, value in content.items() if key not in TIMES}
+        found[str(file.relative_to(out))] = without_seconds(content)
     for file in sorted(out.glob("runs/*.safetensors")):
         found[file.name] = file.read_bytes()
     return found

@@ -175,7 +175,7 @@ def _array_split(x: Any, y: Any, part: str, options: DataOptions) -> Split:
 
 
 def _stack_rows(x: Any, count: int) -> Any:
-    """Return a list or tuple of samples as one array; one of several inputs stays as it is."""
+    """Return a list or tuple of samples as one array; one of several inputs is unchanged."""
     if not isinstance(x, tuple | list) or len(x) != count or all(np.shape(value)[:1] == (count,) for value in x):
         return x
     try:

@@ -60,7 +60,7 @@ def describe_error(
 
 
 def capitalize(message: str) -> str:
-    """Start a sentence with a capital; the symbol λ stays as it is."""
+    """Start a sentence with a capital; the symbol λ stays small."""
     return message if message.startswith("λ") else message[:1].upper() + message[1:]
 
 
