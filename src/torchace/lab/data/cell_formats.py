@@ -1,4 +1,4 @@
-"""How the numbers and dates of a column are written, inferred from its cells."""
+"""Formats of the numbers and dates in a column, inferred from its cells."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchace._files import read_bounded
-from torchace.lab.data.errors import DataError, check_labels, damaged
+from torchace.lab.data.errors import DataError, check_labels, damaged_file
 from torchace.lab.data.files import is_present, open_data
 from torchace.lab.data.sources import CifarSource
 
@@ -35,7 +35,7 @@ def read_folder(folder: Path, source: CifarSource) -> list[Arrays]:
         try:
             return read_bounded(path, _max_bytes(source))
         except OSError as error:
-            raise damaged(path, f"cannot be read ({error.strerror or error})") from None
+            raise damaged_file(path, f"cannot be read ({error.strerror or error})") from None
 
     return _read_batches(source, read, folder)
 
@@ -60,11 +60,11 @@ def read_archive(path: Path, source: CifarSource) -> list[Arrays]:
                     pass
         except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
             reason = str(error) or "its gzip stream has no end"
-            raise damaged(path, f"is not a complete .tar.gz archive ({reason})") from None
+            raise damaged_file(path, f"is not a complete .tar.gz archive ({reason})") from None
 
     def read(name: str) -> bytes:
         if name not in found:
-            raise damaged(path, f"has no file {name}")
+            raise damaged_file(path, f"has no file {name}")
         return found[name]
 
     return _read_batches(source, read, path)
@@ -75,13 +75,15 @@ def _read_batches(source: CifarSource, read: Callable[[str], bytes], where: Path
     for name, digest in source.batches.items():
         data, path = read(name), where / name
         if len(data) != source.count * (_PIXELS + 1):
-            raise damaged(path, f"has {len(data)} bytes, but {source.count} images take {source.count * (_PIXELS + 1)}")
+            raise damaged_file(
+                path, f"has {len(data)} bytes, but {source.count} images take {source.count * (_PIXELS + 1)}"
+            )
         # each record: label byte, then red, green and blue planes
         records = np.frombuffer(data, np.uint8).reshape(source.count, _PIXELS + 1)
         labels = np.ascontiguousarray(records[:, 0])
         check_labels(labels, path, len(source.class_names))
         if digest and hashlib.sha256(data).hexdigest() != digest:
-            raise damaged(path, f"is a {source.title} batch with altered content (its SHA-256 is wrong)")
+            raise damaged_file(path, f"is a {source.title} batch with altered content (its SHA-256 is wrong)")
         batches.append((records[:, 1:].reshape(source.count, 3, 32, 32), labels))
     return batches
 

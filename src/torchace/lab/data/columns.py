@@ -30,7 +30,7 @@ class Column:
     name: str
     kind: Annotated[str, Field(pattern="^(number|category|date)$")]
     format: str = ""  # of `parsing.NUMBER_FORMATS` or `parsing.DATE_FORMATS`
-    lenient: bool = False  # cells that are no numbers or dates count as missing
+    lenient: bool = False  # cells that are not numbers or dates count as missing
 
 
 def check_columns(frame: DataFrame) -> DataFrame:
@@ -51,9 +51,11 @@ def check_columns(frame: DataFrame) -> DataFrame:
 def check_names(names: list[str], path: Path) -> None:
     """Raise an error if a file has no columns, too many, or duplicate names."""
     if len(names) > TABLE_COLUMNS:
-        raise DataError(f"{path} has {len(names):,} columns, but a table may have {TABLE_COLUMNS:,}; leave some out.")
+        raise DataError(
+            f"{path} has {len(names):,} columns, but a table may have at most {TABLE_COLUMNS:,}; leave some out."
+        )
     if not names:
-        raise DataError(f"{path} has no columns; give a file that holds a table.")
+        raise DataError(f"{path} has no columns; give a file with a table.")
     if (duplicate := first_duplicate(names)) is not None:
         raise DataError(f"{path} has two columns named {quote(duplicate)}; rename one of them.")
 

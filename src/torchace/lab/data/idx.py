@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchace._files import check_gzip
-from torchace.lab.data.errors import damaged
+from torchace.lab.data.errors import damaged_file
 from torchace.lab.data.files import open_data
 
 
@@ -31,29 +31,29 @@ def read_idx(path: Path, *, shape: tuple[int, ...]) -> NDArray[np.uint8]:
             # one extra byte: finds trailing bytes and triggers gzip's checksum
             data = stream.read(math.prod(shape) + 1)
         except EOFError:
-            raise damaged(path, "is truncated: its gzip stream has no end") from None
+            raise damaged_file(path, "is truncated: its gzip stream has no end") from None
         except (gzip.BadGzipFile, zlib.error) as error:
-            raise damaged(path, f"is not a complete gzip file ({error})") from None
+            raise damaged_file(path, f"is not a complete gzip file ({error})") from None
     if len(data) != math.prod(shape):
         amount = f"only {len(data)}" if len(data) < math.prod(shape) else "more"
-        raise damaged(path, f"holds {amount} bytes of data but its header says {math.prod(shape)}")
+        raise damaged_file(path, f"holds {amount} bytes of data but its header says {math.prod(shape)}")
     return np.frombuffer(data, np.uint8).reshape(shape)
 
 
 def _check_header(header: bytes, path: Path, shape: tuple[int, ...]) -> None:
     if not header:
-        raise damaged(path, "is empty")
+        raise damaged_file(path, "is empty")
     if header[:4].lstrip()[:1] == b"<":
-        raise damaged(path, "holds a web page, not data")
+        raise damaged_file(path, "is a web page, not data")
     if len(header) < 4 or header[:2] != b"\0\0":
-        raise damaged(path, f"is not an idx file: it starts with {header[:4].hex(' ')}, not with 00 00")
+        raise damaged_file(path, f"is not an idx file: it starts with {header[:4].hex(' ')}, not with 00 00")
     if header[2] != 0x08:
-        raise damaged(path, f"holds idx type 0x{header[2]:02x}, not unsigned bytes (0x08)")
+        raise damaged_file(path, f"holds idx type 0x{header[2]:02x}, not unsigned bytes (0x08)")
     if header[3] != len(shape):
         hint = " (images and labels swapped?)" if {header[3], len(shape)} == {1, 3} else ""
-        raise damaged(path, f"holds an array of {header[3]} dimensions, not {len(shape)}{hint}")
+        raise damaged_file(path, f"holds an array of {header[3]} dimensions, not {len(shape)}{hint}")
     if len(header) < 4 + 4 * len(shape):
-        raise damaged(path, "is truncated within its header")
+        raise damaged_file(path, "is truncated within its header")
     found = struct.unpack(f">{len(shape)}I", header[4:])
     if found != shape:
-        raise damaged(path, f"holds an array of {' x '.join(map(str, found))}, not {' x '.join(map(str, shape))}")
+        raise damaged_file(path, f"holds an array of {' x '.join(map(str, found))}, not {' x '.join(map(str, shape))}")

@@ -1,4 +1,4 @@
-"""Inputs of a network: one tensor, or a tuple or dict of tensors, each with one entry a sample."""
+"""Inputs of a network: one tensor, or a tuple or dict of tensors, each with one entry per sample."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def map_inputs(function: Callable[..., Any], *inputs: Inputs) -> Inputs:
 
 
 def convert_inputs(function: Callable[[Any], Tensor], x: Any) -> Inputs:
-    """Apply a function to data that are no tensors yet: to each value of a dict or tuple, or of a list of arrays."""
+    """Apply a function to data that are not yet tensors: to each value of a dict or tuple, or of a list of arrays."""
     if isinstance(x, list) and x and all(isinstance(value, Tensor | np.ndarray) for value in x):
         x = tuple(x)
     if isinstance(x, Mapping):

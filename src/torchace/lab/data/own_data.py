@@ -68,7 +68,9 @@ def _check(name: str, train: AnySplit, test: AnySplit, names: tuple[str, ...], o
             raise DataError(f"The {part} data has no samples; give some.")
     samples = [", ".join(map(_describe, input_tensors(split.x))) for split in (train, test)]
     if samples[0] != samples[1]:
-        raise DataError(f"Test samples are {samples[1]}, but training samples are {samples[0]}; give both alike.")
+        raise DataError(
+            f"Test samples are {samples[1]}, but training samples are {samples[0]}; give both the same form."
+        )
     notes: list[str] = []
     num_targets = 1
     if options.task == "classification":
@@ -81,7 +83,9 @@ def _check(name: str, train: AnySplit, test: AnySplit, names: tuple[str, ...], o
     else:
         sizes = [next(split.chunks(1))[1].shape[1] for split in (train, test)]
         if sizes[0] != sizes[1]:
-            raise DataError(f"Test targets have {sizes[1]} columns, but training targets {sizes[0]}; give both alike.")
+            raise DataError(
+                f"Test targets have {sizes[1]} columns, but training targets have {sizes[0]}; use the same number."
+            )
         num_targets = sizes[0]
         names = () if options.task == "regression" else names or tuple(map(str, range(num_targets)))
     image_shape = _image_shape(train.x)
@@ -112,7 +116,7 @@ def _class_names(train: AnySplit, test: AnySplit, names: tuple[str, ...], option
             labels = torch.cat([y for _, y in train.chunks(512)])
         count = int(labels.max()) + 1
     if count < 2 and options.num_classes is None:
-        raise DataError("The training data has one class alone; give at least two.")
+        raise DataError("The training data has only one class; give at least two.")
     return names if len(names) == count else tuple(map(str, range(count)))
 
 

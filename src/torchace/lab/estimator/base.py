@@ -113,7 +113,7 @@ class Estimator(FittedEstimator):
         self._learn_scales(table, y, weight)
         plan, seed = replace(plan, precision=_precision(table), task=self._task), self._draw_seed()
         if self._task == "multilabel" and self.diversity == "auto":
-            raise ValueError("Expected a number for `diversity` with several labels a sample, but got 'auto'.")
+            raise ValueError("Expected a number for `diversity` with several labels per sample, but got 'auto'.")
         samples, used = self._samples(table, y, weight, plan)
         if self.early_stopping == "auto" and len(samples) < MIN_FOLD_ROWS:
             plan = replace(plan, patience=None)
@@ -138,7 +138,7 @@ class Estimator(FittedEstimator):
     def _train_and_stop(
         self, plan: MemberPlan, samples: Split, seed: int, folds: Tensor | None, on_folds: bool
     ) -> tuple[TrainedGroup, OutOfFold | None]:
-        """Train, and predict the samples that stopped the training."""
+        """Train, and predict the samples used for early stopping."""
         if plan.patience is None:
             return self._train(plan, samples, seed), None
         if folds is None or not on_folds:

@@ -41,7 +41,7 @@ class Factory:
         return object_name(self.function).partition(":")[2]
 
     def ensembles(self, seeds: Sequence[int], check: Callable[[int], None] = lambda parameters: None) -> list[Any]:
-        """Build one ensemble a seed, all of one architecture; `check` gets the number of parameters of all of them."""
+        """Build one ensemble per seed, all of one architecture; `check` receives their total number of parameters."""
         built: dict[int, tuple[EnsembleModule, nn.Module]] = {}
         for seed in dict.fromkeys(seeds):
             built[seed] = self._ensemble(seed, lambda parameters: check(parameters * len(seeds)))

@@ -44,7 +44,7 @@ class MemberPlan:
     label_smoothing: float = 0.0
     patience: int | None = None  # epochs; None: no early stopping
     precision: str = "float64"
-    encoding: str = "standard"  # otherwise, every input has a learnt scale
+    encoding: str = "standard"  # otherwise, every input has a learned scale
     network: Callable[[int, int], nn.Module] | None = None  # a member from its numbers of inputs and outputs
 
     def ensemble(self, num_features: int, num_outputs: int, seed: int) -> EnsembleModule:
