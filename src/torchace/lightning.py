@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchace import _checks
-from torchace.metrics.task_metrics import TaskMetrics
+from torchace.metrics.ensemble import TaskMetrics
 from torchace.nn.base import EnsembleModule
 from torchace.nn.losses import MemberLoss, attach_loss
 
