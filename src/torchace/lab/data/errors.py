@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from torchace._extras import import_extra
 
 
 class DataError(ValueError):
@@ -31,19 +31,11 @@ def check_labels(labels: NDArray[Any], path: Path | str, num_classes: int) -> No
         raise damaged(path, f"has label {labels[wrong[0]]} at image {wrong[0]}, outside 0 to {num_classes - 1}")
 
 
-def require_extra(module: str, package: str, purpose: str) -> ModuleType:
-    """Import a module of the extra `tool`; the error names the package to install."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise ImportError(f"{purpose} needs {package}, which is not installed: pip install torchace[tool].") from None
-
-
 def pandas() -> Any:
     """Import pandas."""
-    return require_extra("pandas", "pandas", "A table")
+    return import_extra("pandas", "A table needs")
 
 
 def arrow(module: str = "pyarrow") -> Any:
     """Import pyarrow, or one of its modules by full name."""
-    return require_extra(module, "pyarrow", "A table")
+    return import_extra(module, "A table needs")

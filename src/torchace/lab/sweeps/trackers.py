@@ -11,6 +11,7 @@ from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
+from torchace._extras import missing_extra
 from torchace._files import check_regular
 from torchace.lab.schema.axes import AXES
 from torchace.lab.schema.experiment import Experiment
@@ -95,7 +96,7 @@ class TensorBoard(Tracker):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise _missing("tensorboard") from error
+            raise missing_extra("The tracker tensorboard needs tensorboard", "tensorboard") from error
         self._make: Any = SummaryWriter
         self._writers: dict[str, Any] = {}
 
@@ -135,7 +136,7 @@ class MLflow(Tracker):
         try:
             import mlflow
         except ImportError as error:
-            raise _missing("mlflow") from error
+            raise missing_extra("The tracker mlflow needs mlflow", "mlflow") from error
         self._mlflow: Any = mlflow
         self._client: Any = None
         self._experiment = ""
@@ -186,7 +187,7 @@ class WandB(Tracker):
         try:
             import wandb
         except ImportError as error:
-            raise _missing("wandb") from error
+            raise missing_extra("The tracker wandb needs wandb", "wandb") from error
         self._wandb: Any = wandb
         self._runs: dict[str, Any] = {}
 
@@ -228,7 +229,3 @@ def make_tracker(name: str, directory: Path, experiment: Experiment) -> Tracker:
     if name not in TRACKERS:
         raise ValueError(f"Expected a tracker out of {', '.join(TRACKERS)}, but got {name!r}.")
     return TRACKERS[name](directory, experiment)
-
-
-def _missing(name: str) -> ImportError:
-    return ImportError(f"The tracker {name!r} needs an extra package: pip install 'torchace[{name}]'.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import json
 import logging
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchace._extras import import_extra
 from torchace._files import remove_abandoned, write_atomic
 from torchace.lab.data.encoding import CategoryColumn
 from torchace.lab.tables.model import TableModel
@@ -47,7 +47,9 @@ def export_onnx(model: TableModel, path: Path, *, seed: int = 0) -> float:
 
     The input `raw` is `Encoding.matrix`, `(N, F)` in float64. The metadata hold columns, codes and classes as JSON.
     """
-    onnx, _, runtime = map(_import_package, ("onnx", "onnxscript", "onnxruntime"))
+    onnx, _, runtime = (
+        import_extra(name, "The ONNX export needs", "onnx") for name in ("onnx", "onnxscript", "onnxruntime")
+    )
     graph = _Graph(model).eval()
     rows = _random_rows(model, max(BATCH_SIZES), seed)
     with _silence_exporter():
@@ -124,13 +126,6 @@ def _metadata(model: TableModel) -> dict[str, Any]:
         "torchace.classes": target.class_names,
         "torchace.diversity": model.diversity,
     }
-
-
-def _import_package(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise ImportError(f"The ONNX export needs {name}: pip install 'torchace[onnx]'.") from None
 
 
 @contextlib.contextmanager
