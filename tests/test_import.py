@@ -28,8 +28,8 @@ PUBLIC = {
     "diagnosis": "diagnose Diagnosis",
 }
 HEAVY = ("matplotlib", "sklearn", "optuna", "typer", "pandas")
-# not matplotlib: torchmetrics imports it if it is installed
-EXTRAS = ("sklearn", "scipy", "optuna", "typer", "pandas", "pyarrow", "pydantic", "rich", "pooch", "lightning", "onnx")
+# not matplotlib and scipy: torchmetrics imports them if they are installed
+EXTRAS = ("sklearn", "optuna", "typer", "pandas", "pyarrow", "pydantic", "rich", "pooch", "lightning", "onnx")
 ROOT = Path(__file__).parents[1]
 
 

@@ -43,7 +43,7 @@ def placeholder(name: str, message: str) -> type:
     def missing(cls: type, *args: Any, **kwargs: Any) -> Any:
         raise ImportError(message)
 
-    return type(name, (), {"__new__": missing, "__doc__": message})
+    return type(name, (), {"__new__": missing, "__doc__": message, "__module__": "torchace"})
 
 
 @functools.cache
