@@ -15,14 +15,13 @@ from torchace.lab.data import DataError, Split
 from torchace.lab.data.errors import MissingTargetError
 from torchace.lab.data.description import describe_table
 from torchace.lab.data.encoding import Encoding, learn_encoding
+from torchace.lab.data.errors import quote_all
 from torchace.lab.data.inference import infer_schema, missing_targets
-from torchace.lab.data.messages import quote_all
 from torchace.lab.data.splits import train_val_test_split
 from torchace.lab.data.table_schema import Schema, Target
 from torchace.lab.data.tables import read_table
 from torchace.lab.training.members import MemberPlan
 from torchace.lab.training.scaling import Scaler
-from torchace.models.encoder import TableEncoder
 
 MIN_STD, MAX_STD = 1e-45, 1e45  # of the target: beyond, squares over- or underflow
 
@@ -88,10 +87,6 @@ class Table:
         """Variance that scaled targets were divided by; 1 for classes."""
         scaler = self.target_scaler
         return 1.0 if scaler is None else float(scaler.std) * float(scaler.std)
-
-    def encoder(self) -> TableEncoder:
-        """Return the module from the raw matrix to the features."""
-        return self.encoding.encoder()
 
     def parts(self, plan: MemberPlan, device: str) -> tuple[Split, Split, Split]:
         """Return the three parts on a device, in the plan's precision."""
