@@ -201,7 +201,9 @@ def _sentences(results: Results) -> list[str]:
     found: dict[str, list[str]] = {}
     for arm in results.arms:
         found.setdefault(headline(results, arm), []).append(arm.label)
-    sentences = [f"{capitalize('; '.join(labels))}: {text}" if len(results.arms) > 1 else text for text, labels in found.items() if text]
+    sentences = [text for text in found if text]
+    if len(results.arms) > 1:
+        sentences = [f"{capitalize('; '.join(found[text]))}: {text}" for text in sentences]
     return [*sentences, *(f"{finding.topic}: {finding.text}" for finding in axis_findings(results))]
 
 

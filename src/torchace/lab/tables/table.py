@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from torchace.lab.data import DataError, Split
-from torchace.lab.data.errors import MissingTargetError
 from torchace.lab.data.description import describe_table
 from torchace.lab.data.encoding import Encoding, learn_encoding
-from torchace.lab.data.errors import quote_all
+from torchace.lab.data.errors import MissingTargetError, quote_all
 from torchace.lab.data.inference import infer_schema, missing_targets
 from torchace.lab.data.splits import train_val_test_split
 from torchace.lab.data.table_schema import Schema, Target
