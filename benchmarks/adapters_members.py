@@ -1,11 +1,10 @@
-"""Do members stay apart? Disagreement after training for five kinds of members, with what the ensemble gains.
+"""Disagreement of members after training, and the ensemble's gain, for five kinds of members.
 
     python benchmarks/adapters_members.py --out docs/results/adapters_members_digits.json
     python benchmarks/adapters_members.py --data cifar10 --device cuda --out docs/results/adapters_members_cifar10.json
 
-Members share nothing (separate), the lower part (branched), all but the head (SMOC), or all but an adapter
-(multiplicative, low rank; with a head of their own). An MLP on scikit-learn's digits (CPU), or ResNet-20 on CIFAR-10
-(one GPU, about four minutes); λ = 0 and 0.5, five seeds; one network for comparison.
+Members share nothing (separate), the lower layers (branched), all but the head (SMOC), or all but an adapter and a head
+(multiplicative, low rank). An MLP on digits (CPU) or ResNet-20 on CIFAR-10 (one GPU, about four minutes), five seeds.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 from adapters_training import load_data, make_batches, predict, report, scores, train
-from measure import arguments
+from measure import make_parser
 from torch import nn
 
 import torchace as ace
@@ -41,7 +40,7 @@ KINDS: dict[str, Callable[[Callable[[], nn.Module], int, str], nn.Module]] = {
 
 
 def main() -> None:
-    parser = arguments(__doc__.splitlines()[0])
+    parser = make_parser(__doc__.splitlines()[0])
     parser.add_argument("--data", choices=list(SETTINGS), default="digits")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seeds", type=int, default=5)

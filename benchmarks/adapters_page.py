@@ -1,4 +1,4 @@
-"""Write docs/results/adapters.md from the JSON files of the benchmarks of adapters that are there.
+"""Write docs/results/adapters.md from the JSON files of the adapter benchmarks.
 
 python benchmarks/adapters_page.py
 """
@@ -25,8 +25,8 @@ def mean_and_sd(value: dict[str, float], percent: bool = False) -> str:
     return f"{value['mean'] * factor:.{digits}f} ± {value['sd'] * factor:.{digits}f}"
 
 
-def where(results: dict[str, Any]) -> str:
-    """Hardware, versions and the time in all."""
+def describe_environment(results: dict[str, Any]) -> str:
+    """Hardware, versions, commit and total time."""
     place = results["environment"]
     machine = place.get("gpu") or f"{place['cpu']}, {place['threads']} thread"
     text = f"{machine}, torch {place['torch']}, commit {place['commit']}, {place['seconds_in_all']:.0f} s in all"
@@ -71,7 +71,7 @@ def members_section(title: str, network: str, results: dict[str, Any]) -> list[s
         f"{settings['batch_size']}, AdamW, learning rate {settings['learning_rate']:g}; branched at "
         f"`{settings['branched_at']}`. Mean ± standard deviation over {rows[0]['seeds']} seeds. Gain: how far the "
         "ensemble's cross entropy lies below its members' mean. Time of a step: relative to one network. "
-        f"{where(results)}.",
+        f"{describe_environment(results)}.",
         "",
     ]
 
@@ -98,7 +98,7 @@ def finetuning_section(results: dict[str, Any]) -> list[str]:
         f"{settings['data']}, {settings['images']:,} images for fine-tuning, K={settings['num_members']}, rank "
         f"{settings['rank']}, {settings['epochs'][0]} and {settings['epochs'][1]} epochs, batches of "
         f"{settings['batch_size']}. Learning rates, the best of three on validation data with another seed: {rates}. "
-        f"Mean ± standard deviation over {results['rows'][0]['seeds']} seeds. {where(results)}.",
+        f"Mean ± standard deviation over {results['rows'][0]['seeds']} seeds. {describe_environment(results)}.",
         "",
     ]
 
@@ -121,7 +121,7 @@ def speed_section(results: dict[str, Any]) -> list[str]:
         f"{settings['num_members']} low-rank members (rank {settings['rank']}, query and value layers) on a frozen "
         f"encoder of BERT-base's size with random weights; {settings['batch_size']} sequences of {settings['length']} "
         "tokens, bf16 autocast, AdamW. peft: one step of each training, one after another; its memory is that of one "
-        f"training. Aims: at least 3 times faster, at most twice the memory. {where(results)}.",
+        f"training. Aims: at least 3 times faster, at most twice the memory. {describe_environment(results)}.",
         "",
     ]
 

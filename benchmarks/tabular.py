@@ -223,7 +223,7 @@ def plan(options: argparse.Namespace) -> list[tuple[str, str, int]]:
 
 
 def main() -> None:
-    parser = measure.arguments(__doc__ or "")
+    parser = measure.make_parser(__doc__ or "")
     parser.add_argument("--tables", type=Path, help="folder of the CSV files; without it, scikit-learn's tables alone")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="processes")

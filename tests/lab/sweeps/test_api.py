@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import torchace as ace
 from torchace.lab.data import Batches, Split
+from torchace.lab.data.rng import hashed_key, use_seed
 from torchace.lab.schema.experiment import DataSection, ModelSection, SweepSection, TrainSection
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.sweeps.config import ConfigError, load_experiment
 from torchace.lab.sweeps.sweep import Sweep
-from torchace.lab.training.members import torch_seed
 from torchace.nn.base import EnsembleModule
 
 DIVERSITIES, SEEDS = (0.0, 0.4, 0.8), (3, 0, 7)
@@ -50,7 +50,7 @@ def train_alone(diversity: float, seed: int, epochs: int, batch_size: int) -> li
     """Plain PyTorch: two members, one optimizer each, in float64."""
     members: list[nn.Module] = []
     for k in range(2):
-        with torch_seed(seed, "member", k):
+        with use_seed(hashed_key(seed, "member", k)):
             members.append(CNN().double())
     optimizers = [torch.optim.Adam(member.parameters(), lr=0.01) for member in members]
     batches = Batches(Split(*TRAIN), batch_size, seed=seed, dtype=torch.float64)
@@ -245,7 +245,9 @@ def test_failed_runs_have_no_metrics() -> None:
         result = ace.sweep(make, TRAIN, TEST, **SMALL)
     assert result.to_frame()["status"].tolist() == ["failed"] * 4
     assert len(result.table()) == 0
-    assert "4 runs" in str(result)
+    sentence = "All runs failed. The first one is λ=0 with seed 0: NaN or Inf in loss or gradient."
+    assert str(result) == f"Sweep of 2 λ and 2 seeds, 4 runs\n{sentence}"
+    assert result._repr_html_().endswith(f"<p>{sentence}</p>")
     assert "Failed runs" in result.report().read_text()
     with pytest.raises(ValueError, match="nothing to plot"):
         result.plot()

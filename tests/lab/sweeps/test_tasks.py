@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 import torchace as ace
 from torchace.lab.data import Batches, Split
+from torchace.lab.data.rng import hashed_key, use_seed
 from torchace.lab.report.results import read_results
 from torchace.lab.report.tables import detail_table
 from torchace.lab.sweeps.config import load_experiment, parse_experiment
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.loop import Interrupted
-from torchace.lab.training.members import torch_seed
 
 FEATURES, LABELS = 5, 4
 SMALL: dict[str, Any] = {
@@ -57,7 +57,7 @@ def train_alone(task: str, x: Tensor, y: Tensor, diversity: float, seed: int, st
     """Plain PyTorch: one optimizer for each member, in float64."""
     members: list[nn.Module] = []
     for k in range(2):
-        with torch_seed(seed, "member", k):
+        with use_seed(hashed_key(seed, "member", k)):
             members.append(network(x.shape[1], y.shape[1]).double())
     optimizers = [make(member.parameters()) for member in members]
     batches = Batches(Split(x, y.double()), SMALL["batch_size"], seed=seed, dtype=torch.float64)

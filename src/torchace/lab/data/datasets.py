@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from torchace.lab.data.files import find, not_found, search_path
 from torchace.lab.data.idx import read_idx
 from torchace.lab.data.sources import SOURCES, CifarSource, IdxFile, IdxSource
 from torchace.lab.data.splits import Split, random_split, stratified_split
+from torchace.lab.schema.errors import did_you_mean
 
 NAMES = ("digits", *SOURCES)
 _DIGITS_TEST = 500
@@ -96,8 +96,7 @@ def load(
     with a known hash. `digits` comes with scikit-learn; a fixed, stratified set of 500 images is its test part.
     """
     if name not in NAMES:
-        close = difflib.get_close_matches(str(name).lower().replace("-", "_"), NAMES, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(str(name).lower().replace("-", "_"), NAMES)
         raise DataError(f"Expected one of the data sets {', '.join(NAMES)}, but got {name!r}.{hint}")
     if name == "digits":
         return _digits()

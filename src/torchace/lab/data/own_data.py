@@ -77,7 +77,7 @@ def _check(name: str, train: AnySplit, test: AnySplit, names: tuple[str, ...], o
             if split.y is not None:
                 check_classes(split.y, len(names), part)
         notes = find_missing_classes(train.y, test.y, names)
-        train, test = (_with_classes(split, len(names)) for split in (train, test))
+        train, test = (s if isinstance(s, Split) else replace(s, num_classes=len(names)) for s in (train, test))
     else:
         sizes = [next(split.chunks(1))[1].shape[1] for split in (train, test)]
         if sizes[0] != sizes[1]:
@@ -116,12 +116,6 @@ def _class_names(train: AnySplit, test: AnySplit, names: tuple[str, ...], option
     return names if len(names) == count else tuple(map(str, range(count)))
 
 
-def _with_classes(split: AnySplit, count: int) -> AnySplit:
-    if isinstance(split, Split):
-        return split
-    return replace(split, num_classes=count)
-
-
 def _describe(x: Tensor) -> str:
     """Describe the shape and type of samples; all floating-point types are alike."""
     kind = "float" if x.is_floating_point() else str(x.dtype).removeprefix("torch.")
@@ -145,12 +139,10 @@ def _is_pair(part: Any) -> bool:
 
 
 def _array_splits(train: Any, test: Any, options: DataOptions) -> tuple[list[AnySplit], tuple[str, ...]]:
-    pairs = []
     for part, given in (("training", train), ("test", test)):
         if len(given) != 2:
             raise DataError(f"Expected (X, y) for the {part} data, but got {len(given)} values; {FORMS}.")
-        pairs.append(given)
-    (x_train, y_train), (x_test, y_test) = pairs
+    (x_train, y_train), (x_test, y_test) = train, test
     for part, y in (("training", y_train), ("test", y_test)):
         if y is None:
             raise DataError(f"The {part} data has no targets; {FORMS}.")

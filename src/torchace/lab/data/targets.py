@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from torchace._checks import shape_of
-from torchace.lab.data.errors import DataError
-from torchace.lab.data.messages import quote, quote_all
+from torchace.lab.data.errors import DataError, quote, quote_all
 
 REMEDY = "task='regression' for numbers or task='multilabel' for several labels a sample"
 
