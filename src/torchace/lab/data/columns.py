@@ -12,7 +12,16 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 
 from torchace._files import TABLE_COLUMNS
-from torchace.lab.data.errors import DataError, first_duplicate, more_rows, pandas, quote, row_number, suggestion
+from torchace.lab.data.errors import (
+    DataError,
+    MissingTargetError,
+    first_duplicate,
+    more_rows,
+    pandas,
+    quote,
+    row_number,
+    suggestion,
+)
 from torchace.lab.data.parsing import MISSING, dates, numbers, texts
 
 if TYPE_CHECKING:
@@ -124,8 +133,7 @@ def _check_present(column: Series, missing: NDArray[np.bool_]) -> None:
     places = np.flatnonzero(missing)
     if len(places):
         first = int(places[0])
-        raise DataError(
+        raise MissingTargetError(
             f"The target {quote(column.name)} has no value in row {row_number(column, first)}"
-            f"{more_rows(len(places) - 1)} ({quote(column.iloc[first])} stands for a missing value); fill in or remove "
-            "such rows, or skip them with --skip-missing-target."
+            f"{more_rows(len(places) - 1)} ({quote(column.iloc[first])} stands for a missing value)"
         )

@@ -24,6 +24,14 @@ class DataError(ValueError):
         super().__init__(message.replace("\r", " ").replace("\n", " "))
 
 
+class MissingTargetError(DataError):
+    """A row without a target."""
+
+    def __init__(self, problem: str, remedy: str = "for example with DataFrame.dropna") -> None:
+        super().__init__(f"{problem}; fill in or remove such rows, {remedy}.")
+        self.problem = problem
+
+
 def damaged(path: Path | str, reason: str) -> DataError:
     """Error for a data set file that is not the official one."""
     return DataError(f"{path} {reason}; replace it with the original file, or delete it to download it again.")
