@@ -80,9 +80,7 @@ def test_a_missing_extra_is_one_sentence():
         "import torchace.lightning": "torchace.lightning needs Lightning: pip install 'torchace[lightning]'.",
         "import torchace.lab.cli.app": "The command line needs typer: pip install 'torchace[tool]'.",
     }
-    tries = "".join(
-        f"try:\n    {use}\nexcept (ImportError, SystemExit) as error:\n    print(error)\n" for use in uses
-    )
+    tries = "".join(f"try:\n    {use}\nexcept (ImportError, SystemExit) as error:\n    print(error)\n" for use in uses)
     assert run(WITHOUT_EXTRAS + tries).splitlines() == list(uses.values())
 
 
