@@ -133,6 +133,14 @@ def test_tables_need_a_target(target: str | None, message: str) -> None:
         dataset(FRAME, FRAME, target=target)
 
 
+@pytest.mark.parametrize("part", [0, 1])
+def test_rows_without_a_target_are_refused(part: int) -> None:
+    frames = [FRAME.drop(columns="c"), FRAME.drop(columns="c")]
+    frames[part] = frames[part].assign(b=[None, *FRAME["b"][1:]])
+    with pytest.raises(DataError, match=r"'b' has no value in row 1 .*remove such rows, for example with DataFrame"):
+        dataset(*frames, target="b")
+
+
 def test_files_are_split_by_class(tmp_path: Any) -> None:
     path = str(tmp_path / "mine.npz")
     np.savez(path, X=X.numpy(), y=Y.numpy())

@@ -245,7 +245,9 @@ def test_failed_runs_have_no_metrics() -> None:
         result = ace.sweep(make, TRAIN, TEST, **SMALL)
     assert result.to_frame()["status"].tolist() == ["failed"] * 4
     assert len(result.table()) == 0
-    assert "4 runs" in str(result)
+    sentence = "All runs failed. The first one is λ=0 with seed 0: NaN or Inf in loss or gradient."
+    assert str(result) == f"Sweep of 2 λ and 2 seeds, 4 runs\n{sentence}"
+    assert result._repr_html_().endswith(f"<p>{sentence}</p>")
     assert "Failed runs" in result.report().read_text()
     with pytest.raises(ValueError, match="nothing to plot"):
         result.plot()

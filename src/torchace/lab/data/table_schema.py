@@ -18,6 +18,7 @@ from torch import Tensor
 from torchace._files import TABLE_COLUMNS
 from torchace.lab.data.errors import (
     DataError,
+    MissingTargetError,
     first_duplicate,
     more_rows,
     pandas,
@@ -147,10 +148,9 @@ def _check_present(column: Series, missing: NDArray[np.bool_]) -> None:
     places = np.flatnonzero(missing)
     if len(places):
         first = int(places[0])
-        raise DataError(
+        raise MissingTargetError(
             f"The target {quote(column.name)} has no value in row {row_number(column, first)}"
-            f"{more_rows(len(places) - 1)} ({quote(column.iloc[first])} stands for a missing value); fill in or remove "
-            "such rows, or skip them with --skip-missing-target."
+            f"{more_rows(len(places) - 1)} ({quote(column.iloc[first])} stands for a missing value)"
         )
 
 
