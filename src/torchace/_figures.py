@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torchace._extras import missing_extra
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -71,7 +73,7 @@ def render(spec: FigureSpec, theme: Theme) -> bytes:
         from matplotlib.layout_engine import ConstrainedLayoutEngine
         from PIL import Image
     except ImportError as error:
-        raise ImportError("Drawing figures needs matplotlib: pip install 'torchace[tool]'.") from error
+        raise missing_extra("Drawing figures needs matplotlib") from error
 
     with matplotlib.rc_context(_settings(theme)), warnings.catch_warnings():
         # the font lacks some characters of class names

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchace._checks import check_choice, check_count
+from torchace._extras import import_extra
 from torchace.lab.data.cifar import read_archive, read_folder
-from torchace.lab.data.errors import DataError, check_labels, damaged, require_extra
+from torchace.lab.data.errors import DataError, check_labels, damaged
 from torchace.lab.data.files import download as download_file
 from torchace.lab.data.files import find, not_found, search_path
 from torchace.lab.data.idx import read_idx
@@ -111,7 +112,7 @@ def load(
 
 
 def _digits() -> Dataset:
-    sklearn = require_extra("sklearn.datasets", "scikit-learn", "The data set digits")
+    sklearn = import_extra("sklearn.datasets", "The data set digits needs")
     digits = sklearn.load_digits()
     x = torch.from_numpy(digits.images.astype(np.uint8))[:, None]
     train, test = stratified_split(Split(x, torch.from_numpy(digits.target).long()), _DIGITS_TEST, seed=0)
