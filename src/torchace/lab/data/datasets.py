@@ -51,6 +51,7 @@ class Dataset:
     task: str = "classification"
     num_targets: int = 1  # of a regression
     notes: tuple[str, ...] = ()  # what a user should know about the data
+    validation: Any = None  # like `train`, if given
 
     @property
     def num_classes(self) -> int:
