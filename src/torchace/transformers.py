@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from torchace._extras import missing_extra
 from torchace.functional import (
     average_gradients,
     ensemble_log_probs,
@@ -318,7 +319,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("transformers", "accelerate"):
             raise
-        raise ImportError(f"torchace.transformers needs {error.name}: pip install 'torchace[transformers]'.") from error
+        raise missing_extra(f"torchace.transformers needs {error.name}", "transformers") from error
     doc = "`transformers.Trainer` for ensembles; see `ACETrainerMixin`."
     trainer = type(name, (ACETrainerMixin, Trainer), {"__doc__": doc, "__module__": __name__})
     globals()[name] = trainer

@@ -118,8 +118,8 @@ class _Pickler(pickle.Pickler):
         else:
             module = sys.modules.get(value.__module__)
             is_traced = module is None or vars(module) is not value.__globals__  # then its globals are its own
-            names = _global_names(value.__code__) if is_traced else []
-            parts = [value.__code__, value.__defaults__, value.__kwdefaults__, vars(value), _enclosed_values(value)]
+            names = global_names(value.__code__) if is_traced else []
+            parts = [value.__code__, value.__defaults__, value.__kwdefaults__, vars(value), enclosed_values(value)]
             parts.append([value.__globals__.get(name) for name in names])
         return "local", self._encode_uncopied(parts)
 
@@ -143,7 +143,7 @@ def _describe_tensor(tensor: Tensor) -> tuple[Any, ...]:
     return "tensor", str(tensor.dtype), tuple(tensor.shape), str(tensor.device), data
 
 
-def _enclosed_values(function: types.FunctionType) -> list[Any]:
+def enclosed_values(function: types.FunctionType) -> list[Any]:
     """Return the values of a function's closure; None for unset ones."""
     values = []
     for cell in function.__closure__ or ():
@@ -156,6 +156,7 @@ def _enclosed_values(function: types.FunctionType) -> list[Any]:
     return values
 
 
-def _global_names(code: types.CodeType) -> list[str]:
-    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in _global_names(const)]
+def global_names(code: types.CodeType) -> list[str]:
+    """Return the global names in a function's code and in functions inside it."""
+    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in global_names(const)]
     return [*code.co_names, *inner]

@@ -27,13 +27,15 @@ from torchace.lab.data import (
     DataError,
     Encoding,
     NumberColumn,
+    Schema,
+    Target,
     infer_schema,
     iterate_table,
     learn_encoding,
     read_table,
     train_val_test_split,
 )
-from torchace.lab.data.encoding import learn_number, mean_and_std, resolve_method, table_encoder
+from torchace.lab.data.encoding import learn_number, mean_and_std, resolve_method
 
 
 def features_of(encoding: Encoding, frame: pd.DataFrame) -> Tensor:
@@ -123,7 +125,8 @@ def test_robust_and_piecewise_features_value_by_value():
     assert column.knots == tuple(sorted(set(knots)))
     assert (column.center, column.scale, column.missing) == (knots[4], pytest.approx(knots[6] - knots[2]), True)
     raw = [*values.tolist(), 1e6, -1e6, math.nan]
-    features = table_encoder([column])(torch.tensor(raw, dtype=torch.float64)[:, None])
+    encoder = Encoding(Schema((), Target("y", "regression")), (column,)).encoder()
+    features = encoder(torch.tensor(raw, dtype=torch.float64)[:, None])
     for value, row in zip(raw, features.tolist(), strict=True):
         x = knots[4] if math.isnan(value) else value
         z = max(-1e4, min(1e4, (x - knots[4]) / (knots[6] - knots[2])))

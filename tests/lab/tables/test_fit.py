@@ -591,4 +591,6 @@ def _check_predictions(model: TableModel, fit: TableFit, frame: Any) -> None:
         assert scores["mse"] >= 0
     again = TableModel.load(fit.out).predict(frame)
     assert again.equals(predicted)
-    assert torch.equal(fit.table.encoder()(model.encoding.matrix(frame))[fit.table.test_rows], fit.table.test.x)
+    assert torch.equal(
+        fit.table.encoding.encoder()(model.encoding.matrix(frame))[fit.table.test_rows], fit.table.test.x
+    )

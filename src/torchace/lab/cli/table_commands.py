@@ -14,7 +14,6 @@ import typer
 from torchace.lab.cli.table_options import Data, TableRequest, option_name, parse_diversity, with_table_options
 from torchace.lab.cli.terminal import (
     RESUME,
-    StopSignal,
     check_report_packages,
     console,
     exit_interrupted,
@@ -22,6 +21,7 @@ from torchace.lab.cli.terminal import (
     print_line,
     print_table,
     printable,
+    stop_signal,
 )
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def fit(
     _print_columns(table)
     try:
         with job.lock():
-            with StopSignal() as stop, FitProgress(console) as progress:
+            with stop_signal() as stop, FitProgress(console) as progress:
                 job.train(progress, stop)
             from torchace.lab.report import write_report
 
@@ -109,13 +109,13 @@ def tune(
         print_line(note)
     try:
         if trials is None:
-            with StopSignal() as stop, FitProgress(console) as progress:
+            with stop_signal() as stop, FitProgress(console) as progress:
                 tuned = search.tune_diversity(num_seeds=seeds, rounds=rounds, callback=progress, stop=stop)
             print_table(_candidate_table(tuned.to_json()))
             print_line(tuned.sentence)
         else:
-            options: dict[str, Any] = {"storage": storage, "study": study, "pruning": pruning}
-            with StopSignal() as stop, TrialProgress(console, trials) as bar:
+            options: dict[str, Any] = {"storage": storage, "study_name": study, "pruning": pruning}
+            with stop_signal() as stop, TrialProgress(console, trials) as bar:
                 result = search.run_study(trials, **options, callback=bar, stop=stop)
             print_table(_trial_table(result.to_json()))
             if result.best is None:
@@ -170,7 +170,7 @@ def predict(
     unseen: Counter[str] = Counter()
     options: dict[str, Any] = {"keep": keep or (), "escape_formulas": escape_formulas, "unseen": unseen}
     try:
-        with StopSignal() as stop:
+        with stop_signal() as stop:
             rows = predict_file(loaded, data, out, stop=stop, **options)
     except Interrupted:
         raise exit_interrupted("Interrupted. Nothing was written.") from None

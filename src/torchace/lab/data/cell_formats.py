@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchace.lab.data.errors import arrow, pandas
-from torchace.lab.data.parsing import DATE_FORMATS, NUMBER_FORMATS, CellError, dates, is_numeric, match_numbers, texts
+from torchace.lab.data.parsing import (
+    DATE_FORMATS,
+    NUMBER_FORMATS,
+    CellError,
+    dates,
+    is_category,
+    is_numeric,
+    match_numbers,
+    texts,
+)
 
 if TYPE_CHECKING:
     from pandas import Series  # type: ignore[import-untyped]
@@ -80,8 +89,3 @@ def date_format(column: Series) -> tuple[str, float]:
     }
     best = max(shares, key=lambda format: shares[format])  # the first of equals
     return (best, float(1 - dates(cells.to_pandas(), best)[1].mean())) if shares[best] >= MIXED_DATES else (iso, 0.0)
-
-
-def is_category(column: Series) -> bool:
-    """Whether the column has the type of pandas categories."""
-    return isinstance(column.dtype, pandas().CategoricalDtype)

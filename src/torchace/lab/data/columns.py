@@ -12,8 +12,16 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 
 from torchace._files import TABLE_COLUMNS
-from torchace.lab.data.errors import DataError, pandas
-from torchace.lab.data.messages import first_duplicate, more_rows, quote, row_number, suggestion
+from torchace.lab.data.errors import (
+    DataError,
+    MissingTargetError,
+    first_duplicate,
+    more_rows,
+    pandas,
+    quote,
+    row_number,
+    suggestion,
+)
 from torchace.lab.data.parsing import MISSING, dates, numbers, texts
 
 if TYPE_CHECKING:
@@ -83,17 +91,10 @@ def target_numbers(column: Series, format: str = "") -> NDArray[np.float64]:
     return values
 
 
-def check_features(
-    column: Series, values: NDArray[np.float64], invalid: NDArray[np.bool_], kind: str = "number"
-) -> None:
-    """Raise an error unless all cells are finite numbers, or dates, or missing."""
-    _check_numbers(column, values, invalid, "correct it, or leave it empty", kind)
-
-
 def check_targets(column: Series, values: NDArray[np.float64], invalid: NDArray[np.bool_]) -> None:
     """Raise an error unless all cells are finite numbers."""
     _check_present(column, np.isnan(values) & ~invalid)
-    _check_numbers(column, values, invalid, "correct it, or train for classification")
+    check_features(column, values, invalid, remedy="correct it, or train for classification")
 
 
 def target_texts(column: Series) -> Any:
@@ -109,9 +110,14 @@ def header_hint(names: Iterable[str]) -> str:
     return " (the first row of a file must hold the names)" if len(found) and invalid.mean() <= 0.5 else ""
 
 
-def _check_numbers(
-    column: Series, values: NDArray[np.float64], invalid: NDArray[np.bool_], remedy: str, kind: str = "number"
+def check_features(
+    column: Series,
+    values: NDArray[np.float64],
+    invalid: NDArray[np.bool_],
+    kind: str = "number",
+    remedy: str = "correct it, or leave it empty",
 ) -> None:
+    """Raise an error unless all cells are finite numbers, or dates, or missing."""
     for wrong, what in ((invalid, f"not a {kind}"), (np.isinf(values), "infinite or too large")):
         places = np.flatnonzero(wrong)
         if len(places):
@@ -127,8 +133,7 @@ def _check_present(column: Series, missing: NDArray[np.bool_]) -> None:
     places = np.flatnonzero(missing)
     if len(places):
         first = int(places[0])
-        raise DataError(
+        raise MissingTargetError(
             f"The target {quote(column.name)} has no value in row {row_number(column, first)}"
-            f"{more_rows(len(places) - 1)} ({quote(column.iloc[first])} stands for a missing value); fill in or remove "
-            "such rows, or skip them with --skip-missing-target."
+            f"{more_rows(len(places) - 1)} ({quote(column.iloc[first])} stands for a missing value)"
         )

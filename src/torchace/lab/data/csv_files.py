@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchace._files import CHUNK_BYTES, check_gzip, error_reason, open_regular
 from torchace.lab.data.columns import check_names
-from torchace.lab.data.errors import DataError, arrow
-from torchace.lab.data.messages import quote
+from torchace.lab.data.errors import DataError, arrow, quote
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]

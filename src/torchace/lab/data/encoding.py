@@ -21,8 +21,7 @@ from torch import Tensor
 
 from torchace._checks import check_count
 from torchace.lab.data.columns import STRICT, Column, check_columns, feature_numbers, get_column
-from torchace.lab.data.errors import DataError
-from torchace.lab.data.messages import first_duplicate, quote
+from torchace.lab.data.errors import DataError, first_duplicate, quote
 from torchace.lab.data.parsing import positions, texts
 from torchace.lab.data.table_schema import Finite, Schema, adapter_of, damaged_json, parse_stored
 from torchace.models.encoder import TableEncoder
@@ -119,7 +118,28 @@ class Encoding:
 
     def encoder(self) -> TableEncoder:
         """Module from the raw matrix to the features, in float64."""
-        return table_encoder(self.columns)
+        numbers = [(place, column) for place, column in enumerate(self.columns) if isinstance(column, NumberColumn)]
+        scaled = [(place, column) for place, column in numbers if column.scale > 0]
+        ramps = [(place, low, high - low) for place, column in numbers for low, high in pairwise(column.knots)]
+        codes = [
+            (place, code)
+            for place, column in enumerate(self.columns)
+            if isinstance(column, CategoryColumn) and _is_used(column)
+            for code in range(len(column.codes))
+        ]
+        return TableEncoder.from_values(
+            fill=[getattr(column, "fill", 0.0) for column in self.columns],
+            number_columns=[place for place, _ in scaled],
+            center=[column.center for _, column in scaled],
+            scale=[column.scale for _, column in scaled],
+            inverse_limit=[column.inverse_limit for _, column in scaled],
+            ramp_columns=[place for place, _, _ in ramps],
+            low=[low for _, low, _ in ramps],
+            width=[min(width, np.finfo(np.float64).max) for _, _, width in ramps],
+            indicator_columns=[place for place, column in numbers if column.missing],
+            code_columns=[place for place, _ in codes],
+            codes=[code for _, code in codes],
+        ).double()
 
     @property
     def feature_names(self) -> list[str]:
@@ -287,32 +307,6 @@ def weighted_quantiles(
     total = weights[order].cumsum()
     places = np.searchsorted(total, shares * total[-1], side="left")
     return values[order[places.clip(max=len(values) - 1)]]
-
-
-def table_encoder(columns: Sequence[NumberColumn | CategoryColumn]) -> TableEncoder:
-    """Module from the raw matrix of these columns to the features, in float64."""
-    numbers = [(place, column) for place, column in enumerate(columns) if isinstance(column, NumberColumn)]
-    scaled = [(place, column) for place, column in numbers if column.scale > 0]
-    ramps = [(place, low, high - low) for place, column in numbers for low, high in pairwise(column.knots)]
-    codes = [
-        (place, code)
-        for place, column in enumerate(columns)
-        if isinstance(column, CategoryColumn) and _is_used(column)
-        for code in range(len(column.codes))
-    ]
-    return TableEncoder.from_values(
-        fill=[getattr(column, "fill", 0.0) for column in columns],
-        number_columns=[place for place, _ in scaled],
-        center=[column.center for _, column in scaled],
-        scale=[column.scale for _, column in scaled],
-        inverse_limit=[column.inverse_limit for _, column in scaled],
-        ramp_columns=[place for place, _, _ in ramps],
-        low=[low for _, low, _ in ramps],
-        width=[min(width, np.finfo(np.float64).max) for _, _, width in ramps],
-        indicator_columns=[place for place, column in numbers if column.missing],
-        code_columns=[place for place, _ in codes],
-        codes=[code for _, code in codes],
-    ).double()
 
 
 def mean_and_std(values: NDArray[np.float64], weights: NDArray[np.float64] | None = None) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchace.lab.data.cell_formats import MIN_SHARE, MIXED_DATES, date_format, is_category, number_formats
+from torchace.lab.data.cell_formats import MIN_SHARE, MIXED_DATES, date_format, number_formats
 from torchace.lab.data.columns import (
     KINDS,
     Column,
@@ -20,13 +20,13 @@ from torchace.lab.data.columns import (
     header_hint,
     target_texts,
 )
-from torchace.lab.data.errors import DataError, arrow, pandas
-from torchace.lab.data.messages import quote, quote_all, row_number, suggestion
+from torchace.lab.data.errors import DataError, arrow, pandas, quote, quote_all, row_number, suggestion
 from torchace.lab.data.parsing import (
     MISSING,
     CellError,
     canonical,
     dates,
+    is_category,
     is_numeric,
     numbers,
     positions,
@@ -213,10 +213,7 @@ def _check_values(cells: Series, values: NDArray[np.float64], seen: dict[bytes, 
     """Raise `_DroppedError` for numbers or dates that are missing, constant, an identifier or a duplicate."""
     present = values[~np.isnan(values)]
     distinct = len(np.unique(present))
-    if not len(present):
-        raise _DroppedError("it is empty")
-    if distinct == 1 and len(present) == len(values):
-        raise _DroppedError(f"it is {quote(cells.iloc[0])} in every row")
+    _check_varies(cells, len(present), distinct)
     is_whole = bool((present == np.floor(present)).all())
     if is_whole and _IDENTIFIER.search(str(cells.name)) and distinct > MAX_DISTINCT * len(present):
         raise _DroppedError(f"an identifier: {distinct} of {len(present)} values differ")
@@ -229,10 +226,7 @@ def _check_category(cells: Series, date_share: float, seen: dict[bytes, str]) ->
     column = texts(cells)
     present = column.drop_null()
     distinct = len(present.unique())
-    if not len(present):
-        raise _DroppedError("it is empty")
-    if distinct == 1 and len(present) == len(column):
-        raise _DroppedError(f"it is {quote(cells.iloc[0])} in every row")
+    _check_varies(cells, len(present), distinct)
     if date_share >= MIXED_DATES and distinct > MIXED_DISTINCT:
         raise _DroppedError(f"{date_share:.0%} of its values are dates, the others are not; correct them")
     words = pc.mean(pc.count_substring_regex(present, r"\S+")).as_py()
@@ -240,6 +234,13 @@ def _check_category(cells: Series, date_share: float, seen: dict[bytes, str]) ->
         what = "free text" if words > 1 else "an identifier"
         raise _DroppedError(f"{what}: {distinct} of {len(present)} values differ")
     _check_duplicate(str(cells.name), pandas().util.hash_array(column.to_pandas().to_numpy()).tobytes(), seen)
+
+
+def _check_varies(cells: Series, present: int, distinct: int) -> None:
+    if not present:
+        raise _DroppedError("it is empty")
+    if distinct == 1 and present == len(cells):
+        raise _DroppedError(f"it is {quote(cells.iloc[0])} in every row")
 
 
 def _check_duplicate(name: str, content: bytes, seen: dict[bytes, str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,11 +51,7 @@ def as_arguments(network: nn.Module, x: Inputs) -> list[Any]:
     missing = [p.name for p in named[: last + 1] if p.name not in x and p.default is p.empty]
     if missing:
         raise TypeError(
-            f"Expected an input {missing[0]!r} for the network's forward, but the data has {_join(x)}. "
+            f"Expected an input {missing[0]!r} for the network's forward, but the data has {', '.join(map(repr, x))}. "
             "Add it to the data, or give the parameter a default."
         )
     return [x.get(parameter.name, parameter.default) for parameter in named[: last + 1]]
-
-
-def _join(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names)

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torchace._files import CHUNK_BYTES, TABLE_COLUMNS, FileRefusedError, error_reason
 from torchace._npz import NPZ_ERRORS, NpzArray, open_npz
 from torchace.lab.data.columns import check_names
-from torchace.lab.data.errors import DataError
-from torchace.lab.data.messages import quote
+from torchace.lab.data.errors import DataError, quote
 
 
 def npz_chunks(path: Path, rows: int) -> Iterator[dict[str, Any]]:

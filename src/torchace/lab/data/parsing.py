@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchace.lab.data.errors import DataError, arrow, pandas
-from torchace.lab.data.messages import quote, row_number
+from torchace.lab.data.errors import DataError, arrow, pandas, quote, row_number
 
 if TYPE_CHECKING:
     from pandas import Series  # type: ignore[import-untyped]
@@ -136,7 +135,7 @@ def dates(column: Series, format: str = "ISO8601") -> tuple[NDArray[np.float64],
 def is_numeric(column: Series) -> bool:
     """Whether the column's type is that of numbers."""
     types, dtype = pandas().api.types, column.dtype
-    return not _is_category(dtype) and types.is_numeric_dtype(dtype) and not types.is_bool_dtype(dtype)
+    return not is_category(column) and types.is_numeric_dtype(dtype) and not types.is_bool_dtype(dtype)
 
 
 def positions(cells: Any, known: Sequence[str]) -> NDArray[np.int64]:
@@ -174,7 +173,7 @@ def _to_strings(column: Series) -> Any:
     pd, pa = pandas(), arrow()
     column = _to_dense(column)
     types, dtype = pd.api.types, column.dtype
-    if _is_category(dtype):
+    if is_category(column):
         column = column.cat.remove_unused_categories()
         codes = column.cat.codes.to_numpy()
         try:
@@ -229,5 +228,6 @@ def _to_dense(column: Series) -> Series:
     return column.sparse.to_dense() if is_sparse else column
 
 
-def _is_category(dtype: Any) -> bool:
-    return isinstance(dtype, pandas().CategoricalDtype)
+def is_category(column: Series) -> bool:
+    """Whether the column has the type of pandas categories."""
+    return isinstance(column.dtype, pandas().CategoricalDtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from torchace._checks import check_tensor, shape_of
-from torchace.lab.data.errors import DataError
+from torchace.lab.data.errors import DataError, quote, row_number
 from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
-from torchace.lab.data.messages import quote, row_number
 from torchace.lab.data.parsing import texts
 from torchace.lab.data.rng import hashed_key, permutation
 
@@ -76,17 +75,14 @@ class Split:
         """Move to a device; return itself if already there."""
         if self.device == torch.empty(0, device=device).device:  # "cuda" may be "cuda:0"
             return self
-        return self._map(lambda values: values.to(device))
+        weight = None if self.weight is None else self.weight.to(device)
+        return Split(map_inputs(lambda values: values.to(device), self.x), self.y.to(device), weight)
 
     def chunks(self, size: int) -> Iterator[tuple[Inputs, Tensor]]:
         """Iterate over samples and targets in order, at most `size` at a time."""
         for start in range(0, len(self), size):
             part = self.take(slice(start, start + size))
             yield part.x, part.y
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Split:
-        weight = None if self.weight is None else function(self.weight)
-        return Split(map_inputs(function, self.x), function(self.y), weight)
 
 
 class SplitIndices(NamedTuple):

@@ -13,8 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from torchace.lab.data.columns import STRICT, Column, check_columns, get_column, target_numbers, target_texts
-from torchace.lab.data.errors import DataError
-from torchace.lab.data.messages import first_duplicate, quote, quote_all, row_number
+from torchace.lab.data.errors import DataError, first_duplicate, quote, quote_all, row_number
 from torchace.lab.data.parsing import DATE_FORMATS, NUMBER_FORMATS, number_text, positions
 
 if TYPE_CHECKING:

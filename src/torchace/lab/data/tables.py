@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchace._checks import check_count
 from torchace._files import error_reason
 from torchace.lab.data.csv_files import csv_chunks, text_encoding
-from torchace.lab.data.errors import DataError, pandas
-from torchace.lab.data.messages import quote, suggestion
+from torchace.lab.data.errors import DataError, pandas, quote, suggestion
 from torchace.lab.data.npz_files import npz_chunks
 from torchace.lab.data.parquet_files import parquet_chunks
 

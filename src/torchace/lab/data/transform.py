@@ -10,7 +10,7 @@ import torch
 
 from torchace.lab.data.errors import DataError
 from torchace.lab.data.inputs import Inputs, input_tensors
-from torchace.lab.data.rng import generator_states, hashed_key, preserve_generators, seed_generators
+from torchace.lab.data.rng import generator_states, hashed_key, use_seed
 
 
 class BatchTransform:
@@ -40,8 +40,7 @@ class BatchTransform:
         if isinstance(self.function, torch.nn.Module):
             self.function.train(training)
         options = {"training": training} if self.takes_training else {}
-        with preserve_generators(device), torch.no_grad():
-            seed_generators(key, device)
+        with use_seed(key, device), torch.no_grad():
             before = () if training else self._states(device)
             result = self.function(x, **options)
             if not training and self._states(device) != before:

@@ -19,14 +19,13 @@ from torch import Tensor, nn
 
 from torchace._checks import check_choice
 from torchace.lab.data import Split, hashed_key, permutation, stratified_split
-from torchace.lab.data.folds import NUM_FOLDS, assign_folds
+from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, FoldSplit, assign_folds
 from torchace.lab.data.table_schema import Target
-from torchace.lab.estimator.files import load_estimator, save_estimator, to_python
+from torchace.lab.estimator.files import load_estimator, save_estimator
 from torchace.lab.estimator.fitted import FittedEstimator, TrainingState, history, history_entry
 from torchace.lab.estimator.inputs import learn_inputs, raw_matrix, read_inputs, read_inputs_and_targets, target_name
-from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters
+from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters, to_python
 from torchace.lab.training.config import make_optimizer
-from torchace.lab.training.folds import MIN_FOLD_ROWS, FoldSplit
 from torchace.lab.training.loop import Progress
 from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_group, resolve_device, train_members
 from torchace.lab.training.memory import chunk_rows, collect_chunks

@@ -10,6 +10,7 @@ import numpy as np
 
 from torchace.lab.data import DataError
 from torchace.lab.data.encoding import Encoding
+from torchace.lab.schema.hyperparameters import to_python
 from torchace.lab.store import finite
 from torchace.lab.tuning.grid_search import TunedDiversity
 from torchace.nn import Ensemble
@@ -70,13 +71,6 @@ def load_estimator(kind: type[T], path: str | os.PathLike[str]) -> T:
         ) from error
     estimator.ensemble_ = ensemble
     return cast(T, estimator)
-
-
-def to_python(value: Any) -> Any:
-    """Convert numpy numbers of a parameter to Python numbers."""
-    if isinstance(value, tuple | list):
-        return [to_python(item) for item in value]
-    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
 def to_json(value: Any) -> Any:

@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchace._extras import missing_extra
 from torchace._figures import DARK, DPI, LIGHT, WIDTH, FigureSpec, render
 from torchace._files import PathError, refuse_links, remove_abandoned, write_atomic
 from torchace.lab.report import setup, tables
@@ -116,7 +117,7 @@ def page_html(results: Results, images: list[Image]) -> str:
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError as error:
-        raise ImportError("The report needs jinja2: pip install 'torchace[tool]'.") from error
+        raise missing_extra("The report needs jinja2") from error
 
     source = resources.files("torchace.lab.report").joinpath("template.html").read_text(encoding="utf-8")
     environment = Environment(
@@ -216,7 +217,7 @@ def rich_table(results: Results) -> RichTable:
         from rich.table import Table as RichTable
         from rich.text import Text
     except ImportError as error:
-        raise ImportError("Tables in a terminal need rich: pip install 'torchace[tool]'.") from error
+        raise missing_extra("Tables in a terminal need rich") from error
 
     table = gain_table(results) if has_many_arms(results) else tables.result_table(results)
     # a terminal is narrow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -134,10 +134,14 @@ def paired_differences(
     samples: Mapping[float, Mapping[int, Array]] | None = None,
 ) -> tuple[Difference, ...]:
     """Return the paired differences to one reference, by ascending λ, corrected for their number."""
-    found = [paired_difference(series[d], reference, d, (samples or {}).get(d)) for d in sorted(series)]
-    differences = [difference for difference in found if difference is not None]
-    tests = max(1, sum(difference.estimate is not None for difference in differences))
-    return tuple(replace(difference, tests=tests) for difference in differences)
+    return correct(paired_difference(series[d], reference, d, (samples or {}).get(d)) for d in sorted(series))
+
+
+def correct(found: Iterable[Difference | None]) -> tuple[Difference, ...]:
+    """Correct known differences for their number."""
+    known = [difference for difference in found if difference is not None]
+    tests = max(1, sum(difference.estimate is not None for difference in known))
+    return tuple(replace(difference, tests=tests) for difference in known)
 
 
 def compare(results: Results, arm: ArmSummary, metric: str, reference: ArmSummary | None = None) -> Comparison | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -46,7 +46,9 @@ def describe_error(
     where = name(where) if where else ""
     kind, context = first["type"], first.get("ctx", {})
     if kind == "extra_forbidden":
-        return f"there is no key {where!r}.{_hint(str(first['loc'][-1]), _keys(model, first['loc'][:-1]))}"
+        known = _keys(model, first["loc"][:-1])
+        hint = did_you_mean(str(first["loc"][-1]), known) or f" Known keys: {', '.join(known)}."
+        return f"there is no key {where!r}.{hint}"
     if kind == "value_error":  # raised by our validators: a complete sentence
         message = str(context["error"])
         return message if not where else f"{where}: {message}"
@@ -64,9 +66,10 @@ def capitalize(message: str) -> str:
     return message if message.startswith("λ") else message[:1].upper() + message[1:]
 
 
-def _hint(wrong: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(wrong, known, n=1)
-    return f" Did you mean {close[0]!r}?" if close else f" Known keys: {', '.join(known)}."
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """Return a question such as ` Did you mean 'epochs'?`, or an empty string."""
+    close = difflib.get_close_matches(wrong, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def _keys(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:

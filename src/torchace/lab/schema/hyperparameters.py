@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -76,3 +76,12 @@ def check_hyperparameters(name: Callable[[str], str], **values: Any) -> Hyperpar
         return Hyperparameters(**values)
     except ValidationError as error:
         raise ValueError(capitalize(describe_error(error, Hyperparameters, name=name))) from None
+
+
+def to_python(value: Any) -> Any:
+    """Convert tuples, arrays and numbers of NumPy and torch to lists and numbers of Python."""
+    if isinstance(value, Mapping):
+        return {key: to_python(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [to_python(item) for item in value] if isinstance(value, (list, tuple, range, set, Iterator)) else value

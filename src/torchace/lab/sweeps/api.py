@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from torchace.lab.schema.errors import capitalize, describe_error
+from torchace.lab.schema.errors import capitalize, describe_error, did_you_mean
 from torchace.lab.schema.experiment import GIVEN, Experiment, TrainSection
+from torchace.lab.schema.hyperparameters import to_python
 from torchace.lab.store import RunStoreError
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.components import Components, check_arguments, import_object, object_name
 from torchace.lab.sweeps.config import ConfigError
-from torchace.lab.sweeps.executors import make_executor
+from torchace.lab.sweeps.executor import make_executor
 from torchace.lab.sweeps.result import SweepResult
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.sweeps.torchrun import process_group
@@ -46,7 +47,7 @@ def sweep(
     kind: str = "separate",
     task: str = "classification",
     batches: str = "shared",
-    validation: float = 0.0,
+    validation: Any = 0.0,
     metrics: Any = None,
     callbacks: Iterable[Callback | str] = (),
     device: str | torch.device = "auto",
@@ -93,7 +94,8 @@ def sweep(
             adapters, `"smoc"` all but the last layer.
         task: `"classification"`, `"multilabel"` or `"regression"`.
         batches: `"shared"`, `"separate"` (λ=0 only) or `"exchanged"`.
-        validation: Fraction of the training samples for validation, for `best()` and early stopping.
+        validation: Validation data of the same kind, or a fraction of the training samples (stratified by class); for
+            `best()` and early stopping.
         metrics: Further metrics: functions of logits `(K, N, C)` and target, or torchmetrics metrics.
         callbacks: Callbacks of the sweep, and trackers by name: `"csv"`, `"tensorboard"`, `"mlflow"` or `"wandb"`.
         device: `"cpu"`, `"cuda"`, `"cuda:N"`, or `"auto"`.
@@ -141,17 +143,19 @@ def sweep(
     for metric in metrics:
         if not callable(metric):
             raise TypeError(f"Expected `metrics` to be a list of functions, but got {type(metric).__name__} in it.")
+    is_fraction = validation is None or isinstance(validation, Real)
+    fraction = (validation or 0.0) if is_fraction else 0.0
     content: dict[str, Any] = {
         "name": name,
         "title": title,
-        "data": {"name": GIVEN, "task": task, "validation": validation, "target": target, "num_classes": num_classes},
+        "data": {"name": GIVEN, "task": task, "validation": fraction, "target": target, "num_classes": num_classes},
         "model": {"factory": object_name(function), "arguments": dict(arguments or {}), "kind": kind, "freeze": freeze},
         "train": {"batch_size": batch_size, "batches": batches, "learning_rate": learning_rate},
         "sweep": {"group_size": group_size, "keep_weights": keep_weights},
     }
     for key, value in settings.items():
         content["data" if key in _DATA_SETTINGS else "train"][key] = value
-    diversities, seeds = _plain(diversities), _plain(seeds)
+    diversities, seeds = to_python(diversities), to_python(seeds)
     if isinstance(seeds, int) and seeds < 1:
         raise ConfigError(f"Expected at least 1 seed, but got seeds={seeds}.")
     content["sweep"]["diversities"] = [diversities] if isinstance(diversities, int | float) else diversities
@@ -167,7 +171,7 @@ def sweep(
         optimizer = import_object(optimizer, "optimizer")
     components = Components(
         member=function,
-        data=(train, test),
+        data=(train, test) if is_fraction else (train, validation, test),
         optimizer=None if isinstance(optimizer, str) else optimizer,
         metrics=tuple(metrics),
         transform=transform,
@@ -220,11 +224,10 @@ def _parse(content: dict[str, Any], settings: Mapping[str, Any]) -> Experiment:
     known = {*TrainSection.model_fields, *_DATA_SETTINGS}
     for key in settings:
         if key not in known:
-            close = difflib.get_close_matches(key, [*known, *(sweep.__kwdefaults__ or ())], n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(key, [*known, *(sweep.__kwdefaults__ or ())])
             raise TypeError(f"sweep() got an unexpected keyword argument {key!r}.{hint}")
     try:
-        return Experiment.model_validate(_plain(content))
+        return Experiment.model_validate(to_python(content))
     except ValidationError as error:
         raise ConfigError(capitalize(describe_error(error, Experiment, name=_argument_name))) from None
 
@@ -233,14 +236,3 @@ def _argument_name(key: str) -> str:
     """Return the argument of `sweep` for a key such as `train.epochs`; nothing for a section."""
     parts = [part for part in key.split(".") if part not in _SECTIONS]
     return parts[0] if parts else ""
-
-
-def _plain(value: Any) -> Any:
-    """Convert tuples, arrays and numbers of NumPy and torch to the types of TOML."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, (list, tuple, range, set, Iterator)):
-        return [_plain(item) for item in value]
-    return value

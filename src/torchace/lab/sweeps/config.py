@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from torchace._files import TOML_BYTES, check_depth, read_bounded
-from torchace.lab.schema.errors import describe_error
+from torchace.lab.schema.errors import describe_error, did_you_mean
 from torchace.lab.schema.experiment import Experiment
 
 
@@ -70,11 +69,9 @@ def _read_source(source: str) -> tuple[str, str]:
         return source, (resources.files("torchace.lab.experiments") / f"{source}.toml").read_text("utf-8")
     path = Path(source)
     if path.suffix != ".toml" and not path.exists():
-        close = difflib.get_close_matches(source, builtin_names(), n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ConfigError(
             f"Expected an experiment out of {', '.join(builtin_names())} or the path of a TOML file, "
-            f"but got {source!r}.{hint}"
+            f"but got {source!r}.{did_you_mean(source, builtin_names())}"
         )
     try:
         text = read_bounded(path, TOML_BYTES).decode("utf-8-sig")

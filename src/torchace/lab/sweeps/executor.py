@@ -1,11 +1,13 @@
-"""The executor interface and the executor for one process."""
+"""The executor interface, the executor for one process, and the choice of an executor."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from torchace.lab.training.distributed import Ranks
 from torchace.lab.training.evaluate import evaluate, predict_logits
 from torchace.lab.training.extra_metrics import compute_metrics
 from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, FitResult, fit
+from torchace.lab.training.members import resolve_device
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.shard import gather_network, shard_network
 from torchace.lab.training.tasks import TASKS
@@ -90,6 +93,36 @@ class Executor:
         for group in groups:
             callback.on_group_start(group)
             yield group, train_group(plan, group, callback, stop)
+
+
+@contextmanager
+def make_executor(
+    experiment: Experiment,
+    directory: Path,  # the run directory, for messages
+    device: str,
+    *,
+    ray: str | None,
+    parallel: str | None,
+    rank: int | None,
+    stop: Stop = lambda: False,
+) -> Iterator[Executor]:
+    """Yield the executor of a sweep: this process, all ranks of torchrun (`rank` of them), or a Ray cluster.
+
+    `parallel` is what the ranks split, see `parse_layout`; `stop` ends the wait for a Ray worker.
+    """
+    if ray is not None:
+        if rank is not None:
+            raise ValueError("Expected torchrun or --ray, but got both: Ray starts its own processes.")
+        from torchace.lab.sweeps.ray import connect_ray
+
+        with connect_ray(ray, device, directory, stop) as executor:
+            yield executor
+    elif rank is None:
+        yield Executor(resolve_device(device))
+    else:
+        from torchace.lab.sweeps.torchrun import RankExecutor
+
+        yield RankExecutor(experiment, resolve_device(device), parallel)
 
 
 def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ranks: Ranks = ALONE) -> float:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from torchace.lab.data import hashed_key
 from torchace.lab.data.inputs import as_arguments, input_tensors
-from torchace.lab.data.rng import preserve_generators, seed_generators
+from torchace.lab.data.rng import use_seed
 from torchace.lab.schema.experiment import BRANCH_AT, ModelSection
 from torchace.lab.sweeps.components import object_name
 from torchace.lab.sweeps.config import ConfigError
@@ -55,14 +54,14 @@ class Factory:
         if model.kind == "separate":
             members: list[nn.Module] = []
             for k in range(model.num_members):
-                with _seeded(seed, "member", k):
+                with use_seed(hashed_key(seed, "member", k)):
                     members.append(self.module())
                 if k == 0:
                     check(count_parameters(members[0]) * model.num_members)
             self._check_members(members)
             self._warn_if_equal(members)
             return Ensemble(members, link=link), members[0]
-        with _seeded(seed, "ensemble", 0):
+        with use_seed(hashed_key(seed, "ensemble", 0)):
             first = self.module(ensembles=True)
             check(count_parameters(first))
             return self._share(first), first
@@ -104,8 +103,7 @@ class Factory:
         try:
             module = self.function(**self.model.arguments)
         except Exception as error:
-            message = str(error).splitlines()[0] if str(error) else "no message"
-            raise ConfigError(f"The function {self.name} failed with {type(error).__name__}: {message}") from error
+            raise ConfigError(f"The function {self.name} failed with {_describe(error)}") from error
         if not isinstance(module, nn.Module):
             raise ConfigError(
                 f"Expected {self.name} to return a module (torch.nn.Module), but it returned {type(module).__name__}."
@@ -141,17 +139,13 @@ class Factory:
             raise ConfigError(f"{reason}. All calls of {self.name} must return the same architecture.") from error
 
 
-@contextmanager
-def _seeded(seed: int, purpose: str, index: int) -> Iterator[None]:
-    """Seed torch, NumPy and Python inside the block; restore their states afterwards."""
-    with preserve_generators():
-        seed_generators(hashed_key(seed, purpose, index))
-        yield
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
 
 
 def check_outputs(factory: Factory, x: Any, y: Tensor, num_outputs: int) -> None:
     """Refuse a member whose outputs for some samples are not logits `(N, C)` of the data's classes."""
-    with _seeded(0, "member", 0):
+    with use_seed(hashed_key(0, "member", 0)):
         module = factory.module(ensembles=True)
     module = copy.deepcopy(module).eval()
     dtype = next((t.dtype for t in input_tensors(x) if t.is_floating_point()), torch.float32)
@@ -160,8 +154,7 @@ def check_outputs(factory: Factory, x: Any, y: Tensor, num_outputs: int) -> None
             output = module.to(dtype)(*as_arguments(getattr(module, "host", module), x))
     except Exception as error:
         shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in input_tensors(x))
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
-        raise ConfigError(f"The module of {factory.name} fails on inputs {shapes}: {reason}") from error
+        raise ConfigError(f"The module of {factory.name} fails on inputs {shapes}: {_describe(error)}") from error
     try:
         output = take_logits(output, f"The module of {factory.name}")
     except TypeError as error:

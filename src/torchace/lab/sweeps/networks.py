@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -23,18 +24,8 @@ from torchace.nn import SMOC
 
 MIN_COMPILED_STEPS = 20_000
 MAX_LAYERS = 1000  # in a report
-# settings that TrainConfig does not take unchanged
-_CONVERTED = {
-    "epochs",
-    "steps",
-    "batch_size",
-    "milestones",
-    "diversity_warmup_epochs",
-    "compile",
-    "metrics",
-    "patience",
-    "optimizer",
-}
+# settings that TrainConfig takes unchanged
+_COPIED = {field.name for field in fields(TrainConfig)} - {"steps", "optimizer", "milestones"}
 
 
 def default_group_size(model: ModelSection, parameters: int, device: torch.device | str) -> int:
@@ -86,7 +77,7 @@ def make_train_config(
 ) -> TrainConfig:
     """Return the training section with epochs converted to steps, and with the optimizer of the components."""
     own = None if components is None else components.optimizer
-    settings = train.model_dump(exclude=_CONVERTED)
+    settings = train.model_dump(include=_COPIED)
     for name in AXES:  # each run has its own value of a list
         settings[name] = settings[name][0] if isinstance(settings[name], list) else settings[name]
     return TrainConfig(

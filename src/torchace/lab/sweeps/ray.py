@@ -129,7 +129,7 @@ class RayExecutor(Executor):
         except RayError as error:
             raise ValueError(
                 f"A worker of the Ray cluster cannot train on {self.device} ({last_line(error)}). Install the same "
-                "torchace on every node (pip install 'torchace[tool,ray]'), with a torch that sees its GPUs."
+                "torchace on every node, with the extras tool and ray and a torch that sees its GPUs."
             ) from error
         if version != versions()["torchace"]:
             raise ValueError(

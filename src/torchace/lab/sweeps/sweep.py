@@ -201,6 +201,8 @@ def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary
                 f"{arm.train.batches!r}."
             )
         layers = explain_network(network, x)
+    if arm.train.patience is not None and data.validation is None:
+        raise ConfigError("`patience` needs validation data: set `validation`, such as 0.2.")
     try:
         config = make_train_config(arm.train, 1, arm.data.task, components)
         check_elementwise(make_optimizer(config, [p for p in network.parameters() if p.requires_grad]))

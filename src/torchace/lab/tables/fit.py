@@ -21,7 +21,7 @@ import torch
 
 from torchace._files import PARTIAL, fsync_directory, json_digest, read_json, refuse_links, write_atomic
 from torchace.lab.data import Split
-from torchace.lab.data.folds import NUM_FOLDS, assign_folds
+from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, FoldSplit, assign_folds
 from torchace.lab.schema.results import ExperimentResult, RunKey, RunResult
 from torchace.lab.store import OUTPUT_FILES, RunStore, RunStoreError, finite
 from torchace.lab.sweeps.environment import hardware, versions
@@ -29,7 +29,6 @@ from torchace.lab.tables.baselines import compare_with_baselines
 from torchace.lab.tables.model import TableModel, evaluate_chunks
 from torchace.lab.tables.table import Table
 from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.folds import MIN_FOLD_ROWS, FoldSplit
 from torchace.lab.training.loop import CheckpointPolicy, Progress
 from torchace.lab.training.members import MemberPlan, TrainedGroup, train_members
 from torchace.lab.training.memory import chunk_rows
@@ -279,7 +278,7 @@ class TableFit:
         temperature = 1.0
         if folds is not None and table.task == "classification":
             temperature = collect_out_of_fold(trained, folds.validation, folds.left_out, None).temperature
-        ensemble = assemble_ensemble(table.encoder(), trained.ensemble(0), table.target_scaler, temperature)
+        ensemble = assemble_ensemble(table.encoding.encoder(), trained.ensemble(0), table.target_scaler, temperature)
         scores, arrays = self._evaluate(trained, temperature, folds)
         record = {
             "fit": self.request(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchace.lab.data import Batches, Split, hashed_key
+from torchace.lab.data.rng import use_seed
 from torchace.lab.schema.hyperparameters import Hyperparameters
 from torchace.lab.schema.results import Failure
 from torchace.lab.training.config import TrainConfig
@@ -25,15 +25,6 @@ from torchace.lab.training.tasks import TASKS
 from torchace.models import mlp
 from torchace.nn import Ensemble, StackedEnsemble, adapt
 from torchace.nn.base import EnsembleModule
-
-
-@contextmanager
-def torch_seed(seed: int, purpose: str, index: int) -> Iterator[None]:
-    """Seed torch inside the block; restore its global random state afterwards."""
-    with torch.random.fork_rng(devices=[]):
-        # CPU generator only: torch.manual_seed also seeds other devices, which is slow
-        torch.default_generator.manual_seed(hashed_key(seed, purpose, index))
-        yield
 
 
 @dataclass(frozen=True)
@@ -60,12 +51,12 @@ class MemberPlan:
         """Return a new ensemble; initial weights depend only on the seed and the member's index."""
         dtype, link = self.train_config(1).dtype, TASKS[self.task].link
         if self.members == "shared":
-            with torch_seed(seed, "member", 0):
+            with use_seed(hashed_key(seed, "member", 0)):
                 network = (self._mlp if self.network is None else self.member)(num_features, num_outputs)
                 return adapt(network, self.num_members, link=link).to(dtype)
         members = []
         for k in range(self.num_members):
-            with torch_seed(seed, "member", k):
+            with use_seed(hashed_key(seed, "member", k)):
                 members.append(self.member(num_features, num_outputs).to(dtype))
         return Ensemble(members, link=link)
 

@@ -25,7 +25,7 @@ from torchace.lab.training.early_stopping import CHUNK
 from torchace.lab.training.members import train_members
 from torchace.lab.training.objective import mean_over_samples
 from torchace.lab.training.tasks import TASKS
-from torchace.lab.tuning.gain import describe_gain, measure_gain
+from torchace.lab.tuning.gain import count, describe_gain, measure_gain
 from torchace.lab.tuning.search import MAX_SEEDS, Search, SearchCallback, SearchProblem, SearchStage
 from torchace.lab.tuning.search_cache import SearchCache
 
@@ -51,8 +51,7 @@ def select_diversity(scores: Mapping[float, Scores]) -> float:
     """
 
     def rank(diversity: float) -> tuple[int, float]:
-        finished = [score for score in scores[diversity].values() if score is not None]
-        return len(scores[diversity]) - len(finished), fmean(finished) if finished else math.inf
+        return list(scores[diversity].values()).count(None), _mean(scores[diversity])
 
     failed, mean = min(map(rank, scores))
     return min(d for d in scores if rank(d)[0] == failed and rank(d)[1] <= mean + abs(mean) * TOLERANCE)
@@ -277,10 +276,10 @@ def _describe(
     train_score: float | None,
 ) -> str:
     """Return the reason for the choice, and how far training and validation scores lie apart at λ=0."""
-    sentence = _describe_choice(problem, scores, best, gain, num_fresh)
+    noun = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[TASKS[problem.plan.task].score_name]
+    sentence = _describe_choice(problem, scores, best, gain, num_fresh, noun)
     if train_score is None:
         return sentence
-    noun = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[TASKS[problem.plan.task].score_name]
     apart = f"At λ=0 the {noun} is {train_score:.3g} on the training and {_mean(scores[0.0]):.3g} on the validation"
     if len(scores) == 1:
         return f"{apart} samples: the members overfit, which λ cannot mend, so λ=0 is kept without a search."
@@ -288,18 +287,16 @@ def _describe(
 
 
 def _describe_choice(
-    problem: SearchProblem, scores: Mapping[float, Scores], best: float, gain: Gain | None, num_fresh: int
+    problem: SearchProblem, scores: Mapping[float, Scores], best: float, gain: Gain | None, num_fresh: int, noun: str
 ) -> str:
-    noun = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[TASKS[problem.plan.task].score_name]
     if problem.plan.num_members == 1:
         return "One member cannot differ from others: λ=0."
     if all(score is None for score in scores[best].values()):
         return "Every training failed (NaN or Inf), so λ=0. Lower the learning rate."
     if best == 0:
-        seeds = f"{len(scores[0.0])} seed{'' if len(scores[0.0]) == 1 else 's'}"
         return (
             f"No diversity helped: of {len(scores)} values of λ, 0 has the lowest {noun} on the validation samples "
-            f"({seeds})."
+            f"({count(len(scores[0.0]), 'seed')})."
         )
     if gain is None:
         why = (

@@ -115,12 +115,8 @@ def track_layers(module: nn.Module, mode: StackingMode) -> Iterator[None]:
         running.pop()
         mode.layer = running[-1]
 
-    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
-    try:
+    with register_module_forward_pre_hook(enter), register_module_forward_hook(leave):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 # Followed forwards as one node of a `torch.compile` graph
