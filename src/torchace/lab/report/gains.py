@@ -126,7 +126,7 @@ def gain_finding(results: Results) -> Finding:
 
 def gain_table(results: Results) -> ReportTable:
     """Losses at λ=0, the chosen λ and its gain, one row an arm."""
-    metric, rows = results.metrics[results.task.loss], []
+    metric, rows = results.metrics[results.task.loss], list[list[str | Cell]]()
     for gain in arm_gains(results):
         d = gain.difference
         clear = gain.verdict == "lower"
