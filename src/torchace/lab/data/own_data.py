@@ -16,14 +16,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchace._checks import shape_of
 from torchace._files import available_memory, error_reason
 from torchace._npz import NPZ_ERRORS, read_npz
-from torchace.lab.data.columns import get_column, target_numbers
 from torchace.lab.data.datasets import Dataset, channel_statistics
 from torchace.lab.data.encoding import learn_encoding
 from torchace.lab.data.errors import DataError, pandas
 from torchace.lab.data.inference import infer_schema
-from torchace.lab.data.inputs import Inputs, convert_inputs, input_tensors
 from torchace.lab.data.map_datasets import Items, StreamedSplit, check_finite_inputs, is_random, item_bytes, read_all
-from torchace.lab.data.splits import Split, random_split
+from torchace.lab.data.splits import Inputs, Split, convert_inputs, input_tensors, random_split
+from torchace.lab.data.table_schema import get_column, target_numbers
 from torchace.lab.data.tables import read_table
 from torchace.lab.data.targets import as_targets, check_classes, encode_labels, find_missing_classes
 

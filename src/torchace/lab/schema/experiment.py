@@ -21,8 +21,6 @@ from pydantic import (
     model_validator,
 )
 
-from torchace.lab.schema.axes import AXES
-from torchace.lab.schema.errors import describe_error
 from torchace.lab.schema.hyperparameters import (
     Batches,
     Count,
@@ -34,7 +32,9 @@ from torchace.lab.schema.hyperparameters import (
     Share,
     Width,
 )
+from torchace.lab.schema.reading import describe_error
 from torchace.lab.schema.results import PaperTable, RunKey
+from torchace.lab.schema.values import AXES
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10")
 GIVEN = "given"  # data given to `torchace.sweep` as objects

@@ -14,9 +14,9 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from torchace.lab.schema.errors import capitalize, describe_error, did_you_mean
 from torchace.lab.schema.experiment import GIVEN, Experiment, TrainSection
 from torchace.lab.schema.hyperparameters import to_python
+from torchace.lab.schema.reading import capitalize, describe_error, did_you_mean
 from torchace.lab.store import RunStoreError
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.components import Components, check_arguments, import_object, object_name

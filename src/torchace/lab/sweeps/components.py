@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from torchace.lab.report.metrics import TASKS
-from torchace.lab.schema.errors import did_you_mean
 from torchace.lab.schema.experiment import OPTIMIZERS, Arm
+from torchace.lab.schema.reading import did_you_mean
 from torchace.lab.sweeps.config import ConfigError
-from torchace.nn.fingerprint import enclosed_values, global_names
+from torchace.nn.architecture import enclosed_values, global_names
 
 HASHED_ROWS = 65_536  # of a tensor
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
