@@ -263,6 +263,7 @@ class ArmSummary(ResultModel):
     parameters: Count | None = None
     diversities: Items[Number]
     axes: dict[Annotated[str, Field(pattern=f"^({'|'.join(AXES)})$")], Items[Number]] = {}  # with their values
+    cell: dict[str, str] = {}  # values on the axes of the experiment's grid
     # set by the report, which makes an arm for each combination of values
     variant_of: str = ""
     base_label: str = ""

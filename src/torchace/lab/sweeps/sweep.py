@@ -224,6 +224,7 @@ def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary
         parameters=count_run_parameters(network),
         diversities=tuple(arm.diversities),
         axes={name: tuple(values) for name, values in arm.axes.items()},
+        cell=arm.cell,
         baseline=arm.baseline,
         data=data.summary(),
     )
