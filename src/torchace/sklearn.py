@@ -14,6 +14,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from torchace._extras import missing_extra
 from torchace.functional import disagreement, ensemble_log_probs, mutual_information, predictive_entropy
 from torchace.saving import ModelFileError
 
@@ -28,7 +29,7 @@ try:
     from torchace.lab.estimator import Estimator
     from torchace.lab.estimator.intervals import cv_plus_interval, residuals_by_fold
 except ModuleNotFoundError as error:
-    raise ImportError("The estimators need scikit-learn: pip install 'torchace[tool]'.") from error
+    raise missing_extra("The estimators need scikit-learn") from error
 
 __all__ = ["ACEClassifier", "NCLRegressor"]
 

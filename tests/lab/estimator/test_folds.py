@@ -18,7 +18,7 @@ from torchace.lab.data.rng import hashed_key
 from torchace.lab.estimator import base, search
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.members import train_members
-from torchace.lab.training.objective import compute_objective, partial_mixture
+from torchace.lab.training.tasks import compute_objective, partial_mixture
 from torchace.lab.tuning.grid_search import GridSearch
 from torchace.sklearn import ACEClassifier, NCLRegressor
 

@@ -197,8 +197,9 @@ def test_a_report_is_not_written_elsewhere(single_seed: Path, tmp_path: Path) ->
 
 def test_no_module_of_the_report_imports_torch() -> None:
     root = PACKAGE.parents[1]
-    shared = [root / "_statistics.py", root / "_figures.py", root / "_files.py", *(root / "lab/schema").glob("*.py")]
-    ours = tuple(f"torchace.{name}" for name in ("lab.report", "lab.schema", "_files", "_figures", "_statistics"))
+    names = ("_extras", "_files", "_figures", "_statistics")
+    shared = [*(root / f"{name}.py" for name in names), *(root / "lab/schema").glob("*.py")]
+    ours = tuple(f"torchace.{name}" for name in ("lab.report", "lab.schema", *names))
     for path in (*PACKAGE.rglob("*.py"), *shared):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

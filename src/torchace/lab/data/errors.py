@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from torchace._extras import import_extra
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
@@ -21,6 +22,14 @@ class DataError(ValueError):
     def __init__(self, message: str) -> None:
         # a file name may hold a line break
         super().__init__(message.replace("\r", " ").replace("\n", " "))
+
+
+class MissingTargetError(DataError):
+    """A row without a target."""
+
+    def __init__(self, problem: str, remedy: str = "for example with DataFrame.dropna") -> None:
+        super().__init__(f"{problem}; fill in or remove such rows, {remedy}.")
+        self.problem = problem
 
 
 def damaged(path: Path | str, reason: str) -> DataError:
@@ -35,22 +44,14 @@ def check_labels(labels: NDArray[Any], path: Path | str, num_classes: int) -> No
         raise damaged(path, f"has label {labels[wrong[0]]} at image {wrong[0]}, outside 0 to {num_classes - 1}")
 
 
-def require_extra(module: str, package: str, purpose: str, extra: str = "tool") -> Any:
-    """Import a module of an extra; the error says what to install."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise ImportError(f"{purpose} needs {package}: pip install 'torchace[{extra}]'.") from None
-
-
 def pandas() -> Any:
     """Import pandas."""
-    return require_extra("pandas", "pandas", "A table")
+    return import_extra("pandas", "A table needs")
 
 
 def arrow(module: str = "pyarrow") -> Any:
     """Import pyarrow, or one of its modules by full name."""
-    return require_extra(module, "pyarrow", "A table")
+    return import_extra(module, "A table needs")
 
 
 # -- parts of messages about tables -----------------------------------------------------------------------------------

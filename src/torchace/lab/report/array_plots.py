@@ -18,7 +18,7 @@ from torchace.lab.report.arrays import (
     reliability,
 )
 from torchace.lab.report.formats import at, capitalize
-from torchace.lab.report.plots import DASHED, arms_with_figures, color_of, figure_title, short_label, two_diversities
+from torchace.lab.report.plots import DASHED, arms_with_figures, color_of, figure_title, two_diversities
 from torchace.lab.report.results import Results
 from torchace.lab.report.statistics import best_diversity
 from torchace.lab.report.tables import ReportTable, make_table
@@ -340,7 +340,7 @@ def _contested_images(results: Results) -> FigureSpec | None:
 
 def _class_name(results: Results, index: int, width: int = 14) -> str:
     classes = results.data.classes
-    return short_label(classes[index], width) if 0 <= index < len(classes) else str(index)
+    return formats.shorten(classes[index], width) if 0 <= index < len(classes) else str(index)
 
 
 def _votes(results: Results, case: ContestedCase, most: int = 3, width: int = 14) -> list[str]:

@@ -78,7 +78,8 @@ def axis_tables(results: Results) -> list[ReportTable]:
             for key in same:
                 row += difference_cells(results.metrics[key], same[key].at(difference.diversity))
             rows.append(row)
-        sections.append((f"{first.label}: {_noun(first.axis)} against {formats.quantity(first.reference)}", rows))
+        title = f"{_noun(first.axis)} against {formats.quantity(first.reference)}"
+        sections.append((f"{first.label}: {title}" if first.label else formats.capitalize(title), rows))
     if not sections:
         return []
     columns: list[str | ReportColumn] = ["Value", "Seeds"]
@@ -104,7 +105,8 @@ def axis_findings(results: Results) -> list[Finding]:
             amount = metric.difference(abs(best.mean), best.margin, signed=False)
             value = formats.quantity(best.diversity)
             text = f"{value} {verb} {metric.noun} by {amount} compared with {reference}, averaged over λ."
-        found.append(Finding(f"{formats.capitalize(_noun(comparison.axis))} (“{comparison.label}”)", text))
+        arm = f" (“{comparison.label}”)" if comparison.label else ""
+        found.append(Finding(f"{formats.capitalize(_noun(comparison.axis))}{arm}", text))
     return found
 
 

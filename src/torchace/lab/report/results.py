@@ -14,9 +14,9 @@ from typing import Any
 from torchace.lab.report.arrays import Array, read_arrays, sample_scores
 from torchace.lab.report.formats import count, quantity
 from torchace.lab.report.metrics import TASKS, Metric, TaskLayout, add_derived, choose_units, with_own_metrics
-from torchace.lab.schema.axes import variant_name
 from torchace.lab.schema.reading import ResultFileError, read_result
 from torchace.lab.schema.results import ArmSummary, DataSummary, DiversitySearch, ExperimentResult, PlanFile, RunResult
+from torchace.lab.schema.values import variant_name
 
 SPLITS = ("test", "validation", "train")
 
@@ -144,7 +144,9 @@ def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
     """
     directory = Path(directory)
     experiment = read_result(directory / "experiment.json", ExperimentResult)
-    experiment = experiment.model_copy(update={"arms": tuple(v for arm in experiment.arms for v in _variants(arm))})
+    several = len(experiment.arms) > 1
+    variants = tuple(variant for arm in experiment.arms for variant in _variants(arm, arm.label if several else ""))
+    experiment = experiment.model_copy(update={"arms": variants})
     arms = {arm.name: (index, arm) for index, arm in enumerate(experiment.arms)}
     runs: dict[tuple[str, float, int], RunResult] = {}
     damaged: list[Damaged] = []
@@ -180,16 +182,16 @@ def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
     )
 
 
-def _variants(arm: ArmSummary) -> list[ArmSummary]:
-    """Return an arm for each combination of values on the axes other than λ and seed."""
+def _variants(arm: ArmSummary, label: str) -> list[ArmSummary]:
+    """Return an arm for each combination of values on the axes other than λ and seed; `label` tells arms apart."""
     found: list[ArmSummary] = []
     for values in product(*arm.axes.values()):
         settings = dict(zip(map(str, arm.axes), values, strict=True))
         described = [f"{name.replace('_', ' ')} {quantity(value)}" for name, value in settings.items()]
         update: dict[str, Any] = {
             "name": variant_name(arm.name, settings),
-            "label": ", ".join([arm.label, *described]),
-            "base_label": arm.label,
+            "label": ", ".join([label, *described] if label else described),
+            "base_label": label,
             "variant_of": arm.name,
             "settings": settings,
             "layers": () if found else arm.layers,

@@ -24,7 +24,10 @@ def facts(results: Results) -> Facts:
     experiment = results.experiment
     found = [("Data", _data(results.data, results.task.name))]
     if any(results.data_of(arm) != results.data for arm in results.arms):
-        found = [(f"Data of “{arm.label}”", _data(results.data_of(arm), results.task.name)) for arm in results.arms]
+        labels: dict[str, list[str]] = {}
+        for arm in results.arms:
+            labels.setdefault(_data(results.data_of(arm), results.task.name), []).append(f"“{arm.label}”")
+        found = [(f"Data of {formats.join(arms)}", text) for text, arms in labels.items()]
     seeds = experiment.seeds
     time = formats.duration(experiment.seconds)
     if experiment.started:
