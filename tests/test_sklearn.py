@@ -208,10 +208,10 @@ def test_a_feature_may_be_named_like_the_target(tmp_path: Path) -> None:
 
 def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
     small(NCLRegressor).fit(SUGAR_X, SUGAR_Y).save(tmp_path / "regressor")
-    with pytest.raises(ModelFileError, match="holds no ACEClassifier"):
+    with pytest.raises(ModelFileError, match="Expected a saved ACEClassifier"):
         ACEClassifier.load(tmp_path / "regressor")
     ace.save_model(tmp_path / "plain", ace.Ensemble([ace.mlp(4, 8, 3)]))
-    with pytest.raises(ModelFileError, match="holds no ACEClassifier"):
+    with pytest.raises(ModelFileError, match="Expected a saved ACEClassifier"):
         ACEClassifier.load(tmp_path / "plain")
     with pytest.raises(ModelFileError):
         ACEClassifier.load(tmp_path / "nothing")

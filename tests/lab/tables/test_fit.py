@@ -543,7 +543,7 @@ def test_a_damaged_checkpoint_is_one_sentence(data: Path, tmp_path: Path) -> Non
 def test_only_its_own_lock_is_needed(data: Path, tmp_path: Path) -> None:
     """Fits in one folder do not disturb each other."""
     one, other = (job(data, "pet", tmp_path / name) for name in ("one", "other"))
-    with RunStore(one.work).locked():
+    with RunStore(one.work).lock():
         done(other)
     assert is_complete(other.out)
 

@@ -100,11 +100,11 @@ def test_refining_halves_the_gaps_around_the_best(tried: list[float], data: st.D
     grid = sorted({0.0, 1.0, *tried})
     place = grid.index(best)
     assert set(new).isdisjoint(grid)
-    for neighbour in grid[max(place - 1, 0) : place] + grid[place + 1 : place + 2]:
-        between = [v for v in new if min(best, neighbour) < v < max(best, neighbour)]
-        wide = abs(neighbour - best) >= 0.02
+    for neighbor in grid[max(place - 1, 0) : place] + grid[place + 1 : place + 2]:
+        between = [v for v in new if min(best, neighbor) < v < max(best, neighbor)]
+        wide = abs(neighbor - best) >= 0.02
         # 1e-6: λ are rounded to six digits
-        assert between == pytest.approx([(best + neighbour) / 2] if wide else [], abs=1e-6)
+        assert between == pytest.approx([(best + neighbor) / 2] if wide else [], abs=1e-6)
     assert len(new) <= 2
     assert all(0 < v < 1 for v in new)
 

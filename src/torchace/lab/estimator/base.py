@@ -111,7 +111,7 @@ class Estimator(FittedEstimator):
         self._learn_scales(table, y, weight)
         plan, seed = replace(plan, precision=_precision(table), task=self._task), self._draw_seed()
         if self._task == "multilabel" and self.diversity == "auto":
-            raise ValueError("Expected a number for `diversity` with several labels a sample, but got 'auto'.")
+            raise ValueError("Expected a number for `diversity` with several labels per sample, but got 'auto'.")
         samples, used = self._samples(table, y, weight, plan)
         if self.early_stopping == "auto" and len(samples) < MIN_FOLD_ROWS:
             plan = replace(plan, patience=None)

@@ -308,7 +308,7 @@ class Arm(Section):
         return {name: value for name in AXES if isinstance(value := getattr(self.train, name), list)}
 
     def runs(self, seeds: Sequence[int]) -> list[RunKey]:
-        """Return the runs of this arm; those with equal settings are neighbours."""
+        """Return the runs of this arm; those with equal settings are neighbors."""
         settings = [dict(zip(self.axes, values, strict=True)) for values in product(*self.axes.values())]
         return [
             RunKey(self.name, diversity, seed, **own)

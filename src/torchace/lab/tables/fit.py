@@ -121,7 +121,7 @@ class TableFit:
     def lock(self) -> Iterator[None]:
         """Lock the working directory; refuse one of another fit."""
         self._check_work()  # before the lock file is written
-        with RunStore(self.work).locked():
+        with RunStore(self.work).lock():
             self._check_work()
             if self._request_file.exists() and self._stored_request() != self.request():  # checked: to be overwritten
                 self._remove_files(keep=("lock",))

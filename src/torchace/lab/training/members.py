@@ -43,7 +43,7 @@ class MemberPlan:
     label_smoothing: float = 0.0
     patience: int | None = None  # epochs; None: no early stopping
     precision: str = "float64"
-    encoding: str = "standard"  # otherwise, every input has a learnt scale
+    encoding: str = "standard"  # otherwise, every input has a learned scale
     network: Callable[[int, int], nn.Module] | None = None  # a member from its numbers of inputs and outputs
 
     @property

@@ -65,7 +65,7 @@ def select_diversity(scores: Mapping[float, Scores]) -> float:
 
 
 def refine_candidates(tried: Iterable[float], best: float) -> list[float]:
-    """Return the midpoints between the best λ and its neighbours; 0 and 1 count as neighbours.
+    """Return the midpoints between the best λ and its neighbors; 0 and 1 count as neighbors.
 
     Example:
         >>> refine_candidates([0.0, 0.1, 0.3, 0.5], 0.3), refine_candidates([0.0, 0.5, 0.9], 0.9)
@@ -73,8 +73,8 @@ def refine_candidates(tried: Iterable[float], best: float) -> list[float]:
     """
     grid = sorted({0.0, 1.0, *tried})
     index = grid.index(best)
-    neighbours = grid[max(index - 1, 0) : index] + grid[index + 1 : index + 2]
-    midpoints = {round((best + other) / 2, 6) for other in neighbours if abs(other - best) >= 2 * RESOLUTION}
+    neighbors = grid[max(index - 1, 0) : index] + grid[index + 1 : index + 2]
+    midpoints = {round((best + other) / 2, 6) for other in neighbors if abs(other - best) >= 2 * RESOLUTION}
     return sorted(midpoints - set(tried))
 
 
