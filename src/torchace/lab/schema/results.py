@@ -356,7 +356,8 @@ class DiversitySearch(ResultModel):
     seeds: Items[Count] = ()
     fresh_seeds: Items[Count] = ()  # of the gain
     gain: Gain | None = None
-    train_score: Number | None = None  # of the training samples at λ=0, mean over seeds
+    train_score: Number | None = None  # of the training samples at λ=0, mean over seeds, before the temperature
+    validation_score: Number | None = None  # the same of the validation samples
     sentence: str = ""
 
     @property
