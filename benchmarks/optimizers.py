@@ -167,7 +167,7 @@ def make_page(rows: list[dict[str, Any]]) -> str:
         "# Optimizers for stacked members",
         "",
         f"**All {len(passed)} accepted optimizers train stacked members as they train single ones; the {len(refused)} "
-        f"measured among the refused ones mix them.** The differences are at most {largest:.0e} and at least {least:.0e}.",
+        f"measured among the refused ones mix them.** Differences: at most {largest:.0e}, and at least {least:.0e}.",
         "",
         "An optimizer that looks at the shape or the norm of a stacked parameter mixes the members. The optimizers on "
         "the list pass. Any other is tried on toy parameters; it is refused if members move differently than "
