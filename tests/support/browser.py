@@ -126,12 +126,12 @@ class Browser:
                 self._messages.put(json.loads(message))
         self._messages.put(None)
 
-    def _said(self) -> str:
+    def _stderr_text(self) -> str:
         return "its log ends with " + self._log.read_text("utf-8", "replace")[-1000:]
 
 
 class Page:
-    """One tab: `errors` has what went wrong in it, as a reader would find it in the console or miss it on the page."""
+    """One tab; `errors` lists console errors and failed requests."""
 
     def __init__(self, browser: Browser, session: str, context: str) -> None:
         self.errors: list[str] = []

@@ -88,7 +88,7 @@ class Job:
             found |= {int(v.partition(b"=")[2]): int(pid) for v in variables if v.startswith(b"RANK=")}
         return found
 
-    def said(self, stream: str = "stderr") -> list[str]:
+    def rank_outputs(self, stream: str = "stderr") -> list[str]:
         """Return the output of each rank before a restart by torchrun."""
         files = sorted(self.logs.glob(f"*/attempt_0/*/{stream}.log"), key=lambda file: int(file.parent.name))
         return [file.read_text() for file in files]
@@ -235,7 +235,7 @@ def test_what_is_wrong_is_said_once(file: str, tmp_path: Path, started: Callable
     job = started(2, file, *options)
     assert job.end() == 1
     assert job.said("stdout") == ["", ""]
-    assert sorted(said.count("\n") for said in job.said()) == [0, 1]
+    assert sorted(rank_outputs.count("\n") for rank_outputs in job.said()) == [0, 1]
     reason = (
         "λ > 0 needs members that see each other's predictions: with batches = 'separate' set diversities = [0.0], "
     )
@@ -292,7 +292,7 @@ def rank_sweep(folder: str, sections: dict[str, Any], layout: str) -> Sweep:
     return Sweep(experiment, Path(folder), RankExecutor(experiment, "cpu", layout))
 
 
-def refused(folder: str, sections: dict[str, Any], layout: str) -> str:
+def run_and_expect_error(folder: str, sections: dict[str, Any], layout: str) -> str:
     try:
         rank_sweep(folder, sections, layout).run()
     except ConfigError as error:
@@ -301,7 +301,7 @@ def refused(folder: str, sections: dict[str, Any], layout: str) -> str:
 
 
 def test_more_ranks_than_members(tmp_path: Path) -> None:
-    found = team().run(4, refused, str(tmp_path / "out"), {"model": {"num_members": 3}}, "members")
+    found = team().run(4, run_and_expect_error, str(tmp_path / "out"), {"model": {"num_members": 3}}, "members")
     message = "expected at least 4, one member for each rank, but got 3. "
     message += "Use fewer ranks, or --parallel 3xD to split the batch too."
     assert found == [f"model.num_members: {message}"] * 4  # every rank reports it, none waits
