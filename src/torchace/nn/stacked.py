@@ -100,12 +100,20 @@ class StackedEnsemble(EnsembleModule):
         ensemble.stacked = stack_groups(list(groups), num_members)
         ensemble.training = groups[0].training
         ensemble._register()
+        ensemble._keep_memory_format(groups[0])
         return ensemble
 
     def _stack(self, members: list[nn.Module]) -> None:
         self.stacked = stack_members(members)
         self.training = members[0].training  # layers keep the mode they have in the members
         self._register()
+        self._keep_memory_format(members[0])
+
+    def _keep_memory_format(self, member: nn.Module) -> None:
+        """Use channels last if the member does: stacking its weights loses the format."""
+        kernels = [p for p in member.parameters() if p.ndim == 4]
+        if any(p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous() for p in kernels):
+            self.to(memory_format=torch.channels_last)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
