@@ -1,12 +1,11 @@
-"""Fine-tuning one trained network into eight: accuracy, calibration and what the members do not know.
+"""Fine-tune one trained network into eight members: accuracy, calibration and out-of-distribution detection.
 
     python benchmarks/adapters_finetuning.py --data cifar10 --device cuda --out docs/results/adapters_finetuning.json
 
-A network is trained on the first five classes, and then adapted to the other five with 1,000 images of each: K=8
-low-rank adapters of rank 4 on frozen weights (λ = 0, 0.3, 0.6), eight separate fine-tunings of all weights, one such
-fine-tuning, and one adapter. Scores are those of the five new classes; AUROC tells how well mutual information
-separates test images of the first five, which no fine-tuning saw. Each kind's learning rate is the best of three on
-validation data, at λ=0 and with a seed that is not reported. ResNet-20 on CIFAR-10 takes about four minutes on one GPU.
+A network is trained on the first five classes and fine-tuned on the other five, with 1,000 images of each: eight
+low-rank adapters on frozen weights, eight fine-tunings of all weights, one fine-tuning, one adapter. Scores are of the
+new classes; AUROC is how well mutual information detects test images of the first five. Each learning rate is the best
+of three on validation data, with a seed that is not reported. About four minutes on one GPU for ResNet-20 on CIFAR-10.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 from adapters_training import auroc, load_data, make_batches, predict, report, scores, train
-from measure import arguments
+from measure import make_parser
 from torch import nn
 
 import torchace as ace
@@ -33,7 +32,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def fine_tuned(base: nn.Module, count: int) -> nn.Module:
+def make_copies(base: nn.Module, count: int) -> nn.Module:
     """Copies of the network, each with a new head; all their weights are trained."""
     members = [copy.deepcopy(base) for _ in range(count)]
     for member in members:
@@ -41,17 +40,17 @@ def fine_tuned(base: nn.Module, count: int) -> nn.Module:
     return ace.StackedEnsemble(members)
 
 
-def adapted(base: nn.Module, count: int) -> nn.Module:
+def make_adapters(base: nn.Module, count: int) -> nn.Module:
     """The frozen network with an adapter and a new head for each member."""
     # trained=False: each member draws a new head; low-rank adapters leave the trained weights as they are
     return ace.adapt(base, count, adapter="low_rank", rank=RANK, freeze=True, trained=False)
 
 
 KINDS: dict[str, tuple[Callable[[nn.Module, int], nn.Module], int, tuple[float, ...]]] = {
-    "eight adapters": (adapted, MEMBERS, (0.0, 0.3, 0.6)),
-    "eight fine-tunings": (fine_tuned, MEMBERS, (0.0,)),
-    "one fine-tuning": (fine_tuned, 1, (0.0,)),
-    "one adapter": (adapted, 1, (0.0,)),
+    "eight adapters": (make_adapters, MEMBERS, (0.0, 0.3, 0.6)),
+    "eight fine-tunings": (make_copies, MEMBERS, (0.0,)),
+    "one fine-tuning": (make_copies, 1, (0.0,)),
+    "one adapter": (make_adapters, 1, (0.0,)),
 }
 
 
@@ -59,27 +58,27 @@ def find_head(network: nn.Module) -> nn.Linear:
     return [module for module in network.modules() if isinstance(module, nn.Linear)][-1]
 
 
-def classes(split: Split, first: int, images: slice = slice(None)) -> Split:
-    """Some images of each of five classes, labelled 0 to 4."""
+def select_classes(split: Split, first: int, images: slice = slice(None)) -> Split:
+    """Some images of each of five classes, labeled 0 to 4."""
     wanted = range(first, first + OLD)
     chosen = torch.cat([(split.y == c).nonzero()[images, 0] for c in wanted]).sort().values
     return Split(split.x[chosen], split.y[chosen] - first)
 
 
-def batch_size_of(data: Dataset) -> int:
+def choose_batch_size(data: Dataset) -> int:
     return 128 if len(data.train) > 5000 else 32
 
 
 def pretrain(data: Dataset, seed: int, steps: int, device: str) -> nn.Module:
     torch.manual_seed(seed)
     network = cifar_resnet(20, OLD) if data.name == "cifar10" else mlp(64, [64, 64], OLD)
-    batches = make_batches(data, classes(data.train, 0), batch_size_of(data), seed, device)
+    batches = make_batches(data, select_classes(data.train, 0), choose_batch_size(data), seed, device)
     train(ace.Ensemble([network]), batches, steps=steps, diversity=0.0, learning_rate=3e-3)
     return network
 
 
 def main() -> None:
-    parser = arguments(__doc__.splitlines()[0])
+    parser = make_parser(__doc__.splitlines()[0])
     parser.add_argument("--data", choices=["digits", "cifar10"], default="digits")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seeds", type=int, default=5)
@@ -91,10 +90,10 @@ def main() -> None:
     started = time.perf_counter()
     data, device = load_data(options.data, options.quick), options.device
     per_class = 40 if options.quick else 1000 if options.data == "cifar10" else 60
-    new = classes(data.train, OLD, slice(per_class))
-    validation = classes(data.train, OLD, slice(per_class, 2 * per_class))
-    batch_size = batch_size_of(data)
-    seen = len(classes(data.train, 0)) // batch_size
+    new = select_classes(data.train, OLD, slice(per_class))
+    validation = select_classes(data.train, OLD, slice(per_class, 2 * per_class))
+    batch_size = choose_batch_size(data)
+    seen = len(select_classes(data.train, 0)) // batch_size
     steps = [10, 10] if options.quick else [options.epochs[0] * seen, options.epochs[1] * (len(new) // batch_size)]
     test_target = data.test.y.to(device)
 

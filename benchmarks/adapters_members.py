@@ -1,11 +1,12 @@
-"""Do members stay apart? Disagreement after training for five kinds of members, with what the ensemble gains.
+"""Disagreement of members after training, and the ensemble's gain, for five kinds of members.
 
     python benchmarks/adapters_members.py --out docs/results/adapters_members_digits.json
     python benchmarks/adapters_members.py --data cifar10 --device cuda --out docs/results/adapters_members_cifar10.json
+    python benchmarks/adapters_members.py --data cifar10 --device cuda --seeds 1 --steps 100 \\
+        --out docs/results/adapters_members_cifar10_time.json  # nothing else on the GPU
 
-Members share nothing (separate), the lower part (branched), all but the head (SMOC), or all but an adapter
-(multiplicative, low rank; with a head of their own). An MLP on scikit-learn's digits (CPU), or ResNet-20 on CIFAR-10
-(one GPU, about four minutes); λ = 0 and 0.5, five seeds; one network for comparison.
+Members share nothing (separate), the lower layers (branched), all but the head (SMOC), or all but an adapter and a head
+(multiplicative, low rank). An MLP on digits (CPU) or ResNet-20 on CIFAR-10 (one GPU, about four minutes), five seeds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from adapters_training import load_data, make_batches, predict, report, scores, train
-from measure import arguments
+from measure import make_parser
 from torch import nn
 
 import torchace as ace
@@ -41,11 +42,12 @@ KINDS: dict[str, Callable[[Callable[[], nn.Module], int, str], nn.Module]] = {
 
 
 def main() -> None:
-    parser = arguments(__doc__.splitlines()[0])
+    parser = make_parser(__doc__.splitlines()[0])
     parser.add_argument("--data", choices=list(SETTINGS), default="digits")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, help="instead of the default")
+    parser.add_argument("--steps", type=int, help="stop after this many steps, to measure the time of a step alone")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     started = time.perf_counter()
@@ -57,7 +59,7 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     for seed in range(1 if options.quick else options.seeds):
         batches = make_batches(data, data.train, batch_size, seed, options.device)
-        steps = 10 if options.quick else epochs * batches.steps_per_epoch
+        steps = 10 if options.quick else options.steps or epochs * batches.steps_per_epoch
         for kind, build in KINDS.items():
             for diversity in DIVERSITIES if kind != "one network" else (0.0,):
                 torch.manual_seed(seed)

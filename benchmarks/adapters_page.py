@@ -1,4 +1,4 @@
-"""Write docs/results/adapters.md from the JSON files of the benchmarks of adapters that are there.
+"""Write docs/results/adapters.md from the JSON files of the adapter benchmarks.
 
 python benchmarks/adapters_page.py
 """
@@ -25,8 +25,8 @@ def mean_and_sd(value: dict[str, float], percent: bool = False) -> str:
     return f"{value['mean'] * factor:.{digits}f} ± {value['sd'] * factor:.{digits}f}"
 
 
-def where(results: dict[str, Any]) -> str:
-    """Hardware, versions and the time in all."""
+def describe_environment(results: dict[str, Any]) -> str:
+    """Hardware, versions, commit and total time."""
     place = results["environment"]
     machine = place.get("gpu") or f"{place['cpu']}, {place['threads']} thread"
     text = f"{machine}, torch {place['torch']}, commit {place['commit']}, {place['seconds_in_all']:.0f} s in all"
@@ -35,13 +35,19 @@ def where(results: dict[str, Any]) -> str:
     return text
 
 
-def members_section(title: str, network: str, results: dict[str, Any]) -> list[str]:
+def members_section(title: str, network: str, name: str) -> list[str]:
+    if (results := read(name)) is None:
+        return []
     rows, settings = results["rows"], results["settings"]
-    one = next(row for row in rows if row["kind"] == "one network")
+    timed = (read(f"{name}_time") or results)["rows"]  # measured alone on the machine, where that was done
+    times = {(row["kind"], row["diversity"]): row["ms_per_step"]["mean"] for row in timed}
     found = {(row["kind"], row["diversity"]): row for row in rows}
 
     def share(kind: str, diversity: float) -> str:
         return f"{found[kind, diversity]['disagreement']['mean'] * 100:.2f} %"
+
+    def score(kind: str) -> str:
+        return f"{found[kind, 0.0]['cross_entropy']['mean']:.3f}"
 
     cells = [
         [
@@ -52,7 +58,7 @@ def members_section(title: str, network: str, results: dict[str, Any]) -> list[s
             mean_and_sd(row["member_accuracy"], percent=True),
             mean_and_sd(row["gain"]),
             mean_and_sd(row["disagreement"], percent=True),
-            f"{row['ms_per_step']['mean'] / one['ms_per_step']['mean']:.2f}",
+            f"{times[row['kind'], row['diversity']] / times['one network', 0.0]:.2f}",
         ]
         for row in rows
     ]
@@ -63,7 +69,9 @@ def members_section(title: str, network: str, results: dict[str, Any]) -> list[s
         f"At λ=0, two members disagree on {share('multiplicative', 0.0)} of the test images with multiplicative "
         f"adapters, on {share('low rank', 0.0)} with low-rank ones, on {share('SMOC', 0.0)} with heads alone (SMOC) "
         f"and on {share('separate', 0.0)} where they share nothing. At λ=0.5: {share('multiplicative', 0.5)}, "
-        f"{share('low rank', 0.5)}, {share('SMOC', 0.5)} and {share('separate', 0.5)}.",
+        f"{share('low rank', 0.5)}, {share('SMOC', 0.5)} and {share('separate', 0.5)}. The ensemble of multiplicative "
+        f"members has a cross entropy of {score('multiplicative')}, one network {score('one network')} and separate "
+        f"members {score('separate')} (λ=0).",
         "",
         measure.table([*header, "disagreement, %", "time of a step"], cells),
         "",
@@ -71,13 +79,14 @@ def members_section(title: str, network: str, results: dict[str, Any]) -> list[s
         f"{settings['batch_size']}, AdamW, learning rate {settings['learning_rate']:g}; branched at "
         f"`{settings['branched_at']}`. Mean ± standard deviation over {rows[0]['seeds']} seeds. Gain: how far the "
         "ensemble's cross entropy lies below its members' mean. Time of a step: relative to one network. "
-        f"{where(results)}.",
+        f"{describe_environment(results)}.",
         "",
     ]
 
 
 def finetuning_section(results: dict[str, Any]) -> list[str]:
     settings = results["settings"]
+    accuracy = {(row["kind"], row["diversity"]): f"{row['accuracy']['mean'] * 100:.1f} %" for row in results["rows"]}
     names = ("cross_entropy", "calibration_error", "auroc_mutual_information", "auroc_entropy")
     cells = [
         [row["kind"], f"{row['diversity']:g}", mean_and_sd(row["accuracy"], percent=True)]
@@ -90,6 +99,10 @@ def finetuning_section(results: dict[str, Any]) -> list[str]:
     return [
         "## Fine-tuning to new classes",
         "",
+        f"Eight adapters classify {accuracy['eight adapters', 0.0]} of the new images correctly at λ=0 and "
+        f"{accuracy['eight adapters', 0.6]} at λ=0.6. One adapter reaches {accuracy['one adapter', 0.0]}, eight "
+        f"fine-tunings of all weights {accuracy['eight fine-tunings', 0.0]}.",
+        "",
         "A network trained on the first five classes is adapted to the other five. AUROC: how well a score of the "
         "members separates test images of the first five classes, which fine-tuning never showed.",
         "",
@@ -98,7 +111,7 @@ def finetuning_section(results: dict[str, Any]) -> list[str]:
         f"{settings['data']}, {settings['images']:,} images for fine-tuning, K={settings['num_members']}, rank "
         f"{settings['rank']}, {settings['epochs'][0]} and {settings['epochs'][1]} epochs, batches of "
         f"{settings['batch_size']}. Learning rates, the best of three on validation data with another seed: {rates}. "
-        f"Mean ± standard deviation over {results['rows'][0]['seeds']} seeds. {where(results)}.",
+        f"Mean ± standard deviation over {results['rows'][0]['seeds']} seeds. {describe_environment(results)}.",
         "",
     ]
 
@@ -121,7 +134,7 @@ def speed_section(results: dict[str, Any]) -> list[str]:
         f"{settings['num_members']} low-rank members (rank {settings['rank']}, query and value layers) on a frozen "
         f"encoder of BERT-base's size with random weights; {settings['batch_size']} sequences of {settings['length']} "
         "tokens, bf16 autocast, AdamW. peft: one step of each training, one after another; its memory is that of one "
-        f"training. Aims: at least 3 times faster, at most twice the memory. {where(results)}.",
+        f"training. Aims: at least 3 times faster, at most twice the memory. {describe_environment(results)}.",
         "",
     ]
 
@@ -132,10 +145,9 @@ def main() -> None:
         faster = next(row for row in results["rows"] if row["contender"] == "one pass")["times_faster_than_peft"]
         finding += f" Eight of them in one pass train {faster['median']:.1f} times faster than eight trainings by peft."
     lines = ["# Adapters", "", finding, ""]
-    if results := read("adapters_members_digits"):
-        lines += members_section("Members stay apart: digits", "An MLP with two hidden layers of 64 units", results)
-    if results := read("adapters_members_cifar10"):
-        lines += members_section("Members stay apart: CIFAR-10", "ResNet-20", results)
+    network = "An MLP with two hidden layers of 64 units"
+    lines += members_section("Members stay apart: digits", network, "adapters_members_digits")
+    lines += members_section("Members stay apart: CIFAR-10", "ResNet-20", "adapters_members_cifar10")
     if results := read("adapters_finetuning"):
         lines += finetuning_section(results)
     if results := read("bench_adapters_gpu"):

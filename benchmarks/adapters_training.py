@@ -1,7 +1,7 @@
-"""Training and scores of an ensemble on image data, for `adapters_members.py` and `adapters_finetuning.py`.
+"""Train and score an ensemble on images, for `adapters_members.py` and `adapters_finetuning.py`.
 
-On a GPU the whole step is one CUDA graph, in bf16 with channels last; on a CPU it runs eagerly in float32. Batches and
-their augmentation depend on the seed alone, so that all kinds of members and all λ of a seed see the same data.
+On a GPU a step is one CUDA graph in bf16; on a CPU it is eager float32. All kinds of members and all λ of a seed see
+the same batches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EAGER_STEPS = 3  # before the capture
 
 
 def load_data(name: str, quick: bool) -> Dataset:
-    """Load a data set; for a rehearsal a small part of it."""
+    """Load a data set; only a small part of it if `quick`."""
     data = load(name)
     if not quick:
         return data
@@ -42,7 +42,7 @@ def make_batches(data: Dataset, split: Split, batch_size: int, seed: int, device
 
 
 def train(ensemble: nn.Module, batches: Batches, *, steps: int, diversity: float, learning_rate: float) -> float:
-    """Train with AdamW and a learning rate that rises for 5 % of the steps and then falls to 0; return ms per step."""
+    """Train with AdamW, linear warm-up over 5 % of the steps and linear decay to 0; return ms per step."""
     device = batches.device
     on_gpu = device.type == "cuda"
     ensemble.to(device).train()
@@ -60,7 +60,7 @@ def train(ensemble: nn.Module, batches: Batches, *, steps: int, diversity: float
         ace.amended_cross_entropy(logits.float(), y, lambda_).backward()
         optimizer.step()
 
-    run = Captured(step) if on_gpu else step
+    run = GraphedStep(step) if on_gpu else step
     warmup = max(1, steps // 20)
     start = 0.0
     for i in range(steps):
@@ -80,8 +80,8 @@ def use_channels_last(ensemble: nn.Module) -> None:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
 
 
-class Captured:
-    """A step that runs eagerly three times, then as a CUDA graph."""
+class GraphedStep:
+    """Run a step eagerly three times, then as a CUDA graph."""
 
     def __init__(self, step: Callable[[Tensor, Tensor], None]) -> None:
         self.step = step
@@ -127,7 +127,7 @@ def predict(ensemble: nn.Module, data: Dataset, split: Split, device: str) -> Te
 
 
 def scores(logits: Tensor, target: Tensor) -> dict[str, float]:
-    """Scores of the ensemble, and means of its members'."""
+    """Scores of the ensemble and mean scores of its members."""
     log_probs = ace.ensemble_log_probs(logits)
     right = logits.argmax(2) == target
     values = {
@@ -143,7 +143,7 @@ def scores(logits: Tensor, target: Tensor) -> dict[str, float]:
 
 
 def auroc(logits: Tensor, is_new: Tensor) -> dict[str, float]:
-    """How well mutual information and the entropy of the mean prediction separate classes not in the training data."""
+    """AUROC of mutual information and predictive entropy for detecting classes that were not trained on."""
     log_probs = ace.ensemble_log_probs(logits)
     entropy = -(log_probs.exp() * log_probs).sum(1)
     information = ace.mutual_information(logits, reduction="none").clamp(min=0)

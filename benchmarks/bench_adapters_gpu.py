@@ -1,12 +1,11 @@
-"""Eight adapters trained in one pass against eight trainings by peft, one after another: time of a step and memory.
+"""Eight adapters trained in one pass against eight trainings with peft: time and memory of a step.
 
     python benchmarks/bench_adapters_gpu.py --out docs/results/bench_adapters_gpu.json
 
-An encoder of BERT-base's size with random weights, sequences of 128 tokens, batches of 32, bf16 autocast, AdamW; rank 8
-on the query and value layers, as peft's default for BERT, and a head for each member; the same frozen weights. One call
-of `peft` is eight steps, one of each training. Memory is the peak of what torch has allocated, weights and optimizer
-included, in one step of the contender alone; for peft in one of its eight trainings. Aims: at least 3 times faster, and
-at most twice the memory of one training.
+A frozen encoder of BERT-base's size, 32 sequences of 128 tokens, bf16 autocast, AdamW; rank 8 on the query and value
+layers (peft's default for BERT) and a head for each member. A call of `peft` is one step of each of the eight
+trainings; its memory is that of one. Memory is the peak that torch has allocated in a step, weights and optimizer
+included. Targets: at least 3 times faster, at most twice the memory of one training.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ GIB = 1 << 30
 Step = Callable[[], Any]
 
 
-def encoder(quick: bool, checkpointing: bool = False) -> BertForSequenceClassification:
+def make_encoder(quick: bool, checkpointing: bool = False) -> BertForSequenceClassification:
     torch.manual_seed(0)
     small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     model = BertForSequenceClassification(BertConfig(num_labels=CLASSES, **(small if quick else {})))
@@ -42,18 +41,18 @@ def encoder(quick: bool, checkpointing: bool = False) -> BertForSequenceClassifi
     return model
 
 
-def batch(device: str) -> tuple[Tensor, Tensor]:
+def make_batch(device: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(30_000, (BATCH, LENGTH), generator=generator)
     return tokens.to(device), torch.randint(CLASSES, (BATCH,), generator=generator).to(device)
 
 
-def training_step(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], device: str) -> Step:
-    """A step of AdamW on the trainable parameters; `model` maps tokens to logits."""
+def make_step(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], device: str) -> Step:
+    """Return a step of AdamW on the trainable parameters; `model` maps tokens to logits."""
     model.to(device).train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    tokens, labels = batch(device)
+    tokens, labels = make_batch(device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -66,21 +65,21 @@ def training_step(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], de
     return step
 
 
-def in_one_pass(quick: bool, device: str, *, checkpointing: bool = False, compiled: bool = False) -> Step:
-    model = encoder(quick, checkpointing)
+def make_adapter_step(quick: bool, device: str, *, checkpointing: bool = False, compiled: bool = False) -> Step:
+    model = make_encoder(quick, checkpointing)
     layers = [name for name, _ in model.named_modules() if name.endswith((".query", ".value"))]
     ensemble = ace.adapt(model, MEMBERS, adapter="low_rank", rank=RANK, layers=layers, freeze=True)
     loss = ace.AmendedCrossEntropyLoss(DIVERSITY).to(device)
-    return training_step(torch.compile(ensemble) if compiled else ensemble, loss, device)
+    return make_step(torch.compile(ensemble) if compiled else ensemble, loss, device)
 
 
-def by_peft(quick: bool, device: str, *, checkpointing: bool = False, compiled: bool = False) -> Step:
-    model = encoder(quick, checkpointing)
+def make_peft_step(quick: bool, device: str, *, checkpointing: bool = False, compiled: bool = False) -> Step:
+    model = make_encoder(quick, checkpointing)
     if checkpointing:
         model.enable_input_require_grads()  # so that the first layers are recomputed with gradients
     config = LoraConfig(r=RANK, target_modules=["query", "value"], modules_to_save=["classifier"])
     model = get_peft_model(model, config)
-    return training_step(torch.compile(model) if compiled else model, nn.functional.cross_entropy, device)
+    return make_step(torch.compile(model) if compiled else model, nn.functional.cross_entropy, device)
 
 
 def repeat(step: Step, times: int) -> Step:
@@ -92,17 +91,17 @@ def repeat(step: Step, times: int) -> Step:
 
 
 CONTENDERS: dict[str, Callable[[bool, str], Step]] = {
-    "peft": by_peft,
-    "one pass": in_one_pass,
-    "peft, checkpointing": lambda quick, device: by_peft(quick, device, checkpointing=True),
-    "one pass, checkpointing": lambda quick, device: in_one_pass(quick, device, checkpointing=True),
-    "peft, compiled": lambda quick, device: by_peft(quick, device, compiled=True),
-    "one pass, compiled": lambda quick, device: in_one_pass(quick, device, compiled=True),
+    "peft": make_peft_step,
+    "one pass": make_adapter_step,
+    "peft, checkpointing": lambda quick, device: make_peft_step(quick, device, checkpointing=True),
+    "one pass, checkpointing": lambda quick, device: make_adapter_step(quick, device, checkpointing=True),
+    "peft, compiled": lambda quick, device: make_peft_step(quick, device, compiled=True),
+    "one pass, compiled": lambda quick, device: make_adapter_step(quick, device, compiled=True),
 }
 
 
 def peak_memory(make: Callable[[bool, str], Step], quick: bool) -> int:
-    """Bytes at the peak of the third step, from nothing."""
+    """Peak memory of the third step in bytes, model and optimizer included."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -125,7 +124,7 @@ def main() -> None:
     started = time.perf_counter()
     names = [name for name in CONTENDERS if options.compile or "compiled" not in name]
     if not torch.cuda.is_available():
-        rehearse(names)
+        run_on_cpu(names)
         return
     peaks = {name: peak_memory(CONTENDERS[name], options.quick) for name in names if "compiled" not in name}
     steps = {name: CONTENDERS[name](options.quick, "cuda") for name in names}
@@ -159,8 +158,8 @@ def main() -> None:
         options.out.write_text(json.dumps({"environment": environment, "settings": settings, "rows": rows}, indent=1))
 
 
-def rehearse(names: list[str]) -> None:
-    """Run every contender twice on the CPU; without a GPU nothing is measured."""
+def run_on_cpu(names: list[str]) -> None:
+    """Run every contender twice on the CPU, without measuring."""
     for name in names:
         step = CONTENDERS[name](True, "cpu")
         start = time.perf_counter()

@@ -1,14 +1,10 @@
-"""Ten members on digits: `ACEClassifier` against scikit-learn's bagging and TorchEnsemble's voting. CPU.
+"""`ACEClassifier` against scikit-learn's bagging and TorchEnsemble's voting: ten members on digits. CPU.
 
     python benchmarks/bench_estimators.py --out docs/results/bench_estimators.json
 
-The same network (64-64-10, ReLU), the same epochs, the same batch size, Adam at the same constant rate without weight
-decay, float32, ten members.
-`BaggingClassifier` trains ten `MLPClassifier`s, each on all samples once (`bootstrap=False`), with as many jobs as
-there are threads; TorchEnsemble's `VotingClassifier` trains its members one after another from a `DataLoader`. Target:
-`ACEClassifier` at least 3 times faster than both, at the same accuracy within noise. It also scales its inputs, which
-the others are given scaled. Beside the times by the clock stands the CPU time of the trainings that are scored: with
-one thread it is the steadier number on a machine that others use too.
+All train ten networks (64-64-10, ReLU) on the same scaled inputs, with the same epochs, batch size and Adam. Bagging
+trains on all samples (`bootstrap=False`), with one job per thread. Target: at least 3 times faster than both at equal
+accuracy within noise. CPU time is reported too: on a busy machine it is steadier than wall-clock time.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ MEMBERS, WIDTH, BATCH, RATE, TARGET = 10, 64, 128, 3e-3, 3.0
 
 
 class Network(torch.nn.Module):
-    """The same network as a class: TorchEnsemble makes its members from one."""
+    """The network as a class, which TorchEnsemble requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,15 +49,15 @@ class Network(torch.nn.Module):
 
 
 @cache
-def data() -> tuple[Any, ...]:
+def load_data() -> tuple[Any, ...]:
     X, y = load_digits(return_X_y=True)
     parts = train_test_split(X.astype(np.float32), y, test_size=0.25, random_state=0, stratify=y)
     scaler = StandardScaler().fit(parts[0])
     return scaler.transform(parts[0]), scaler.transform(parts[1]), parts[2], parts[3]
 
 
-def trained(contender: str, epochs: int, seed: int = 0) -> Any:
-    train_x, _, train_y, _ = data()
+def train_model(contender: str, epochs: int, seed: int = 0) -> Any:
+    train_x, _, train_y, _ = load_data()
     if contender.startswith("ACEClassifier"):
         diversity = float(contender.split("λ=")[1])
         model = ACEClassifier(
@@ -89,7 +85,7 @@ def trained(contender: str, epochs: int, seed: int = 0) -> Any:
 
 
 def accuracy(contender: str, model: Any) -> float:
-    _, test_x, _, test_y = data()
+    _, test_x, _, test_y = load_data()
     if contender == "TorchEnsemble":
         loader = DataLoader(TensorDataset(torch.from_numpy(test_x), torch.from_numpy(test_y)), 512)
         return float(model.evaluate(loader)) / 100
@@ -97,7 +93,7 @@ def accuracy(contender: str, model: Any) -> float:
 
 
 def main() -> None:
-    options = measure.arguments(__doc__ or "").parse_args()
+    options = measure.make_parser(__doc__ or "").parse_args()
     torch.set_num_threads(options.threads)
     set_logger("bench", use_tb_logger=False).setLevel(logging.CRITICAL)
     logging.disable(logging.INFO)
@@ -110,11 +106,11 @@ def main() -> None:
     cpu: dict[str, list[float]] = {name: [] for name in names}
     for name in names * (1 if options.quick else 5):
         begun = time.process_time()
-        model = trained(name, epochs, len(cpu[name]))
+        model = train_model(name, epochs, len(cpu[name]))
         cpu[name].append(time.process_time() - begun)
         reached[name].append(accuracy(name, model))
-    seconds = measure.timings({name: lambda n=name: trained(n, epochs) for name in names}, rounds=rounds)
-    compared = measure.compared(seconds, names[0])
+    seconds = measure.timings({name: lambda n=name: train_model(n, epochs) for name in names}, rounds=rounds)
+    compared = measure.compare(seconds, names[0])
     rows = [
         [
             name,

@@ -1,10 +1,10 @@
-"""The loss of K linear heads over a vocabulary, forward and backward, on one GPU, against K plain fused ones.
+"""Loss of K linear heads over a vocabulary, forward and backward, against K plain fused losses. One GPU.
 
     python benchmarks/bench_linear_gpu.py --out docs/results/bench_linear_gpu.json
 
-Counted are the 6·N·K·C·D operations that three products cannot do without; the ceiling is what a large product reaches
-in the same process. Targets: at least 55 % of it in 2 GiB beside weights and gradients, or 65 % in 10 GiB; at most 1.1
-times as long as K plain fused cross entropies, ours with one head or Liger-Kernel's, in about the memory of one.
+Three matrix products need 6·N·K·C·D operations; the ceiling is the rate of one large product. Targets: at least 55 % of
+the ceiling with 2 GiB beside weights and gradients, or 65 % with 10 GiB; at most 1.1 times the time of K plain fused
+cross entropies (torchace with one head, or Liger-Kernel), in about the memory of one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DIVERSITY = 0.5
 DEVICE = "cuda"
 OURS = "torchace"
 GIB = 1 << 30
-ALL_LOGITS = 9 * GIB  # one chunk holds them all: nothing is computed twice
+ALL_LOGITS = 9 * GIB  # one chunk holds all logits: nothing is computed twice
 ROWS = 1024  # of a chunk by rows: 1 GiB of logits
 
 Loss = Callable[[Tensor, list[Tensor], Tensor], Tensor]
@@ -41,7 +41,7 @@ def ours(features: Tensor, heads: list[Tensor], target: Tensor) -> Tensor:
     return linear_amended_cross_entropy(features, heads[0], None, target, DIVERSITY)
 
 
-def in_one_chunk(features: Tensor, heads: list[Tensor], target: Tensor) -> Tensor:
+def ours_in_one_chunk(features: Tensor, heads: list[Tensor], target: Tensor) -> Tensor:
     usual, linear_gpu.LOGITS = linear_gpu.LOGITS, ALL_LOGITS
     try:
         return ours(features, heads, target)
@@ -49,40 +49,40 @@ def in_one_chunk(features: Tensor, heads: list[Tensor], target: Tensor) -> Tenso
         linear_gpu.LOGITS = usual
 
 
-def by_rows(features: Tensor, heads: list[Tensor], target: Tensor) -> Tensor:
+def ours_by_rows(features: Tensor, heads: list[Tensor], target: Tensor) -> Tensor:
     return linear_amended_cross_entropy(features, heads[0], None, target, DIVERSITY, chunk_rows=ROWS)
 
 
-def one_by_one(features: Tensor, heads: list[Tensor], target: Tensor) -> Tensor:
-    return sum_of([linear_amended_cross_entropy(features, head[None], None, target, 0.0) for head in heads])
+def ours_by_head(features: Tensor, heads: list[Tensor], target: Tensor) -> Tensor:
+    return sum_losses([linear_amended_cross_entropy(features, head[None], None, target, 0.0) for head in heads])
 
 
 def liger(features: Tensor, heads: list[Tensor], target: Tensor, memory: int = 1) -> Tensor:
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Fused
 
     options = (None, None, -100, 0.0, 0.0, "mean", None, False, None, False, False, False, None, None, memory)
-    return sum_of([Fused.apply(features, head, target, *options)[0] for head in heads])
+    return sum_losses([Fused.apply(features, head, target, *options)[0] for head in heads])
 
 
 def liger_with_memory(features: Tensor, heads: list[Tensor], target: Tensor) -> Tensor:
-    """In chunks of about the size of ours."""
+    """Liger-Kernel with chunks of about the size of ours."""
     return liger(features, heads, target, memory=linear_gpu.LOGITS // (features.numel() * features.element_size()))
 
 
 def plain(features: Tensor, heads: list[Tensor], target: Tensor) -> Tensor:
-    return sum_of([F.cross_entropy((features @ head.T).float(), target) for head in heads])
+    return sum_losses([F.cross_entropy((features @ head.T).float(), target) for head in heads])
 
 
-def sum_of(losses: list[Tensor]) -> Tensor:
+def sum_losses(losses: list[Tensor]) -> Tensor:
     return torch.stack(losses).sum()
 
 
 # name: the loss, whether the heads are one tensor (K, C, D) or K of them
 LOSSES: dict[str, tuple[Loss, bool]] = {
     OURS: (ours, True),
-    "torchace, all logits in one chunk": (in_one_chunk, True),
-    "torchace, by rows": (by_rows, True),
-    "K times torchace with one head": (one_by_one, False),
+    "torchace, all logits in one chunk": (ours_in_one_chunk, True),
+    "torchace, by rows": (ours_by_rows, True),
+    "K times torchace with one head": (ours_by_head, False),
     "K times Liger-Kernel": (liger, False),
     "K times Liger-Kernel, chunks as large as ours": (liger_with_memory, False),
     "K times linear and cross_entropy": (plain, False),
@@ -95,7 +95,7 @@ TARGETS = {
 
 
 class Problem:
-    """Features, heads and labels, random."""
+    """Random features, heads and labels."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype = torch.bfloat16) -> None:
         members, samples, self.classes, width = shape
@@ -124,8 +124,8 @@ class Problem:
         return step
 
 
-def errors(shape: tuple[int, int, int, int]) -> dict[str, float]:
-    """How far value and gradients are from float64 with all logits, ‖ours - theirs‖ / ‖theirs‖."""
+def relative_errors(shape: tuple[int, int, int, int]) -> dict[str, float]:
+    """Relative error of value and gradients, against float64 with all logits."""
     problem = Problem(shape)
     sources = [problem.features, problem.together[0]]
     value = ours(problem.features, problem.together, problem.target)
@@ -143,7 +143,7 @@ def errors(shape: tuple[int, int, int, int]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write the results here, as JSON")
-    parser.add_argument("--quick", action="store_true", help="a small shape, few rounds: shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="a small shape, few rounds: a smoke test")
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     shape, rounds = (QUICK, 2) if options.quick else (SHAPE, options.rounds)
@@ -153,7 +153,7 @@ def main() -> None:
         "ceilings": measure_gpu.ceilings(),
         "shape": {"members": members, "samples": samples, "classes": classes, "width": width, "dtype": "bfloat16"},
         "operations": 6 * members * samples * classes * width,
-        "errors": {str(size): errors(size) for size in (QUICK, (3, 301, 4099, 128))},
+        "errors": {str(size): relative_errors(size) for size in (QUICK, (3, 301, 4099, 128))},
     }
     names = [name for name in LOSSES if "Liger" not in name or find_spec("liger_kernel")]
     problem = Problem(shape)
@@ -166,7 +166,7 @@ def main() -> None:
     one = Problem((1, *shape[1:]))
     results["peak_bytes_of_one_member"] = measure_gpu.peak_bytes(one.call(OURS)) - one.gradient_bytes
     del one
-    compared = measure.compared(measure_gpu.timings(calls, rounds), OURS)
+    compared = measure.compare(measure_gpu.timings(calls, rounds), OURS)
     ceiling = results["ceilings"]["bf16_operations_per_second"]
     rows = []
     for name, figures in compared.items():

@@ -1,9 +1,9 @@
-"""The amended cross entropy, forward and backward, against what a user would write instead. CPU.
+"""Amended cross entropy, forward and backward, against hand-written versions. CPU.
 
     python benchmarks/bench_loss.py --out docs/results/bench_loss.json
 
-Targets: faster than the O(K) form with autograd except within noise at the smallest shape; at least 5 times faster than
-the pairwise form; no slower than K calls of F.cross_entropy.
+Targets: faster than the O(K) form with autograd (equal within noise at the smallest shape), at least 5 times faster
+than the pairwise form, no slower than K calls of F.cross_entropy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TARGETS = {"pairwise": "at least 5", "composite": "above 1", "cross_entropy": "a
 
 
 def pairwise(logits: Tensor, target: Tensor) -> Tensor:
-    """The definition, term by term: K² cross entropies, gradients by autograd."""
+    """The definition with K² cross entropies; gradients by autograd."""
     num_members = len(logits)
     loss = logits.new_zeros(())
     for k in range(num_members):
@@ -40,7 +40,7 @@ def pairwise(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def composite(logits: Tensor, target: Tensor) -> Tensor:
-    """O(K), by the sum of the others' probabilities; gradients by autograd."""
+    """O(K) form with the sum of the other members' probabilities; gradients by autograd."""
     num_members, num_samples, _ = logits.shape
     log_q = logits.log_softmax(2)
     q = log_q.detach().exp()
@@ -51,7 +51,7 @@ def composite(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """No diversity: what K members cost in plain torch."""
+    """K plain cross entropies, without diversity."""
     return torch.stack([F.cross_entropy(own, target) for own in logits.unbind(0)]).sum()
 
 
@@ -67,8 +67,8 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def step(name: str, shape: tuple[int, int, int]) -> Callable[[], Tensor]:
-    """Forward and backward of one loss; returns the gradient."""
+def make_step(name: str, shape: tuple[int, int, int]) -> Callable[[], Tensor]:
+    """Return a call of forward and backward of one loss, which returns the gradient."""
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(shape, generator=g, requires_grad=True)
     target = torch.randint(shape[2], (shape[1],), generator=g)
@@ -83,33 +83,33 @@ def step(name: str, shape: tuple[int, int, int]) -> Callable[[], Tensor]:
     return call
 
 
-def check(shape: tuple[int, int, int]) -> None:
-    """The contenders compute the same gradient (but for plain cross entropy, which has no diversity)."""
-    expected = step(OURS, shape)()
+def check_gradients(shape: tuple[int, int, int]) -> None:
+    """Check that all contenders but plain cross entropy compute the same gradient."""
+    expected = make_step(OURS, shape)()
     for name in ("pairwise", "composite"):
-        torch.testing.assert_close(step(name, shape)(), expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(make_step(name, shape)(), expected, rtol=1e-4, atol=1e-6)
 
 
 def main() -> None:
-    parser = measure.arguments(__doc__ or "")
+    parser = measure.make_parser(__doc__ or "")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.peak_of:
         case, name = options.peak_of
         members, samples, classes = (int(size) for size in case.split(","))
         shape = members, samples, classes
-        print(measure.peak_bytes(step(name, shape), step(name, TINY)))
+        print(measure.peak_bytes(make_step(name, shape), make_step(name, TINY)))
         return
 
     started = time.perf_counter()
     results: dict[str, Any] = {"environment": measure.environment(), "diversity": DIVERSITY, "seed": 0, "cases": []}
     rows = []
     for shape in SHAPES[:2] if options.quick else SHAPES:
-        check(shape)
+        check_gradients(shape)
         rounds = options.rounds or (3 if options.quick else 15 if shape[2] > 10_000 else 41)
-        seconds = measure.timings({name: step(name, shape) for name in LOSSES}, rounds=rounds)
+        seconds = measure.timings({name: make_step(name, shape) for name in LOSSES}, rounds=rounds)
         case = {"members": shape[0], "samples": shape[1], "classes": shape[2], "contenders": {}}
-        for name, figures in measure.compared(seconds, OURS).items():
+        for name, figures in measure.compare(seconds, OURS).items():
             label = ",".join(map(str, shape))
             figures["peak_bytes"] = measure.peak_in_fresh_process(__file__, label, name, options.threads)
             case["contenders"][name] = figures

@@ -1,10 +1,10 @@
-"""The fused amended cross entropy on a GPU, forward and backward, against what a user would write instead.
+"""Fused amended cross entropy, forward and backward, against hand-written versions. One GPU.
 
     python benchmarks/bench_loss_gpu.py --out docs/results/bench_loss_gpu.json
 
-Targets: bf16, 1,000 <= K·C <= 32,768 and N·K·C >= 2^27: at least 80 % of the bandwidth of a copy, counting one read and
-one write of the logits, at least 1.8 times faster than the compiled O(K) form and 5 times faster than the eager one;
-K·C up to 1,000,000: at least 50 %; K=10, C=10, N=128: at most 1.3 times one `F.cross_entropy`.
+Targets in bf16, with one read and one write of the logits counted: at least 80 % of the bandwidth of a copy for
+1,000 <= K·C <= 32,768 and N·K·C >= 2^27, and 50 % up to K·C = 1,000,000; at least 1.8 times faster than the compiled
+O(K) form and 5 times faster than the eager one; at K=10, C=10, N=128 at most 1.3 times one `F.cross_entropy`.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def losses(members: int) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
 
 
 def liger(logits: Tensor, target: Tensor) -> Tensor:
-    """No diversity: Liger-Kernel's cross entropy of each member. It writes its gradient over the logits."""
+    """Liger-Kernel's cross entropy of each member, without diversity; overwrites the logits with the gradient."""
     from liger_kernel.transformers.functional import liger_cross_entropy
 
     return torch.stack([liger_cross_entropy(own, target) for own in logits.unbind(0)]).sum()
 
 
-def step(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor) -> Callable[[], None]:
+def make_step(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tensor) -> Callable[[], None]:
     def call() -> None:
         logits.grad = None
         loss(logits, target).backward()
@@ -68,7 +68,7 @@ def step(loss: Callable[[Tensor, Tensor], Tensor], logits: Tensor, target: Tenso
     return call
 
 
-def drawn(members: int, samples: int, classes: int, layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def random_data(members: int, samples: int, classes: int, layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     g = torch.Generator("cuda").manual_seed(0)
     shape = (samples, members, classes) if layout == "samples first" else (members, samples, classes)
     logits = torch.randn(shape, generator=g, device="cuda").to(dtype)
@@ -76,8 +76,8 @@ def drawn(members: int, samples: int, classes: int, layout: str, dtype: torch.dt
     return logits.requires_grad_(), torch.randint(classes, (samples,), generator=g, device="cuda")
 
 
-def check(logits: Tensor, target: Tensor) -> float:
-    """How far our gradient is from the composite's in float32, relative to its norm."""
+def gradient_error(logits: Tensor, target: Tensor) -> float:
+    """Distance of our gradient from the composite's in float32, relative to its norm."""
     some = slice(0, 64)
     exact = logits.detach()[:, some].float().requires_grad_()
     composite(exact, target[some]).backward()
@@ -88,22 +88,22 @@ def check(logits: Tensor, target: Tensor) -> float:
     return float((half.grad - exact.grad).norm() / exact.grad.norm())
 
 
-def large(options: argparse.Namespace, ceilings: dict[str, float]) -> Iterator[dict[str, Any]]:
+def measure_large(options: argparse.Namespace, ceilings: dict[str, float]) -> Iterator[dict[str, Any]]:
     rounds = options.rounds or 15
     wanted = [(shape, "members first") for shape in SHAPES + LARGE] + [((10, 1000), "samples first")]
     for (members, classes), layout in wanted[:3] if options.quick else wanted:
         samples = -(-LOGITS // (members * classes))
-        logits, target = drawn(members, samples, classes, layout, torch.bfloat16)
+        logits, target = random_data(members, samples, classes, layout, torch.bfloat16)
         torch._dynamo.reset()
         contenders = {
-            name: step(loss, logits, target)
+            name: make_step(loss, logits, target)
             for name, loss in losses(members).items()
             if name in (OURS, COMPILED) or (members, classes) in ALL_CONTENDERS
         }
-        error = check(logits, target)
+        error = gradient_error(logits, target)
         seconds = measure_gpu.timings(contenders, rounds)
         bytes_moved = 2 * 2 * logits.numel()
-        compared = measure.compared(seconds, OURS)
+        compared = measure.compare(seconds, OURS)
         for name, call in contenders.items():
             compared[name]["peak_bytes"] = measure_gpu.peak_bytes(call)
             rate = bytes_moved / compared[name]["seconds"]["median"]
@@ -126,27 +126,27 @@ def large(options: argparse.Namespace, ceilings: dict[str, float]) -> Iterator[d
         torch.cuda.empty_cache()
 
 
-def small(options: argparse.Namespace) -> dict[str, Any]:
-    """As a script calls it, launches and all; and replayed from a CUDA graph, the device alone."""
+def measure_small(options: argparse.Namespace) -> dict[str, Any]:
+    """Time eager calls, with launches, and replays of a CUDA graph, which time the device alone."""
     members, samples, classes = SMALL
-    logits, target = drawn(members, samples, classes, "members first", torch.float32)
+    logits, target = random_data(members, samples, classes, "members first", torch.float32)
     one = logits.detach()[0].clone().requires_grad_()
     calls: dict[str, Callable[[], None]] = {
-        OURS: step(ours, logits, target),
-        "one F.cross_entropy": step(lambda z, t: F.cross_entropy(z, t), one, target),
-        "K cross entropies": step(cross_entropy, logits, target),
-        "composite": step(composite, logits, target),
+        OURS: make_step(ours, logits, target),
+        "one F.cross_entropy": make_step(lambda z, t: F.cross_entropy(z, t), one, target),
+        "K cross entropies": make_step(cross_entropy, logits, target),
+        "composite": make_step(composite, logits, target),
     }
     rounds = options.rounds or 50
 
-    def many(call: Callable[[], None]) -> Callable[[], None]:
-        def repeated() -> None:
+    def repeat(call: Callable[[], None]) -> Callable[[], None]:
+        def call_50_times() -> None:
             for _ in range(50):
                 call()
 
-        return repeated
+        return call_50_times
 
-    eager = measure_gpu.timings({name: many(call) for name, call in calls.items()}, rounds, flush=False)
+    eager = measure_gpu.timings({name: repeat(call) for name, call in calls.items()}, rounds, flush=False)
     graphs = {}
     for name, call in calls.items():
         side = torch.cuda.Stream()
@@ -158,11 +158,11 @@ def small(options: argparse.Namespace) -> dict[str, Any]:
         with torch.cuda.graph(graph):
             call()
         graphs[name] = graph
-    replayed = measure_gpu.timings({name: many(graph.replay) for name, graph in graphs.items()}, rounds, flush=False)
+    replayed = measure_gpu.timings({name: repeat(graph.replay) for name, graph in graphs.items()}, rounds, flush=False)
     result = {}
     for kind, seconds in (("eager", eager), ("graph", replayed)):
         each = {name: [value / 50 for value in values] for name, values in seconds.items()}
-        result[kind] = measure.compared(each, "one F.cross_entropy")
+        result[kind] = measure.compare(each, "one F.cross_entropy")
         print(
             kind,
             ", ".join(
@@ -178,7 +178,7 @@ def small(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write the results here, as JSON")
-    parser.add_argument("--quick", action="store_true", help="few shapes: shows that it runs")
+    parser.add_argument("--quick", action="store_true", help="few shapes: a smoke test")
     parser.add_argument("--rounds", type=int, help="rounds of a timing")
     options = parser.parse_args()
     started = time.perf_counter()
@@ -188,10 +188,10 @@ def main() -> None:
         "environment": measure_gpu.environment(),
         "ceilings": ceilings,
         "diversity": DIVERSITY,
-        "small": small(options),
+        "small": measure_small(options),
         "large": [],
     }
-    for case in large(options, ceilings):
+    for case in measure_large(options, ceilings):
         results["large"].append(case)
         results["seconds_in_all"] = round(time.perf_counter() - started, 1)
         if options.out is not None:

@@ -1,14 +1,12 @@
-"""Members spread over processes, against members that do not talk to each other. CPU, gloo; and a projection to GPUs.
+"""Members in separate processes: the cost of exchanging predictions. CPU with gloo; a projection to GPUs.
 
     python benchmarks/bench_parallel.py --out docs/results/bench_parallel.json
 
-Every rank has one member of a million parameters and a batch of 128. Contenders are the same processes in turns:
-*silent* trains each member by itself; *members* exchanges the mixture, a tensor (128, 10), in every step; *gradients*
-exchanges as many numbers as a member has parameters, as data parallel training does. A timing begins when all ranks are
-there and ends with the slowest of them. Target: *members* below 1.10 of *silent* at two ranks. With `--bound` every
-rank has a core and real-time scheduling (it takes the right to ask for that).
-
-The projection is arithmetic, not a measurement: `exchange_seconds` and the bandwidths below.
+Every rank trains one member of a million parameters on batches of 128: `silent` without communication, `members` with
+an all-reduce of the mixture (128, 10), `gradients` with an all-reduce of as many numbers as a member has parameters, as
+in data parallelism. A timing starts with all ranks ready and ends with the slowest. Target: `members` below 1.10 of
+`silent` at two ranks. `--bound` gives every rank a core and real-time scheduling (requires the permission). The
+projection is computed from the bandwidths below, not measured.
 """
 
 from __future__ import annotations
@@ -48,13 +46,13 @@ PROJECTED = (8, 16, 32, 64)
 
 
 def exchange_seconds(size: float, gpus: int, between: str) -> float:
-    """How long an all-reduce of so many bytes takes: over NVLink in every machine, then between machines."""
+    """Seconds of an all-reduce of `size` bytes: over NVLink within a machine, then between machines."""
     here, machines = min(gpus, PER_MACHINE), math.ceil(gpus / PER_MACHINE)
     return LAUNCH + _all_reduce(size, here, **NVLINK) + _all_reduce(size, machines, **BETWEEN[between])
 
 
 def _all_reduce(size: float, peers: int, *, bandwidth: float, latency: float) -> float:
-    """The faster of a ring, which is good for large messages, and a tree, which is good for small ones."""
+    """Seconds of the faster of a ring (for large messages) and a tree (for small ones)."""
     if peers == 1:
         return 0.0
     ring = 2 * (peers - 1) * latency + 2 * (peers - 1) / peers * size / bandwidth
@@ -62,8 +60,8 @@ def _all_reduce(size: float, peers: int, *, bandwidth: float, latency: float) ->
     return min(ring, tree)
 
 
-def contenders(count: int) -> dict[str, Callable[[], None]]:
-    """A training step of each kind, with a member and an optimizer of its own."""
+def make_steps(count: int) -> dict[str, Callable[[], None]]:
+    """Return a training step for each contender, with its own member and optimizer."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(BATCH, INPUTS, generator=generator)
     y = torch.randint(CLASSES, (BATCH,), generator=generator)
@@ -88,14 +86,14 @@ def contenders(count: int) -> dict[str, Callable[[], None]]:
     return found
 
 
-def work(rank: int, count: int, store: str, rounds: int, results: Any, bound: bool) -> None:
-    """One rank: every contender in turns, all ranks at the same time."""
+def run_rank(rank: int, count: int, store: str, rounds: int, results: Any, bound: bool) -> None:
+    """Time all contenders in turn on one rank."""
     torch.set_num_threads(1)
     if bound:  # before gloo starts its threads, which inherit it
         os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
-    steps = contenders(count)
+    steps = make_steps(count)
     names = list(steps)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(-2, rounds):  # two to warm up
@@ -113,13 +111,13 @@ def work(rank: int, count: int, store: str, rounds: int, results: Any, bound: bo
     dist.destroy_process_group()
 
 
-def measured(count: int, rounds: int, bound: bool) -> dict[str, list[float]]:
-    """Seconds a step of each contender on so many ranks."""
+def time_steps(count: int, rounds: int, bound: bool) -> dict[str, list[float]]:
+    """Seconds per step of each contender on `count` ranks."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        ranks = [context.Process(target=work, args=(r, count, store, rounds, results, bound)) for r in range(count)]
+        ranks = [context.Process(target=run_rank, args=(r, count, store, rounds, results, bound)) for r in range(count)]
         for process in ranks:
             process.start()
         seconds: dict[str, list[float]] = results.get(timeout=600)
@@ -129,23 +127,23 @@ def measured(count: int, rounds: int, bound: bool) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = measure.arguments(__doc__.split("\n")[0])
+    parser = measure.make_parser(__doc__.split("\n")[0])
     parser.add_argument(
         "--bound",
         action="store_true",
         help="a core and real-time scheduling for every rank: a thread that is woken runs at once",
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    started, rounds = time.perf_counter(), given.rounds or (2 if given.quick else 100)
+    started, rounds = time.perf_counter(), options.rounds or (2 if options.quick else 100)
     parameters = sum(p.numel() for p in mlp(INPUTS, HIDDEN, CLASSES).parameters())
     results: dict[str, Any] = {"environment": measure.environment(), "parameters": parameters, "ranks": {}}
-    results["bound"] = given.bound
+    results["bound"] = options.bound
     results["environment"]["threads"] = 1  # of a rank
     rows = []
     sent = {"silent": 0, "members": 4 * BATCH * CLASSES, "gradients": 4 * parameters}
     for count in RANKS:
-        compared = measure.compared(measured(count, rounds, given.bound), to="silent")
+        compared = measure.compare(time_steps(count, rounds, options.bound), to="silent")
         results["ranks"][str(count)] = compared
         for name, found in compared.items():
             target = ""
@@ -176,7 +174,7 @@ def main() -> None:
     )
     print("a step of one GPU (members 5 KB, data 6.9 MB; Ethernet or InfiniBand between machines of eight)")
     print(measure.table(["GPUs", *(f"{kind}, {link}" for kind, link in columns)], rows))
-    measure.finish(results, given.out, started)
+    measure.finish(results, options.out, started)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""Whole networks stacked on one GPU: a training step of K members against a loop over them and against `vmap`.
+"""StackedEnsemble against a loop over members and `torch.func.vmap`: a training step on one GPU.
 
     python benchmarks/bench_stacking_gpu.py --out docs/results/bench_stacking_gpu.json
 
-`resnet110` trains runs of SMOC (ten classifiers on ResNet-110, batches of 128 of CIFAR's size, bf16, channels last,
-SGD) as `torchace run table2` does, the whole step in one CUDA graph: one run, eight runs as one network, and these
-compiled. The others are steps of `StackedEnsemble` (forward, amended cross entropy, backward, fused optimizer; bf16
-for all but the MLPs) in eager mode, beside `Ensemble` (the loop), `torch.func.vmap` of the whole network, and the
-stacked step compiled. Targets: eight ResNet-110 at most 3.8 ms a model-step, compiled at most 3.0; stacked at least 3
-times the loop's speed where a member does not fill the GPU, never below 0.95.
+`resnet110` trains SMOC as `torchace run table2` does, one CUDA graph a step: one run, eight runs stacked, and these
+compiled. The other cases are eager steps of `StackedEnsemble`, also compiled; bf16 for all but the MLPs. Targets: eight
+ResNet-110 at most 3.8 ms per model and step, compiled 3.0; stacked at least 3 times as fast as the loop where a member
+does not fill the GPU, never below 0.95.
 """
 
 from __future__ import annotations
@@ -30,9 +28,8 @@ from torch.func import functional_call, vmap
 from torchace.functional import amended_cross_entropy
 from torchace.lab.data import Batches, CropFlip, Split
 from torchace.lab.training.config import TrainConfig, make_optimizer
-from torchace.lab.training.cuda_graph import EAGER_STEPS, graph_on_gpu
 from torchace.lab.training.run_group import RunGroup
-from torchace.lab.training.step import TrainStep
+from torchace.lab.training.step import EAGER_STEPS, TrainStep, graph_on_gpu
 from torchace.models import cifar_resnet, mlp
 from torchace.nn import SMOC, Ensemble, StackedEnsemble
 
@@ -71,7 +68,7 @@ class SmallBert(nn.Module):
 Case = tuple[Callable[[], nn.Module], int, Callable[[], Tensor], bool]  # member, K, input, whether in bf16
 
 
-def cases(quick: bool) -> dict[str, Case]:
+def make_cases(quick: bool) -> dict[str, Case]:
     size = 8 if quick else 128
     return {
         "resnet18": (resnet18, 2 if quick else 8, lambda: torch.randn(size, 3, 32, 32), True),
@@ -81,8 +78,8 @@ def cases(quick: bool) -> dict[str, Case]:
     }
 
 
-def step_of(ensemble: nn.Module, x: Tensor, y: Tensor, bf16: bool) -> Callable[[], None]:
-    """A training step; bf16 by autocast."""
+def make_step(ensemble: nn.Module, x: Tensor, y: Tensor, bf16: bool) -> Callable[[], None]:
+    """Return a training step; bf16 by autocast."""
     optimizer = torch.optim.AdamW(ensemble.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
@@ -95,7 +92,7 @@ def step_of(ensemble: nn.Module, x: Tensor, y: Tensor, bf16: bool) -> Callable[[
     return step
 
 
-def contenders(case: Case, device: str, compiled: bool) -> dict[str, Callable[[], None]]:
+def make_steps(case: Case, device: str, compiled: bool) -> dict[str, Callable[[], None]]:
     make, count, inputs, bf16 = case
     torch.manual_seed(0)
     members = [make() for _ in range(count)]
@@ -117,11 +114,11 @@ def contenders(case: Case, device: str, compiled: bool) -> dict[str, Callable[[]
             ensemble.compile()
     if x.ndim == 4:
         x = x.contiguous(memory_format=torch.channels_last)
-    return {name: step_of(ensemble, x, y, bf16) for name, ensemble in ensembles.items()}
+    return {name: make_step(ensemble, x, y, bf16) for name, ensemble in ensembles.items()}
 
 
 class VmapEnsemble(nn.Module):
-    """A stacked network under `torch.func.vmap` as a whole."""
+    """A stacked network computed by `torch.func.vmap`."""
 
     def __init__(self, stacked: nn.Module) -> None:
         super().__init__()
@@ -135,8 +132,10 @@ class VmapEnsemble(nn.Module):
         return vmap(member, randomness="different")(*state)
 
 
-def resnet_training(runs: int, split: Split, device: str, depth: int, batch: int, compiled: bool) -> Callable[[], None]:
-    """Steps of a run group, as `engine.fit` takes them."""
+def make_resnet_step(
+    runs: int, split: Split, device: str, depth: int, batch: int, compiled: bool
+) -> Callable[[], None]:
+    """Return a training step of a run group, as in `fit`."""
     torch.manual_seed(0)
     ensembles = []
     for _ in range(runs):
@@ -165,13 +164,13 @@ def resnet_training(runs: int, split: Split, device: str, depth: int, batch: int
     return step
 
 
-def timed(calls: dict[str, Callable[[], None]], device: str, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds a step, contenders in turns."""
+def time_steps(calls: dict[str, Callable[[], None]], device: str, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds per step; contenders take turns."""
 
-    def several(call: Callable[[], None]) -> Callable[[], None]:
+    def repeat(call: Callable[[], None]) -> Callable[[], None]:
         return lambda: [call() for _ in range(steps)] and None
 
-    repeated = {name: several(call) for name, call in calls.items()}
+    repeated = {name: repeat(call) for name, call in calls.items()}
     if device == "cpu":
         found = measure.timings(repeated, rounds=rounds)
     else:
@@ -179,8 +178,8 @@ def timed(calls: dict[str, Callable[[], None]], device: str, rounds: int, steps:
     return {name: [value / steps for value in values] for name, values in found.items()}
 
 
-def peak(call: Callable[[], None], device: str) -> float | None:
-    """GiB that a step needs at most, beyond what was there before."""
+def peak_memory(call: Callable[[], None], device: str) -> float | None:
+    """Peak memory of a step in GiB, beyond what was allocated before."""
     if device == "cpu":
         return None
     torch.cuda.synchronize()
@@ -194,7 +193,7 @@ def peak(call: Callable[[], None], device: str) -> float | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the results here, as JSON")
-    parser.add_argument("--quick", action="store_true", help="small: shows that it runs, nothing else")
+    parser.add_argument("--quick", action="store_true", help="a smoke test")
     parser.add_argument("--rounds", type=int, default=10, help="rounds of a timing")
     parser.add_argument("--cases", nargs="+", default=["resnet110", "resnet18", "vit_tiny", "mlp", "bert"])
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled contenders out")
@@ -213,11 +212,11 @@ def main() -> None:
             split = Split(pixels, torch.randint(CLASSES, (images,), generator=g, device=device))
             sizes = {"one run": (1, False), "eight runs": (8, False), "eight runs, compiled": (8, True)}
             sizes = {key: size for key, size in sizes.items() if not (size[1] and options.no_compile)}
-            calls = {key: resnet_training(n, split, device, depth, batch, c) for key, (n, c) in sizes.items()}
+            calls = {key: make_resnet_step(n, split, device, depth, batch, c) for key, (n, c) in sizes.items()}
             models = {key: n for key, (n, _) in sizes.items()}
         else:
-            calls = contenders(cases(options.quick)[name], device, not options.no_compile)
-            models = dict.fromkeys(calls, cases(options.quick)[name][1])
+            calls = make_steps(make_cases(options.quick)[name], device, not options.no_compile)
+            models = dict.fromkeys(calls, make_cases(options.quick)[name][1])
         first: dict[str, float] = {}
         memory: dict[str, float | None] = {}
         failed: dict[str, str] = {}
@@ -233,9 +232,9 @@ def main() -> None:
             if device == "cuda":
                 torch.cuda.synchronize()
             first[key] = time.perf_counter() - start
-            memory[key] = peak(call, device)
+            memory[key] = peak_memory(call, device)
         calls = {key: call for key, call in calls.items() if key not in failed}
-        seconds = timed(calls, device, rounds, 1 if options.quick else 5)
+        seconds = time_steps(calls, device, rounds, 1 if options.quick else 5)
         rows = []
         found: dict[str, Any] = {}
         for key, values in seconds.items():

@@ -1,15 +1,12 @@
-"""A sweep of an own convolutional network with `torchace.sweep`, against the double loop of a plain PyTorch script.
+"""Sweep a convolutional network with `torchace.sweep`, and with a double loop in plain PyTorch.
 
     python benchmarks/bench_sweep.py --device cpu --out docs/results/bench_sweep.json
     python benchmarks/bench_sweep.py --device cuda
 
-5 λ x 4 seeds x 5 members on synthetic images, the same number of steps and the same test set. `sweep` is one call of
-`torchace.sweep`, with planning, checkpoints, result files and all metrics; `loop` is what one writes without it: for
-each λ and seed five modules, one Adam, the loss in PyTorch's functions, and the test accuracy at the end. Both report
-the mean accuracy of their 20 ensembles. Targets: 5 times faster on an H200, 1.5 times on two cores.
-
-On a CPU a sweep saves the cost of calling many small operations; the arithmetic is the same. The default there is small
-images in batches of 32, 2.4 times faster on two cores; with `--batch-size 128` the two are equal.
+5 λ x 4 seeds x 5 members on synthetic images, the same steps and test set. `sweep` includes planning, checkpoints,
+result files and all metrics; `loop` trains five modules with one Adam for each λ and seed and computes the accuracy.
+Targets: 5 times faster on an H200, 1.5 times on two cores. On a CPU a sweep saves the overhead of small operations:
+with `--batch-size 128` both are equally fast.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ def make_member(width: int = 16, pixels: int = 28) -> nn.Module:
 
 
 def make_data(samples: int, pixels: int, device: str) -> tuple[Data, Data]:
-    """Images of ten random patterns with noise: training and test data."""
+    """Return training and test images of ten random patterns with noise."""
     generator = torch.Generator().manual_seed(0)
     patterns = torch.randn(CLASSES, 1, pixels, pixels, generator=generator)
     target = torch.randint(CLASSES, (samples + 1000,), generator=generator)
@@ -59,7 +56,7 @@ def make_data(samples: int, pixels: int, device: str) -> tuple[Data, Data]:
 
 
 def amended_cross_entropy(logits: Tensor, target: Tensor, diversity: float) -> Tensor:
-    """The loss of logits (K, N, C), as one writes it from the paper: the sum over members of their means."""
+    """Loss of logits (K, N, C), written by hand from the paper: the sum over members of their means."""
     log_q = logits.log_softmax(2)
     q = log_q.detach().exp()
     others = (q.sum(0) - q) / len(q)
@@ -95,7 +92,7 @@ def run_loop(train: Data, test: Data, steps: int, batch_size: int, network: dict
 def run_sweep(
     train: Data, test: Data, steps: int, batch_size: int, network: dict[str, int], device: str, **options: Any
 ) -> Accuracies:
-    """The same with `torchace.sweep`."""
+    """Train the same runs with `torchace.sweep`; return the ensembles' test accuracies."""
     result = ace.sweep(
         make_member,
         train,
@@ -115,7 +112,7 @@ def run_sweep(
 
 
 def check_loss() -> None:
-    """The loop's loss is torchace's."""
+    """Check the hand-written loss against torchace's."""
     logits, target = torch.randn(MEMBERS, 8, CLASSES), torch.randint(CLASSES, (8,))
     ours = ace.amended_cross_entropy(logits, target, 0.3)
     torch.testing.assert_close(amended_cross_entropy(logits, target, 0.3), ours)
@@ -125,7 +122,7 @@ def check_loss() -> None:
 
 
 def main() -> None:
-    parser = measure.arguments(__doc__.splitlines()[0])
+    parser = measure.make_parser(__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=TARGETS)
     parser.add_argument("--pixels", type=int, help="height and width of the images; by default 28, on a CPU 8")
     parser.add_argument("--width", type=int, default=16, help="channels of the first layer")
@@ -160,7 +157,7 @@ def main() -> None:
             start = time.perf_counter()
             call()  # reads accuracies, so that a GPU has finished
             seconds[call.__name__].append(time.perf_counter() - start)
-    compared = measure.compared(seconds, to="sweep")
+    compared = measure.compare(seconds, to="sweep")
     means = {name: sum(values.values()) / len(values) for name, values in accuracies.items()}
     target = TARGETS[options.device]
     rows = []

@@ -1,14 +1,11 @@
-"""Table 1 on one GPU: all its runs as one network, against its members one by one.
+"""Train Table 1 as one run group, and member by member. One GPU.
 
     TORCHACE_DATA=... python benchmarks/bench_table1_gpu.py --out docs/results/bench_table1_gpu.json
 
-6 λ x 10 seeds x 5 members, one hidden layer, MNIST, 10 epochs in batches of 128 that the members of a run share,
-torch's fused Adam. `cohort` is one network of 300 members (`engine.fit`), whose step becomes a CUDA graph; its training
-is timed whole, the test set is scored after it; once more with products in TF32. The others train one run, and a slice
-of its steps is timed: `run` by `engine.fit` too, `members` with 5 plain modules, each with a backward and a fused Adam
-of its own, coupled by their mean prediction, once with the library's loss and once with one written by hand. They are
-EXTRAPOLATED to 60 runs and all steps. All start warm, and no time holds the building of networks. Targets: at most 4 s,
-at least 50 times faster than the members.
+6 λ x 10 seeds x 5 members, one hidden layer, MNIST, 10 epochs in batches of 128, fused Adam. `run_group` is one network
+of 300 members, timed as a whole in float32 and in TF32; its step is a CUDA graph. `run` (stacked) and `members` (five
+plain modules, with the library's loss and with a hand-written one) train one run; some of its steps are timed and
+EXTRAPOLATED to 60 runs. Building networks is not timed. Targets: at most 4 s, at least 50 times faster than `members`.
 """
 
 from __future__ import annotations
@@ -46,11 +43,11 @@ SEEDS = list(range(10))
 WIDTHS = [100, 128]  # that of `experiments/table1.toml`, and a round one
 MEMBERS, BATCH, RATE, EPOCHS = 5, 128, 1e-3, 10
 ALONE = (0.5, 0)  # λ and seed of the run that is trained by itself
-EVALUATED = 2000  # test images at a time
+TEST_CHUNK = 2000  # test images at a time
 MOST_SECONDS, LEAST_TIMES = 4.0, 50.0
-PROFILED, SHOWN = 20, 25  # steps, kernels
-# How float32 matrices are multiplied: as such, or with 10 bits of their fractions (TF32), as a user may ask torch to
-PRECISIONS = {"cohort": "highest", "cohort, TF32": "high"}
+PROFILE_STEPS, NUM_KERNELS = 20, 25  # steps, kernels
+# Precision of float32 matrix products: float32, or TF32 (10 bits of mantissa)
+PRECISIONS = {"run_group": "highest", "run_group, TF32": "high"}
 
 Run = tuple[float, int]  # λ, seed
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -68,7 +65,7 @@ class Setting:
     device: str
 
     @classmethod
-    def of(cls, options: argparse.Namespace, steps_per_epoch: int) -> Setting:
+    def from_options(cls, options: argparse.Namespace, steps_per_epoch: int) -> Setting:
         diversities, seeds = (DIVERSITIES[::4], SEEDS[:2]) if options.quick else (DIVERSITIES, SEEDS)
         runs = [(diversity, seed) for diversity in diversities for seed in seeds]
         if options.quick:
@@ -80,14 +77,14 @@ class Setting:
             torch.cuda.synchronize()
 
 
-def members_of(seed: int, width: int) -> list[nn.Module]:
+def make_members(seed: int, width: int) -> list[nn.Module]:
     torch.manual_seed(seed)
     return [mlp(784, width, 10) for _ in range(MEMBERS)]
 
 
-def cohort(runs: Sequence[Run], width: int, device: str) -> RunGroup:
+def make_run_group(runs: Sequence[Run], width: int, device: str) -> RunGroup:
     """The runs as one network; every λ of a seed starts from the same weights."""
-    members = {seed: members_of(seed, width) for _, seed in runs}
+    members = {seed: make_members(seed, width) for _, seed in runs}
     return RunGroup([Ensemble(members[seed]) for _, seed in runs]).to(device)
 
 
@@ -102,21 +99,21 @@ def library_loss(logits: Tensor, target: Tensor, mixture: Tensor, share: Tensor)
     return amended_cross_entropy(logits[None], target, ALONE[0], mixture=mixture, member_weights=share)
 
 
-def loss_by_hand(logits: Tensor, target: Tensor, mixture: Tensor, share: Tensor) -> Tensor:
+def handwritten_loss(logits: Tensor, target: Tensor, mixture: Tensor, share: Tensor) -> Tensor:
     log_q = logits.log_softmax(1)
     others = mixture - share * log_q.detach().exp()
     return F.nll_loss(log_q, target) + ALONE[0] * (others * log_q).sum(1).mean()
 
 
-LOSSES: dict[str, Loss] = {"members": library_loss, "members, loss by hand": loss_by_hand}
+LOSSES: dict[str, Loss] = {"members": library_loss, "members, loss by hand": handwritten_loss}
 
 
-class OneByOne:
-    """One run as a plain training script has it, member after member."""
+class MemberLoop:
+    """One run as a plain training script trains it, member by member."""
 
     def __init__(self, data: Batches, width: int, loss: Loss) -> None:
         self.data, self.loss, self.step = data, loss, 0
-        self.members = [member.to(data.device) for member in members_of(ALONE[1], width)]
+        self.members = [member.to(data.device) for member in make_members(ALONE[1], width)]
         self.optimizers = [torch.optim.Adam(member.parameters(), lr=RATE, fused=True) for member in self.members]
         self.share = torch.tensor([1 / MEMBERS], device=data.device)
 
@@ -138,42 +135,42 @@ class OneByOne:
         return torch.stack([member.get_parameter("fc.weight").detach() for member in self.members])
 
 
-def differences(data: Batches, width: int, device: str) -> dict[str, float]:
-    """How far the members one by one are from `fit` after three steps, relative to how far these went."""
-    network = cohort([ALONE], width, device)
+def relative_differences(data: Batches, width: int, device: str) -> dict[str, float]:
+    """Difference of the weights from `fit` after three steps, relative to their displacement."""
+    network = make_run_group([ALONE], width, device)
     classifiers = network.get_parameter("members.stacked.fc.weight")
     start = classifiers.detach().clone()
     train(network, data, [ALONE], 3)
     result = {}
     for name, loss in LOSSES.items():
-        plain = OneByOne(data, width, loss)
+        plain = MemberLoop(data, width, loss)
         plain.train(3)
         result[name] = float((plain.classifiers - classifiers.detach()).norm() / (classifiers.detach() - start).norm())
     return result
 
 
-def before_steps(actions: Mapping[int, Callable[[], Any]]) -> Callable[[], bool]:
-    """A `stop` for `fit`, asked before every step: never stops, but does what is due."""
+def call_before_steps(actions: Mapping[int, Callable[[], Any]]) -> Callable[[], bool]:
+    """Return a `stop` for `fit` that never stops; before some steps it runs an action."""
     steps = itertools.count()
 
-    def asked() -> bool:
+    def stop() -> bool:
         action = actions.get(next(steps))
         if action is not None:
             action()
         return False
 
-    return asked
+    return stop
 
 
-def whole_training(
+def time_training(
     data: Batches, width: int, setting: Setting, rounds: int
 ) -> tuple[RunGroup, list[float], float, int | None]:
-    """The trained network, the seconds of each training, those of building a network, the peak of memory."""
-    train(cohort(setting.runs, width, setting.device), data, setting.runs, 10)  # loads what libraries load once
+    """Return the trained network, seconds of each training, seconds to build a network, and peak memory."""
+    train(make_run_group(setting.runs, width, setting.device), data, setting.runs, 10)  # loads what libraries load once
     seconds, peak = [], None
     for _ in range(rounds):
         start = time.perf_counter()
-        network = cohort(setting.runs, width, setting.device)
+        network = make_run_group(setting.runs, width, setting.device)
         setting.synchronize()
         built = time.perf_counter() - start
         gc.collect()  # the training before it
@@ -188,23 +185,23 @@ def whole_training(
     return network, seconds, built, peak
 
 
-def slices_of_run(data: Batches, width: int, setting: Setting) -> list[float]:
-    """Seconds a step of one run by `fit` alone, one number a slice."""
+def time_run(data: Batches, width: int, setting: Setting) -> list[float]:
+    """Seconds per step of one run trained by `fit`, one number per slice."""
     marks = [setting.warm_up + i * setting.slice_steps for i in range(setting.slices + 1)]
     times = []
 
-    def note() -> None:
+    def record_time() -> None:
         setting.synchronize()
         times.append(time.perf_counter())
 
-    network = cohort([ALONE], width, setting.device)
-    train(network, data, [ALONE], marks[-1] + 1, before_steps(dict.fromkeys(marks, note)))
+    network = make_run_group([ALONE], width, setting.device)
+    train(network, data, [ALONE], marks[-1] + 1, call_before_steps(dict.fromkeys(marks, record_time)))
     return [(end - start) / setting.slice_steps for start, end in itertools.pairwise(times)]
 
 
-def slices_of_members(data: Batches, width: int, loss: Loss, setting: Setting) -> list[float]:
-    """Seconds a step of one run, member after member, one number a slice."""
-    plain = OneByOne(data, width, loss)
+def time_members(data: Batches, width: int, loss: Loss, setting: Setting) -> list[float]:
+    """Seconds per step of one run trained member by member, one number per slice."""
+    plain = MemberLoop(data, width, loss)
     plain.train(setting.warm_up)
     result = []
     for _ in range(setting.slices):
@@ -218,10 +215,10 @@ def slices_of_members(data: Batches, width: int, loss: Loss, setting: Setting) -
 
 @torch.no_grad()
 def scores(network: RunGroup, dataset: Dataset, setting: Setting) -> list[dict[str, float]]:
-    """The ensembles on the test set, one entry for each λ, means over seeds."""
-    parts = chunks(dataset.test, EVALUATED, device=setting.device, normalize=dataset.normalization("unit"))
+    """Test scores of the ensembles, one entry per λ, means over seeds."""
+    parts = chunks(dataset.test, TEST_CHUNK, device=setting.device, normalize=dataset.normalization("unit"))
     logits, target = predict_logits(network, parts)
-    log_probs = [ensemble_log_probs(of_run) for of_run in logits]
+    log_probs = [ensemble_log_probs(run) for run in logits]
     accuracy = [float((one.argmax(1) == target).float().mean()) for one in log_probs]
     cross_entropy = [float(F.nll_loss(one, target)) for one in log_probs]
     result = []
@@ -238,12 +235,12 @@ def scores(network: RunGroup, dataset: Dataset, setting: Setting) -> list[dict[s
     return result
 
 
-def measured(dataset: Dataset, data: Batches, width: int, setting: Setting, rounds: int) -> dict[str, Any]:
-    """All contenders at one width."""
-    result: dict[str, Any] = {"difference_after_3_steps": differences(data, width, setting.device)}
+def measure_all(dataset: Dataset, data: Batches, width: int, setting: Setting, rounds: int) -> dict[str, Any]:
+    """Measure all contenders at one width."""
+    result: dict[str, Any] = {"difference_after_3_steps": relative_differences(data, width, setting.device)}
     for name, precision in PRECISIONS.items():
         torch.set_float32_matmul_precision(precision)
-        network, seconds, built, peak = whole_training(data, width, setting, rounds)
+        network, seconds, built, peak = time_training(data, width, setting, rounds)
         result[name] = {
             "seconds": measure.quantiles(seconds),
             "rounds": rounds,
@@ -255,9 +252,9 @@ def measured(dataset: Dataset, data: Batches, width: int, setting: Setting, roun
         }
         del network
     torch.set_float32_matmul_precision("highest")
-    ours = result["cohort"]["seconds"]["median"]
-    slices = {"run": slices_of_run(data, width, setting)}
-    slices |= {name: slices_of_members(data, width, loss, setting) for name, loss in LOSSES.items()}
+    ours = result["run_group"]["seconds"]["median"]
+    slices = {"run": time_run(data, width, setting)}
+    slices |= {name: time_members(data, width, loss, setting) for name, loss in LOSSES.items()}
     for name, a_step in slices.items():
         in_all = statistics.median(a_step) * setting.steps * len(setting.runs)
         result[name] = {
@@ -266,13 +263,13 @@ def measured(dataset: Dataset, data: Batches, width: int, setting: Setting, roun
             "steps_of_a_slice": setting.slice_steps,
             "extrapolated": True,
             "seconds": in_all,
-            "times_cohort": in_all / ours,
+            "times_run_group": in_all / ours,
         }
     return result
 
 
-def show(width: int, figures: dict[str, Any], setting: Setting) -> None:
-    ours = figures["cohort"]
+def print_table(width: int, figures: dict[str, Any], setting: Setting) -> None:
+    ours = figures["run_group"]
     seconds = ours["seconds"]
     rows = []
     for name in PRECISIONS:
@@ -289,20 +286,20 @@ def show(width: int, figures: dict[str, Any], setting: Setting) -> None:
         )
     for name in ("run", *LOSSES):
         case = figures[name]
-        far = "met" if case["times_cohort"] >= LEAST_TIMES else "MISSED"
+        far = "met" if case["times_run_group"] >= LEAST_TIMES else "MISSED"
         rows.append(
             [
                 name,
                 f"{case['seconds']:.0f}, extrapolated",
                 f"{case['seconds_a_step_of_a_run']['median'] * 1e3:.3f} of a run",
-                f"{case['times_cohort']:.1f}",
+                f"{case['times_run_group']:.1f}",
                 f"at least {LEAST_TIMES:g} times: {far}" if name in LOSSES else "",
             ]
         )
     print(f"\nwidth {width}: {len(setting.runs)} runs of {MEMBERS} members, {setting.steps} steps\n")
-    print(measure.table(["contender", "s, the whole training", "ms a step", "times the cohort", "target"], rows))
+    print(measure.table(["contender", "s, the whole training", "ms a step", "times the run group", "target"], rows))
     print(
-        f"\ncohort {seconds['q20']:.2f} to {seconds['q80']:.2f} s (20 to 80 %), peak "
+        f"\nrun_group {seconds['q20']:.2f} to {seconds['q80']:.2f} s (20 to 80 %), peak "
         f"{measure.mebibytes(ours['peak_bytes'])} MiB with the data, built in {ours['seconds_to_build']:.1f} s; "
         "members differ from it after 3 steps by "
         + ", ".join(f"{value:.1e}" for value in figures["difference_after_3_steps"].values())
@@ -316,11 +313,11 @@ def show(width: int, figures: dict[str, Any], setting: Setting) -> None:
             )
 
 
-def profiled(data: Batches, width: int, setting: Setting) -> dict[str, Any]:
-    """Where the time of a captured step goes: kernels by device time, and all of them against the clock."""
+def profile_steps(data: Batches, width: int, setting: Setting) -> dict[str, Any]:
+    """Profile a captured step: kernels by device time, and their sum beside the wall-clock time."""
     on_gpu = setting.device != "cpu"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    # CUDA graphs and a CUPTI that is taken down and set up again crash; set up before the capture, it sees the graph
+    # CUDA graphs and a CUPTI that is reinitialized crash; initialized before the capture, it sees the graph
     os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
     with profile(activities=activities):
         torch.ones(8, device=setting.device).sum()
@@ -328,7 +325,7 @@ def profiled(data: Batches, width: int, setting: Setting) -> dict[str, Any]:
     recorder = profile(activities=activities)
     times = []
 
-    def note() -> None:
+    def record_time() -> None:
         setting.synchronize()
         times.append(time.perf_counter())
 
@@ -342,16 +339,16 @@ def profiled(data: Batches, width: int, setting: Setting) -> dict[str, Any]:
 
     first = setting.warm_up
     last = first + setting.slice_steps
-    actions = {first: note, last: note, last + 5: begin, last + 5 + PROFILED: end}
-    network = cohort(setting.runs, width, setting.device)
-    train(network, data, setting.runs, last + 6 + PROFILED, before_steps(actions))
+    actions = {first: record_time, last: record_time, last + 5: begin, last + 5 + PROFILE_STEPS: end}
+    network = make_run_group(setting.runs, width, setting.device)
+    train(network, data, setting.runs, last + 6 + PROFILE_STEPS, call_before_steps(actions))
     kind = "CUDA" if on_gpu else "CPU"
     kernels = []
     for event in recorder.key_averages():
         if event.device_type.name == kind and not event.is_user_annotation:
             spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total  # µs
             kernels.append(
-                {"name": event.key, "microseconds": spent / PROFILED, "calls_a_step": event.count / PROFILED}
+                {"name": event.key, "microseconds": spent / PROFILE_STEPS, "calls_a_step": event.count / PROFILE_STEPS}
             )
     kernels.sort(key=lambda kernel: kernel["microseconds"], reverse=True)
     busy = sum(kernel["microseconds"] for kernel in kernels)
@@ -363,9 +360,9 @@ def profiled(data: Batches, width: int, setting: Setting) -> dict[str, Any]:
             f"{kernel['calls_a_step']:.2f}",
         ]
         + [kernel["name"][:120]]
-        for kernel in kernels[:SHOWN]
+        for kernel in kernels[:NUM_KERNELS]
     ]
-    print(f"\nwidth {width}: {PROFILED} steps profiled, {len(kernels)} kinds of kernels\n")
+    print(f"\nwidth {width}: {PROFILE_STEPS} steps profiled, {len(kernels)} kinds of kernels\n")
     print(measure.table(["µs a step", "share", "calls a step", "kernel"], rows))
     print(
         f"\ndevice {busy:.0f} µs a step, clock {wall:.0f} µs a step without the profiler: {busy / wall:.0%}", flush=True
@@ -373,26 +370,26 @@ def profiled(data: Batches, width: int, setting: Setting) -> dict[str, Any]:
     return {
         "device_microseconds_a_step": busy,
         "clock_microseconds_a_step": wall,
-        "steps": PROFILED,
-        "kernels": kernels[:SHOWN],
+        "steps": PROFILE_STEPS,
+        "kernels": kernels[:NUM_KERNELS],
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the results here, as JSON")
-    parser.add_argument("--quick", action="store_true", help="few runs and steps: shows that it runs, nothing else")
-    parser.add_argument("--profile", action="store_true", help="only the kernels of some steps of the cohort")
+    parser.add_argument("--quick", action="store_true", help="few runs and steps: a smoke test")
+    parser.add_argument("--profile", action="store_true", help="only the kernels of some steps of the run group")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="of the hidden layer")
-    parser.add_argument("--rounds", type=int, default=3, help="trainings of the cohort")
+    parser.add_argument("--rounds", type=int, default=3, help="trainings of the run group")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu, with --quick, for a test")
     options = parser.parse_args()
     if options.device == "cpu" and not options.quick:
-        parser.error("Expected --quick with --device cpu, which only shows that it runs.")
+        parser.error("Expected --quick with --device cpu.")
     started = time.perf_counter()
     dataset = load("mnist")
     data = Batches(dataset.train, BATCH, device=options.device, normalize=dataset.normalization("unit"))
-    setting = Setting.of(options, data.steps_per_epoch)
+    setting = Setting.from_options(options, data.steps_per_epoch)
     results: dict[str, Any] = {
         "environment": (measure if options.device == "cpu" else measure_gpu).environment(),
         "diversities": list(dict.fromkeys(diversity for diversity, _ in setting.runs)),
@@ -404,10 +401,10 @@ def main() -> None:
     }
     for width in options.widths:
         if options.profile:
-            figures = profiled(data, width, setting)
+            figures = profile_steps(data, width, setting)
         else:
-            figures = measured(dataset, data, width, setting, 1 if options.quick else options.rounds)
-            show(width, figures, setting)
+            figures = measure_all(dataset, data, width, setting, 1 if options.quick else options.rounds)
+            print_table(width, figures, setting)
         results["widths"][str(width)] = figures
         results["seconds_in_all"] = round(time.perf_counter() - started, 1)
         if options.out is not None:  # after each width: what is measured is kept

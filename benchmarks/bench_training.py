@@ -1,15 +1,11 @@
-"""Training ten members on digits and MNIST: `ACEClassifier`, TorchEnsemble, torch-uncertainty, a plain loop. CPU.
+"""Train ten members with `ACEClassifier`, TorchEnsemble, torch-uncertainty and a plain loop. CPU.
 
     python benchmarks/bench_training.py --out docs/results/bench_training.json
 
-Ten networks of one hidden ReLU layer, the same epochs, batch size, rate and optimizer (Adam, constant rate, no weight
-decay), float32, inputs scaled alike. Everybody is used as its documentation says: TorchEnsemble's `VotingClassifier`
-and torch-uncertainty's `deep_ensembles` in its `ClassificationRoutine` and Lightning trainer read batches from a
-`DataLoader`; the plain loop trains one member after another on slices of shuffled tensors, with nothing else in it.
-`ACEClassifier` with λ=0 trains members that ignore each other, as the others do; with λ=0.5 it trains them jointly.
-Target: at least 3 times faster than both libraries, at the same accuracy within noise. MNIST's files are looked for as
-everywhere (`TORCHACE_DATA`); 10,000 of its training images are used. Beside the times by the clock stands the CPU time
-of the trainings that are scored: with one thread it is the steadier number on a machine that others use too.
+Ten networks of one hidden ReLU layer on digits and 10,000 images of MNIST, with the same scaled inputs, epochs, batch
+size and Adam. Each library is used as documented; the plain loop trains one member after another on slices of shuffled
+tensors. Target: at least 3 times faster than both libraries at equal accuracy within noise. CPU time is reported too:
+on a busy machine it is steadier than wall-clock time.
 """
 
 from __future__ import annotations
@@ -62,8 +58,8 @@ CASES = [Case("digits", 64, 64, 20, 3e-3), Case("mnist", 784, 128, 3, 1e-3, limi
 
 
 @cache
-def data(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Vectors and labels, to train on and to test on; every column scaled, as `ACEClassifier` does itself."""
+def load_data(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return training and test vectors and labels; columns are standardized, as `ACEClassifier` does itself."""
     found = load(case.data) if case.limit is None else load(case.data).limit(case.limit)
     x, test_x = (part.x.flatten(1).float() for part in (found.train, found.test))
     mean, std = x.mean(0), x.std(0, correction=0)
@@ -72,7 +68,7 @@ def data(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class Network(nn.Module):
-    """The network as a class: TorchEnsemble makes its members from one."""
+    """The network as a class, which TorchEnsemble requires."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -82,8 +78,8 @@ class Network(nn.Module):
         return self.layers(x)
 
 
-def with_torchace(case: Case, diversity: float, seed: int) -> Any:
-    x, y, *_ = data(case)
+def train_torchace(case: Case, diversity: float, seed: int) -> Any:
+    x, y, *_ = load_data(case)
     classifier = ACEClassifier(
         MEMBERS, hidden=case.width, diversity=diversity, epochs=case.epochs, batch_size=BATCH, learning_rate=case.rate,
         weight_decay=0.0, schedule="constant", random_state=seed,
@@ -91,9 +87,9 @@ def with_torchace(case: Case, diversity: float, seed: int) -> Any:
     return classifier.fit(x.numpy(), y.numpy())
 
 
-def with_plain_loop(case: Case, seed: int) -> list[nn.Module]:
+def train_plain_loop(case: Case, seed: int) -> list[nn.Module]:
     torch.manual_seed(seed)
-    x, y, *_ = data(case)
+    x, y, *_ = load_data(case)
     members = []
     for _ in range(MEMBERS):
         member = Network(case)
@@ -107,7 +103,7 @@ def with_plain_loop(case: Case, seed: int) -> list[nn.Module]:
     return members
 
 
-def with_torchensemble(case: Case, seed: int) -> Any:
+def train_torchensemble(case: Case, seed: int) -> Any:
     torch.manual_seed(seed)
     voting = VotingClassifier(estimator=Network, estimator_args={"case": case}, n_estimators=MEMBERS, cuda=False)
     voting.set_optimizer("Adam", lr=case.rate)
@@ -115,7 +111,7 @@ def with_torchensemble(case: Case, seed: int) -> Any:
     return voting
 
 
-def with_torch_uncertainty(case: Case, seed: int) -> nn.Module:
+def train_torch_uncertainty(case: Case, seed: int) -> nn.Module:
     from torch_uncertainty import TUTrainer
     from torch_uncertainty.methods import deep_ensembles
     from torch_uncertainty.routines import ClassificationRoutine
@@ -126,7 +122,7 @@ def with_torch_uncertainty(case: Case, seed: int) -> nn.Module:
     routine = ClassificationRoutine(
         ensemble,
         num_classes=10,
-        loss=nn.CrossEntropyLoss(),  # the mean over members too: Adam does not care for the factor of ten
+        loss=nn.CrossEntropyLoss(),  # a mean over members too: Adam is invariant to the factor of ten
         is_ensemble=True,
         format_batch_fn=RepeatTarget(MEMBERS),
         optim_recipe=torch.optim.Adam(ensemble.parameters(), lr=case.rate),
@@ -140,22 +136,22 @@ def with_torch_uncertainty(case: Case, seed: int) -> nn.Module:
 
 
 def _loader(case: Case) -> DataLoader[Any]:
-    x, y, *_ = data(case)
+    x, y, *_ = load_data(case)
     return DataLoader(TensorDataset(x, y), BATCH, shuffle=True)
 
 
-def trained(case: Case, name: str, seed: int = 0) -> Any:
+def train_model(case: Case, name: str, seed: int = 0) -> Any:
     with _silence():
         if name.startswith("ACEClassifier"):
-            return with_torchace(case, float(name.split("λ=")[1]), seed)
-        how = {"plain loop": with_plain_loop, "TorchEnsemble": with_torchensemble}
-        return how.get(name, with_torch_uncertainty)(case, seed)
+            return train_torchace(case, float(name.split("λ=")[1]), seed)
+        how = {"plain loop": train_plain_loop, "TorchEnsemble": train_torchensemble}
+        return how.get(name, train_torch_uncertainty)(case, seed)
 
 
 @torch.no_grad()
 def accuracy(case: Case, name: str, model: Any) -> float:
-    """Of the members' mean probabilities on the test part."""
-    _, _, x, y = data(case)
+    """Test accuracy of the members' mean probabilities."""
+    _, _, x, y = load_data(case)
     if name.startswith("ACEClassifier"):
         return float(model.score(x.numpy(), y.numpy()))
     if name == "torch-uncertainty":
@@ -168,14 +164,14 @@ def accuracy(case: Case, name: str, model: Any) -> float:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """The others report every epoch."""
+    """Silence the output and warnings of other libraries."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def missing() -> str | None:
-    """Why torch-uncertainty cannot be used here, if it cannot."""
+def import_error() -> str | None:
+    """Return the error of importing torch-uncertainty, or None."""
     try:
         import torch_uncertainty.routines  # noqa: F401
     except Exception as error:  # it imports a dozen packages, each of which may fail in its own way
@@ -184,37 +180,37 @@ def missing() -> str | None:
 
 
 def main() -> None:
-    options = measure.arguments(__doc__ or "").parse_args()
+    options = measure.make_parser(__doc__ or "").parse_args()
     torch.set_num_threads(options.threads)
     logging.disable(logging.WARNING)
     with _silence():
         set_logger("bench", use_tb_logger=False)
-        without = missing()
-    names = NAMES if without is None else NAMES[:-1]
+        failure = import_error()
+    names = NAMES if failure is None else NAMES[:-1]
     cases = CASES[:1] if options.quick else CASES
     rounds, seeds = (2, 1) if options.quick else (options.rounds or 5, 3)
     started = time.perf_counter()
     results: dict[str, Any] = {
         "environment": measure.environment(),
         "target": TARGET,
-        "torch_uncertainty": without or "used",
+        "torch_uncertainty": failure or "used",
         "cases": {},
     }
     for case in cases:
         try:
-            data(case)
-        except DataError as error:  # MNIST is neither here nor to be had
+            load_data(case)
+        except DataError as error:  # MNIST is missing and cannot be downloaded
             print(f"Left out: {case.title}. {error}\n")
             continue
         reached: dict[str, list[float]] = {name: [] for name in names}
         cpu: dict[str, list[float]] = {name: [] for name in names}
         for name in names * seeds:
             begun = time.process_time()
-            model = trained(case, name, len(cpu[name]))
+            model = train_model(case, name, len(cpu[name]))
             cpu[name].append(time.process_time() - begun)
             reached[name].append(accuracy(case, name, model))
-        seconds = measure.timings({name: lambda n=name, c=case: trained(c, n) for name in names}, rounds=rounds)
-        compared = measure.compared(seconds, names[0])
+        seconds = measure.timings({name: lambda n=name, c=case: train_model(c, n) for name in names}, rounds=rounds)
+        compared = measure.compare(seconds, names[0])
         rows = [
             [
                 name,

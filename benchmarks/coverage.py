@@ -1,9 +1,9 @@
-"""How often 95 % intervals of a gain cover the true gain: seeds alone, and crossed seeds and samples.
-
-A gain is simulated as seed effect + sample effect + residual. Seed effects are normal; sample effects and residuals are
-normal, heavy-tailed (t with 3 degrees of freedom) or skewed (lognormal, and the difference of two lognormal losses).
+"""Coverage of 95 % intervals of a simulated gain: over seeds, and over crossed seeds and samples.
 
     python benchmarks/coverage.py --out docs/results/coverage.json
+
+A gain is seed effect + sample effect + residual. Seed effects are normal; the others are normal, heavy-tailed (t with 3
+degrees of freedom) or skewed (lognormal, and the difference of two lognormal losses).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Draw = Callable[[np.random.Generator, tuple[int, int]], NDArray[np.float64]]
 
 SEEDS = (3, 5, 10)
 SAMPLES = (30, 400)
-# what share of the mean's variance comes from seeds, from samples and from their interaction
+# shares of the mean's variance due to seeds, samples and their interaction
 SHARES = ((0.0, 0.9, 0.1), (0.1, 0.7, 0.2), (0.3, 0.5, 0.2), (0.5, 0.3, 0.2), (0.9, 0.05, 0.05))
 
 
@@ -50,15 +50,15 @@ DISTRIBUTIONS: dict[str, Draw] = {
 def coverage(
     kind: str, samples: int, seeds: int, shares: tuple[float, float, float], *, runs: int, seed: int = 0
 ) -> dict[str, float]:
-    """The share of simulated gains whose interval covers the truth, by kind of interval.
+    """Share of simulated gains whose interval covers the true gain, by kind of interval.
 
     Args:
         kind: One of `DISTRIBUTIONS`.
         samples: N.
         seeds: S.
-        shares: Of the mean's variance, from seeds, samples and their interaction.
-        runs: How many gains are simulated.
-        seed: Of the simulation.
+        shares: Shares of the mean's variance due to seeds, samples and their interaction.
+        runs: Number of simulated gains.
+        seed: Seed of the simulation.
     """
     rng, draw = np.random.default_rng(seed), DISTRIBUTIONS[kind]
     scale = np.sqrt(np.array(shares) * [seeds, samples, seeds * samples])
@@ -85,10 +85,10 @@ def main() -> None:
         rows.append({"distribution": kind, "samples": samples, "seeds": seeds, "shares": shares, **found})
         print(rows[-1], flush=True)
     options.out.write_text(json.dumps({"runs": options.runs, "level": 0.95, "rows": rows}, indent=1) + "\n")
-    options.out.with_suffix(".md").write_text(page(rows, options.runs))
+    options.out.with_suffix(".md").write_text(make_page(rows, options.runs))
 
 
-def page(rows: list[dict], runs: int) -> str:  # type: ignore[type-arg]
+def make_page(rows: list[dict], runs: int) -> str:  # type: ignore[type-arg]
     """The results as Markdown."""
     error = 100 * math.sqrt(0.95 * 0.05 / runs)
     lines = [

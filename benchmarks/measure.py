@@ -1,9 +1,8 @@
-"""One way to measure on a CPU, for all benchmarks here.
+"""Measure time and memory on a CPU, for all benchmarks.
 
-Contenders are warmed up, then timed in turns, so that a change of the machine's speed meets all of them; a round times
-every contender once, in an order that rotates. Reported are medians and 20 % and 80 % quantiles over rounds, and ratios
-within rounds. Peak memory is that of one call in a fresh process, read from the kernel: whatever the libraries allocate
-counts, whether torch knows of it or not. How busy others keep the machine is measured before and after, and reported.
+After a warm-up, contenders take turns: each round times every contender once, in rotating order. Results are medians
+with 20 % and 80 % quantiles over rounds, and ratios within rounds. Peak memory is the resident memory of one call in a
+fresh process. The load of other processes is measured before and after.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ Call = Callable[[], Any]
 BUSY = 0.25  # cores that others may use before a timing is doubtful
 
 
-def arguments(description: str) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, help="write the results here, as JSON")
-    parser.add_argument("--quick", action="store_true", help="few shapes and rounds: shows that it runs, nothing else")
+    parser.add_argument("--quick", action="store_true", help="few shapes and rounds: a smoke test")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
     parser.add_argument("--rounds", type=int, help="rounds of a timing")
     parser.add_argument("--peak-of", nargs=2, metavar=("CASE", "CONTENDER"), help=argparse.SUPPRESS)
@@ -39,12 +38,12 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def timings(contenders: Mapping[str, Call], *, rounds: int, least_seconds: float = 0.02) -> dict[str, list[float]]:
-    """Seconds a call, one number a round for each contender.
+    """Seconds per call of each contender, one number per round.
 
     Args:
-        contenders: What to call, by name.
-        rounds: How often each is timed.
-        least_seconds: A timing repeats its call until it takes this long, so that the clock's grain does not count.
+        contenders: Functions to call, by name.
+        rounds: Timings of each contender.
+        least_seconds: Minimum duration of a timing; short calls are repeated.
     """
     repeats = {}
     for name, call in contenders.items():  # warm-up, and how many calls make one timing
@@ -65,15 +64,15 @@ def timings(contenders: Mapping[str, Call], *, rounds: int, least_seconds: float
 
 
 def quantiles(values: list[float]) -> dict[str, float]:
-    """The median and the quantiles of 20 % and 80 %."""
+    """Median, 20 % and 80 % quantiles."""
     if len(values) < 2:
         return {"median": values[0], "q20": values[0], "q80": values[0]}
     cuts = statistics.quantiles(values, n=5, method="inclusive")
     return {"median": statistics.median(values), "q20": cuts[0], "q80": cuts[3]}
 
 
-def compared(seconds: Mapping[str, list[float]], to: str) -> dict[str, dict[str, Any]]:
-    """For each contender its time, and how many times longer it takes than `to`, round by round."""
+def compare(seconds: Mapping[str, list[float]], to: str) -> dict[str, dict[str, Any]]:
+    """Time of each contender, and its ratio to the time of `to`, round by round."""
     return {
         name: {
             "seconds": quantiles(values),
@@ -85,11 +84,11 @@ def compared(seconds: Mapping[str, list[float]], to: str) -> dict[str, dict[str,
 
 
 def peak_bytes(call: Call, warm_up: Call) -> int:
-    """How much one call adds to the resident memory at its peak. For a fresh process: memory once freed is reused.
+    """Peak increase of the resident memory in one call; use a fresh process, since freed memory is reused.
 
     Args:
-        call: What to measure.
-        warm_up: The same on a tiny input, which loads what libraries load once.
+        call: Function to measure.
+        warm_up: The same on a tiny input, to load libraries.
     """
     warm_up()
     ctypes.CDLL(None).malloc_trim(0)
@@ -100,7 +99,7 @@ def peak_bytes(call: Call, warm_up: Call) -> int:
 
 
 def peak_in_fresh_process(script: str, case: str, contender: str, threads: int) -> int | None:
-    """`peak_bytes` in a new process, which runs the script with `--peak-of`; None where the kernel does not tell."""
+    """`peak_bytes` in a new process, which runs the script with `--peak-of`; None if it fails."""
     command = [sys.executable, script, "--threads", str(threads), "--peak-of", case, contender]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -117,7 +116,7 @@ def _status(field: str) -> int:
 
 
 def busy_cores(seconds: float = 1.0) -> float | None:
-    """How many cores others keep busy while this process waits."""
+    """Number of cores that other processes use."""
     try:
         before = _cpu_times()
         time.sleep(seconds)
@@ -129,14 +128,14 @@ def busy_cores(seconds: float = 1.0) -> float | None:
 
 
 def _cpu_times() -> tuple[int, int]:
-    """Busy and all ticks of all cores."""
+    """Busy ticks and total ticks of all cores."""
     fields = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     idle = fields[3] + fields[4]
     return sum(fields) - idle, sum(fields)
 
 
 def environment() -> dict[str, Any]:
-    """Where the numbers come from."""
+    """Hardware, versions, commit and load."""
     cpu = platform.processor()
     try:
         models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
@@ -158,14 +157,16 @@ def environment() -> dict[str, Any]:
 
 
 def finish(results: dict[str, Any], out: Path | None, started: float) -> None:
-    """Add how long it took and the load at the end; print where it matters; write the file."""
+    """Add the duration and the final load, print them, and write the results."""
     where = results["environment"]
     where["busy_cores_after"] = busy_cores()
     where["seconds_in_all"] = round(time.perf_counter() - started, 1)
-    print(f"\n{where['cpu']}, {where['threads']} threads, torch {where['torch']}, {where['seconds_in_all']} s in all")
+    print(f"\n{where['cpu']}, {where['threads']} threads, torch {where['torch']}, {where['seconds_in_all']} s in total")
     busy = [where["busy_cores_before"], where["busy_cores_after"]]
     if any(value is None or value > BUSY for value in busy):
-        print(f"NOT QUIET: others used {busy[0]} cores before and {busy[1]} after. Do not rely on these times.")
+        print(
+            f"NOT QUIET: other processes used {busy[0]} cores before and {busy[1]} after. Do not rely on these times."
+        )
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(results, indent=1) + "\n")

@@ -1,9 +1,8 @@
-"""One way to measure on a CUDA GPU, for all benchmarks here.
+"""Measure time and memory on a CUDA GPU, for all benchmarks.
 
-Contenders are warmed up, then timed in turns by events on the device; a round times every contender once, in an order
-that rotates. Before each call a buffer many times the size of the cache is written: that empties the cache and gives
-the host time to launch ahead. What a GPU can do at best is measured in the same process: bytes a second of a copy and
-operations a second of a large product. Medians, quantiles and tables are those of `measure`.
+As in `measure`, contenders take turns; CUDA events time them. A large buffer is written before each call, which empties
+the cache and lets the host launch ahead. The ceilings, bandwidth of a copy and rate of a large product, are measured in
+the same process.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ COPIED = 1 << 32  # bytes copied for the ceiling of bandwidth
 
 
 def timings(contenders: Mapping[str, Call], rounds: int, flush: bool = True) -> dict[str, list[float]]:
-    """Seconds a call, one number a round for each contender.
+    """Seconds per call of each contender, one number per round.
 
     Args:
-        contenders: What to call, by name. Nothing is done between calls: free what a call leaves behind in it.
-        rounds: How often each is timed.
-        flush: Whether each call finds an empty cache.
+        contenders: Functions to call, by name; each must free what it allocates.
+        rounds: Timings of each contender.
+        flush: Whether to empty the cache before each call.
     """
     for call in contenders.values():
-        for _ in range(2):  # the first compiles, the second finds the allocator's memory in place
+        for _ in range(2):  # the first compiles, the second reuses allocated memory
             call()
     buffer = torch.empty(FLUSH if flush else 0, dtype=torch.uint8, device="cuda")
     names = list(contenders)
@@ -51,7 +50,7 @@ def timings(contenders: Mapping[str, Call], rounds: int, flush: bool = True) -> 
 
 
 def peak_bytes(call: Call) -> int:
-    """How much one call adds to the memory that torch has given out, at its peak; what it returns is dropped."""
+    """Peak increase of the memory that torch has allocated, in one call."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -61,13 +60,13 @@ def peak_bytes(call: Call) -> int:
 
 
 def ceilings(rounds: int = 20) -> dict[str, float]:
-    """Bytes a second of a copy (read and written), operations a second of a bf16 product of random matrices."""
+    """Bytes per second of a copy (read and write), operations per second of a bf16 matrix product."""
     source = torch.randint(256, (COPIED,), dtype=torch.uint8, device="cuda")
     copy = torch.empty_like(source)
     copied = timings({"copy": lambda: copy.copy_(source)}, rounds, flush=False)["copy"]
     a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = torch.empty_like(a)
-    in_a_row = 10  # the clock falls under load: a single product would promise too much
+    in_a_row = 10  # the clock falls under load: one product alone would be too fast
 
     def products() -> None:
         for _ in range(in_a_row):
@@ -81,7 +80,7 @@ def ceilings(rounds: int = 20) -> dict[str, float]:
 
 
 def environment() -> dict[str, Any]:
-    """Where the numbers come from."""
+    """Hardware, versions, commit and date."""
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]

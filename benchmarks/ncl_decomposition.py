@@ -1,11 +1,10 @@
-"""Where the error of regression ensembles trained with NCL comes from, with and without a shared trunk.
+"""Bias, variance and covariance of regression ensembles trained with NCL, with and without a shared trunk.
 
     python benchmarks/ncl_decomposition.py
 
-Scikit-learn's diabetes data: a fixed test set, and trainings that differ in their seed and in the part of the other
-samples they see. Both λ of a training start from the same weights and see the same samples, so that differences between
-them are paired. Bias², variance and covariance are `bias_variance_covariance` of the test predictions; intervals are
-95 % percentiles of a bootstrap over trainings. Writes docs/results/ncl_decomposition.json and .md.
+scikit-learn's diabetes data with a fixed test set; trainings differ in their seed and their training samples. Both λ of
+a training share both, so that differences are paired. Intervals are 95 % bootstrap percentiles over trainings. Writes
+docs/results/ncl_decomposition.json and .md.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ RATE = 0.01
 STEPS = {"separate regressors": (75, 600), "shared trunk": (50, 600)}
 
 
-def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Inputs and targets of the pool to train on and of the test set, in units of the pool's standard deviation."""
+def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs and targets of the training pool and of the test set, standardized by the pool."""
     values, target = (torch.as_tensor(part, dtype=torch.float64) for part in load_diabetes(return_X_y=True))
     order = torch.randperm(len(target), generator=torch.Generator().manual_seed(0))
     x, y = values[order].float(), target[order].float()
@@ -46,23 +45,23 @@ def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x[pool], y[pool], x[:TEST_SAMPLES], y[:TEST_SAMPLES]
 
 
-def separate() -> EnsembleModule:
+def make_separate() -> EnsembleModule:
     members = [nn.Sequential(nn.Linear(10, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)) for _ in range(MEMBERS)]
     return StackedEnsemble(members, link="identity")
 
 
-def shared() -> EnsembleModule:
-    """One trunk, a linear regressor each: as D-ConvNet shares all but the last layer."""
+def make_shared() -> EnsembleModule:
+    """One trunk with linear regressors, as in D-ConvNet, which shares all but the last layer."""
     width = 2 * WIDTH
     return SMOC(nn.Sequential(nn.Linear(10, width), nn.Tanh()), width, 1, num_members=MEMBERS, link="identity")
 
 
-KINDS = {"separate regressors": separate, "shared trunk": shared}
+KINDS = {"separate regressors": make_separate, "shared trunk": make_shared}
 
 
 def train(kind: str, diversity: float, seed: int, steps: tuple[int, ...]) -> Tensor:
     """Test predictions `(S, K, N, 1)` of one training, after each number of steps."""
-    x, y, test_x, _ = data()
+    x, y, test_x, _ = load_data()
     torch.manual_seed(seed)
     own = torch.randperm(len(x))[:TRAIN_SAMPLES]
     ensemble = KINDS[kind]()
@@ -78,14 +77,14 @@ def train(kind: str, diversity: float, seed: int, steps: tuple[int, ...]) -> Ten
     return torch.stack(predictions)
 
 
-def terms(predictions: Tensor, target: Tensor) -> Tensor:
+def error_terms(predictions: Tensor, target: Tensor) -> Tensor:
     """Bias², variance, covariance and their sum."""
     parts = bias_variance_covariance(predictions, target)
     return torch.stack([*parts, parts.error])
 
 
 def interval(values: Tensor) -> list[list[float]]:
-    """95 % of values `(B, 4)`, for each column."""
+    """95 % interval of each column of values `(B, 4)`."""
     return torch.quantile(values, torch.tensor([0.025, 0.975], dtype=values.dtype), dim=0).T.tolist()
 
 
@@ -100,7 +99,7 @@ def main() -> None:
 
     torch.set_num_threads(1)  # the networks are tiny
     started = time.perf_counter()
-    _, _, _, target = data()
+    _, _, _, target = load_data()
     target = target.double()
     g = torch.Generator().manual_seed(0)
     draws = torch.randint(trainings, (resamples, trainings), generator=g)  # the same for all: differences are paired
@@ -130,25 +129,25 @@ def main() -> None:
             values, resampled = {}, {}
             label = f"{kind}, {count} steps"
             for diversity, predictions in ((diversity, every[:, i]) for diversity, every in trained.items()):
-                values[diversity] = terms(predictions, target)
-                resampled[diversity] = torch.stack([terms(predictions[draw], target) for draw in draws])
-                add(results, rows, label, f"λ = {diversity:g}", values[diversity], resampled[diversity])
+                values[diversity] = error_terms(predictions, target)
+                resampled[diversity] = torch.stack([error_terms(predictions[draw], target) for draw in draws])
+                add_row(results, rows, label, f"λ = {diversity:g}", values[diversity], resampled[diversity])
                 error = (predictions.mean(1) - target).square().mean()
                 torch.testing.assert_close(values[diversity][3], error)  # the terms add up
             first, last = DIVERSITIES
             difference = values[last] - values[first], resampled[last] - resampled[first]
-            add(results, rows, label, f"λ = {last:g} minus λ = {first:g}", *difference)
+            add_row(results, rows, label, f"λ = {last:g} minus λ = {first:g}", *difference)
     text = measure.table(["ensemble", "", *TERMS], rows)
     print(text)
     measure.finish(results, None, started)
     if not options.quick:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-        options.out.with_suffix(".md").write_text(page(text, results))
+        options.out.with_suffix(".md").write_text(make_page(text, results))
         print(f"written to {options.out} and {options.out.with_suffix('.md').name}")
 
 
-def add(
+def add_row(
     results: dict[str, Any], rows: list[list[str]], kind: str, what: str, values: Tensor, resampled: Tensor
 ) -> None:
     intervals = interval(resampled)
@@ -162,7 +161,7 @@ def add(
     rows.append([kind, what, *cells])
 
 
-def page(text: str, results: dict[str, Any]) -> str:
+def make_page(text: str, results: dict[str, Any]) -> str:
     settings, where = results["settings"], results["environment"]
     trainings, samples = settings["trainings"], settings["train_samples"]
     versions = f"Python {where['python']}, torch {where['torch']}, scikit-learn {where['scikit-learn']}"

@@ -1,10 +1,10 @@
-"""Which optimizers of torch and timm may train stacked members, and by how much each would mix them.
-
-Forty members of a small network (convolution, norms, linear layers, biases) train for ten steps in float64, stacked;
-three of them also alone, each with an optimizer of its own. The difference is the largest one between their weights, in
-units of a member's largest displacement. The verdict is that of `torchace.nn.optimizers`. Both must agree.
+"""Which optimizers of torch and timm can train stacked members without mixing them.
 
     python benchmarks/optimizers.py --out docs/results/optimizers.json
+
+Forty members of a small network train for ten float64 steps, stacked; three of them also alone. The difference is the
+largest between their weights, relative to a member's largest displacement. It must agree with the verdict of
+`torchace.nn.optimizers`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 import timm
 import timm.optim
 import torch
-from measure import arguments, environment, finish, table
+from measure import environment, finish, make_parser, table
 from torch import nn
 from torch.optim import Optimizer
 
 from torchace.nn import StackedEnsemble, allow_optimizer
 from torchace.nn.optimizers import check_elementwise, is_known
 
-MEMBERS, ALONE, STEPS = 40, 3, 10  # forty: big-vision Adafactor factorises axes of 32 and more
+MEMBERS, ALONE, STEPS = 40, 3, 10  # forty: big-vision Adafactor factorizes axes of 32 and more
 SMALL_AXES = ("Muon", "kron", "kronc", "kronw")  # torch's Muon takes matrices alone, Kron needs opt_einsum for more
 AGREE = 1e-6  # elementwise optimizers stay below, also those that compute in float32; timm's least mixing is above 1e-4
 LISTED, TRIED, REFUSED, ABSENT = "passes by the list", "passes the trial", "refused", "not available"
@@ -69,8 +69,8 @@ def train(network: nn.Module, optimizer: Optimizer, inputs: list[torch.Tensor], 
         optimizer.step(closure)
 
 
-def difference(library: str, name: str) -> float:
-    """Between stacked members and members alone, in units of a member's displacement."""
+def relative_difference(library: str, name: str) -> float:
+    """Difference between stacked members and members alone, relative to a member's displacement."""
     torch.manual_seed(0)
     members = [make_member() for _ in range(MEMBERS)]
     for k, member in enumerate(members):  # of different scale, as if trained for different times
@@ -90,7 +90,7 @@ def difference(library: str, name: str) -> float:
     return largest
 
 
-def verdict(optimizer: Optimizer) -> dict[str, str]:
+def check_optimizer(optimizer: Optimizer) -> dict[str, str]:
     try:
         check_elementwise(optimizer)
     except ValueError as error:
@@ -99,7 +99,7 @@ def verdict(optimizer: Optimizer) -> dict[str, str]:
 
 
 def main() -> None:
-    options = arguments(__doc__.splitlines()[0]).parse_args()
+    options = make_parser(__doc__.splitlines()[0]).parse_args()
     started = time.perf_counter()
     warnings.simplefilter("ignore")
     torch.set_num_threads(options.threads)
@@ -120,13 +120,13 @@ def main() -> None:
             row |= {"verdict": ABSENT, "why": str(error)}
             continue
         kinds[name] = type(getattr(optimizer, "_base_optimizer", optimizer))
-        row |= verdict(optimizer)
+        row |= check_optimizer(optimizer)
     for row in rows:
         row["difference"] = None
         if row["name"] in kinds:
             allow_optimizer(kinds[row["name"]])
             try:
-                row["difference"] = difference(row["library"], row["name"])
+                row["difference"] = relative_difference(row["library"], row["name"])
             except (RuntimeError, ValueError) as error:
                 row["no_difference"] = str(error).split("\n")[0]
         print(row["library"], row["name"], row["verdict"], row["difference"], flush=True)
@@ -137,7 +137,7 @@ def main() -> None:
     ]
     if wrong:
         raise SystemExit(f"verdict and measured difference disagree: {', '.join(wrong)}")
-    page = report(rows)
+    page = make_page(rows)
     print("\n" + page)
     if options.out is not None:
         where = {**environment(), "timm": timm.__version__}
@@ -145,7 +145,7 @@ def main() -> None:
         options.out.with_suffix(".md").write_text(page)
 
 
-def report(rows: list[dict[str, Any]]) -> str:
+def make_page(rows: list[dict[str, Any]]) -> str:
     measured = [row for row in rows if row["difference"] is not None]
     passed = [row for row in measured if row["verdict"] != REFUSED]
     refused = [row for row in measured if row["verdict"] == REFUSED]

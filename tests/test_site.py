@@ -163,7 +163,7 @@ def test_nothing_is_wider_than_a_phone(served: str, site: Path, browser: Browser
 
 
 @needs_browser
-def test_figures_fit_the_readers_colours(served: str, browser: Browser) -> None:
+def test_figures_fit_the_readers_colors(served: str, browser: Browser) -> None:
     seen = {}
     for scheme in ("light", "dark"):
         page = browser.page(scheme=scheme)

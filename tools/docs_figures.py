@@ -101,7 +101,7 @@ def on_moons(diversity: float) -> ace.StackedEnsemble:
 
 def knob(scheme: str) -> Figure:
     """What λ gives and takes: twenty small networks on MNIST."""
-    runs = [run for run in finished("small_members") if run["arm"] == "shared"]
+    runs = [run for run in finished_runs("small_members") if run["arm"] == "shared"]
     figure, axes = panels(3, 2.4)
     for ax, title, key, color, scale in zip(
         axes,
@@ -119,7 +119,7 @@ def knob(scheme: str) -> Figure:
 
 def parting(scheme: str) -> Figure:
     """Where members part decides: four members on a ResNet-20, CIFAR-10."""
-    runs = finished("branched")
+    runs = finished_runs("branched")
     figure, (left, right) = panels(2, 2.9)
     for arm, label, color in (
         ("smoc", "heads alone", BLUE),
@@ -153,7 +153,7 @@ def curve(ax: Axes, runs: list[dict[str, Any]], key: str, label: str, color: str
     ax.set_xticks(diversities, [f"{d:g}" for d in diversities])
 
 
-def finished(name: str) -> list[dict[str, Any]]:
+def finished_runs(name: str) -> list[dict[str, Any]]:
     runs = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text("utf-8"))["runs"]
     return [run for run in runs if run["status"] == "finished"]
 

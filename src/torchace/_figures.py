@@ -1,14 +1,17 @@
-"""Figures of the diagnosis and the report: sizes, colours for light and dark pages, rendering to PNG."""
+"""Figures of the diagnosis and the report: sizes, colors for light and dark pages, rendering to PNG."""
 
 from __future__ import annotations
 
 import io
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from torchace._extras import missing_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,7 +22,7 @@ DPI = 200
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours; `palette` is Okabe and Ito's, safe for the colour-blind, lightened for dark pages."""
+    """Colors; `palette` is Okabe and Ito's, safe for the color-blind, lightened for dark pages."""
 
     name: str
     paper: str
@@ -70,7 +73,7 @@ def render(spec: FigureSpec, theme: Theme) -> bytes:
         from matplotlib.layout_engine import ConstrainedLayoutEngine
         from PIL import Image
     except ImportError as error:
-        raise ImportError("Drawing figures needs matplotlib: pip install 'torchace[tool]'.") from error
+        raise missing_extra("Drawing figures needs matplotlib") from error
 
     with matplotlib.rc_context(_settings(theme)), warnings.catch_warnings():
         # the font lacks some characters of class names
@@ -78,12 +81,12 @@ def render(spec: FigureSpec, theme: Theme) -> bytes:
         layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
         figure = Figure(figsize=(WIDTH, spec.height), dpi=DPI, layout=layout)
         canvas = FigureCanvasAgg(figure)
-        figure.suptitle(spec.title, x=0.02, ha="left", fontsize=11.5, fontweight="bold")
+        figure.suptitle(textwrap.fill(spec.title, 50), x=0.02, ha="left", fontsize=11.5, fontweight="bold")
         spec.draw(figure, theme)
         canvas.draw()  # type: ignore[no-untyped-call]
     pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
     image = Image.fromarray(pixels).convert("RGB")
-    if not spec.photographs:  # few colours: a palette halves the file
+    if not spec.photographs:  # few colors: a palette halves the file
         image = image.quantize(256, dither=Image.Dither.NONE)
     buffer = io.BytesIO()
     image.save(buffer, "png", dpi=(DPI, DPI))
@@ -126,5 +129,7 @@ def _settings(theme: Theme) -> dict[Any, Any]:
 def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
     """Add a legend below the figure, where it covers no data; none for a single entry."""
     if len(handles) > 1:
-        columns = 2 if max(map(len, labels)) > 14 else 3
+        longest = max(map(len, labels))
+        columns = 1 if longest > 28 else 2 if longest > 14 else 3
+        labels = [textwrap.fill(label, 48) for label in labels]
         figure.legend(handles, labels, loc="outside lower left", ncols=columns, columnspacing=1.4, handlelength=2.8)

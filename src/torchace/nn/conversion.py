@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,7 +20,6 @@ from torchace import _checks
 from torchace.functional import average_gradients
 from torchace.nn.base import EnsembleModule
 from torchace.nn.heads import MemberHeads, make_head
-from torchace.nn.probing import perturb_members, record_outputs, restore_state
 
 
 def stack_classifiers(
@@ -111,7 +113,12 @@ class StackedClassifiers(EnsembleModule):
         refuse_labels(kwargs)
         if self.num_members == 1 or self.host.training in self._checked_modes or not _can_compare():
             return self._unfold(self._host_logits(args, kwargs))
-        with record_outputs(self.host.get_submodule(self.head)) as outputs:
+        outputs: list[tuple[Tensor, int]] = []  # of the head, with the number of in-place changes
+
+        def record(head: nn.Module, inputs: Any, output: Tensor) -> None:
+            outputs.append((output, -1 if output.is_inference() else output._version))
+
+        with self.host.get_submodule(self.head).register_forward_hook(record):
             logits = self._host_logits(args, kwargs)
         is_last = any(logits is output and logits._version == version for output, version in outputs if version >= 0)
         members = self._unfold(logits)
@@ -141,18 +148,25 @@ class StackedClassifiers(EnsembleModule):
     def _check_members_are_separate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a host where a change of some members' head outputs changes the logits of others."""
 
-        def perturbed(changed: list[int]) -> Tensor:
+        def perturb(changed: list[int]) -> Tensor:
+            def change(head: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+                """Move every second class of the changed members up, the others down: enough to change their order."""
+                logits = output.unflatten(-1, (self.num_members, -1)).clone()  # (..., K, C)
+                signs = 1 - 2 * (torch.arange(logits.shape[-1], device=logits.device) % 2).to(logits.dtype)
+                logits[..., changed, :] += signs * (1 + 2 * torch.nan_to_num(output).abs().max())
+                return logits.flatten(-2)
+
             own_args, own_kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
-            with restore_state(self.host), perturb_members(self.host.get_submodule(self.head), changed):
+            with _restore_state(self.host), self.host.get_submodule(self.head).register_forward_hook(change):
                 return self._unfold(self._host_logits(own_args, own_kwargs))
 
-        expected = perturbed([])
+        expected = perturb([])
         largest = torch.where(expected.isfinite(), expected, 0).abs().max()
         # far below the effect of mixing, far above that of a GPU's order of addition
         tolerance = float(torch.finfo(expected.dtype).eps ** 0.5 * largest)
         for changed in _separating_sets(self.num_members):
             others = [k for k in range(self.num_members) if k not in changed]
-            if not torch.allclose(perturbed(changed)[others], expected[others], rtol=0, atol=tolerance, equal_nan=True):
+            if not torch.allclose(perturb(changed)[others], expected[others], rtol=0, atol=tolerance, equal_nan=True):
                 raise ValueError(
                     f"Expected a model that treats each class separately after its layer {self.head!r}, but a change "
                     "of one member's logits changed those of another: the model acts over all classes there (softmax, "
@@ -188,6 +202,26 @@ def _can_compare() -> bool:
     """Whether values can be read: no compilation, transform, trace or CUDA graph capture is active."""
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return _checks.is_eager() and not torch._C._get_tracing_state() and not captured
+
+
+@contextmanager
+def _restore_state(module: nn.Module) -> Iterator[None]:
+    """Restore buffers, attributes and random number generators; tensors saved for a backward stay intact."""
+    before = {layer: dict(vars(layer)) for layer in module.modules()}
+    devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(sorted(devices)):
+        for layer, attributes in before.items():
+            copies = {name: None if b is None else b.clone() for name, b in attributes["_buffers"].items()}
+            vars(layer)["_buffers"] = copies
+        try:
+            yield
+        finally:
+            for layer, attributes in before.items():
+                vars(layer).clear()
+                vars(layer).update(attributes)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
 
 
 def _separating_sets(num_members: int) -> list[list[int]]:
@@ -253,14 +287,14 @@ def find_head(model: nn.Module) -> str:
     num_labels = getattr(getattr(model, "config", None), "num_labels", None)  # transformers
     if not isinstance(num_labels, int):
         return list(linears)[-1]
-    labelled = [name for name, layer in linears.items() if layer.out_features == num_labels]
-    if not labelled:
+    labeled = [name for name, layer in linears.items() if layer.out_features == num_labels]
+    if not labeled:
         raise ValueError(
             f"Expected {type(model).__name__} to have an nn.Linear with config.num_labels = {num_labels} outputs, "
             "but none has. Use the model with a classifier (...ForSequenceClassification, "
             "...ForImageClassification), or name the layer with `head`."
         )
-    return labelled[-1]
+    return labeled[-1]
 
 
 def _find_timm_head(model: nn.Module, classifier: Any) -> str:

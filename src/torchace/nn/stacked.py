@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace import _checks
 from torchace.nn.architecture import check_layers, check_one_architecture, not_stackable
-from torchace.nn.base import EnsembleModule
-from torchace.nn.members import (
+from torchace.nn.base import (
     BATCHES,
+    EnsembleModule,
     as_list,
     check_own_batches,
     check_shared_parameters,
@@ -78,16 +78,13 @@ class StackedEnsemble(EnsembleModule):
         check_one_architecture(members)
         check_shared_parameters(members)
         super().__init__(len(members), link)
-        self._stack(members)
+        self._set_stacked(stack_members(members), members[0].training)
 
     @classmethod
-    def trusted(cls, members: Iterable[nn.Module], link: str = "softmax") -> StackedEnsemble:
+    def from_trusted(cls, members: Iterable[nn.Module], link: str = "softmax") -> StackedEnsemble:
         """Return an ensemble without checking that the members have one architecture."""
         members = list(members)
-        ensemble = cls.__new__(cls)
-        EnsembleModule.__init__(ensemble, len(members), link)
-        ensemble._stack(members)
-        return ensemble
+        return _from_stacked(stack_members(members), len(members), link, members[0].training)
 
     @classmethod
     def from_groups(cls, groups: Sequence[nn.Module], num_members: int, link: str = "softmax") -> StackedEnsemble:
@@ -95,25 +92,13 @@ class StackedEnsemble(EnsembleModule):
 
         Own tensors are `(R·K, ...)`; those that the K members of a network share are `(R, ...)`.
         """
-        ensemble = StackedEnsemble.trusted([nn.Identity()], link)
-        ensemble.num_members = len(groups) * num_members
-        ensemble.stacked = stack_groups(list(groups), num_members)
-        ensemble.training = groups[0].training
-        ensemble._register()
-        ensemble._keep_memory_format(groups[0])
-        return ensemble
+        stacked = stack_groups(list(groups), num_members)
+        return _from_stacked(stacked, len(groups) * num_members, link, groups[0].training)
 
-    def _stack(self, members: list[nn.Module]) -> None:
-        self.stacked = stack_members(members)
-        self.training = members[0].training  # layers keep the mode they have in the members
+    def _set_stacked(self, stacked: nn.Module, training: bool) -> None:
+        self.stacked = stacked
+        self.training = training  # layers keep the mode they have in the members
         self._register()
-        self._keep_memory_format(members[0])
-
-    def _keep_memory_format(self, member: nn.Module) -> None:
-        """Use channels last if the member does: stacking its weights loses the format."""
-        kernels = [p for p in member.parameters() if p.ndim == 4]
-        if any(p.is_contiguous(memory_format=torch.channels_last) and not p.is_contiguous() for p in kernels):
-            self.to(memory_format=torch.channels_last)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -328,11 +313,8 @@ class StackedEnsemble(EnsembleModule):
 
     def take(self, members: slice) -> StackedEnsemble:
         """Return a copy with some of the members."""
-        taken = StackedEnsemble.trusted([nn.Identity()], self.link)
-        taken.num_members = len(range(self.num_members)[members])
-        taken.stacked = take_members(self.stacked, members)
-        taken.training = self.training
-        return taken
+        count = len(range(self.num_members)[members])
+        return _from_stacked(take_members(self.stacked, members), count, self.link, self.training)
 
     def __len__(self) -> int:
         return self.num_members
@@ -343,6 +325,13 @@ class StackedEnsemble(EnsembleModule):
     def __getitem__(self, index: int) -> nn.Module:
         """Return a copy of member `index` as a plain module."""
         return take_members(self.stacked, range(self.num_members)[operator.index(index)])
+
+
+def _from_stacked(stacked: nn.Module, num_members: int, link: str, training: bool) -> StackedEnsemble:
+    ensemble = StackedEnsemble.__new__(StackedEnsemble)
+    EnsembleModule.__init__(ensemble, num_members, link)
+    ensemble._set_stacked(stacked, training)
+    return ensemble
 
 
 def _all_modules(root: nn.Module) -> list[nn.Module]:

@@ -195,9 +195,7 @@ def _export_member_weights(ensemble: EnsembleModule, given: Tensor | Sequence[fl
     alpha = alpha.detach().cpu() if isinstance(alpha, Tensor) else torch.as_tensor(alpha, dtype=torch.float64)
     dtype = alpha.dtype
     if not isinstance(given, Tensor | None) or dtype not in WEIGHT_DTYPES.values():
-        # the type of EnsembleModule.set_member_weights
-        double = any(p.dtype == torch.float64 for p in ensemble.parameters())
-        dtype = torch.float64 if double else torch.float32
+        dtype = ensemble._like().dtype  # as set_member_weights
     alpha = _checks.as_member_weights(alpha, ensemble.num_members, like=torch.empty((), dtype=dtype))
     return {"dtype": files.describe_tensor(alpha)["dtype"], "values": alpha.tolist()}
 

@@ -26,7 +26,7 @@ OPTIONS = [
     {"augment": CropFlip(4)},
     {"augment": CropFlip(0, flip=True)},
     {"augment": CropFlip(2, flip=False), "dtype": torch.float64},
-    {"flatten": True, "dtype": torch.bfloat16},
+    {"dtype": torch.bfloat16},
     {"drop_last": False},
 ]
 
@@ -39,8 +39,7 @@ def test_an_epoch_goes_through_all_samples(split, options):
     keeps_last = options.get("drop_last") is False
     assert len(parts) == (7 if keeps_last else 6)
     assert len(seen) == len(set(seen)) == (50 if keeps_last else 48)
-    shape = (192,) if options.get("flatten") else (3, 8, 8)
-    assert all(x.shape == (len(y), *shape) and x.dtype == options.get("dtype", torch.float32) for x, y in parts)
+    assert all(x.shape == (len(y), 3, 8, 8) and x.dtype == options.get("dtype", torch.float32) for x, y in parts)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -81,7 +80,7 @@ def test_seeds_epochs_and_streams_differ(split):
     assert len({tuple(y.tolist()) for y in drawn}) == 5
 
 
-def test_normalising_against_float64(split):
+def test_normalizing_against_float64(split):
     x, y = Batches(split, 8, normalize=NORMALIZE, dtype=torch.float64).batch(0, 0)
     mean, std = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in NORMALIZE)
     expected = (split.x[y].double() - mean) / std
@@ -156,7 +155,6 @@ def test_chunks_are_everything_in_order(split, size):
     assert torch.cat([y for _, y in parts]).tolist() == list(range(50))
     mean, std = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in NORMALIZE)
     assert torch.equal(torch.cat([x for x, _ in parts]), (split.x.double() - mean) / std)
-    assert next(iter(chunks(split, size, flatten=True)))[0].shape == (min(size, 50), 192)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +200,7 @@ def test_the_same_on_a_gpu(split, options):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("options", [{}, {"normalize": ([3.0], [2.0])}, {"flatten": True}, {"drop_last": False}])
+@pytest.mark.parametrize("options", [{}, {"normalize": ([3.0], [2.0])}, {"drop_last": False}])
 def test_samples_put_in_order_at_once_are_the_same(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     split = Split(torch.arange(84, dtype=torch.uint8).view(21, 1, 2, 2), torch.arange(21))
     at_once = Batches(split, 4, **options)

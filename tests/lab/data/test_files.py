@@ -17,7 +17,7 @@ import pytest
 from tests.lab.data import writers
 from torchace.lab.data import DataError, cache_dir, load
 from torchace.lab.data.files import download
-from torchace.lab.data.sources import SOURCES
+from torchace.lab.data.image_files import SOURCES
 
 RETRIEVE = pooch.retrieve
 NOWHERE = "http://127.0.0.1:9/"  # the discard port: nothing answers
@@ -161,14 +161,14 @@ def test_a_data_folder_that_is_not_there(tmp_path, monkeypatch):
 @pytest.mark.parametrize("module", ["pooch", "rich.progress"])
 def test_without_the_extra(monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=r"pip install torchace\[tool\]") as error:
+    with pytest.raises(ImportError, match=r"pip install 'torchace\[tool\]'") as error:
         load("mnist")
     assert "\n" not in str(error.value)
 
 
 def test_digits_without_scikit_learn(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ImportError, match=r"digits needs scikit-learn.*pip install torchace\[tool\]"):
+    with pytest.raises(ImportError, match=r"digits needs scikit-learn.*pip install 'torchace\[tool\]'"):
         load("digits")
 
 

@@ -384,5 +384,5 @@ def test_pandas_is_imported_when_a_table_is_read():
 def test_a_missing_package_is_named(tmp_path, monkeypatch, package):
     path = write_csv(tmp_path / "t.csv", CELLS)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"needs {package}.*pip install torchace\[tool\]"):
+    with pytest.raises(ImportError, match=rf"needs {package}.*pip install 'torchace\[tool\]'"):
         read_table(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from tests.lab.sweeps.small_sweeps import run
 from torchace.lab.report import read_results
 from torchace.lab.report.axes import axis_findings, axis_tables, compare_axes
-from torchace.lab.report.page import markdown
+from torchace.lab.report.page import figures, markdown
+from torchace.lab.report.plots import arms_with_figures
 from torchace.lab.sweeps.result import SweepResult
 
 
@@ -63,8 +65,8 @@ def test_differences_are_paired_by_seed_diversity_and_other_settings(directory: 
     assert text.endswith(" compared with 0.003, averaged over λ.")
     (table,) = axis_tables(results)
     assert [section.title for section in table.sections] == [
-        "shared batches: learning rate against 0.003",
-        "shared batches: weight decay against 0",
+        "Learning rate against 0.003",
+        "Weight decay against 0",
     ]
     assert [row[0].text for row in table.sections[0].rows] == ["0.03", "0.1"]
 
@@ -75,7 +77,28 @@ def test_the_page_shows_every_variant(directory: Path) -> None:
     assert len(results.arms) == 6
     text = markdown(results)
     assert "learning rate 0.03, weight decay 0.01" in text
+    assert "shared batches, learning" not in text
     assert "Other settings: each value against the first" in text
+
+
+def test_findings_name_their_settings(directory: Path) -> None:
+    result = SweepResult(directory)
+    assert repr(result) == "Sweep of 2 λ, 3 learning rates, 2 weight decays and 4 seeds, 48 runs"
+    lines = str(result).split("\n      ")[0].splitlines()[1:]
+    assert all(re.match(r"(Learning rate|Weight decay)", line) for line in lines)
+    settings = [line.split(": ")[0] for line in lines[:-2]]
+    assert len("; ".join(settings).split("; ")) == 6  # every setting once
+    assert lines[-2].startswith("Learning rate: 0.1 lowers cross entropy by ")
+
+
+def test_figures_of_single_arms_show_the_best_setting(directory: Path) -> None:
+    results = read_results(directory)
+    assert [arm.settings["learning_rate"] for arm in arms_with_figures(results)] == [0.1]
+    titles = [spec.title for spec in figures(results)]
+    (reliability,) = (title for title in titles if title.startswith("Reliability"))
+    assert re.fullmatch(r"Reliability: learning rate 0\.1, weight decay (0|0\.01)", reliability)
+    legend = SweepResult(directory).plot().subfigs[0].legends[0]
+    assert [text.get_text() for text in legend.get_texts()] == [arm.label for arm in results.arms]
 
 
 def test_sweeps_without_axes_have_no_such_table(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import gc
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 
 import torchace as ace
 from torchace.lab.data import Batches, Split
+from torchace.lab.data.rng import hashed_key, use_seed
+from torchace.lab.data.splits import random_split
 from torchace.lab.schema.experiment import DataSection, ModelSection, SweepSection, TrainSection
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.sweeps.config import ConfigError, load_experiment
 from torchace.lab.sweeps.sweep import Sweep
-from torchace.lab.training.members import torch_seed
 from torchace.nn.base import EnsembleModule
 
 DIVERSITIES, SEEDS = (0.0, 0.4, 0.8), (3, 0, 7)
@@ -50,7 +52,7 @@ def train_alone(diversity: float, seed: int, epochs: int, batch_size: int) -> li
     """Plain PyTorch: two members, one optimizer each, in float64."""
     members: list[nn.Module] = []
     for k in range(2):
-        with torch_seed(seed, "member", k):
+        with use_seed(hashed_key(seed, "member", k)):
             members.append(CNN().double())
     optimizers = [torch.optim.Adam(member.parameters(), lr=0.01) for member in members]
     batches = Batches(Split(*TRAIN), batch_size, seed=seed, dtype=torch.float64)
@@ -165,6 +167,17 @@ def test_best_is_chosen_on_validation_data() -> None:
     assert best.cross_entropy == pytest.approx(chosen["cross_entropy"].mean())
 
 
+@pytest.mark.parametrize("form", [tuple, lambda part: torch.utils.data.TensorDataset(*part)], ids=["pair", "Dataset"])
+def test_validation_data_may_be_given(form: Callable[..., Any], tmp_path: Path) -> None:
+    options = SMALL | {"steps": None, "epochs": 4, "patience": 1, "learning_rate": 0.03}
+    drawn = ace.sweep(CNN, TRAIN, TEST, validation=0.25, **options).to_frame()
+    train, validation = (form((part.x, part.y)) for part in random_split(Split(*TRAIN), 40, seed=0))
+    given = ace.sweep(CNN, train, TEST, validation=validation, out=tmp_path, **options).to_frame()
+    assert given.drop(columns="seconds").equals(drawn.drop(columns="seconds"))
+    with pytest.raises(RunStoreError, match="another data"):
+        ace.sweep(CNN, train, TEST, validation=train, out=tmp_path, **options)
+
+
 def test_report_plot_and_notebook(trained: ace.SweepResult) -> None:
     page = trained.report().read_text()
     assert "Layers: " in page
@@ -245,7 +258,9 @@ def test_failed_runs_have_no_metrics() -> None:
         result = ace.sweep(make, TRAIN, TEST, **SMALL)
     assert result.to_frame()["status"].tolist() == ["failed"] * 4
     assert len(result.table()) == 0
-    assert "4 runs" in str(result)
+    sentence = "All runs failed. The first one is λ=0 with seed 0: NaN or Inf in loss or gradient."
+    assert str(result) == f"Sweep of 2 λ and 2 seeds, 4 runs\n{sentence}"
+    assert result._repr_html_().endswith(f"<p>{sentence}</p>")
     assert "Failed runs" in result.report().read_text()
     with pytest.raises(ValueError, match="nothing to plot"):
         result.plot()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -140,14 +139,8 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow", "wandb"])
 def test_a_missing_package_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    real = builtins.__import__
-
-    def missing(module: str, *args: Any, **kwargs: Any) -> Any:
-        if module in (name, f"torch.utils.{name}"):
-            raise ImportError(module)
-        return real(module, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
+    for module in (name, f"torch.utils.{name}"):
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf"pip install 'torchace\[{name}\]'"):
         make_tracker(name, tmp_path, small())
     assert not list(tmp_path.iterdir())

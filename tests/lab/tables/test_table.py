@@ -76,10 +76,10 @@ def test_splits_equal_the_files_rows(tmp_path: Path) -> None:
     table = opened(frame, tmp_path)
     assert [len(table.train), len(table.validation), len(table.test)] == [30, 10, 10]
     raw = table.encoding.matrix(frame.iloc[table.test_rows.numpy()])
-    assert torch.equal(table.encoder()(raw), table.test.x)
+    assert torch.equal(table.encoding.encoder()(raw), table.test.x)
     assert table.schema.target.labels(table.test.y) == frame["pet"].iloc[table.test_rows.numpy()].tolist()
     everything = torch.cat([table.train.x, table.validation.x, table.test.x])
-    whole = table.encoder()(table.encoding.matrix(frame))
+    whole = table.encoding.encoder()(table.encoding.matrix(frame))
     assert sorted(map(tuple, everything.tolist())) == sorted(map(tuple, whole.tolist()))
 
 
@@ -123,7 +123,7 @@ def test_a_class_that_training_never_sees_is_named(tmp_path: Path) -> None:
         opened(frame, tmp_path, split_column="part")
 
 
-# -- what is learnt ---------------------------------------------------------------------------------------------------
+# -- what is learned ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("make", "target"), [(pets, "pet"), (houses, "price")])

@@ -14,7 +14,6 @@ from torchace.lab.cli.terminal import (
     INTERRUPTED,
     RESUME,
     SOME_FAILED,
-    StopSignal,
     check_report_packages,
     console,
     exit_interrupted,
@@ -22,6 +21,7 @@ from torchace.lab.cli.terminal import (
     print_error,
     print_line,
     print_table,
+    stop_signal,
 )
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def run(
 
         from torchace.lab.cli.progress import SweepProgress
         from torchace.lab.sweeps.callbacks import EventLog
-        from torchace.lab.sweeps.executor import UnfinishedRunsError
-        from torchace.lab.sweeps.executors import make_executor
+        from torchace.lab.sweeps.executor import UnfinishedRunsError, make_executor
         from torchace.lab.sweeps.sweep import Sweep
         from torchace.lab.sweeps.trackers import make_callbacks
         from torchace.lab.training.loop import Interrupted
@@ -72,7 +71,7 @@ def run(
             raise ValueError(f"{directory} already holds runs. Remove --no-resume to resume, or choose another --out.")
         try:
             with (
-                StopSignal() as stop,
+                stop_signal() as stop,
                 SweepProgress(console) as progress,
                 make_executor(loaded, directory, device, ray=ray, parallel=parallel, rank=rank, stop=stop) as executor,
             ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from types import FrameType
@@ -33,7 +33,7 @@ def printable(text: str) -> str:
 
 
 def print_line(text: str, where: Console = console) -> None:
-    """Print a line without wrapping and markup."""
+    """Print a line without wrapping or markup."""
     where.print(printable(text), soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
@@ -48,7 +48,7 @@ def print_table(table: Any) -> None:
 
 
 def check_report_packages() -> None:
-    """Raise before the training if packages of the report are missing."""
+    """Check before training that the packages for the report are installed."""
     for package in ("matplotlib", "jinja2"):
         if find_spec(package) is None:
             raise ModuleNotFoundError(name=package)
@@ -64,41 +64,38 @@ def exit_interrupted(message: str) -> typer.Exit:
 
 
 @contextmanager
-def interruptible(message: str) -> Iterator[None]:
-    """End the command with a message on SIGINT or SIGTERM."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, stop) for number in SIGNALS}
+def _handle_signals(receive: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call a function on SIGINT and SIGTERM inside the block."""
+    before = {number: signal.signal(number, receive) for number in SIGNALS}
     try:
         yield
-    except KeyboardInterrupt:
-        raise exit_interrupted(message) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-class StopSignal:
-    """Callable that returns True after SIGINT or SIGTERM; a second signal ends the process."""
+@contextmanager
+def interruptible(message: str) -> Iterator[None]:
+    """End the command with a message on SIGINT or SIGTERM."""
 
-    def __init__(self) -> None:
-        self.received = False
-        self._before: dict[int, Any] = {}
+    def receive(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
 
-    def __enter__(self) -> StopSignal:
-        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
-        return self
+    try:
+        with _handle_signals(receive):
+            yield
+    except KeyboardInterrupt:
+        raise exit_interrupted(message) from None
 
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
+@contextmanager
+def stop_signal() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns True after SIGINT or SIGTERM; a second signal ends the process."""
+    received: list[int] = []
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         signal.signal(number, signal.SIG_DFL)
 
-    def __call__(self) -> bool:
-        """Whether a signal was received."""
-        return self.received
+    with _handle_signals(receive):
+        yield lambda: bool(received)

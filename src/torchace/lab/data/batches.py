@@ -1,4 +1,4 @@
-"""Shuffled, augmented, normalised batches of samples on the device."""
+"""Shuffled, augmented, normalized batches of samples on the device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from torchace._checks import check_count, shape_of
-from torchace.lab.data.augment import CropFlip
-from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
 from torchace.lab.data.rng import hashed_key, permutations, random_integers
-from torchace.lab.data.splits import Split
-from torchace.lab.data.transform import BatchTransform
+from torchace.lab.data.splits import Inputs, Split, input_tensors, map_inputs
+from torchace.lab.data.transform import BatchTransform, CropFlip
 
 Statistics = tuple[Sequence[float], Sequence[float]]
 GATHER_BYTES = 1 << 26  # epochs up to this size are gathered at once
@@ -48,7 +46,6 @@ class Batches:
         augment: CropFlip | None = None,
         transform: BatchTransform | None = None,
         dtype: torch.dtype = torch.float32,
-        flatten: bool = False,
         drop_last: bool = True,  # batches of one size can be stacked and captured in a CUDA graph
     ) -> None:
         check_count(batch_size, "batch_size")
@@ -66,7 +63,7 @@ class Batches:
         self.augment = augment
         self.transform = transform
         self.drop_last = drop_last
-        self._format = _Format(self.split, normalize=normalize, dtype=dtype, flatten=flatten)
+        self._format = _Format(self.split, normalize=normalize, dtype=dtype)
         self._epoch = -1
         self._draws: dict[tuple[tuple[int, int], ...], _Epoch] = {}  # of the last epoch
 
@@ -113,7 +110,7 @@ class Batches:
         self, seeds: Sequence[int], epoch: int, step: int, streams: int | Sequence[int]
     ) -> tuple[Inputs, Tensor]:
         """Batches before the transform."""
-        draws, part = self._draws_of(seeds, epoch, step, streams)
+        draws, part = self._epoch_draws(seeds, epoch, step, streams)
         if draws.gathered is not None:
             x, y = draws.gathered
             return map_inputs(lambda t: t[:, part].clone(), x), y[:, part].clone()  # a network may change its input
@@ -125,11 +122,11 @@ class Batches:
         """Sample weights of `batch_many`, `(S, B)`, or `(S, K, B)` with members' own; None for a split without them."""
         if self.split.weight is None:
             return None
-        draws, part = self._draws_of(seeds, epoch, step, streams)
+        draws, part = self._epoch_draws(seeds, epoch, step, streams)
         weight = self.split.weight[..., draws.order[:, part]]
         return weight if weight.ndim == 2 else weight.transpose(0, 1)
 
-    def _draws_of(
+    def _epoch_draws(
         self, seeds: Sequence[int], epoch: int, step: int, streams: int | Sequence[int]
     ) -> tuple[_Epoch, slice]:
         """Random draws of an epoch for these seeds and streams, and the slice of the step."""
@@ -190,14 +187,13 @@ class Batches:
 
 
 class _Format:
-    """Convert samples to a floating-point type, normalise and optionally flatten them; whole numbers stay."""
+    """Convert samples to a floating-point type and normalize them; whole numbers stay."""
 
-    def __init__(self, split: Split, *, normalize: Statistics | None, dtype: torch.dtype, flatten: bool) -> None:
+    def __init__(self, split: Split, *, normalize: Statistics | None, dtype: torch.dtype) -> None:
         if not dtype.is_floating_point:
             raise TypeError(f"Expected `dtype` to be a floating-point type, but got {dtype}.")
         self.dtype = dtype
         self.compute_dtype = dtype if dtype == torch.float64 else torch.float32
-        self.flatten = flatten
         self.statistics = None if normalize is None else [self._column(values, split.x) for values in normalize]
         if normalize is not None and not all(value > 0 for value in normalize[1]):
             raise ValueError(f"Expected positive standard deviations in `normalize`, but got {list(normalize[1])}.")
@@ -206,8 +202,7 @@ class _Format:
         if self.statistics is not None:
             mean, std = self.statistics
             x = x.to(self.compute_dtype, copy=True).sub_(mean).div_(std)  # `x` may be the split itself
-        x = map_inputs(lambda t: t if t.dtype in KEPT_TYPES else t.to(self.dtype), x)
-        return x.flatten(1) if self.flatten else x
+        return map_inputs(lambda t: t if t.dtype in KEPT_TYPES else t.to(self.dtype), x)
 
     def _column(self, values: Sequence[float], x: Tensor) -> Tensor:
         """Numbers shaped to broadcast along axis 1 of `x`."""
@@ -228,11 +223,10 @@ def chunks(
     normalize: Statistics | None = None,
     transform: BatchTransform | None = None,
     dtype: torch.dtype = torch.float32,
-    flatten: bool = False,
 ) -> Iterator[tuple[Inputs, Tensor]]:
     """Iterate over all samples in order, for evaluation; options as in `Batches`."""
     check_count(size, "size")
     split = split if device is None else split.to(device)
-    format_inputs = _Format(split, normalize=normalize, dtype=dtype, flatten=flatten)
+    format_inputs = _Format(split, normalize=normalize, dtype=dtype)
     formatted = ((format_inputs(x), y) for x, y in split.chunks(size))
     return formatted if transform is None else ((transform.evaluate(x), y) for x, y in formatted)

@@ -1,14 +1,19 @@
-"""Errors of data, and imports of the extra `tool` at first use."""
+"""Errors of data, parts of their messages, and imports of optional packages at first use."""
 
 from __future__ import annotations
 
-import importlib
+import difflib
+from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from torchace._extras import import_extra
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series  # type: ignore[import-untyped]
 
 
 class DataError(ValueError):
@@ -19,7 +24,15 @@ class DataError(ValueError):
         super().__init__(message.replace("\r", " ").replace("\n", " "))
 
 
-def damaged(path: Path | str, reason: str) -> DataError:
+class MissingTargetError(DataError):
+    """A row without a target."""
+
+    def __init__(self, problem: str, remedy: str = "for example with DataFrame.dropna") -> None:
+        super().__init__(f"{problem}; fill in or remove such rows, {remedy}.")
+        self.problem = problem
+
+
+def damaged_file(path: Path | str, reason: str) -> DataError:
     """Error for a data set file that is not the official one."""
     return DataError(f"{path} {reason}; replace it with the original file, or delete it to download it again.")
 
@@ -28,22 +41,56 @@ def check_labels(labels: NDArray[Any], path: Path | str, num_classes: int) -> No
     """Check that labels read from a file, `(N,)`, are class indices."""
     wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if len(wrong):
-        raise damaged(path, f"has label {labels[wrong[0]]} at image {wrong[0]}, outside 0 to {num_classes - 1}")
-
-
-def require_extra(module: str, package: str, purpose: str) -> ModuleType:
-    """Import a module of the extra `tool`; the error names the package to install."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise ImportError(f"{purpose} needs {package}, which is not installed: pip install torchace[tool].") from None
+        raise damaged_file(path, f"has label {labels[wrong[0]]} at image {wrong[0]}, outside 0 to {num_classes - 1}")
 
 
 def pandas() -> Any:
     """Import pandas."""
-    return require_extra("pandas", "pandas", "A table")
+    return import_extra("pandas", "A table needs")
 
 
 def arrow(module: str = "pyarrow") -> Any:
     """Import pyarrow, or one of its modules by full name."""
-    return require_extra(module, "pyarrow", "A table")
+    return import_extra(module, "A table needs")
+
+
+# -- parts of messages about tables -----------------------------------------------------------------------------------
+
+
+def row_number(table: DataFrame | Series, place: int) -> int:
+    """Number of a row counted from 1.
+
+    A RangeIndex continues across chunks of a file; rows of other tables are counted from the table's start.
+    """
+    return int(table.index[place] if isinstance(table.index, pandas().RangeIndex) else place) + 1
+
+
+def quote(value: object, limit: int = 60) -> str:
+    """Quote a value on one line of at most `limit` characters."""
+    text = repr(str(value))
+    return text if len(text) <= limit else f"{text[: limit - 4]}...{text[0]}"
+
+
+def quote_all(values: Iterable[object], limit: int = 10) -> str:
+    """Quote the first `limit` values."""
+    quoted = [quote(value, 40) for value in values]
+    more = len(quoted) - limit
+    return ", ".join(quoted) if more <= 0 else f"{', '.join(quoted[:limit])} and {more} more"
+
+
+def first_duplicate(names: Iterable[str]) -> str | None:
+    """First repeated name, or None."""
+    seen: set[str] = set()
+    return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """Hint such as ` (did you mean 'age'?)`, or an empty string."""
+    by_form = {known.strip().lower(): known for known in names}
+    close = difflib.get_close_matches(name.strip().lower(), by_form, n=1)
+    return f" (did you mean {quote(by_form[close[0]])}?)" if close else ""
+
+
+def more_rows(count: int, before: str = " and ", after: str = "") -> str:
+    """Count such as ` and 3 more rows`, or an empty string."""
+    return "" if count <= 0 else f"{before}{count} more {'row' if count == 1 else 'rows'}{after}"

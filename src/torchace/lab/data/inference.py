@@ -10,29 +10,35 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchace.lab.data.cell_formats import MIN_SHARE, MIXED_DATES, date_format, is_category, number_formats
-from torchace.lab.data.columns import (
+from torchace.lab.data.errors import DataError, arrow, pandas, quote, quote_all, row_number, suggestion
+from torchace.lab.data.parsing import (
+    MIN_SHARE,
+    MISSING,
+    MIXED_DATES,
+    CellError,
+    canonical,
+    date_format,
+    dates,
+    is_category,
+    is_numeric,
+    number_formats,
+    numbers,
+    positions,
+    texts,
+)
+from torchace.lab.data.table_schema import (
     KINDS,
+    TASKS,
     Column,
+    Label,
+    Schema,
+    Target,
     check_columns,
     check_features,
     check_targets,
     header_hint,
     target_texts,
 )
-from torchace.lab.data.errors import DataError, arrow, pandas
-from torchace.lab.data.messages import quote, quote_all, row_number, suggestion
-from torchace.lab.data.parsing import (
-    MISSING,
-    CellError,
-    canonical,
-    dates,
-    is_numeric,
-    numbers,
-    positions,
-    texts,
-)
-from torchace.lab.data.table_schema import TASKS, Label, Schema, Target
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
@@ -171,7 +177,7 @@ def _infer_columns(
         else:
             columns.append(column)
     if columns:
-        dropped += [(column.name, "an identifier: it counts the rows") for column in row_numbers]
+        dropped += [(column.name, "an identifier: it numbers the rows") for column in row_numbers]
     return InferredColumns(tuple(columns or row_numbers), tuple(dropped), tuple(notes))
 
 
@@ -213,10 +219,7 @@ def _check_values(cells: Series, values: NDArray[np.float64], seen: dict[bytes, 
     """Raise `_DroppedError` for numbers or dates that are missing, constant, an identifier or a duplicate."""
     present = values[~np.isnan(values)]
     distinct = len(np.unique(present))
-    if not len(present):
-        raise _DroppedError("it is empty")
-    if distinct == 1 and len(present) == len(values):
-        raise _DroppedError(f"it is {quote(cells.iloc[0])} in every row")
+    _check_varies(cells, len(present), distinct)
     is_whole = bool((present == np.floor(present)).all())
     if is_whole and _IDENTIFIER.search(str(cells.name)) and distinct > MAX_DISTINCT * len(present):
         raise _DroppedError(f"an identifier: {distinct} of {len(present)} values differ")
@@ -229,10 +232,7 @@ def _check_category(cells: Series, date_share: float, seen: dict[bytes, str]) ->
     column = texts(cells)
     present = column.drop_null()
     distinct = len(present.unique())
-    if not len(present):
-        raise _DroppedError("it is empty")
-    if distinct == 1 and len(present) == len(column):
-        raise _DroppedError(f"it is {quote(cells.iloc[0])} in every row")
+    _check_varies(cells, len(present), distinct)
     if date_share >= MIXED_DATES and distinct > MIXED_DISTINCT:
         raise _DroppedError(f"{date_share:.0%} of its values are dates, the others are not; correct them")
     words = pc.mean(pc.count_substring_regex(present, r"\S+")).as_py()
@@ -240,6 +240,13 @@ def _check_category(cells: Series, date_share: float, seen: dict[bytes, str]) ->
         what = "free text" if words > 1 else "an identifier"
         raise _DroppedError(f"{what}: {distinct} of {len(present)} values differ")
     _check_duplicate(str(cells.name), pandas().util.hash_array(column.to_pandas().to_numpy()).tobytes(), seen)
+
+
+def _check_varies(cells: Series, present: int, distinct: int) -> None:
+    if not present:
+        raise _DroppedError("it is empty")
+    if distinct == 1 and present == len(cells):
+        raise _DroppedError(f"it is {quote(cells.iloc[0])} in every row")
 
 
 def _check_duplicate(name: str, content: bytes, seen: dict[bytes, str]) -> None:
@@ -288,8 +295,8 @@ def _infer_task(name: str, values: NDArray[np.float64], notes: list[str]) -> str
     few = distinct <= min(MAX_NUMBERED_CLASSES, len(values) / MIN_ROWS_PER_NUMBERED_CLASS)
     task, other = TASKS if few else TASKS[::-1]
     notes.append(
-        f"The target {quote(name)} has {distinct} different whole numbers, which are taken for "
-        f"{'classes' if few else 'quantities'}; ask for {other} if they are not."
+        f"The target {quote(name)} has {distinct} different whole numbers, which are treated as "
+        f"{'classes' if few else 'quantities'}; set the task to {other} if they are not."
     )
     return task
 
@@ -320,7 +327,7 @@ def _check_classes(column: Series, cells: Any, rows: Mapping[str, int], spelling
     if len(rows) > total / 2:
         raise DataError(
             f"The target {name} has {len(rows)} classes in {total} rows, too many to learn; choose another column, or "
-            "ask for regression if it is a quantity."
+            "set the task to regression if it is a quantity."
         )
     for form, count in rows.items():
         if count == 1:

@@ -12,7 +12,6 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.utils.validation import check_array, check_consistent_length, validate_data
 from torch import Tensor
 
-from torchace.lab.data.columns import Column, check_columns
 from torchace.lab.data.encoding import (
     CategoryColumn,
     Encoding,
@@ -24,19 +23,18 @@ from torchace.lab.data.encoding import (
 )
 from torchace.lab.data.errors import DataError
 from torchace.lab.data.inference import infer_columns
-from torchace.lab.data.table_schema import Schema, Target
+from torchace.lab.data.table_schema import Column, Schema, Target, check_columns
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
-DTYPES = [np.float64, np.float32]
+NUMBERS: dict[str, Any] = {"dtype": [np.float64, np.float32], "order": "C", "ensure_all_finite": "allow-nan"}
 
 
 def read_inputs(estimator: Any, X: ArrayLike, *, reset: bool) -> NDArray[Any] | DataFrame:
     """Check samples: return numbers `(N, D)`, or a DataFrame if some of its columns are not numbers."""
     if not is_mixed(estimator, X, reset):
-        options = {"dtype": DTYPES, "order": "C", "ensure_all_finite": "allow-nan"}
-        return cast(NDArray[Any], validate_data(estimator, X, reset=reset, **options))
+        return cast(NDArray[Any], validate_data(estimator, X, reset=reset, **NUMBERS))
     frame = as_frame(X, getattr(estimator, "feature_names_in_", None))
     validate_data(estimator, frame, reset=reset, skip_check_array=True)
     if frame is None or not len(frame):
@@ -49,13 +47,13 @@ def read_inputs_and_targets(
 ) -> tuple[NDArray[Any] | DataFrame, NDArray[Any]]:
     """Check samples and targets; see `read_inputs`."""
     if not is_mixed(estimator, X, reset):
-        options |= {"dtype": DTYPES, "order": "C", "ensure_all_finite": "allow-nan"}
-        return cast(tuple[NDArray[Any], NDArray[Any]], validate_data(estimator, X, y, reset=reset, **options))
+        checked = validate_data(estimator, X, y, reset=reset, **NUMBERS, **options)
+        return cast(tuple[NDArray[Any], NDArray[Any]], checked)
     if y is None:
         raise ValueError("Expected targets `y`, but got None.")
     frame = read_inputs(estimator, X, reset=reset)
-    numeric = {"dtype": np.float64} if options.get("y_numeric") else {"dtype": None}
-    targets = check_array(y, ensure_2d=False, input_name="y", **numeric)
+    dtype = np.float64 if options.get("y_numeric") else None
+    targets = check_array(y, ensure_2d=False, input_name="y", dtype=dtype)
     check_consistent_length(frame, targets)
     return frame, targets
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby, product
 
 from torchace.lab.report import formats
 from torchace.lab.report.findings import Finding
 from torchace.lab.report.results import Results
-from torchace.lab.report.statistics import Difference, paired_difference
+from torchace.lab.report.statistics import Difference, correct, paired_difference
 from torchace.lab.report.tables import DIFFERENCE_COLUMNS, Cell, ReportColumn, ReportTable, difference_cells, make_table
 from torchace.lab.schema.results import ArmSummary
 
@@ -41,12 +41,9 @@ def compare_axes(results: Results, metric: str) -> list[AxisComparison]:
     for _, group in groupby(swept, key=lambda arm: arm.variant_of):
         variants = list(group)
         for axis, values in variants[0].axes.items():
-            differences = [_difference(results, variants, axis, value, values[0], metric) for value in values[1:]]
-            known = [difference for difference in differences if difference is not None]
-            tests = max(1, sum(difference.estimate is not None for difference in known))
-            if known:
-                corrected = tuple(replace(difference, tests=tests) for difference in known)
-                found.append(AxisComparison(variants[0].base_label, axis, values[0], corrected))
+            differences = correct(_difference(results, variants, axis, v, values[0], metric) for v in values[1:])
+            if differences:
+                found.append(AxisComparison(variants[0].base_label, axis, values[0], differences))
     return found
 
 
@@ -81,7 +78,8 @@ def axis_tables(results: Results) -> list[ReportTable]:
             for key in same:
                 row += difference_cells(results.metrics[key], same[key].at(difference.diversity))
             rows.append(row)
-        sections.append((f"{first.label}: {_noun(first.axis)} against {formats.quantity(first.reference)}", rows))
+        title = f"{_noun(first.axis)} against {formats.quantity(first.reference)}"
+        sections.append((f"{first.label}: {title}" if first.label else formats.capitalize(title), rows))
     if not sections:
         return []
     columns: list[str | ReportColumn] = ["Value", "Seeds"]
@@ -107,7 +105,8 @@ def axis_findings(results: Results) -> list[Finding]:
             amount = metric.difference(abs(best.mean), best.margin, signed=False)
             value = formats.quantity(best.diversity)
             text = f"{value} {verb} {metric.noun} by {amount} compared with {reference}, averaged over λ."
-        found.append(Finding(f"{formats.capitalize(_noun(comparison.axis))} (“{comparison.label}”)", text))
+        arm = f" (“{comparison.label}”)" if comparison.label else ""
+        found.append(Finding(f"{formats.capitalize(_noun(comparison.axis))}{arm}", text))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import textwrap
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchace._figures import FigureSpec, Theme, legend
+from torchace._figures import HEIGHT, FigureSpec, Theme, legend
 from torchace.lab.report import formats
 from torchace.lab.report.findings import COLLAPSED
 from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.metrics import Metric
 from torchace.lab.report.results import Results
-from torchace.lab.report.statistics import Summary, best_diversity, compare, summarize
-from torchace.lab.report.tables import search_differences, summary_of
+from torchace.lab.report.statistics import Summary, best_diversity, comparable_means, compare, summarize
+from torchace.lab.report.tables import search_differences, summarize_metric
 from torchace.lab.schema.results import ArmSummary
 
 if TYPE_CHECKING:
@@ -28,33 +28,42 @@ Series = dict[float, Summary]
 
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHED = (0, (4, 3))
+LABEL = 64  # characters of an arm in legends and titles
 SEED_STYLE: dict[str, Any] = {"lw": 0.7, "alpha": 0.5, "marker": ".", "ms": 5}
 
 
-def short_label(text: str, width: int = 30) -> str:
-    """Shorten a label for a legend."""
-    return textwrap.shorten(text, width, placeholder="…") or text[: width - 1] + "…"
-
-
-def color_of(results: Results, arm: ArmSummary, theme: Theme) -> str:
-    """Return an arm's colour, the same in every figure."""
+def arm_color(results: Results, arm: ArmSummary, theme: Theme) -> str:
+    """Return an arm's color, the same in every figure."""
     return theme.palette[results.arms.index(arm) % len(theme.palette)]
 
 
-def marker_of(results: Results, arm: ArmSummary) -> str:
+def arm_marker(results: Results, arm: ArmSummary) -> str:
     """Return an arm's marker, the same in every figure."""
     return MARKERS[results.arms.index(arm) % len(MARKERS)]
 
 
 def arms_with_figures(results: Results) -> list[ArmSummary]:
-    """Return the arms with several members, without baselines unless there are no others."""
+    """Return the arms with several members, without baselines unless there are no others.
+
+    Of the settings of an arm, such as learning rates, it is the one with the lowest loss.
+    """
     several = [arm for arm in results.arms if arm.num_members > 1 and results.diversities(arm)]
-    return [arm for arm in several if not arm.baseline] or several
+    several = [arm for arm in several if not arm.baseline] or several
+    groups: dict[str, list[ArmSummary]] = {}
+    for arm in several:
+        groups.setdefault(arm.variant_of or arm.name, []).append(arm)
+    return [min(group, key=lambda arm: _lowest_loss(results, arm)) for group in groups.values()]
+
+
+def _lowest_loss(results: Results, arm: ArmSummary) -> float:
+    split = "validation" if results.arm_data(arm).validation else "test"
+    return min(comparable_means(results, arm, results.task.loss, split).values(), default=math.inf)
 
 
 def figure_title(results: Results, title: str, arm: ArmSummary) -> str:
     """Return a title, with the arm's label if there are several."""
-    return title if len(arms_with_figures(results)) == 1 else f"{title}: {short_label(arm.label)}"
+    is_alone = len(arms_with_figures(results)) == 1 and not arm.settings
+    return title if is_alone else f"{title}: {formats.shorten(arm.label, LABEL)}"
 
 
 def two_diversities(results: Results, arm: ArmSummary) -> list[float]:
@@ -134,7 +143,7 @@ def lambda_figures(results: Results) -> list[FigureSpec]:
 
 
 def _series(results: Results, arm: ArmSummary, key: str) -> Series:
-    found = {diversity: summary_of(results, arm, diversity, key) for diversity in results.diversities(arm)}
+    found = {diversity: summarize_metric(results, arm, diversity, key) for diversity in results.diversities(arm)}
     return {diversity: summary for diversity, summary in found.items() if summary}
 
 
@@ -159,30 +168,31 @@ def _score(results: Results, key: str, group: str) -> FigureSpec | None:
     def draw(figure: Figure, theme: Theme) -> None:
         diversities = [diversity for _, found in swept for diversity in found]
         plot = LambdaPlot.create(figure, diversities, metric.label, metric.scale)
-        axes, handles = plot.axes, {}
+        axes, entries = plot.axes, list[tuple[Any, str]]()
         for index, (arm, found) in enumerate(swept):
             shift = 0.07 * (index - (len(swept) - 1) / 2)
-            color, means = color_of(results, arm, theme), {d: s.mean for d, s in found.items()}
+            color, means = arm_color(results, arm, theme), {d: s.mean for d, s in found.items()}
             plot.bars({d: s.interval for d, s in found.items()}, shift=shift, cap=2.5, color=color, lw=1.2)
-            line = plot.line(means, shift=shift, color=color, marker=marker_of(results, arm))
-            handles[short_label(arm.label)] = line
+            line = plot.line(means, shift=shift, color=color, marker=arm_marker(results, arm))
+            entries.append((line, formats.shorten(arm.label, LABEL)))
         for arm, level in levels:
-            color = color_of(results, arm, theme)
-            handles[short_label(arm.label)] = axes.axhline(
-                level.mean * metric.scale, color=color, ls=(0, (4, 1.6)), lw=1.4
-            )
+            color = arm_color(results, arm, theme)
+            line = axes.axhline(level.mean * metric.scale, color=color, ls=(0, (4, 1.6)), lw=1.4)
+            entries.append((line, formats.shorten(arm.label, LABEL)))
             if level.interval:
                 axes.axhspan(*(end * metric.scale for end in level.interval), color=color, alpha=0.12, lw=0)
         if key in results.task.diversity:
             axes.set_ylim(bottom=0)  # shows how close to zero it is
         if key == "disagreement" and axes.get_ylim()[1] < 4 * 100 * COLLAPSED:
             axes.set_ylim(top=max(axes.get_ylim()[1], 115 * COLLAPSED))
-            handles["collapsed below this"] = axes.axhline(100 * COLLAPSED, color=theme.quiet, lw=1.2, ls=(0, (1, 1.5)))
+            line = axes.axhline(100 * COLLAPSED, color=theme.quiet, lw=1.2, ls=(0, (1, 1.5)))
+            entries.append((line, "collapsed below this"))
         if paper := _draw_paper(results, metric, {arm.num_members for arm, _ in swept}, plot, theme):
-            handles["paper"] = paper
-        legend(figure, list(handles.values()), list(handles))
+            entries.append((paper, "paper"))
+        legend(figure, *zip(*entries, strict=True))
 
-    return FigureSpec(key, group, title, caption, f"{title}. {'; '.join(parts)}.", draw)
+    height = HEIGHT + 0.2 * max(0, len(series) - 3)  # room for the legend
+    return FigureSpec(key, group, title, caption, f"{title}. {'; '.join(parts)}.", draw, height)
 
 
 def _draw_paper(results: Results, metric: Metric, sizes: set[int], plot: LambdaPlot, theme: Theme) -> Any:
@@ -236,18 +246,20 @@ def _difference(results: Results, key: str) -> FigureSpec | None:
         plot = LambdaPlot.create(figure, diversities, metric.difference_label, metric.scale)
         plot.axes.axhline(0, color=theme.quiet, lw=1)
         for index, comparison in enumerate(found):
-            color, marker = color_of(results, comparison.arm, theme), marker_of(results, comparison.arm)
+            color, marker = arm_color(results, comparison.arm, theme), arm_marker(results, comparison.arm)
             shift = 0.16 * (index - (len(found) - 1) / 2)
             plot.bars({d.diversity: d.joint_interval for d in comparison.differences}, shift=shift, color=color, lw=1.4)
             for d in comparison.differences:
                 face = color if d.significant else theme.paper
                 style = {"marker": marker, "color": color, "mfc": face, "mew": 1.3, "ms": 6.5}
                 plot.line({d.diversity: d.mean}, shift=shift, **style)
-            plot.axes.plot([], [], marker=marker, ls="", color=color, label=short_label(comparison.arm.label))
+            label = formats.shorten(comparison.arm.label, LABEL)
+            plot.axes.plot([], [], marker=marker, ls="", color=color, label=label)
         plot.axes.margins(x=0.08)
         legend(figure, *plot.axes.get_legend_handles_labels())
 
-    return FigureSpec(f"difference_{key}", "scores", title, caption, f"{title}. {'; '.join(parts)}.", draw)
+    height = HEIGHT + 0.2 * max(0, len(found) - 3)
+    return FigureSpec(f"difference_{key}", "scores", title, caption, f"{title}. {'; '.join(parts)}.", draw, height)
 
 
 def _members(results: Results, arm: ArmSummary) -> FigureSpec | None:
@@ -273,7 +285,7 @@ def _members(results: Results, arm: ArmSummary) -> FigureSpec | None:
         plot.axes.plot([], [], ls="", marker=".", color=theme.quiet, label="a member")
         for found, style, label in ((members, "--", "members' mean"), (ensemble, "-", "ensemble")):
             means = {d: summary.mean for d, summary in found.items() if d in ensemble}
-            plot.line(means, ls=style, marker="o", color=color_of(results, arm, theme), label=label)
+            plot.line(means, ls=style, marker="o", color=arm_color(results, arm, theme), label=label)
         legend(figure, *plot.axes.get_legend_handles_labels())
 
     return FigureSpec(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -134,10 +134,14 @@ def paired_differences(
     samples: Mapping[float, Mapping[int, Array]] | None = None,
 ) -> tuple[Difference, ...]:
     """Return the paired differences to one reference, by ascending λ, corrected for their number."""
-    found = [paired_difference(series[d], reference, d, (samples or {}).get(d)) for d in sorted(series)]
-    differences = [difference for difference in found if difference is not None]
-    tests = max(1, sum(difference.estimate is not None for difference in differences))
-    return tuple(replace(difference, tests=tests) for difference in differences)
+    return correct(paired_difference(series[d], reference, d, (samples or {}).get(d)) for d in sorted(series))
+
+
+def correct(found: Iterable[Difference | None]) -> tuple[Difference, ...]:
+    """Correct known differences for their number."""
+    known = [difference for difference in found if difference is not None]
+    tests = max(1, sum(difference.estimate is not None for difference in known))
+    return tuple(replace(difference, tests=tests) for difference in known)
 
 
 def compare(results: Results, arm: ArmSummary, metric: str, reference: ArmSummary | None = None) -> Comparison | None:
@@ -151,7 +155,7 @@ def compare(results: Results, arm: ArmSummary, metric: str, reference: ArmSummar
 
 def _compare(results: Results, arm: ArmSummary, metric: str, reference: ArmSummary | None) -> Comparison | None:
     anchor = reference or arm
-    if not results.data_of(arm).has_same_test_set(results.data_of(anchor)):
+    if not results.arm_data(arm).has_same_test_set(results.arm_data(anchor)):
         return None
     at = results.diversities(anchor)
     if not at or (at[0] != 0 and (reference is None or len(at) > 1)):

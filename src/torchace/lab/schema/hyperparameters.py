@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from torchace.lab.schema.errors import capitalize, describe_error
+from torchace.lab.schema.reading import capitalize, describe_error
 
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -26,7 +26,7 @@ class Hyperparameters(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     num_members: NumMembers = 10
-    members: Literal["separate", "shared"] = "separate"
+    members: Literal["separate", "shared", "shared_mini"] = "separate"
     hidden: Annotated[tuple[Width, ...], Field(max_length=100, strict=False)] = (64,)
     diversity: float | str = 0.0  # λ, or "auto"
     epochs: Count = 100
@@ -57,7 +57,7 @@ class Hyperparameters(BaseModel):
                 "λ > 0 needs members that see each other's predictions: with batches='separate' set diversity=0, or "
                 "use batches='exchanged'."
             )
-        if self.members == "shared" and self.batches != "shared":
+        if self.members != "separate" and self.batches != "shared":
             raise ValueError("members that share weights see the same samples: set batches='shared'.")
         return self
 
@@ -76,3 +76,12 @@ def check_hyperparameters(name: Callable[[str], str], **values: Any) -> Hyperpar
         return Hyperparameters(**values)
     except ValidationError as error:
         raise ValueError(capitalize(describe_error(error, Hyperparameters, name=name))) from None
+
+
+def to_python(value: Any) -> Any:
+    """Convert tuples, arrays and numbers of NumPy and torch to lists and numbers of Python."""
+    if isinstance(value, Mapping):
+        return {key: to_python(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [to_python(item) for item in value] if isinstance(value, (list, tuple, range, set, Iterator)) else value

@@ -5,7 +5,6 @@ A TOML file names them (`package.module:function`) and they are imported; `torch
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import inspect
@@ -23,7 +22,9 @@ from torch import Tensor
 
 from torchace.lab.report.metrics import TASKS
 from torchace.lab.schema.experiment import OPTIMIZERS, Arm
+from torchace.lab.schema.reading import did_you_mean
 from torchace.lab.sweeps.config import ConfigError
+from torchace.nn.architecture import enclosed_values, global_names
 
 HASHED_ROWS = 65_536  # of a tensor
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -34,7 +35,7 @@ class Components:
     """Objects of one arm; None where the built-in network, data set or optimizer is used."""
 
     member: Callable[..., Any] | None = None  # called with `model.arguments`, returns a module
-    data: Any = None  # (train, test), or a function of `data.arguments` that returns them
+    data: Any = None  # (train, test) or (train, validation, test), or a function of `data.arguments` that returns them
     optimizer: Callable[..., Any] | None = None  # called with parameters, `lr` and `optimizer_arguments`
     metrics: tuple[Any, ...] = ()  # functions of logits (K, N, C) and target, or torchmetrics metrics
     transform: Callable[..., Any] | None = None  # function of a batch of inputs, on the device
@@ -100,9 +101,7 @@ def import_object(name: str, key: str) -> Any:
         raise ConfigError(f"{key}: cannot import {module_name}: {type(error).__name__}: {error}.") from error
     for part in path.split("."):
         if not hasattr(found, part):
-            close = difflib.get_close_matches(part, dir(found), n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"{key}: there is no {path!r} in {module_name}.{hint}")
+            raise ConfigError(f"{key}: there is no {path!r} in {module_name}.{did_you_mean(part, dir(found))}")
         found = getattr(found, part)
     if not callable(found):
         raise ConfigError(f"{key}: expected {name} to be a function or a class, but it is {type(found).__name__}.")
@@ -159,7 +158,7 @@ def named_metrics(metrics: Sequence[Any], task: str) -> dict[str, Any]:
 def source_digest(function: Any) -> str:
     """Return a SHA-256 of an object's source, and of the values and functions of its module that it uses.
 
-    Without a source file, as for a function typed into an interpreter, the bytecode and its constants count.
+    Without a source file, as in an interpreter, the hash is of the bytecode and its constants.
     """
     digest = hashlib.sha256()
     _update(digest, function, set())
@@ -210,9 +209,8 @@ def _update_object(digest: Any, value: Any, seen: set[int]) -> None:
         digest.update(_source(value) or b"")
         if not _source(value):
             _update_code(digest, value.__code__)
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _has_contents(cell)]
-        _update(digest, [value.__defaults__, value.__kwdefaults__, cells], seen)
-        used = [value.__globals__.get(name) for name in _names(value.__code__)]
+        _update(digest, [value.__defaults__, value.__kwdefaults__, enclosed_values(value)], seen)
+        used = [value.__globals__.get(name) for name in sorted(set(global_names(value.__code__)))]
         _update(digest, [item for item in used if _is_own(item, value.__module__)], seen)
     elif isinstance(value, type):
         digest.update(_source(value) or f"{value.__module__}:{value.__qualname__}".encode())
@@ -243,20 +241,6 @@ def _update_code(digest: Any, code: types.CodeType) -> None:
             digest.update(repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant).encode())
 
 
-def _names(code: types.CodeType) -> list[str]:
-    """Return the global names in a function's code and in functions inside it, sorted."""
-    inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _names(part)]
-    return sorted({*code.co_names, *inner})
-
-
 def _is_own(value: Any, module: str) -> bool:
     """Whether a global value is a number, text or a function or class of the same module."""
     return isinstance(value, _PLAIN) or getattr(value, "__module__", None) == module
-
-
-def _has_contents(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

@@ -1,11 +1,13 @@
-"""The executor interface and the executor for one process."""
+"""The executor interface, the executor for one process, and the choice of an executor."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,16 +19,15 @@ from torchace.lab.schema.results import Failure, GroupPlan, Metrics, RunKey, Run
 from torchace.lab.store import RunStore
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.components import Components, named_metrics
-from torchace.lab.sweeps.environment import hardware, versions
+from torchace.lab.sweeps.config import hardware, versions
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network, make_train_config
-from torchace.lab.training.checkpoint import run_weights, state_digest
+from torchace.lab.training.checkpoint import gather_network, run_weights, shard_network, state_digest
 from torchace.lab.training.distributed import Ranks
-from torchace.lab.training.evaluate import evaluate, predict_logits
-from torchace.lab.training.extra_metrics import compute_metrics
+from torchace.lab.training.evaluate import compute_metrics, evaluate, predict_logits
 from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, FitResult, fit
+from torchace.lab.training.members import resolve_device
 from torchace.lab.training.run_group import RunGroup
-from torchace.lab.training.shard import gather_network, shard_network
 from torchace.lab.training.tasks import TASKS
 
 Stop = Callable[[], bool]
@@ -90,6 +91,36 @@ class Executor:
         for group in groups:
             callback.on_group_start(group)
             yield group, train_group(plan, group, callback, stop)
+
+
+@contextmanager
+def make_executor(
+    experiment: Experiment,
+    directory: Path,  # the run directory, for messages
+    device: str,
+    *,
+    ray: str | None,
+    parallel: str | None,
+    rank: int | None,
+    stop: Stop = lambda: False,
+) -> Iterator[Executor]:
+    """Yield the executor of a sweep: this process, all ranks of torchrun (`rank` of them), or a Ray cluster.
+
+    `parallel` is what the ranks split, see `parse_layout`; `stop` ends the wait for a Ray worker.
+    """
+    if ray is not None:
+        if rank is not None:
+            raise ValueError("Expected torchrun or --ray, but got both: Ray starts its own processes.")
+        from torchace.lab.sweeps.ray import connect_ray
+
+        with connect_ray(ray, device, directory, stop) as executor:
+            yield executor
+    elif rank is None:
+        yield Executor(resolve_device(device))
+    else:
+        from torchace.lab.sweeps.torchrun import RankExecutor
+
+        yield RankExecutor(experiment, resolve_device(device), parallel)
 
 
 def train_group(plan: Plan, group: GroupPlan, callback: Callback, stop: Stop, ranks: Ranks = ALONE) -> float:

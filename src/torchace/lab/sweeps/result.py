@@ -7,12 +7,14 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchace._figures import HEIGHT, LIGHT, WIDTH
+from torchace._figures import LIGHT, WIDTH
 from torchace.lab.report import Results, read_results, write_report
+from torchace.lab.report.axes import axis_findings
 from torchace.lab.report.findings import headline
+from torchace.lab.report.formats import capitalize, count, join
 from torchace.lab.report.plots import lambda_figures
 from torchace.lab.report.statistics import comparable_means, compare, paired_differences
-from torchace.lab.report.tables import summary_of
+from torchace.lab.report.tables import summarize_metric
 from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import ArmSummary, RunKey
 from torchace.lab.store import RunStore
@@ -55,7 +57,7 @@ class SweepResult:
         return read_results(self.directory, arrays=arrays)
 
     def to_frame(self) -> DataFrame:
-        """Return one row a run: diversity, seed, test metrics, validation metrics (`validation_...`) and times.
+        """Return one row per run: diversity, seed, test metrics, validation metrics (`validation_...`) and times.
 
         Settings with a list of values, such as `learning_rate`, are columns too. Failed runs have no metrics; `status`
         is `"failed"`.
@@ -74,7 +76,7 @@ class SweepResult:
         return frame.drop(columns="arm") if len(set(names.values())) == 1 and len(frame) else frame
 
     def table(self) -> DataFrame:
-        """Return one row a λ: means over seeds on test data, standard deviations, and the difference to λ=0.
+        """Return one row per λ: means over seeds on test data, standard deviations, and the difference to λ=0.
 
         The index is λ, preceded by the arm, if there are several, and by settings with a list of values.
         `difference` is the mean paired difference of the loss (cross entropy or mean squared error), `low` to `high`
@@ -89,9 +91,9 @@ class SweepResult:
         return frame.set_index(_index(results)).drop(columns="arm", errors="ignore")
 
     def best(self) -> Series:
-        """Return the row of `table` of the λ that validation data choose, with `diversity`.
+        """Return the row of `table` for the λ chosen on validation data, with `diversity`.
 
-        λ is 0 unless another one has a lower validation loss in a paired test over seeds.
+        λ is 0 unless another one has a significantly lower validation loss (paired over seeds).
 
         Raises:
             ValueError: The sweep has no validation data.
@@ -126,7 +128,7 @@ class SweepResult:
         specs = lambda_figures(self._results(arrays=True))[:2]
         if not specs:
             raise ValueError("There is nothing to plot: no run is finished, or the ensembles have one member.")
-        figure = plt.figure(figsize=(WIDTH * len(specs), HEIGHT), layout="constrained")
+        figure = plt.figure(figsize=(WIDTH * len(specs), specs[0].height), layout="constrained")
         for spec, part in zip(specs, figure.subfigures(1, len(specs), squeeze=False)[0], strict=True):
             part.suptitle(spec.title)
             spec.draw(part, LIGHT)
@@ -139,7 +141,7 @@ class SweepResult:
     def ensemble(self, diversity: float, seed: int, *, arm: str | None = None, **settings: float) -> EnsembleModule:
         """Return the trained ensemble of one run, in evaluation mode on the CPU.
 
-        `settings` are the values of settings with a list of them, such as `learning_rate=0.1`.
+        `settings` selects values of other axes of the sweep, such as `learning_rate=0.1`.
 
         Raises:
             ValueError: There is no such run, or its weights were not kept.
@@ -165,28 +167,44 @@ class SweepResult:
 
     def __repr__(self) -> str:
         results = self._results()
-        diversities = {run.diversity for run in results.runs}
-        seeds = {run.seed for run in results.runs}
-        counts = [f"{len(seeds)} seed", f"{len(results.runs)} run"]
-        seeds_text, runs_text = (count if count.startswith("1 ") else f"{count}s" for count in counts)
-        return f"Sweep of {len(diversities)} λ and {seeds_text}, {runs_text}"
+        parts = [f"{len({run.diversity for run in results.runs})} λ"]
+        for name in _index(results)[:-1]:  # arms and settings with several values
+            values = {arm.variant_of or arm.name if name == "arm" else arm.settings.get(name) for arm in results.arms}
+            parts.append(count(len(values - {None}), name.replace("_", " ")))
+        parts.append(count(len({run.seed for run in results.runs}), "seed"))
+        return f"Sweep of {join(parts)}, {count(len(results.runs), 'run')}"
 
     def __str__(self) -> str:
-        results, table = self._results(arrays=True), self.table()
-        sentences = [headline(results, arm) for arm in results.arms]
-        shown = table[[key for key in table if not key.endswith("_sd")]]
-        text = shown.to_string(float_format="{:.4g}".format, na_rep="")
-        return "\n".join([repr(self), *filter(None, sentences), text])
+        sentences = _sentences(self._results(arrays=True))
+        if len(table := self.table()):
+            shown = table[[key for key in table if not key.endswith("_sd")]]
+            sentences.append(shown.to_string(float_format="{:.4g}".format, na_rep=""))
+        return "\n".join([repr(self), *sentences])
 
     def _repr_html_(self) -> str:
         """Show the table and the main finding in a notebook."""
         import html
 
-        results = self._results(arrays=True)
-        sentences = [headline(results, arm) for arm in results.arms]
-        found = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences if sentence)
-        shown: str = self.table().to_html(float_format="{:.4g}".format, border=0)
+        sentences = _sentences(self._results(arrays=True))
+        found = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences)
+        table = self.table()
+        shown = table.to_html(float_format="{:.4g}".format, border=0) if len(table) else ""
         return f"<p><b>{html.escape(repr(self))}</b></p>{found}{shown}"
+
+
+def _sentences(results: Results) -> list[str]:
+    """Return the main findings, each with the arms or settings it is about, and the reason if all runs failed."""
+    if results.runs and not any(run.finished for run in results.runs):
+        first = results.failed[0]
+        reason = first.failure.message if first.failure else "unknown reason"
+        return [f"All runs failed. The first one is λ={first.diversity:g} with seed {first.seed}: {reason}."]
+    found: dict[str, list[str]] = {}
+    for arm in results.arms:
+        found.setdefault(headline(results, arm), []).append(arm.label)
+    sentences = [text for text in found if text]
+    if len(results.arms) > 1:
+        sentences = [f"{capitalize('; '.join(found[text]))}: {text}" for text in sentences]
+    return [*sentences, *(f"{finding.topic}: {finding.text}" for finding in axis_findings(results))]
 
 
 def _index(results: Results) -> list[str]:
@@ -202,7 +220,7 @@ def _row(results: Results, arm: ArmSummary, diversity: float) -> dict[str, Any]:
     row: dict[str, Any] = {"arm": arm.variant_of or arm.name, **arm.settings, "diversity": diversity}
     row["seeds"] = len(results.finished(arm, diversity))
     for key in (*task.ensemble, *task.member, task.spread, *task.details.get("Own", ())):
-        summary = summary_of(results, arm, diversity, key)
+        summary = summarize_metric(results, arm, diversity, key)
         if summary is not None:
             row |= {key: summary.mean, f"{key}_sd": summary.sd}
     comparison = compare(results, arm, task.loss)

@@ -8,13 +8,15 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from torchace._extras import import_extra
 from torchace._files import check_regular
-from torchace.lab.schema.axes import AXES
 from torchace.lab.schema.experiment import Experiment
 from torchace.lab.schema.results import RunKey, RunResult
+from torchace.lab.schema.values import AXES
 from torchace.lab.sweeps.callbacks import Callback, CallbackList, remove_partial_line
 from torchace.lab.training.loop import RunProgress
 
@@ -55,7 +57,7 @@ class Tracker(Callback):
 
 
 class CSV(Tracker):
-    """Append to `metrics.csv` in the run directory, one metric a row; rows of a repeated epoch are not repeated."""
+    """Append to `metrics.csv` in the run directory, one metric per row; a repeated epoch adds no rows."""
 
     COLUMNS = ("run", "arm", "diversity", "seed", *AXES, "step", "metric", "value")
 
@@ -92,11 +94,8 @@ class TensorBoard(Tracker):
 
     def __init__(self, directory: Path, experiment: Experiment) -> None:
         super().__init__(directory, experiment)
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _missing("tensorboard") from error
-        self._make: Any = SummaryWriter
+        _import("tensorboard")
+        self._make = import_module("torch.utils.tensorboard").SummaryWriter
         self._writers: dict[str, Any] = {}
 
     def on_step(self, run: RunKey, progress: RunProgress) -> None:
@@ -132,11 +131,7 @@ class MLflow(Tracker):
 
     def __init__(self, directory: Path, experiment: Experiment) -> None:
         super().__init__(directory, experiment)
-        try:
-            import mlflow
-        except ImportError as error:
-            raise _missing("mlflow") from error
-        self._mlflow: Any = mlflow
+        self._mlflow = _import("mlflow")
         self._client: Any = None
         self._experiment = ""
         self._ids: dict[str, str] = {}
@@ -183,11 +178,7 @@ class WandB(Tracker):
 
     def __init__(self, directory: Path, experiment: Experiment) -> None:
         super().__init__(directory, experiment)
-        try:
-            import wandb
-        except ImportError as error:
-            raise _missing("wandb") from error
-        self._wandb: Any = wandb
+        self._wandb = _import("wandb")
         self._runs: dict[str, Any] = {}
 
     def on_run_start(self, run: RunKey) -> None:
@@ -230,5 +221,5 @@ def make_tracker(name: str, directory: Path, experiment: Experiment) -> Tracker:
     return TRACKERS[name](directory, experiment)
 
 
-def _missing(name: str) -> ImportError:
-    return ImportError(f"The tracker {name!r} needs an extra package: pip install 'torchace[{name}]'.")
+def _import(name: str) -> Any:
+    return import_extra(name, f"The tracker {name!r} needs", name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import json
 import logging
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchace._extras import import_extra
 from torchace._files import remove_abandoned, write_atomic
 from torchace.lab.data.encoding import CategoryColumn
 from torchace.lab.tables.model import TableModel
@@ -42,14 +42,15 @@ class _Graph(nn.Module):
         return tuple(output(logits) for output in self.outputs.values())
 
 
-def export_onnx(model: TableModel, path: Path, *, seed: int = 0) -> float:
+def export_onnx(model: TableModel, path: Path) -> float:
     """Compare onnxruntime's outputs with torch's, write the graph, return the largest difference.
 
     The input `raw` is `Encoding.matrix`, `(N, F)` in float64. The metadata hold columns, codes and classes as JSON.
     """
-    onnx, _, runtime = map(_import_package, ("onnx", "onnxscript", "onnxruntime"))
+    names = ("onnx", "onnxscript", "onnxruntime")
+    onnx, _, runtime = (import_extra(name, "The ONNX export needs", "onnx") for name in names)
     graph = _Graph(model).eval()
-    rows = _random_rows(model, max(BATCH_SIZES), seed)
+    rows = _random_rows(model, max(BATCH_SIZES))
     with _silence_exporter():
         try:
             program = torch.onnx.export(
@@ -97,9 +98,9 @@ def _compare(runtime: ModuleType, data: bytes, graph: _Graph, rows: Tensor) -> f
     return largest
 
 
-def _random_rows(model: TableModel, count: int, seed: int) -> Tensor:
+def _random_rows(model: TableModel, count: int) -> Tensor:
     """Return rows like those of training, with missing values and unknown codes."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     columns = []
     for column in model.encoding.columns:
         if isinstance(column, CategoryColumn):
@@ -124,13 +125,6 @@ def _metadata(model: TableModel) -> dict[str, Any]:
         "torchace.classes": target.class_names,
         "torchace.diversity": model.diversity,
     }
-
-
-def _import_package(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise ImportError(f"The ONNX export needs {name}: pip install 'torchace[onnx]'.") from None
 
 
 @contextlib.contextmanager

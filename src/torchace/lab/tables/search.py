@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from torchace._files import refuse_links, remove_abandoned, write_atomic
 from torchace.lab.data import Split
@@ -15,8 +16,9 @@ from torchace.lab.tables.table import Table
 from torchace.lab.training.members import MemberPlan
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
 from torchace.lab.tuning.optuna_search import OptunaSearch, StudyResult
-from torchace.lab.tuning.search import SearchCallback, SearchProblem, SearchResult
-from torchace.lab.tuning.search_cache import SearchCache
+from torchace.lab.tuning.search import SearchCache, SearchCallback, SearchProblem, SearchResult
+
+Result = TypeVar("Result", bound=SearchResult)
 
 CONTENT = {"search", "study.db", "study.db.lock", "tune.json"}  # of a search's directory
 
@@ -32,12 +34,7 @@ class TableSearch:
     device: str = "cpu"
 
     def tune_diversity(
-        self,
-        *,
-        num_seeds: int,
-        rounds: int,
-        callback: SearchCallback | None = None,
-        stop: Callable[[], bool] = lambda: False,
+        self, *, num_seeds: int, rounds: int, callback: SearchCallback, stop: Callable[[], bool]
     ) -> TunedDiversity:
         """Search λ alone and measure its gain on the test part."""
         self._check_directory()
@@ -51,27 +48,16 @@ class TableSearch:
             score_scale=self.table.target_variance,
             cache=SearchCache(self.directory / "search"),
         )
-        result = search.run(callback, stop)
-        self._write(result)
-        return result
+        return self._write(search.run(callback, stop))
 
     def run_study(
-        self,
-        trials: int,
-        *,
-        storage: str | None,
-        study: str,
-        pruning: bool,
-        callback: SearchCallback | None = None,
-        stop: Callable[[], bool] = lambda: False,
+        self, trials: int, *, callback: SearchCallback, stop: Callable[[], bool], storage: str | None, **options: Any
     ) -> StudyResult:
         """Search λ and other hyperparameters in an Optuna study."""
         self._check_directory()
         problem, _ = self._problem()
-        where = storage or self.directory / "study.db"
-        result = OptunaSearch(problem, trials, storage=where, study_name=study, pruning=pruning).run(callback, stop)
-        self._write(result)
-        return result
+        search = OptunaSearch(problem, trials, storage=storage or self.directory / "study.db", **options)
+        return self._write(search.run(callback, stop))
 
     def _problem(self) -> tuple[SearchProblem, Split]:
         train, validation, test = self.table.parts(self.plan, self.device)
@@ -83,7 +69,8 @@ class TableSearch:
             raise RunStoreError(f"{self.directory} already holds other files. Choose another --out.")
         refuse_links(self.directory, (*CONTENT, "study.db-journal"))
 
-    def _write(self, result: SearchResult) -> None:
+    def _write(self, result: Result) -> Result:
         file = self.directory / "tune.json"
         remove_abandoned(file)
         write_atomic(file, (json.dumps(finite(result.to_json()), indent=1) + "\n").encode())
+        return result

@@ -14,14 +14,13 @@ from torch import Tensor
 from torchace.lab.data import DataError, Split
 from torchace.lab.data.description import describe_table
 from torchace.lab.data.encoding import Encoding, learn_encoding
+from torchace.lab.data.errors import MissingTargetError, quote_all
 from torchace.lab.data.inference import infer_schema, missing_targets
-from torchace.lab.data.messages import quote_all
 from torchace.lab.data.splits import train_val_test_split
 from torchace.lab.data.table_schema import Schema, Target
 from torchace.lab.data.tables import read_table
 from torchace.lab.training.members import MemberPlan
 from torchace.lab.training.scaling import Scaler
-from torchace.models.encoder import TableEncoder
 
 MIN_STD, MAX_STD = 1e-45, 1e45  # of the target: beyond, squares over- or underflow
 
@@ -88,10 +87,6 @@ class Table:
         scaler = self.target_scaler
         return 1.0 if scaler is None else float(scaler.std) * float(scaler.std)
 
-    def encoder(self) -> TableEncoder:
-        """Return the module from the raw matrix to the features."""
-        return self.encoding.encoder()
-
     def parts(self, plan: MemberPlan, device: str) -> tuple[Split, Split, Split]:
         """Return the three parts on a device, in the plan's precision."""
         dtype = plan.train_config(1).dtype
@@ -146,7 +141,10 @@ def load_table(path: Path, settings: TableSettings) -> Table:
         column = frame[settings.split_column]
         if settings.split_column not in drop:
             drop.append(settings.split_column)
-    schema = infer_schema(frame, settings.target, settings.task, drop, kinds=dict(settings.kinds))
+    try:
+        schema = infer_schema(frame, settings.target, settings.task, drop, kinds=dict(settings.kinds))
+    except MissingTargetError as error:
+        raise MissingTargetError(error.problem, "or skip them with --skip-missing-target") from None
     if skipped:
         note = f"{skipped} of {len(frame) + skipped} rows have no target and are skipped."
         schema = replace(schema, notes=(note, *schema.notes))

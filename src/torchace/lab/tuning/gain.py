@@ -55,7 +55,7 @@ def measure_gain(
 def describe_gain(gain: Gain, metric: str, num_fresh: int) -> str:
     """Return a sentence without its subject: `lowers the cross entropy … by …: beyond the noise.`."""
     verb, sign = ("lowers", 1) if gain.mean >= 0 else ("raises", -1)
-    seeds = _count(len(gain.seeds), "fresh seed")
+    seeds = count(len(gain.seeds), "fresh seed")
     if len(gain.seeds) < num_fresh:
         seeds += f"; {num_fresh - len(gain.seeds)} more failed"
     where = "validation samples that chose it" if gain.split == "validation" else f"{gain.split} samples"
@@ -64,7 +64,7 @@ def describe_gain(gain: Gain, metric: str, num_fresh: int) -> str:
         return f"{verb} the {metric} on the {where} by {amount} ({seeds}): too few to tell from noise, so λ=0 is kept."
     amount, low, high = _format(abs(gain.mean), *sorted((sign * gain.low, sign * gain.high)))
     together = "" if gain.choices == 1 else f" for all {gain.choices} λ above 0 together"
-    over = "seeds alone," if gain.samples is None else f"{_count(gain.samples, 'sample')} and"
+    over = "seeds alone," if gain.samples is None else f"{count(gain.samples, 'sample')} and"
     if not gain.beyond_noise:
         finding = "within the noise, so λ=0 is kept"
     else:
@@ -84,5 +84,6 @@ def _format(*values: float) -> list[str]:
     return [f"{value:.{max(0, 2 - size)}f}" for value in values]
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def count(number: int, noun: str) -> str:
+    """Format a count: `1 seed`, `60,000 samples`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,12 +1,11 @@
-"""A sweep on digits as one run group, against its runs one after another and its members one by one. CPU.
+"""Train a sweep on digits as one run group, run by run, and member by member. CPU.
 
-    python benchmarks/bench_cohort.py --out docs/results/bench_cohort.json
+    python benchmarks/bench_run_group.py --out docs/results/bench_run_group.json
 
-6 λ x 5 seeds x 5 members, all on the same batches for the same number of steps. `cohort` is one network of 150
-members (`engine.fit`); `runs` trains the 30 ensembles one after another, each stacked (`engine.fit` too); `members` has
-150 plain modules, each with a forward, a backward and an optimizer of its own, coupled by their mean prediction.
-Targets: it is at least 1.5 times faster than `runs` and 3.5 times faster than `members`. Before anything is timed,
-the three are compared: they end with the same weights, to rounding.
+6 λ x 5 seeds x 5 members, the same batches and steps. `run_group` is one network of 150 members; `runs` trains the 30
+stacked ensembles one after another; `members` trains 150 plain modules, coupled by their mean prediction. All three end
+with the same weights up to rounding (checked first). Targets: at least 1.5 times faster than `runs`, 3.5 times faster
+than `members`.
 """
 
 from __future__ import annotations
@@ -34,29 +33,29 @@ RUNS = [(diversity, seed) for diversity in DIVERSITIES for seed in SEEDS]
 TARGETS = {"runs": 1.5, "members": 3.5}
 
 
-def members_of(seed: int, width: int) -> list[nn.Module]:
+def make_members(seed: int, width: int) -> list[nn.Module]:
     torch.manual_seed(seed)
     return [mlp(64, width, 10) for _ in range(MEMBERS)]
 
 
-def train_cohort(data: Batches, steps: int, width: int, runs: Sequence[tuple[float, int]] = RUNS) -> list[Tensor]:
-    """Every run of a sweep at once."""
-    network = RunGroup([Ensemble(members_of(seed, width)) for _, seed in runs])
+def train_run_group(data: Batches, steps: int, width: int, runs: Sequence[tuple[float, int]] = RUNS) -> list[Tensor]:
+    """Train all runs of a sweep at once."""
+    network = RunGroup([Ensemble(make_members(seed, width)) for _, seed in runs])
     train_config = TrainConfig(steps=steps, learning_rate=RATE)
     fit(network, data, train_config, diversities=[d for d, _ in runs], seeds=[seed for _, seed in runs])
     return [network.get_parameter("members.stacked.fc.weight").detach()]
 
 
 def train_runs(data: Batches, steps: int, width: int) -> list[Tensor]:
-    """Run after run, the members of each stacked."""
-    return [weights for run in RUNS for weights in train_cohort(data, steps, width, [run])]
+    """Train run by run, the members of each stacked."""
+    return [weights for run in RUNS for weights in train_run_group(data, steps, width, [run])]
 
 
 def train_members(data: Batches, steps: int, width: int) -> list[Tensor]:
-    """Run after run, member after member: what a plain training script does."""
+    """Train member by member, as a plain training script does."""
     weights = []
     for diversity, seed in RUNS:
-        members = members_of(seed, width)
+        members = make_members(seed, width)
         optimizers = [torch.optim.Adam(member.parameters(), lr=RATE, fused=True) for member in members]
         share = torch.tensor([1 / MEMBERS])
         for step in range(steps):
@@ -73,18 +72,18 @@ def train_members(data: Batches, steps: int, width: int) -> list[Tensor]:
     return weights
 
 
-TRAIN = {"cohort": train_cohort, "runs": train_runs, "members": train_members}
+TRAIN = {"run_group": train_run_group, "runs": train_runs, "members": train_members}
 
 
 def check_equal(data: Batches, width: int) -> None:
-    """All three are the same training."""
+    """Check that all three trainings end with the same weights."""
     trained = {name: torch.cat(train(data, 3, width)) for name, train in TRAIN.items()}
     for name in TARGETS:
-        torch.testing.assert_close(trained[name], trained["cohort"], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(trained[name], trained["run_group"], rtol=1e-3, atol=1e-4)
 
 
 def main() -> None:
-    options = measure.arguments(__doc__.splitlines()[0]).parse_args()
+    options = measure.make_parser(__doc__.splitlines()[0]).parse_args()
     started = time.perf_counter()
     torch.set_num_threads(options.threads)
     dataset = load("digits")
@@ -95,16 +94,16 @@ def main() -> None:
     for width in (8, 64):
         check_equal(data, width)
         calls = {name: lambda train=train: train(data, steps, width) for name, train in TRAIN.items()}  # noqa: B023
-        compared = measure.compared(measure.timings(calls, rounds=rounds), to="cohort")
+        compared = measure.compare(measure.timings(calls, rounds=rounds), to="run_group")
         results["cases"][f"width {width}"] = compared
         for name, case in compared.items():
-            ratio = case["times_cohort"]
+            ratio = case["times_run_group"]
             target = TARGETS.get(name)
             verdict = "" if target is None else f"{target} {'met' if ratio['median'] >= target else 'MISSED'}"
             a_step = {key: value / steps for key, value in case["seconds"].items()}
             rows.append([str(width), name, measure.milliseconds(a_step), measure.factor(ratio), verdict])
     print(f"{len(RUNS)} runs of {MEMBERS} members on digits, batches of {BATCH}, {steps} steps, {rounds} rounds\n")
-    print(measure.table(["width", "contender", "ms a step of the sweep", "times the cohort", "target"], rows))
+    print(measure.table(["width", "contender", "ms a step of the sweep", "times the run group", "target"], rows))
     measure.finish(results, options.out, started)
 
 

@@ -1,0 +1,184 @@
+"""The page docs/results/tabular.md from the results of tabular.py."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import measure
+import pandas as pd
+
+from torchace._statistics import mean_over_seeds
+
+BASE, OLD, SHARED, AUTO = "torchace", "torchace, old defaults", "torchace, shared members", "torchace, λ auto"
+METRICS = {"log_loss": "log loss", "r2": "R²"}
+COLUMNS = {
+    "accuracy": "accuracy",
+    "brier": "Brier score",
+    "calibration_error": "calibration error",
+    "fit_seconds": "fit, s",
+    "fit_cpu_seconds": "fit, CPU s",
+    "predict_seconds": "predict, s",
+}
+
+
+def line(result: dict[str, Any]) -> str:
+    """One fit as a line for the terminal."""
+    score = result.get("error") or f"{result.get('log_loss', result.get('r2')):.4f}, {result['fit_seconds']:.1f} s"
+    return f"{result['table']}, seed {result['seed']}, {result['model']}: {score}"
+
+
+def common_runs(runs: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Runs of the (table, seed) pairs that all contenders finished, without those that finished less than half."""
+    runs = runs.dropna(subset=[metric])
+    count = runs.groupby("model").size()
+    runs = runs[runs["model"].map(count) >= count.max() / 2]
+    finished = runs.groupby(["table", "seed"])["model"].transform("nunique")
+    return runs[finished == runs["model"].nunique()]
+
+
+def interval(differences: pd.Series) -> tuple[float, float]:
+    """The 95 % interval of the mean, with tables as the unit."""
+    estimate = mean_over_seeds(differences.to_numpy())
+    return (-math.inf, math.inf) if estimate is None else estimate.interval(0.05)
+
+
+def difference(differences: pd.Series) -> str:
+    low, high = interval(differences)
+    return f"{differences.mean():+.4f} ({low:+.4f} to {high:+.4f})"
+
+
+def section(runs: pd.DataFrame, metric: str) -> list[str]:
+    """Means over tables with ranks and paired differences, then every table."""
+    means = runs.groupby(["table", "model"]).mean(numeric_only=True)
+    scores = means[metric].unstack()
+    higher = metric == "r2"
+    ranks = scores.rank(axis=1, ascending=not higher).mean()
+    columns = [name for name in COLUMNS if name in means and means[name].notna().all()]
+    others = means.groupby("model")[columns].mean()
+    names = list(scores.mean().sort_values(ascending=not higher).index)
+    rows = [
+        [
+            name,
+            f"{scores[name].mean():.4f}",
+            f"{ranks[name]:.1f}",
+            "" if name == BASE else difference(scores[name] - scores[BASE]),
+            *(f"{others.loc[name, column]:.3f}" for column in columns),
+        ]
+        for name in names
+    ]
+    header = ["model", METRICS[metric], "mean rank", f"minus {BASE}'s (95 % interval)", *map(COLUMNS.get, columns)]
+    by_table = [[str(table), *(f"{row[name]:.3f}" for name in names)] for table, row in scores.iterrows()]
+    title = "Regression" if higher else "Classification"
+    seeds = runs.groupby("table")["seed"].nunique()
+    count = f"{seeds.min()}" if seeds.min() == seeds.max() else f"{seeds.min()} to {seeds.max()}"
+    return [
+        f"## {title}: {len(scores)} tables, {count} seeds",
+        "",
+        measure.table(header, rows),
+        "",
+        f"{METRICS[metric]} of each table:",
+        "",
+        measure.table(["table", *names], by_table),
+        "",
+    ]
+
+
+def verdict(met: bool) -> str:
+    return "yes" if met else "**no**"
+
+
+def classification_aims(means: pd.DataFrame) -> list[list[str]]:
+    scores, fit = means["log_loss"].unstack(), means["fit_cpu_seconds"].unstack().mean()
+    rows = []
+    if OLD in scores:
+        ratio = scores[BASE].mean() / scores[OLD].mean()
+        rows.append(["log loss at most 0.85 of the old defaults'", f"{ratio:.3f}", verdict(ratio <= 0.85)])
+    better = {name: interval(scores[name] - scores[BASE]) for name in scores if name != BASE}
+    losses = [name for name, (_, high) in better.items() if high < 0]
+    rows.append(["log loss above no contender's beyond the noise", ", ".join(losses) or "none", verdict(not losses)])
+    error = means["calibration_error"].unstack()[BASE].mean()
+    rows.append(["calibration error at most 0.035", f"{error:.4f}", verdict(error <= 0.035)])
+    if OLD in scores:
+        rows.append(
+            ["no slower to fit than the old defaults", f"{fit[BASE] / fit[OLD]:.2f}", verdict(fit[BASE] <= fit[OLD])]
+        )
+    if SHARED in scores:
+        ratio = fit[SHARED] / fit[BASE]
+        rows.append(["shared members at most five times slower to fit", f"{ratio:.2f}", verdict(ratio <= 5)])
+    if AUTO in scores:
+        ratio, (low, _) = fit[AUTO] / fit[BASE], better[AUTO]
+        rows.append(["λ auto costs at most 1.5 fits", f"{ratio:.2f}", verdict(ratio <= 1.5)])
+        gap = difference(scores[AUTO] - scores[BASE])
+        rows.append(["λ auto does not lose beyond the noise", gap, verdict(low <= 0)])
+    return rows
+
+
+def regression_aims(means: pd.DataFrame) -> list[list[str]]:
+    scores = means["r2"].unstack()
+    if "HistGradientBoosting" not in scores:
+        return []
+    gap = scores[BASE] - scores["HistGradientBoosting"]
+    return [["R² no lower than HistGradientBoosting's on average", difference(gap), verdict(gap.mean() >= 0)]]
+
+
+def headline(scores: pd.DataFrame, metric: str) -> str:
+    """The defaults beside the best contender and the old defaults."""
+    higher = metric == "r2"
+    estimator = "NCLRegressor" if higher else "ACEClassifier"
+    peers = scores[[name for name in scores if not name.startswith(BASE)]].mean().sort_values(ascending=not higher)
+    text = f"`{estimator}` in its defaults has a mean {METRICS[metric]} of {scores[BASE].mean():.3f}"
+    text += f" ({scores[OLD].mean():.3f} with the old defaults)" if OLD in scores else ""
+    if not len(peers):
+        return text + "."
+    low, high = interval(scores[BASE] - scores[peers.index[0]])
+    return (
+        f"{text}; the best other contender, {peers.index[0]}, has {peers.iloc[0]:.3f} "
+        f"(95 % interval of the difference: {low:+.3f} to {high:+.3f})."
+    )
+
+
+def notes(results: dict[str, Any], runs: pd.DataFrame) -> list[str]:
+    """How the numbers were measured, and what is missing."""
+    place = results["environment"]
+    lines = [
+        f"At most {results['max_rows']:,} training rows, all other rows (at most 5,000) for the scores. Every "
+        "contender has its own defaults, one thread and the same splits. Means over seeds, then over tables; "
+        "intervals are paired, with tables as the unit (t, 95 %). The aims compare CPU seconds. Times come from "
+        f"{results['jobs']} processes at a time ({place['cpu']}, torch {place['torch']}, commit {place['commit']}).",
+    ]
+    networks = "TabM_D and RealMLP_TD are pytabkit's"
+    if results["peer_device"] != "cpu":
+        networks += f"; their times are those of a GPU (`{results['peer_device']}`) that all processes share"
+    lines += [f"{networks}. `MLP` and `bagged MLP` (ten of them) are scikit-learn's, which do not scale targets."]
+    lines += [f"{package} was not installed; its models are missing." for package in results["left_out"]]
+    if "error" in runs:
+        for model, failed in runs.dropna(subset=["error"]).groupby("model"):
+            lines.append(
+                f"{model} failed {len(failed)} times, first on {failed['table'].iloc[0]}: {failed['error'].iloc[0]}"
+            )
+    return [*lines, "[Numbers](tabular.json)."]
+
+
+def page(results: dict[str, Any]) -> str:
+    """The whole page as Markdown."""
+    runs = pd.DataFrame(results["runs"])
+    findings, aims, sections = [], [], []
+    for metric, rows in (("log_loss", classification_aims), ("r2", regression_aims)):
+        if metric not in runs or (part := common_runs(runs, metric)).empty or BASE not in set(part["model"]):
+            continue
+        means = part.groupby(["table", "model"]).mean(numeric_only=True)
+        findings.append(headline(means[metric].unstack(), metric))
+        aims += rows(means)
+        sections += section(part, metric)
+        dropped = sorted(set(runs.dropna(subset=[metric])["model"]) - set(part["model"]))
+        sections += [f"Finished less than half of the fits, and left out: {', '.join(dropped)}.", ""] if dropped else []
+    if "diversity" in runs:
+        chosen = runs[runs["model"] == AUTO]["diversity"].dropna()
+        counts = ", ".join(f"λ={value:g}: {count}" for value, count in chosen.value_counts().sort_index().items())
+        sections += [f"λ auto chose, number of fits: {counts}.", ""] if len(chosen) else []
+    return "\n".join(
+        ["# The estimators on real tables", "", " ".join(findings), ""]
+        + ["## Aims", "", measure.table(["aim", "measured", "met"], aims), "", *sections]
+        + ["## How it was measured", "", "\n\n".join(notes(results, runs)), ""]
+    )
