@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchace import _checks
-from torchace.functional._members import along_members, compute_dtype, reduce_samples
+from torchace.functional._options import along_members, compute_dtype, reduce_samples
 
 
 def disagreement(logits: Tensor, *, reduction: str = "mean") -> Tensor:

@@ -27,7 +27,7 @@ from torchace._files import (
     with_checksum,
     write_atomic,
 )
-from torchace.lab.schema.errors import describe_error
+from torchace.lab.schema.reading import describe_error
 from torchace.lab.schema.results import (
     FORMAT,
     ExperimentResult,

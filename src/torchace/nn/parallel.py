@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torchace import _checks
 from torchace._model_files import to_safetensors
 from torchace.functional import ensemble_log_probs, ensemble_probs
-from torchace.nn.base import EnsembleModule
+from torchace.nn.base import EnsembleModule, as_list, call_members, check_modules, check_shared_parameters
 from torchace.nn.ensemble import Ensemble
-from torchace.nn.members import as_list, call_members, check_modules, check_shared_parameters
 from torchace.nn.stacked import StackedEnsemble
 from torchace.nn.stacked_state import copy_module, recompute_weights
 

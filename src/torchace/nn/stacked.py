@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace import _checks
 from torchace.nn.architecture import check_layers, check_one_architecture, not_stackable
-from torchace.nn.base import EnsembleModule
-from torchace.nn.members import (
+from torchace.nn.base import (
     BATCHES,
+    EnsembleModule,
     as_list,
     check_own_batches,
     check_shared_parameters,

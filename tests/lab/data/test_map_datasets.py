@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from torchace.lab.data import Batches, DataError
-from torchace.lab.data.inputs import input_tensors
 from torchace.lab.data.map_datasets import StreamedBatches, StreamedSplit
 from torchace.lab.data.own_data import DataOptions, make_dataset
+from torchace.lab.data.splits import input_tensors
 
 COUNT = 23
 X = torch.randn(COUNT, 2, generator=torch.Generator().manual_seed(0))

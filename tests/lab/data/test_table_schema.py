@@ -12,9 +12,9 @@ import torch
 
 from tests.lab.data.tables_support import mutated, pets
 from torchace.lab.data import Column, DataError, Schema, Target, infer_schema
-from torchace.lab.data.columns import feature_numbers
 from torchace.lab.data.inference import missing_targets
 from torchace.lab.data.parsing import MISSING, PLACEHOLDERS
+from torchace.lab.data.table_schema import feature_numbers
 
 
 def kind_of(values: Any, **options: Any) -> str | None:

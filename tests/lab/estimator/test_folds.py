@@ -13,7 +13,7 @@ from sklearn.metrics import log_loss, mean_squared_error
 
 from torchace.lab.data.folds import assign_folds
 from torchace.lab.training.config import TrainConfig
-from torchace.lab.training.objective import compute_objective, partial_mixture
+from torchace.lab.training.tasks import compute_objective, partial_mixture
 from torchace.sklearn import ACEClassifier, NCLRegressor
 
 CANCER_X, CANCER_Y = load_breast_cancer(return_X_y=True)

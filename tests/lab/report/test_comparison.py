@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from torchace.lab.report.comparison import comparison_findings, comparison_headline, comparison_tables
-from torchace.lab.schema.comparison import ModelComparison
+from torchace.lab.schema.values import ModelComparison
 
 CLASSES = [
     {"name": "no", "train": 960, "rows": 240, "recall": 1.0, "precision": 0.96},

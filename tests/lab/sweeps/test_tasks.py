@@ -20,7 +20,7 @@ from torchace.lab.data import Batches, Split
 from torchace.lab.data.rng import hashed_key, use_seed
 from torchace.lab.report.results import read_results
 from torchace.lab.report.tables import detail_table
-from torchace.lab.sweeps.config import load_experiment, parse_experiment
+from torchace.lab.sweeps.config import ConfigError, load_experiment, parse_experiment
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.loop import Interrupted
 
@@ -251,6 +251,10 @@ def load(count: int = 60) -> tuple[Any, Any]:
     return labelled(count, 0), TEST
 
 
+def load_three() -> tuple[Any, Any, Any]:
+    return labelled(60, 0), labelled(20, 2), TEST
+
+
 def test_an_own_optimizer_resumes_bit_for_bit(tmp_path: Path) -> None:
     name = f"{__name__}:"
     content = {
@@ -295,7 +299,9 @@ seeds = [0]
 """
 
 
-@pytest.mark.parametrize("kind", ["npz", "npz parts", "csv", "parquet", "two files", "factory"])
+@pytest.mark.parametrize(
+    "kind", ["npz", "npz parts", "csv", "parquet", "two files", "three files", "factory", "three parts"]
+)
 def test_toml_files_name_data_of_every_kind(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     task, features, outputs = "regression", 4, 1
@@ -317,17 +323,28 @@ def test_toml_files_name_data_of_every_kind(kind: str, tmp_path: Path, monkeypat
         frame[:40].to_csv("mine.csv", index=False)
         frame[40:].to_csv("other.csv", index=False)
         data += '\ntest_file = "other.csv"'
+    elif kind == "three files":
+        for part, name in ((frame[:30], "mine"), (frame[30:40], "third"), (frame[40:], "other")):
+            part.to_csv(f"{name}.csv", index=False)
+        data += '\ntest_file = "other.csv"\nvalidation_file = "third.csv"'
     else:
-        data, task, features, outputs = f'factory = "{__name__}:load"', "multilabel", FEATURES, LABELS
+        function = "load" if kind == "factory" else "load_three"
+        data, task, features, outputs = f'factory = "{__name__}:{function}"', "multilabel", FEATURES, LABELS
     (tmp_path / "own.toml").write_text(
         TOML.format(data=data, task=task, features=features, outputs=outputs).replace(
             "torch.nn.functional:l1_loss", f"{__name__}:quadratic"
         )
     )
+    if kind.startswith("three"):
+        with pytest.raises(ConfigError, match=r"data.validation: expected no fraction, as .* has validation data"):
+            Sweep(load_experiment("own.toml"), tmp_path / "out").run()
+        own = tmp_path / "own.toml"
+        own.write_text(own.read_text().replace("validation = 0.2", ""))
     assert not Sweep(load_experiment("own.toml"), tmp_path / "out").run()
     result = json.loads((tmp_path / "out" / "experiment.json").read_text())
-    sizes = {"npz parts": (32, 8, 20), "two files": (32, 8, 20), "factory": (48, 12, 50)}.get(kind, (38, 10, 12))
-    assert tuple(result["data"][part] for part in ("train", "validation", "test")) == sizes
+    sizes = {"npz parts": (32, 8, 20), "two files": (32, 8, 20), "factory": (48, 12, 50)}
+    sizes |= {"three files": (30, 10, 20), "three parts": (60, 20, 50)}
+    assert tuple(result["data"][part] for part in ("train", "validation", "test")) == sizes.get(kind, (38, 10, 12))
     run = json.loads((tmp_path / "out" / "runs" / "main-l0-s0.json").read_text())
     assert ("macro_f1" if task == "multilabel" else "r2") in run["metrics"]["test"]
     assert "quadratic" in run["metrics"]["validation"]

@@ -26,8 +26,7 @@ from torchace.lab.tuning.grid_search import (
     select_diversity,
     split_evenly,
 )
-from torchace.lab.tuning.search import SearchCallback, SearchProblem, SearchStage
-from torchace.lab.tuning.search_cache import SearchCache
+from torchace.lab.tuning.search import SearchCache, SearchCallback, SearchProblem, SearchStage
 
 PLAN = MemberPlan("classification", num_members=3, hidden=(5,), epochs=6, batch_size=16, learning_rate=0.03)
 SMALL: dict[str, Any] = {"num_seeds": 2, "num_fresh": 3, "candidates": (0.5, 0.9)}

@@ -267,7 +267,7 @@ def _print_columns(table: Table) -> None:
 def _print_comparison(content: Mapping[str, Any]) -> None:
     """Print the scores of the baselines and the difference to the best of them."""
     from torchace.lab.report.comparison import comparison_headline, model_table
-    from torchace.lab.schema.comparison import ModelComparison
+    from torchace.lab.schema.values import ModelComparison
 
     comparison = ModelComparison.model_validate(content)
     print_table(_drawn(model_table(comparison)))

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from torchace._checks import check_count, shape_of
-from torchace.lab.data.augment import CropFlip
-from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
 from torchace.lab.data.rng import hashed_key, permutations, random_integers
-from torchace.lab.data.splits import Split
-from torchace.lab.data.transform import BatchTransform
+from torchace.lab.data.splits import Inputs, Split, input_tensors, map_inputs
+from torchace.lab.data.transform import BatchTransform, CropFlip
 
 Statistics = tuple[Sequence[float], Sequence[float]]
 GATHER_BYTES = 1 << 26  # epochs up to this size are gathered at once

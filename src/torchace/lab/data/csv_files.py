@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchace._files import CHUNK_BYTES, check_gzip, error_reason, open_regular
-from torchace.lab.data.columns import check_names
 from torchace.lab.data.errors import DataError, arrow, quote
+from torchace.lab.data.table_schema import check_names
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]

@@ -15,14 +15,12 @@ from torch import Tensor
 
 from torchace._checks import check_choice, check_count
 from torchace._extras import import_extra
-from torchace.lab.data.cifar import read_archive, read_folder
 from torchace.lab.data.errors import DataError, check_labels, damaged
 from torchace.lab.data.files import download as download_file
 from torchace.lab.data.files import find, not_found, search_path
-from torchace.lab.data.idx import read_idx
-from torchace.lab.data.sources import SOURCES, CifarSource, IdxFile, IdxSource
+from torchace.lab.data.image_files import SOURCES, CifarSource, IdxFile, IdxSource, read_archive, read_folder, read_idx
 from torchace.lab.data.splits import Split, random_split, stratified_split
-from torchace.lab.schema.errors import did_you_mean
+from torchace.lab.schema.reading import did_you_mean
 
 NAMES = ("digits", *SOURCES)
 _DIGITS_TEST = 500
@@ -53,6 +51,7 @@ class Dataset:
     task: str = "classification"
     num_targets: int = 1  # of a regression
     notes: tuple[str, ...] = ()  # what a user should know about the data
+    validation: Any = None  # like `train`, if given
 
     @property
     def num_classes(self) -> int:

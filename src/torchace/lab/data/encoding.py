@@ -20,10 +20,20 @@ from pydantic import Field
 from torch import Tensor
 
 from torchace._checks import check_count
-from torchace.lab.data.columns import STRICT, Column, check_columns, feature_numbers, get_column
 from torchace.lab.data.errors import DataError, first_duplicate, quote
 from torchace.lab.data.parsing import positions, texts
-from torchace.lab.data.table_schema import Finite, Schema, adapter_of, damaged_json, parse_stored
+from torchace.lab.data.table_schema import (
+    STRICT,
+    Column,
+    Finite,
+    Schema,
+    adapter_of,
+    check_columns,
+    damaged_json,
+    feature_numbers,
+    get_column,
+    parse_stored,
+)
 from torchace.models.encoder import TableEncoder
 
 if TYPE_CHECKING:

@@ -10,29 +10,35 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchace.lab.data.cell_formats import MIN_SHARE, MIXED_DATES, date_format, number_formats
-from torchace.lab.data.columns import (
+from torchace.lab.data.errors import DataError, arrow, pandas, quote, quote_all, row_number, suggestion
+from torchace.lab.data.parsing import (
+    MIN_SHARE,
+    MISSING,
+    MIXED_DATES,
+    CellError,
+    canonical,
+    date_format,
+    dates,
+    is_category,
+    is_numeric,
+    number_formats,
+    numbers,
+    positions,
+    texts,
+)
+from torchace.lab.data.table_schema import (
     KINDS,
+    TASKS,
     Column,
+    Label,
+    Schema,
+    Target,
     check_columns,
     check_features,
     check_targets,
     header_hint,
     target_texts,
 )
-from torchace.lab.data.errors import DataError, arrow, pandas, quote, quote_all, row_number, suggestion
-from torchace.lab.data.parsing import (
-    MISSING,
-    CellError,
-    canonical,
-    dates,
-    is_category,
-    is_numeric,
-    numbers,
-    positions,
-    texts,
-)
-from torchace.lab.data.table_schema import TASKS, Label, Schema, Target
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]

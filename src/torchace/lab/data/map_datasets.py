@@ -17,8 +17,8 @@ from torch.utils.data import Dataset as TorchDataset
 
 from torchace.lab.data.batches import Batches
 from torchace.lab.data.errors import DataError
-from torchace.lab.data.inputs import Inputs, convert_inputs, input_tensors, map_inputs
 from torchace.lab.data.rng import generator_states, hashed_key, preserve_generators, seed_generators
+from torchace.lab.data.splits import Inputs, convert_inputs, input_tensors, map_inputs
 from torchace.lab.data.targets import as_targets, check_classes
 
 TARGET_KEYS = ("labels", "label", "target", "targets", "y")  # of items that are dicts

@@ -6,7 +6,7 @@ from torchace.lab.report import formats
 from torchace.lab.report.findings import Finding
 from torchace.lab.report.formats import NONE, quantity
 from torchace.lab.report.tables import Cell, ReportTable, make_table
-from torchace.lab.schema.comparison import ENSEMBLE, ModelComparison, ModelScores
+from torchace.lab.schema.values import ENSEMBLE, ModelComparison, ModelScores
 
 MOST_IMPORTANCES = 30  # columns to list
 LABELS = {

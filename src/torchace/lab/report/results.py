@@ -14,9 +14,9 @@ from typing import Any
 from torchace.lab.report.arrays import Array, read_arrays, sample_scores
 from torchace.lab.report.formats import count, quantity
 from torchace.lab.report.metrics import TASKS, Metric, TaskLayout, add_derived, choose_units, with_own_metrics
-from torchace.lab.schema.axes import variant_name
 from torchace.lab.schema.reading import ResultFileError, read_result
 from torchace.lab.schema.results import ArmSummary, DataSummary, DiversitySearch, ExperimentResult, PlanFile, RunResult
+from torchace.lab.schema.values import variant_name
 
 SPLITS = ("test", "validation", "train")
 

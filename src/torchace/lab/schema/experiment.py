@@ -20,8 +20,6 @@ from pydantic import (
     model_validator,
 )
 
-from torchace.lab.schema.axes import AXES
-from torchace.lab.schema.errors import describe_error
 from torchace.lab.schema.hyperparameters import (
     Batches,
     Count,
@@ -33,7 +31,9 @@ from torchace.lab.schema.hyperparameters import (
     Share,
     Width,
 )
+from torchace.lab.schema.reading import describe_error
 from torchace.lab.schema.results import PaperTable, RunKey
+from torchace.lab.schema.values import AXES
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10")
 GIVEN = "given"  # data given to `torchace.sweep` as objects
@@ -96,6 +96,7 @@ class DataSection(Section):
     target: str | list[str] | None = None  # column of a table, array of an .npz file, or key of a Dataset's items
     test: Annotated[Fraction, Field(gt=0, lt=1)] = 0.2  # fraction of a file's samples
     test_file: str | None = None
+    validation_file: str | None = None
     task: Literal["classification", "multilabel", "regression"] = "classification"
     num_classes: Count | None = None  # None: the largest label + 1
     limit: Count | None = None  # number of training samples to use
@@ -115,8 +116,9 @@ class DataSection(Section):
             raise ValueError(f"expected one source of data, but got {' and '.join(f'`{key}`' for key in sources)}.")
         if self.arguments and self.factory is None:
             raise ValueError("`arguments` need `factory`, the function that returns the data.")
-        if self.test_file is not None and self.file is None:
-            raise ValueError("`test_file` needs `file`, the data file.")
+        for key in ("test_file", "validation_file"):
+            if getattr(self, key) is not None and self.file is None:
+                raise ValueError(f"`{key}` needs `file`, the data file.")
         if self.target is not None and not sources:
             raise ValueError("`target` needs `file` or `factory`, the source of the data.")
         if self.task != "classification" and not (set(sources) - {"name"} or self.name == GIVEN):
@@ -298,8 +300,6 @@ class Arm(Section):
             )
         if self.train.epochs is None and self.train.steps is None:
             raise ValueError("expected `epochs` or `steps`, but got neither.")
-        if self.train.patience is not None and not self.data.validation:
-            raise ValueError("`patience` needs validation data: set `validation`, such as 0.2.")
         if self.data.task == "regression" and self.train.label_smoothing != 0:
             raise ValueError("`label_smoothing` needs classes: remove it for task = 'regression'.")
         if self.data.task != "classification" and not self.train.detach_others:
@@ -354,7 +354,10 @@ class Experiment(Section):
 
 
 # keys of an arm that replace all of the common section's keys for the same purpose
-_SOURCES = ({"name", "factory", "file"}, {"name", "factory", "arguments", "file", "target", "test_file"})
+_SOURCES = (
+    {"name", "factory", "file"},
+    {"name", "factory", "arguments", "file", "target", "test_file", "validation_file"},
+)
 _NETWORKS = ({"network", "factory"}, {"factory", "arguments"})
 
 

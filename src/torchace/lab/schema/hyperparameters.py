@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from torchace.lab.schema.errors import capitalize, describe_error
+from torchace.lab.schema.reading import capitalize, describe_error
 
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]

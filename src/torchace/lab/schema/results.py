@@ -9,18 +9,21 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from torchace._files import with_checksum
-from torchace.lab.schema.axes import AXES, axis_values, exact_text, variant_name
-from torchace.lab.schema.comparison import ModelComparison
 from torchace.lab.schema.values import (
+    AXES,
     RESULT_CONFIG,
     Count,
     Diversity,
     Items,
     Measured,
+    ModelComparison,
     Name,
     Number,
     SplitName,
     TaskName,
+    axis_values,
+    exact_text,
+    variant_name,
 )
 
 FORMAT = 1

@@ -6,6 +6,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from torchace.lab.schema.errors import capitalize, describe_error, did_you_mean
 from torchace.lab.schema.experiment import GIVEN, Experiment, TrainSection
 from torchace.lab.schema.hyperparameters import to_python
+from torchace.lab.schema.reading import capitalize, describe_error, did_you_mean
 from torchace.lab.store import RunStoreError
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.components import Components, check_arguments, import_object, object_name
@@ -46,7 +47,7 @@ def sweep(
     kind: str = "separate",
     task: str = "classification",
     batches: str = "shared",
-    validation: float = 0.0,
+    validation: Any = 0.0,
     metrics: Any = None,
     callbacks: Iterable[Callback | str] = (),
     device: str | torch.device = "auto",
@@ -93,7 +94,8 @@ def sweep(
             adapters, `"smoc"` all but the last layer.
         task: `"classification"`, `"multilabel"` or `"regression"`.
         batches: `"shared"`, `"separate"` (λ=0 only) or `"exchanged"`.
-        validation: Fraction of the training samples for validation, for `best()` and early stopping.
+        validation: Validation data of the same kind, or a fraction of the training samples (stratified by class); for
+            `best()` and early stopping.
         metrics: Further metrics: functions of logits `(K, N, C)` and target, or torchmetrics metrics.
         callbacks: Callbacks of the sweep, and trackers by name: `"csv"`, `"tensorboard"`, `"mlflow"` or `"wandb"`.
         device: `"cpu"`, `"cuda"`, `"cuda:N"`, or `"auto"`.
@@ -141,10 +143,12 @@ def sweep(
     for metric in metrics:
         if not callable(metric):
             raise TypeError(f"Expected `metrics` to be a list of functions, but got {type(metric).__name__} in it.")
+    is_fraction = validation is None or isinstance(validation, Real)
+    fraction = (validation or 0.0) if is_fraction else 0.0
     content: dict[str, Any] = {
         "name": name,
         "title": title,
-        "data": {"name": GIVEN, "task": task, "validation": validation, "target": target, "num_classes": num_classes},
+        "data": {"name": GIVEN, "task": task, "validation": fraction, "target": target, "num_classes": num_classes},
         "model": {"factory": object_name(function), "arguments": dict(arguments or {}), "kind": kind, "freeze": freeze},
         "train": {"batch_size": batch_size, "batches": batches, "learning_rate": learning_rate},
         "sweep": {"group_size": group_size, "keep_weights": keep_weights},
@@ -167,7 +171,7 @@ def sweep(
         optimizer = import_object(optimizer, "optimizer")
     components = Components(
         member=function,
-        data=(train, test),
+        data=(train, test) if is_fraction else (train, validation, test),
         optimizer=None if isinstance(optimizer, str) else optimizer,
         metrics=tuple(metrics),
         transform=transform,

@@ -14,9 +14,9 @@ from typing import Any
 
 from torchace._extras import import_extra
 from torchace._files import check_regular
-from torchace.lab.schema.axes import AXES
 from torchace.lab.schema.experiment import Experiment
 from torchace.lab.schema.results import RunKey, RunResult
+from torchace.lab.schema.values import AXES
 from torchace.lab.sweeps.callbacks import Callback, CallbackList, remove_partial_line
 from torchace.lab.training.loop import RunProgress
 

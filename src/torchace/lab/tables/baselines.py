@@ -20,7 +20,7 @@ from torchace._statistics import mean_over_samples
 from torchace.functional import brier_score, ensemble_log_probs
 from torchace.lab.data import permutation
 from torchace.lab.data.encoding import CategoryColumn
-from torchace.lab.schema.comparison import ENSEMBLE, ClassScores, Importance, ModelComparison, ModelScores
+from torchace.lab.schema.values import ENSEMBLE, ClassScores, Importance, ModelComparison, ModelScores
 from torchace.lab.tables.table import Table
 from torchace.lab.training.members import MemberPlan, train_members
 from torchace.lab.training.memory import chunk_rows

@@ -24,7 +24,7 @@ from torchace.lab.data import Split
 from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, FoldSplit, assign_folds
 from torchace.lab.schema.results import ExperimentResult, RunKey, RunResult
 from torchace.lab.store import OUTPUT_FILES, RunStore, RunStoreError, finite
-from torchace.lab.sweeps.environment import hardware, versions
+from torchace.lab.sweeps.config import hardware, versions
 from torchace.lab.tables.baselines import compare_with_baselines
 from torchace.lab.tables.model import TableModel, evaluate_chunks
 from torchace.lab.tables.table import Table
@@ -35,8 +35,7 @@ from torchace.lab.training.memory import chunk_rows
 from torchace.lab.training.out_of_fold import collect_out_of_fold, left_out_logits
 from torchace.lab.training.scaling import assemble_ensemble
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
-from torchace.lab.tuning.search import SearchCallback, SearchProblem
-from torchace.lab.tuning.search_cache import SearchCache
+from torchace.lab.tuning.search import SearchCache, SearchCallback, SearchProblem
 from torchace.saving import ModelFileError
 
 SAVE_EVERY = 30.0  # seconds

@@ -18,10 +18,9 @@ from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.early_stopping import ValidationSet, validation_losses
 from torchace.lab.training.loop import FitResult, fit
 from torchace.lab.training.memory import check_memory, chunk_rows, count_parameters
-from torchace.lab.training.objective import mean_over_samples
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.scaling import scale_inputs
-from torchace.lab.training.tasks import TASKS
+from torchace.lab.training.tasks import TASKS, mean_over_samples
 from torchace.models import mlp
 from torchace.nn import Ensemble, StackedEnsemble, adapt
 from torchace.nn.base import EnsembleModule

@@ -14,8 +14,8 @@ from torch import Tensor
 from torchace.lab.data import Split
 from torchace.lab.training import memory
 from torchace.lab.training.members import TrainedGroup
-from torchace.lab.training.objective import mean_over_samples
 from torchace.lab.training.scaling import Scaler, fit_temperature
+from torchace.lab.training.tasks import mean_over_samples
 
 
 @dataclass(frozen=True, eq=False)

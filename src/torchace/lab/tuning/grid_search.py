@@ -23,11 +23,9 @@ from torchace.lab.schema.results import Candidate, DiversitySearch, Gain
 from torchace.lab.schema.values import LARGEST
 from torchace.lab.training.early_stopping import CHUNK
 from torchace.lab.training.members import train_members
-from torchace.lab.training.objective import mean_over_samples
-from torchace.lab.training.tasks import TASKS
+from torchace.lab.training.tasks import TASKS, mean_over_samples
 from torchace.lab.tuning.gain import count, describe_gain, measure_gain
-from torchace.lab.tuning.search import MAX_SEEDS, Search, SearchCallback, SearchProblem, SearchStage
-from torchace.lab.tuning.search_cache import SearchCache
+from torchace.lab.tuning.search import MAX_SEEDS, Search, SearchCache, SearchCallback, SearchProblem, SearchStage
 
 CANDIDATES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
 TOLERANCE = 1e-9  # relative: the last digits of a score depend on the other runs of a group

@@ -17,9 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace.nn.stacked_state import all_shared_names, group_size, take_members
 from torchace.nn.stacking.forward import handle_checkpointing, run_stacked, track_layers
-from torchace.nn.stacking.mode import RANDOM, RULES, Node, StackingMode
-from torchace.nn.stacking.rng import ConstantRNG
-from torchace.nn.stacking.values import FIRST, Stacked
+from torchace.nn.stacking.mode import FIRST, RANDOM, RULES, ConstantRNG, Node, Stacked, StackingMode
 
 HEADER = Node("layer", "function", "computed")
 FILLING = (Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_)

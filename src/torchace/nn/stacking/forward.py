@@ -28,9 +28,7 @@ from torchace.nn.stacked_state import (
     replace_tensors,
     shared_names,
 )
-from torchace.nn.stacking.mode import MARK, StackingError, StackingMode
-from torchace.nn.stacking.rng import MemberRNG
-from torchace.nn.stacking.values import expand_groups, to_members
+from torchace.nn.stacking.mode import MARK, MemberRNG, StackingError, StackingMode, expand_groups, to_members
 
 CHECKPOINT = (
     "Expected members without reentrant activation checkpointing, which repeats one member's forward in the backward, "

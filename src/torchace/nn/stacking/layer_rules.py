@@ -8,19 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchace.nn.stacking.mode import StackingMode, rule
-from torchace.nn.stacking.tensor_rules import Func, named
-from torchace.nn.stacking.values import (
+from torchace.nn.stacking.mode import (
     CHANNELS,
     FIRST,
     LAST,
     Stacked,
+    StackingMode,
     expand_groups,
     pad_axes,
+    rule,
     to_channels,
     to_first,
     to_members,
 )
+from torchace.nn.stacking.tensor_rules import Func, named
 
 
 def _has_own_weights(stacking: StackingMode, *weights: Any) -> bool:

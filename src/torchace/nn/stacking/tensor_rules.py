@@ -9,8 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchace.nn.stacking.mode import QUERIES, Rule, StackingError, StackingMode, rule
-from torchace.nn.stacking.values import CHANNELS, FIRST, LAST, Stacked, expand_groups, pad_axes, to_first, to_members
+from torchace.nn.stacking.mode import (
+    CHANNELS,
+    FIRST,
+    LAST,
+    QUERIES,
+    Rule,
+    Stacked,
+    StackingError,
+    StackingMode,
+    expand_groups,
+    pad_axes,
+    rule,
+    to_first,
+    to_members,
+)
 
 Func = Callable[..., Any]
 SHARED_WRITE = "a member's values would be written into a tensor that all members share"
