@@ -26,15 +26,6 @@ from sklearn.datasets import make_moons
 import torchace as ace
 
 ROOT = Path(__file__).parents[1]
-ARMS = {
-    "shared": "shared batches",
-    "separate": "separate batches",
-    "exchanged": "exchanged batches",
-    "single": "one network",
-    "equal": "one network of equal size",
-    "smoc": "heads alone (SMOC)",
-    "branched": "own last stage (branch)",
-}
 STEPS = 600  # of training on two moons
 INK, FAINT = "#010203", "#040506"  # stand for colours of the reader's scheme
 COLORS = {INK: "var(--ink)", FAINT: "var(--faint)"}
@@ -134,27 +125,38 @@ def knob(narrow: bool) -> Figure:
     return figure
 
 
+def gain(narrow: bool) -> Figure:
+    """The first panel of `knob`, for the front page."""
+    runs = [run for run in finished("small_members") if run["arm"] == "shared"]
+    figure, (ax,) = panels(1, 2.7, narrow=True)
+    curve(ax, runs, "cross_entropy", "", ORANGE)
+    ax.set(xlabel="diversity λ", ylabel="test cross entropy of the ensemble")
+    mark_gain(ax, runs)
+    return figure
+
+
 def mark_gain(ax: Axes, runs: list[dict[str, Any]]) -> None:
     """Mark the lowest mean cross entropy and its change against λ=0."""
     means = {d: np.mean(v) for d, v in by_diversity(runs, "cross_entropy").items()}
     best = min(means, key=lambda diversity: means[diversity])
     ax.axhline(means[0.0], color=INK, linestyle="--", linewidth=1)
-    ax.text(0.9, means[0.0] + 0.0006, "a deep ensemble (λ=0)", ha="right", va="bottom", fontsize=8)
+    ax.text(0.9, means[0.0] + 0.0006, "members fitted alone (λ=0)", ha="right", va="bottom", fontsize=8)
     ax.annotate("", (best, means[best]), (best, means[0.0]), arrowprops={"arrowstyle": "->", "color": ORANGE})
     change = f"{means[best] / means[0.0] - 1:+.0%}".replace("-", "−")
     ax.text(best - 0.03, means[best] * 0.4 + means[0.0] * 0.6, change, ha="right", fontsize=12, color=ORANGE)
     ax.set_ylim(None, means[0.0] + 0.004)
 
 
-def cross_entropies(name: str, narrow: bool) -> Figure:
+def cross_entropies(name: str, narrow: bool, *, without: str = "") -> Figure:
     """Cross entropy of the ensemble against λ, one line for each arm of an experiment."""
     runs = finished(name)
     figure, (ax,) = panels(1, 2.9, narrow)
-    arms = list(dict.fromkeys(run["arm"] for run in runs))
+    arms = [arm for arm in experiment(name)["experiment"]["arms"] if arm["name"] != without]
     for arm, color in zip(arms, MEMBERS, strict=False):
-        curve(ax, [run for run in runs if run["arm"] == arm], "cross_entropy", ARMS[arm], color)
+        mine = [run for run in runs if run["arm"] == arm["name"]]
+        curve(ax, mine, "cross_entropy", arm["label"], color)
     ax.set(xlabel="diversity λ", ylabel="the ensemble's test cross entropy")
-    figure.legend(loc="outside upper center", ncols=2 if narrow else 4, frameon=False, labelcolor=INK)
+    figure.legend(loc="outside upper center", ncols=1 if narrow else 3, frameon=False, labelcolor=INK)
     return figure
 
 
@@ -181,10 +183,11 @@ FIGURES: dict[str, Callable[[bool], Figure]] = {
     "gradients": gradients,
     "moons": moons,
     "knob": knob,
+    "gain": gain,
     "parting": parting,
-    "small_members": functools.partial(cross_entropies, "small_members"),
-    "table1": functools.partial(cross_entropies, "table1"),
-    "branched": functools.partial(cross_entropies, "branched"),
+    "table2_short": functools.partial(cross_entropies, "table2_short", without="attached"),
+    "table2_short_ablation": functools.partial(cross_entropies, "table2_short"),
+    **{name: functools.partial(cross_entropies, name) for name in ("small_members", "table1", "branched")},
 }
 
 
@@ -212,9 +215,13 @@ def curve(ax: Axes, runs: list[dict[str, Any]], key: str, label: str, color: str
     ax.set_xticks(list(values), [f"{d:g}" for d in values])
 
 
+@functools.cache
+def experiment(name: str) -> dict[str, Any]:
+    return dict(json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text("utf-8")))
+
+
 def finished(name: str) -> list[dict[str, Any]]:
-    runs = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text("utf-8"))["runs"]
-    return [run for run in runs if run["status"] == "finished"]
+    return [run for run in experiment(name)["runs"] if run["status"] == "finished"]
 
 
 def tensors(x: np.ndarray, y: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,7 +248,7 @@ def save(figure: Figure, path: Path) -> None:
     text = buffer.getvalue()
     for stand_in, color in COLORS.items():
         text = text.replace(stand_in, color)
-    text = re.sub("font-family: [^;\"]*", "font-family: system-ui, sans-serif", text)
+    text = re.sub('font-family: [^;"]*', "font-family: system-ui, sans-serif", text)
     path.write_text(text.replace("<defs>", f"{SCHEMES}\n <defs>", 1), "utf-8")
 
 
