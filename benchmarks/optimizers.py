@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torchace.nn import StackedEnsemble, allow_optimizer
 from torchace.nn.optimizers import check_elementwise, is_known
 
-MEMBERS, ALONE, STEPS = 40, 3, 10  # forty: big-vision Adafactor factorises axes of 32 and more
+MEMBERS, ALONE, STEPS = 40, 3, 10  # forty: big-vision Adafactor factorizes axes of 32 and more
 SMALL_AXES = ("Muon", "kron", "kronc", "kronw")  # torch's Muon takes matrices alone, Kron needs opt_einsum for more
 AGREE = 1e-6  # elementwise optimizers stay below, also those that compute in float32; timm's least mixing is above 1e-4
 LISTED, TRIED, REFUSED, ABSENT = "passes by the list", "passes the trial", "refused", "not available"

@@ -164,7 +164,7 @@ def test_nothing_is_wider_than_a_phone(served: str, site: Path, browser: Browser
 
 @needs_browser
 @pytest.mark.parametrize(("width", "layout"), [(1280, "wide"), (PHONE, "narrow")])
-def test_figures_take_the_pages_colours_and_width(served: str, browser: Browser, width: int, layout: str) -> None:
+def test_figures_take_the_pages_colors_and_width(served: str, browser: Browser, width: int, layout: str) -> None:
     seen = {}
     for scheme in ("light", "dark"):
         page = browser.page(scheme=scheme, width=width)

@@ -1,6 +1,6 @@
 """Draw the documentation's figures with the library: `python tools/docs_figures.py`.
 
-Every figure is written twice, for wide pages and for phones. Its text and lines take the reader's colours: from the
+Every figure is written twice, for wide pages and for phones. Its text and lines take the reader's colors: from the
 page where the SVG is part of it (tools/docs_inline.py), from the system's light or dark scheme elsewhere.
 """
 
@@ -27,7 +27,7 @@ import torchace as ace
 
 ROOT = Path(__file__).parents[1]
 STEPS = 600  # of training on two moons
-INK, FAINT = "#010203", "#040506"  # stand for colours of the reader's scheme
+INK, FAINT = "#010203", "#040506"  # stand for colors of the reader's scheme
 COLORS = {INK: "var(--ink)", FAINT: "var(--faint)"}
 SCHEMES = """<style>
 :root { --ink: #1f2328; --faint: #d8dbe0 }
@@ -107,7 +107,7 @@ def on_moons(diversity: float) -> ace.StackedEnsemble:
 
 def knob(narrow: bool) -> Figure:
     """Effect of λ on twenty small networks on MNIST."""
-    runs = [run for run in finished("small_members") if run["arm"] == "shared"]
+    runs = [run for run in finished_runs("small_members") if run["arm"] == "shared"]
     figure, axes = panels(3, 2.7, narrow)
     for ax, title, label, key, color, scale in zip(
         axes,
@@ -127,7 +127,7 @@ def knob(narrow: bool) -> Figure:
 
 def gain(narrow: bool) -> Figure:
     """The first panel of `knob`, for the front page."""
-    runs = [run for run in finished("small_members") if run["arm"] == "shared"]
+    runs = [run for run in finished_runs("small_members") if run["arm"] == "shared"]
     figure, (ax,) = panels(1, 2.7, narrow=True)
     curve(ax, runs, "cross_entropy", "", ORANGE)
     ax.set(xlabel="diversity λ", ylabel="test cross entropy of the ensemble")
@@ -149,7 +149,7 @@ def mark_gain(ax: Axes, runs: list[dict[str, Any]]) -> None:
 
 def cross_entropies(name: str, narrow: bool, *, without: str = "") -> Figure:
     """Cross entropy of the ensemble against λ, one line for each arm of an experiment."""
-    runs = finished(name)
+    runs = finished_runs(name)
     figure, (ax,) = panels(1, 2.9, narrow)
     arms = [arm for arm in experiment(name)["experiment"]["arms"] if arm["name"] != without]
     for arm, color in zip(arms, MEMBERS, strict=False):
@@ -162,7 +162,7 @@ def cross_entropies(name: str, narrow: bool, *, without: str = "") -> Figure:
 
 def parting(narrow: bool) -> Figure:
     """Where members part decides: four members on a ResNet-20, CIFAR-10."""
-    runs = finished("branched")
+    runs = finished_runs("branched")
     figure, (left, right) = panels(2, 2.9, narrow)
     for arm, label, color in (
         ("smoc", "heads alone", BLUE),
@@ -220,7 +220,7 @@ def experiment(name: str) -> dict[str, Any]:
     return dict(json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text("utf-8")))
 
 
-def finished(name: str) -> list[dict[str, Any]]:
+def finished_runs(name: str) -> list[dict[str, Any]]:
     return [run for run in experiment(name)["runs"] if run["status"] == "finished"]
 
 
@@ -242,7 +242,7 @@ def style() -> Iterator[None]:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as an SVG file in the reader's colours."""
+    """Write a figure as an SVG file in the reader's colors."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue()

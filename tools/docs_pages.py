@@ -1,4 +1,4 @@
-"""MkDocs hook: figures as a part of the page, in its colours; wide result pages; README's table on the front page."""
+"""MkDocs hook: figures as a part of the page, in its colors; wide result pages; README's table on the front page."""
 
 from __future__ import annotations
 

@@ -490,7 +490,7 @@ def test_images_into_a_flattening_chain():
     torch.testing.assert_close(stacked(own, batches="separate"), one(own, batches="separate"), **EXACT)
 
 
-def test_chains_with_other_behaviour():
+def test_chains_with_other_behavior():
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)

@@ -18,7 +18,7 @@ def fit_member_weights(
     max_steps: int = 10_000,
     tolerance: float = 1e-9,
 ) -> Tensor:
-    r"""The member weights α that minimise the mixture's cross entropy on validation data, by EM.
+    r"""The member weights α that minimize the mixture's cross entropy on validation data, by EM.
 
     $$\alpha = \arg\min_\alpha -\sum_n \log \sum_k \alpha^k q^k_{n, y_n}$$
 

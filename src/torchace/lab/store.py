@@ -62,7 +62,7 @@ class RunStore:
         self.directory = directory
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Create the directory and lock it against other processes; the lock ends with the process."""
         refuse_links(self.directory, OUTPUT_FILES)
         try:

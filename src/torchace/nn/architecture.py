@@ -24,7 +24,7 @@ CODE = (
 )
 DESCRIPTORS = {property: ("fget", "fset", "fdel"), functools.cached_property: ("func",)}
 DESCRIPTORS |= dict.fromkeys((staticmethod, classmethod), ("__func__",))
-# attributes of a class that do not change its behaviour
+# attributes of a class that do not change its behavior
 CLASS_NAMES = {"__module__", "__dict__", "__weakref__", "__doc__", "__annotations__", "__slotnames__", "_abc_impl"}
 HEAP_TYPE = 1 << 9  # flag of classes that Python code defines
 

@@ -36,7 +36,7 @@ class MemberParallelEnsemble(EnsembleModule):
     r"""Members without a shared trunk, spread over the ranks of a process group.
 
     Every rank computes its own members on the same batch. The loss needs the mixture $\bar q = \sum_j \alpha^j q^j$,
-    `(N, C)`, without gradient: one all-reduce a step. A call returns the logits of this rank's members; a step is
+    `(N, C)`, without gradient: one all-reduce per step. A call returns the logits of this rank's members; a step is
 
         logits = ensemble(x)  # (K of this rank, N, C)
         mixture, weights = ensemble.mixture(logits), ensemble.local_weights

@@ -81,7 +81,7 @@ class StackedEnsemble(EnsembleModule):
         self._set_stacked(stack_members(members), members[0].training)
 
     @classmethod
-    def trusted(cls, members: Iterable[nn.Module], link: str = "softmax") -> StackedEnsemble:
+    def from_trusted(cls, members: Iterable[nn.Module], link: str = "softmax") -> StackedEnsemble:
         """Return an ensemble without checking that the members have one architecture."""
         members = list(members)
         return _from_stacked(stack_members(members), len(members), link, members[0].training)

@@ -1,4 +1,4 @@
-"""Damaged CIFAR-10 files: each is refused in one sentence."""
+"""DamagedFile CIFAR-10 files: each is refused in one sentence."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MAX_CATEGORIES = 8  # most frequent first
 
 
 def describe_table(schema: Schema, frame: DataFrame) -> dict[str, Any]:
-    """Summarise the target, the columns and the notes of a training table: a `TableSummary` as JSON values.
+    """Summarize the target, the columns and the notes of a training table: a `TableSummary` as JSON values.
 
     Example:
         >>> import pandas as pd

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchace._files import check_gzip, read_bounded
-from torchace.lab.data.errors import DataError, check_labels, damaged
+from torchace.lab.data.errors import DataError, check_labels, damaged_file
 from torchace.lab.data.files import is_present, open_data
 
 
@@ -93,32 +93,32 @@ def read_idx(path: Path, *, shape: tuple[int, ...]) -> NDArray[np.uint8]:
             # one extra byte: finds trailing bytes and triggers gzip's checksum
             data = stream.read(math.prod(shape) + 1)
         except EOFError:
-            raise damaged(path, "is truncated: its gzip stream has no end") from None
+            raise damaged_file(path, "is truncated: its gzip stream has no end") from None
         except (gzip.BadGzipFile, zlib.error) as error:
-            raise damaged(path, f"is not a complete gzip file ({error})") from None
+            raise damaged_file(path, f"is not a complete gzip file ({error})") from None
     if len(data) != math.prod(shape):
         amount = f"only {len(data)}" if len(data) < math.prod(shape) else "more"
-        raise damaged(path, f"holds {amount} bytes of data but its header says {math.prod(shape)}")
+        raise damaged_file(path, f"holds {amount} bytes of data but its header says {math.prod(shape)}")
     return np.frombuffer(data, np.uint8).reshape(shape)
 
 
 def _check_header(header: bytes, path: Path, shape: tuple[int, ...]) -> None:
     if not header:
-        raise damaged(path, "is empty")
+        raise damaged_file(path, "is empty")
     if header[:4].lstrip()[:1] == b"<":
-        raise damaged(path, "holds a web page, not data")
+        raise damaged_file(path, "is a web page, not data")
     if len(header) < 4 or header[:2] != b"\0\0":
-        raise damaged(path, f"is not an idx file: it starts with {header[:4].hex(' ')}, not with 00 00")
+        raise damaged_file(path, f"is not an idx file: it starts with {header[:4].hex(' ')}, not with 00 00")
     if header[2] != 0x08:
-        raise damaged(path, f"holds idx type 0x{header[2]:02x}, not unsigned bytes (0x08)")
+        raise damaged_file(path, f"holds idx type 0x{header[2]:02x}, not unsigned bytes (0x08)")
     if header[3] != len(shape):
         hint = " (images and labels swapped?)" if {header[3], len(shape)} == {1, 3} else ""
-        raise damaged(path, f"holds an array of {header[3]} dimensions, not {len(shape)}{hint}")
+        raise damaged_file(path, f"holds an array of {header[3]} dimensions, not {len(shape)}{hint}")
     if len(header) < 4 + 4 * len(shape):
-        raise damaged(path, "is truncated within its header")
+        raise damaged_file(path, "is truncated within its header")
     found = struct.unpack(f">{len(shape)}I", header[4:])
     if found != shape:
-        raise damaged(path, f"holds an array of {' x '.join(map(str, found))}, not {' x '.join(map(str, shape))}")
+        raise damaged_file(path, f"holds an array of {' x '.join(map(str, found))}, not {' x '.join(map(str, shape))}")
 
 
 Arrays = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # images (N, 3, 32, 32), labels (N,)
@@ -139,7 +139,7 @@ def read_folder(folder: Path, source: CifarSource) -> list[Arrays]:
         try:
             return read_bounded(path, _max_bytes(source))
         except OSError as error:
-            raise damaged(path, f"cannot be read ({error.strerror or error})") from None
+            raise damaged_file(path, f"cannot be read ({error.strerror or error})") from None
 
     return _read_batches(source, read, folder)
 
@@ -164,11 +164,11 @@ def read_archive(path: Path, source: CifarSource) -> list[Arrays]:
                     pass
         except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
             reason = str(error) or "its gzip stream has no end"
-            raise damaged(path, f"is not a complete .tar.gz archive ({reason})") from None
+            raise damaged_file(path, f"is not a complete .tar.gz archive ({reason})") from None
 
     def read(name: str) -> bytes:
         if name not in found:
-            raise damaged(path, f"has no file {name}")
+            raise damaged_file(path, f"has no file {name}")
         return found[name]
 
     return _read_batches(source, read, path)
@@ -179,13 +179,15 @@ def _read_batches(source: CifarSource, read: Callable[[str], bytes], where: Path
     for name, digest in source.batches.items():
         data, path = read(name), where / name
         if len(data) != source.count * (_PIXELS + 1):
-            raise damaged(path, f"has {len(data)} bytes, but {source.count} images take {source.count * (_PIXELS + 1)}")
+            raise damaged_file(
+                path, f"has {len(data)} bytes, but {source.count} images take {source.count * (_PIXELS + 1)}"
+            )
         # each record: label byte, then red, green and blue planes
         records = np.frombuffer(data, np.uint8).reshape(source.count, _PIXELS + 1)
         labels = np.ascontiguousarray(records[:, 0])
         check_labels(labels, path, len(source.class_names))
         if digest and hashlib.sha256(data).hexdigest() != digest:
-            raise damaged(path, f"is a {source.title} batch with altered content (its SHA-256 is wrong)")
+            raise damaged_file(path, f"is a {source.title} batch with altered content (its SHA-256 is wrong)")
         batches.append((records[:, 1:].reshape(source.count, 3, 32, 32), labels))
     return batches
 

@@ -177,7 +177,7 @@ def _infer_columns(
         else:
             columns.append(column)
     if columns:
-        dropped += [(column.name, "an identifier: it counts the rows") for column in row_numbers]
+        dropped += [(column.name, "an identifier: it numbers the rows") for column in row_numbers]
     return InferredColumns(tuple(columns or row_numbers), tuple(dropped), tuple(notes))
 
 
@@ -295,8 +295,8 @@ def _infer_task(name: str, values: NDArray[np.float64], notes: list[str]) -> str
     few = distinct <= min(MAX_NUMBERED_CLASSES, len(values) / MIN_ROWS_PER_NUMBERED_CLASS)
     task, other = TASKS if few else TASKS[::-1]
     notes.append(
-        f"The target {quote(name)} has {distinct} different whole numbers, which are taken for "
-        f"{'classes' if few else 'quantities'}; ask for {other} if they are not."
+        f"The target {quote(name)} has {distinct} different whole numbers, which are treated as "
+        f"{'classes' if few else 'quantities'}; set the task to {other} if they are not."
     )
     return task
 
@@ -327,7 +327,7 @@ def _check_classes(column: Series, cells: Any, rows: Mapping[str, int], spelling
     if len(rows) > total / 2:
         raise DataError(
             f"The target {name} has {len(rows)} classes in {total} rows, too many to learn; choose another column, or "
-            "ask for regression if it is a quantity."
+            "set the task to regression if it is a quantity."
         )
     for form, count in rows.items():
         if count == 1:

@@ -72,7 +72,7 @@ def _check(name: str, splits: dict[str, AnySplit], names: tuple[str, ...], optio
     for part, split in splits.items():
         found = ", ".join(map(_describe, input_tensors(split.x)))
         if found != expected:
-            raise DataError(f"The {part} samples are {found}, but training samples are {expected}; give both alike.")
+            raise DataError(f"The {part} samples are {found}, but training samples are {expected}; use one form.")
     if options.task == "classification":
         names = _class_names(train, names, options)
         for part, split in splits.items():
@@ -87,7 +87,7 @@ def _check(name: str, splits: dict[str, AnySplit], names: tuple[str, ...], optio
         for part, size in sizes.items():
             if size != num_targets:
                 raise DataError(
-                    f"The {part} targets have {size} columns, but training targets {num_targets}; give both alike."
+                    f"The {part} targets have {size} columns, but training targets have {num_targets}; use one number."
                 )
         names = () if options.task == "regression" else names or tuple(map(str, range(num_targets)))
     image_shape = _image_shape(train.x)
@@ -119,7 +119,7 @@ def _class_names(train: AnySplit, names: tuple[str, ...], options: DataOptions) 
             labels = torch.cat([y for _, y in train.chunks(512)])
         count = int(labels.max()) + 1
     if count < 2 and options.num_classes is None:
-        raise DataError("The training data has one class alone; give at least two.")
+        raise DataError("The training data has only one class; give at least two.")
     return names if len(names) == count else tuple(map(str, range(count)))
 
 

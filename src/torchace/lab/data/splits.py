@@ -32,7 +32,7 @@ def map_inputs(function: Callable[..., Any], *inputs: Inputs) -> Inputs:
 
 
 def convert_inputs(function: Callable[[Any], Tensor], x: Any) -> Inputs:
-    """Apply a function to data that are no tensors yet: to each value of a dict or tuple, or of a list of arrays."""
+    """Apply a function to data that are not yet tensors: to each value of a dict or tuple, or of a list of arrays."""
     if isinstance(x, list) and x and all(isinstance(value, Tensor | np.ndarray) for value in x):
         x = tuple(x)
     if isinstance(x, Mapping):
@@ -145,7 +145,7 @@ class SplitIndices(NamedTuple):
 def stratified_split(split: Any, size: int | float, *, seed: int) -> tuple[Any, Any]:
     """Split into the rest and a random, stratified part of `size`: a function of labels, size and seed alone.
 
-    `size` is a count (int) or a fraction (float). Rounding favours largest remainders, then lower classes. Both parts
+    `size` is a count (int) or a fraction (float). Rounding favors largest remainders, then lower classes. Both parts
     keep the order of the samples.
     """
     count = _check_size(size, len(split))
@@ -218,8 +218,8 @@ def train_val_test_split(
     shares = [float(fraction) for fraction in fractions]
     if not (len(shares) == 3 and abs(sum(shares) - 1) < 1e-9 and shares[0] > 0 and shares[1] > 0 and shares[2] >= 0):
         raise DataError(
-            f"The fractions {', '.join(f'{share:g}' for share in shares)} are not three that add up to 1; give those "
-            "of training, validation and test, the first two above 0."
+            "Expected fractions for training, validation and test that sum to 1, the first two above 0, but got "
+            f"{', '.join(f'{share:g}' for share in shares)}."
         )
     if column is None:
         train, test = _take(torch.arange(len(targets)), targets, shares[2], "test", seed)
@@ -244,8 +244,7 @@ def _take(rows: Tensor, targets: Tensor, share: float, part: str, seed: int) -> 
     count = round(share * len(rows))
     if not 0 < count < len(rows):
         raise DataError(
-            f"{len(rows)} rows are too few to take a {part} part of {100 * share:.4g}% from them; give more rows, or "
-            "other fractions."
+            f"{len(rows)} rows are too few for a {part} part of {100 * share:.4g}%; give more rows, or other fractions."
         )
     key = hashed_key(seed, part)
     if not targets.is_floating_point():

@@ -54,7 +54,7 @@ class Column:
     name: str
     kind: Annotated[str, Field(pattern="^(number|category|date)$")]
     format: str = ""  # of `parsing.NUMBER_FORMATS` or `parsing.DATE_FORMATS`
-    lenient: bool = False  # cells that are no numbers or dates count as missing
+    lenient: bool = False  # cells that are not numbers or dates count as missing
 
 
 def check_columns(frame: DataFrame) -> DataFrame:
@@ -75,9 +75,11 @@ def check_columns(frame: DataFrame) -> DataFrame:
 def check_names(names: list[str], path: Path) -> None:
     """Raise an error if a file has no columns, too many, or duplicate names."""
     if len(names) > TABLE_COLUMNS:
-        raise DataError(f"{path} has {len(names):,} columns, but a table may have {TABLE_COLUMNS:,}; leave some out.")
+        raise DataError(
+            f"{path} has {len(names):,} columns, but a table may have at most {TABLE_COLUMNS:,}; leave some out."
+        )
     if not names:
-        raise DataError(f"{path} has no columns; give a file that holds a table.")
+        raise DataError(f"{path} has no columns; give a file with a table.")
     if (duplicate := first_duplicate(names)) is not None:
         raise DataError(f"{path} has two columns named {quote(duplicate)}; rename one of them.")
 
@@ -162,7 +164,7 @@ Label = str | int | Finite | bool
 
 @dataclass(frozen=True)
 class Target:
-    """Column to predict, for "classification" or "regression"; "multilabel" is of estimators, `classes` its labels."""
+    """Column to predict, for "classification" or "regression"; "multilabel" (estimators) has labels in `classes`."""
 
     __pydantic_config__ = STRICT
     name: str
@@ -197,9 +199,7 @@ class Schema:
         if self.target.task == "regression":
             return torch.from_numpy(target_numbers(column, self.target.format))
         if self.target.task == "multilabel":
-            raise DataError(
-                "The model predicts several labels of a row, which a file cannot be scored by; score it in Python."
-            )
+            raise DataError("A multilabel model cannot be scored on a file; score it in Python.")
         cells = target_texts(column)
         codes = positions(cells, [label_text(label) for label in self.target.classes])
         unknown = np.flatnonzero(codes < 0)
@@ -214,7 +214,7 @@ class Schema:
 
     def to_json(self) -> dict[str, Any]:
         """Convert the schema to JSON values."""
-        return adapter_of(Schema).dump_python(self, mode="json")
+        return type_adapter(Schema).dump_python(self, mode="json")
 
     @classmethod
     def from_json(cls, content: object) -> Schema:
@@ -241,14 +241,14 @@ class Schema:
 
 
 @cache  # takes milliseconds to build
-def adapter_of(kind: Any) -> TypeAdapter[Any]:
+def type_adapter(kind: Any) -> TypeAdapter[Any]:
     """Pydantic validator and serializer of a dataclass."""
     return TypeAdapter(kind)
 
 
 def parse_stored(kind: Any, content: object, what: str) -> Any:
     """Validate JSON values as a dataclass; an error is one sentence."""
-    adapter = adapter_of(kind)
+    adapter = type_adapter(kind)
     try:
         value = adapter.validate_json(json.dumps(content))
     except ValidationError as error:

@@ -45,7 +45,7 @@ def describe_error(
     `place` is the location of the model in the file; `name` formats a key for the user.
     """
     errors = error.errors(include_url=False)
-    # unknown keys first: a misspelt key may also be reported as missing
+    # unknown keys first: a misspelled key may also be reported as missing
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     where = ".".join(str(part) for part in (*place, *first["loc"]) if part not in TAGS)
     where = name(where) if where else ""

@@ -263,6 +263,7 @@ class ArmSummary(ResultModel):
     parameters: Count | None = None
     diversities: Items[Number]
     axes: dict[Annotated[str, Field(pattern=f"^({'|'.join(AXES)})$")], Items[Number]] = {}  # with their values
+    cell: dict[str, str] = {}  # values on the axes of the experiment's grid
     # set by the report, which makes an arm for each combination of values
     variant_of: str = ""
     base_label: str = ""
@@ -355,7 +356,8 @@ class DiversitySearch(ResultModel):
     seeds: Items[Count] = ()
     fresh_seeds: Items[Count] = ()  # of the gain
     gain: Gain | None = None
-    train_score: Number | None = None  # of the training samples at λ=0, mean over seeds
+    train_score: Number | None = None  # of the training samples at λ=0, mean over seeds, before the temperature
+    validation_score: Number | None = None  # the same of the validation samples
     sentence: str = ""
 
     @property

@@ -158,7 +158,7 @@ def named_metrics(metrics: Sequence[Any], task: str) -> dict[str, Any]:
 def source_digest(function: Any) -> str:
     """Return a SHA-256 of an object's source, and of the values and functions of its module that it uses.
 
-    Without a source file, as for a function typed into an interpreter, the bytecode and its constants count.
+    Without a source file, as in an interpreter, the hash is of the bytecode and its constants.
     """
     digest = hashlib.sha256()
     _update(digest, function, set())

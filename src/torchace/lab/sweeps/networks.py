@@ -46,7 +46,7 @@ class Factory:
         return object_name(self.function).partition(":")[2]
 
     def ensembles(self, seeds: Sequence[int], check: Callable[[int], None] = lambda parameters: None) -> list[Any]:
-        """Build one ensemble a seed, all of one architecture; `check` gets the number of parameters of all of them."""
+        """Build one ensemble per seed, all of one architecture; `check` receives their total number of parameters."""
         built: dict[int, tuple[EnsembleModule, nn.Module]] = {}
         for seed in dict.fromkeys(seeds):
             built[seed] = self._ensemble(seed, lambda parameters: check(parameters * len(seeds)))
@@ -197,7 +197,7 @@ def default_group_size(model: ModelSection, parameters: int, device: torch.devic
 def is_compiled(train: TrainSection, steps: int, device: torch.device | str) -> bool:
     """Whether to compile: as configured, or on a GPU where it saves time.
 
-    Compiling takes 0.4 s a layer and saves 30 µs a layer and step (eight ResNet-110, H200).
+    Compiling takes 0.4 s per layer and saves 30 µs per layer and step (eight ResNet-110, H200).
     """
     if train.compile != "auto":
         return train.compile
@@ -268,7 +268,7 @@ def describe_network(model: ModelSection, data: Dataset) -> str:
 
 
 def explain_network(network: RunGroup, x: Any) -> tuple[tuple[str, str, str], ...]:
-    """Return how each call of a network's forward is computed for all members: (layer, function, how)."""
+    """Return, for each call in a network's forward, how it is computed for all members: (layer, function, how)."""
     network.eval().predict(x)
     network.train()
     stacks = {"trunk": network.trunk, "": network.members}

@@ -75,7 +75,7 @@ class Sweep:
         summaries = [_summarize(arm, data[arm.name], components[arm.name]) for arm in arms.values()]
         # configuration errors are raised above, before any file is written
         store.refuse_foreign()
-        with store.locked():
+        with store.lock():
             fingerprints = {name: _fingerprint(components[name], data[name]) for name in arms}
             record = self._begin(store, summaries, fingerprints)
             groups = self._plan_groups(plan, {arm.name: arm.parameters or 0 for arm in summaries})
@@ -197,7 +197,7 @@ def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary
         network = build_network(arm, None, [0], "cpu", components=components)
         if network.whole and arm.train.batches != "shared":
             raise ConfigError(
-                f"train.batches: expected 'shared' for members that share layers of an own network, but got "
+                f"train.batches: expected 'shared' for members of a user's network that share layers, but got "
                 f"{arm.train.batches!r}."
             )
         layers = explain_network(network, x)
@@ -224,6 +224,7 @@ def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary
         parameters=count_run_parameters(network),
         diversities=tuple(arm.diversities),
         axes={name: tuple(values) for name, values in arm.axes.items()},
+        cell=arm.cell,
         baseline=arm.baseline,
         data=data.summary(),
     )

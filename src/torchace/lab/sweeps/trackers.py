@@ -57,7 +57,7 @@ class Tracker(Callback):
 
 
 class CSV(Tracker):
-    """Append to `metrics.csv` in the run directory, one metric a row; rows of a repeated epoch are not repeated."""
+    """Append to `metrics.csv` in the run directory, one metric per row; a repeated epoch adds no rows."""
 
     COLUMNS = ("run", "arm", "diversity", "seed", *AXES, "step", "metric", "value")
 

@@ -128,7 +128,7 @@ class _EarlyStopping(_Strict):
 
 
 class _Progress(_Strict):
-    """Checkpoint content beside the tensors; lists have one entry a run."""
+    """Checkpoint content beside the tensors; lists have one entry per run."""
 
     step: Count
     seconds: Annotated[float, Field(ge=0, lt=2**53)]

@@ -182,9 +182,9 @@ def evaluate_regression(predictions: Tensor, target: Tensor) -> Evaluation:
         "ambiguity": spread.square().mean().item(),  # member_mse - mse
         "members": member_mse.tolist(),
     }
-    centred = errors - errors.mean(1, keepdim=True)
-    size = centred.square().sum(1).sqrt()
-    correlation = centred @ centred.T / (size[:, None] * size).clamp_min(torch.finfo(torch.float64).tiny)
+    centered = errors - errors.mean(1, keepdim=True)
+    size = centered.square().sum(1).sqrt()
+    correlation = centered @ centered.T / (size[:, None] * size).clamp_min(torch.finfo(torch.float64).tiny)
     arrays = {
         "predicted": mean[:MAX_POINTS],
         "observed": target[:MAX_POINTS],

@@ -272,7 +272,7 @@ class BatchFeed:
         distinct = sorted(set(seeds))
         self.batches, self.shape = batches, None if config.batches == "shared" else (len(distinct), num_members)
         self.seeds, self.streams = distinct, [0] * len(distinct)
-        if self.shape is not None:  # one stream a member
+        if self.shape is not None:  # one stream per member
             self.seeds = [seed for seed in distinct for _ in range(num_members)]
             self.streams = [k for _ in distinct for k in range(num_members)]
         # all λ of one seed see the same batch

@@ -19,7 +19,7 @@ from torchace.nn.stacking import MemberRNG
 
 
 class RunGroup(nn.Module):
-    """R independent runs of K members each, from one ensemble a run.
+    """R independent runs of K members each, from one ensemble per run.
 
     Members of an `Ensemble` (of one architecture) are one stack of R·K, trunks a stack of R, and SMOC's heads a stack
     of R with K members each. Weights that adapted members share are stacks of R. Other ensembles are a stack of R whole
@@ -43,7 +43,7 @@ class RunGroup(nn.Module):
         self.heads = isinstance(first, SMOC)
         self.whole = not isinstance(first, (SMOC, Ensemble, StackedEnsemble))
         trunks: list[Any] = [None if self.whole else getattr(ensemble, "trunk", None) for ensemble in ensembles]
-        self.trunk = None if trunks[0] is None else StackedEnsemble.trusted(trunks)
+        self.trunk = None if trunks[0] is None else StackedEnsemble.from_trusted(trunks)
         self._branched = getattr(first, "branched", None)  # for `save_model`
         self._adapted = first.settings if isinstance(first, AdaptedEnsemble) else None
         if self._adapted is not None:
@@ -53,7 +53,7 @@ class RunGroup(nn.Module):
             members: list[Any] = list(ensembles)
             if not self.whole:
                 members = [m for e in members for m in ([e.head] if self.heads else e)]
-            self.members = StackedEnsemble.trusted(members, self.link)
+            self.members = StackedEnsemble.from_trusted(members, self.link)
         self._shared_names = {f"members.stacked.{name}" for name in all_shared_names(self.members.stacked)}
         self.seeds = torch.zeros(self.num_runs, dtype=torch.int64)
         self.step = torch.zeros((), dtype=torch.int64)

@@ -151,7 +151,7 @@ class SearchCache:
     @contextmanager
     def open(self, fingerprint: Mapping[str, Any]) -> Iterator[None]:
         """Lock the directory; refuse one of another search."""
-        with RunStore(self.directory).locked():
+        with RunStore(self.directory).lock():
             file = self.directory / FINGERPRINT
             if not file.exists():
                 write_record(file, {"search": fingerprint})

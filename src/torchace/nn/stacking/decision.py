@@ -91,7 +91,7 @@ def _to_double(value: Any) -> Any:
 def _compare(
     stacked: nn.Module, num_members: int, token: int, args: list[Any], kwargs: dict[str, Any], own: bool, cast: Any
 ) -> Decision:
-    def inputs_of(members: Tensor) -> list[Any]:
+    def select_inputs(members: Tensor) -> list[Any]:
         return tree_map(lambda x: x[members * len(x) // num_members] if own and isinstance(x, Tensor) else x, args)
 
     chosen = _finite_members(stacked, num_members)
@@ -100,7 +100,7 @@ def _compare(
         member = cast(take_members(stacked, k))
         try:
             with _ConstantRandomness() as constant, handle_checkpointing(constant):
-                output = member(*inputs_of(torch.tensor(k)), **kwargs)
+                output = member(*select_inputs(torch.tensor(k)), **kwargs)
             alone.append((tree_leaves(output), _gradients(output, member)))
         except Exception as error:
             raise _MemberError(error) from error
@@ -112,7 +112,7 @@ def _compare(
     together = cast(take_members(stacked, chosen))
     try:
         with track_layers(together, mode):
-            output = run_stacked(together, mode, inputs_of(torch.tensor(chosen)), kwargs, own=own)
+            output = run_stacked(together, mode, select_inputs(torch.tensor(chosen)), kwargs, own=own)
         outputs, gradients = tree_leaves(output), _gradients(output, together)
     except Exception as error:
         return Decision(False, str(error).split("\n")[0].rstrip(".") or type(error).__name__)

@@ -203,25 +203,25 @@ class StackingMode(TorchFunctionMode):
         setattr(data, MARK, self.marks[layout])
         return data
 
-    def value_of(self, value: Any) -> Any:
+    def to_stacked(self, value: Any) -> Any:
         """Return a marked tensor as `Stacked`, also within lists and tuples, and other values unchanged."""
         if isinstance(value, Tensor):
             mark = getattr(value, MARK, None)
             return Stacked(value, mark[1]) if mark is not None and mark[0] == self.token else value
         if type(value) in (list, tuple):
-            return type(value)([self.value_of(item) for item in value])
+            return type(value)([self.to_stacked(item) for item in value])
         return value
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        inputs = [self.value_of(value) for value in args]
-        options = {name: self.value_of(value) for name, value in kwargs.items()} if kwargs else {}
+        inputs = [self.to_stacked(value) for value in args]
+        options = {name: self.to_stacked(value) for name, value in kwargs.items()} if kwargs else {}
         if not inputs and "input" in options:
             inputs.append(options.pop("input"))
         compute = RULES.get(func)
-        if compute is None and name_of(func) in RANDOM_NAMES:
-            raise StackingError(f"{name_of(func)!r} draws random numbers, which has no form for each member")
+        if compute is None and function_name(func) in RANDOM_NAMES:
+            raise StackingError(f"{function_name(func)!r} draws random numbers, which has no form for each member")
         if func not in RANDOM and not _any_stacked(inputs) and not _any_stacked(options.values()):
             self.note(func, "once")
             return func(*args, **(kwargs or {}))
@@ -244,7 +244,7 @@ class StackingMode(TorchFunctionMode):
     def note(self, func: Callable[..., Any], how: str) -> None:
         """Record how a function is computed."""
         if self.record is not None and func not in QUERIES:
-            self.record.append(Node(self.layer, name_of(func), how))
+            self.record.append(Node(self.layer, function_name(func), how))
 
     def compute_without_rule(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Compute one function for all members by `vmap`, or member by member where `vmap` fails."""
@@ -275,7 +275,7 @@ class StackingMode(TorchFunctionMode):
             elif all(value == values[0] for value in values):
                 combined.append(values[0])
             else:
-                raise StackingError(f"{name_of(func)!r} returns Python values that differ between members")
+                raise StackingError(f"{function_name(func)!r} returns Python values that differ between members")
         return tree_unflatten(combined, members[0][1])
 
 
@@ -287,7 +287,7 @@ def _any_stacked(values: Iterable[Any]) -> bool:
     return False
 
 
-def name_of(func: Callable[..., Any]) -> str:
+def function_name(func: Callable[..., Any]) -> str:
     """Return the name of a PyTorch function."""
     name = getattr(func, "__name__", "") or type(func).__name__
     if name == "__get__":  # a property of tensors

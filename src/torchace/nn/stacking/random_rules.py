@@ -24,7 +24,7 @@ from torchace.nn.stacking.mode import (
     to_channels,
     to_members,
 )
-from torchace.nn.stacking.tensor_rules import Func, named
+from torchace.nn.stacking.tensor_rules import Func, functions
 
 
 def random_rule(*functions: Any) -> Callable[[Rule], Rule]:
@@ -46,7 +46,7 @@ def _dropout(stacking: StackingMode, func: Func, x: Any, p: float = 0.5, *args: 
     return Stacked(data * dropout_mask(stacking, data, data.shape, p))
 
 
-@random_rule(*named("dropout1d", "dropout2d", "dropout3d"), F.feature_alpha_dropout, F.alpha_dropout)
+@random_rule(*functions("dropout1d", "dropout2d", "dropout3d"), F.feature_alpha_dropout, F.alpha_dropout)
 def _channel_dropout(
     stacking: StackingMode, func: Func, x: Any, p: float = 0.5, training: bool | None = None, inplace: bool = False
 ) -> Any:
@@ -83,7 +83,7 @@ def _random_tensor(stacking: StackingMode, func: Func, *args: Any, size: Any = N
     return Stacked(_fill(stacking, torch.empty(shape, **kwargs), (lambda u: u) if func is torch.rand else _normal))
 
 
-@random_rule(*named("empty_like", "rand_like", "randn_like"), Tensor.new_empty)
+@random_rule(*functions("empty_like", "rand_like", "randn_like"), Tensor.new_empty)
 def _random_like(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     data = x.data if isinstance(x, Stacked) else x
     if func is Tensor.new_empty:
