@@ -19,7 +19,7 @@ from torchace.lab.cli.app import main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [page for page in sorted(DOCS.rglob("*.md")) if page.parent.name not in ("results", "api")]
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if not {"results", "api"} & set(page.relative_to(DOCS).parts)]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Commands that install, need a cluster or another machine, or are run elsewhere in the tests for minutes.
 NOT_HERE = re.compile(r"^(pip |make |torchrun |ray |sbatch |kubectl |torchace run (?!my\.toml))|--ray|postgresql|cuda")
@@ -70,7 +70,7 @@ def run_command(command: str, names: dict[str, object], monkeypatch: pytest.Monk
 
 
 def test_every_public_name_has_its_place() -> None:
-    pages = "".join(page.read_text("utf-8") for page in (DOCS / "api").glob("*.md"))
+    pages = "".join(page.read_text("utf-8") for page in (DOCS / "api").rglob("*.md"))
     shown = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", pages, re.MULTILINE)}
     public = {name for name in ace.__all__ if not isinstance(getattr(ace, name), ModuleType)}
     assert {name for name in public if not name.startswith("_")} - shown == set()
@@ -87,13 +87,12 @@ def test_the_figures_are_drawn_by_the_library(tmp_path: Path, monkeypatch: pytes
     drawn = {path.name for path in figures.main(tmp_path)}
     assert drawn == {path.name for path in tmp_path.iterdir()}
     assert all("<svg" in (tmp_path / name).read_text("utf-8") for name in drawn)
-    # what is there is what the script draws and what pages show, each on white and on black
+    # what is there is what the script draws and what pages show, each for wide pages and for phones
     assert {path.name for path in (DOCS / "figures").iterdir()} == drawn
-    pages = "".join(page.read_text("utf-8") for page in PAGES)
-    # the address's end says where: on the site as on GitHub
-    shown = re.findall(r"figures/(\w+_(light|dark)\.svg)#gh-(light|dark)-mode-only\)", pages)
-    assert {name for name, *_ in shown} == drawn
-    assert all(scheme == place for _, scheme, place in shown)
+    pages = "".join(page.read_text("utf-8") for page in DOCS.rglob("*.md"))
+    assert {
+        f"{name}{layout}.svg" for name in re.findall(r"figures/(\w+)\.svg\)", pages) for layout in ("", "_narrow")
+    } == drawn
 
 
 def test_links_to_files_are_not_broken() -> None:

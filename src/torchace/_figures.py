@@ -1,4 +1,4 @@
-"""Figures of the diagnosis and the report: sizes, colours for light and dark pages, rendering to PNG."""
+"""Figures of the diagnosis and the report: sizes, colors for light and dark pages, rendering to PNG."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DPI = 200
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours; `palette` is Okabe and Ito's, safe for the colour-blind, lightened for dark pages."""
+    """Colors; `palette` is Okabe and Ito's, safe for the color-blind, lightened for dark pages."""
 
     name: str
     paper: str
@@ -86,7 +86,7 @@ def render(spec: FigureSpec, theme: Theme) -> bytes:
         canvas.draw()  # type: ignore[no-untyped-call]
     pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
     image = Image.fromarray(pixels).convert("RGB")
-    if not spec.photographs:  # few colours: a palette halves the file
+    if not spec.photographs:  # few colors: a palette halves the file
         image = image.quantize(256, dither=Image.Dither.NONE)
     buffer = io.BytesIO()
     image.save(buffer, "png", dpi=(DPI, DPI))

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from torchace import _checks
 from torchace._extras import missing_extra
-from torchace.metrics.task_metrics import TaskMetrics
+from torchace.metrics.ensemble import TaskMetrics
 from torchace.nn.base import EnsembleModule
 from torchace.nn.losses import MemberLoss, attach_loss
 

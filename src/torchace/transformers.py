@@ -150,7 +150,7 @@ class ACETrainerMixin:
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's loop and add the scores of the ensemble and its members to the metrics."""
-        from torchace.metrics.task_metrics import TaskMetrics  # lazy: slow to import
+        from torchace.metrics.ensemble import TaskMetrics  # lazy: slow to import
 
         self._metrics = TaskMetrics.of_loss(self._ensemble(), self.ace_loss)
         try:

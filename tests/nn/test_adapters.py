@@ -198,7 +198,7 @@ def test_new_heads_on_a_frozen_model(adapter):
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_members_values_in_a_shared_buffer_are_refused(in_place):
-    class Centred(nn.Module):
+    class Centered(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("mean", torch.zeros(8))
@@ -209,7 +209,7 @@ def test_members_values_in_a_shared_buffer_are_refused(in_place):
                 self.mean = self.mean.copy_(new) if in_place else new
             return x - self.mean
 
-    ensemble = adapt(nn.Sequential(nn.Linear(12, 8), Centred(), nn.Linear(8, 3)), K)
+    ensemble = adapt(nn.Sequential(nn.Linear(12, 8), Centered(), nn.Linear(8, 3)), K)
     with pytest.raises(ValueError, match=r"share the buffer '1\.mean', but the forward writes values .* differ"):
         ensemble(torch.randn(5, 12))
     assert torch.equal(ensemble.stacked[1].mean, torch.zeros(8))

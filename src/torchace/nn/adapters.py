@@ -13,14 +13,19 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from torchace import _checks
 from torchace._files import StrPath
-from torchace.nn.adapter_layers import ADAPTER, Adapter, LowRankAdapter, MultiplicativeAdapter, check_rank, layer_shape
-from torchace.nn.adapter_targets import (
+from torchace.nn.adapter_layers import (
+    ADAPTER,
+    Adapter,
+    LowRankAdapter,
+    MultiplicativeAdapter,
     OwnTensors,
     Target,
     attach_adapter,
+    check_rank,
     choose_targets,
     find_adapted_head,
     layer_name,
+    layer_shape,
 )
 from torchace.nn.base import EnsembleModule
 from torchace.nn.checkpoints import find_mismatch

@@ -97,7 +97,7 @@ def test_the_page_is_accessible(pages: Callable[[str], Path], name: str) -> None
 
 def test_the_page_states_what_a_reader_needs(failing: Path) -> None:
     text = _Page(page_html(read_results(failing), [])).text.replace("\u00a0", " ")
-    for part in ("mnist: 60,000 to train", "MLP 784-128-10", "5 (0, 1, 2, 3, 4)", "NVIDIA H200", "torch 2.13.0"):
+    for part in ("mnist: 60,000 for training", "MLP 784-128-10", "5 (0, 1, 2, 3, 4)", "NVIDIA H200", "torch 2.13.0"):
         assert part in text
     for part in (
         "The loss of member 3 is NaN.",

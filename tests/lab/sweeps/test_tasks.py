@@ -43,14 +43,14 @@ def network(features: int = FEATURES, outputs: int = LABELS) -> nn.Module:
     return nn.Sequential(nn.Linear(features, 8), nn.Tanh(), nn.Linear(8, outputs))
 
 
-def labelled(count: int, seed: int) -> tuple[Tensor, Tensor]:
+def labeled(count: int, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
     noise = torch.randn(count, LABELS, generator=generator, dtype=torch.float64)
     return x, ((x[:, :LABELS] + 0.3 * noise) > 0).int()
 
 
-TRAIN, TEST = labelled(60, 0), labelled(50, 1)
+TRAIN, TEST = labeled(60, 0), labeled(50, 1)
 
 
 def train_alone(task: str, x: Tensor, y: Tensor, diversity: float, seed: int, steps: int, make: Any) -> list[nn.Module]:
@@ -109,21 +109,21 @@ def table(count: int, seed: int) -> Any:
 
     rng = np.random.default_rng(seed)
     frame = pd.DataFrame({"size": rng.normal(50, 10, count), "age": rng.normal(0, 1, count)})
-    frame["colour"] = rng.choice(["red", "green", "blue"], count)
-    frame["price"] = (frame["size"] - 50) / 10 + (frame["colour"] == "red") + 0.1 * rng.normal(size=count)
+    frame["color"] = rng.choice(["red", "green", "blue"], count)
+    frame["price"] = (frame["size"] - 50) / 10 + (frame["color"] == "red") + 0.1 * rng.normal(size=count)
     frame.loc[3, "age"] = None
     return frame
 
 
 def test_regression_on_a_data_frame_equals_plain_training_on_its_encoded_columns() -> None:
     train, test = table(60, 0), table(50, 1)
-    columns = {"features": 6, "outputs": 1}  # size, age, age missing, three colours
+    columns = {"features": 6, "outputs": 1}  # size, age, age missing, three colors
     result = ace.sweep(network, train, test, task="regression", target="price", arguments=columns, **SMALL)
     encoded = []
     for frame in (train, test):
         mean, std = train[["size", "age"]].mean(), train[["size", "age"]].std(ddof=0)
         numbers = ((frame[["size", "age"]] - mean) / std).fillna(0)
-        dummies = [frame["colour"] == name for name in ("blue", "green", "red")]
+        dummies = [frame["color"] == name for name in ("blue", "green", "red")]
         encoded.append(torch.tensor(np.column_stack([numbers, frame["age"].isna(), *dummies]).astype(float)))
     y, y_test = (torch.tensor(frame[["price"]].to_numpy()) for frame in (train, test))
     frame = result.to_frame().set_index(["diversity", "seed"])
@@ -248,11 +248,11 @@ def test_optimizers_by_class_or_function_equal_plain_training(given: dict[str, A
 
 
 def load(count: int = 60) -> tuple[Any, Any]:
-    return labelled(count, 0), TEST
+    return labeled(count, 0), TEST
 
 
 def load_three() -> tuple[Any, Any, Any]:
-    return labelled(60, 0), labelled(20, 2), TEST
+    return labeled(60, 0), labeled(20, 2), TEST
 
 
 def test_an_own_optimizer_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ seeds = [0]
 def test_toml_files_name_data_of_every_kind(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     task, features, outputs = "regression", 4, 1
-    frame, data = table(60, 0)[["size", "colour", "price"]], 'file = "mine.csv"\ntarget = "price"'
+    frame, data = table(60, 0)[["size", "color", "price"]], 'file = "mine.csv"\ntarget = "price"'
     if kind in ("npz", "npz parts"):
         x, y = TRAIN[0].numpy(), TRAIN[1].numpy()
         data, task, features, outputs = 'file = "mine.npz"', "multilabel", FEATURES, LABELS

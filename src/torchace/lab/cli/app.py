@@ -65,8 +65,7 @@ def info() -> None:
     """Show versions, devices and built-in experiments."""
     import torch
 
-    from torchace.lab.sweeps.config import builtin_names
-    from torchace.lab.sweeps.environment import processor, versions
+    from torchace.lab.sweeps.config import builtin_names, processor, versions
 
     rows = [*versions().items(), ("processor", f"{processor()}, {torch.get_num_threads()} threads")]
     rows += [(f"cuda:{i}", torch.cuda.get_device_name(i)) for i in range(torch.cuda.device_count())]

@@ -15,14 +15,12 @@ from torch import Tensor
 
 from torchace._checks import check_choice, check_count
 from torchace._extras import import_extra
-from torchace.lab.data.cifar import read_archive, read_folder
-from torchace.lab.data.errors import DataError, check_labels, damaged
+from torchace.lab.data.errors import DataError, check_labels, damaged_file
 from torchace.lab.data.files import download as download_file
 from torchace.lab.data.files import find, not_found, search_path
-from torchace.lab.data.idx import read_idx
-from torchace.lab.data.sources import SOURCES, CifarSource, IdxFile, IdxSource
+from torchace.lab.data.image_files import SOURCES, CifarSource, IdxFile, IdxSource, read_archive, read_folder, read_idx
 from torchace.lab.data.splits import Split, random_split, stratified_split
-from torchace.lab.schema.errors import did_you_mean
+from torchace.lab.schema.reading import did_you_mean
 
 NAMES = ("digits", *SOURCES)
 _DIGITS_TEST = 500
@@ -68,7 +66,7 @@ class Dataset:
         if kind == "unit":
             return Normalization((0.0,), (float(self.max_value),))
         if not self.mean:
-            raise DataError("normalize = 'standard' needs images in memory; normalise them in the Dataset.")
+            raise DataError("normalize = 'standard' needs images in memory; normalize them in the Dataset.")
         return Normalization(self.mean, self.std)
 
     def validation_split(self, size: int | float, *, seed: int = 0) -> tuple[Any, Any]:
@@ -141,9 +139,9 @@ def _idx_array(source: IdxSource, file: IdxFile, path: Path) -> NDArray[np.uint8
     # MNIST and Fashion-MNIST use the same file names
     for other in (o for o in SOURCES.values() if isinstance(o, IdxSource) and o.name != source.name):
         if digest in {known.content for known in (*other.train, *other.test)}:
-            raise damaged(path, f"belongs to {other.title}, not to {source.title}")
+            raise damaged_file(path, f"belongs to {other.title}, not to {source.title}")
     if file.content is not None and digest != file.content:
-        raise damaged(path, f"is not the official file of {source.title}: its content has the wrong SHA-256")
+        raise damaged_file(path, f"is not the official file of {source.title}: its content has the wrong SHA-256")
     return array
 
 

@@ -32,7 +32,7 @@ class MissingTargetError(DataError):
         self.problem = problem
 
 
-def damaged(path: Path | str, reason: str) -> DataError:
+def damaged_file(path: Path | str, reason: str) -> DataError:
     """Error for a data set file that is not the official one."""
     return DataError(f"{path} {reason}; replace it with the original file, or delete it to download it again.")
 
@@ -41,7 +41,7 @@ def check_labels(labels: NDArray[Any], path: Path | str, num_classes: int) -> No
     """Check that labels read from a file, `(N,)`, are class indices."""
     wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if len(wrong):
-        raise damaged(path, f"has label {labels[wrong[0]]} at image {wrong[0]}, outside 0 to {num_classes - 1}")
+        raise damaged_file(path, f"has label {labels[wrong[0]]} at image {wrong[0]}, outside 0 to {num_classes - 1}")
 
 
 def pandas() -> Any:

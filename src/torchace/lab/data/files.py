@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from torchace._extras import import_extra
 from torchace._files import open_regular
-from torchace.lab.data.errors import DataError, damaged
+from torchace.lab.data.errors import DataError, damaged_file
 
 ENVIRONMENT = "TORCHACE_DATA"
 
@@ -25,7 +25,7 @@ def cache_dir() -> Path:
 def search_path(name: str, folders: Sequence[str], directory: str | os.PathLike[str] | None = None) -> list[Path]:
     """Folders to search for a data set: below `directory` or `$TORCHACE_DATA`, then the user's cache.
 
-    A missing root folder is an error: a misspelt name must not start a download.
+    A missing root folder is an error: a misspelled name must not start a download.
     """
     given = os.fspath(directory) if directory is not None else os.environ.get(ENVIRONMENT, "")
     if not given:
@@ -68,7 +68,7 @@ def open_data(path: Path) -> Iterator[BinaryIO]:
         with open_regular(path) as file:
             yield file
     except OSError as error:
-        raise damaged(path, f"cannot be read ({error.strerror or error})") from None
+        raise damaged_file(path, f"cannot be read ({error.strerror or error})") from None
 
 
 def download(title: str, name: str, *, urls: Sequence[str], sha256: str, folder: Path, progress: bool = True) -> Path:

@@ -16,14 +16,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchace._checks import shape_of
 from torchace._files import available_memory, error_reason
 from torchace._npz import NPZ_ERRORS, read_npz
-from torchace.lab.data.columns import get_column, target_numbers
 from torchace.lab.data.datasets import Dataset, channel_statistics
 from torchace.lab.data.encoding import learn_encoding
 from torchace.lab.data.errors import DataError, pandas
 from torchace.lab.data.inference import infer_schema
-from torchace.lab.data.inputs import Inputs, convert_inputs, input_tensors
 from torchace.lab.data.map_datasets import Items, StreamedSplit, check_finite_inputs, is_random, item_bytes, read_all
-from torchace.lab.data.splits import Split, random_split
+from torchace.lab.data.splits import Inputs, Split, convert_inputs, input_tensors, random_split
+from torchace.lab.data.table_schema import get_column, target_numbers
 from torchace.lab.data.tables import read_table
 from torchace.lab.data.targets import as_targets, check_classes, encode_labels, find_missing_classes
 
@@ -73,7 +72,7 @@ def _check(name: str, splits: dict[str, AnySplit], names: tuple[str, ...], optio
     for part, split in splits.items():
         found = ", ".join(map(_describe, input_tensors(split.x)))
         if found != expected:
-            raise DataError(f"The {part} samples are {found}, but training samples are {expected}; give both alike.")
+            raise DataError(f"The {part} samples are {found}, but training samples are {expected}; use one form.")
     if options.task == "classification":
         names = _class_names(train, names, options)
         for part, split in splits.items():
@@ -88,7 +87,7 @@ def _check(name: str, splits: dict[str, AnySplit], names: tuple[str, ...], optio
         for part, size in sizes.items():
             if size != num_targets:
                 raise DataError(
-                    f"The {part} targets have {size} columns, but training targets {num_targets}; give both alike."
+                    f"The {part} targets have {size} columns, but training targets have {num_targets}; use one number."
                 )
         names = () if options.task == "regression" else names or tuple(map(str, range(num_targets)))
     image_shape = _image_shape(train.x)
@@ -120,7 +119,7 @@ def _class_names(train: AnySplit, names: tuple[str, ...], options: DataOptions) 
             labels = torch.cat([y for _, y in train.chunks(512)])
         count = int(labels.max()) + 1
     if count < 2 and options.num_classes is None:
-        raise DataError("The training data has one class alone; give at least two.")
+        raise DataError("The training data has only one class; give at least two.")
     return names if len(names) == count else tuple(map(str, range(count)))
 
 

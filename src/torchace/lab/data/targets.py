@@ -12,7 +12,7 @@ from torch import Tensor
 from torchace._checks import shape_of
 from torchace.lab.data.errors import DataError, quote, quote_all
 
-REMEDY = "task='regression' for numbers or task='multilabel' for several labels a sample"
+REMEDY = "task='regression' for numbers or task='multilabel' for several labels per sample"
 
 
 def as_targets(y: Tensor, task: str, part: str) -> Tensor:
@@ -23,7 +23,7 @@ def as_targets(y: Tensor, task: str, part: str) -> Tensor:
     if task == "classification":
         y = y.squeeze(1) if y.ndim == 2 and y.shape[1] == 1 else y
         if y.ndim != 1:
-            raise DataError(f"The {part} targets have shape {shape_of(y)}; give one class a sample, or use {REMEDY}.")
+            raise DataError(f"The {part} targets have shape {shape_of(y)}; give one class per sample, or use {REMEDY}.")
         if y.is_floating_point() or y.is_complex():
             raise DataError(
                 f"The {part} targets are of type {y.dtype}, but classes are whole numbers from 0; convert them, or use "
@@ -33,7 +33,7 @@ def as_targets(y: Tensor, task: str, part: str) -> Tensor:
     y = y if y.is_floating_point() else y.float()
     y = y.unsqueeze(1) if y.ndim == 1 else y
     if y.ndim != 2 or not y.shape[1]:
-        raise DataError(f"The {part} targets have shape {shape_of(y)}; give (N,) or (N, M), one row a sample.")
+        raise DataError(f"The {part} targets have shape {shape_of(y)}; give (N,) or (N, M), one row per sample.")
     bad = (~torch.isfinite(y)).any(1).nonzero().flatten()
     if len(bad):
         raise DataError(f"The {part} targets have NaN or Inf in sample {int(bad[0])}; leave such samples out.")

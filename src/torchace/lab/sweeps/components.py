@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from torchace.lab.report.metrics import TASKS
-from torchace.lab.schema.errors import did_you_mean
 from torchace.lab.schema.experiment import OPTIMIZERS, Arm
+from torchace.lab.schema.reading import did_you_mean
 from torchace.lab.sweeps.config import ConfigError
-from torchace.nn.fingerprint import enclosed_values, global_names
+from torchace.nn.architecture import enclosed_values, global_names
 
 HASHED_ROWS = 65_536  # of a tensor
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -158,7 +158,7 @@ def named_metrics(metrics: Sequence[Any], task: str) -> dict[str, Any]:
 def source_digest(function: Any) -> str:
     """Return a SHA-256 of an object's source, and of the values and functions of its module that it uses.
 
-    Without a source file, as for a function typed into an interpreter, the bytecode and its constants count.
+    Without a source file, as in an interpreter, the hash is of the bytecode and its constants.
     """
     digest = hashlib.sha256()
     _update(digest, function, set())

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from torchace.lab.data import Batches, CropFlip, Dataset, chunks, load
-from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
 from torchace.lab.data.map_datasets import StreamedBatches, StreamedSplit
 from torchace.lab.data.own_data import DataOptions, make_dataset, read_data_file
+from torchace.lab.data.splits import Inputs, input_tensors, map_inputs
 from torchace.lab.data.transform import BatchTransform
 from torchace.lab.schema.experiment import GIVEN, Arm, DataSection
 from torchace.lab.schema.results import DataSummary
@@ -78,7 +78,7 @@ class LoadedData:
         if self.dataset.image_shape is None or isinstance(self.dataset.test, StreamedSplit):
             return None
         if scale is None:
-            if pixels.min() < 0 or pixels.max() > 1:  # normalised already
+            if pixels.min() < 0 or pixels.max() > 1:  # normalized already
                 return None
             scale = 1
         if scale != 255:
@@ -138,7 +138,7 @@ class LoadedData:
         return self.section.name != GIVEN and self.section.file is None and self.section.factory is None
 
     def check_batch_size(self, arm: Arm) -> None:
-        """Refuse batches larger than a built-in training set; for own data, all samples are then one batch."""
+        """Refuse batches larger than a built-in training set; a user's own data become one batch instead."""
         available = len(self.dataset.train)
         if self.is_builtin and arm.train.batch_size > available:
             raise ConfigError(

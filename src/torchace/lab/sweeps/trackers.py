@@ -14,9 +14,9 @@ from typing import Any
 
 from torchace._extras import import_extra
 from torchace._files import check_regular
-from torchace.lab.schema.axes import AXES
 from torchace.lab.schema.experiment import Experiment
 from torchace.lab.schema.results import RunKey, RunResult
+from torchace.lab.schema.values import AXES
 from torchace.lab.sweeps.callbacks import Callback, CallbackList, remove_partial_line
 from torchace.lab.training.loop import RunProgress
 
@@ -57,7 +57,7 @@ class Tracker(Callback):
 
 
 class CSV(Tracker):
-    """Append to `metrics.csv` in the run directory, one metric a row; rows of a repeated epoch are not repeated."""
+    """Append to `metrics.csv` in the run directory, one metric per row; a repeated epoch adds no rows."""
 
     COLUMNS = ("run", "arm", "diversity", "seed", *AXES, "step", "metric", "value")
 
