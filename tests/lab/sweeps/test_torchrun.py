@@ -77,7 +77,7 @@ class Job:
                 code = self.process.wait(0.005)
             except subprocess.TimeoutExpired:
                 continue
-            raise AssertionError(f"the job ended with {code}: {self.said()}")
+            raise AssertionError(f"the job ended with {code}: {self.rank_outputs()}")
 
     def ranks(self) -> dict[int, int]:
         """The process of each rank."""
@@ -171,7 +171,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_job_resumes(
     killed = time.monotonic()
     assert job.end() == 1
     assert time.monotonic() - killed < 60
-    assert job.said() == ["", lost_contact(1)]
+    assert job.rank_outputs() == ["", lost_contact(1)]
     assert saved_steps(directory) == [EVERY]
 
     # another layout goes on from the checkpoint; with --max-restarts by itself
@@ -179,8 +179,8 @@ def test_a_killed_rank_ends_the_job_and_the_next_job_resumes(
     job.wait_until(lambda: saved_steps(directory) != [EVERY])
     assert saved_steps(directory) == [2 * EVERY]
     job.kill(1)
-    assert job.end() == 0, job.said()
-    assert job.said() == [lost_contact(0), ""]
+    assert job.end() == 0, job.rank_outputs()
+    assert job.rank_outputs() == [lost_contact(0), ""]
     assert_same_results(results(directory), alone)
 
 
@@ -199,20 +199,23 @@ def test_told_to_stop_and_finished_by_more_processes(
     job.wait_until(lambda: saved_steps(directory) == [EVERY])
     job.process.send_signal(signal.SIGTERM)  # torchrun passes it on
     assert job.end() != 0
-    assert job.said() == [f"Interrupted. Everything so far is in {directory}; repeat the command to resume.\n", ""]
+    assert job.rank_outputs() == [
+        f"Interrupted. Everything so far is in {directory}; repeat the command to resume.\n",
+        "",
+    ]
     (stopped,) = saved_steps(directory)
     assert EVERY <= stopped < 3 * EVERY
     known = len(events(directory))
 
     # another layout; the second of two jobs from its beginning
     job = started(3, file, "--out", str(directory), "--parallel", "members")
-    assert job.end() == 0, job.said()
+    assert job.end() == 0, job.rank_outputs()
     steps = [event["step"] for event in events(directory)[known:] if event["event"] == "stepped"]
     assert steps[0] > stopped  # it went on, not began anew
     assert_same_results(results(directory), alone)
     # one rank prints and writes
-    assert job.said() == [""] * 3
-    out, *silent = job.said("stdout")
+    assert job.rank_outputs() == [""] * 3
+    out, *silent = job.rank_outputs("stdout")
     assert silent == [""] * 2
     assert out.count("4 of 4 runs are finished.") == 1
     assert out.count("Report: ") == 1
@@ -234,12 +237,12 @@ def test_what_is_wrong_is_said_once(file: str, tmp_path: Path, started: Callable
     options = ("--set", "train.batches=separate", "--out", str(tmp_path / "out"), "--parallel", "members")
     job = started(2, file, *options)
     assert job.end() == 1
-    assert job.said("stdout") == ["", ""]
-    assert sorted(rank_outputs.count("\n") for rank_outputs in job.said()) == [0, 1]
+    assert job.rank_outputs("stdout") == ["", ""]
+    assert sorted(text.count("\n") for text in job.rank_outputs()) == [0, 1]
     reason = (
         "λ > 0 needs members that see each other's predictions: with batches = 'separate' set diversities = [0.0], "
     )
-    assert "".join(job.said()) == f"Error: {file}: {reason}or use batches = 'exchanged'.\n"
+    assert "".join(job.rank_outputs()) == f"Error: {file}: {reason}or use batches = 'exchanged'.\n"
     assert not (tmp_path / "out").exists()
 
 

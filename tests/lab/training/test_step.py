@@ -248,18 +248,18 @@ class TestFaults:
         return [-1 if code < 0 else MEMBERS if k is None else k for code, k in zip(codes, members, strict=True)]
 
     def test_no_member_is_nonfinite(self) -> None:
-        assert self.found() == [-1, -1, -1]
+        assert self.find_nonfinite() == [-1, -1, -1]
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     def test_loss(self, bad: float) -> None:
         self.losses[1, 2] = bad
-        assert self.found() == [-1, 2, -1]
+        assert self.find_nonfinite() == [-1, 2, -1]
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     def test_own_logits_are_blamed_before_other_members(self, bad: float) -> None:
         self.losses[1] = math.nan  # a coupled loss is NaN for all members
         self.logits[1, 1, 3, 0] = bad
-        assert self.found() == [-1, 1, -1]
+        assert self.find_nonfinite() == [-1, 1, -1]
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     def test_gradient_of_one_member(self, bad: float) -> None:
@@ -267,33 +267,33 @@ class TestFaults:
             gradient = torch.zeros_like(parameter)
             gradient.view(3 * MEMBERS, -1)[2 * MEMBERS + 1, 0] = bad
             parameter.grad = gradient
-            assert self.found() == [-1, -1, 1]
+            assert self.find_nonfinite() == [-1, -1, 1]
             parameter.grad = torch.zeros_like(parameter)
 
     def test_opposite_infinities_do_not_cancel(self) -> None:
         next(self.network.parameters()).grad.view(3 * MEMBERS, -1)[0, :2] = torch.tensor([math.inf, -math.inf])
-        assert self.found() == [0, -1, -1]
+        assert self.find_nonfinite() == [0, -1, -1]
 
     def test_a_nonfinite_trunk_is_no_members_failure(self) -> None:
         self.network = RunGroup([SMOC(mlp(FEATURES, 5, None), 5, CLASSES, MEMBERS) for _ in range(3)])
         for parameter in self.network.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        assert self.found() == [-1, -1, -1]
+        assert self.find_nonfinite() == [-1, -1, -1]
         self.network.get_parameter("trunk.stacked.linear1.weight").grad[2, 0, 0] = math.nan  # type: ignore[index]
-        assert self.found() == [-1, -1, MEMBERS]
+        assert self.find_nonfinite() == [-1, -1, MEMBERS]
 
     def test_members_behind_a_trunk(self) -> None:
         self.network = RunGroup([Ensemble(members(seed), mlp(4, FEATURES, None).double()) for seed in (5, 6, 7)])
         for parameter in self.network.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.network.get_parameter("members.stacked.fc.bias").grad[2, 1] = math.inf  # type: ignore[index]
-        assert self.found() == [2, -1, -1]
+        assert self.find_nonfinite() == [2, -1, -1]
         self.network.get_parameter("trunk.stacked.linear1.bias").grad[1, 1] = math.inf  # type: ignore[index]
-        assert self.found() == [2, MEMBERS, -1]
+        assert self.find_nonfinite() == [2, MEMBERS, -1]
 
     def test_before_the_first_backward_there_are_no_gradients(self) -> None:
         self.network.zero_grad()
-        assert self.found() == [-1, -1, -1]
+        assert self.find_nonfinite() == [-1, -1, -1]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
