@@ -324,7 +324,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "separate": (CNN, {"batches": "separate"}, "^λ > 0 needs members that see each other's predictions"),
     "callback": (CNN, {"callbacks": [ace.lab.Callback]}, "Expected callbacks with a method such as on_epoch_end"),
     "layer": (CNN, {"kind": "branch", "at": "heads"}, "Expected `at` to name a layer of the model, but got 'heads'"),
-    "own batches": (CNN, {"kind": "smoc", "batches": "exchanged"}, "expected 'shared' for members .* that share layers"),
+    "own batches": (CNN, {"kind": "smoc", "batches": "exchanged"}, "expected 'shared' for members .*share layers"),
     "patience": (CNN, {"patience": 3}, "`patience` needs validation data"),
     "metrics": (CNN, {"metrics": {"loss": len}}, "Expected `metrics` to be a list of functions, but got str in it"),
     "device": (CNN, {"device": "tpu"}, "Cannot use the device 'tpu'"),
