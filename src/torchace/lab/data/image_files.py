@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from torchace._extras import import_extra
 from torchace._files import check_gzip, open_regular, read_bounded
@@ -185,22 +186,10 @@ class CifarSource(Source):
     batches: dict[str, str] = field(repr=False)  # file name: SHA-256
 
 
-def _load_sources() -> dict[str, IdxSource | CifarSource]:
-    sources: dict[str, IdxSource | CifarSource] = {}
-    for name, content in tomllib.loads(Path(__file__).with_name("sources.toml").read_text()).items():
-        fields: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in content.items()
-        }
-        if "batches" in fields:
-            sources[name] = CifarSource(name, **fields)
-        else:
-            for part in ("train", "test"):
-                fields[part] = tuple(IdxFile(**{**file, "shape": tuple(file["shape"])}) for file in fields[part])
-            sources[name] = IdxSource(name, **fields)
-    return sources
-
-
-SOURCES = _load_sources()
+_CONTENT = tomllib.loads(Path(__file__).with_name("sources.toml").read_text())
+SOURCES = TypeAdapter(dict[str, IdxSource | CifarSource]).validate_python(
+    {name: {"name": name, **content} for name, content in _CONTENT.items()}
+)
 
 
 def read_idx(path: Path, *, shape: tuple[int, ...]) -> NDArray[np.uint8]:

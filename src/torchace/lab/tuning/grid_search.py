@@ -60,10 +60,6 @@ def select_diversity(scores: Mapping[float, Scores]) -> float:
 
     No one-standard-error rule: a larger λ is neither simpler nor cheaper. The comparison with λ=0 on fresh seeds
     corrects for selection bias.
-
-    Example:
-        >>> select_diversity({0.0: {1: 0.5, 2: 0.7}, 0.3: {1: 0.5, 2: 0.6}, 0.5: {1: 0.1, 2: None}})
-        0.3
     """
 
     def rank(diversity: float) -> tuple[int, float]:

@@ -44,11 +44,6 @@ def measure_gain(
 
     Losses are `(N,)` by seed, or their means for an interval over seeds alone. With `num_choices` λ chosen from on the
     same samples, the interval is corrected (Bonferroni).
-
-    Example:
-        >>> gain = measure_gain("test", {5: 0.5, 6: 0.6, 7: 0.7}, {5: 0.4, 6: 0.4, 7: None})
-        >>> round(gain.mean, 6), round(gain.low, 4), round(gain.high, 4), gain.seeds, gain.beyond_noise
-        (0.15, -0.4853, 0.7853, (5, 6), False)
     """
     pairs = {seed: (baseline[seed], chosen[seed]) for seed in baseline}
     by_seed = {seed: np.subtract(a, b) for seed, (a, b) in pairs.items() if a is not None and b is not None}
@@ -196,12 +191,7 @@ class Search(ABC):
 
 
 def fingerprint_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Describe how a stored search differs from this one; None if it does not.
-
-    Example:
-        >>> fingerprint_difference({"epochs": 5, "samples": {}}, {"epochs": 6, "samples": {}})
-        'with epochs = 5, but now it is 6'
-    """
+    """Describe how a stored search differs from this one; None if it does not."""
     for key in sorted({*before, *now} - {"samples"}):
         if before.get(key) != now.get(key):
             return f"with {key} = {before.get(key)!r}, but now it is {now.get(key)!r}"
