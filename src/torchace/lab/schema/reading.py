@@ -101,12 +101,7 @@ class ResultFileError(ValueError):
 
 
 def printable(value: Any) -> Any:
-    r"""Replace unprintable characters in all strings of parsed JSON by spaces.
-
-    Example:
-        >>> printable({"a\n": ["\ud800", 3, None]})
-        {'a ': [' ', 3, None]}
-    """
+    """Replace unprintable characters in all strings of parsed JSON by spaces."""
     if isinstance(value, str):
         return _UNPRINTABLE.sub(" ", value)
     if isinstance(value, list):
