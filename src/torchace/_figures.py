@@ -1,23 +1,30 @@
-"""Figures of the diagnosis and the report: sizes, colors for light and dark pages, rendering to PNG."""
+"""Figures of the diagnosis and the report: sizes, colors for light and dark pages, rendering to SVG and PNG."""
 
 from __future__ import annotations
 
 import io
+import re
 import textwrap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+from xml.etree import ElementTree
 
 import numpy as np
 
 from torchace._extras import missing_extra
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 5.2, 3.7  # inches: small, so that 10 pt is readable on a phone
 DPI = 200
+SVG = "{http://www.w3.org/2000/svg}"
+NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True)
@@ -31,23 +38,38 @@ class Theme:
     grid: str
     palette: tuple[str, ...]
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """Colors by the name of their CSS variable."""
+        named = {"--paper": self.paper, "--ink": self.ink, "--quiet": self.quiet, "--grid": self.grid}
+        return named | {f"--color{i}": color for i, color in enumerate(self.palette)}
+
 
 LIGHT = Theme(
     "light",
     "#ffffff",
-    "#1d2125",
-    "#6b7280",
-    "#e4e7eb",
+    "#1f2328",
+    "#5c6470",
+    "#d8dbe0",
     ("#0072b2", "#d55e00", "#009e73", "#b0578d", "#c98900", "#3b9bd6"),
 )
 DARK = Theme(
     "dark",
-    "#16191d",
-    "#e6e8ea",
-    "#9aa3ad",
-    "#2d333a",
+    "#1e2129",
+    "#e2e4e9",
+    "#a3abb5",
+    "#4a4f5a",
     ("#56b4e9", "#ff8c4b", "#2dc79a", "#e59bc6", "#eab54a", "#9ad0f5"),
 )
+# stand for the CSS variables of the page
+PAGE = Theme(
+    "page", "#010101", "#010102", "#010103", "#010104", tuple(f"#0102{i:02x}" for i in range(len(LIGHT.palette)))
+)
+STYLE = "".join(
+    f"{start}:root {{ {'; '.join(f'{name}: {color}' for name, color in theme.variables.items())} }}{end}\n"
+    for start, theme, end in (("", LIGHT, ""), ("@media (prefers-color-scheme: dark) { ", DARK, " }"))
+)
+_TOOLTIPS: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -61,43 +83,80 @@ class FigureSpec:
     alt: str
     draw: Callable[[Figure, Theme], None]
     height: float = HEIGHT
-    photographs: bool = False
+
+
+def add_tooltips(artist: Any, texts: Sequence[str]) -> None:
+    """Show a text when the pointer is over a marker of a line, or over a patch."""
+    _TOOLTIPS[artist] = list(texts)
 
 
 def render(spec: FigureSpec, theme: Theme) -> bytes:
     """Draw a figure and return it as a PNG file."""
+    with _draw(spec, theme) as figure:
+        from PIL import Image
+
+        figure.canvas.draw()
+        pixels = np.asarray(figure.canvas.buffer_rgba())  # type: ignore[attr-defined]
+        image = Image.fromarray(pixels).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        buffer = io.BytesIO()
+        image.save(buffer, "png", dpi=(DPI, DPI))
+    return buffer.getvalue()
+
+
+def render_svg(spec: FigureSpec) -> str:
+    """Draw a figure and return it as an SVG element in the colors of the CSS variables in `STYLE`."""
+    buffer, nothing = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with _draw(spec, PAGE) as figure:
+        texts = {}
+        for i, artist in enumerate(figure.findobj(lambda artist: artist in _TOOLTIPS)):
+            artist.set_gid(f"tooltip{i}")
+            texts[f"tooltip{i}"] = _TOOLTIPS[artist]
+        figure.savefig(buffer, format="svg", metadata=nothing)
+    text = NOT_XML.sub("", buffer.getvalue()).replace("'DejaVu Sans'", "var(--sans, sans-serif)")
+    for name, color in PAGE.variables.items():
+        text = text.replace(color, f"var({name})")
+    root = ElementTree.fromstring(text)
+    for group in root.iter(f"{SVG}g"):
+        found = texts.get(group.attrib.pop("id", ""), [])
+        marks = list(group.iter(f"{SVG}use")) or [group]
+        for mark, tooltip in zip(marks, found, strict=False) if len(marks) == len(found) else ():
+            ElementTree.SubElement(mark, f"{SVG}title").text = NOT_XML.sub("", tooltip)
+    root.attrib |= {"role": "img", "aria-label": NOT_XML.sub("", spec.alt), "style": "stroke-linejoin: round"}
+    del root.attrib["width"], root.attrib["height"]
+    for defs in [element for element in root if element.find(f"{SVG}style") is not None]:
+        root.remove(defs)  # would style the whole page
+    ElementTree.register_namespace("", SVG[1:-1])
+    ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+@contextmanager
+def _draw(spec: FigureSpec, theme: Theme) -> Iterator[Figure]:
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
-        from PIL import Image
     except ImportError as error:
         raise missing_extra("Drawing figures needs matplotlib") from error
 
-    with matplotlib.rc_context(_settings(theme)), warnings.catch_warnings():
+    with matplotlib.rc_context(_settings(theme, spec.name)), warnings.catch_warnings():
         # the font lacks some characters of class names
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
         figure = Figure(figsize=(WIDTH, spec.height), dpi=DPI, layout=layout)
-        canvas = FigureCanvasAgg(figure)
+        FigureCanvasAgg(figure)
         figure.suptitle(textwrap.fill(spec.title, 50), x=0.02, ha="left", fontsize=11.5, fontweight="bold")
         spec.draw(figure, theme)
-        canvas.draw()  # type: ignore[no-untyped-call]
-    pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
-    image = Image.fromarray(pixels).convert("RGB")
-    if not spec.photographs:  # few colors: a palette halves the file
-        image = image.quantize(256, dither=Image.Dither.NONE)
-    buffer = io.BytesIO()
-    image.save(buffer, "png", dpi=(DPI, DPI))
-    return buffer.getvalue()
+        yield figure
 
 
-def _settings(theme: Theme) -> dict[Any, Any]:
+def _settings(theme: Theme, name: str) -> dict[Any, Any]:
+    paper = "none" if theme is PAGE else theme.paper
     return {
-        "figure.facecolor": theme.paper,
-        "savefig.facecolor": theme.paper,
-        "axes.facecolor": theme.paper,
+        "figure.facecolor": paper,
+        "savefig.facecolor": paper,
+        "axes.facecolor": paper,
         "axes.edgecolor": theme.quiet,
         "axes.labelcolor": theme.ink,
         "axes.linewidth": 0.8,
@@ -106,7 +165,7 @@ def _settings(theme: Theme) -> dict[Any, Any]:
         "axes.grid": True,
         "axes.axisbelow": True,
         "grid.color": theme.grid,
-        "grid.linewidth": 0.8,
+        "grid.linewidth": 0.6,
         "text.color": theme.ink,
         "text.parse_math": False,  # names may contain dollar signs
         "xtick.color": theme.quiet,
@@ -123,6 +182,8 @@ def _settings(theme: Theme) -> dict[Any, Any]:
         "lines.linewidth": 1.8,
         "lines.markersize": 5.5,
         "axes.formatter.useoffset": False,
+        "svg.fonttype": "none",
+        "svg.hashsalt": name,  # equal figures have equal files
     }
 
 
@@ -133,3 +194,21 @@ def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> Non
         columns = 1 if longest > 28 else 2 if longest > 14 else 3
         labels = [textwrap.fill(label, 48) for label in labels]
         figure.legend(handles, labels, loc="outside lower left", ncols=columns, columnspacing=1.4, handlelength=2.8)
+
+
+def draw_cells(axes: Axes, values: Any, color: Callable[[float], tuple[str, float]], texts: Any, tooltips: Any) -> None:
+    """Draw a heat map of `values` `(rows, columns)`; `color` gives a color and its opacity, NaN stays empty."""
+    from matplotlib.patches import Rectangle
+
+    axes.set(xlim=(-0.5, values.shape[1] - 0.5), ylim=(values.shape[0] - 0.5, -0.5))
+    axes.grid(visible=False)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    for (row, column), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            face, opacity = color(float(value))
+            cell = axes.add_patch(
+                Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=face, alpha=opacity, edgecolor="none")
+            )
+            add_tooltips(cell, [tooltips(row, column)])
+            axes.text(column, row, texts(row, column), ha="center", va="center", fontsize=8)

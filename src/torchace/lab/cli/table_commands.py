@@ -271,8 +271,8 @@ def _print_comparison(content: Mapping[str, Any]) -> None:
 
     comparison = ModelComparison.model_validate(content)
     print_table(_rich_table(model_table(comparison)))
-    if sentence := comparison_headline(comparison):
-        print_line(sentence)
+    if headline := comparison_headline(comparison):
+        print_line(f"{headline.sentence} {headline.detail}")
 
 
 def _rich_table(table: ReportTable) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from torchace._figures import HEIGHT, FigureSpec, Theme, legend
+from torchace._figures import HEIGHT, FigureSpec, Theme, add_tooltips, draw_cells, legend
 from torchace.lab.report import formats
 from torchace.lab.report.arrays import (
     Array,
@@ -17,11 +19,11 @@ from torchace.lab.report.arrays import (
     join_predictions,
     reliability,
 )
-from torchace.lab.report.formats import at, capitalize
-from torchace.lab.report.plots import DASHED, arm_color, arms_with_figures, figure_title, two_diversities
+from torchace.lab.report.formats import at, capitalize, quantity
+from torchace.lab.report.plots import DASHED, arm_color, figure_title, two_diversities
 from torchace.lab.report.results import Results
 from torchace.lab.report.statistics import best_diversity
-from torchace.lab.report.tables import ReportTable, make_table
+from torchace.lab.report.tables import Cell, ReportTable, main_arms, make_table
 from torchace.lab.schema.results import ArmSummary, RunResult
 
 if TYPE_CHECKING:
@@ -30,19 +32,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Arrays = dict[str, Array]
 
-COLUMNS = 4  # of contested images
-
 
 def array_figures(results: Results) -> list[FigureSpec]:
     """Return the figures drawn from arrays."""
-    arms = arms_with_figures(results)
+    arms = main_arms(results)
     builders: list[Callable[[Results, ArmSummary], FigureSpec | None]] = [_reliability, _members_alone, _pairs]
     if results.task.name == "regression":
         builders = [_predictions, _error_vs_spread, _members_alone, _pairs]
     found = []
     for index, build in enumerate(builders):
         found += [build(results, arm) for arm in (arms or results.arms if index == 0 else arms)]
-    return [spec for spec in (*found, _contested_images(results)) if spec]
+    return [spec for spec in found if spec]
 
 
 def _curves(results: Results, arm: ArmSummary, summarize: Callable[[list[Arrays]], T | None]) -> dict[float, T]:
@@ -73,7 +73,9 @@ def _reliability(results: Results, arm: ArmSummary) -> FigureSpec | None:
             many = bins.share >= 0.005
             for part, alpha in ((many, 1.0), (~many, 0.3)):
                 x, y = bins.confidence[part], bins.accuracy[part]
-                top.plot(x, y, ls="", marker=marker, color=color, alpha=alpha, mew=0)
+                [dots] = top.plot(x, y, ls="", marker=marker, color=color, alpha=alpha, mew=0)
+                pairs = zip(x, y, strict=True)
+                add_tooltips(dots, [f"{at(diversity)}: confidence {a:.3f}, accuracy {b:.3f}" for a, b in pairs])
             top.plot([], [], color=color, marker=marker, label=at(diversity))
             bottom.plot(bins.confidence, 100 * bins.share, color=color, lw=1.4, marker=marker, ms=3.5)
         bottom.set_yscale("log")
@@ -102,7 +104,7 @@ def _pairs(results: Results, arm: ArmSummary) -> FigureSpec | None:
         key, title, scale, unit, top = "residual_correlation", "Correlation of errors between members", 1.0, "", 1.0
         caption = "Correlation of two members' errors on the test rows; averaging removes more where it is low"
     else:
-        key, title, scale, unit, top = "disagreement_matrix", "Disagreement between members", 100.0, "%", 0.0
+        key, title, scale, unit, top = "disagreement_matrix", "Disagreement between members", 100.0, " %", 0.0
         caption = "Share of test cases on which two members predict different classes, in percent"
     by_seed: dict[int, dict[float, Array]] = {}
     for run in (run for d in two_diversities(results, arm) for run in results.finished(arm, d)):
@@ -120,7 +122,7 @@ def _pairs(results: Results, arm: ArmSummary) -> FigureSpec | None:
         figure_title(results, title, arm),
         f"{caption}. Seed {seed}.",
         f"{caption}, {arm.label}, seed {seed}. {'; '.join(parts)}.",
-        lambda figure, theme: _draw_matrices(matrices, arm_color(results, arm, theme), unit, top, figure, theme),
+        lambda figure, theme: _draw_matrices(matrices, arm_color(results, arm, theme), unit, top, figure),
         height=2.9,
     )
 
@@ -130,31 +132,23 @@ def _upper(matrix: Array) -> Array:
     return upper
 
 
-def _draw_matrices(
-    matrices: dict[float, Array], color: str, unit: str, top: float, figure: Figure, theme: Theme
-) -> None:
-    from matplotlib.colors import LinearSegmentedColormap
-
-    ramp = LinearSegmentedColormap.from_list("ramp", [theme.grid, color]).with_extremes(bad=theme.paper)
+def _draw_matrices(matrices: dict[float, Array], color: str, unit: str, top: float, figure: Figure) -> None:
     entries = np.concatenate([_upper(matrix) for matrix in matrices.values()])
     low, high = min(0.0, float(np.nanmin(entries))), top or float(np.nanmax(entries)) or 1.0
     panels = figure.subplots(1, len(matrices), squeeze=False)[0]
     for axes, (diversity, matrix) in zip(panels, matrices.items(), strict=True):
         size = len(matrix)
         values = np.where(np.eye(size, dtype=bool), np.nan, matrix)
-        image = axes.imshow(values, cmap=ramp, vmin=low, vmax=high)
-        axes.set_title(at(diversity), fontsize=10)
+        draw_cells(
+            axes,
+            values,
+            lambda value: (color, 0.05 + 0.65 * (value - low) / (high - low)),
+            lambda j, k, v=values: f"{v[j, k]:.2g}" if len(v) <= 6 else "",
+            lambda j, k, v=values, d=diversity: f"{at(d)}, members {j} and {k}: {v[j, k]:.2f}{unit}",
+        )
         ticks = range(0, size, 1 if size <= 10 else -(-size // 6))
-        axes.set(xticks=ticks, yticks=ticks, xlabel="member")
-        axes.grid(visible=False)
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-        for j, k in zip(*np.nonzero(np.isfinite(values)), strict=True) if size <= 6 else ():
-            ink = theme.paper if values[j, k] > low + 0.6 * (high - low) else theme.ink
-            axes.text(k, j, f"{values[j, k]:.2g}", ha="center", va="center", fontsize=8, color=ink)
-    bar = figure.colorbar(image, ax=list(panels), shrink=0.8, pad=0.02)
-    bar.outline.set_visible(False)
-    bar.ax.set_ylabel(unit, rotation=0, labelpad=8)
+        axes.set(xticks=ticks, yticks=ticks, xlabel="member", aspect="equal")
+        axes.set_title(at(diversity), fontsize=10)
 
 
 def _members_alone(results: Results, arm: ArmSummary) -> FigureSpec | None:
@@ -170,7 +164,10 @@ def _members_alone(results: Results, arm: ArmSummary) -> FigureSpec | None:
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.add_subplot()
         axes.axhline(metric.scale * test[metric.key], color=arm_color(results, arm, theme), label="ensemble")
-        axes.plot(range(len(errors)), errors, ls="", marker="o", color=theme.quiet, label="a member")
+        [dots] = axes.plot(range(len(errors)), errors, ls="", marker="o", color=theme.quiet, label="a member")
+        add_tooltips(
+            dots, [f"member {k}: {formats.number(e, metric.digits)}{metric.unit}" for k, e in enumerate(errors)]
+        )
         axes.margins(y=0.15)
         axes.set_xticks(range(0, len(errors), -(-len(errors) // 12)))
         axes.set_xlabel("member")
@@ -200,8 +197,8 @@ def _predictions(results: Results, arm: ArmSummary) -> FigureSpec | None:
         return None
     size = len(rows.observed)
     drawn = f" {size:,} of {results.data.test:,} test rows are drawn." if size < results.data.test else ""
-    ends = f"{formats.quantity(float(rows.observed.min()))} to {formats.quantity(float(rows.observed.max()))}"
-    typical = formats.quantity(float(np.median(np.abs(rows.error))))
+    ends = f"{quantity(float(rows.observed.min()))} to {quantity(float(rows.observed.max()))}"
+    typical = quantity(float(np.median(np.abs(rows.error))))
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.add_subplot()
@@ -212,7 +209,9 @@ def _predictions(results: Results, arm: ArmSummary) -> FigureSpec | None:
         axes.plot(limits, limits, color=theme.quiet, lw=1, ls=DASHED)
         alpha, size_ = (0.75, 4) if size <= 200 else (0.45, 4) if size <= 1500 else (0.25, 3)
         color = arm_color(results, arm, theme)
-        axes.plot(rows.observed, rows.predicted, ls="", marker="o", ms=size_, mew=0, alpha=alpha, color=color)
+        [dots] = axes.plot(rows.observed, rows.predicted, ls="", marker="o", ms=size_, mew=0, alpha=alpha, color=color)
+        pairs = zip(rows.observed, rows.predicted, strict=True)
+        add_tooltips(dots, [f"observed {quantity(float(o))}, predicted {quantity(float(p))}" for o, p in pairs])
         axes.set(xlim=limits, ylim=limits, aspect="equal", xlabel="observed", ylabel="predicted")
 
     return FigureSpec(
@@ -245,7 +244,11 @@ def _error_vs_spread(results: Results, arm: ArmSummary) -> FigureSpec | None:
         colors = [theme.quiet, arm_color(results, arm, theme)][-len(curves) :]
         for color, marker, (diversity, curve) in zip(colors, "os", curves.items(), strict=False):
             x, y = metric.scale * curve.spread, metric.scale * curve.error
-            axes.plot(x, y, color=color, marker=marker, label=at(diversity))
+            [line] = axes.plot(x, y, color=color, marker=marker, label=at(diversity))
+            pairs = zip(curve.spread.tolist(), curve.error.tolist(), strict=True)
+            add_tooltips(
+                line, [f"{at(diversity)}: spread {metric.value(s)}, error {metric.value(e)}" for s, e in pairs]
+            )
         right = metric.scale * max(float(curve.spread[-1]) for curve in curves.values())
         top = metric.scale * max(float(curve.error.max()) for curve in curves.values())
         reach = min(right, top)
@@ -272,7 +275,7 @@ def _error_vs_spread(results: Results, arm: ArmSummary) -> FigureSpec | None:
 
 def _find_contested(results: Results) -> tuple[ArmSummary, RunResult, list[ContestedCase]] | None:
     """Return the contested cases of the first run at a best λ that recorded any."""
-    for arm in arms_with_figures(results):
+    for arm in main_arms(results):
         best = best_diversity(results, arm)
         for run in results.finished(arm, best) if best is not None else ():
             if cases := contested_cases(results.arrays(run)):
@@ -281,69 +284,42 @@ def _find_contested(results: Results) -> tuple[ArmSummary, RunResult, list[Conte
 
 
 def contested_table(results: Results) -> ReportTable | None:
-    """Table of contested test rows, unless the data are images."""
+    """Table of contested test cases, with their images if the data are images."""
     found = _find_contested(results)
-    if found is None or found[2][0].image is not None:
+    if found is None:
         return None
     arm, run, cases = found
     in_file = all(case.row is not None for case in cases)
     rows = [
         [
-            f"{case.row if in_file else case.position:,}",
-            _class_name(results, case.target, 40),
-            ", ".join(_votes(results, case, 5, 40)),
+            Cell(f"{case.row if in_file else case.position:,}", image=_data_uri(case.image)),
+            _class_name(results, case.target),
+            ", ".join(_votes(results, case)),
         ]
         for case in cases
     ]
-    counted = "Rows are counted from 1 in the file." if in_file else "Rows are counted from 0 in the test part."
+    counted = "Rows are counted from 1 in the file." if in_file else "Cases are counted from 0 in the test set."
     note = f"{arm.label}, {at(run.diversity)}, seed {run.seed}; most contested first. {counted}"
-    columns = ("Row of the file" if in_file else "Test row", "Class", "Votes of the members")
-    return make_table("The test rows on which members disagree most", columns, [("", rows)], note, "ntt")
+    columns = ("Row of the file" if in_file else "Test case", "Class", "Votes of the members")
+    return make_table("Test cases on which members disagree most", columns, [("", rows)], note, "ntt")
 
 
-def _contested_images(results: Results) -> FigureSpec | None:
-    found = _find_contested(results)
-    if found is None or found[2][0].image is None:
-        return None
-    arm, run, cases = found
-    rows = -(-len(cases) // COLUMNS)
-    parts = "; ".join(
-        f"case {case.position}, true class {_class_name(results, case.target)}, "
-        f"votes {', '.join(_votes(results, case))}"
-        for case in cases
-    )
+def _data_uri(image: Array | None) -> str:
+    if image is None:
+        return ""
+    from PIL import Image
 
-    def draw(figure: Figure, theme: Theme) -> None:
-        panels = figure.subplots(rows, COLUMNS, squeeze=False).ravel()
-        for axes in panels:
-            axes.set_axis_off()
-        grey = {"cmap": "gray_r" if theme.name == "light" else "gray", "vmin": 0, "vmax": 255}
-        for axes, case in zip(panels, cases, strict=False):
-            assert case.image is not None  # all cases have images, or none
-            axes.imshow(case.image, **(grey if case.image.ndim == 2 else {}), interpolation="nearest")
-            axes.set_title(_class_name(results, case.target), fontsize=10.5, fontweight="bold", pad=3)
-            style = {"ha": "center", "va": "top", "fontsize": 9.5, "linespacing": 1.15}
-            axes.text(0.5, -0.04, "\n".join(_votes(results, case)), transform=axes.transAxes, **style)
-
-    return FigureSpec(
-        "disputed",
-        "disputed",
-        "The test images on which members disagree most",
-        f"{arm.label}, {at(run.diversity)}, seed {run.seed}. Above each image its true class, "
-        f"below it the votes of the {arm.num_members} members.",
-        f"{formats.count(len(cases), 'test image')} with true class and the members' votes: {parts}.",
-        draw,
-        height=0.4 + 2.05 * rows,
-        photographs=True,
-    )
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "png")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def _class_name(results: Results, index: int, width: int = 14) -> str:
+def _class_name(results: Results, index: int) -> str:
     classes = results.data.classes
-    return formats.shorten(classes[index], width) if 0 <= index < len(classes) else str(index)
+    return formats.shorten(classes[index], 40) if 0 <= index < len(classes) else str(index)
 
 
-def _votes(results: Results, case: ContestedCase, most: int = 3, width: int = 14) -> list[str]:
-    lines = [f"{_class_name(results, label, width)} × {number}" for label, number in case.votes[:most]]
+def _votes(results: Results, case: ContestedCase, most: int = 5) -> list[str]:
+    lines = [f"{_class_name(results, label)} × {number}" for label, number in case.votes[:most]]
     rest = sum(number for _, number in case.votes[most:])
     return [*lines, f"others × {rest}"] if rest else lines

@@ -140,18 +140,20 @@ def reliability(runs: Iterable[Mapping[str, Array]]) -> Reliability | None:
 
 
 def contested_cases(arrays: Mapping[str, Array], most: int = 12) -> list[ContestedCase]:
-    """Return up to `most` contested test cases of one run."""
+    """Return up to `most` test cases of one run on which the members' votes differ."""
     keys = ("disputed_index", "disputed_target", "disputed_votes")
     if any(key not in arrays for key in keys):
         return []
     found = []
-    for i, (position, target, votes) in enumerate(zip(*(arrays[key][:most] for key in keys), strict=True)):
+    for i, (position, target, votes) in enumerate(zip(*(arrays[key] for key in keys), strict=True)):
         classes, counts = np.unique(votes, return_counts=True)
         ranked = sorted(zip(classes.tolist(), counts.tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))
+        if len(ranked) < 2:
+            continue
         image = arrays["disputed_images"][i] if "disputed_images" in arrays else None
         row = int(arrays["disputed_row"][i]) if "disputed_row" in arrays else None
         found.append(ContestedCase(int(position), int(target), tuple((int(c), int(n)) for c, n in ranked), image, row))
-    return found
+    return found[:most]
 
 
 def join_predictions(runs: Iterable[Mapping[str, Array]]) -> Predictions | None:

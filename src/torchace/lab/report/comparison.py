@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
+from typing import TYPE_CHECKING
+
+from torchace._figures import FigureSpec, Theme, add_tooltips
 from torchace.lab.report import formats
-from torchace.lab.report.findings import Finding
+from torchace.lab.report.findings import Finding, Headline
 from torchace.lab.report.formats import NONE, quantity
 from torchace.lab.report.tables import Cell, ReportTable, make_table
 from torchace.lab.schema.values import ENSEMBLE, ModelComparison, ModelScores
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MOST_IMPORTANCES = 30  # columns to list
 LABELS = {
@@ -18,45 +25,63 @@ LABELS = {
     "rmse": "RMSE",
     "mae": "MAE",
 }
+LOSSES = {"cross_entropy": "cross entropy", "mse": "mean squared error"}
 _HIGHER_IS_BETTER = ("accuracy", "auc", "r2")
 
 
-def comparison_headline(comparison: ModelComparison) -> str:
+def comparison_headline(comparison: ModelComparison) -> Headline | None:
     """Return the difference to the best baseline with its interval; a baseline that wins comes first."""
     best, own = comparison.best, comparison.ensemble
     if best is None or best.difference is None or best.low is None or best.high is None:
-        return ""
-    rows = formats.count(comparison.rows, f"{comparison.split} row")
+        return None
     if best.low > 0:
-        lead = f"The ensemble beats the best baseline, {best.label}: its"
+        verdict = f"The ensemble beats the best baseline, {best.label}"
     elif best.high < 0:
-        lead = f"A baseline is better: {best.label} beats the ensemble; its"
+        verdict = f"A baseline is better: {best.label} beats the ensemble"
     else:
-        lead = f"The ensemble is not better than the best baseline, {best.label}, beyond the noise: its"
-    text = f"{lead} {_difference(comparison, best)} on {rows}."
+        verdict = f"The ensemble and the best baseline, {best.label}, do not differ beyond the noise"
+    # the ensemble minus the baseline: negative if the ensemble is better
+    values, unit, digits = [-best.difference, -best.high, -best.low], "", 4
+    if comparison.loss != "cross_entropy":
+        loss = best.scores[comparison.loss] or 0.0
+        values, unit, digits = [100 * value / loss if loss else 0.0 for value in values], " %", 1
+    mean, low, high = (formats.number(value, digits, signed=True) for value in values)
+    rows = formats.count(comparison.rows, f"{comparison.split} row")
+    detail = f"{formats.capitalize(LOSSES[comparison.loss])} of the ensemble minus that of {best.label} on {rows}."
     key = "accuracy" if comparison.loss == "cross_entropy" else "r2"
     if own.scores.get(key) is not None and best.scores.get(key) is not None:
         ours, theirs = _score(key, own.scores[key]), _score(key, best.scores[key])
-        text += f" {LABELS[key]} is {ours} for the ensemble, {theirs} for {best.label}."
-    return text
+        detail += f" {LABELS[key]} is {ours} for the ensemble, {theirs} for {best.label}."
+    return Headline(verdict, f"{mean}{unit}", f"95 % interval {low} to {high}{unit}", detail)
 
 
-def _difference(comparison: ModelComparison, best: ModelScores) -> str:
-    """Size of the difference with its interval, in favor of the model that has the lower loss."""
-    assert best.difference is not None
-    assert best.low is not None
-    assert best.high is not None
-    values = [best.difference, best.low, best.high]
-    if best.difference < 0:
-        values = [-best.difference, -best.high, -best.low]
-    # the sentence is about the ensemble's loss unless a baseline wins
-    direction = "higher" if best.difference < 0 <= best.high else "lower"
-    if comparison.loss == "cross_entropy":
-        mean, low, high = (formats.number(value, 4) for value in values)
-        return f"cross entropy is {direction} by {mean} (95 % interval {low} to {high})"
-    loss = (comparison.ensemble if best.high < 0 else best).scores[comparison.loss] or 0.0
-    mean, low, high = (formats.number(100 * value / loss if loss else 0.0, 1) for value in values)
-    return f"mean squared error is {direction} by {mean} % (95 % interval {low} to {high} %)"
+def comparison_figures(comparison: ModelComparison) -> list[FigureSpec]:
+    """Return the figure of the differences to all baselines."""
+    found = [(m, m.difference, m.low, m.high) for m in comparison.models]
+    tested = [(m, d, low, high) for m, d, low, high in found if d is not None and low is not None and high is not None]
+    if not tested:
+        return []
+    title = f"{formats.capitalize(LOSSES[comparison.loss])} of the ensemble minus that of each baseline"
+    texts = [f"{m.label}: {' ('.join(_interval(m))})" for m, *_ in tested]
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        axes = figure.add_subplot()
+        axes.axvline(0, color=theme.quiet, lw=1, ls=(0, (4, 3)))
+        for row, (text, (_, difference, low, high)) in enumerate(zip(texts, tested, strict=True)):
+            color = theme.palette[0] if low > 0 else theme.palette[1] if high < 0 else theme.quiet
+            axes.plot([-high, -low], [row, row], color=color, lw=2.2)
+            [dot] = axes.plot([-difference], [row], marker="o", ms=8, color=color)
+            add_tooltips(dot, [text])
+        axes.set_yticks(range(len(tested)), [textwrap.fill(m.label, 20) for m, *_ in tested])
+        axes.set_ylim(len(tested) - 0.5, -0.5)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("← the ensemble is better")
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+
+    caption = "95 % intervals over the rows. Blue: the ensemble is better. Orange: the baseline is better."
+    return [FigureSpec("baselines", "headline", title, caption, f"{title}. {'; '.join(texts)}.", draw, 3.2)]
 
 
 def comparison_findings(comparison: ModelComparison) -> list[Finding]:
@@ -103,9 +128,10 @@ def model_table(comparison: ModelComparison) -> ReportTable:
             value = model.scores.get(key)
             cells.append(NONE if value is None else Cell(_score(key, value), strong=value == best[key]))
         rows.append([*cells, *_interval(model)])
-    loss = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[comparison.loss]
+    loss = LOSSES[comparison.loss]
     note = (
-        f"Difference: {loss} minus the ensemble's, with a 95 % interval over the rows; above 0, the ensemble is better."
+        f"Difference: {loss} of the ensemble minus that of the model, with a 95 % interval over the rows; below 0, the "
+        "ensemble is better."
     )
     if failed := [f"{model.label} ({model.failure})" for model in comparison.models if model.failure]:
         note += f" Not trained: {', '.join(failed)}."
@@ -149,7 +175,7 @@ def _detail_tables(comparison: ModelComparison) -> list[ReportTable]:
 def _interval(model: ModelScores) -> list[str]:
     if model.difference is None or model.low is None or model.high is None:
         return [NONE, NONE]
-    return [_format_signed(model.difference), f"{_format_signed(model.low)} to {_format_signed(model.high)}"]
+    return [_format_signed(-model.difference), f"{_format_signed(-model.high)} to {_format_signed(-model.low)}"]
 
 
 def _format_signed(value: float) -> str:

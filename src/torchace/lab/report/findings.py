@@ -27,6 +27,23 @@ class Finding:
     warning: bool = False
 
 
+@dataclass(frozen=True)
+class Headline:
+    """The main result: a verdict, a number with its interval from the same test, and how both were measured."""
+
+    verdict: str
+    number: str = ""
+    interval: str = ""
+    detail: str = ""
+    subject: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """Verdict, number and interval."""
+        interval = f" ({self.interval})" if self.interval else ""
+        return f"{self.verdict}: {self.number}{interval}." if self.number else f"{self.verdict}."
+
+
 def findings(results: Results, arm: ArmSummary) -> list[Finding]:
     """Return the findings about an arm; for a baseline with one λ, only collapsed members."""
     found = [diversity_finding(results, arm)]
@@ -35,57 +52,15 @@ def findings(results: Results, arm: ArmSummary) -> list[Finding]:
             _score(results, arm, results.task.loss),
             _score(results, arm, results.task.score),
             _one_member(results, arm),
-            _chosen_on_validation(results, arm),
             *(_against_baseline(results, arm, other) for other in results.arms if other.baseline and other != arm),
         ]
     known = [finding for finding in found if finding]
     return known if len(known) > 1 or (known and known[0].warning) else []
 
 
-def headline(results: Results, arm: ArmSummary) -> str:
-    """Return the main result of an arm; empty without λ=0 to compare with."""
-    comparison, best = compare(results, arm, results.task.loss), best_diversity(results, arm)
-    if comparison is None or best is None:
-        return ""
-    metric = results.metrics[results.task.loss]
-    if not comparison.tests:
-        return f"{capitalize(metric.noun)} is lowest at {at(best)}. {capitalize(_why_untested(comparison))}."
-    gain = _gain(comparison, best)
-    if gain is None:
-        sentences = [f"No λ lowers {metric.noun} significantly."]
-    else:
-        amount = metric.difference(-gain.mean, gain.margin, signed=False)
-        sentences = [f"{at(gain.diversity)} lowers {metric.noun} by {amount}."]
-    sentences.append(_effect_on_diversity(results, arm))
-    for verdict, plural in (("does as well", "do as well"), ("is better", "are better")):
-        labels = [f"“{other.label}”" for other in results.arms if _verdict(results, arm, other) == verdict]
-        if labels:
-            sentences.append(f"{formats.join(labels)} {verdict if len(labels) == 1 else plural}.")
-    return " ".join(sentence for sentence in sentences if sentence)
-
-
-def _gain(comparison: Comparison, best: float) -> Difference | None:
-    """Return the significant gain at the best λ, else the largest gain."""
-    gains = [d for d in comparison.differences if d.significant and d.mean < 0]
-    return next((d for d in gains if d.diversity == best), min(gains, key=lambda d: d.mean, default=None))
-
-
 def _why_untested(comparison: Comparison) -> str:
     notes = {difference.note for difference in comparison.differences if difference.note}
     return f"{min(notes)}, so this may be noise" if notes else "there is nothing to test"
-
-
-def _effect_on_diversity(results: Results, arm: ArmSummary) -> str:
-    metric = results.metrics[results.task.spread]
-    comparison = compare(results, arm, metric.key) if arm.num_members > 1 else None
-    if comparison is None:
-        return ""
-    means = comparable_means(results, arm, metric.key)
-    if len(_collapsed_diversities(results, arm, means)) == len(means):
-        return "The members have collapsed onto each other."
-    if any(difference.significant and difference.mean > 0 for difference in comparison.differences):
-        return f"The members' {metric.noun} rises."
-    return f"The members' {metric.noun} does not rise significantly."
 
 
 def _collapsed_diversities(results: Results, arm: ArmSummary, spreads: dict[float, float]) -> list[float]:
@@ -223,21 +198,6 @@ def _one_member(results: Results, arm: ArmSummary) -> Finding | None:
     return Finding("One member", text)
 
 
-def _chosen_on_validation(results: Results, arm: ArmSummary) -> Finding | None:
-    """The λ chosen on validation data, and its effect on the test set."""
-    picked, comparison = best_diversity(results, arm, split="validation"), compare(results, arm, results.task.loss)
-    if picked is None or comparison is None:
-        return None
-    topic, metric = "Chosen on validation data", results.metrics[results.task.loss]
-    if picked == comparison.reference_diversity:
-        return Finding(topic, f"The validation data picks {at(picked)}: a deep ensemble, without coupling.")
-    difference = comparison.at(picked)
-    if difference is None:
-        return None
-    subject = f"On the test set, its paired difference in {metric.noun} to λ=0"
-    return Finding(topic, f"The validation data picks {at(picked)}. {_evidence(metric, difference, subject)}")
-
-
 def _against_baseline(results: Results, arm: ArmSummary, other: ArmSummary) -> Finding | None:
     metric = results.metrics[results.task.loss]
     comparison = compare(results, arm, metric.key, other)
@@ -256,7 +216,7 @@ def _against_baseline(results: Results, arm: ArmSummary, other: ArmSummary) -> F
     )
     if verdict:
         text += f" The baseline {verdict}{limits}."
-    return Finding(f"Against “{other.label}”", text)
+    return Finding(f"Against “{other.label}”", text, warning=verdict in ("does as well", "is better"))
 
 
 def remarks(results: Results) -> list[Finding]:
@@ -287,6 +247,6 @@ def _completeness(results: Results) -> Finding:
     problems = [f"{len(results.failed):,} failed"] if results.failed else []
     if results.damaged:
         problems.append(f"{formats.count(len(results.damaged), 'file')} could not be read")
-    listed = f" {formats.join(problems)} (listed at the end)." if problems else ""
+    listed = f" {formats.join(problems)} (listed below)." if problems else ""
     text = f"{finished:,} of {planned} finished.{listed} Where runs are missing, means are over fewer seeds."
     return Finding("Incomplete", text, warning=True)

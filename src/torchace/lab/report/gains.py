@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchace._figures import HEIGHT, FigureSpec, Theme
-from torchace.lab.report import formats
-from torchace.lab.report.findings import Finding
+from torchace._figures import HEIGHT, FigureSpec, Theme, draw_cells
+from torchace.lab.report import formats, tables
+from torchace.lab.report.findings import Headline
+from torchace.lab.report.formats import at
 from torchace.lab.report.results import Results
-from torchace.lab.report.statistics import Difference, paired_difference
-from torchace.lab.report.tables import Cell, ReportTable, make_table
+from torchace.lab.report.statistics import Difference, comparable_means, compare, paired_difference
+from torchace.lab.report.tables import Cell, ReportTable, main_arms, make_table
 from torchace.lab.schema.results import ArmSummary
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MANY_ARMS = 7  # from here on, a report shows gains by arm instead of figures for each arm
@@ -112,16 +112,59 @@ def arm_gains(results: Results) -> list[ArmGain]:
     return found
 
 
-def gain_finding(results: Results) -> Finding:
-    """Return how many arms gain beyond the noise, and the largest gain."""
+def headline(results: Results, arm: ArmSummary) -> Headline | None:
+    """Return the effect of the chosen λ on an arm's test loss; None without λ=0 and another λ.
+
+    Verdict and interval are those of the paired differences: corrected for the number of λ, however λ was chosen.
+    """
+    metric, comparison = results.metrics[results.task.loss], compare(results, arm, results.task.loss)
+    if comparison is None:
+        return None
+    split = "validation" if comparable_means(results, arm, metric.key, "validation") else "test"
+    means = comparable_means(results, arm, metric.key, split)
+    chosen = min(means, key=means.__getitem__, default=None)
+    best = min((d for d in means if d), key=means.__getitem__, default=None)
+    difference = comparison.at(best)
+    if best is None or difference is None:
+        return None
+    effect = "does not change" if not difference.significant else "lowers" if difference.mean < 0 else "raises"
+    verdict = f"{at(best)} {effect} {metric.noun}{' beyond the noise' * (not difference.significant)}"
+    interval = ""
+    if difference.joint_interval is None:
+        verdict = f"{at(best)} may change {metric.noun} ({difference.note})"
+    else:
+        interval = f"95 % interval {metric.interval(difference.joint_interval)}"
+        interval += f", corrected for {difference.tests} λ" if difference.tests > 1 else ""
+    if not chosen:
+        verdict = f"The {split} data choose λ=0; {verdict}"
+    level = comparable_means(results, arm, metric.key)[0.0]
+    relative = f" ({formats.number(100 * difference.mean / level, 1, signed=True)} %)" if level else ""
+    covered = "" if difference.samples is None else f" and {difference.samples:,} test samples"
+    detail = (
+        f"Test {metric.noun} at {at(best)} minus that at λ=0{relative}, paired over "
+        f"{formats.count(difference.n, 'seed')}{covered}. The {split} data chose λ."
+    )
+    return Headline(verdict, metric.difference(difference.mean), interval, detail, tables.arm_title(arm))
+
+
+def sweep_headline(results: Results) -> Headline | None:
+    """Return the headline of a sweep: of its first arm, or of all if there are many."""
+    if not has_many_arms(results):
+        found = (headline(results, arm) for arm in main_arms(results))
+        return next((entry for entry in found if entry), None)
     gains, noun = arm_gains(results), results.metrics[results.task.loss].noun
     lower, higher = ([gain for gain in gains if gain.verdict == verdict] for verdict in ("lower", "higher"))
-    text = f"λ lowers {noun} beyond the noise in {len(lower)} of {formats.count(len(gains), 'arm')}"
-    text += f" and raises it in {len(higher)}." if higher else " and raises it in none."
-    if lower:
-        best = min(lower, key=lambda gain: gain.relative)
-        text += f" The largest gain is {formats.number(-100 * best.relative, 1)} % (“{best.arm.label}”)."
-    return Finding("The effect of λ by arm", text)
+    verdict = f"λ lowers {noun} beyond the noise in {len(lower)} of {formats.count(len(gains), 'arm')}"
+    verdict += f" and raises it in {len(higher)}" if higher else " and raises it in none"
+    if not lower:
+        return Headline(verdict)
+    best = min(lower, key=lambda gain: gain.relative)
+    assert best.difference is not None
+    assert best.difference.joint_interval is not None
+    low, high = (formats.number(100 * end / best.test_loss, 1) for end in best.difference.joint_interval)
+    number = f"{formats.number(100 * best.relative, 1)} %"
+    detail = f"The largest gain: “{best.arm.label}” at {at(best.diversity)}."
+    return Headline(verdict, number, f"95 % interval {low} to {high} %", detail)
 
 
 def gain_table(results: Results) -> ReportTable:
@@ -164,8 +207,14 @@ def gain_figures(results: Results) -> list[FigureSpec]:
         texts[place] = f"{formats.number(values[place], 1, signed=True)}{mark}\n{formats.at(gain.diversity)}"
 
     def draw(figure: Figure, theme: Theme) -> None:
-        axes = figure.add_subplot()
-        draw_map(axes, values, texts, theme)
+        axes, largest = figure.add_subplot(), float(np.nanmax(np.abs(values), initial=1.0))
+        draw_cells(
+            axes,
+            values,
+            lambda value: (theme.palette[value > 0], 0.7 * abs(value) / largest),
+            lambda row, column: texts[row, column],
+            lambda row, column: f"{down} {rows[row]}, {across} {columns[column]}: {texts[row, column]} %",
+        )
         axes.set_xticks(range(len(columns)), columns)
         axes.set_yticks(range(len(rows)), rows)
         axes.set(xlabel=across, ylabel=down)
@@ -174,16 +223,3 @@ def gain_figures(results: Results) -> list[FigureSpec]:
     title = f"Change of {noun} at the chosen λ, %"
     caption = "Blue: lower, which is better. Star: beyond the noise. The table of gains says how λ was chosen."
     return [FigureSpec("gain_map", "scores", title, caption, f"{title}. {parts}.", draw, max(HEIGHT, 0.62 * len(rows)))]
-
-
-def draw_map(axes: Axes, values: np.ndarray, texts: dict[tuple[int, int], str], theme: Theme) -> None:
-    """Draw changes in percent `(rows, columns)` as a heat map with a text in each cell."""
-    from matplotlib.colors import LinearSegmentedColormap
-
-    better, worse = theme.palette[0], theme.palette[1]
-    colors = LinearSegmentedColormap.from_list("gain", [better, theme.paper, worse])
-    limit = float(np.nanmax(np.abs(values), initial=1.0))
-    axes.imshow(values, cmap=colors, vmin=-limit, vmax=limit, aspect="auto")
-    axes.grid(visible=False)
-    for (row, column), text in texts.items():
-        axes.text(column, row, text, ha="center", va="center", fontsize=8, color=theme.ink)

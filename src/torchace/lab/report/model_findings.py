@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,31 +12,41 @@ from torchace._statistics import mean_over_seeds
 from torchace.lab.report import formats
 from torchace.lab.report.arrays import Predictions, error_vs_spread, join_predictions
 from torchace.lab.report.comparison import comparison_findings, comparison_headline
-from torchace.lab.report.findings import Finding, diversity_finding
+from torchace.lab.report.findings import Finding, Headline, diversity_finding
 from torchace.lab.report.formats import at
 from torchace.lab.report.results import Results
 from torchace.lab.schema.results import ArmSummary, RunResult
 
 
-def model_headline(results: Results, arm: ArmSummary) -> str:
-    """Return the main result of a model; empty without test scores."""
-    run = results.model_run
+def model_headline(results: Results) -> Headline | None:
+    """Return the main result of a model: against the best baseline, else its score; None without test scores."""
+    run, arm, comparison = results.model_run, results.model, results.experiment.comparison
     test = results.scores(run) if run else {}
-    comparison = results.experiment.comparison
-    if run is not None and comparison is not None and (text := comparison_headline(comparison)):
-        return f"{text} The ensemble has {formats.count(arm.num_members, 'member')}, trained with {at(run.diversity)}."
-    rows = formats.count(results.data.test, "test row")
-    if run is None or not {"accuracy", "r2"} & set(test):
-        return ""
+    if run is None or arm is None:
+        return None
+    found = comparison_headline(comparison) if comparison else None
+    if found is None and {"accuracy", "r2"} & set(test):
+        found = _score_headline(results, test)
+    if found is None:
+        return None
+    members = f"The ensemble has {formats.count(arm.num_members, 'member')}, trained with {at(run.diversity)}."
+    return replace(found, detail=f"{found.detail} {members}".strip())
+
+
+def _score_headline(results: Results, test: Mapping[str, float]) -> Headline:
+    rows, metrics = formats.count(results.data.test, "test row"), results.metrics
     if "accuracy" in test:
-        text = f"Accuracy is {formats.number(100 * test['accuracy'], 1)} % on {rows}."
-    elif test["r2"] <= 0:
-        r2 = results.metrics["r2"].value(test["r2"])
-        text = f"The model predicts {rows} no better than the target's mean (R² {r2})."
-    else:
-        share = formats.number(100 * test["r2"], 1)
-        text = f"The model explains {share} % of the target's variance in {rows}."
-    return f"{text} It has {formats.count(arm.num_members, 'member')}, trained with {at(run.diversity)}."
+        interval = ""
+        if results.data.test:
+            low, high = (formats.number(100 * end, 1) for end in wilson_interval(test["accuracy"], results.data.test))
+            interval = f"95 % interval {low} to {high} %"
+        return Headline(f"Accuracy on {rows}", f"{formats.number(100 * test['accuracy'], 1)} %", interval)
+    share = formats.number(100 * test["r2"], 1)
+    verdict = f"The model explains {share} % of the target's variance in {rows}"
+    if test["r2"] <= 0:
+        r2 = metrics["r2"].value(test["r2"])
+        verdict = f"The model predicts {rows} no better than the target's mean (R² {r2})"
+    return Headline(verdict)
 
 
 def model_findings(results: Results, arm: ArmSummary) -> list[Finding]:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import base64
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torchace._extras import missing_extra
-from torchace._figures import DARK, DPI, LIGHT, WIDTH, FigureSpec, render
+from torchace._figures import STYLE, FigureSpec, render_svg
 from torchace._files import PathError, refuse_links, remove_abandoned, write_atomic
 from torchace.lab.report import setup, tables
 from torchace.lab.report.array_plots import array_figures, contested_table
 from torchace.lab.report.axes import axis_findings, axis_tables
-from torchace.lab.report.comparison import comparison_tables
-from torchace.lab.report.findings import Finding, findings, headline, remarks
-from torchace.lab.report.formats import at
-from torchace.lab.report.gains import gain_figures, gain_finding, gain_table, has_many_arms
+from torchace.lab.report.comparison import comparison_figures, comparison_tables
+from torchace.lab.report.findings import Finding, Headline, findings, remarks
+from torchace.lab.report.formats import at, capitalize
+from torchace.lab.report.gains import gain_figures, gain_table, has_many_arms, headline, sweep_headline
 from torchace.lab.report.model_findings import model_findings, model_headline
 from torchace.lab.report.plots import lambda_figures
 from torchace.lab.report.results import Results, read_results
@@ -27,49 +28,112 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 
-def contents(results: Results) -> dict[str, Any]:
-    """Return findings, facts and tables."""
-    found, many = [], has_many_arms(results)
-    results_by_lambda = tables.result_table(results)
+@dataclass(frozen=True)
+class PageSection:
+    """A heading and its items; their kinds are table, figures, findings, facts, text, list and code."""
+
+    title: str
+    items: list[tuple[str, Any]]
+    is_open: bool = False
+
+
+@dataclass(frozen=True)
+class Page:
+    """The contents of a report; `picture` is the figure beside the headline."""
+
+    headline: Headline | None
+    picture: FigureSpec | None
+    warnings: list[Finding]
+    sections: list[PageSection]
+
+
+ArmFindings = tuple[str, str, list[Finding]]  # title, sentence, findings
+
+
+def contents(results: Results) -> Page:
+    """Return the contents of the report."""
+    many, loss = has_many_arms(results), results.task.loss
+    headline_ = model_headline(results) if results.model else sweep_headline(results)
+    specs = figures(results)
+    first = ("baselines", f"difference_{loss}", "gain_map", loss)
+    picture = next((spec for name in first for spec in specs if spec.name == name), specs[0] if specs else None)
+    found: list[ArmFindings] = []
     for arm in () if many else results.arms:
+        title = capitalize(tables.arm_title(arm))
         if arm.role == "model":
-            found.append((tables.arm_title(arm), model_headline(results, arm), model_findings(results, arm)))
+            found.append((title, "", model_findings(results, arm)))
         elif about := findings(results, arm):
-            found.append((tables.arm_title(arm), headline(results, arm), about))
-    search = results.experiment.search
-    return {
-        "findings_title": "In short" if results.model else "The effect of λ",
-        "findings": found,
-        "remarks": [*([gain_finding(results)] if many else []), *remarks(results), *axis_findings(results)],
-        "search_sentence": (search.sentence or f"The {search.split} data chose {at(search.chosen)}.") if search else "",
-        "search_table": tables.search_table(results),
-        "comparison_tables": comparison_tables(comparison) if (comparison := results.experiment.comparison) else [],
-        "result_table": gain_table(results) if many else results_by_lambda,
-        "difference_tables": [
-            *([results_by_lambda] if many else []),
-            *tables.difference_tables(results),
-            *axis_tables(results),
-        ],
-        "detail_table": tables.detail_table(results),
-        "contested_table": contested_table(results),
-        "target_facts": setup.target_facts(results),
-        "all_classes": setup.all_classes(results),
-        "notes": setup.notes(results),
-        "column_table": setup.column_table(table, results.data.train) if (table := results.data.table) else None,
-        "arm_table": setup.arm_table(results),
-        "layer_tables": setup.layer_tables(results),
-        "facts": setup.facts(results),
-        "configuration": setup.configuration(results),
-        "failure_table": setup.failure_table(results),
-    }
+            own = headline(results, arm)
+            found.append((title, "" if own is None or own == headline_ else own.sentence, about))
+    found.append(("The whole fit" if results.model else "All arms", "", [*remarks(results), *axis_findings(results)]))
+    warnings = [
+        replace(
+            finding, topic=f"{finding.topic} ({title})" if len(found) > 2 and title != found[-1][0] else finding.topic
+        )
+        for title, _, about in found
+        for finding in about
+        if finding.warning
+    ]
+    quiet = [(title, sentence, [f for f in about if not f.warning]) for title, sentence, about in found]
+    quiet = [(title, sentence, about) for title, sentence, about in quiet if sentence or about]
+    sections = [
+        *_result_sections(results, many),
+        *_detail_sections(results),
+    ]
+    sections.insert(1, PageSection("Findings", [("findings", quiet)], is_open=len(quiet) < 3))
+    groups = {group: [s for s in specs if s.group == group and s != picture] for group in {s.group for s in specs}}
+    for index, section in enumerate(sections):
+        items = [(kind, groups.get(value, []) if kind == "figures" else value) for kind, value in section.items]
+        sections[index] = replace(section, items=[(kind, value) for kind, value in items if value])
+    return Page(headline_, picture, warnings, [section for section in sections if section.items])
 
 
-class Image(NamedTuple):
-    """A figure as PNG, light and dark."""
+def _result_sections(results: Results, many: bool) -> list[PageSection]:
+    """Scores, the search for λ, differences, diversity and members."""
+    search, comparison = results.experiment.search, results.experiment.comparison
+    by_lambda = tables.result_table(results)
+    compared = comparison_tables(comparison) if comparison else []
+    main = compared[0] if compared else gain_table(results) if many else by_lambda
+    sections = [PageSection(main.caption, [("table", main), ("figures", "predictions")], is_open=True)]
+    if search:
+        sentence = search.sentence or f"The {search.split} data chose {at(search.chosen)}."
+        items = [("text", sentence), ("figures", "search"), ("table", tables.search_table(results))]
+        sections.append(PageSection("The search for λ", items))
+    differences = [*([by_lambda] if many else []), *tables.difference_tables(results), *axis_tables(results)]
+    return [
+        *sections,
+        PageSection("Scores by λ", [("figures", "scores")]),
+        PageSection("Paired differences", [("table", table) for table in differences]),
+        PageSection(
+            results.task.uncertainty_title,
+            [("figures", "diversity"), ("table", tables.detail_table(results)), ("figures", "calibration")],
+        ),
+        PageSection("The members", [("figures", "members")]),
+        PageSection("Contested cases", [("table", contested_table(results))]),
+        *(PageSection(table.caption, [("table", table)]) for table in compared[1:]),
+    ]
 
-    spec: FigureSpec
-    light: bytes
-    dark: bytes
+
+def _detail_sections(results: Results) -> list[PageSection]:
+    """Failures, data and setup."""
+    data: list[tuple[str, Any]] = [("facts", setup.target_facts(results)), ("list", setup.notes(results))]
+    if table := results.data.table:
+        data += [("table", setup.column_table(table, results.data.train)), ("text", setup.all_classes(results))]
+    layers = [("table", table) for table in setup.layer_tables(results)]
+    failures = setup.failure_table(results)
+    return [
+        PageSection("Failed runs and damaged files", [("table", failures)], is_open=True),
+        PageSection("The data", data),
+        PageSection(
+            "Setup",
+            [
+                ("table", setup.arm_table(results)),
+                ("facts", setup.facts(results)),
+                *layers,
+                ("code", setup.configuration(results)),
+            ],
+        ),
+    ]
 
 
 def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
@@ -93,11 +157,10 @@ def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
             refuse_links(Path(directory), ["report"])
         except PathError as error:
             raise ResultFileError(str(error)) from None
-    images = [Image(spec, render(spec, LIGHT), render(spec, DARK)) for spec in figures(results)]
+    svgs = {spec.name: render_svg(spec) for spec in figures(results)}
     folder = Path(directory) / "report" if out is None else Path(out)
-    files = {f"{image.spec.name}.png": image.light for image in images}
-    files |= {f"{image.spec.name}-dark.png": image.dark for image in images}
-    files |= {"results.md": markdown(results).encode(), "index.html": page_html(results, images).encode()}
+    files = {f"{name}.svg": svg.replace(">", f"><style>{STYLE}</style>", 1).encode() for name, svg in svgs.items()}
+    files |= {"results.md": markdown(results).encode(), "index.html": page_html(results, svgs).encode()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
@@ -109,11 +172,14 @@ def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
 
 def figures(results: Results) -> list[FigureSpec]:
     """Return all figures, in order."""
-    return gain_figures(results) if has_many_arms(results) else lambda_figures(results) + array_figures(results)
+    if has_many_arms(results):
+        return gain_figures(results)
+    comparison = results.experiment.comparison
+    return [*(comparison_figures(comparison) if comparison else []), *lambda_figures(results), *array_figures(results)]
 
 
-def page_html(results: Results, images: list[Image]) -> str:
-    """Return the report as one HTML document; text from files is escaped."""
+def page_html(results: Results, svgs: Mapping[str, str]) -> str:
+    """Return the report as one HTML document, with figures by name; text from files is escaped."""
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError as error:
@@ -123,20 +189,8 @@ def page_html(results: Results, images: list[Image]) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_keep_percent
     )
-    environment.filters["data_uri"] = lambda png: f"data:image/png;base64,{base64.b64encode(png).decode()}"
-    groups: dict[str, list[Image]] = {}
-    for image in images:
-        groups.setdefault(image.spec.group, []).append(image)
-    content = contents(results)
-    return environment.from_string(source).render(
-        experiment=results.experiment,
-        uncertainty_title=results.task.uncertainty_title,
-        groups=groups,
-        width=WIDTH,
-        dpi=DPI,
-        folded_columns=setup.fold(table) if (table := content["column_table"]) else (None, None),
-        **content,
-    )
+    template = environment.from_string(source)
+    return template.render(experiment=results.experiment, page=contents(results), svgs=svgs, style=STYLE)
 
 
 def _keep_percent(value: object) -> object:
@@ -150,45 +204,42 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def markdown(results: Results) -> str:
-    """Return the report as GitHub-flavoured Markdown."""
-    content, experiment = contents(results), results.experiment
+    """Return the report as GitHub-flavored Markdown."""
+    page, experiment = contents(results), results.experiment
     parts = [f"# {_escape(experiment.title or experiment.name)}", _escape(experiment.description)]
-    parts.append(f"## {content['findings_title']}")
-    for title, sentence, about in content["findings"]:
-        parts += [f"### {_escape(title)}", _escape(sentence), _finding_list(about)]
-    parts += [f"### {'The whole fit' if results.model else 'All arms'}", _finding_list(content["remarks"])]
-    if content["search_sentence"]:
-        parts += ["## The search for λ", _escape(content["search_sentence"])]
-        parts.append(table_markdown(content["search_table"]) if content["search_table"] else "")
-    for table in content["comparison_tables"]:
-        parts.append(f"## {_escape(table.caption)}\n\n{table_markdown(table)}")
-    parts += ["## Results", table_markdown(content["result_table"])]
-    if content["difference_tables"]:
-        parts.append("## Paired differences")
-        parts += [f"### {_escape(t.caption)}\n\n{table_markdown(t)}" for t in content["difference_tables"]]
-    for table in (content["detail_table"], content["contested_table"]):
-        parts.append(f"## {table.caption}\n\n{table_markdown(table)}" if table else "")
-    if content["target_facts"]:
-        parts += ["## The data", _fact_list(content["target_facts"])]
-        if table := content["column_table"]:
-            parts.append(f"### {table.caption}\n\n{table_markdown(table)}")
-        parts.append("\n".join(f"- {_escape(note)}" for note in content["notes"]))
-    parts += ["## Setup", table_markdown(content["arm_table"]), _fact_list(content["facts"])]
-    parts += [f"### {_escape(table.caption)}\n\n{table_markdown(table)}" for table in content["layer_tables"]]
-    if config := content["configuration"].replace("<", "\\u003c"):  # no HTML tags; equal JSON
-        fence = "`" * (3 + max((len(ticks) for ticks in re.findall("`{3,}", config)), default=0))
-        parts.append(f"{fence}json\n{config}\n{fence}")
-    if failures := content["failure_table"]:
-        parts.append(f"## {failures.caption}\n\n{table_markdown(failures)}")
+    if page.headline:
+        parts.append(f"**{_escape(page.headline.sentence)}** {_escape(page.headline.detail)}")
+    parts.append(_finding_list(page.warnings))
+    for section in page.sections:
+        texts = [_item_markdown(kind, value, section.title) for kind, value in section.items]
+        if any(texts):
+            parts += [f"## {_escape(section.title)}", *texts]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _item_markdown(kind: str, value: Any, title: str) -> str:
+    """Return one item of a section; figures are left out."""
+    if kind == "table":
+        caption = "" if value.caption == title else f"### {_escape(value.caption)}\n\n"
+        return caption + table_markdown(value)
+    if kind == "findings":
+        return "\n\n".join(
+            f"### {_escape(title)}\n\n{f'{_escape(sentence)}{chr(10) * 2}' if sentence else ''}{_finding_list(about)}"
+            for title, sentence, about in value
+        )
+    if kind == "facts":
+        return "\n".join(f"- **{_escape(heading)}**: {_escape(text)}" for heading, text in value)
+    if kind == "list":
+        return "\n".join(f"- {_escape(text)}" for text in value)
+    if kind == "code":
+        config = value.replace("<", "\\u003c")  # no HTML tags; equal JSON
+        fence = "`" * (3 + max((len(ticks) for ticks in re.findall("`{3,}", config)), default=0))
+        return f"{fence}json\n{config}\n{fence}"
+    return _escape(value) if kind == "text" else ""
 
 
 def _finding_list(about: list[Finding]) -> str:
     return "\n".join(f"- **{_escape(finding.topic)}.** {_escape(finding.text)}" for finding in about)
-
-
-def _fact_list(pairs: list[tuple[str, str]]) -> str:
-    return "\n".join(f"- **{_escape(heading)}**: {_escape(text)}" for heading, text in pairs)
 
 
 def table_markdown(table: tables.ReportTable) -> str:
@@ -224,8 +275,8 @@ def rich_table(results: Results) -> RichTable:
     omitted = (("One member", "paper"), ("", "95 % interval"))
     indices = [i for i, column in enumerate(table.columns) if (column.group, column.label) not in omitted]
     note = "Mean ± standard deviation over seeds; bold: best of its arm."
-    if has_many_arms(results):
-        note = gain_finding(results).text
+    if has_many_arms(results) and (found := sweep_headline(results)):
+        note = f"{found.sentence} {found.detail}"
     elif results.experiment.paper:
         note += f" paper: {results.experiment.paper.table} of Shoham and Permuter (2020)."
     title = Text(results.experiment.title or results.experiment.name)

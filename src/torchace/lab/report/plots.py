@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchace._figures import HEIGHT, FigureSpec, Theme, legend
+from torchace._figures import HEIGHT, FigureSpec, Theme, add_tooltips, legend
 from torchace.lab.report import formats
 from torchace.lab.report.findings import COLLAPSED
 from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.metrics import Metric
 from torchace.lab.report.results import Results
-from torchace.lab.report.statistics import Summary, best_diversity, comparable_means, compare, summarize
-from torchace.lab.report.tables import search_differences, summarize_metric
+from torchace.lab.report.statistics import Summary, best_diversity, compare, summarize
+from torchace.lab.report.tables import main_arms, search_differences, summarize_metric
 from torchace.lab.schema.results import ArmSummary
 
 if TYPE_CHECKING:
@@ -42,27 +41,9 @@ def arm_marker(results: Results, arm: ArmSummary) -> str:
     return MARKERS[results.arms.index(arm) % len(MARKERS)]
 
 
-def arms_with_figures(results: Results) -> list[ArmSummary]:
-    """Return the arms with several members, without baselines unless there are no others.
-
-    Of the settings of an arm, such as learning rates, it is the one with the lowest loss.
-    """
-    several = [arm for arm in results.arms if arm.num_members > 1 and results.diversities(arm)]
-    several = [arm for arm in several if not arm.baseline] or several
-    groups: dict[str, list[ArmSummary]] = {}
-    for arm in several:
-        groups.setdefault(arm.variant_of or arm.name, []).append(arm)
-    return [min(group, key=lambda arm: _lowest_loss(results, arm)) for group in groups.values()]
-
-
-def _lowest_loss(results: Results, arm: ArmSummary) -> float:
-    split = "validation" if results.arm_data(arm).validation else "test"
-    return min(comparable_means(results, arm, results.task.loss, split).values(), default=math.inf)
-
-
 def figure_title(results: Results, title: str, arm: ArmSummary) -> str:
     """Return a title, with the arm's label if there are several."""
-    is_alone = len(arms_with_figures(results)) == 1 and not arm.settings
+    is_alone = len(main_arms(results)) == 1 and not arm.settings
     return title if is_alone else f"{title}: {formats.shorten(arm.label, LABEL)}"
 
 
@@ -85,33 +66,43 @@ def lambda_positions(values: Iterable[float]) -> tuple[dict[float, float], bool]
 
 @dataclass(frozen=True)
 class LambdaPlot:
-    """Axes with λ on the x axis; `scale` multiplies values, shifts are in steps between two λ."""
+    """Axes with λ on the x axis and a metric, or differences of it, on the y axis.
+
+    Shifts are in steps between two λ.
+    """
 
     axes: Axes
     positions: Mapping[float, float]
-    scale: float
+    metric: Metric
+    is_difference: bool = False
 
     @classmethod
-    def create(cls, figure: Figure, values: Iterable[float], label: str, scale: float) -> LambdaPlot:
+    def create(
+        cls, figure: Figure, values: Iterable[float], metric: Metric, *, is_difference: bool = False
+    ) -> LambdaPlot:
         """Add axes with at most 12 ticks."""
         axes = figure.add_subplot()
         positions, to_scale = lambda_positions(values)
         ticks = list(positions)[:: -(-len(positions) // 12) or 1]
         axes.set_xticks([positions[value] for value in ticks], [formats.diversity(value) for value in ticks])
         axes.set_xlabel("diversity λ" if to_scale else "diversity λ (evenly spaced)")
-        axes.set_ylabel(label)
+        axes.set_ylabel(metric.difference_label if is_difference else metric.label)
         axes.grid(axis="x", visible=False)
-        return cls(axes, positions, scale)
+        return cls(axes, positions, metric, is_difference)
 
     def x(self, diversity: float, shift: float = 0.0) -> float:
         """Return the x position of a λ."""
         step = min((b - a for a, b in pairwise(self.positions.values())), default=1.0)
         return self.positions[diversity] + shift * step
 
-    def line(self, values: Mapping[float, float], *, shift: float = 0.0, **style: Any) -> Any:
-        """Draw values by λ."""
+    def line(self, values: Mapping[float, float], *, shift: float = 0.0, name: str = "", **style: Any) -> Any:
+        """Draw values by λ; `name` begins the tooltips."""
         x = [self.x(diversity, shift) for diversity in values]
-        return self.axes.plot(x, [self.scale * value for value in values.values()], **style)[0]
+        [line] = self.axes.plot(x, [self.metric.scale * value for value in values.values()], **style)
+        text = self.metric.difference if self.is_difference else self.metric.value
+        prefix = f"{name}, " if name else ""
+        add_tooltips(line, [f"{prefix}{at(diversity)}: {text(value)}" for diversity, value in values.items()])
+        return line
 
     def bars(
         self,
@@ -124,7 +115,7 @@ class LambdaPlot:
         """Draw intervals by λ as vertical bars."""
         for diversity, ends in intervals.items():
             if ends:
-                x, y = [self.x(diversity, shift)] * 2, [self.scale * end for end in ends]
+                x, y = [self.x(diversity, shift)] * 2, [self.metric.scale * end for end in ends]
                 self.axes.plot(x, y, **style)
                 if cap:
                     self.axes.plot(x, y, ls="", marker="_", ms=2 * cap, color=style.get("color"))
@@ -138,7 +129,7 @@ def lambda_figures(results: Results) -> list[FigureSpec]:
         found += [_score(results, key, "scores") for key in task.curves]
         found += [_difference(results, key) for key in (task.score, task.loss)]
         found += [_score(results, key, "diversity") for key in task.diversity]
-        found += [_members(results, arm) for arm in arms_with_figures(results)]
+        found += [_members(results, arm) for arm in main_arms(results)]
     return [spec for spec in found if spec]
 
 
@@ -167,13 +158,13 @@ def _score(results: Results, key: str, group: str) -> FigureSpec | None:
 
     def draw(figure: Figure, theme: Theme) -> None:
         diversities = [diversity for _, found in swept for diversity in found]
-        plot = LambdaPlot.create(figure, diversities, metric.label, metric.scale)
+        plot = LambdaPlot.create(figure, diversities, metric)
         axes, entries = plot.axes, list[tuple[Any, str]]()
         for index, (arm, found) in enumerate(swept):
             shift = 0.07 * (index - (len(swept) - 1) / 2)
             color, means = arm_color(results, arm, theme), {d: s.mean for d, s in found.items()}
             plot.bars({d: s.interval for d, s in found.items()}, shift=shift, cap=2.5, color=color, lw=1.2)
-            line = plot.line(means, shift=shift, color=color, marker=arm_marker(results, arm))
+            line = plot.line(means, shift=shift, name=arm.label, color=color, marker=arm_marker(results, arm))
             entries.append((line, formats.shorten(arm.label, LABEL)))
         for arm, level in levels:
             color = arm_color(results, arm, theme)
@@ -207,7 +198,7 @@ def _draw_paper(results: Results, metric: Metric, sizes: set[int], plot: LambdaP
     low, high = plot.axes.get_ylim()
     reach = 1.5 * (high - low)
     near = {d: y / metric.scale for d, y in points.items() if d is not None and low - reach <= y <= high + reach}
-    handle = plot.line(near, ls="", marker="D", mfc="none", mec=theme.quiet, mew=1.2)
+    handle = plot.line(near, name="paper", ls="", marker="D", mfc="none", mec=theme.quiet, mew=1.2)
     low, high = plot.axes.get_ylim()
     for diversity, y in points.items():
         if diversity is not None and diversity not in near:
@@ -243,7 +234,7 @@ def _difference(results: Results, key: str) -> FigureSpec | None:
 
     def draw(figure: Figure, theme: Theme) -> None:
         diversities = [d.diversity for comparison in found for d in comparison.differences]
-        plot = LambdaPlot.create(figure, diversities, metric.difference_label, metric.scale)
+        plot = LambdaPlot.create(figure, diversities, metric, is_difference=True)
         plot.axes.axhline(0, color=theme.quiet, lw=1)
         for index, comparison in enumerate(found):
             color, marker = arm_color(results, comparison.arm, theme), arm_marker(results, comparison.arm)
@@ -252,7 +243,7 @@ def _difference(results: Results, key: str) -> FigureSpec | None:
             for d in comparison.differences:
                 face = color if d.significant else theme.paper
                 style = {"marker": marker, "color": color, "mfc": face, "mew": 1.3, "ms": 6.5}
-                plot.line({d.diversity: d.mean}, shift=shift, **style)
+                plot.line({d.diversity: d.mean}, shift=shift, name=comparison.arm.label, **style)
             label = formats.shorten(comparison.arm.label, LABEL)
             plot.axes.plot([], [], marker=marker, ls="", color=color, label=label)
         plot.axes.margins(x=0.08)
@@ -274,7 +265,7 @@ def _members(results: Results, arm: ArmSummary) -> FigureSpec | None:
     )
 
     def draw(figure: Figure, theme: Theme) -> None:
-        plot = LambdaPlot.create(figure, ensemble, metric.label, metric.scale)
+        plot = LambdaPlot.create(figure, ensemble, metric)
         for diversity in ensemble:
             runs = results.finished(arm, diversity)
             errors = [metric.scale * results.task.member_error(value) for run in runs for value in run.members]
@@ -285,7 +276,7 @@ def _members(results: Results, arm: ArmSummary) -> FigureSpec | None:
         plot.axes.plot([], [], ls="", marker=".", color=theme.quiet, label="a member")
         for found, style, label in ((members, "--", "members' mean"), (ensemble, "-", "ensemble")):
             means = {d: summary.mean for d, summary in found.items() if d in ensemble}
-            plot.line(means, ls=style, marker="o", color=arm_color(results, arm, theme), label=label)
+            plot.line(means, name=label, ls=style, marker="o", color=arm_color(results, arm, theme), label=label)
         legend(figure, *plot.axes.get_legend_handles_labels())
 
     return FigureSpec(
@@ -307,14 +298,14 @@ def _search_figures(results: Results) -> list[FigureSpec]:
     differences = search_differences(search)
 
     def draw_scores(figure: Figure, theme: Theme) -> None:
-        plot = LambdaPlot.create(figure, means, metric.label, metric.scale)
+        plot = LambdaPlot.create(figure, means, metric)
         for seed in sorted({seed for values in scores.values() for seed in values}):
             by_lambda = {d: values[seed] for d, values in scores.items() if seed in values}
-            plot.line(by_lambda, color=theme.quiet, mew=0, **SEED_STYLE)
+            plot.line(by_lambda, name=f"seed {seed}", color=theme.quiet, mew=0, **SEED_STYLE)
         plot.axes.plot([], [], color=theme.quiet, label="a seed", **SEED_STYLE)
         if 0.0 in means:
             plot.axes.axhline(means[0.0] * metric.scale, color=theme.quiet, lw=1.2, ls=DASHED, label="λ=0")
-        plot.line(means, color=theme.palette[0], marker="o", lw=2, label="mean")
+        plot.line(means, name="mean", color=theme.palette[0], marker="o", lw=2, label="mean")
         if chosen in means:
             plot.line({chosen: means[chosen]}, label=f"chosen, {at(chosen)}", **_ring(theme))
         plot.axes.margins(x=0.06)
@@ -322,7 +313,7 @@ def _search_figures(results: Results) -> list[FigureSpec]:
 
     def draw_differences(figure: Figure, theme: Theme) -> None:
         diversities = [d.diversity for d in differences]
-        plot = LambdaPlot.create(figure, diversities, metric.difference_label, metric.scale)
+        plot = LambdaPlot.create(figure, diversities, metric, is_difference=True)
         plot.axes.axhline(0, color=theme.quiet, lw=1.2, ls=DASHED)
         for d in differences:
             values, zero = scores[d.diversity], scores[0.0]
@@ -330,7 +321,7 @@ def _search_figures(results: Results) -> list[FigureSpec]:
             x = [plot.x(d.diversity)] * len(dots)
             plot.axes.plot(x, dots, ls="", marker=".", ms=6, color=theme.quiet, mew=0)
             plot.bars({d.diversity: d.interval}, color=theme.palette[0], lw=1.4, alpha=0.7)
-            plot.line({d.diversity: d.mean}, marker="o", color=theme.palette[0])
+            plot.line({d.diversity: d.mean}, name="mean", marker="o", color=theme.palette[0])
             if d.diversity == chosen:
                 plot.line({d.diversity: d.mean}, **_ring(theme))
         plot.axes.margins(x=0.06)

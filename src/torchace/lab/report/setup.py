@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -165,7 +164,7 @@ def column_table(table: TableSummary, rows: int) -> ReportTable | None:
     if not cells:
         return None
     note = f"{len(table.columns) - MOST:,} more are not listed." if len(table.columns) > MOST else ""
-    heads = ("Column", "Read as", "Values", "Missing")
+    heads = ("Column", "Read as", "Values, or why it is left out", "Missing")
     return make_table(f"Columns ({len(table.columns):,})", heads, [("", cells)], note, "tttn")
 
 
@@ -177,7 +176,7 @@ def _kind(column: ColumnSummary) -> str:
 
 def _values(column: ColumnSummary) -> str:
     if column.kind == "dropped":
-        return formats.shorten(column.why, 300) if column.why else NONE
+        return formats.shorten(column.why or "no reason recorded", 300)
     if column.kind == "category":
         shown = [f"{formats.shorten(label, 40)} ({count:,})" for label, count in column.categories]
         rest = max(column.num_categories, len(shown)) - len(shown)
@@ -199,12 +198,3 @@ def _date(seconds: float) -> str:
 def _missing(missing: int, rows: int) -> str:
     share = f" ({formats.number(100 * missing / rows, 1)} %)" if missing and rows else ""
     return f"{missing:,}{share}"
-
-
-def fold(table: ReportTable, most: int = 12) -> tuple[ReportTable, ReportTable | None]:
-    """Split a long table into its first rows and the rest, None for a short one."""
-    [section] = table.sections
-    if len(section.rows) <= most + 3:
-        return table, None
-    head, rest = (replace(section, rows=rows) for rows in (section.rows[:most], section.rows[most:]))
-    return replace(table, sections=(head,), note=""), replace(table, sections=(rest,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,6 +16,7 @@ from torchace.lab.report.statistics import (
     Difference,
     Summary,
     best_diversity,
+    comparable_means,
     compare,
     has_unequal_seeds,
     paired_differences,
@@ -36,11 +38,12 @@ class ReportColumn:
 
 @dataclass(frozen=True)
 class Cell:
-    """A text; `kind` is "number", "paper" or "text"."""
+    """A text; `kind` is "number", "paper" or "text", `image` the data URI of a picture above the text."""
 
     text: str
     strong: bool = False
     kind: str = "number"
+    image: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,24 @@ def arm_title(arm: ArmSummary) -> str:
     notes = [] if f"K={arm.num_members}" in arm.label else [f"K={arm.num_members}"]
     notes += ["baseline"] if arm.baseline else []
     return f"{arm.label} ({', '.join(notes)})" if notes else arm.label
+
+
+def main_arms(results: Results) -> list[ArmSummary]:
+    """Return the arms with several members, without baselines unless there are no others.
+
+    Of the settings of an arm, such as learning rates, it is the one with the lowest loss.
+    """
+    several = [arm for arm in results.arms if arm.num_members > 1 and results.diversities(arm)]
+    several = [arm for arm in several if not arm.baseline] or several
+    groups: dict[str, list[ArmSummary]] = {}
+    for arm in several:
+        groups.setdefault(arm.variant_of or arm.name, []).append(arm)
+    return [min(group, key=lambda arm: _lowest_loss(results, arm)) for group in groups.values()]
+
+
+def _lowest_loss(results: Results, arm: ArmSummary) -> float:
+    split = "validation" if results.arm_data(arm).validation else "test"
+    return min(comparable_means(results, arm, results.task.loss, split).values(), default=math.inf)
 
 
 def summarize_metric(results: Results, arm: ArmSummary, diversity: float, metric: str) -> Summary | None:

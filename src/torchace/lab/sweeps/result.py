@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torchace._figures import LIGHT, WIDTH
 from torchace.lab.report import Results, read_results, write_report
 from torchace.lab.report.axes import axis_findings
-from torchace.lab.report.findings import headline
 from torchace.lab.report.formats import capitalize, count, join
+from torchace.lab.report.gains import headline
 from torchace.lab.report.plots import lambda_figures
 from torchace.lab.report.statistics import comparable_means, compare, paired_differences
 from torchace.lab.report.tables import summarize_metric
@@ -200,8 +200,9 @@ def _sentences(results: Results) -> list[str]:
         return [f"All runs failed. The first one is λ={first.diversity:g} with seed {first.seed}: {reason}."]
     found: dict[str, list[str]] = {}
     for arm in results.arms:
-        found.setdefault(headline(results, arm), []).append(arm.label)
-    sentences = [text for text in found if text]
+        if about := headline(results, arm):
+            found.setdefault(about.sentence, []).append(arm.label)
+    sentences = list(found)
     if len(results.arms) > 1:
         sentences = [f"{capitalize('; '.join(found[text]))}: {text}" for text in sentences]
     return [*sentences, *(f"{finding.topic}: {finding.text}" for finding in axis_findings(results))]
