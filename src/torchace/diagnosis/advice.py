@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from torchace._checks import check_count
-
 OVERFIT = 0.25  # training loss relative to the validation loss; below it, members overfit
 WORTHWHILE = 0.01  # expected relative gain from which λ > 0 pays
 # The expected gain relative to the loss is SHARE · λ · ambiguity · min(2, √(samples / parameters)).
@@ -76,8 +74,9 @@ def advise_diversity(
         >>> advice.diversity, round(advice.gain, 3)
         (0.7, 0.089)
     """
-    check_count(num_samples, "num_samples")
-    check_count(num_parameters, "num_parameters")
+    for name, count in (("num_samples", num_samples), ("num_parameters", num_parameters)):
+        if count < 1:
+            raise ValueError(f"Expected `{name}` to be at least 1, but got {count}.")
     both = f"the cross entropy is {train_loss:.3g} on the training and {validation_loss:.3g} on the validation samples"
     if is_overfit(train_loss, validation_loss):
         return DiversityAdvice(0.0, None, f"Stop earlier before trying λ: at λ=0 {both}, so the members overfit.")
@@ -86,16 +85,15 @@ def advise_diversity(
     root = min(MAX_ROOT, math.sqrt(num_samples / num_parameters))
     gain = SHARE * diversity * ambiguity * root
     why = (
-        f"averaging lowers the members' cross entropy by {ambiguity / (1 + ambiguity):.1%}, and a member has "
-        f"{_per_sample(num_parameters / num_samples)} for each training sample"
+        f"Averaging lowers the members' cross entropy by {100 * ambiguity / (1 + ambiguity):.1f} %, and a member has "
+        f"{_count_parameters(num_parameters / num_samples)} for each training sample."
     )
     if gain < WORTHWHILE:
-        return DiversityAdvice(0.0, gain, f"λ > 0 is not expected to pay (a gain of {gain:.1%}): {why}.")
-    return DiversityAdvice(
-        diversity, gain, f"λ={diversity:g} is expected to lower the cross entropy by about {gain:.0%}: {why}."
-    )
+        return DiversityAdvice(0.0, gain, f"λ > 0 should not pay (a gain of {100 * gain:.1f} %). {why}")
+    start = f"λ={diversity:g} should lower the cross entropy by about {100 * gain:.0f} %."
+    return DiversityAdvice(diversity, gain, f"{start} {why}")
 
 
-def _per_sample(ratio: float) -> str:
+def _count_parameters(ratio: float) -> str:
     number = f"{ratio:.2g}" if ratio < 10 else f"{ratio:,.0f}"
     return f"{number} parameter{'' if number == '1' else 's'}"
