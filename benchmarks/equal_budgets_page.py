@@ -10,7 +10,7 @@ from typing import Any
 import measure
 from page_text import RESULTS, Values, difference, interval_text, is_significant, mean_and_sd, read_json, setup_text
 
-FILES = ("equal_budgets", "equal_budgets_16")
+FILES = ("equal_budgets_4", "equal_budgets_8", "equal_budgets_16")
 SCORES = {
     "error": ("error, %", 100.0, 2),
     "cross_entropy": ("cross entropy", 1.0, 4),
