@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.lab.training.small_trainings import CLASSES, FEATURES, assert_same, batches, group_of, train_config, weights
 from torchace.lab.data import Split
 from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.early_stopping import ValidationSet, validation_scores
+from torchace.lab.training.evaluate import ValidationSet, validation_scores
 from torchace.lab.training.loop import CheckpointPolicy, FitResult, Interrupted, fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.models import mlp

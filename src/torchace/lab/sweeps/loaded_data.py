@@ -21,7 +21,7 @@ from torchace.lab.schema.experiment import GIVEN, Arm, DataSection
 from torchace.lab.schema.results import DataSummary
 from torchace.lab.sweeps.components import Components, object_name, tensor_digest
 from torchace.lab.sweeps.config import ConfigError
-from torchace.lab.training.early_stopping import ValidationSet
+from torchace.lab.training.evaluate import ValidationSet
 
 EVALUATION_CHUNK = 2000
 HASHED_ITEMS = 64  # of a Dataset that is read while training

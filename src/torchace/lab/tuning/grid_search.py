@@ -21,7 +21,7 @@ from torchace._checks import check_count, check_fraction
 from torchace.lab.data import Split
 from torchace.lab.schema.results import Candidate, DiversitySearch, Gain
 from torchace.lab.schema.values import LARGEST
-from torchace.lab.training.early_stopping import CHUNK
+from torchace.lab.training.evaluate import CHUNK
 from torchace.lab.training.members import train_members
 from torchace.lab.training.out_of_fold import fit_run_temperature
 from torchace.lab.training.tasks import TASKS, mean_over_samples
