@@ -198,8 +198,9 @@ def test_a_report_is_not_written_elsewhere(single_seed: Path, tmp_path: Path) ->
 def test_no_module_of_the_report_imports_torch() -> None:
     root = PACKAGE.parents[1]
     names = ("_extras", "_files", "_figures", "_statistics")
-    shared = [*(root / f"{name}.py" for name in names), *(root / "lab/schema").glob("*.py")]
-    ours = tuple(f"torchace.{name}" for name in ("lab.report", "lab.schema", *names))
+    advice = root / "diagnosis/advice.py"
+    shared = [*(root / f"{name}.py" for name in names), *(root / "lab/schema").glob("*.py"), advice]
+    ours = tuple(f"torchace.{name}" for name in ("lab.report", "lab.schema", "diagnosis.advice", *names))
     for path in (*PACKAGE.rglob("*.py"), *shared):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
