@@ -151,7 +151,7 @@ def test_the_graph_says_what_its_columns_are(exported: Exported) -> None:
     schema = exported.model.encoding.schema
     columns = json.loads(told["torchace.columns"])
     assert [column["name"] for column in columns] == [column.name for column in schema.columns]
-    assert json.loads(told["torchace.target"]) == schema.target.name
+    assert json.loads(told["torchace.targets"]) == list(schema.target.names)
     assert json.loads(told["torchace.classes"]) == schema.target.class_names
     assert json.loads(told["torchace.diversity"]) == 0.5
     # rows that are coded by the metadata alone, without torchace, are the raw matrix
