@@ -59,7 +59,7 @@ def find_head(network: nn.Module) -> nn.Linear:
 
 
 def select_classes(split: Split, first: int, images: slice = slice(None)) -> Split:
-    """Some images of each of five classes, labelled 0 to 4."""
+    """Some images of each of five classes, labeled 0 to 4."""
     wanted = range(first, first + OLD)
     chosen = torch.cat([(split.y == c).nonzero()[images, 0] for c in wanted]).sort().values
     return Split(split.x[chosen], split.y[chosen] - first)

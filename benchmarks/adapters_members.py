@@ -2,6 +2,8 @@
 
     python benchmarks/adapters_members.py --out docs/results/adapters_members_digits.json
     python benchmarks/adapters_members.py --data cifar10 --device cuda --out docs/results/adapters_members_cifar10.json
+    python benchmarks/adapters_members.py --data cifar10 --device cuda --seeds 1 --steps 100 \\
+        --out docs/results/adapters_members_cifar10_time.json  # nothing else on the GPU
 
 Members share nothing (separate), the lower layers (branched), all but the head (SMOC), or all but an adapter and a head
 (multiplicative, low rank). An MLP on digits (CPU) or ResNet-20 on CIFAR-10 (one GPU, about four minutes), five seeds.
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, help="instead of the default")
+    parser.add_argument("--steps", type=int, help="stop after this many steps, to measure the time of a step alone")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     started = time.perf_counter()
@@ -56,7 +59,7 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     for seed in range(1 if options.quick else options.seeds):
         batches = make_batches(data, data.train, batch_size, seed, options.device)
-        steps = 10 if options.quick else epochs * batches.steps_per_epoch
+        steps = 10 if options.quick else options.steps or epochs * batches.steps_per_epoch
         for kind, build in KINDS.items():
             for diversity in DIVERSITIES if kind != "one network" else (0.0,):
                 torch.manual_seed(seed)

@@ -28,9 +28,8 @@ from torch.func import functional_call, vmap
 from torchace.functional import amended_cross_entropy
 from torchace.lab.data import Batches, CropFlip, Split
 from torchace.lab.training.config import TrainConfig, make_optimizer
-from torchace.lab.training.cuda_graph import EAGER_STEPS, graph_on_gpu
 from torchace.lab.training.run_group import RunGroup
-from torchace.lab.training.step import TrainStep
+from torchace.lab.training.step import EAGER_STEPS, TrainStep, graph_on_gpu
 from torchace.models import cifar_resnet, mlp
 from torchace.nn import SMOC, Ensemble, StackedEnsemble
 

@@ -29,7 +29,7 @@ def data() -> tuple[Split, Split, torch.Tensor]:
     return Split(x[train], y[train]), Split(x[held_out], y[held_out]), x[test]
 
 
-def corrupted(x: torch.Tensor) -> dict[str, torch.Tensor]:
+def corrupt(x: torch.Tensor) -> dict[str, torch.Tensor]:
     images = x.view(-1, 8, 8)
     generator = torch.Generator().manual_seed(0)
     return {
@@ -51,7 +51,7 @@ def main() -> dict[str, dict[float, list[float]]]:
     found: dict[str, dict[float, list[float]]] = {}
     with torch.no_grad():
         inside = [ace.mutual_information(z, reduction="none") for z in trained.network.predict(test)]
-        for kind, x in corrupted(test).items():
+        for kind, x in corrupt(test).items():
             outside = [ace.mutual_information(z, reduction="none") for z in trained.network.predict(x)]
             found[kind] = {diversity: [] for diversity in diversities}
             for (diversity, _), known, strange in zip(runs, inside, outside, strict=True):

@@ -2,7 +2,7 @@
 
     python examples/soft_labels.py
 
-Every digit was labelled by five annotators who err now and then. An ensemble trained on their votes is calibrated; one
+Every digit was labeled by five annotators who err now and then. An ensemble trained on their votes is calibrated; one
 trained on the majority vote is overconfident.
 """
 

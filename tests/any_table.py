@@ -148,7 +148,7 @@ TARGETS = [
 
 @st.composite
 def any_table(draw: st.DrawFn) -> AnyTable:
-    """A table of up to 60 rows; about half of them can be learnt from."""
+    """A table of up to 60 rows; about half of them can be learned from."""
     plain = draw(st.integers(0, 2)) > 0
     rows = draw(st.integers(12, 60)) if plain else draw(st.integers(0, 60))
     kinds = draw(

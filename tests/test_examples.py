@@ -53,7 +53,7 @@ def test_an_ensemble_of_regressors_beats_its_members() -> None:
         assert values["mse"] < 0.8  # of targets with a variance of 1
 
 
-def test_votes_are_learnt_from_votes() -> None:
+def test_votes_are_learned_from_votes() -> None:
     found = result("soft_labels")
     assert found["votes"]["cross_entropy"] < found["majority"]["cross_entropy"]
     assert found["votes"]["accuracy"] > 0.93

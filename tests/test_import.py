@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import torchace
+from torchace import _extras
 
 # DESIGN, "Public names", and the types that they return
 PUBLIC = {
@@ -26,6 +28,9 @@ PUBLIC = {
     "diagnosis": "diagnose Diagnosis",
 }
 HEAVY = ("matplotlib", "sklearn", "optuna", "typer", "pandas")
+# not matplotlib and scipy: torchmetrics imports them if they are installed
+EXTRAS = ("sklearn", "optuna", "typer", "pandas", "pyarrow", "pydantic", "rich", "pooch", "lightning", "onnx")
+ROOT = Path(__file__).parents[1]
 
 
 def run(code: str) -> str:
@@ -44,20 +49,54 @@ def test_import_is_light():
     assert run(code) == "[]"
 
 
-def test_import_without_extras():
-    code = (
-        "import sys\n"
-        "sys.modules['sklearn'] = None\n"
-        "import torchace\n"
-        "from torchace import *\n"
-        "print(hasattr(torchace, 'ACEClassifier'), 'ACEClassifier' in dir(torchace), EnsembleMetrics.__name__)\n"
-        "try:\n"
-        "    ACEClassifier()\n"
-        "except ImportError as error:\n"
-        "    print(error)\n"
+WITHOUT_EXTRAS = f"""
+import pydoc, rlcompleter, sys
+for name in {EXTRAS!r}:
+    sys.modules[name] = None
+import torchace
+from torchace import *
+"""
+
+
+def test_names_exist_without_extras():
+    code = WITHOUT_EXTRAS + (
+        "print(hasattr(torchace, 'ACEClassifier'), 'ACEClassifier' in dir(torchace), EnsembleMetrics.__module__)\n"
+        "completer, texts = rlcompleter.Completer({'torchace': torchace}), []\n"
+        "while (text := completer.complete('torchace.', len(texts))) is not None:\n"
+        "    texts.append(text.removeprefix('torchace.').rstrip('()'))\n"
+        "print(sorted(set(torchace.__all__) ^ set(texts)))\n"
+        "page = pydoc.plain(pydoc.render_doc(torchace))\n"
+        "print(all(name in page for name in torchace.__all__))\n"
     )
-    lines = run(code).splitlines()
-    assert lines == ["True True EnsembleMetrics", "The estimators need scikit-learn: pip install 'torchace[tool]'."]
+    assert run(code).splitlines() == ["True True torchace.metrics.ensemble", "[]", "True"]
+
+
+def test_a_missing_extra_is_one_sentence():
+    uses = {
+        "ACEClassifier()": "The estimators need scikit-learn: pip install 'torchace[tool]'.",
+        "from torchace.sklearn import NCLRegressor": "The estimators need scikit-learn: pip install 'torchace[tool]'.",
+        "sweep()": "torchace.sweep needs pydantic: pip install 'torchace[tool]'.",
+        "from torchace.lab import sweep": "torchace.sweep needs pydantic: pip install 'torchace[tool]'.",
+        "import torchace.lightning": "torchace.lightning needs Lightning: pip install 'torchace[lightning]'.",
+        "import torchace.lab.cli.app": "The command line needs typer: pip install 'torchace[tool]'.",
+    }
+    tries = "".join(f"try:\n    {use}\nexcept (ImportError, SystemExit) as error:\n    print(error)\n" for use in uses)
+    assert run(WITHOUT_EXTRAS + tries).splitlines() == list(uses.values())
+
+
+def test_a_checkout_that_is_not_installed_is_named_by_its_path(monkeypatch, tmp_path):
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    _extras._requirement.cache_clear()
+    try:
+        assert _extras.install_command("onnx") == f"pip install '{ROOT}[onnx]'"
+        monkeypatch.setattr(_extras, "__file__", str(tmp_path / "site-packages" / "torchace" / "_extras.py"))
+        _extras._requirement.cache_clear()
+        assert _extras.install_command("onnx") == "pip install 'torchace[onnx]'"
+    finally:
+        _extras._requirement.cache_clear()
 
 
 def test_public_names_are_reachable():

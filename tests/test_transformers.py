@@ -72,7 +72,7 @@ def sentences(n: int, seed: int = 0) -> Rows:
 
 
 def images(n: int, seed: int = 0) -> Rows:
-    """The colour that one quarter has more of is the class."""
+    """The color that one quarter has more of is the class."""
     g = torch.Generator().manual_seed(seed)
     pixels, labels = torch.rand(n, 3, 8, 8, generator=g), torch.randint(3, (n,), generator=g)
     pixels[range(n), labels, :4, :4] += 0.7

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchace import functional, nn
+from torchace._extras import placeholder
 from torchace.functional import *  # noqa: F403
 from torchace.nn import *  # noqa: F403
 
@@ -71,17 +72,8 @@ def __getattr__(name: str) -> Any:
         module = import_module(f"torchace.{_LAZY[name]}")
         return module if name == _LAZY[name] else getattr(module, name)
     except ImportError as error:
-        return _placeholder(name, str(error))
+        return placeholder(name, str(error))
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
-
-
-def _placeholder(name: str, message: str) -> type:
-    """Return a class that cannot be instantiated, so that `hasattr` and `import *` work without an extra."""
-
-    def missing(cls: type, *args: Any, **kwargs: Any) -> Any:
-        raise ImportError(message)
-
-    return type(name, (), {"__new__": missing, "__doc__": message})
+    return sorted({name for name in globals() if name.startswith("__")} | set(__all__))

@@ -1,4 +1,4 @@
-"""Figures of the diagnosis and the report: sizes, colours for light and dark pages, rendering to PNG."""
+"""Figures of the diagnosis and the report: sizes, colors for light and dark pages, rendering to PNG."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torchace._extras import missing_extra
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -20,7 +22,7 @@ DPI = 200
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours; `palette` is Okabe and Ito's, safe for the colour-blind, lightened for dark pages."""
+    """Colors; `palette` is Okabe and Ito's, safe for the color-blind, lightened for dark pages."""
 
     name: str
     paper: str
@@ -71,7 +73,7 @@ def render(spec: FigureSpec, theme: Theme) -> bytes:
         from matplotlib.layout_engine import ConstrainedLayoutEngine
         from PIL import Image
     except ImportError as error:
-        raise ImportError("Drawing figures needs matplotlib: pip install 'torchace[tool]'.") from error
+        raise missing_extra("Drawing figures needs matplotlib") from error
 
     with matplotlib.rc_context(_settings(theme)), warnings.catch_warnings():
         # the font lacks some characters of class names
@@ -84,7 +86,7 @@ def render(spec: FigureSpec, theme: Theme) -> bytes:
         canvas.draw()  # type: ignore[no-untyped-call]
     pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
     image = Image.fromarray(pixels).convert("RGB")
-    if not spec.photographs:  # few colours: a palette halves the file
+    if not spec.photographs:  # few colors: a palette halves the file
         image = image.quantize(256, dither=Image.Dither.NONE)
     buffer = io.BytesIO()
     image.save(buffer, "png", dpi=(DPI, DPI))

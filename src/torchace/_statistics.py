@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from torchace._extras import missing_extra
+
 
 @dataclass(frozen=True)
 class MeanEstimate:
@@ -120,5 +122,5 @@ def _t_quantile(alpha: float, degrees: float) -> float:
     try:
         from scipy.special import stdtrit  # type: ignore[import-untyped]
     except ImportError as error:
-        raise ImportError("Intervals need scipy: pip install 'torchace[tool]'.") from error
+        raise missing_extra("Intervals need scipy") from error
     return -float(stdtrit(degrees, alpha / 2))

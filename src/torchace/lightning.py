@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchace import _checks
-from torchace.metrics.task_metrics import TaskMetrics
+from torchace._extras import missing_extra
+from torchace.metrics.ensemble import TaskMetrics
 from torchace.nn.base import EnsembleModule
 from torchace.nn.losses import MemberLoss, attach_loss
 
@@ -26,7 +27,7 @@ else:
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith(("lightning", "pytorch_lightning")):
             raise
-        raise ImportError("torchace.lightning needs Lightning: pip install 'torchace[lightning]'.") from error
+        raise missing_extra("torchace.lightning needs Lightning", "lightning") from error
 
 __all__ = ["ACEModule", "DiversitySchedule"]
 

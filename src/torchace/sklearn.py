@@ -14,6 +14,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from torchace._extras import missing_extra
 from torchace.functional import disagreement, ensemble_log_probs, mutual_information, predictive_entropy
 from torchace.saving import ModelFileError
 
@@ -28,13 +29,13 @@ try:
     from torchace.lab.estimator import Estimator
     from torchace.lab.estimator.intervals import cv_plus_interval, residuals_by_fold
 except ModuleNotFoundError as error:
-    raise ImportError("The estimators need scikit-learn: pip install 'torchace[tool]'.") from error
+    raise missing_extra("The estimators need scikit-learn") from error
 
 __all__ = ["ACEClassifier", "NCLRegressor"]
 
 
 class _TableMethods:
-    """Methods that both estimators have."""
+    """Methods common to both estimators."""
 
     _scoring: ClassVar[str]
 
@@ -88,7 +89,7 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
 
     Inputs are encoded inside, also those of a DataFrame with categories, dates and missing values. Data that fit in one
     batch are trained full-batch; float64 input is trained in float64. Targets of 0 and 1, `(N, L)`, are several labels
-    a sample, trained by the binary form of the loss.
+    per sample, trained by the binary form of the loss.
 
     Args:
         num_members: K.
@@ -97,9 +98,9 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
             weights: folds only stop the training, and there are no out-of-fold scores and no temperature.
         hidden: Width of the hidden layer, or a tuple of widths.
         diversity: λ in [0, 1], or `"auto"`: chosen on validation samples (see `tuning_`), then trained on all samples.
-        encoding: Of numbers. `"standard"`: mean 0, standard deviation 1. `"robust"`: median 0, interquartile range 1,
-            outliers bounded smoothly, two-valued columns 0 and 1. `"piecewise"`: the same, with bins between quantiles
-            beside it. `"auto"`: `"piecewise"`, or `"robust"` where all columns have the same few levels, as pixels do.
+        encoding: Encoding of numbers. `"standard"`: mean 0, standard deviation 1. `"robust"`: median 0, interquartile
+            range 1, outliers bounded smoothly, two-valued columns 0 and 1. `"piecewise"`: the same, plus bins between
+            quantiles. `"auto"`: `"piecewise"`, or `"robust"` if all columns have the same few levels, as pixels do.
             All but `"standard"` learn a scale for each input.
         epochs: Maximum number of epochs.
         batch_size: Samples in a step.
@@ -131,7 +132,7 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
         oof_predictions_: Probabilities of each sample by the members that left it out, `(N, C)`; NaN if none did.
         oof_score_: Their cross entropy, or that of the hold-out. With folds it is the score of K/5 members, so the
             ensemble's own is lower.
-        history_: One entry an epoch, with the ensemble's cross entropy on the training and the left-out samples.
+        history_: One entry per epoch, with the ensemble's cross entropy on the training and the left-out samples.
 
     Example:
         >>> from sklearn.datasets import load_iris
@@ -184,14 +185,14 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
         return self._predict(X, self._log_probs)[0]
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
-        """Return the most probable labels, `(N,)`; for several labels a sample, 0 or 1 for each, `(N, L)`."""
+        """Return the most probable labels, `(N,)`; for several labels per sample, 0 or 1 for each, `(N, L)`."""
         if self._task == "multilabel":
             return (self.predict_proba(X) > 0.5).astype(np.int64)
         (codes,) = self._predict(X, lambda logits: self._log_probs(logits).argmax(1))
         return cast(NDArray[Any], self.classes_[codes])
 
     def predict_uncertainty(self, X: ArrayLike) -> dict[str, NDArray[np.float64]]:
-        """Return the uncertainty of each prediction, arrays `(N,)`, or `(N, L)` for several labels a sample.
+        """Return the uncertainty of each prediction, arrays `(N,)`, or `(N, L)` for several labels per sample.
 
         Returns:
             `entropy` (total uncertainty), `mutual_information` (epistemic uncertainty: members that differ) and
@@ -220,7 +221,7 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
         if self.class_weight is None:
             return weight
         if self._task == "multilabel":
-            raise ValueError("Expected `class_weight=None` with several labels a sample. Use `sample_weight`.")
+            raise ValueError("Expected `class_weight=None` with several labels per sample. Use `sample_weight`.")
         seen = np.unique(y)  # partial_fit may see some classes only
         options = {} if weight is None or self.class_weight != "balanced" else {"sample_weight": weight}
         by_class = dict(zip(seen, compute_class_weight(self.class_weight, classes=seen, y=y, **options), strict=True))
@@ -278,7 +279,7 @@ class NCLRegressor(RegressorMixin, _TableMethods, Estimator):  # type: ignore[mi
         tuning_: The search for λ, for `diversity="auto"`.
         oof_predictions_: Predictions of each sample by the members that left it out; NaN if none did.
         oof_score_: Their mean squared error, or that of the hold-out. With folds it is that of K/5 members.
-        history_: One entry an epoch, with the ensemble's squared error of scaled training and left-out targets.
+        history_: One entry per epoch, with the ensemble's squared error of scaled training and left-out targets.
 
     Example:
         >>> from sklearn.datasets import load_diabetes
@@ -346,7 +347,7 @@ class NCLRegressor(RegressorMixin, _TableMethods, Estimator):  # type: ignore[mi
                 "early_stopping='folds'."
             )
         groups = [range(fold, self.ensemble_.num_members, NUM_FOLDS) for fold in range(len(self._residuals))]
-        functions = [partial(_mean_of, list(group)) for group in groups if group]
+        functions = [partial(_member_mean, list(group)) for group in groups if group]
         limits = cv_plus_interval(self._predict(X, *functions), self._residuals[: len(functions)], coverage)
         return limits if self._is_multi_output else limits[:, 0]
 
@@ -379,7 +380,7 @@ class NCLRegressor(RegressorMixin, _TableMethods, Estimator):  # type: ignore[mi
         self._is_multi_output, self._num_outputs = bool(content["several"]), int(content["num_outputs"])
 
 
-def _mean_of(members: list[int], predictions: Tensor) -> Tensor:
+def _member_mean(members: list[int], predictions: Tensor) -> Tensor:
     return predictions[members].mean(0)
 
 

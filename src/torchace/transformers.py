@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from torchace._extras import missing_extra
 from torchace.functional import (
     average_gradients,
     ensemble_log_probs,
@@ -149,7 +150,7 @@ class ACETrainerMixin:
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's loop and add the scores of the ensemble and its members to the metrics."""
-        from torchace.metrics.task_metrics import TaskMetrics  # lazy: slow to import
+        from torchace.metrics.ensemble import TaskMetrics  # lazy: slow to import
 
         self._metrics = TaskMetrics.of_loss(self._ensemble(), self.ace_loss)
         try:
@@ -318,7 +319,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("transformers", "accelerate"):
             raise
-        raise ImportError(f"torchace.transformers needs {error.name}: pip install 'torchace[transformers]'.") from error
+        raise missing_extra(f"torchace.transformers needs {error.name}", "transformers") from error
     doc = "`transformers.Trainer` for ensembles; see `ACETrainerMixin`."
     trainer = type(name, (ACETrainerMixin, Trainer), {"__doc__": doc, "__module__": __name__})
     globals()[name] = trainer

@@ -412,7 +412,7 @@ def test_undetached_others_receive_their_gradient(reduction: str) -> None:
 
 
 def test_a_target_that_requires_grad_receives_its_gradient() -> None:
-    # torch's cross entropy differentiates in probabilities too (distillation into a learnt target)
+    # torch's cross entropy differentiates in probabilities too (distillation into a learned target)
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 3, 4, generator=g, dtype=torch.float64, requires_grad=True)
     target = torch.randn(3, 4, generator=g, dtype=torch.float64).softmax(1).requires_grad_()

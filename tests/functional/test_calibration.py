@@ -26,7 +26,7 @@ def predictions(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
 
 
 def away_from_bin_edges(probs: Tensor, num_bins: int) -> bool:
-    """No confidence within 1e-5 of an edge, where float32 may put it into the neighbouring bin."""
+    """No confidence within 1e-5 of an edge, where float32 may put it into the neighboring bin."""
     place = probs.amax(1) * num_bins
     return bool(((place - place.round()).abs() > 1e-5 * num_bins).all())
 

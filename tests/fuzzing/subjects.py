@@ -31,7 +31,7 @@ from torchace import _model_files
 from torchace._files import PathError, json_digest
 from torchace.diagnosis import diagnose_file
 from torchace.lab.data import DataError, infer_schema, load, read_table
-from torchace.lab.data.sources import SOURCES
+from torchace.lab.data.image_files import SOURCES
 from torchace.lab.report import ResultFileError, markdown, read_results, rich_table
 from torchace.lab.store import RunStoreError
 from torchace.lab.sweeps.config import ConfigError, load_experiment

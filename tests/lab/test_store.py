@@ -88,19 +88,19 @@ def test_a_damaged_result_is_one_sentence(text: str, tmp_path: Path) -> None:
 
 def test_a_second_process_is_refused_with_the_owners_process_id(tmp_path: Path) -> None:
     with (
-        RunStore(tmp_path).locked(),
+        RunStore(tmp_path).lock(),
         pytest.raises(RunStoreError, match=f"Process {os.getpid()} is using {tmp_path}"),
-        RunStore(tmp_path).locked(),
+        RunStore(tmp_path).lock(),
     ):
         pass
-    with RunStore(tmp_path).locked():  # free again
+    with RunStore(tmp_path).lock():  # free again
         pass
 
 
 def test_the_lock_is_lifted_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), RunStore(tmp_path).locked():
+    with pytest.raises(KeyError), RunStore(tmp_path).lock():
         raise KeyError
-    with RunStore(tmp_path).locked():
+    with RunStore(tmp_path).lock():
         pass
 
 
@@ -109,7 +109,7 @@ def test_a_directory_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
     for directory in (tmp_path / "out", tmp_path / "out" / "below"):
         with (
             pytest.raises(RunStoreError, match=r"Cannot write to .*Choose another --out"),
-            RunStore(directory).locked(),
+            RunStore(directory).lock(),
         ):
             pass
 
@@ -192,7 +192,7 @@ def test_links_in_a_run_directory_are_refused(place: str, tmp_path: Path, outsid
     link.parent.mkdir(parents=True)
     link.symlink_to(outside / "lock" if "." in place or place == "lock" else outside)
     before = files_in(outside)
-    with pytest.raises(PathError, match=f"{place} is a symbolic link") as caught, RunStore(tmp_path / "out").locked():
+    with pytest.raises(PathError, match=f"{place} is a symbolic link") as caught, RunStore(tmp_path / "out").lock():
         raise AssertionError
     assert "\n" not in str(caught.value)
     assert files_in(outside) == before
@@ -201,13 +201,13 @@ def test_links_in_a_run_directory_are_refused(place: str, tmp_path: Path, outsid
 def test_the_run_directory_itself_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk")
-    with RunStore(tmp_path / "out").locked():
+    with RunStore(tmp_path / "out").lock():
         assert (tmp_path / "disk" / "lock").read_text() == str(os.getpid())
 
 
 def test_a_lock_file_with_other_content_is_kept(tmp_path: Path) -> None:
     (tmp_path / "lock").write_bytes(b"the combination is \xff")
-    with pytest.raises(RunStoreError, match="already holds other files"), RunStore(tmp_path).locked():
+    with pytest.raises(RunStoreError, match="already holds other files"), RunStore(tmp_path).lock():
         raise AssertionError
     assert (tmp_path / "lock").read_bytes() == b"the combination is \xff"
 

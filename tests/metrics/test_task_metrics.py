@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchace.metrics import EnsembleMetrics
-from torchace.metrics.task_metrics import RegressionMetrics, TaskMetrics
+from torchace.metrics.ensemble import RegressionMetrics, TaskMetrics
 
 ROUNDED = {"rtol": 1e-6, "atol": 1e-6}  # results are float32
 WEIGHTS = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)

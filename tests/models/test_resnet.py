@@ -115,7 +115,7 @@ def test_trunk() -> None:
     assert count(network) - count(trunk) == 650
 
 
-def test_he_initialisation() -> None:
+def test_he_initialization() -> None:
     torch.manual_seed(0)
     for conv in (m for m in cifar_resnet(20).modules() if isinstance(m, nn.Conv2d)):
         fan_in = conv.in_channels * conv.kernel_size[0] * conv.kernel_size[1]

@@ -87,6 +87,16 @@ def test_loaded_adapters_are_trained_further_as_before(tmp_path: Path) -> None:
     }
 
 
+def test_model_directories_and_adapters_may_follow_each_other(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = ace.models.mlp(4, 8, 3), torch.randn(5, 4)
+    ensemble = trained(model, x)
+    loaded = load_adapters(model, ensemble.save_adapters(tmp_path / "first"))
+    ace.save_model(tmp_path / "model", loaded)
+    again = load_adapters(model, ace.load_model(tmp_path / "model").save_adapters(tmp_path / "second"))
+    assert torch.equal(again.eval()(x), ensemble(x))
+
+
 @pytest.mark.parametrize("adapter", ["low_rank", "multiplicative"])
 def test_a_merged_member_is_a_plain_model(case: tuple[nn.Module, Tensor], adapter: str) -> None:
     model, x = case

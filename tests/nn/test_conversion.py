@@ -389,7 +389,7 @@ def divided_in_place(z: Tensor) -> Tensor:
 MIXING = {
     "normalize": lambda z: 16 * F.normalize(z, dim=1),
     "softmax": lambda z: z.softmax(1),
-    "centred": lambda z: z - z.mean(1, keepdim=True),
+    "centered": lambda z: z - z.mean(1, keepdim=True),
     "in place": divided_in_place,
     "without gradient": lambda z: z - z.detach().amax(1, keepdim=True),
     "the best two": lambda z: z.masked_fill(z < z.topk(2, dim=1).values[:, -1:], -torch.inf),

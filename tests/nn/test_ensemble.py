@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchace.functional import amended_cross_entropy, ensemble_log_probs, ensemble_probs
 from torchace.nn import SMOC, Ensemble, MemberParallelEnsemble, StackedEnsemble
-from torchace.nn.members import average_shared_gradients
+from torchace.nn.base import average_shared_gradients
 
 EXACT = {"rtol": 0, "atol": 1e-12}  # float64, a few hundred operations on numbers of order 1
 

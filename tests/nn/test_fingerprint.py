@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchace.nn.fingerprint import FingerprintError, fingerprint, registered_names
+from torchace.nn.architecture import FingerprintError, fingerprint, registered_names
 
 
 @dataclass

@@ -173,7 +173,7 @@ def test_whole_numbers_in_tensors(kind):
     assert loss.member_weights.tolist() == [1.0, 0.0]
 
 
-def test_weights_that_were_learnt_come_without_their_history():
+def test_weights_that_were_learned_come_without_their_history():
     loss = AmendedCrossEntropyLoss(0.5, member_weights=MemberWeights(2)())
     assert not copy.deepcopy(loss).member_weights.requires_grad
 

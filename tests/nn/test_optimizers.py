@@ -106,7 +106,7 @@ class Flat(torch.optim.SGD):
 
 
 class Sharpness(Optimizer):
-    """Sharpness-aware minimisation: a wrapper that perturbs weights by the norm of all gradients; needs a closure."""
+    """Sharpness-aware minimization: a wrapper that perturbs weights by the norm of all gradients; needs a closure."""
 
     def __init__(self, params, base, rho=0.05, **options):
         super().__init__(params, {"rho": rho, **options})

@@ -490,7 +490,7 @@ def test_images_into_a_flattening_chain():
     torch.testing.assert_close(stacked(own, batches="separate"), one(own, batches="separate"), **EXACT)
 
 
-def test_chains_with_other_behaviour():
+def test_chains_with_other_behavior():
     class Doubled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
@@ -779,3 +779,15 @@ def test_ensembles_are_not_kept_alive():
     del stacked
     gc.collect()
     assert len(optimizers._watched) < watched
+
+
+def test_members_in_channels_last_stay_in_channels_last() -> None:
+    torch.manual_seed(0)
+    members = [nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)).double() for _ in range(3)]
+    x = torch.randn(5, 3, 6, 6, dtype=torch.float64)
+    expected = torch.stack([member(x) for member in members])
+    plain = StackedEnsemble(members)
+    ensemble = StackedEnsemble([member.to(memory_format=torch.channels_last) for member in members])
+    assert plain.stacked[0].weight.is_contiguous()
+    assert all(kernel.is_contiguous(memory_format=torch.channels_last) for kernel in ensemble.stacked[0].weight)
+    torch.testing.assert_close(ensemble(x), expected)

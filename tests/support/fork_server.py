@@ -159,7 +159,7 @@ def _child(
         from torchace.lab.tables import fit as table_fit
         from torchace.lab.tables import search as table_search
         from torchace.lab.tuning import storage
-        from torchace.lab.tuning.search_cache import SearchCache
+        from torchace.lab.tuning.search import SearchCache
 
         console.file = sys.stdout
         storage.RETRIES = 1000  # as often as a test kills one and the same trial

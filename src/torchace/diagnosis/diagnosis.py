@@ -104,7 +104,7 @@ class Diagnosis:
     as_json = to_json  # deprecated name
 
     def figures(self, dark: bool = False) -> dict[str, bytes]:
-        """Return the figures as PNG files by name, in light or dark colours; needs matplotlib."""
+        """Return the figures as PNG files by name, in light or dark colors; needs matplotlib."""
         from torchace.diagnosis.figures import render_figures
 
         return render_figures(self, dark=dark)

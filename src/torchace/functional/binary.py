@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchace import _checks
-from torchace.functional._members import along_members, compute_dtype, member_mean
-from torchace.functional._options import resolve_coupling
+from torchace.functional._options import along_members, compute_dtype, member_mean, resolve_coupling
 from torchace.kernels.closed_form import LossResult
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchace import _checks
-from torchace.functional._members import compute_dtype
+from torchace.functional._options import compute_dtype
 
 
 def brier_score(probs: Tensor, target: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchace import _checks
-from torchace.functional._members import compute_dtype
+from torchace.functional._options import compute_dtype
 
 
 class BiasVarianceCovariance(NamedTuple):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchace import _checks
-from torchace.functional._members import along_members, compute_dtype, reduce_samples
+from torchace.functional._options import along_members, compute_dtype, reduce_samples
 
 
 def disagreement(logits: Tensor, *, reduction: str = "mean") -> Tensor:
@@ -123,7 +123,7 @@ def ambiguity(
     _checks.check_reduction(reduction)
     log_q, alpha, log_mixture = _log_probs(logits, member_weights)
     gain = log_mixture - (along_members(alpha, log_q) * log_q).sum(0)  # (N, C, ...), one for each possible label
-    return reduce_samples(_expected(gain, target, logits), reduction)
+    return reduce_samples(_expectation(gain, target, logits), reduction)
 
 
 def pairwise_cross_entropy(logits: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def _log_probs(logits: Tensor, member_weights: Tensor | Sequence[float] | None) 
     return log_q, alpha, torch.logsumexp(log_q + along_members(alpha.log(), log_q), 0)
 
 
-def _expected(values: Tensor, target: Tensor, logits: Tensor) -> Tensor:
+def _expectation(values: Tensor, target: Tensor, logits: Tensor) -> Tensor:
     """Σ_c p_c · values, `(N, ...)`, of values `(N, C, ...)`."""
     if _checks.check_target(target, logits, ignore_index=None):
         return (target.to(values) * values).sum(1)

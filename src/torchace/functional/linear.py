@@ -14,8 +14,7 @@ from torch import Tensor
 from torchace import _checks
 from torchace.functional._options import resolve_options
 from torchace.kernels import MAX_MEMBERS, total_loss, value_and_gradient
-from torchace.kernels.available import runs_kernels
-from torchace.kernels.options import LossOptions, compute_dtype, fold_mean
+from torchace.kernels.options import LossOptions, compute_dtype, fold_mean, runs_kernels
 
 Gradients = list[Tensor | None]  # in features, weights and bias
 

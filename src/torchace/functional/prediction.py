@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchace import _checks
-from torchace.functional._members import along_members, compute_dtype, log_mixture
+from torchace.functional._options import along_members, compute_dtype, log_mixture
 
 
 def ensemble_log_probs(

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchace import _checks
-from torchace.functional._members import along_members, compute_dtype, log_mixture, reduce_samples
+from torchace.functional._options import along_members, compute_dtype, log_mixture, reduce_samples
 
 
 def fit_member_weights(
@@ -18,7 +18,7 @@ def fit_member_weights(
     max_steps: int = 10_000,
     tolerance: float = 1e-9,
 ) -> Tensor:
-    r"""The member weights α that minimise the mixture's cross entropy on validation data, by EM.
+    r"""The member weights α that minimize the mixture's cross entropy on validation data, by EM.
 
     $$\alpha = \arg\min_\alpha -\sum_n \log \sum_k \alpha^k q^k_{n, y_n}$$
 

@@ -11,9 +11,8 @@ from torch.autograd import forward_ad
 
 from torchace import _checks
 from torchace.kernels import closed_form, composite
-from torchace.kernels.available import runs_kernels
 from torchace.kernels.closed_form import LossResult
-from torchace.kernels.options import LossOptions, compute_dtype, fold_mean
+from torchace.kernels.options import LossOptions, compute_dtype, fold_mean, runs_kernels
 
 __all__ = [
     "LossOptions",

@@ -12,12 +12,12 @@ from torchace.kernels.ace_terms_gpu import (
     NO_CLASS,
     _b_dot_t,
     _exp,
-    _gradient_of,
     _lam_q_dot_t,
     _load_alpha,
     _load_labels,
     _log,
     _log_total_dot_u,
+    _logit_gradient,
     _mean_factor,
     _reciprocal,
     _store,
@@ -137,7 +137,7 @@ def _read_once(
             place_g, _ = _offsets(
                 gradient_k, gradient_n, gradient_c, sample, samples, 0, BLOCK_K, MEMBERS, CLASSES, VECTOR, BLOCK_C
             )
-            _store(gradient + place_g, mask, _join_vectors(_gradient_of(e, s_own, factor * b, factor, SCALE)))
+            _store(gradient + place_g, mask, _join_vectors(_logit_gradient(e, s_own, factor * b, factor, SCALE)))
         log_terms = _log_total_dot_u(total, factor, sum_mixture, a, s, lam, 1.0, k, MEMBERS, FAST)
         if REST_K:
             lam_s_alpha_r, s_own_r = factor_r * lam * s * a_r * inverse_r, factor_r * s * (1 - lam) * inverse_r
@@ -146,7 +146,7 @@ def _read_once(
                     gradient_k, gradient_n, gradient_c, sample, samples, BLOCK_K, REST_K, MEMBERS, CLASSES, VECTOR,
                     BLOCK_C,
                 )  # fmt: skip
-                own = _gradient_of(e_r, s_own_r, factor_r * b, factor_r, SCALE)
+                own = _logit_gradient(e_r, s_own_r, factor_r * b, factor_r, SCALE)
                 _store(gradient + place_g, mask_r, _join_vectors(own))
             log_terms_r = _log_total_dot_u(total_r, factor_r, sum_mixture, a_r, s, lam, 1.0, k_r, MEMBERS, FAST)
         if PER_MEMBER:

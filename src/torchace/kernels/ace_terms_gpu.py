@@ -209,7 +209,7 @@ def _u_dot_t(t, e, lam_s_alpha, b, factor, c, CLASSES: tl.constexpr, SCALE: tl.c
 
 
 @triton.jit
-def _gradient_of(e, s_own, b, factor, SCALE: tl.constexpr):
+def _logit_gradient(e, s_own, b, factor, SCALE: tl.constexpr):
     """Gradient, from `s_own` = s (1-λ) / total and `b`, both times `factor`."""
     g = s_own * e + b
     if SCALE:

@@ -12,11 +12,11 @@ from torchace.kernels.ace_terms_gpu import (
     NO_CLASS,
     _b_dot_t,
     _exp,
-    _gradient_of,
     _lam_q_dot_t,
     _load_alpha,
     _load_labels,
     _log_total_dot_u,
+    _logit_gradient,
     _mean_factor,
     _reciprocal,
     _store,
@@ -198,10 +198,10 @@ def _read_twice(
                         b = lam * s * mean - wp  # (vectors, 1, 1, classes)
                         if WITH_GRADIENT:
                             place = (n * gradient_n + k * gradient_k) * VECTOR + c * gradient_c
-                            _store(gradient + place, mask, _gradient_of(e, s_own, factor * b, factor, SCALE))
+                            _store(gradient + place, mask, _logit_gradient(e, s_own, factor * b, factor, SCALE))
                             if REST_K:
                                 place = (n * gradient_n + k_r * gradient_k) * VECTOR + c * gradient_c
-                                own = _gradient_of(e_r, s_own_r, factor_r * b, factor_r, SCALE)
+                                own = _logit_gradient(e_r, s_own_r, factor_r * b, factor_r, SCALE)
                                 _store(gradient + place, mask_r, own)
                         if retry:
                             block_dots += _u_dot_t(t, e, lam_s_alpha, b, factor, c, CLASSES, SCALE, 2)

@@ -233,18 +233,18 @@ def _chunks(heads: Heads) -> list[Chunk]:
     (num_members, num_classes, _), num_samples = heads.weight.shape, len(heads.features)
     rows = num_members * num_samples
     most = max(LEAST_CLASSES, LOGITS // (rows * heads.features.element_size()))
-    most = min(_aligned(num_classes), most // ALIGNED * ALIGNED)
+    most = min(_align(num_classes), most // ALIGNED * ALIGNED)
     memory = heads.features.new_empty(rows * most)
     starts = [0, *range(num_classes % most or most, num_classes, most)]
     chunks = []
     for start, end in zip(starts, [*starts[1:], num_classes], strict=True):
-        pitch = _aligned(end - start)
+        pitch = _align(end - start)
         logits = memory[: rows * pitch].view(num_members, num_samples, pitch)
         chunks.append(Chunk(start, logits[:, :, : end - start]))
     return chunks
 
 
-def _aligned(count: int) -> int:
+def _align(count: int) -> int:
     return triton.cdiv(count, ALIGNED) * ALIGNED
 
 

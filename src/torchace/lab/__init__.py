@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torchace._extras import missing_extra, package_name
+
 if TYPE_CHECKING:
     from torchace.lab.sweeps.api import sweep
     from torchace.lab.sweeps.callbacks import Callback
@@ -19,4 +21,4 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module(f"torchace.lab.sweeps.{_LAZY[name]}"), name)
     except ModuleNotFoundError as error:
-        raise ImportError(f"torchace.{name} needs {error.name}: pip install 'torchace[tool]'.") from error
+        raise missing_extra(f"torchace.{name} needs {package_name(error.name)}") from error

@@ -27,7 +27,7 @@ from torchace._files import (
     with_checksum,
     write_atomic,
 )
-from torchace.lab.schema.errors import describe_error
+from torchace.lab.schema.reading import describe_error
 from torchace.lab.schema.results import (
     FORMAT,
     ExperimentResult,
@@ -62,7 +62,7 @@ class RunStore:
         self.directory = directory
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Create the directory and lock it against other processes; the lock ends with the process."""
         refuse_links(self.directory, OUTPUT_FILES)
         try:

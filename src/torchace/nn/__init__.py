@@ -11,13 +11,13 @@ from torchace.nn.losses import (
     AmendedCrossEntropyLoss,
     BinaryAmendedCrossEntropyLoss,
     MemberLoss,
+    MemberWeights,
     NegativeCorrelationLoss,
 )
 from torchace.nn.member_rates import set_member_rates
 from torchace.nn.optimizers import allow_optimizer
 from torchace.nn.parallel import MemberParallelEnsemble
 from torchace.nn.stacked import StackedEnsemble
-from torchace.nn.weights import MemberWeights
 
 __all__ = [
     "SMOC",

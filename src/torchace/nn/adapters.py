@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,22 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from torchace import _checks
 from torchace._files import StrPath
-from torchace.nn.adapter_layers import ADAPTER, Adapter, LowRankAdapter, MultiplicativeAdapter, check_rank, layer_shape
-from torchace.nn.adapter_targets import (
+from torchace.nn.adapter_layers import (
+    ADAPTER,
+    Adapter,
+    LowRankAdapter,
+    MultiplicativeAdapter,
     OwnTensors,
     Target,
     attach_adapter,
+    check_rank,
     choose_targets,
     find_adapted_head,
     layer_name,
+    layer_shape,
 )
 from torchace.nn.base import EnsembleModule
+from torchace.nn.checkpoints import find_mismatch
 from torchace.nn.conversion import find_class_axis, find_logits, refuse_labels
 from torchace.nn.stacked import StackedEnsemble
 from torchace.nn.stacked_state import take_members
@@ -114,7 +120,7 @@ def adapt(
             start = "normal" if trained or freeze else "signs" if i == 0 else "ones"
             _add_multiplicative(target, own, start, inputs_only=layers == "first")
     names = layers if layers is None or isinstance(layers, str) else list(layers)
-    options: dict[str, Any] = {"adapter": adapter, "layers": names, "head": head}
+    options: dict[str, Any] = {"adapter": adapter, "layers": names, "head": head, "freeze": freeze}
     if adapter == "low_rank":
         options |= {"rank": rank, "alpha": alpha}
     classes = layer_shape(host.get_submodule(head_name)) if head_name is not None else None
@@ -246,6 +252,19 @@ class AdaptedEnsemble(StackedEnsemble):
         taken.stacked = take_members(self.stacked, members)
         taken.num_members, taken.member_weights = len(range(self.num_members)[members]), None
         return taken
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load as `nn.Module.load_state_dict`; the error is one sentence."""
+        try:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        except RuntimeError as error:
+            problem = find_mismatch(dict(state_dict), self.state_dict(keep_vars=True), "state dict")
+            if not problem:
+                raise
+            raise RuntimeError(
+                f"The state dict does not fit this ensemble of {self.num_members} members: {problem}. Build the "
+                "ensemble from the same model with the same arguments."
+            ) from error
 
     def extra_repr(self) -> str:
         """Return the options."""

@@ -1,16 +1,152 @@
-"""Base class of all ensemble modules."""
+"""Base class of all ensemble modules; checks of members and their outputs, gradients of shared parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torchace import _checks
-from torchace.functional import ensemble_log_probs, ensemble_probs
+from torchace.functional import average_gradients, ensemble_log_probs, ensemble_probs
+
+BATCHES = ("shared", "separate")
+# types without gradient that a trunk may return
+CONSTANTS = (str, bytes, int, float, complex, range, slice, Enum, np.ndarray, np.generic, torch.dtype, torch.device)
+
+
+def as_list(members: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return a non-empty list of members."""
+    if not isinstance(members, Iterable):
+        raise TypeError(f"Expected a list of members, but got one {type(members).__name__}. Write [member].")
+    members = list(members)
+    if not members:
+        raise ValueError("Expected at least one member, but got none.")
+    return members
+
+
+def check_modules(members: dict[int, nn.Module]) -> None:
+    """Check that members, by index, are modules."""
+    for k, member in members.items():
+        if not isinstance(member, nn.Module):
+            raise TypeError(f"Expected members to be modules, but member {k} is {type(member).__name__}.")
+
+
+def average_shared_gradients(values: Any, num_members: int) -> Any:
+    """Apply `average_gradients` to every floating-point tensor in a trunk's output, nested or not.
+
+    Other types must carry no gradient: one that this function misses would be K times too large.
+    """
+    if isinstance(values, Tensor):
+        return average_gradients(values, num_members) if values.is_floating_point() else values
+    if isinstance(values, dict):
+        shared = copy.copy(values)  # keep subclasses such as transformers' outputs
+        for key, value in values.items():
+            shared[key] = average_shared_gradients(value, num_members)
+        return shared
+    if isinstance(values, (tuple, list)):
+        averaged = [average_shared_gradients(value, num_members) for value in values]
+        return type(values)(*averaged) if hasattr(values, "_fields") else type(values)(averaged)  # a named tuple
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        result = copy.copy(values)
+        for field in dataclasses.fields(values):  # object.__setattr__ also sets fields of frozen dataclasses
+            object.__setattr__(result, field.name, average_shared_gradients(getattr(values, field.name), num_members))
+        return result
+    if values is None or isinstance(values, CONSTANTS):
+        return values
+    raise TypeError(
+        "Expected the trunk to return a tensor, or a tuple, list, dict or dataclass of tensors, numbers, strings and "
+        f"None, but got {type(values).__name__}: its gradients could not be averaged over the members. "
+        "Wrap the trunk in a module that returns the tensors that the members need."
+    )
+
+
+def check_shared_parameters(members: Sequence[nn.Module], trunk: nn.Module | None = None) -> dict[str, Tensor]:
+    """Refuse trained parameters in several members or in trunk and member; return other shared tensors by place."""
+    owners: dict[Any, str] = {}
+    shared: dict[str, Tensor] = {}
+    parts = {"the trunk": trunk} if trunk is not None else {}
+    for part, module in (parts | {f"member {k}": member for k, member in enumerate(members)}).items():
+        own = {name: (_storage_key(t), t) for name, t in [*module.named_parameters(), *module.named_buffers()]}
+        for name, (key, tensor) in own.items():
+            if key in owners:
+                shared[f"{name!r} of {part}, the same tensor in {owners[key]},"] = tensor
+        owners.update({key: part for key, _ in own.values()})
+    for name, tensor in shared.items():
+        if tensor.requires_grad:
+            raise ValueError(
+                f"Expected members that share no trained parameter, but {name} is trained. For a shared part, "
+                "which receives the mean of the members' gradients, use Ensemble(members, trunk=...) or "
+                "branch(model, num_members, at=...). For separate members, give each its own copy (copy.deepcopy). "
+                "Frozen parameters (requires_grad=False) may be shared."
+            )
+    return shared
+
+
+def _storage_key(tensor: Tensor) -> Any:
+    """Return a key that is equal for tensors in the same memory."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and tensor.numel()
+    return (tensor.device, tensor.data_ptr()) if plain else id(tensor)
+
+
+def tensor_versions(values: Iterable[Any]) -> list[int]:
+    """Count the in-place changes of each tensor among some values."""
+    if torch.compiler.is_compiling():
+        return []
+    return [value._version for value in values if isinstance(value, Tensor) and not value.is_inference()]
+
+
+def call_members(members: dict[int, nn.Module], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Call members, by index, on the same input; return their outputs `(K, ...)`."""
+    inputs = [*args, *kwargs.values()]
+    before = tensor_versions(inputs)
+    outputs = []
+    for k, member in members.items():
+        outputs.append(member(*args, **kwargs))
+        if len(outputs) < len(members) and tensor_versions(inputs) != before:
+            raise ValueError(
+                f"Member {k} changed its input in place, and the next members would see the change. "
+                "Use inplace=False, or clone the input in this member."
+            )
+    return stack_outputs(outputs)
+
+
+def stack_outputs(outputs: Sequence[Any]) -> Tensor:
+    """Stack the members' outputs to `(K, ...)`."""
+    outputs = [take_logits(output, f"Member {k}") for k, output in enumerate(outputs)]
+    for k, output in enumerate(outputs):
+        if output.shape != outputs[0].shape:
+            raise ValueError(
+                f"Member {k} returned shape {tuple(output.shape)}, but member 0 returned {tuple(outputs[0].shape)}. "
+                "All members must predict the same classes."
+            )
+    return torch.stack(tuple(outputs))
+
+
+def take_logits(output: Any, source: str) -> Tensor:
+    """Return an output that is a tensor, or the `logits` of an object, as transformers' models return."""
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        raise TypeError(
+            f"{source} returned {type(output).__name__}, but members must return one tensor of logits, or an object "
+            "with `logits`. Wrap it in a module that returns the logits."
+        )
+    return logits
+
+
+def check_own_batches(x: Tensor, num_members: int) -> None:
+    """Check an input `(K, N, ...)` with one batch for each member."""
+    if x.ndim < 2 or x.shape[0] != num_members:
+        raise ValueError(
+            f"Expected an input of shape ({num_members}, N, ...) with one batch per member for batches='separate', "
+            f"but got {tuple(x.shape)}."
+        )
 
 
 class EnsembleModule(nn.Module):

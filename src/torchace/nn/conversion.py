@@ -148,7 +148,7 @@ class StackedClassifiers(EnsembleModule):
     def _check_members_are_separate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a host where a change of some members' head outputs changes the logits of others."""
 
-        def perturbed(changed: list[int]) -> Tensor:
+        def perturb(changed: list[int]) -> Tensor:
             def change(head: nn.Module, inputs: Any, output: Tensor) -> Tensor:
                 """Move every second class of the changed members up, the others down: enough to change their order."""
                 logits = output.unflatten(-1, (self.num_members, -1)).clone()  # (..., K, C)
@@ -160,13 +160,13 @@ class StackedClassifiers(EnsembleModule):
             with _restore_state(self.host), self.host.get_submodule(self.head).register_forward_hook(change):
                 return self._unfold(self._host_logits(own_args, own_kwargs))
 
-        expected = perturbed([])
+        expected = perturb([])
         largest = torch.where(expected.isfinite(), expected, 0).abs().max()
         # far below the effect of mixing, far above that of a GPU's order of addition
         tolerance = float(torch.finfo(expected.dtype).eps ** 0.5 * largest)
         for changed in _separating_sets(self.num_members):
             others = [k for k in range(self.num_members) if k not in changed]
-            if not torch.allclose(perturbed(changed)[others], expected[others], rtol=0, atol=tolerance, equal_nan=True):
+            if not torch.allclose(perturb(changed)[others], expected[others], rtol=0, atol=tolerance, equal_nan=True):
                 raise ValueError(
                     f"Expected a model that treats each class separately after its layer {self.head!r}, but a change "
                     "of one member's logits changed those of another: the model acts over all classes there (softmax, "
@@ -287,14 +287,14 @@ def find_head(model: nn.Module) -> str:
     num_labels = getattr(getattr(model, "config", None), "num_labels", None)  # transformers
     if not isinstance(num_labels, int):
         return list(linears)[-1]
-    labelled = [name for name, layer in linears.items() if layer.out_features == num_labels]
-    if not labelled:
+    labeled = [name for name, layer in linears.items() if layer.out_features == num_labels]
+    if not labeled:
         raise ValueError(
             f"Expected {type(model).__name__} to have an nn.Linear with config.num_labels = {num_labels} outputs, "
             "but none has. Use the model with a classifier (...ForSequenceClassification, "
             "...ForImageClassification), or name the layer with `head`."
         )
-    return labelled[-1]
+    return labeled[-1]
 
 
 def _find_timm_head(model: nn.Module, classifier: Any) -> str:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Self, overload
 from torch import Tensor, nn
 
 from torchace import _checks
-from torchace.nn.base import EnsembleModule
-from torchace.nn.members import (
+from torchace.nn.base import (
     BATCHES,
+    EnsembleModule,
     as_list,
     average_shared_gradients,
     call_members,

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torchace import _checks
 from torchace._model_files import to_safetensors
 from torchace.functional import ensemble_log_probs, ensemble_probs
-from torchace.nn.base import EnsembleModule
+from torchace.nn.base import EnsembleModule, as_list, call_members, check_modules, check_shared_parameters
 from torchace.nn.ensemble import Ensemble
-from torchace.nn.members import as_list, call_members, check_modules, check_shared_parameters
 from torchace.nn.stacked import StackedEnsemble
 from torchace.nn.stacked_state import copy_module, recompute_weights
 
@@ -37,7 +36,7 @@ class MemberParallelEnsemble(EnsembleModule):
     r"""Members without a shared trunk, spread over the ranks of a process group.
 
     Every rank computes its own members on the same batch. The loss needs the mixture $\bar q = \sum_j \alpha^j q^j$,
-    `(N, C)`, without gradient: one all-reduce a step. A call returns the logits of this rank's members; a step is
+    `(N, C)`, without gradient: one all-reduce per step. A call returns the logits of this rank's members; a step is
 
         logits = ensemble(x)  # (K of this rank, N, C)
         mixture, weights = ensemble.mixture(logits), ensemble.local_weights

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace import _checks
 from torchace.nn.architecture import check_layers, check_one_architecture, not_stackable
-from torchace.nn.base import EnsembleModule
-from torchace.nn.members import (
+from torchace.nn.base import (
     BATCHES,
+    EnsembleModule,
     as_list,
     check_own_batches,
     check_shared_parameters,
@@ -81,7 +81,7 @@ class StackedEnsemble(EnsembleModule):
         self._set_stacked(stack_members(members), members[0].training)
 
     @classmethod
-    def trusted(cls, members: Iterable[nn.Module], link: str = "softmax") -> StackedEnsemble:
+    def from_trusted(cls, members: Iterable[nn.Module], link: str = "softmax") -> StackedEnsemble:
         """Return an ensemble without checking that the members have one architecture."""
         members = list(members)
         return _from_stacked(stack_members(members), len(members), link, members[0].training)

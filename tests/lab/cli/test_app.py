@@ -551,7 +551,7 @@ def test_no_resume_refuses_a_directory_with_runs(invoke: Invoke, small: Path) ->
 
 @pytest.mark.usefixtures("no_report")
 def test_a_directory_in_use_is_refused(invoke: Invoke, small: Path) -> None:
-    with RunStore(Path("out")).locked():
+    with RunStore(Path("out")).lock():
         outcome = invoke("run", small, "--out", "out")
     assert outcome.code == 1
     assert outcome.err == (f"Error: Process {os.getpid()} is using out. Wait for it, or choose another --out.\n")

@@ -220,7 +220,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("No column",),
     ),
     "too few rows": (fit_of("few.csv"), ("9 rows",)),
-    "dropped column unknown": (fit_of("good.csv", "--drop", "colour"), ("'colour'",)),
+    "dropped column unknown": (fit_of("good.csv", "--drop", "color"), ("'color'",)),
     "target dropped": (fit_of("good.csv", "--drop", "pet"), ("'pet'",)),
     "number and category": (fit_of("good.csv", "--number", "age", "--category", "age"), ("'age'",)),
     # the parts
@@ -464,7 +464,7 @@ def test_other_settings_in_the_same_place_are_refused(other: tuple[Any, ...], he
 
 @pytest.mark.usefixtures("no_report")
 def test_a_second_fit_at_the_same_time_is_refused(here: Path, invoke: Invoke) -> None:
-    with RunStore(Path("m.work")).locked():
+    with RunStore(Path("m.work")).lock():
         refused = invoke("fit", "pets.csv", "--target", "pet", *TINY, "--out", "m")
     assert_one_sentence(refused, f"Process {os.getpid()} is using m.work")
     assert os.listdir("m.work") == ["lock"]
@@ -587,7 +587,7 @@ def test_notes_are_printed(here: Path, invoke: Invoke) -> None:
     write_table(frame, Path("noted.csv"))
     lines = invoke("fit", "noted.csv", "--target", "pet", *TINY).out.splitlines()
     assert lines[5].startswith("name     left out  free text: 60 of 60 values differ")
-    assert lines[6].startswith("The target 'pet' has 2 different whole numbers, which are taken for classes")
+    assert lines[6].startswith("The target 'pet' has 2 different whole numbers, which are treated as classes")
 
 
 @pytest.mark.usefixtures("no_report")

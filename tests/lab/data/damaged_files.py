@@ -1,4 +1,4 @@
-"""Damaged files and checks of the error messages that follow."""
+"""DamagedFile files and checks of the error messages that follow."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def pets(rows: int = 30, **replaced: Any) -> pd.DataFrame:
     return pd.DataFrame({**columns, **replaced})
 
 
-def learnt(frame: pd.DataFrame, target: str = "pet", **options: Any) -> Encoding:
+def learned(frame: pd.DataFrame, target: str = "pet", **options: Any) -> Encoding:
     return learn_encoding(infer_schema(frame, target, **options), frame)
 
 

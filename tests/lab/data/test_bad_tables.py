@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.lab.data.tables_support import learnt, one_sentence, pets
+from tests.lab.data.tables_support import learned, one_sentence, pets
 from torchace.lab.data import (
     Encoding,
     Schema,
@@ -335,7 +335,7 @@ SCHEMAS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
 }
 
-CLASSES, QUANTITIES = learnt(pets()), learnt(pets(pet=np.arange(30) / 7))
+CLASSES, QUANTITIES = learned(pets()), learned(pets(pet=np.arange(30) / 7))
 
 
 def later(**replaced: Any) -> pd.DataFrame:

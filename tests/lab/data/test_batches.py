@@ -80,7 +80,7 @@ def test_seeds_epochs_and_streams_differ(split):
     assert len({tuple(y.tolist()) for y in drawn}) == 5
 
 
-def test_normalising_against_float64(split):
+def test_normalizing_against_float64(split):
     x, y = Batches(split, 8, normalize=NORMALIZE, dtype=torch.float64).batch(0, 0)
     mean, std = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in NORMALIZE)
     expected = (split.x[y].double() - mean) / std

@@ -162,7 +162,7 @@ def check_small_cifar(data: Dataset) -> None:
     data.test.x[0] = 0
 
 
-def test_constant_channels_can_be_normalised():
+def test_constant_channels_can_be_normalized():
     from torchace.lab.data.datasets import channel_statistics
 
     assert channel_statistics(torch.full((3, 2, 4, 4), 7, dtype=torch.uint8)) == ((7.0, 7.0), (1.0, 1.0))

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.lab.data.tables_support import learnt, matrix_of_chunks, mutated, one_sentence, pets, same, write_csv
+from tests.lab.data.tables_support import learned, matrix_of_chunks, mutated, one_sentence, pets, same, write_csv
 from tests.reference.tables import category_features, exact_root, number_features
 from torchace.lab.data import (
     CategoryColumn,
@@ -91,7 +91,7 @@ def test_weights_count_rows():
             assert one.fill == pytest.approx(other.fill, rel=1e-12, abs=1e-9)
         else:
             assert one == other
-    assert learn_encoding(schema, frame, sample_weight=torch.full((60,), 0.3)).columns[1] == learnt(frame).columns[1]
+    assert learn_encoding(schema, frame, sample_weight=torch.full((60,), 0.3)).columns[1] == learned(frame).columns[1]
 
 
 def test_rows_of_weight_zero_are_ignored():
@@ -169,7 +169,7 @@ def random_cells(seed: int, rows: int) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_features_are_those_of_the_reference(tmp_path, seed):
-    """Learnt from the first rows, applied to all; with categories beyond the limit and categories never seen."""
+    """Learned from the first rows, applied to all; with categories beyond the limit and categories never seen."""
     cells = random_cells(seed, 300)
     frame = read_table(write_csv(tmp_path / "t.csv", cells))
     schema = infer_schema(frame, "y")
@@ -191,7 +191,7 @@ def test_features_are_those_of_the_reference(tmp_path, seed):
     assert len(set(encoding.feature_names)) == len(expected)
 
 
-def test_only_the_training_part_is_learnt_from():
+def test_only_the_training_part_is_learned_from():
     frame = pets()
     other = frame.copy()
     other.loc[20:, "age"], other.loc[20:, "fur"] = None, "unheard of"
@@ -202,7 +202,7 @@ def test_only_the_training_part_is_learnt_from():
 
 def test_the_order_of_rows_does_not_matter():
     frame = pets(60, town=[f"town {i * i % 40}" for i in range(60)])
-    one, other = learnt(frame), learnt(frame.iloc[::-1])
+    one, other = learned(frame), learned(frame.iloc[::-1])
     assert [c for c in one.columns if isinstance(c, CategoryColumn)] == [
         c for c in other.columns if isinstance(c, CategoryColumn)
     ]
@@ -256,7 +256,7 @@ def test_a_missing_indicator_alone():
 
 @pytest.mark.parametrize("value", [1e300, -1e300, 1.7e308, 5e-324])
 def test_wild_values_stay_finite(value):
-    encoding = learnt(pets())
+    encoding = learned(pets())
     raw = encoding.matrix(pets(1, age=value))
     assert raw[0, 0] == value
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
@@ -266,19 +266,19 @@ def test_wild_values_stay_finite(value):
 
 
 def test_other_columns_and_their_order_do_not_matter():
-    encoding, frame = learnt(pets()), pets()
+    encoding, frame = learned(pets()), pets()
     shuffled = pets(more=[[1]] * 30)[["more", "fur", "age"]]
     assert same(encoding.matrix(frame), encoding.matrix(shuffled))
 
 
 def test_no_rows():
-    matrix = learnt(pets()).matrix(pets().iloc[:0])
+    matrix = learned(pets()).matrix(pets().iloc[:0])
     assert matrix.shape == (0, 2)
     assert matrix.dtype == torch.float64
 
 
 def test_the_same_table_in_every_kind_of_file(tmp_path):
-    """Learnt from one kind of file, applied to another: the same bits."""
+    """Learned from one kind of file, applied to another: the same bits."""
     rows = 40
     rng = np.random.default_rng(0)
     columns = {
@@ -295,7 +295,7 @@ def test_the_same_table_in_every_kind_of_file(tmp_path):
     np.savez(tmp_path / "t.npz", **columns)
     tables = [frame, *(read_table(tmp_path / f"t.{kind}") for kind in ("csv", "parquet", "npz"))]
     for table in tables:
-        encoding = learnt(table, "y", kinds={"zip": "category"})
+        encoding = learned(table, "y", kinds={"zip": "category"})
         assert [column.kind for column in encoding.schema.columns] == ["number", "number", *["category"] * 3]
         reference = encoding.matrix(table)
         for other in tables:
@@ -314,7 +314,7 @@ def test_a_column_of_other_types_in_other_chunks(tmp_path):
     }
     path = write_csv(tmp_path / "t.csv", cells)
     whole = read_table(path)
-    encoding = learnt(whole, "y", kinds={"a": "category", "c": "category"})
+    encoding = learned(whole, "y", kinds={"a": "category", "c": "category"})
     assert encoding.schema.target.classes == ("0", "1", "no", "yes")
     for rows in (1, 7, 20, 59, 60):
         assert same(matrix_of_chunks(encoding, path, rows), encoding.matrix(whole))
@@ -328,7 +328,7 @@ def test_a_column_of_other_types_in_other_chunks(tmp_path):
 @pytest.mark.parametrize("target", ["pet", "size"])
 def test_json_round_trip(target):
     frame = pets(size=[0.1, None, 1 / 3] * 10 if target == "pet" else [0.1, 7e300, 1 / 3] * 10, town=["ü", None] * 15)
-    encoding = learnt(frame, target)
+    encoding = learned(frame, target)
     content = json.loads(json.dumps(encoding.to_json(), allow_nan=False))
     assert content == encoding.to_json()
     again = Encoding.from_json(content)
@@ -342,7 +342,7 @@ def test_json_round_trip(target):
 
 @pytest.mark.parametrize("target", ["pet", "age"])
 def test_any_other_json_is_refused_or_is_another_encoding(target):
-    encoding = learnt(pets(size=[1.5, None] * 15, age=np.arange(30) / 7), target)
+    encoding = learned(pets(size=[1.5, None] * 15, age=np.arange(30) / 7), target)
     sentences = []
     for document in mutated(encoding.to_json()):
         try:

@@ -17,7 +17,7 @@ from tests.lab.data import writers
 from tests.lab.data.damaged_files import HTML, POINTER, flipped, mutations, refused, tarred, zipped
 from tests.lab.data.writers import idx, images, labels, packed
 from torchace.lab.data import DataError, load
-from torchace.lab.data.sources import SOURCES
+from torchace.lab.data.image_files import SOURCES
 
 pytestmark = pytest.mark.usefixtures("small_sources")
 
@@ -169,7 +169,7 @@ def test_a_disk_that_fails(tmp_path, monkeypatch):
     def fails(*args: object, **options: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("torchace.lab.data.idx._check_header", fails)
+    monkeypatch.setattr("torchace.lab.data.image_files._check_header", fails)
     assert "Input/output error" in refused("mnist", tmp_path, "train-images-idx3-ubyte.gz")
 
 

@@ -1,4 +1,4 @@
-"""Damaged CIFAR-10 files: each is refused in one sentence."""
+"""DamagedFile CIFAR-10 files: each is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.lab.data import writers
 from tests.lab.data.damaged_files import HTML, flipped, refused, tarred, zipped
 from tests.lab.data.writers import packed
 from torchace.lab.data import load
-from torchace.lab.data.sources import SOURCES
+from torchace.lab.data.image_files import SOURCES
 
 pytestmark = pytest.mark.usefixtures("small_sources")
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from torchace.lab.data import Batches, DataError
-from torchace.lab.data.inputs import input_tensors
 from torchace.lab.data.map_datasets import StreamedBatches, StreamedSplit
 from torchace.lab.data.own_data import DataOptions, make_dataset
+from torchace.lab.data.splits import input_tensors
 
 COUNT = 23
 X = torch.randn(COUNT, 2, generator=torch.Generator().manual_seed(0))
@@ -120,7 +120,7 @@ GENERATOR = np.random.default_rng(0)
     ("dataset", "message"),
     [
         (Growing(), "The training Dataset had 23 items and now has 24; its length must not change during a sweep."),
-        (Rows(lambda i, x: x + GENERATOR.normal()), "returns other values each time, from a generator of its own"),
+        (Rows(lambda i, x: x + GENERATOR.normal()), "returns different values each time, from its own generator"),
         (Rows(lambda i, x: x[: 1 + (i < 9)]), r"Item 9 has tensors of shape \[\(1,\), \(\)\], but item 0 has"),
         (Rows(lambda i, x: 1 / (5 - i)), r"Item 5 of the training Dataset cannot be read \(ZeroDivisionError"),
         (Rows(lambda i, x: "text"), "The training Dataset returns str; return tensors, arrays or numbers"),

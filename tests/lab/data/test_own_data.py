@@ -104,14 +104,18 @@ def at(values: Tensor, index: int, value: float) -> Tensor:
         ((X, Y), {"num_classes": 2}, "The training data has label 2 in sample 2, outside 0 to 1;"),
         ((X, Y % 2), {}, "The test data has label 2 in sample 2, outside 0 to 1;"),
         ((X, Y.float()), {}, "The training targets are of type torch.float32, but classes are whole numbers"),
-        ((X, X), {}, r"The training targets have shape \(12, 2\); give one class a sample, or use task="),
-        ((X, Y * 0), {}, "The training data has one class alone; give at least two."),
-        ((X[:, :1], Y), {}, r"Test samples are \(2,\) of float, but training samples are \(1,\) of float;"),
-        ((X.byte(), Y), {}, r"Test samples are \(2,\) of float, but training samples are \(2,\) of uint8;"),
+        ((X, X), {}, r"The training targets have shape \(12, 2\); give one class per sample, or use task="),
+        ((X, Y * 0), {}, "The training data has only one class; give at least two."),
+        ((X[:, :1], Y), {}, r"The test samples are \(2,\) of float, but training samples are \(1,\) of float;"),
+        ((X.byte(), Y), {}, r"The test samples are \(2,\) of float, but training samples are \(2,\) of uint8;"),
         ((X[:0], Y[:0]), {}, "The training data has no samples; give some."),
         ((X, Y), {"task": "multilabel"}, "The training labels of sample 2 are not between 0 and 1;"),
         ((X, at(X[:, 0], 5, math.nan)), {"task": "regression"}, "The training targets have NaN or Inf in sample 5;"),
-        ((X, X), {"task": "regression"}, "Test targets have 1 columns, but training targets 2; give both alike."),
+        (
+            (X, X),
+            {"task": "regression"},
+            "The test targets have 1 columns, but training targets have 2; use one number.",
+        ),
         ((X, [["a"]] * 12), {"task": "regression"}, "The training data cannot be converted to a tensor"),
         ((X, np.array(["a", "b"] * 6)), {}, "The test data has the class '0', but the training data has 'a', 'b';"),
         (FRAME, {}, "Expected a DataFrame for the test data too, but got tuple."),
@@ -144,7 +148,7 @@ def test_rows_without_a_target_are_refused(part: int) -> None:
 def test_files_are_split_by_class(tmp_path: Any) -> None:
     path = str(tmp_path / "mine.npz")
     np.savez(path, X=X.numpy(), y=Y.numpy())
-    (x, _), (x_test, y_test) = read_data_file(path, target=None, test_file=None, test=0.25, task="classification")
+    (x, _), (x_test, y_test), _ = read_data_file(path, target=None, test_file=None, test=0.25, task="classification")
     assert np.bincount(y_test).tolist() == [1, 1, 1]
     assert sorted([*x[:, 0], *x_test[:, 0]]) == X[:, 0].tolist()
     with pytest.raises(DataError, match=r"12 samples are too few for a test share of 0\.01"):

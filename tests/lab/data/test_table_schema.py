@@ -12,9 +12,9 @@ import torch
 
 from tests.lab.data.tables_support import mutated, pets
 from torchace.lab.data import Column, DataError, Schema, Target, infer_schema
-from torchace.lab.data.columns import feature_numbers
 from torchace.lab.data.inference import missing_targets
 from torchace.lab.data.parsing import MISSING, PLACEHOLDERS
+from torchace.lab.data.table_schema import feature_numbers
 
 
 def kind_of(values: Any, **options: Any) -> str | None:
@@ -261,8 +261,8 @@ def test_many_rows_of_more_than_twenty_whole_numbers_are_quantities():
 
 
 def test_a_task_that_could_be_otherwise_is_noted():
-    assert any("ask for regression" in note for note in infer_schema(pets(pet=[0, 1] * 15), "pet").notes)
-    assert any("ask for classification" in note for note in infer_schema(pets(pet=range(30)), "pet").notes)
+    assert any("set the task to regression" in note for note in infer_schema(pets(pet=[0, 1] * 15), "pet").notes)
+    assert any("set the task to classification" in note for note in infer_schema(pets(pet=range(30)), "pet").notes)
     assert not infer_schema(pets(), "pet").notes
     assert not infer_schema(pets(pet=[0, 1] * 15), "pet", "classification").notes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from torchace.lab.data.sources import SOURCES, CifarSource, IdxSource
+from torchace.lab.data.image_files import SOURCES, CifarSource, IdxSource
 
 MNIST, CIFAR10 = SOURCES["mnist"], SOURCES["cifar10"]
 assert isinstance(MNIST, IdxSource)

@@ -1,4 +1,4 @@
-"""Common behaviour of the estimators: sample weights, failed fits, memory."""
+"""Common behavior of the estimators: sample weights, failed fits, memory."""
 
 from __future__ import annotations
 

@@ -8,12 +8,18 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_iris
 from sklearn.metrics import log_loss, mean_squared_error
 
-from torchace.lab.data.folds import assign_folds
+from torchace.lab.data.folds import assign_folds, hold_out, number_blocks
+from torchace.lab.data.rng import hashed_key
+from torchace.lab.estimator import base, search
 from torchace.lab.training.config import TrainConfig
-from torchace.lab.training.objective import compute_objective, partial_mixture
+from torchace.lab.training.members import train_members
+from torchace.lab.training.tasks import compute_objective, partial_mixture
+from torchace.lab.tuning.grid_search import GridSearch
 from torchace.sklearn import ACEClassifier, NCLRegressor
 
 CANCER_X, CANCER_Y = load_breast_cancer(return_X_y=True)
@@ -27,7 +33,11 @@ def small(kind: type, **options: Any) -> Any:
 
 def folds_of(model: Any, X: Any, y: Any) -> torch.Tensor:
     """The folds of a fitted model, from its seed."""
-    return assign_folds(torch.from_numpy(X), torch.from_numpy(y), seed=model._state.seed)
+    return folds_for(torch.from_numpy(X), torch.from_numpy(y), seed=model._state.seed)
+
+
+def folds_for(x: Any, y: Any, *, seed: int, weight: Any = None, groups: Any = None) -> torch.Tensor:
+    return assign_folds(number_blocks(x, weight=weight, groups=groups), y, seed=seed, weight=weight)
 
 
 # -- folds ------------------------------------------------------------------------------------------------------------
@@ -38,23 +48,23 @@ def test_identical_samples_and_groups_share_a_fold() -> None:
     x = rng.integers(0, 3, (400, 3)).astype(float)
     x[rng.random((400, 3)) < 0.1] = np.nan
     y = torch.from_numpy(rng.integers(0, 2, 400))
-    folds = pd.Series(assign_folds(torch.from_numpy(x), y, seed=1).numpy())
+    folds = pd.Series(folds_for(torch.from_numpy(x), y, seed=1).numpy())
     rows = [str(row) for row in x.tolist()]
     assert (folds.groupby(rows).nunique() == 1).all()
     groups = rng.integers(0, 60, 400)
     unique = torch.arange(400.0)[:, None]
-    folds = pd.Series(assign_folds(unique, y, seed=1, groups=groups.astype(str)).numpy())
+    folds = pd.Series(folds_for(unique, y, seed=1, groups=groups.astype(str)).numpy())
     assert (folds.groupby(groups).nunique() == 1).all()
     assert folds.value_counts().between(50, 110).all()
     # a group and an identical sample chain two groups together
     unique[0] = unique[1]
-    folds = pd.Series(assign_folds(unique, y, seed=1, groups=groups).numpy())
+    folds = pd.Series(folds_for(unique, y, seed=1, groups=groups).numpy())
     assert folds[groups == groups[0]].iloc[0] == folds[groups == groups[1]].iloc[0]
 
 
 def test_few_distinct_samples_are_spread_and_unusable_groups_refused() -> None:
     y = torch.arange(300) % 2
-    counts = pd.crosstab(assign_folds(torch.ones(300, 1).double(), y, seed=0).numpy(), y.numpy()).to_numpy()
+    counts = pd.crosstab(folds_for(torch.ones(300, 1).double(), y, seed=0).numpy(), y.numpy()).to_numpy()
     assert counts.tolist() == [[30, 30]] * 5
     constant = small(ACEClassifier, epochs=2).fit(np.ones((300, 1)), y.numpy())
     assert constant.oof_score_ == pytest.approx(np.log(2), abs=0.1)
@@ -67,16 +77,16 @@ def test_few_distinct_samples_are_spread_and_unusable_groups_refused() -> None:
 def test_folds_have_equal_shares_of_every_class_and_ignore_the_order() -> None:
     rng = np.random.default_rng(0)
     x, y = torch.from_numpy(rng.normal(size=(503, 2))), torch.from_numpy(np.sort(rng.integers(0, 4, 503)))
-    folds = assign_folds(x, y, seed=3)
+    folds = folds_for(x, y, seed=3)
     counts = pd.crosstab(folds.numpy(), y.numpy()).to_numpy()
     assert counts.shape == (5, 4)
     assert (counts.max(0) - counts.min(0) <= 1).all()
     order = torch.from_numpy(rng.permutation(503))
-    assert torch.equal(assign_folds(x[order], y[order], seed=3), folds[order])
-    assert not torch.equal(assign_folds(x, y, seed=4), folds)
+    assert torch.equal(folds_for(x[order], y[order], seed=3), folds[order])
+    assert not torch.equal(folds_for(x, y, seed=4), folds)
     times = torch.from_numpy(rng.integers(1, 4, 503))
-    repeated = assign_folds(x.repeat_interleave(times, 0), y.repeat_interleave(times), seed=3)
-    assert torch.equal(repeated, assign_folds(x, y, seed=3, weight=times * 0.5).repeat_interleave(times))
+    repeated = folds_for(x.repeat_interleave(times, 0), y.repeat_interleave(times), seed=3)
+    assert torch.equal(repeated, folds_for(x, y, seed=3, weight=times * 0.5).repeat_interleave(times))
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -183,22 +193,74 @@ def test_weights_count_as_repeated_samples_with_folds_too(kind: type, encoding: 
         assert other.temperature_ == pytest.approx(weighted.temperature_, rel=1e-4)  # of a search by steps
 
 
-def test_groups_keep_out_of_fold_scores_honest() -> None:
-    """Labels that depend on the group alone cannot be predicted for a new group."""
+GROUPS = np.repeat(np.arange(60), 5)
+
+
+def grouped_samples() -> tuple[Any, Any]:
+    """The first input is the group; a split at random puts some group into both parts with near certainty."""
     rng = np.random.default_rng(0)
-    groups = np.repeat(np.arange(40), 10)
-    X = rng.normal(size=(40, 3))[groups] + 0.01 * rng.normal(size=(400, 3))
-    y = rng.integers(0, 2, 40)[groups]
-    options = {"epochs": 40, "hidden": 64, "num_members": 5}
-    blind = small(ACEClassifier, **options).fit(X, y)
-    aware = small(ACEClassifier, **options).fit(X, y, groups=groups)
-    assert blind.oof_score_ < 0.2
-    assert aware.oof_score_ > 0.5
-    for other in ({"early_stopping": True}, {"diversity": 0.3}):  # a hold-out: of eight groups, with luck 0.35
-        assert small(ACEClassifier, **options | other).fit(X, y).oof_score_ < 0.2
-        assert small(ACEClassifier, **options | other).fit(X, y, groups=groups).oof_score_ > 0.3
+    return np.column_stack([GROUPS, rng.normal(size=(300, 2))]), rng.integers(0, 2, 60)[GROUPS]
+
+
+@pytest.mark.parametrize("options", [{}, {"early_stopping": True}, {"diversity": 0.3}, {"members": "shared"}])
+def test_no_training_splits_a_group(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    calls: list[Any] = []
+
+    def record(plan: Any, train: Any, *args: Any, **named: Any) -> Any:
+        calls.append((train, named["validation"], named.get("left_out")))
+        return train_members(plan, train, *args, **named)
+
+    monkeypatch.setattr(base, "train_members", record)
+    X, y = grouped_samples()
+    model = small(ACEClassifier, encoding="standard", epochs=2, **options).fit(X, y, groups=GROUPS)
+    ((train, validation, left_out),) = calls
+    if left_out is None:
+        assert not set(train.x[:, 0].tolist()) & set(validation.x[:, 0].tolist())
+    else:
+        for own, others in zip(train.weight == 0, left_out, strict=True):  # of a member
+            assert torch.equal(own, others)
+            assert not set(train.x[own, 0].tolist()) & set(train.x[~own, 0].tolist())
+    if "members" in options:  # the hold-out of the temperature
+        seen = set(train.x[:, 0].tolist())
+        assert 40 <= len(seen) <= 56
+        assert len(train) == 5 * len(seen)
     with pytest.raises(ValueError, match="inconsistent numbers of samples"):
-        small(ACEClassifier).fit(X, y, groups=groups[:-1])
+        model.fit(X, y, groups=GROUPS[:-1])
+
+
+@pytest.mark.parametrize("kind", [ACEClassifier, NCLRegressor])
+def test_no_part_of_a_search_splits_a_group(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    parts: list[Any] = []
+
+    def record(problem: Any, test: Any, **named: Any) -> Any:
+        parts.extend([problem.train, problem.validation, test])
+        return GridSearch(problem, test=test, **named | {"candidates": (0.5,), "num_seeds": 1, "num_fresh": 0})
+
+    monkeypatch.setattr(search, "GridSearch", record)
+    monkeypatch.setattr(search, "MAX_SEARCH_ROWS", 200)
+    X, y = grouped_samples()
+    small(kind, encoding="standard", epochs=2, diversity="auto").fit(X, y, groups=GROUPS)
+    groups = [set(part.x[:, 0].tolist()) for part in parts]
+    assert [len(part) for part in parts] == [5 * len(found) for found in groups]
+    assert len(set.union(*groups)) == sum(map(len, groups))
+    assert 180 <= sum(map(len, parts)) <= 220
+    assert 24 <= len(parts[1]) <= 48  # a fifth of four fifths of 200
+
+
+@given(st.integers(2, 60), st.floats(0.05, 0.6), st.integers(0, 3), st.booleans())
+def test_a_hold_out_has_its_share_of_every_class_and_whole_blocks(
+    count: int, fraction: float, seed: int, is_number: bool
+) -> None:
+    blocks = torch.arange(count).repeat_interleave(3)
+    y = blocks % 2
+    held_out = hold_out(blocks, y.double() if is_number else y, fraction, seed=seed)
+    whole = held_out.view(-1, 3)
+    assert torch.equal(whole.all(1), whole.any(1))
+    assert 0 < held_out.sum() < len(y)
+    for label in range(1 if is_number else 2):
+        taken = whole[:, 0] if is_number else whole[label::2, 0]
+        # the middle of a block decides: half a block of rounding, one more where all would be left
+        assert abs(int(taken.sum()) - fraction * len(taken)) <= 1
 
 
 def test_few_samples_are_trained_without_folds() -> None:
@@ -209,19 +271,26 @@ def test_few_samples_are_trained_without_folds() -> None:
         small(ACEClassifier, early_stopping="folds").fit(IRIS_X[48:52], IRIS_Y[48:52])
 
 
-def test_shared_members_are_merged_and_have_nothing_out_of_fold() -> None:
-    model = small(ACEClassifier, members="shared", hidden=(8, 8)).fit(CANCER_X, CANCER_Y)
+@pytest.mark.parametrize("members", ["shared", "shared_mini"])
+def test_shared_members_are_merged_and_scored_on_a_hold_out(members: str) -> None:
+    model = small(ACEClassifier, members=members, hidden=(8, 8)).fit(CANCER_X, CANCER_Y)
     assert model.history_[-1]["validation"] is not None  # stopped on folds
-    assert (model.oof_score_, model.oof_predictions_, model.temperature_) == (None, None, 1.0)
+    assert model.oof_predictions_ is None
+    seed, blocks = model._state.seed, number_blocks(torch.from_numpy(CANCER_X))
+    held_out = hold_out(blocks, torch.from_numpy(CANCER_Y), 0.2, seed=hashed_key(seed, "hold-out")).numpy()
+    probs = model.predict_proba(CANCER_X[held_out])
+    assert model.oof_score_ == pytest.approx(log_loss(CANCER_Y[held_out], probs), rel=1e-9)
+    assert model.temperature_ != 1
     raw = torch.from_numpy(CANCER_X)
     network = model._network.ensemble(0)
     with torch.no_grad():
-        expected = network(model.ensemble_.trunk(raw))
+        expected = network(model.ensemble_.trunk(raw)) / model.temperature_
         # the factors of a member multiply its weights instead of its activations
         torch.testing.assert_close(model.ensemble_(raw), expected, rtol=1e-9, atol=1e-9)
         assert model.ensemble_(raw).std(0).mean() > 0.01
+    assert set(network.adapters) == ({"linear1"} if members == "shared_mini" else {"linear1", "linear2"})
     own = sum(p.numel() for p in model.ensemble_.parameters())
     assert sum(p.numel() for p in model._network.parameters()) < own / 2
     assert model.score(CANCER_X, CANCER_Y) > 0.95
     with pytest.raises(ValueError, match="share weights"):
-        small(ACEClassifier, members="shared", batches="separate").fit(CANCER_X, CANCER_Y)
+        small(ACEClassifier, members=members, batches="separate").fit(CANCER_X, CANCER_Y)

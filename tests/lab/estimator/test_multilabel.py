@@ -1,4 +1,4 @@
-"""Several labels a sample."""
+"""Several labels per sample."""
 
 from __future__ import annotations
 

@@ -251,7 +251,7 @@ def table1(directory: Path, **changes: Any) -> Path:
 
 
 def table2(directory: Path, **changes: Any) -> Path:
-    """K=1, its control, and K=10 heads that collapse; the paper's Table 2 beside, colour images."""
+    """K=1, its control, and K=10 heads that collapse; the paper's Table 2 beside, color images."""
     network = "ResNet-110, SMOC"
     arms = [
         ArmSpec("single", "K=1", 1, [0], lambda d: 0.3056, lambda d: 0.0643, network="ResNet-110", baseline=True),

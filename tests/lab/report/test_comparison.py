@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from torchace.lab.report.comparison import comparison_findings, comparison_headline, comparison_tables
-from torchace.lab.schema.comparison import ModelComparison
+from torchace.lab.schema.values import ModelComparison
 
 CLASSES = [
     {"name": "no", "train": 960, "rows": 240, "recall": 1.0, "precision": 0.96},
@@ -62,9 +62,9 @@ def test_squared_errors_are_compared_in_percent() -> None:
 
 def test_an_accuracy_that_the_most_frequent_class_has_too() -> None:
     constant, missed = comparison_findings(_comparison(0.1, 0.05, 0.15, classes=CLASSES))
-    assert constant.text == "Always answering “no” is right in 96.0 % of the rows, the ensemble in 96.0 %."
+    assert constant.text == "Always predicting “no” is correct for 96.0 % of the rows, the ensemble for 96.0 %."
     assert constant.warning
-    assert missed.text.startswith("Not one row of yes is recognised.")
+    assert missed.text.startswith("No row of yes is classified correctly.")
 
 
 def test_tables() -> None:

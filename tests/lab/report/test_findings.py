@@ -174,8 +174,8 @@ def test_arms_with_data_of_their_own(tmp_path: Path) -> None:
     assert "“b”" not in headline(results, results.arms[0])
     assert len(difference_tables(results)) == len(difference_tables(same)) - 1
     stated = dict(facts(results))
-    assert stated["Data of “a”"].startswith("mnist: 55,000 to train, 5,000 to validate, 10,000 to test")
-    assert stated["Data of “b”"].startswith("digits: 55,000 to train, 500 to test")
+    assert stated["Data of “a”"].startswith("mnist: 55,000 for training, 5,000 for validation, 10,000 for testing")
+    assert stated["Data of “b”"].startswith("digits: 55,000 for training, 500 for testing")
     [blind] = [remark for remark in remarks(results) if remark.topic == "Chosen on the test set"]
     assert blind.text.startswith("“b” had no validation data, so the best λ was chosen on the test set.")
 

@@ -97,7 +97,7 @@ def test_the_page_is_accessible(pages: Callable[[str], Path], name: str) -> None
 
 def test_the_page_states_what_a_reader_needs(failing: Path) -> None:
     text = _Page(page_html(read_results(failing), [])).text.replace("\u00a0", " ")
-    for part in ("mnist: 60,000 to train", "MLP 784-128-10", "5 (0, 1, 2, 3, 4)", "NVIDIA H200", "torch 2.13.0"):
+    for part in ("mnist: 60,000 for training", "MLP 784-128-10", "5 (0, 1, 2, 3, 4)", "NVIDIA H200", "torch 2.13.0"):
         assert part in text
     for part in (
         "The loss of member 3 is NaN.",
@@ -197,8 +197,9 @@ def test_a_report_is_not_written_elsewhere(single_seed: Path, tmp_path: Path) ->
 
 def test_no_module_of_the_report_imports_torch() -> None:
     root = PACKAGE.parents[1]
-    shared = [root / "_statistics.py", root / "_figures.py", root / "_files.py", *(root / "lab/schema").glob("*.py")]
-    ours = tuple(f"torchace.{name}" for name in ("lab.report", "lab.schema", "_files", "_figures", "_statistics"))
+    names = ("_extras", "_files", "_figures", "_statistics")
+    shared = [*(root / f"{name}.py" for name in names), *(root / "lab/schema").glob("*.py")]
+    ours = tuple(f"torchace.{name}" for name in ("lab.report", "lab.schema", *names))
     for path in (*PACKAGE.rglob("*.py"), *shared):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

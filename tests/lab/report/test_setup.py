@@ -22,7 +22,7 @@ def _rows(table: ReportTable) -> list[list[str]]:
 
 def test_facts(table1_results: Results) -> None:
     found = dict(facts(table1_results))
-    assert found["Data"].startswith("mnist: 60,000 to train, 10,000 to test; 10 classes (0, 1,")
+    assert found["Data"].startswith("mnist: 60,000 for training, 10,000 for testing; 10 classes (0, 1,")
     assert found["Seeds"] == "5 (0, 1, 2, 3, 4)"
     assert found["Hardware"] == "device NVIDIA H200; cpu two cores; threads 2"
     assert found["Time"] == "9.8 s, started 2026-01-31 12:00 UTC"
@@ -94,7 +94,7 @@ def test_the_target(regression_results: Results, classification_results: Results
     assert target_facts(regression_results) == [
         ("Target", "price, a number"),
         ("Predicted from", "19 numbers and 3 categories; 2 columns left out"),
-        ("Rows", "960 to train, 240 to validate, 240 to test"),
+        ("Rows", "960 for training, 240 for validation, 240 for testing"),
     ]
     found = dict(target_facts(classification_results))
     assert found["Target"] == "species, one of 3 classes: setosa, versicolor, virginica"

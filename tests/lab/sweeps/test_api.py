@@ -7,6 +7,7 @@ import gc
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import torchace as ace
 from torchace.lab.data import Batches, Split
 from torchace.lab.data.rng import hashed_key, use_seed
+from torchace.lab.data.splits import random_split
 from torchace.lab.schema.experiment import DataSection, ModelSection, SweepSection, TrainSection
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.sweeps.config import ConfigError, load_experiment
@@ -163,6 +165,17 @@ def test_best_is_chosen_on_validation_data() -> None:
     chosen = frame[frame.diversity == best.diversity]
     assert best.validation_cross_entropy == pytest.approx(chosen["validation_cross_entropy"].mean())
     assert best.cross_entropy == pytest.approx(chosen["cross_entropy"].mean())
+
+
+@pytest.mark.parametrize("form", [tuple, lambda part: torch.utils.data.TensorDataset(*part)], ids=["pair", "Dataset"])
+def test_validation_data_may_be_given(form: Callable[..., Any], tmp_path: Path) -> None:
+    options = SMALL | {"steps": None, "epochs": 4, "patience": 1, "learning_rate": 0.03}
+    drawn = ace.sweep(CNN, TRAIN, TEST, validation=0.25, **options).to_frame()
+    train, validation = (form((part.x, part.y)) for part in random_split(Split(*TRAIN), 40, seed=0))
+    given = ace.sweep(CNN, train, TEST, validation=validation, out=tmp_path, **options).to_frame()
+    assert given.drop(columns="seconds").equals(drawn.drop(columns="seconds"))
+    with pytest.raises(RunStoreError, match="another data"):
+        ace.sweep(CNN, train, TEST, validation=train, out=tmp_path, **options)
 
 
 def test_report_plot_and_notebook(trained: ace.SweepResult) -> None:

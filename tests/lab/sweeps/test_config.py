@@ -3,6 +3,7 @@
 import copy
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,42 @@ LEAST: dict[str, Any] = {"name": "a", "train": {"epochs": 1}}
 
 
 def test_the_built_in_experiments() -> None:
-    assert builtin_names() == ["branched", "digits", "small_members", "table1", "table2", "table2_short"]
+    assert builtin_names() == [
+        "branched",
+        "digits",
+        "small_members",
+        "table1",
+        "table2",
+        "table2_short",
+        "underfitting",
+    ]
+
+
+def test_every_combination_of_a_grid_is_an_arm() -> None:
+    arms = [{"name": "a", "model": {"dropout": 0.1}}, {"name": "b"}]
+    grid = {"data": {"limit": [100, 200]}, "model": {"hidden": [[4], [8, 8]]}}
+    completed = parse_experiment({**LEAST, "arms": arms, "grid": grid}).complete_arms()
+    assert [arm.name for arm in completed[:4]] == [
+        "a_limit_100_hidden_4", "a_limit_100_hidden_8_8", "a_limit_200_hidden_4", "a_limit_200_hidden_8_8"
+    ]  # fmt: skip
+    last = completed[-1]
+    assert (last.label, last.cell) == ("b, limit 200, hidden 8 × 8", {"limit": "200", "hidden": "8 × 8"})
+    assert (last.data.limit, last.model.hidden, last.model.dropout) == (200, [8, 8], 0.0)
+    assert completed[0].model.dropout == 0.1
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ({"data": {"limit": []}}, "expected grid.data.limit to be a list with at least one value"),
+        ({"data": {"limits": [1]}}, "there is no key 'data.limits'. Did you mean 'limit'?"),
+        ({"model": {"hidden": [[4], [4]]}}, "expected distinct names of arms, but got 'hidden_4' twice"),
+        ({"sweep": {"seeds": [[1]]}}, "there is no key 'grid.sweep'"),
+    ],
+)
+def test_a_wrong_grid_is_refused(grid: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_experiment({**LEAST, "grid": grid})
 
 
 def test_every_data_set_can_be_chosen() -> None:

@@ -181,7 +181,7 @@ def test_told_to_stop(
         # a second process on the same directory
         with (
             pytest.raises(RunStoreError, match=f"Process {sweeping.command.pid} is using"),
-            RunStore(directory).locked(),
+            RunStore(directory).lock(),
         ):
             pass
         code, _, err = sweeping.end(number)
@@ -268,7 +268,7 @@ def test_a_second_command_is_refused_by_name(
     sweep_file: Path, tmp_path: Path, started: Callable[..., Sweeping]
 ) -> None:
     directory = tmp_path / "out"
-    with RunStore(directory).locked():
+    with RunStore(directory).lock():
         code, out, err = started(sweep_file, directory).end()
     assert (code, out) == (1, "")
     assert err == f"Error: Process {os.getpid()} is using {directory}. Wait for it, or choose another --out.\n"
@@ -283,8 +283,8 @@ def test_a_lock_dies_with_its_process(tmp_path: Path) -> None:
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(RunStoreError, match="is using"), RunStore(tmp_path).locked():
+        with pytest.raises(RunStoreError, match="is using"), RunStore(tmp_path).lock():
             pass
         holder.kill()
-    with RunStore(tmp_path).locked():
+    with RunStore(tmp_path).lock():
         pass

@@ -548,7 +548,7 @@ def test_without_ray(sweep_file: Path, tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", code, "run", str(sweep_file), "--out", str(tmp_path / "out"), "--ray", "local"]
     result = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr == "Error: Sweeps on Ray need an extra package: pip install 'torchace[ray]'.\n"
+    assert result.stderr == "Error: Sweeps on Ray need ray: pip install 'torchace[ray]'.\n"
 
 
 def test_a_local_sweep_does_not_know_of_ray() -> None:

@@ -20,7 +20,7 @@ from torchace.lab.data import Batches, Split
 from torchace.lab.data.rng import hashed_key, use_seed
 from torchace.lab.report.results import read_results
 from torchace.lab.report.tables import detail_table
-from torchace.lab.sweeps.config import load_experiment, parse_experiment
+from torchace.lab.sweeps.config import ConfigError, load_experiment, parse_experiment
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.loop import Interrupted
 
@@ -43,14 +43,14 @@ def network(features: int = FEATURES, outputs: int = LABELS) -> nn.Module:
     return nn.Sequential(nn.Linear(features, 8), nn.Tanh(), nn.Linear(8, outputs))
 
 
-def labelled(count: int, seed: int) -> tuple[Tensor, Tensor]:
+def labeled(count: int, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
     noise = torch.randn(count, LABELS, generator=generator, dtype=torch.float64)
     return x, ((x[:, :LABELS] + 0.3 * noise) > 0).int()
 
 
-TRAIN, TEST = labelled(60, 0), labelled(50, 1)
+TRAIN, TEST = labeled(60, 0), labeled(50, 1)
 
 
 def train_alone(task: str, x: Tensor, y: Tensor, diversity: float, seed: int, steps: int, make: Any) -> list[nn.Module]:
@@ -109,21 +109,21 @@ def table(count: int, seed: int) -> Any:
 
     rng = np.random.default_rng(seed)
     frame = pd.DataFrame({"size": rng.normal(50, 10, count), "age": rng.normal(0, 1, count)})
-    frame["colour"] = rng.choice(["red", "green", "blue"], count)
-    frame["price"] = (frame["size"] - 50) / 10 + (frame["colour"] == "red") + 0.1 * rng.normal(size=count)
+    frame["color"] = rng.choice(["red", "green", "blue"], count)
+    frame["price"] = (frame["size"] - 50) / 10 + (frame["color"] == "red") + 0.1 * rng.normal(size=count)
     frame.loc[3, "age"] = None
     return frame
 
 
 def test_regression_on_a_data_frame_equals_plain_training_on_its_encoded_columns() -> None:
     train, test = table(60, 0), table(50, 1)
-    columns = {"features": 6, "outputs": 1}  # size, age, age missing, three colours
+    columns = {"features": 6, "outputs": 1}  # size, age, age missing, three colors
     result = ace.sweep(network, train, test, task="regression", target="price", arguments=columns, **SMALL)
     encoded = []
     for frame in (train, test):
         mean, std = train[["size", "age"]].mean(), train[["size", "age"]].std(ddof=0)
         numbers = ((frame[["size", "age"]] - mean) / std).fillna(0)
-        dummies = [frame["colour"] == name for name in ("blue", "green", "red")]
+        dummies = [frame["color"] == name for name in ("blue", "green", "red")]
         encoded.append(torch.tensor(np.column_stack([numbers, frame["age"].isna(), *dummies]).astype(float)))
     y, y_test = (torch.tensor(frame[["price"]].to_numpy()) for frame in (train, test))
     frame = result.to_frame().set_index(["diversity", "seed"])
@@ -248,7 +248,11 @@ def test_optimizers_by_class_or_function_equal_plain_training(given: dict[str, A
 
 
 def load(count: int = 60) -> tuple[Any, Any]:
-    return labelled(count, 0), TEST
+    return labeled(count, 0), TEST
+
+
+def load_three() -> tuple[Any, Any, Any]:
+    return labeled(60, 0), labeled(20, 2), TEST
 
 
 def test_an_own_optimizer_resumes_bit_for_bit(tmp_path: Path) -> None:
@@ -295,11 +299,13 @@ seeds = [0]
 """
 
 
-@pytest.mark.parametrize("kind", ["npz", "npz parts", "csv", "parquet", "two files", "factory"])
+@pytest.mark.parametrize(
+    "kind", ["npz", "npz parts", "csv", "parquet", "two files", "three files", "factory", "three parts"]
+)
 def test_toml_files_name_data_of_every_kind(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     task, features, outputs = "regression", 4, 1
-    frame, data = table(60, 0)[["size", "colour", "price"]], 'file = "mine.csv"\ntarget = "price"'
+    frame, data = table(60, 0)[["size", "color", "price"]], 'file = "mine.csv"\ntarget = "price"'
     if kind in ("npz", "npz parts"):
         x, y = TRAIN[0].numpy(), TRAIN[1].numpy()
         data, task, features, outputs = 'file = "mine.npz"', "multilabel", FEATURES, LABELS
@@ -317,17 +323,28 @@ def test_toml_files_name_data_of_every_kind(kind: str, tmp_path: Path, monkeypat
         frame[:40].to_csv("mine.csv", index=False)
         frame[40:].to_csv("other.csv", index=False)
         data += '\ntest_file = "other.csv"'
+    elif kind == "three files":
+        for part, name in ((frame[:30], "mine"), (frame[30:40], "third"), (frame[40:], "other")):
+            part.to_csv(f"{name}.csv", index=False)
+        data += '\ntest_file = "other.csv"\nvalidation_file = "third.csv"'
     else:
-        data, task, features, outputs = f'factory = "{__name__}:load"', "multilabel", FEATURES, LABELS
+        function = "load" if kind == "factory" else "load_three"
+        data, task, features, outputs = f'factory = "{__name__}:{function}"', "multilabel", FEATURES, LABELS
     (tmp_path / "own.toml").write_text(
         TOML.format(data=data, task=task, features=features, outputs=outputs).replace(
             "torch.nn.functional:l1_loss", f"{__name__}:quadratic"
         )
     )
+    if kind.startswith("three"):
+        with pytest.raises(ConfigError, match=r"data.validation: expected no fraction, as .* has validation data"):
+            Sweep(load_experiment("own.toml"), tmp_path / "out").run()
+        own = tmp_path / "own.toml"
+        own.write_text(own.read_text().replace("validation = 0.2", ""))
     assert not Sweep(load_experiment("own.toml"), tmp_path / "out").run()
     result = json.loads((tmp_path / "out" / "experiment.json").read_text())
-    sizes = {"npz parts": (32, 8, 20), "two files": (32, 8, 20), "factory": (48, 12, 50)}.get(kind, (38, 10, 12))
-    assert tuple(result["data"][part] for part in ("train", "validation", "test")) == sizes
+    sizes = {"npz parts": (32, 8, 20), "two files": (32, 8, 20), "factory": (48, 12, 50)}
+    sizes |= {"three files": (30, 10, 20), "three parts": (60, 20, 50)}
+    assert tuple(result["data"][part] for part in ("train", "validation", "test")) == sizes.get(kind, (38, 10, 12))
     run = json.loads((tmp_path / "out" / "runs" / "main-l0-s0.json").read_text())
     assert ("macro_f1" if task == "multilabel" else "r2") in run["metrics"]["test"]
     assert "quadratic" in run["metrics"]["validation"]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from tests.lab.cli.command_line import houses, pets, write_table
-from torchace.lab.schema.comparison import ModelComparison
+from torchace.lab.schema.values import ModelComparison
 from torchace.lab.tables.baselines import compare_with_baselines
 from torchace.lab.tables.table import Table, TableSettings, load_table
 from torchace.lab.training.members import MemberPlan

@@ -22,7 +22,7 @@ from tests.lab.cli.command_line import everything_in, houses, pets, write_table
 from tests.lab.tables.small_fits import done, is_complete, job, weights_of, written
 from torchace._files import PathError
 from torchace.lab.data import DataError
-from torchace.lab.data.folds import assign_folds
+from torchace.lab.data.folds import assign_folds, number_blocks
 from torchace.lab.data.tables import read_table
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.tables import fit as table_fit
@@ -77,7 +77,8 @@ def test_members_leave_out_folds_of_training_and_validation_rows(
     scores = model.evaluate(frame).metrics
     assert scores[metric] == pytest.approx(model.record["scores"]["test"][metric], rel=1e-9)
     samples = torch.cat([table.train.x, table.validation.x])
-    folds = assign_folds(samples, torch.cat([table.train.y, table.validation.y]), seed=fit.seed)[len(table.train) :]
+    folds = assign_folds(number_blocks(samples), torch.cat([table.train.y, table.validation.y]), seed=fit.seed)
+    folds = folds[len(table.train) :]
     frame = make(300).iloc[table.validation_rows.numpy()]
     own = model.logits(frame)[folds, torch.arange(len(frame))]  # member k leaves out fold k
     y = model.encoding.targets(frame)
@@ -542,7 +543,7 @@ def test_a_damaged_checkpoint_is_one_sentence(data: Path, tmp_path: Path) -> Non
 def test_only_its_own_lock_is_needed(data: Path, tmp_path: Path) -> None:
     """Fits in one folder do not disturb each other."""
     one, other = (job(data, "pet", tmp_path / name) for name in ("one", "other"))
-    with RunStore(one.work).locked():
+    with RunStore(one.work).lock():
         done(other)
     assert is_complete(other.out)
 

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from tests.lab.cli.command_line import write_table
-from torchace.lab.data.columns import Column, feature_numbers
+from torchace.lab.data.table_schema import Column, feature_numbers
 from torchace.lab.tables.table import Table, TableSettings, load_table
 from torchace.lab.training.members import MemberPlan, train_members
 

@@ -123,7 +123,7 @@ def test_a_class_that_training_never_sees_is_named(tmp_path: Path) -> None:
         opened(frame, tmp_path, split_column="part")
 
 
-# -- what is learnt ---------------------------------------------------------------------------------------------------
+# -- what is learned ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("make", "target"), [(pets, "pet"), (houses, "price")])

@@ -3,8 +3,7 @@ import math
 import pytest
 import torch
 
-from torchace.lab.training.config import TrainConfig, make_optimizer
-from torchace.lab.training.run_settings import set_learning_rates
+from torchace.lab.training.config import TrainConfig, make_optimizer, set_learning_rates
 
 
 def test_he_schedule() -> None:

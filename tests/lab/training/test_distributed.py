@@ -20,7 +20,7 @@ from tests.lab.training import small_trainings
 from tests.lab.training.small_trainings import BATCH, CLASSES, FEATURES, assert_same, run_group
 from tests.support.processes import counting, team
 from torchace.lab.data import Batches, Split
-from torchace.lab.training.checkpoint import Checkpoints
+from torchace.lab.training.checkpoint import Checkpoints, gather_network, shard_network, shard_state
 from torchace.lab.training.config import TrainConfig, make_optimizer
 from torchace.lab.training.distributed import (
     RankLostError,
@@ -34,7 +34,6 @@ from torchace.lab.training.early_stopping import ValidationSet
 from torchace.lab.training.evaluate import evaluate, predict_logits
 from torchace.lab.training.loop import CheckpointPolicy, FitResult, Interrupted, fit
 from torchace.lab.training.run_group import RunGroup
-from torchace.lab.training.shard import gather_network, shard_network, shard_state
 from torchace.lab.training.step import TrainStep
 from torchace.models import mlp
 from torchace.nn import SMOC, Ensemble

@@ -24,8 +24,7 @@ from torchace.functional import amended_cross_entropy, binary_amended_cross_entr
 from torchace.lab.data import Batches, Split
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.loop import fit
-from torchace.lab.training.objective import compute_objective, ensemble_predictions, mean_over_samples
-from torchace.lab.training.tasks import TASKS, LossInputs
+from torchace.lab.training.tasks import TASKS, LossInputs, compute_objective, ensemble_predictions, mean_over_samples
 
 KINDS = ["shared", "exchanged", "separate"]
 # float64 sums in another order, through 20 steps of Adam

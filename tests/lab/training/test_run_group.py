@@ -96,7 +96,7 @@ def inputs_of(kind: str) -> tuple[int, ...]:
     return (3, 8, 8) if "resnet" in kind or kind == "convolutional" else (FEATURES,)
 
 
-def data_of(kind: str) -> Batches:
+def arm_data(kind: str) -> Batches:
     """20 samples in batches of 5."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(20, *inputs_of(kind), generator=generator, dtype=torch.float64)
@@ -201,7 +201,7 @@ def train_alone(ensemble: EnsembleModule, data: Batches, settings: TrainConfig, 
 @pytest.mark.parametrize("kind", MAKE)
 def test_ten_steps_are_those_of_the_ensembles_one_by_one(kind: str, batching: str) -> None:
     lambdas = [0.0, 0.0] if batching == "separate" else LAMBDAS
-    data, settings = data_of(kind), train_config(batching, 10, optimizer="sgd", momentum=0.9, weight_decay=1e-3)
+    data, settings = arm_data(kind), train_config(batching, 10, optimizer="sgd", momentum=0.9, weight_decay=1e-3)
     ensembles = ensembles_of(kind)
     network = RunGroup(ensembles)
     fit(network, data, settings, diversities=lambdas, seeds=SEEDS)
@@ -321,7 +321,7 @@ def test_masks_of_members_layers_steps_seeds_and_the_trunk_do_not_hang_together(
     assert len(rows) == 3 * 2 * (2 + 2 * MEMBERS)
     # of independent masks about 1 of 16,000 pairs is beyond 4 standard errors; there are 1,128
     assert correlation.abs().max() < 4 / DRAWN**0.5
-    # nor neighbours within a mask
+    # nor neighbors within a mask
     shifted = torch.stack([torch.corrcoef(torch.stack([row[1:], row[:-1]]))[0, 1] for row in rows])
     assert shifted.abs().max() < 4 / DRAWN**0.5
 
@@ -346,7 +346,7 @@ def test_masks_do_not_depend_on_how_many_members_are_computed_together(monkeypat
         settings = train_config(
             "separate", 3, optimizer="sgd"
         )  # its batches are each member's own, so that members can part
-        fit(network, data_of("convolutional"), settings, diversities=[0.0, 0.0], seeds=SEEDS)
+        fit(network, arm_data("convolutional"), settings, diversities=[0.0, 0.0], seeds=SEEDS)
         return network
 
     whole = trained()

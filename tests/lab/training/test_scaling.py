@@ -30,7 +30,7 @@ def test_weights_count_as_repeated_samples() -> None:
     assert Scaler.fit(np.full((3, 1), 0.1)).std.tolist() == [1.0]
 
 
-def test_learnt_scales_of_inputs_start_at_one_and_learn_faster() -> None:
+def test_learned_scales_of_inputs_start_at_one_and_learn_faster() -> None:
     torch.manual_seed(0)
     plain = mlp(4, 8, 3).double()
     scaled = scale_inputs(copy.deepcopy(plain))
@@ -72,7 +72,7 @@ def test_an_assembled_ensemble_answers_in_the_targets_units(link: str) -> None:
     assert not any(parameter.requires_grad for parameter in ensemble.parameters())
 
 
-def test_the_temperature_minimises_the_cross_entropy_of_the_members_that_predict() -> None:
+def test_the_temperature_minimizes_the_cross_entropy_of_the_members_that_predict() -> None:
     """Against a grid; logits three times too large need a temperature of about 3."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 4000, 4, generator=generator, dtype=torch.float64)

@@ -28,8 +28,7 @@ from torchace.lab.data import Batches
 from torchace.lab.training import step as step_module
 from torchace.lab.training.config import TrainConfig, make_optimizer
 from torchace.lab.training.loop import fit
-from torchace.lab.training.nonfinite import all_finite, first_nonfinite, nonfinite_member
-from torchace.lab.training.run_group import RunGroup
+from torchace.lab.training.run_group import RunGroup, all_finite, first_nonfinite, nonfinite_member
 from torchace.lab.training.step import StepResult, TrainStep
 from torchace.models import mlp
 from torchace.nn import SMOC, Ensemble

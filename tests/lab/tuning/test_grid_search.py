@@ -21,16 +21,16 @@ from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_grou
 from torchace.lab.tuning import grid_search
 from torchace.lab.tuning.grid_search import (
     GridSearch,
+    ScoredSplit,
     TunedDiversity,
     refine_candidates,
     select_diversity,
     split_evenly,
 )
-from torchace.lab.tuning.search import SearchCallback, SearchProblem, SearchStage
-from torchace.lab.tuning.search_cache import SearchCache
+from torchace.lab.tuning.search import SearchCache, SearchCallback, SearchProblem, SearchStage
 
 PLAN = MemberPlan("classification", num_members=3, hidden=(5,), epochs=6, batch_size=16, learning_rate=0.03)
-SMALL: dict[str, Any] = {"num_seeds": 2, "num_fresh": 3, "candidates": (0.5, 0.9)}
+SMALL: dict[str, Any] = {"num_seeds": 2, "num_fresh": 3, "rounds": 2, "candidates": (0.5, 0.9)}
 TRAIN, VALIDATION, TEST = (make_split(count, start) for start, count in enumerate((48, 40, 40)))
 
 
@@ -100,11 +100,11 @@ def test_refining_halves_the_gaps_around_the_best(tried: list[float], data: st.D
     grid = sorted({0.0, 1.0, *tried})
     place = grid.index(best)
     assert set(new).isdisjoint(grid)
-    for neighbour in grid[max(place - 1, 0) : place] + grid[place + 1 : place + 2]:
-        between = [v for v in new if min(best, neighbour) < v < max(best, neighbour)]
-        wide = abs(neighbour - best) >= 0.02
+    for neighbor in grid[max(place - 1, 0) : place] + grid[place + 1 : place + 2]:
+        between = [v for v in new if min(best, neighbor) < v < max(best, neighbor)]
+        wide = abs(neighbor - best) >= 0.02
         # 1e-6: λ are rounded to six digits
-        assert between == pytest.approx([(best + neighbour) / 2] if wide else [], abs=1e-6)
+        assert between == pytest.approx([(best + neighbor) / 2] if wide else [], abs=1e-6)
     assert len(new) <= 2
     assert all(0 < v < 1 for v in new)
 
@@ -280,8 +280,8 @@ def test_no_diversity_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         grid_search._GroupTrainer,
         "__call__",
-        lambda self, stage, split: {
-            d: {seed: torch.full((len(split),), d).double() for seed in stage.seeds} for d in stage.diversities
+        lambda self, stage, part: {
+            d: {seed: torch.full((len(part.split),), d).double() for seed in stage.seeds} for d in stage.diversities
         },
     )
     result = run_search()
@@ -296,8 +296,8 @@ def test_no_diversity_helps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_diversity_is_chosen_only_beyond_the_noise(monkeypatch: pytest.MonkeyPatch, gain: float, kept: bool) -> None:
     """On fresh seeds and other samples λ=0.5 gains 0.1, 0.001 or -0.1, with noise of 0.2 a sample."""
 
-    def losses(self: Any, stage: SearchStage, split: Split) -> Any:
-        noise = torch.randn(len(split), generator=torch.Generator().manual_seed(0)).double()
+    def losses(self: Any, stage: SearchStage, part: ScoredSplit) -> Any:
+        noise = torch.randn(len(part.split), generator=torch.Generator().manual_seed(0)).double()
         gained = {"search": 1.0, "gain": gain}[stage.purpose]
         return {
             d: {seed: 5 - (gained + 0.2 * noise + 0.001 * (seed % 500)) * (d == 0.5) for seed in stage.seeds}
@@ -311,18 +311,20 @@ def test_a_diversity_is_chosen_only_beyond_the_noise(monkeypatch: pytest.MonkeyP
     assert ("so λ=0 is kept" in result.sentence) == kept
 
 
-def test_overfitting_ends_the_search_before_it_begins() -> None:
+def test_overfitting_ends_the_search_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
 
     class Recorder(SearchCallback):
         def on_estimate(self, seconds: float) -> None:
             seen.append(seconds)
 
-    result = run_search(min_train_score=1e9, callback=Recorder())
+    monkeypatch.setattr(grid_search, "is_overfitting", lambda *args, **named: True)
+    result = run_search(skip_overfitting=True, callback=Recorder())
     assert (result.diversity, result.rounds, result.gain) == (0.0, ((0.0,),), None)
     assert "overfit" in result.sentence
     assert result.train_score is not None
-    searched = run_search(min_train_score=1e-9, callback=Recorder())
+    monkeypatch.undo()
+    searched = run_search(skip_overfitting=True, callback=Recorder())
     whole = run_search()
     assert searched.sentence.startswith(whole.sentence)
     assert "At λ=0 the cross entropy is" in searched.sentence

@@ -23,7 +23,7 @@ from optuna.trial import FrozenTrial, TrialState
 from tests.lab.tuning.test_optuna_search import PLAN, SPACE, ended, found, states, value_alone
 from tests.support import postgres
 from torchace.lab.tuning import optuna_search
-from torchace.lab.tuning import postgres as postgres_module
+from torchace.lab.tuning import storage as postgres_module
 from torchace.lab.tuning.optuna_search import StudyResult
 from torchace.lab.tuning.storage import StorageError
 

@@ -25,8 +25,7 @@ from torchace.lab.data import Split
 from torchace.lab.store import RunStoreError
 from torchace.lab.training.loop import Interrupted
 from torchace.lab.training.members import MemberPlan
-from torchace.lab.tuning.search import SearchCallback, SearchStage
-from torchace.lab.tuning.search_cache import SearchCache
+from torchace.lab.tuning.search import SearchCache, SearchCallback, SearchStage
 
 __all__ = ["trainings"]  # a fixture
 SHORT: dict[str, Any] = {"rounds": 1, "num_fresh": 0}

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from torchace import __version__
-
-MISSING = "The command line needs {}: pip install 'torchace[tool]'."
+from torchace._extras import missing_extra, package_name
 
 try:
     import typer
@@ -22,7 +21,7 @@ try:
     from torchace.lab.cli import sweep_commands, table_commands
     from torchace.lab.cli.terminal import ERROR, KEYBOARD, USAGE, print_error, print_line
 except ModuleNotFoundError as error:
-    sys.exit(MISSING.format(error.name))
+    sys.exit(str(missing_extra(f"The command line needs {package_name(error.name)}")))
 
 # remedies by command
 LESS_MEMORY = {
@@ -66,8 +65,7 @@ def info() -> None:
     """Show versions, devices and built-in experiments."""
     import torch
 
-    from torchace.lab.sweeps.config import builtin_names
-    from torchace.lab.sweeps.environment import processor, versions
+    from torchace.lab.sweeps.config import builtin_names, processor, versions
 
     rows = [*versions().items(), ("processor", f"{processor()}, {torch.get_num_threads()} threads")]
     rows += [(f"cuda:{i}", torch.cuda.get_device_name(i)) for i in range(torch.cuda.device_count())]
@@ -132,7 +130,7 @@ def _describe_error(error: Exception) -> str | None:
     if isinstance(error, ModuleNotFoundError) and error.name == "fcntl":
         return "Run directories are locked with fcntl, which this system does not have. Use Linux or macOS."
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        return MISSING.format(error.name)
+        return str(missing_extra(f"The command line needs {package_name(error.name)}"))
     if isinstance(error, OSError) and error.strerror:
         message = f"Cannot use {error.filename}" if error.filename else "Operating system error"
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

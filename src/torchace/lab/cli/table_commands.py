@@ -85,14 +85,14 @@ def tune(
     request: TableRequest,
     out: Annotated[Path | None, typer.Option(help="Directory of the search. By default runs/tune-NAME.")] = None,
     trials: Annotated[
-        int | None, typer.Option(min=1, help="Number of trials; also search width, depth, K and more.")
+        int | None, typer.Option(min=1, help="Number of trials; searches width, depth, K and more besides λ.")
     ] = None,
     storage: Annotated[
         str | None, typer.Option(help="Optuna storage URL, to search on several machines. By default a file in --out.")
     ] = None,
     study: Annotated[str, typer.Option(help="Name of the study in the storage.")] = "torchace",
     pruning: Annotated[bool, typer.Option(help="Stop trials that are worse than the median.")] = True,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of trainings of each candidate.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of trainings per candidate.")] = 5,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of candidates for λ.")] = 2,
 ) -> None:
     """Search λ, or λ with other hyperparameters, on validation rows. Repeat the command to resume."""
@@ -257,13 +257,13 @@ def _plain(text: str) -> Any:
 
 
 def _print_columns(table: Table) -> None:
-    """Print what was understood of every column, then the notes."""
+    """Print how each column was read, then the notes."""
     from torchace.lab.report.setup import column_table
     from torchace.lab.schema.results import TableSummary
 
     summary = TableSummary.model_validate(table.description)
     if understood := column_table(summary, len(table.train)):
-        print_table(_drawn(understood))
+        print_table(_rich_table(understood))
         if len(summary.columns) > MOST_COLUMNS:
             print_line(f"{len(summary.columns) - MOST_COLUMNS} more columns are in the report.")
     for note in table.schema.notes:
@@ -273,15 +273,15 @@ def _print_columns(table: Table) -> None:
 def _print_comparison(content: Mapping[str, Any]) -> None:
     """Print the scores of the baselines and the difference to the best of them."""
     from torchace.lab.report.comparison import comparison_headline, model_table
-    from torchace.lab.schema.comparison import ModelComparison
+    from torchace.lab.schema.values import ModelComparison
 
     comparison = ModelComparison.model_validate(content)
-    print_table(_drawn(model_table(comparison)))
+    print_table(_rich_table(model_table(comparison)))
     if sentence := comparison_headline(comparison):
         print_line(sentence)
 
 
-def _drawn(table: ReportTable) -> Any:
+def _rich_table(table: ReportTable) -> Any:
     """Draw the first rows of a table of the report."""
     drawn = _table(*(column.label for column in table.columns))
     for column, kind in zip(drawn.columns, table.kinds, strict=True):

@@ -53,15 +53,13 @@ def _table_options(
     category: Annotated[Columns, typer.Option(help="Column to read as categories; repeatable.")] = None,
     date: Annotated[Columns, typer.Option(help="Column to read as dates; repeatable.")] = None,
     split_column: Annotated[
-        str | None, typer.Option(help="Column with train, validation or test for every row.")
+        str | None, typer.Option(help="Column that says train, validation or test for each row.")
     ] = None,
     validation: Annotated[float, typer.Option(help="Fraction of rows for choosing λ and early stopping.")] = 0.2,
     test: Annotated[float, typer.Option(help="Fraction of rows for the final scores.")] = 0.2,
-    class_weight: Annotated[
-        Columns, typer.Option(help="balanced, or CLASS=WEIGHT, repeatable; 1 for other classes.")
-    ] = None,
+    class_weight: Annotated[Columns, typer.Option(help="balanced, or CLASS=WEIGHT (repeatable; 1 by default).")] = None,
     skip_missing_target: Annotated[
-        bool, typer.Option("--skip-missing-target", help="Leave out rows without a target.")
+        bool, typer.Option("--skip-missing-target", help="Skip rows without a target.")
     ] = False,
     members: Annotated[int, typer.Option(min=1, help="Number of members.")] = DEFAULTS.num_members,
     hidden: Annotated[str, typer.Option(help="Widths of the hidden layers, such as 64 or 64,32.")] = ",".join(
@@ -77,7 +75,7 @@ def _table_options(
     batches: Annotated[str, typer.Option(help="shared, or exchanged: a separate batch for each member.")] = "shared",
     precision: Annotated[str, typer.Option(help="float64, or float32, which is faster on a GPU.")] = DEFAULTS.precision,
     encoding: Annotated[
-        str, typer.Option(help="Of numbers: auto, standard, robust or piecewise (with bins between quantiles).")
+        str, typer.Option(help="Encoding of numbers: auto, standard, robust or piecewise (bins between quantiles).")
     ] = DEFAULTS.encoding,
     seed: Annotated[int, typer.Option(min=0, max=10**15, help="Random seed of the split and the training.")] = 0,
     device: Device = DEFAULTS.device,

@@ -33,7 +33,7 @@ def printable(text: str) -> str:
 
 
 def print_line(text: str, where: Console = console) -> None:
-    """Print a line without wrapping and markup."""
+    """Print a line without wrapping or markup."""
     where.print(printable(text), soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
@@ -48,7 +48,7 @@ def print_table(table: Any) -> None:
 
 
 def check_report_packages() -> None:
-    """Raise before the training if packages of the report are missing."""
+    """Check before training that the packages for the report are installed."""
     for package in ("matplotlib", "jinja2"):
         if find_spec(package) is None:
             raise ModuleNotFoundError(name=package)

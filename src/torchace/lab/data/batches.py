@@ -1,4 +1,4 @@
-"""Shuffled, augmented, normalised batches of samples on the device."""
+"""Shuffled, augmented, normalized batches of samples on the device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from torchace._checks import check_count, shape_of
-from torchace.lab.data.augment import CropFlip
-from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
 from torchace.lab.data.rng import hashed_key, permutations, random_integers
-from torchace.lab.data.splits import Split
-from torchace.lab.data.transform import BatchTransform
+from torchace.lab.data.splits import Inputs, Split, input_tensors, map_inputs
+from torchace.lab.data.transform import BatchTransform, CropFlip
 
 Statistics = tuple[Sequence[float], Sequence[float]]
 GATHER_BYTES = 1 << 26  # epochs up to this size are gathered at once
@@ -112,7 +110,7 @@ class Batches:
         self, seeds: Sequence[int], epoch: int, step: int, streams: int | Sequence[int]
     ) -> tuple[Inputs, Tensor]:
         """Batches before the transform."""
-        draws, part = self._draws_of(seeds, epoch, step, streams)
+        draws, part = self._epoch_draws(seeds, epoch, step, streams)
         if draws.gathered is not None:
             x, y = draws.gathered
             return map_inputs(lambda t: t[:, part].clone(), x), y[:, part].clone()  # a network may change its input
@@ -124,11 +122,11 @@ class Batches:
         """Sample weights of `batch_many`, `(S, B)`, or `(S, K, B)` with members' own; None for a split without them."""
         if self.split.weight is None:
             return None
-        draws, part = self._draws_of(seeds, epoch, step, streams)
+        draws, part = self._epoch_draws(seeds, epoch, step, streams)
         weight = self.split.weight[..., draws.order[:, part]]
         return weight if weight.ndim == 2 else weight.transpose(0, 1)
 
-    def _draws_of(
+    def _epoch_draws(
         self, seeds: Sequence[int], epoch: int, step: int, streams: int | Sequence[int]
     ) -> tuple[_Epoch, slice]:
         """Random draws of an epoch for these seeds and streams, and the slice of the step."""
@@ -189,7 +187,7 @@ class Batches:
 
 
 class _Format:
-    """Convert samples to a floating-point type and normalise them; whole numbers stay."""
+    """Convert samples to a floating-point type and normalize them; whole numbers stay."""
 
     def __init__(self, split: Split, *, normalize: Statistics | None, dtype: torch.dtype) -> None:
         if not dtype.is_floating_point:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchace._files import CHUNK_BYTES, check_gzip, error_reason, open_regular
-from torchace.lab.data.columns import check_names
 from torchace.lab.data.errors import DataError, arrow, quote
+from torchace.lab.data.table_schema import check_names
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
@@ -72,7 +72,7 @@ def _open(path: Path) -> Iterator[io.BufferedReader]:
     encoding = text_encoding(path)
     with open_regular(path) as file:
         content: Any = gzip.GzipFile(fileobj=file) if is_packed else file
-        raw = content if encoding == "UTF-8" else _Recoded(content, encoding, path)
+        raw = content if encoding == "UTF-8" else _Utf8Reader(content, encoding, path)
         with io.BufferedReader(raw, _BLOCK_BYTES) as stream:
             yield stream
 
@@ -95,7 +95,7 @@ def text_encoding(path: Path) -> str:
     return "UTF-8"
 
 
-class _Recoded(io.RawIOBase):
+class _Utf8Reader(io.RawIOBase):
     """Bytes of a text stream, recoded from another encoding to UTF-8."""
 
     def __init__(self, stream: Any, encoding: str, path: Path) -> None:

@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchace._checks import check_choice, check_count
-from torchace.lab.data.cifar import read_archive, read_folder
-from torchace.lab.data.errors import DataError, check_labels, damaged, require_extra
+from torchace._extras import import_extra
+from torchace.lab.data.errors import DataError, check_labels, damaged_file
 from torchace.lab.data.files import download as download_file
 from torchace.lab.data.files import find, not_found, search_path
-from torchace.lab.data.idx import read_idx
-from torchace.lab.data.sources import SOURCES, CifarSource, IdxFile, IdxSource
+from torchace.lab.data.image_files import SOURCES, CifarSource, IdxFile, IdxSource, read_archive, read_folder, read_idx
 from torchace.lab.data.splits import Split, random_split, stratified_split
-from torchace.lab.schema.errors import did_you_mean
+from torchace.lab.schema.reading import did_you_mean
 
 NAMES = ("digits", *SOURCES)
 _DIGITS_TEST = 500
@@ -52,6 +51,7 @@ class Dataset:
     task: str = "classification"
     num_targets: int = 1  # of a regression
     notes: tuple[str, ...] = ()  # what a user should know about the data
+    validation: Any = None  # like `train`, if given
 
     @property
     def num_classes(self) -> int:
@@ -66,7 +66,7 @@ class Dataset:
         if kind == "unit":
             return Normalization((0.0,), (float(self.max_value),))
         if not self.mean:
-            raise DataError("normalize = 'standard' needs images in memory; normalise them in the Dataset.")
+            raise DataError("normalize = 'standard' needs images in memory; normalize them in the Dataset.")
         return Normalization(self.mean, self.std)
 
     def validation_split(self, size: int | float, *, seed: int = 0) -> tuple[Any, Any]:
@@ -110,7 +110,7 @@ def load(
 
 
 def _digits() -> Dataset:
-    sklearn = require_extra("sklearn.datasets", "scikit-learn", "The data set digits")
+    sklearn = import_extra("sklearn.datasets", "The data set digits needs")
     digits = sklearn.load_digits()
     x = torch.from_numpy(digits.images.astype(np.uint8))[:, None]
     train, test = stratified_split(Split(x, torch.from_numpy(digits.target).long()), _DIGITS_TEST, seed=0)
@@ -139,9 +139,9 @@ def _idx_array(source: IdxSource, file: IdxFile, path: Path) -> NDArray[np.uint8
     # MNIST and Fashion-MNIST use the same file names
     for other in (o for o in SOURCES.values() if isinstance(o, IdxSource) and o.name != source.name):
         if digest in {known.content for known in (*other.train, *other.test)}:
-            raise damaged(path, f"belongs to {other.title}, not to {source.title}")
+            raise damaged_file(path, f"belongs to {other.title}, not to {source.title}")
     if file.content is not None and digest != file.content:
-        raise damaged(path, f"is not the official file of {source.title}: its content has the wrong SHA-256")
+        raise damaged_file(path, f"is not the official file of {source.title}: its content has the wrong SHA-256")
     return array
 
 

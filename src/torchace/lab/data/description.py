@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchace.lab.data.columns import Column, feature_numbers
 from torchace.lab.data.encoding import mean_and_std
 from torchace.lab.data.parsing import CellError, texts
-from torchace.lab.data.table_schema import Schema
+from torchace.lab.data.table_schema import Column, Schema, feature_numbers
 from torchace.lab.schema.results import TableSummary
 from torchace.lab.schema.values import LARGEST
 
@@ -20,7 +19,7 @@ MAX_CATEGORIES = 8  # most frequent first
 
 
 def describe_table(schema: Schema, frame: DataFrame) -> dict[str, Any]:
-    """Summarise the target, the columns and the notes of a training table: a `TableSummary` as JSON values.
+    """Summarize the target, the columns and the notes of a training table: a `TableSummary` as JSON values.
 
     Example:
         >>> import pandas as pd

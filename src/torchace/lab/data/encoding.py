@@ -1,4 +1,4 @@
-"""Encoding of table rows as numbers, learnt from the training part.
+"""Encoding of table rows as numbers, learned from the training part.
 
 `Encoding.matrix` has float64 columns: numbers with NaN for missing values, parts of dates, or category codes. Codes are
 0, 1, … for known categories, then "other" and "missing" if training had them, and -1 for other values. Scaling,
@@ -20,10 +20,20 @@ from pydantic import Field
 from torch import Tensor
 
 from torchace._checks import check_count
-from torchace.lab.data.columns import STRICT, Column, check_columns, feature_numbers, get_column
 from torchace.lab.data.errors import DataError, first_duplicate, quote
 from torchace.lab.data.parsing import positions, texts
-from torchace.lab.data.table_schema import Finite, Schema, adapter_of, damaged_json, parse_stored
+from torchace.lab.data.table_schema import (
+    STRICT,
+    Column,
+    Finite,
+    Schema,
+    check_columns,
+    damaged_json,
+    feature_numbers,
+    get_column,
+    parse_stored,
+    type_adapter,
+)
 from torchace.models.encoder import TableEncoder
 
 if TYPE_CHECKING:
@@ -160,7 +170,7 @@ class Encoding:
 
     def to_json(self) -> dict[str, Any]:
         """Convert the encoding and its schema to JSON values."""
-        return adapter_of(Encoding).dump_python(self, mode="json")
+        return type_adapter(Encoding).dump_python(self, mode="json")
 
     @classmethod
     def from_json(cls, content: object) -> Encoding:
@@ -227,28 +237,28 @@ def learn_columns(
     """Learn the statistics of some columns of a table, with weights `(N,)` above 0."""
     numbers = (feature_numbers(frame[column.name], column) for column in columns if column.kind == "number")
     method = resolve_method(method, numbers)
-    learnt: list[NumberColumn | CategoryColumn] = []
+    learned: list[NumberColumn | CategoryColumn] = []
     for column in columns:
         values = get_column(frame, column.name, "in the schema")
         if column.kind == "category":
-            learnt.append(_learn_category(values, weights, max_categories))
+            learned.append(_learn_category(values, weights, max_categories))
         elif column.kind == "date":
             seconds = feature_numbers(values, column)
             parts = [learn_number(column.name, date_part(seconds, p), weights, method, p) for p in DATE_PARTS]
-            learnt += [part for part in parts if _is_used(part)] or parts[:1]
+            learned += [part for part in parts if _is_used(part)] or parts[:1]
         else:
-            learnt.append(learn_number(column.name, feature_numbers(values, column), weights, method))
-    if not any(map(_is_used, learnt)):
+            learned.append(learn_number(column.name, feature_numbers(values, column), weights, method))
+    if not any(map(_is_used, learned)):
         raise DataError("No column varies within the training part; give it more rows, or other columns.")
-    return tuple(learnt)
+    return tuple(learned)
 
 
 def resolve_method(method: str, columns: Iterable[NDArray[np.float64]]) -> str:
     """Resolve "auto" for columns of numbers: "robust" if they share their levels, else "piecewise".
 
-    Columns of one kind with the same few levels, such as pixels or scores from 0 to 15, are better left whole: there,
-    bins of single columns only add inputs. They share their levels if a column has at least half of the distinct
-    numbers of all columns together, on average over at least four columns with more than two levels.
+    Columns of one kind with the same few levels, such as pixels or scores from 0 to 15, work better without bins.
+    They share their levels if a column has at least half of the distinct numbers of all columns together, on average
+    over at least four columns with more than two levels.
     """
     if method != "auto":
         return method
@@ -267,7 +277,7 @@ def learn_number(
     - "standard": mean 0, standard deviation 1.
     - "robust": two-valued columns become 0 and 1; others have median 0 and interquartile range 1, and outliers are
       bounded smoothly.
-    - "piecewise": like "robust", with a piecewise-linear encoding in `NUM_BINS` bins between quantiles beside it.
+    - "piecewise": like "robust", plus a piecewise-linear encoding in `NUM_BINS` bins between quantiles.
 
     Callers resolve "auto" by `resolve_method`.
     """

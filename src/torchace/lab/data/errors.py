@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from torchace._extras import import_extra
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
@@ -31,7 +32,7 @@ class MissingTargetError(DataError):
         self.problem = problem
 
 
-def damaged(path: Path | str, reason: str) -> DataError:
+def damaged_file(path: Path | str, reason: str) -> DataError:
     """Error for a data set file that is not the official one."""
     return DataError(f"{path} {reason}; replace it with the original file, or delete it to download it again.")
 
@@ -40,25 +41,17 @@ def check_labels(labels: NDArray[Any], path: Path | str, num_classes: int) -> No
     """Check that labels read from a file, `(N,)`, are class indices."""
     wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if len(wrong):
-        raise damaged(path, f"has label {labels[wrong[0]]} at image {wrong[0]}, outside 0 to {num_classes - 1}")
-
-
-def require_extra(module: str, package: str, purpose: str, extra: str = "tool") -> Any:
-    """Import a module of an extra; the error says what to install."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise ImportError(f"{purpose} needs {package}: pip install 'torchace[{extra}]'.") from None
+        raise damaged_file(path, f"has label {labels[wrong[0]]} at image {wrong[0]}, outside 0 to {num_classes - 1}")
 
 
 def pandas() -> Any:
     """Import pandas."""
-    return require_extra("pandas", "pandas", "A table")
+    return import_extra("pandas", "A table needs")
 
 
 def arrow(module: str = "pyarrow") -> Any:
     """Import pyarrow, or one of its modules by full name."""
-    return require_extra(module, "pyarrow", "A table")
+    return import_extra(module, "A table needs")
 
 
 # -- parts of messages about tables -----------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
+from torchace._extras import import_extra
 from torchace._files import open_regular
-from torchace.lab.data.errors import DataError, damaged, require_extra
+from torchace.lab.data.errors import DataError, damaged_file
 
 ENVIRONMENT = "TORCHACE_DATA"
 
@@ -24,7 +25,7 @@ def cache_dir() -> Path:
 def search_path(name: str, folders: Sequence[str], directory: str | os.PathLike[str] | None = None) -> list[Path]:
     """Folders to search for a data set: below `directory` or `$TORCHACE_DATA`, then the user's cache.
 
-    A missing root folder is an error: a misspelt name must not start a download.
+    A missing root folder is an error: a misspelled name must not start a download.
     """
     given = os.fspath(directory) if directory is not None else os.environ.get(ENVIRONMENT, "")
     if not given:
@@ -67,12 +68,12 @@ def open_data(path: Path) -> Iterator[BinaryIO]:
         with open_regular(path) as file:
             yield file
     except OSError as error:
-        raise damaged(path, f"cannot be read ({error.strerror or error})") from None
+        raise damaged_file(path, f"cannot be read ({error.strerror or error})") from None
 
 
 def download(title: str, name: str, *, urls: Sequence[str], sha256: str, folder: Path, progress: bool = True) -> Path:
     """Download a file from the first working address; it appears only complete and with the right hash."""
-    pooch = require_extra("pooch", "pooch", f"Downloading {title}")
+    pooch = import_extra("pooch", f"Downloading {title} needs")
     failures = []
     log = pooch.get_logger()
     level = log.level
@@ -95,7 +96,7 @@ def download(title: str, name: str, *, urls: Sequence[str], sha256: str, folder:
 
 
 def _download_error(error: Exception, folder: Path) -> str:
-    requests = require_extra("requests", "requests", "Downloading")
+    requests = import_extra("requests", "Downloading needs")
     if isinstance(error, requests.HTTPError):
         return f"HTTP status {error.response.status_code}"
     if isinstance(error, requests.Timeout):
@@ -111,8 +112,8 @@ class _ProgressBar:
     """Adapt rich's progress bar to the interface that pooch expects."""
 
     def __init__(self, name: str) -> None:
-        console = require_extra("rich.console", "rich", "A progress bar").Console(stderr=True)
-        rich = require_extra("rich.progress", "rich", "A progress bar")
+        console = import_extra("rich.console", "A progress bar needs").Console(stderr=True)
+        rich = import_extra("rich.progress", "A progress bar needs")
         columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.DownloadColumn())
         self._progress: Any = rich.Progress(*columns, rich.TimeRemainingColumn(), console=console)
         self._task = self._progress.add_task(name, total=None)

@@ -13,48 +13,91 @@ from torchace.lab.data.rng import hashed_key, permutation
 from torchace.lab.data.splits import Split
 
 NUM_FOLDS = 5
+NUM_PLACES = 10_000  # of samples in the order that a hold-out is taken from
 MIN_FOLD_ROWS = 200  # with fewer samples, early stopping does not use folds unless asked to
 
 
-def assign_folds(
-    raw: Tensor,
-    y: Tensor,
-    *,
-    seed: int,
-    weight: Tensor | None = None,
-    groups: ArrayLike | None = None,
-) -> Tensor:
-    """Assign every sample to one of `NUM_FOLDS` folds: `(N,)` of int64.
+def number_blocks(raw: Tensor, *, weight: Tensor | None = None, groups: ArrayLike | None = None) -> Tensor:
+    """Number the samples that belong in the same part of any split: `(N,)` of int64.
 
-    Identical samples of `raw` `(N, F)` share a fold (NaN equals NaN) unless they exceed one, and so do those of one of
-    the `groups` `(N,)`. Folds have about equal weight, class by class of `y`: class indices `(N,)`, or numbers
-    `(N, M)`. They do not depend on the order of samples that differ, and a weight `(N,)` counts as repeats of a sample.
+    Identical samples are one block unless they exceed a fold; with `groups`, samples of a group and those identical to
+    one of them are.
+
+    Args:
+        raw: Samples `(N, F)`; NaN equals NaN.
+        weight: Weights of the samples, `(N,)`.
+        groups: Labels of groups, `(N,)`.
 
     Example:
-        >>> x = torch.arange(10.0)[:, None].repeat(2, 1)
-        >>> folds = assign_folds(x, torch.arange(20) % 2, seed=0)
+        >>> number_blocks(torch.tensor([[1.0], [2.0], [1.0], [3.0]]), groups=["a", "b", "c", "b"]).tolist()
+        [0, 1, 0, 1]
+    """
+    blocks = _blocks(raw.cpu().numpy(), groups)
+    if groups is None:
+        share = np.ones(len(raw)) if weight is None else weight.cpu().double().numpy()
+        blocks = _split_large(blocks, share)
+    elif blocks.max() == 0:
+        raise ValueError("Expected at least two `groups` for folds, but got one (identical samples join theirs).")
+    return torch.from_numpy(blocks)
+
+
+def assign_folds(
+    blocks: Tensor, y: Tensor, *, seed: int, weight: Tensor | None = None, num_folds: int = NUM_FOLDS
+) -> Tensor:
+    """Assign every sample to a fold: `(N,)` of int64.
+
+    A block is in one fold. Folds have about equal weight, class by class. They do not depend on the order of samples
+    that differ, and a weight counts as repeats of a sample.
+
+    Args:
+        blocks: The result of `number_blocks`, `(N,)`.
+        y: Class indices `(N,)`, or numbers `(N, M)`.
+        seed: Determines the folds.
+        weight: Weights of the samples, `(N,)`.
+        num_folds: Number of folds.
+
+    Example:
+        >>> blocks = number_blocks(torch.arange(10.0)[:, None].repeat(2, 1))
+        >>> folds = assign_folds(blocks, torch.arange(20) % 2, seed=0)
         >>> torch.equal(folds[:10], folds[10:]), folds.bincount().tolist()
         (True, [4, 4, 4, 4, 4])
     """
-    share = np.ones(len(raw)) if weight is None else weight.cpu().double().numpy()
-    blocks = _blocks(raw.cpu().numpy(), groups)  # (N,)
-    if groups is None:
-        blocks = _split_large(blocks, share)
-    count = int(blocks.max()) + 1
-    if groups is not None and count == 1:
-        raise ValueError("Expected at least two `groups` for folds, but got one (identical samples join theirs).")
-    size = np.bincount(blocks, share)
-    labels = np.zeros(len(blocks), dtype=np.int64) if y.is_floating_point() else y.cpu().numpy()
+    share = np.ones(len(blocks)) if weight is None else weight.cpu().double().numpy()
+    block = np.unique(blocks.cpu().numpy(), return_inverse=True)[1].ravel()  # 0, 1, … also in a part of the samples
+    count = int(block.max()) + 1
+    size = np.bincount(block, share)
+    labels = np.zeros(len(block), dtype=np.int64) if y.is_floating_point() else y.cpu().numpy()
     label = np.full(count, np.iinfo(np.int64).max)
-    np.minimum.at(label, blocks, labels)  # of mixed blocks, the smallest
+    np.minimum.at(label, block, labels)  # of mixed blocks, the smallest
     order = permutation(hashed_key(seed, "folds"), count=count).numpy()
     fold = np.empty(count, dtype=np.int64)
     for shift, value in enumerate(np.unique(label)):
         places = order[label[order] == value]
         middle = size[places].cumsum() - size[places] / 2
-        fold[places] = (NUM_FOLDS * middle / size[places].sum()).astype(np.int64)
-        fold[places] = (fold[places] + shift) % NUM_FOLDS  # small classes start in different folds
-    return torch.from_numpy(fold[blocks])
+        fold[places] = (num_folds * middle / size[places].sum()).astype(np.int64)
+        fold[places] = (fold[places] + shift) % num_folds  # small classes start in different folds
+    return torch.from_numpy(fold[block])
+
+
+def hold_out(blocks: Tensor, y: Tensor, fraction: float, *, seed: int, weight: Tensor | None = None) -> Tensor:
+    """Mask `(N,)` of a random part of the samples, stratified by class, that splits no block.
+
+    The part has about a `fraction` of the weight, and at least one block; so has the rest.
+
+    Example:
+        >>> held_out = hold_out(torch.arange(20) // 4, torch.zeros(20), 0.2, seed=0)
+        >>> int(held_out.sum()), held_out.view(5, 4).all(1).sum().item()
+        (4, 1)
+    """
+    places = assign_folds(blocks, y, seed=seed, weight=weight, num_folds=NUM_PLACES)
+    limit = max(round(fraction * NUM_PLACES), int(places.min()) + 1)
+    held_out = places < min(limit, int(places.max()))  # one block is left, too
+    if not held_out.any():
+        raise ValueError(
+            f"Expected enough different samples or groups to hold some out, but got {len(blocks.unique())}. Give more, "
+            "or use early_stopping=False and a number for `diversity`."
+        )
+    return held_out
 
 
 def _split_large(blocks: NDArray[np.int64], share: NDArray[np.float64]) -> NDArray[np.int64]:

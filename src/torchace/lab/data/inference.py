@@ -11,29 +11,35 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchace.lab.data.cell_formats import MIN_SHARE, MIXED_DATES, date_format, number_formats
-from torchace.lab.data.columns import (
+from torchace.lab.data.errors import DataError, arrow, first_duplicate, pandas, quote, quote_all, row_number, suggestion
+from torchace.lab.data.parsing import (
+    MIN_SHARE,
+    MISSING,
+    MIXED_DATES,
+    CellError,
+    canonical,
+    date_format,
+    dates,
+    is_category,
+    is_numeric,
+    number_formats,
+    numbers,
+    positions,
+    texts,
+)
+from torchace.lab.data.table_schema import (
     KINDS,
+    TASKS,
     Column,
+    Label,
+    Schema,
+    Target,
     check_columns,
     check_features,
     check_targets,
     header_hint,
     target_texts,
 )
-from torchace.lab.data.errors import DataError, arrow, first_duplicate, pandas, quote, quote_all, row_number, suggestion
-from torchace.lab.data.parsing import (
-    MISSING,
-    CellError,
-    canonical,
-    dates,
-    is_category,
-    is_numeric,
-    numbers,
-    positions,
-    texts,
-)
-from torchace.lab.data.table_schema import TASKS, Label, Schema, Target
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series  # type: ignore[import-untyped]
@@ -184,7 +190,7 @@ def _infer_columns(
         else:
             columns.append(column)
     if columns:
-        dropped += [(column.name, "an identifier: it counts the rows") for column in row_numbers]
+        dropped += [(column.name, "an identifier: it numbers the rows") for column in row_numbers]
     return InferredColumns(tuple(columns or row_numbers), tuple(dropped), tuple(notes))
 
 
@@ -302,8 +308,8 @@ def _infer_task(name: str, values: NDArray[np.float64], notes: list[str]) -> str
     few = distinct <= min(MAX_NUMBERED_CLASSES, len(values) / MIN_ROWS_PER_NUMBERED_CLASS)
     task, other = TASKS if few else TASKS[::-1]
     notes.append(
-        f"The target {quote(name)} has {distinct} different whole numbers, which are taken for "
-        f"{'classes' if few else 'quantities'}; ask for {other} if they are not."
+        f"The target {quote(name)} has {distinct} different whole numbers, which are treated as "
+        f"{'classes' if few else 'quantities'}; set the task to {other} if they are not."
     )
     return task
 
@@ -334,7 +340,7 @@ def _check_classes(column: Series, cells: Any, rows: Mapping[str, int], spelling
     if len(rows) > total / 2:
         raise DataError(
             f"The target {name} has {len(rows)} classes in {total} rows, too many to learn; choose another column, or "
-            "ask for regression if it is a quantity."
+            "set the task to regression if it is a quantity."
         )
     for form, count in rows.items():
         if count == 1:

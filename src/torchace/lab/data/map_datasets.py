@@ -17,12 +17,12 @@ from torch.utils.data import Dataset as TorchDataset
 
 from torchace.lab.data.batches import Batches
 from torchace.lab.data.errors import DataError
-from torchace.lab.data.inputs import Inputs, convert_inputs, input_tensors, map_inputs
 from torchace.lab.data.rng import generator_states, hashed_key, preserve_generators, seed_generators
+from torchace.lab.data.splits import Inputs, convert_inputs, input_tensors, map_inputs
 from torchace.lab.data.targets import as_targets, check_classes
 
 TARGET_KEYS = ("labels", "label", "target", "targets", "y")  # of items that are dicts
-PROBED = 16  # items read twice, to see whether they are random
+PROBED = 16  # items read twice, to detect random ones
 READ_AT_ONCE = 512
 
 Place = tuple[int, int]  # index and key of the random numbers of an item
@@ -94,7 +94,9 @@ class Items(TorchDataset[Any]):
         try:
             return torch.as_tensor(value)
         except (TypeError, ValueError) as error:
-            raise DataError(f"The {self.part} Dataset returns a list that is no array of numbers ({error}).") from None
+            raise DataError(
+                f"The {self.part} Dataset returns a list that is not an array of numbers ({error})."
+            ) from None
 
     def read(self, places: Sequence[Place]) -> Read:
         """Read items in this process, without changing its random state."""
@@ -134,7 +136,7 @@ def is_random(items: Items) -> bool:
         return True
     if any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*reads, strict=True)):
         raise DataError(
-            f"The {items.part} Dataset returns other values each time, from a generator of its own; draw from torch's, "
+            f"The {items.part} Dataset returns different values each time, from its own generator; draw from torch's, "
             "NumPy's or Python's global generator, which is seeded for every item."
         )
     return False
@@ -259,7 +261,7 @@ class StreamedBatches(Batches):
         self, seeds: Sequence[int], epoch: int, step: int, streams: int | Sequence[int]
     ) -> tuple[Inputs, Tensor]:
         """Batches before the transform, read ahead by the workers."""
-        draws, _ = self._draws_of(seeds, epoch, step, streams)
+        draws, _ = self._epoch_draws(seeds, epoch, step, streams)
         streams = [streams] * len(seeds) if isinstance(streams, int) else list(streams)
         wanted = ((tuple(seeds), epoch, tuple(streams)), step)
         if self._next != wanted:

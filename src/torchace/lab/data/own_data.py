@@ -16,14 +16,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchace._checks import shape_of
 from torchace._files import available_memory, error_reason
 from torchace._npz import NPZ_ERRORS, read_npz
-from torchace.lab.data.columns import get_column, target_numbers
 from torchace.lab.data.datasets import Dataset, channel_statistics
 from torchace.lab.data.encoding import learn_encoding
 from torchace.lab.data.errors import DataError, pandas
 from torchace.lab.data.inference import infer_schema
-from torchace.lab.data.inputs import Inputs, convert_inputs, input_tensors
 from torchace.lab.data.map_datasets import Items, StreamedSplit, check_finite_inputs, is_random, item_bytes, read_all
-from torchace.lab.data.splits import Split, random_split
+from torchace.lab.data.splits import Inputs, Split, convert_inputs, input_tensors, random_split
+from torchace.lab.data.table_schema import get_column, target_numbers
 from torchace.lab.data.tables import read_table
 from torchace.lab.data.targets import as_targets, check_classes, encode_labels, find_missing_classes
 
@@ -48,41 +47,48 @@ class DataOptions:
     num_workers: int = 0
 
 
-def make_dataset(train: Any, test: Any, options: DataOptions, name: str = "own data") -> Dataset:
-    """Return a data set of a user's training and test data, checked."""
-    if _is_frame(train) or _is_frame(test) or _has_frame(train):
-        splits, names = _table_splits(_join_target(train), _join_target(test), options)
-    elif _is_pair(train) and _is_pair(test):
-        splits, names = _array_splits(train, test, options)
+def make_dataset(
+    train: Any, test: Any, options: DataOptions, name: str = "own data", validation: Any = None
+) -> Dataset:
+    """Return a data set of a user's training, test and perhaps validation data, checked."""
+    parts = {"training": train, "test": test} | ({} if validation is None else {"validation": validation})
+    if any(_is_frame(part) or _has_frame(part) for part in parts.values()):
+        splits, names = _table_splits({part: _join_target(given) for part, given in parts.items()}, options)
+    elif all(map(_is_pair, parts.values())):
+        splits, names = _array_splits(parts, options)
     else:
-        splits = [_dataset_split(part, kind, options) for part, kind in ((train, "training"), (test, "test"))]
+        splits = {part: _dataset_split(given, part, options) for part, given in parts.items()}
         names = tuple(str(value) for value in getattr(train, "classes", ()))
-    train, test = splits
-    return _check(name, train, test, names, options)
+    return _check(name, splits, names, options)
 
 
-def _check(name: str, train: AnySplit, test: AnySplit, names: tuple[str, ...], options: DataOptions) -> Dataset:
-    """Check that training and test data fit together."""
-    for part, split in (("training", train), ("test", test)):
+def _check(name: str, splits: dict[str, AnySplit], names: tuple[str, ...], options: DataOptions) -> Dataset:
+    """Check that the parts of the data fit together."""
+    for part, split in splits.items():
         if not len(split):
             raise DataError(f"The {part} data has no samples; give some.")
-    samples = [", ".join(map(_describe, input_tensors(split.x))) for split in (train, test)]
-    if samples[0] != samples[1]:
-        raise DataError(f"Test samples are {samples[1]}, but training samples are {samples[0]}; give both alike.")
-    notes: list[str] = []
-    num_targets = 1
+    train, num_targets, notes = splits["training"], 1, list[str]()
+    expected = ", ".join(map(_describe, input_tensors(train.x)))
+    for part, split in splits.items():
+        found = ", ".join(map(_describe, input_tensors(split.x)))
+        if found != expected:
+            raise DataError(f"The {part} samples are {found}, but training samples are {expected}; use one form.")
     if options.task == "classification":
-        names = _class_names(train, test, names, options)
-        for part, split in (("training", train), ("test", test)):
+        names = _class_names(train, names, options)
+        for part, split in splits.items():
             if split.y is not None:
                 check_classes(split.y, len(names), part)
-        notes = find_missing_classes(train.y, test.y, names)
-        train, test = (s if isinstance(s, Split) else replace(s, num_classes=len(names)) for s in (train, test))
+        notes = find_missing_classes(train.y, splits["test"].y, names)
+        count = len(names)
+        splits = {part: s if isinstance(s, Split) else replace(s, num_classes=count) for part, s in splits.items()}
     else:
-        sizes = [next(split.chunks(1))[1].shape[1] for split in (train, test)]
-        if sizes[0] != sizes[1]:
-            raise DataError(f"Test targets have {sizes[1]} columns, but training targets {sizes[0]}; give both alike.")
-        num_targets = sizes[0]
+        sizes = {part: next(split.chunks(1))[1].shape[1] for part, split in splits.items()}
+        num_targets = sizes["training"]
+        for part, size in sizes.items():
+            if size != num_targets:
+                raise DataError(
+                    f"The {part} targets have {size} columns, but training targets have {num_targets}; use one number."
+                )
         names = () if options.task == "regression" else names or tuple(map(str, range(num_targets)))
     image_shape = _image_shape(train.x)
     is_pixels = isinstance(train.x, Tensor) and train.x.dtype == torch.uint8 and train.x.ndim > 2
@@ -90,9 +96,10 @@ def _check(name: str, train: AnySplit, test: AnySplit, names: tuple[str, ...], o
     mean, std = channel_statistics(train.x) if has_channels else ((), ())
     return Dataset(
         name,
-        train,
-        test,
+        splits["training"],
+        splits["test"],
         names,
+        validation=splits.get("validation"),
         image_shape=image_shape,
         max_value=255 if is_pixels else None,
         mean=mean,
@@ -103,7 +110,7 @@ def _check(name: str, train: AnySplit, test: AnySplit, names: tuple[str, ...], o
     )
 
 
-def _class_names(train: AnySplit, test: AnySplit, names: tuple[str, ...], options: DataOptions) -> tuple[str, ...]:
+def _class_names(train: AnySplit, names: tuple[str, ...], options: DataOptions) -> tuple[str, ...]:
     """Return the names of all classes; their number is given, or known from the labels."""
     count = options.num_classes or len(names)
     if not count:
@@ -112,7 +119,7 @@ def _class_names(train: AnySplit, test: AnySplit, names: tuple[str, ...], option
             labels = torch.cat([y for _, y in train.chunks(512)])
         count = int(labels.max()) + 1
     if count < 2 and options.num_classes is None:
-        raise DataError("The training data has one class alone; give at least two.")
+        raise DataError("The training data has only one class; give at least two.")
     return names if len(names) == count else tuple(map(str, range(count)))
 
 
@@ -138,19 +145,18 @@ def _is_pair(part: Any) -> bool:
     return isinstance(part, tuple | list) and not has_samples
 
 
-def _array_splits(train: Any, test: Any, options: DataOptions) -> tuple[list[AnySplit], tuple[str, ...]]:
-    for part, given in (("training", train), ("test", test)):
+def _array_splits(parts: dict[str, Any], options: DataOptions) -> tuple[dict[str, AnySplit], tuple[str, ...]]:
+    targets = {}
+    for part, given in parts.items():
         if len(given) != 2:
             raise DataError(f"Expected (X, y) for the {part} data, but got {len(given)} values; {FORMS}.")
-    (x_train, y_train), (x_test, y_test) = train, test
-    for part, y in (("training", y_train), ("test", y_test)):
-        if y is None:
+        targets[part] = given[1]
+        if given[1] is None:
             raise DataError(f"The {part} data has no targets; {FORMS}.")
     names: tuple[str, ...] = ()
-    if options.task == "classification" and not isinstance(y_train, Tensor):
-        y_train, y_test, names = encode_labels(y_train, y_test)
-    splits = [_array_split(x_train, y_train, "training", options), _array_split(x_test, y_test, "test", options)]
-    return splits, names
+    if options.task == "classification" and not isinstance(next(iter(targets.values())), Tensor):
+        targets, names = encode_labels(targets)
+    return {part: _array_split(parts[part][0], y, part, options) for part, y in targets.items()}, names
 
 
 def _array_split(x: Any, y: Any, part: str, options: DataOptions) -> Split:
@@ -214,10 +220,11 @@ def _join_target(part: Any) -> Any:
     return pandas().concat([frame, y.set_axis(names, axis=1)], axis=1)
 
 
-def _table_splits(train: Any, test: Any, options: DataOptions) -> tuple[list[AnySplit], tuple[str, ...]]:
-    for part, frame in (("training", train), ("test", test)):
+def _table_splits(frames: dict[str, Any], options: DataOptions) -> tuple[dict[str, AnySplit], tuple[str, ...]]:
+    for part, frame in frames.items():
         if not _is_frame(frame):
             raise DataError(f"Expected a DataFrame for the {part} data too, but got {type(frame).__name__}.")
+    train = frames["training"]
     targets = _target_columns(train, options)
     if len(targets) == 1 and options.task != "multilabel":
         schema = infer_schema(train, targets[0], options.task)
@@ -227,15 +234,15 @@ def _table_splits(train: Any, test: Any, options: DataOptions) -> tuple[list[Any
         names = tuple(targets) if options.task == "multilabel" else ()
     encoding = learn_encoding(schema, train, method="standard")  # one input a column: own networks know their width
     encoder = encoding.encoder()
-    splits: list[AnySplit] = []
-    for part, frame in (("training", train), ("test", test)):
+    splits: dict[str, AnySplit] = {}
+    for part, frame in frames.items():
         if options.task == "classification":
             y = encoding.targets(frame)
         else:
             columns = [target_numbers(get_column(frame, name, "the target")) for name in targets]
             y = torch.from_numpy(np.stack(columns, 1))
         x = encoder(encoding.matrix(frame))
-        splits.append(Split(x, as_targets(y, options.task, part)).to(options.device))
+        splits[part] = Split(x, as_targets(y, options.task, part)).to(options.device)
     return splits, names
 
 
@@ -257,7 +264,7 @@ def _target_columns(frame: DataFrame, options: DataOptions) -> list[str]:
 
 def _dataset_split(dataset: Any, part: str, options: DataOptions) -> AnySplit:
     if _is_pair(dataset):
-        return _array_splits(dataset, dataset, options)[0][0]
+        return _array_splits({part: dataset}, options)[0][part]
     if isinstance(dataset, DataLoader):
         raise DataError(f"The {part} data is a DataLoader, which has an order of its own; give its `dataset`.")
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -304,32 +311,36 @@ def _known_labels(dataset: Any, options: DataOptions) -> Tensor | None:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def read_data_file(file: str, *, target: Any, test_file: str | None, test: float, task: str) -> tuple[Any, Any]:
-    """Return training and test data of files, in a form that `make_dataset` accepts.
+def read_data_file(
+    file: str, *, target: Any, test_file: str | None, test: float, task: str, validation_file: str | None = None
+) -> tuple[Any, Any, Any]:
+    """Return training, test and validation data (or None) of files, in a form that `make_dataset` accepts.
 
-    An `.npz` file holds arrays `x_train`, `y_train`, `x_test`, `y_test`, or `x` and `y` (or the name in `target`), or
-    the columns of a table. Other files hold a table. Without a test file, a random `test` share is the test data,
-    stratified by class.
+    An `.npz` file holds arrays `x_train`, `y_train`, `x_test`, `y_test`, perhaps `x_validation` and `y_validation`, or
+    `x` and `y` (or the name in `target`), or the columns of a table. Other files hold a table. Without a test file, a
+    random `test` share is the test data, stratified by class.
     """
-    parts = [_read_part(name, target) for name in (file, test_file) if name is not None]
-    if isinstance(parts[0], dict):
-        arrays = parts[0]
-        return (arrays["x_train"], arrays["y_train"]), (arrays["x_test"], arrays["y_test"])
-    if len(parts) == 2:
-        return parts[0], parts[1]
-    (part,) = parts
+    part = _read_part(file, target)
+    validation = None if validation_file is None else _read_part(validation_file, target)
+    if isinstance(part, dict):
+        train, held_out = ((part[f"x_{name}"], part[f"y_{name}"]) for name in ("train", "test"))
+        if {"x_validation", "y_validation"} <= part.keys():
+            validation = part["x_validation"], part["y_validation"]
+        return train, held_out, validation
+    if test_file is not None:
+        return part, _read_part(test_file, target), validation
     if _is_frame(part):
         y = None
         if task == "classification" and isinstance(target, str) and target in part.columns:
             y = infer_schema(part, target, task).targets(part)
         rows = _random_rows(len(part), y, test)
         train, held_out = (part.iloc[index.numpy()].reset_index(drop=True) for index in rows)
-        return train, held_out
+        return train, held_out, validation
     x, y = part
     labels = np.unique(y, return_inverse=True)[1] if task == "classification" and np.ndim(y) == 1 else None
     rows = _random_rows(len(x), None if labels is None else torch.from_numpy(labels.astype(np.int64)), test)
     train, held_out = ((x[index.numpy()], np.asarray(y)[index.numpy()]) for index in rows)
-    return train, held_out
+    return train, held_out, validation
 
 
 def _read_part(file: str, target: Any) -> Any:
@@ -337,7 +348,7 @@ def _read_part(file: str, target: Any) -> Any:
     if not file.lower().endswith(".npz"):
         return read_table(file)
     target = target if isinstance(target, str) else "y"
-    names = ("x_train", "y_train", "x_test", "y_test", "x", "X", target)
+    names = ("x_train", "y_train", "x_test", "y_test", "x_validation", "y_validation", "x", "X", target)
     path = Path(file).expanduser()
     try:
         arrays = read_npz(path, names)

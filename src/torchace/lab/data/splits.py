@@ -1,23 +1,72 @@
-"""Samples with labels, and splits into training, validation and test parts."""
+"""Samples: inputs (a tensor, or a tuple or dict of them) with labels; splits into training, validation and test."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace._checks import check_tensor, shape_of
 from torchace.lab.data.errors import DataError, quote, row_number
-from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
 from torchace.lab.data.parsing import texts
 from torchace.lab.data.rng import hashed_key, permutation
 
 if TYPE_CHECKING:
     from pandas import Series  # type: ignore[import-untyped]
+
+
+Inputs = Any  # Tensor, tuple[Tensor, ...] or dict[str, Tensor]
+
+
+def map_inputs(function: Callable[..., Any], *inputs: Inputs) -> Inputs:
+    """Apply a function to every tensor of inputs of one structure."""
+    if isinstance(inputs[0], Tensor):
+        return function(*inputs)
+    return tree_map(function, *inputs)
+
+
+def convert_inputs(function: Callable[[Any], Tensor], x: Any) -> Inputs:
+    """Apply a function to data that are not yet tensors: to each value of a dict or tuple, or of a list of arrays."""
+    if isinstance(x, list) and x and all(isinstance(value, Tensor | np.ndarray) for value in x):
+        x = tuple(x)
+    if isinstance(x, Mapping):
+        return {str(name): function(value) for name, value in x.items()}
+    return tuple(function(value) for value in x) if isinstance(x, tuple) else function(x)
+
+
+def input_tensors(x: Inputs) -> list[Tensor]:
+    """Return the tensors of inputs, in order."""
+    return [x] if isinstance(x, Tensor) else tree_leaves(x)
+
+
+def as_arguments(network: nn.Module, x: Inputs) -> list[Any]:
+    """Return inputs as positional arguments of a network: a tuple's tensors in order, a dict's by name.
+
+    A network whose `forward` has no parameters of these names gets the dict itself.
+    """
+    if isinstance(x, tuple):
+        return list(x)
+    if not isinstance(x, dict):
+        return [x]
+    parameters = inspect.signature(network.forward).parameters
+    named = [p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
+    if not set(x) <= {parameter.name for parameter in named}:
+        return [x]
+    last = max(i for i, parameter in enumerate(named) if parameter.name in x)
+    missing = [p.name for p in named[: last + 1] if p.name not in x and p.default is p.empty]
+    if missing:
+        raise TypeError(
+            f"Expected an input {missing[0]!r} for the network's forward, but the data has {', '.join(map(repr, x))}. "
+            "Add it to the data, or give the parameter a default."
+        )
+    return [x.get(parameter.name, parameter.default) for parameter in named[: last + 1]]
+
 
 PARTS = ("train", "validation", "test")
 _PART_CODES = {"train": 0, "training": 0, "validation": 1, "valid": 1, "val": 1, "test": 2}
@@ -96,7 +145,7 @@ class SplitIndices(NamedTuple):
 def stratified_split(split: Any, size: int | float, *, seed: int) -> tuple[Any, Any]:
     """Split into the rest and a random, stratified part of `size`: a function of labels, size and seed alone.
 
-    `size` is a count (int) or a fraction (float). Rounding favours largest remainders, then lower classes. Both parts
+    `size` is a count (int) or a fraction (float). Rounding favors largest remainders, then lower classes. Both parts
     keep the order of the samples.
     """
     count = _check_size(size, len(split))
@@ -170,8 +219,8 @@ def train_val_test_split(
     shares = [float(fraction) for fraction in fractions]
     if not (len(shares) == 3 and abs(sum(shares) - 1) < 1e-9 and shares[0] > 0 and shares[1] > 0 and shares[2] >= 0):
         raise DataError(
-            f"The fractions {', '.join(f'{share:g}' for share in shares)} are not three that add up to 1; give those "
-            "of training, validation and test, the first two above 0."
+            "Expected fractions for training, validation and test that sum to 1, the first two above 0, but got "
+            f"{', '.join(f'{share:g}' for share in shares)}."
         )
     if column is None:
         train, test = _take(torch.arange(len(targets)), targets, shares[2], "test", seed)
@@ -196,8 +245,7 @@ def _take(rows: Tensor, targets: Tensor, share: float, part: str, seed: int) -> 
     count = round(share * len(rows))
     if not 0 < count < len(rows):
         raise DataError(
-            f"{len(rows)} rows are too few to take a {part} part of {100 * share:.4g}% from them; give more rows, or "
-            "other fractions."
+            f"{len(rows)} rows are too few for a {part} part of {100 * share:.4g}%; give more rows, or other fractions."
         )
     key = hashed_key(seed, part)
     if not targets.is_floating_point():

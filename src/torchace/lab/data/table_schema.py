@@ -1,23 +1,160 @@
-"""Schema of a table: its feature columns and the target."""
+"""Schema of a table: its feature columns and the target; columns by name, with checks of their values."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from numpy.typing import NDArray
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from torchace.lab.data.columns import STRICT, Column, check_columns, get_column, target_numbers, target_texts
-from torchace.lab.data.errors import DataError, first_duplicate, quote, quote_all, row_number
-from torchace.lab.data.parsing import DATE_FORMATS, NUMBER_FORMATS, number_text, positions
+from torchace._files import TABLE_COLUMNS
+from torchace.lab.data.errors import (
+    DataError,
+    MissingTargetError,
+    first_duplicate,
+    more_rows,
+    pandas,
+    quote,
+    quote_all,
+    row_number,
+    suggestion,
+)
+from torchace.lab.data.parsing import (
+    DATE_FORMATS,
+    MISSING,
+    NUMBER_FORMATS,
+    dates,
+    number_text,
+    numbers,
+    positions,
+    texts,
+)
 
 if TYPE_CHECKING:
-    from pandas import DataFrame  # type: ignore[import-untyped]
+    from pandas import DataFrame, Series  # type: ignore[import-untyped]
+
+
+STRICT = ConfigDict(strict=True, extra="forbid")
+KINDS = ("number", "category", "date")
+
+
+@dataclass(frozen=True)
+class Column:
+    """Column of a table: its kind, and how its cells are written."""
+
+    __pydantic_config__ = STRICT
+    name: str
+    kind: Annotated[str, Field(pattern="^(number|category|date)$")]
+    format: str = ""  # of `parsing.NUMBER_FORMATS` or `parsing.DATE_FORMATS`
+    lenient: bool = False  # cells that are not numbers or dates count as missing
+
+
+def check_columns(frame: DataFrame) -> DataFrame:
+    """Return the table with unique strings as column names, or raise an error."""
+    pd = pandas()
+    if not isinstance(frame, pd.DataFrame):
+        raise TypeError(
+            f"Expected `frame` to be a pandas DataFrame, but got {type(frame).__name__}. Use pandas.DataFrame(...)."
+        )
+    if isinstance(frame.columns, pd.MultiIndex):
+        raise DataError(f"The table has column names of {frame.columns.nlevels} levels; give every column one name.")
+    names = [str(name) for name in frame.columns]
+    if (duplicate := first_duplicate(names)) is not None:
+        raise DataError(f"The table has two columns named {quote(duplicate)}; rename one of them.")
+    return frame if list(frame.columns) == names else frame.set_axis(names, axis=1)
+
+
+def check_names(names: list[str], path: Path) -> None:
+    """Raise an error if a file has no columns, too many, or duplicate names."""
+    if len(names) > TABLE_COLUMNS:
+        raise DataError(
+            f"{path} has {len(names):,} columns, but a table may have at most {TABLE_COLUMNS:,}; leave some out."
+        )
+    if not names:
+        raise DataError(f"{path} has no columns; give a file with a table.")
+    if (duplicate := first_duplicate(names)) is not None:
+        raise DataError(f"{path} has two columns named {quote(duplicate)}; rename one of them.")
+
+
+def get_column(frame: DataFrame, name: str, role: str) -> Series:
+    """Return a column by its name."""
+    if name not in frame.columns:
+        raise DataError(
+            f"The table has no column {quote(name)}{suggestion(name, frame.columns)}, which is {role}; add it, or "
+            f"rename the intended column{header_hint(frame.columns)}."
+        )
+    return frame[name]
+
+
+def feature_numbers(cells: Series, column: Column) -> NDArray[np.float64]:
+    """Numbers of a feature column, or seconds since 1970 of dates, `(N,)`, NaN where one is missing."""
+    values, invalid = (dates if column.kind == "date" else numbers)(cells, column.format)
+    check_features(cells, values, invalid & (not column.lenient), column.kind)
+    return values
+
+
+def target_numbers(column: Series, format: str = "") -> NDArray[np.float64]:
+    """Numbers of a target column, `(N,)`, none missing."""
+    values, invalid = numbers(column, format)
+    check_targets(column, values, invalid)
+    return values
+
+
+def check_targets(column: Series, values: NDArray[np.float64], invalid: NDArray[np.bool_]) -> None:
+    """Raise an error unless all cells are finite numbers."""
+    _check_present(column, np.isnan(values) & ~invalid)
+    check_features(column, values, invalid, remedy="correct it, or train for classification")
+
+
+def target_texts(column: Series) -> Any:
+    """Texts of a target column, an Arrow array, none missing; `-` or `?` may be a class."""
+    cells = texts(column, MISSING)
+    _check_present(column, np.asarray(cells.is_null()))
+    return cells
+
+
+def header_hint(names: Iterable[str]) -> str:
+    """Hint at a missing header if at least half of the column names are numbers."""
+    found, invalid = numbers(pandas().Series(list(names), dtype=object))
+    return " (the first row of a file must hold the names)" if len(found) and invalid.mean() <= 0.5 else ""
+
+
+def check_features(
+    column: Series,
+    values: NDArray[np.float64],
+    invalid: NDArray[np.bool_],
+    kind: str = "number",
+    remedy: str = "correct it, or leave it empty",
+) -> None:
+    """Raise an error unless all cells are finite numbers, or dates, or missing."""
+    for wrong, what in ((invalid, f"not a {kind}"), (np.isinf(values), "infinite or too large")):
+        places = np.flatnonzero(wrong)
+        if len(places):
+            first = int(places[0])
+            raise DataError(
+                f"Column {quote(column.name)} holds {kind}s, but row {row_number(column, first)} has "
+                f"{quote(column.iloc[first])}, which is {what}{more_rows(len(places) - 1, ' (likewise ', ')')}; "
+                f"{remedy}."
+            )
+
+
+def _check_present(column: Series, missing: NDArray[np.bool_]) -> None:
+    places = np.flatnonzero(missing)
+    if len(places):
+        first = int(places[0])
+        raise MissingTargetError(
+            f"The target {quote(column.name)} has no value in row {row_number(column, first)}"
+            f"{more_rows(len(places) - 1)} ({quote(column.iloc[first])} stands for a missing value)"
+        )
+
 
 TASKS = ("classification", "regression")
 
@@ -27,7 +164,7 @@ Label = str | int | Finite | bool
 
 @dataclass(frozen=True)
 class Target:
-    """Column to predict, for "classification" or "regression"; "multilabel" is of estimators, `classes` its labels.
+    """Column to predict, for "classification" or "regression"; "multilabel" (estimators) has labels in `classes`.
 
     A regression may have several columns.
     """
@@ -77,9 +214,7 @@ class Schema:
             found = [target_numbers(c, format) for c, format in zip(columns, self.target.formats, strict=True)]
             return torch.from_numpy(np.stack(found, 1) if len(found) > 1 else found[0])
         if self.target.task == "multilabel":
-            raise DataError(
-                "The model predicts several labels of a row, which a file cannot be scored by; score it in Python."
-            )
+            raise DataError("A multilabel model cannot be scored on a file; score it in Python.")
         cells = target_texts(columns[0])
         codes = positions(cells, [label_text(label) for label in self.target.classes])
         unknown = np.flatnonzero(codes < 0)
@@ -94,7 +229,7 @@ class Schema:
 
     def to_json(self) -> dict[str, Any]:
         """Convert the schema to JSON values."""
-        return adapter_of(Schema).dump_python(self, mode="json")
+        return type_adapter(Schema).dump_python(self, mode="json")
 
     @classmethod
     def from_json(cls, content: object) -> Schema:
@@ -125,14 +260,14 @@ class Schema:
 
 
 @cache  # takes milliseconds to build
-def adapter_of(kind: Any) -> TypeAdapter[Any]:
+def type_adapter(kind: Any) -> TypeAdapter[Any]:
     """Pydantic validator and serializer of a dataclass."""
     return TypeAdapter(kind)
 
 
 def parse_stored(kind: Any, content: object, what: str) -> Any:
     """Validate JSON values as a dataclass; an error is one sentence."""
-    adapter = adapter_of(kind)
+    adapter = type_adapter(kind)
     try:
         value = adapter.validate_json(json.dumps(content))
     except ValidationError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 from torchace._checks import shape_of
 from torchace.lab.data.errors import DataError, quote, quote_all
 
-REMEDY = "task='regression' for numbers or task='multilabel' for several labels a sample"
+REMEDY = "task='regression' for numbers or task='multilabel' for several labels per sample"
 
 
 def as_targets(y: Tensor, task: str, part: str) -> Tensor:
@@ -23,7 +23,7 @@ def as_targets(y: Tensor, task: str, part: str) -> Tensor:
     if task == "classification":
         y = y.squeeze(1) if y.ndim == 2 and y.shape[1] == 1 else y
         if y.ndim != 1:
-            raise DataError(f"The {part} targets have shape {shape_of(y)}; give one class a sample, or use {REMEDY}.")
+            raise DataError(f"The {part} targets have shape {shape_of(y)}; give one class per sample, or use {REMEDY}.")
         if y.is_floating_point() or y.is_complex():
             raise DataError(
                 f"The {part} targets are of type {y.dtype}, but classes are whole numbers from 0; convert them, or use "
@@ -33,7 +33,7 @@ def as_targets(y: Tensor, task: str, part: str) -> Tensor:
     y = y if y.is_floating_point() else y.float()
     y = y.unsqueeze(1) if y.ndim == 1 else y
     if y.ndim != 2 or not y.shape[1]:
-        raise DataError(f"The {part} targets have shape {shape_of(y)}; give (N,) or (N, M), one row a sample.")
+        raise DataError(f"The {part} targets have shape {shape_of(y)}; give (N,) or (N, M), one row per sample.")
     bad = (~torch.isfinite(y)).any(1).nonzero().flatten()
     if len(bad):
         raise DataError(f"The {part} targets have NaN or Inf in sample {int(bad[0])}; leave such samples out.")
@@ -56,19 +56,23 @@ def check_classes(y: Tensor, num_classes: int, part: str, indices: Sequence[int]
         )
 
 
-def encode_labels(train: Any, test: Any) -> tuple[Any, Any, tuple[str, ...]]:
-    """Return class indices of labels that are texts, and the sorted class names; other labels stay as they are."""
-    train, test = np.asarray(train), np.asarray(test)
+def encode_labels(parts: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return class indices of labels that are texts, and the sorted class names; other labels are unchanged.
+
+    `parts` are the labels of each part of the data, the training data first.
+    """
+    labels = {part: np.asarray(y) for part, y in parts.items()}
+    train, *_ = labels.values()
     if train.dtype.kind not in "OSU":
-        return train, test, ()
-    names, codes = np.unique(train.astype(str), return_inverse=True)
-    unknown = sorted(set(test.astype(str).tolist()) - set(names.tolist()))
-    if unknown:
-        raise DataError(
-            f"The test data has the class {quote(unknown[0])}, but the training data has {quote_all(names)}; put a "
-            "sample of it there."
-        )
-    return codes, np.searchsorted(names, test.astype(str)), tuple(names.tolist())
+        return labels, ()
+    names = np.unique(train.astype(str))
+    for part, y in labels.items():
+        if unknown := sorted(set(y.astype(str).tolist()) - set(names.tolist())):
+            raise DataError(
+                f"The {part} data has the class {quote(unknown[0])}, but the training data has {quote_all(names)}; put "
+                "a sample of it there."
+            )
+    return {part: np.searchsorted(names, y.astype(str)) for part, y in labels.items()}, tuple(names.tolist())
 
 
 def find_missing_classes(train: Tensor | None, test: Tensor | None, names: Sequence[str]) -> list[str]:

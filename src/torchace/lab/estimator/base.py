@@ -18,12 +18,13 @@ from sklearn.utils.validation import _check_sample_weight, check_consistent_leng
 from torch import Tensor, nn
 
 from torchace._checks import check_choice
-from torchace.lab.data import Split, hashed_key, permutation, stratified_split
-from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, FoldSplit, assign_folds
+from torchace.lab.data import Split, hashed_key
+from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, FoldSplit, assign_folds, hold_out, number_blocks
 from torchace.lab.data.table_schema import Target
 from torchace.lab.estimator.files import load_estimator, save_estimator
 from torchace.lab.estimator.fitted import FittedEstimator, TrainingState, history, history_entry
 from torchace.lab.estimator.inputs import learn_inputs, raw_matrix, read_inputs, read_inputs_and_targets, target_names
+from torchace.lab.estimator.search import search_diversity
 from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters, to_python
 from torchace.lab.training.config import make_optimizer
 from torchace.lab.training.loop import Progress
@@ -31,15 +32,12 @@ from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_grou
 from torchace.lab.training.memory import chunk_rows, collect_chunks
 from torchace.lab.training.out_of_fold import OutOfFold, collect_out_of_fold
 from torchace.lab.training.scaling import Scaler, assemble_ensemble
-from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
-from torchace.lab.tuning.search import SearchProblem
+from torchace.lab.tuning.grid_search import TunedDiversity
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
 
 STOPPING = (True, False, "auto", "folds")
-MAX_SEARCH_ROWS = 10_000  # of a search for λ
-SEARCH: dict[str, Any] = {"candidates": (0.0, 0.3, 0.5, 0.7), "num_seeds": 3, "num_fresh": 8, "rounds": 1}
 ENCODE_ROWS = 65_536  # encoded at once
 
 
@@ -90,8 +88,8 @@ class Estimator(FittedEstimator):
                 float64 is trained in float64.
             y: Targets `(N,)`.
             sample_weight: Weight of each sample, `(N,)`; 0 leaves it out.
-            groups: Labels `(N,)`; samples of one group are in one fold, such as the visits of one patient. A hold-out
-                for early stopping then is one fold.
+            groups: Labels `(N,)`; samples of one group are in one fold, such as the visits of one patient, and are
+                never split by a hold-out.
         """
         with self._replace_when_done() as new:
             new._fit(X, y, sample_weight, groups)
@@ -113,48 +111,48 @@ class Estimator(FittedEstimator):
         self._learn_scales(table, y, weight)
         plan, seed = replace(plan, precision=_precision(table), task=self._task), self._draw_seed()
         if self._task == "multilabel" and self.diversity == "auto":
-            raise ValueError("Expected a number for `diversity` with several labels a sample, but got 'auto'.")
+            raise ValueError("Expected a number for `diversity` with several labels per sample, but got 'auto'.")
         samples, used = self._samples(table, y, weight, plan)
         if self.early_stopping == "auto" and len(samples) < MIN_FOLD_ROWS:
             plan = replace(plan, patience=None)
         with self._threads():
-            self.tuning_ = self._tune(plan, samples, seed) if self.diversity == "auto" else None
-            self.diversity_ = float(self.diversity if self.tuning_ is None else self.tuning_.diversity)
-            on_folds, folds = self._stops_on_folds(len(samples)), None
-            if on_folds or (groups is not None and plan.patience is not None):
+            blocks, self.tuning_ = None, None
+            if plan.patience is not None or self.diversity == "auto":
                 groups = None if groups is None else np.asarray(groups)[used]
-                raw = raw_matrix(self._encoding, table[used])
-                folds = assign_folds(raw, samples.y.cpu(), seed=seed, weight=samples.weight, groups=groups)
-            trained, held_out = self._train_and_stop(plan, samples, seed, folds, on_folds)
+                blocks = number_blocks(raw_matrix(self._encoding, table[used]), weight=samples.weight, groups=groups)
+                self.tuning_ = self._tune(plan, samples, blocks, seed) if self.diversity == "auto" else None
+            self.diversity_ = float(self.diversity if self.tuning_ is None else self.tuning_.diversity)
+            trained, held_out = self._train_and_stop(plan, samples, blocks, seed)
         self.history_ = history(trained)
         self._finish(trained, held_out)
         self.oof_predictions_, self._residuals = None, None
-        if held_out is not None and folds is not None and on_folds:
+        if held_out is not None and held_out.folds is not None:
             predictions = held_out.expand(used)
             self.oof_predictions_ = self._squeeze(predictions)
-            self._keep_residuals(y[used], predictions[used], folds.cpu().numpy())
+            self._keep_residuals(y[used], predictions[used], held_out.folds)
         self._state = TrainingState(seed, plan).add(samples)
 
     def _train_and_stop(
-        self, plan: MemberPlan, samples: Split, seed: int, folds: Tensor | None, on_folds: bool
+        self, plan: MemberPlan, samples: Split, blocks: Tensor | None, seed: int
     ) -> tuple[TrainedGroup, OutOfFold | None]:
-        """Train, and predict the samples that stopped the training."""
-        if plan.patience is None:
+        """Train, and predict samples that no member was trained on."""
+        if plan.patience is None or blocks is None:
             return self._train(plan, samples, seed), None
-        if folds is None or not on_folds:
-            train, validation = (
-                self._hold_out(samples, hashed_key(seed, "early stopping"))
-                if folds is None
-                else (samples.take(folds != folds.min()), samples.take(folds == folds.min()))
-            )
-            trained = self._train(plan, train, seed, validation=validation)
-            return trained, collect_out_of_fold(trained, validation, None, self._target_scaler)
-        split = FoldSplit.make(samples, folds, plan.num_members)
-        trained = self._train(plan, split.train, seed, validation=split.validation, left_out=split.left_out)
-        if plan.members == "shared":  # all samples train the shared weights: nothing is out of fold
-            return trained, None
+        on_folds, held_out = self._stops_on_folds(len(samples)), None
+        if not on_folds or plan.has_shared_weights:  # every sample of a fold trains the shared weights
+            key = hashed_key(seed, "hold-out")
+            mask = hold_out(blocks, samples.y, self.validation_fraction, seed=key, weight=samples.weight)
+            samples, blocks, held_out = samples.take(~mask), blocks[~mask], samples.take(mask)
+        if not on_folds:
+            trained = self._train(plan, samples, seed, validation=held_out)
+        else:
+            folds = assign_folds(blocks, samples.y, seed=seed, weight=samples.weight)
+            split = FoldSplit.make(samples, folds, plan.num_members)
+            trained = self._train(plan, split.train, seed, validation=split.validation, left_out=split.left_out)
+        if held_out is not None:
+            return trained, collect_out_of_fold(trained, held_out, None, self._target_scaler)
         out = collect_out_of_fold(trained, split.validation, split.left_out, self._target_scaler)
-        return trained, replace(out, rows=split.rows.cpu().numpy())
+        return trained, replace(out, rows=split.rows.cpu().numpy(), folds=folds.numpy())
 
     def _stops_on_folds(self, num_samples: int) -> bool:
         if self.early_stopping == "folds" and num_samples < NUM_FOLDS:
@@ -166,21 +164,19 @@ class Estimator(FittedEstimator):
         auto = self.early_stopping == "auto" and num_samples >= MIN_FOLD_ROWS and self.diversity_ == 0
         return auto or self.early_stopping == "folds"
 
-    def _tune(self, plan: MemberPlan, samples: Split, seed: int) -> TunedDiversity:
-        """Choose λ on one held-out part and measure its gain on another; a sample of large tables is enough."""
-        if len(samples) > MAX_SEARCH_ROWS:
-            share = MAX_SEARCH_ROWS / len(samples)
-            _, samples = self._hold_out(samples, hashed_key(seed, "search"), share)
-        rest, test = self._hold_out(samples, hashed_key(seed, "check"))
-        train, validation = self._hold_out(rest, hashed_key(seed, "validation"))
+    def _tune(self, plan: MemberPlan, samples: Split, blocks: Tensor, seed: int) -> TunedDiversity:
         scaler = self._target_scaler
         variance = 1.0 if scaler is None else float(scaler.std.square().mean())
-        variance = variance if 1e-50 < variance < 1e50 else 1.0  # else scores of scaled targets: no overflow
-        problem = SearchProblem(plan, train, validation, self._num_outputs, seed)
-        search = GridSearch(
-            problem, test=test, test_name="held-out", score_scale=variance, min_train_score=0.25, **SEARCH
+        return search_diversity(
+            plan,
+            samples,
+            blocks,
+            self._num_outputs,
+            fraction=self.validation_fraction,
+            seed=seed,
+            score_scale=variance if 1e-50 < variance < 1e50 else 1.0,  # else scores of scaled targets: no overflow
+            verbose=bool(self.verbose),
         )
-        return search.run()
 
     def _is_first_call(self) -> bool:
         """Whether `partial_fit` starts a new model; raise an error for a loaded estimator."""
@@ -329,19 +325,6 @@ class Estimator(FittedEstimator):
             targets = targets.to(dtype)
         share = None if weight is None else torch.tensor(weight[used], dtype=dtype)
         return Split(x, targets, share).to(device), used
-
-    def _hold_out(self, samples: Split, seed: int, fraction: float | None = None) -> tuple[Split, Split]:
-        """Rest and a fraction, by default that of validation samples, stratified by class."""
-        count = max(1, round((fraction or self.validation_fraction) * len(samples)))
-        if count >= len(samples):
-            raise ValueError(
-                f"Expected enough samples to hold some out, but got {len(samples)}. Give more, or use "
-                "early_stopping=False and a number for `diversity`."
-            )
-        if self._task == "classification":
-            return stratified_split(samples, count, seed=seed)
-        order = permutation(seed, "held out", count=len(samples))
-        return samples.take(order[count:].sort().values), samples.take(order[:count].sort().values)
 
     def _draw_seed(self) -> int:
         return int(check_random_state(self.random_state).randint(2**31 - 1))

@@ -47,7 +47,9 @@ def load_estimator(kind: type[T], path: str | os.PathLike[str]) -> T:
     manifest = cast(Mapping[str, Any], ensemble.manifest)
     extra = manifest["extra"] or {}
     if not isinstance(ensemble, Ensemble) or extra.get("estimator") != kind.__name__:
-        raise ModelFileError(f"{path} holds no {kind.__name__}; read it with torchace.load_model.")
+        raise ModelFileError(
+            f"Expected a saved {kind.__name__} in {path}, but it holds another model. Use torchace.load_model."
+        )
     estimator: Any = kind()
     try:
         known = estimator.get_params(deep=False)
@@ -67,7 +69,7 @@ def load_estimator(kind: type[T], path: str | os.PathLike[str]) -> T:
         estimator.tuning_ = None if tuning is None else TunedDiversity.from_json(tuning)
     except (KeyError, TypeError, ValueError, DataError) as error:
         raise ModelFileError(
-            f"{path} describes no {kind.__name__} that this version can read; save it again."
+            f"The {kind.__name__} in {path} cannot be read by this version of torchace. Save it again."
         ) from error
     estimator.ensemble_ = ensemble
     return cast(T, estimator)

@@ -71,7 +71,7 @@ class FittedEstimator(BaseEstimator, ABC):  # type: ignore[misc]
 
     @abstractmethod
     def _targets_to_json(self) -> dict[str, Any]:
-        """Learnt targets as JSON values."""
+        """Learned targets as JSON values."""
 
     @abstractmethod
     def _targets_from_json(self, content: Mapping[str, Any]) -> None:

@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 from sklearn.utils.validation import check_array, check_consistent_length, validate_data
 from torch import Tensor
 
-from torchace.lab.data.columns import Column, check_columns
 from torchace.lab.data.encoding import (
     CategoryColumn,
     Encoding,
@@ -25,7 +24,7 @@ from torchace.lab.data.encoding import (
 )
 from torchace.lab.data.errors import DataError
 from torchace.lab.data.inference import infer_columns
-from torchace.lab.data.table_schema import Schema, Target
+from torchace.lab.data.table_schema import Column, Schema, Target, check_columns
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]

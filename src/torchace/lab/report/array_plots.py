@@ -18,7 +18,7 @@ from torchace.lab.report.arrays import (
     reliability,
 )
 from torchace.lab.report.formats import at, capitalize
-from torchace.lab.report.plots import DASHED, arms_with_figures, color_of, figure_title, two_diversities
+from torchace.lab.report.plots import DASHED, arm_color, arms_with_figures, figure_title, two_diversities
 from torchace.lab.report.results import Results
 from torchace.lab.report.statistics import best_diversity
 from torchace.lab.report.tables import ReportTable, make_table
@@ -67,7 +67,7 @@ def _reliability(results: Results, arm: ArmSummary) -> FigureSpec | None:
         top, bottom = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1]})
         start = min(float(bins.confidence.min()) for bins in curves.values())
         top.plot([start, 1], [start, 1], color=theme.quiet, lw=1, ls=DASHED)
-        colors = [theme.quiet, color_of(results, arm, theme)][-len(curves) :]
+        colors = [theme.quiet, arm_color(results, arm, theme)][-len(curves) :]
         for color, marker, (diversity, bins) in zip(colors, "os", curves.items(), strict=False):
             top.plot(bins.confidence, bins.accuracy, color=color, lw=1.4, marker=marker, ms=0.1, alpha=0.8)
             many = bins.share >= 0.005
@@ -120,7 +120,7 @@ def _pairs(results: Results, arm: ArmSummary) -> FigureSpec | None:
         figure_title(results, title, arm),
         f"{caption}. Seed {seed}.",
         f"{caption}, {arm.label}, seed {seed}. {'; '.join(parts)}.",
-        lambda figure, theme: _draw_matrices(matrices, color_of(results, arm, theme), unit, top, figure, theme),
+        lambda figure, theme: _draw_matrices(matrices, arm_color(results, arm, theme), unit, top, figure, theme),
         height=2.9,
     )
 
@@ -169,7 +169,7 @@ def _members_alone(results: Results, arm: ArmSummary) -> FigureSpec | None:
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.add_subplot()
-        axes.axhline(metric.scale * test[metric.key], color=color_of(results, arm, theme), label="ensemble")
+        axes.axhline(metric.scale * test[metric.key], color=arm_color(results, arm, theme), label="ensemble")
         axes.plot(range(len(errors)), errors, ls="", marker="o", color=theme.quiet, label="a member")
         axes.margins(y=0.15)
         axes.set_xticks(range(0, len(errors), -(-len(errors) // 12)))
@@ -211,7 +211,7 @@ def _predictions(results: Results, arm: ArmSummary) -> FigureSpec | None:
         limits = (low - margin, high + margin)
         axes.plot(limits, limits, color=theme.quiet, lw=1, ls=DASHED)
         alpha, size_ = (0.75, 4) if size <= 200 else (0.45, 4) if size <= 1500 else (0.25, 3)
-        color = color_of(results, arm, theme)
+        color = arm_color(results, arm, theme)
         axes.plot(rows.observed, rows.predicted, ls="", marker="o", ms=size_, mew=0, alpha=alpha, color=color)
         axes.set(xlim=limits, ylim=limits, aspect="equal", xlabel="observed", ylabel="predicted")
 
@@ -242,7 +242,7 @@ def _error_vs_spread(results: Results, arm: ArmSummary) -> FigureSpec | None:
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes, unit = figure.add_subplot(), f",{metric.unit}" if metric.unit else ""
-        colors = [theme.quiet, color_of(results, arm, theme)][-len(curves) :]
+        colors = [theme.quiet, arm_color(results, arm, theme)][-len(curves) :]
         for color, marker, (diversity, curve) in zip(colors, "os", curves.items(), strict=False):
             x, y = metric.scale * curve.spread, metric.scale * curve.error
             axes.plot(x, y, color=color, marker=marker, label=at(diversity))
@@ -270,7 +270,7 @@ def _error_vs_spread(results: Results, arm: ArmSummary) -> FigureSpec | None:
 # -- contested cases ---------------------------------------------------------------------------------------------------
 
 
-def _contested(results: Results) -> tuple[ArmSummary, RunResult, list[ContestedCase]] | None:
+def _find_contested(results: Results) -> tuple[ArmSummary, RunResult, list[ContestedCase]] | None:
     """Return the contested cases of the first run at a best λ that recorded any."""
     for arm in arms_with_figures(results):
         best = best_diversity(results, arm)
@@ -282,7 +282,7 @@ def _contested(results: Results) -> tuple[ArmSummary, RunResult, list[ContestedC
 
 def contested_table(results: Results) -> ReportTable | None:
     """Table of contested test rows, unless the data are images."""
-    found = _contested(results)
+    found = _find_contested(results)
     if found is None or found[2][0].image is not None:
         return None
     arm, run, cases = found
@@ -302,7 +302,7 @@ def contested_table(results: Results) -> ReportTable | None:
 
 
 def _contested_images(results: Results) -> FigureSpec | None:
-    found = _contested(results)
+    found = _find_contested(results)
     if found is None or found[2][0].image is None:
         return None
     arm, run, cases = found

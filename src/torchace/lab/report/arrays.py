@@ -103,11 +103,11 @@ def _consistent(arrays: Mapping[str, Array]) -> bool:
         and (not rows or (len(rows) == len(ROWS) and len(set(rows)) == 1 and bool((arrays["spread"] >= 0).all())))
         and (len(contested) <= 1)
         and (images is None or (images.dtype == np.uint8 and (images.ndim == 3 or images.shape[-1] == 3)))
-        and all(_bounded(key, value) for key, value in arrays.items() if value.dtype.kind == "f")
+        and all(_is_bounded(key, value) for key, value in arrays.items() if value.dtype.kind == "f")
     )
 
 
-def _bounded(key: str, values: Array) -> bool:
+def _is_bounded(key: str, values: Array) -> bool:
     """Whether all numbers are within bounds; undefined correlations may be NaN."""
     bounded: Array = np.abs(values.astype(np.float64)) < LARGEST
     if key == "residual_correlation":

@@ -6,7 +6,7 @@ from torchace.lab.report import formats
 from torchace.lab.report.findings import Finding
 from torchace.lab.report.formats import NONE, quantity
 from torchace.lab.report.tables import Cell, ReportTable, make_table
-from torchace.lab.schema.comparison import ENSEMBLE, ModelComparison, ModelScores
+from torchace.lab.schema.values import ENSEMBLE, ModelComparison, ModelScores
 
 MOST_IMPORTANCES = 30  # columns to list
 LABELS = {
@@ -42,7 +42,7 @@ def comparison_headline(comparison: ModelComparison) -> str:
 
 
 def _difference(comparison: ModelComparison, best: ModelScores) -> str:
-    """Size of the difference with its interval, in favour of the model that has the lower loss."""
+    """Size of the difference with its interval, in favor of the model that has the lower loss."""
     assert best.difference is not None
     assert best.low is not None
     assert best.high is not None
@@ -60,21 +60,21 @@ def _difference(comparison: ModelComparison, best: ModelScores) -> str:
 
 
 def comparison_findings(comparison: ModelComparison) -> list[Finding]:
-    """Return findings about the constant answer, weak classes and residuals."""
+    """Return findings about the constant prediction, missed classes and residuals."""
     found = []
     constant = next((model for model in comparison.models if model.name == "constant"), None)
     own = comparison.ensemble.scores.get("accuracy")
     if constant is not None and own is not None and (share := constant.scores.get("accuracy")) is not None:
         largest = max(comparison.classes, key=lambda entry: entry.train, default=None)
         answer = f"“{formats.shorten(largest.name, 40)}”" if largest else "the most frequent class"
-        text = f"Always answering {answer} is right in {_score('accuracy', share)} of the rows"
-        text += f", the ensemble in {_score('accuracy', own)}."
-        found.append(Finding("Constant answer", text, warning=own <= share))
+        text = f"Always predicting {answer} is correct for {_score('accuracy', share)} of the rows"
+        text += f", the ensemble for {_score('accuracy', own)}."
+        found.append(Finding("Constant prediction", text, warning=own <= share))
     missed = [entry.name for entry in comparison.classes if entry.rows and entry.recall == 0]
     if missed:
         names = ", ".join(formats.shorten(name, 40) for name in missed[:5])
-        text = f"Not one row of {names}{' and others' if len(missed) > 5 else ''} is recognised."
-        found.append(Finding("Classes never predicted", f"{text} Class weights may help.", warning=True))
+        text = f"No row of {names}{' and others' if len(missed) > 5 else ''} is classified correctly."
+        found.append(Finding("Missed classes", f"{text} Class weights may help.", warning=True))
     for target in comparison.targets:
         values = {key: quantity(value) for key, value in target.residuals.items() if value is not None}
         if {"0.025", "0.25", "0.75", "0.975"} <= values.keys():
@@ -161,10 +161,10 @@ def _detail_tables(comparison: ModelComparison) -> list[ReportTable]:
 def _interval(model: ModelScores) -> list[str]:
     if model.difference is None or model.low is None or model.high is None:
         return [NONE, NONE]
-    return [_signed(model.difference), f"{_signed(model.low)} to {_signed(model.high)}"]
+    return [_format_signed(model.difference), f"{_format_signed(model.low)} to {_format_signed(model.high)}"]
 
 
-def _signed(value: float) -> str:
+def _format_signed(value: float) -> str:
     return f"{'+' if value > 0 else '−' if value < 0 else ''}{quantity(abs(value))}"
 
 

@@ -11,7 +11,7 @@ from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.metrics import Metric
 from torchace.lab.report.results import Results
 from torchace.lab.report.statistics import Comparison, Difference, best_diversity, comparable_means, compare
-from torchace.lab.report.tables import summary_of
+from torchace.lab.report.tables import summarize_metric
 from torchace.lab.schema.results import ArmSummary
 
 COLLAPSED = 0.002  # disagreement below which members count as collapsed
@@ -49,7 +49,7 @@ def headline(results: Results, arm: ArmSummary) -> str:
         return ""
     metric = results.metrics[results.task.loss]
     if not comparison.tests:
-        return f"{capitalize(metric.noun)} is lowest at {at(best)}. {capitalize(_untested(comparison))}."
+        return f"{capitalize(metric.noun)} is lowest at {at(best)}. {capitalize(_why_untested(comparison))}."
     gain = _gain(comparison, best)
     if gain is None:
         sentences = [f"No λ lowers {metric.noun} significantly."]
@@ -70,7 +70,7 @@ def _gain(comparison: Comparison, best: float) -> Difference | None:
     return next((d for d in gains if d.diversity == best), min(gains, key=lambda d: d.mean, default=None))
 
 
-def _untested(comparison: Comparison) -> str:
+def _why_untested(comparison: Comparison) -> str:
     notes = {difference.note for difference in comparison.differences if difference.note}
     return f"{min(notes)}, so this may be noise" if notes else "there is nothing to test"
 
@@ -81,14 +81,14 @@ def _effect_on_diversity(results: Results, arm: ArmSummary) -> str:
     if comparison is None:
         return ""
     means = comparable_means(results, arm, metric.key)
-    if len(_collapsed(results, arm, means)) == len(means):
+    if len(_collapsed_diversities(results, arm, means)) == len(means):
         return "The members have collapsed onto each other."
     if any(difference.significant and difference.mean > 0 for difference in comparison.differences):
         return f"The members' {metric.noun} rises."
     return f"The members' {metric.noun} does not rise significantly."
 
 
-def _collapsed(results: Results, arm: ArmSummary, spreads: dict[float, float]) -> list[float]:
+def _collapsed_diversities(results: Results, arm: ArmSummary, spreads: dict[float, float]) -> list[float]:
     if results.task.spread == "disagreement":
         return [d for d, spread in spreads.items() if spread < COLLAPSED]
     errors = comparable_means(results, arm, results.task.error)
@@ -116,7 +116,7 @@ def diversity_finding(results: Results, arm: ArmSummary) -> Finding | None:
         return None
     is_share = metric.key == "disagreement"
     cases = " of the test cases" if is_share else ""
-    collapsed = _collapsed(results, arm, means)
+    collapsed = _collapsed_diversities(results, arm, means)
     if len(collapsed) == len(means):
         most = metric.value(max(means.values()))
         little = f"they differ on at most {most}{cases}"
@@ -146,7 +146,7 @@ def _diversity_text(metric: Metric, comparison: Comparison, means: dict[float, f
     at_last = comparison.at(last)
     raised = [d.diversity for d in comparison.differences if d.significant and d.mean > 0]
     if not comparison.tests or at_last is None:
-        return f"It goes {change}. {capitalize(_untested(comparison))}."
+        return f"It goes {change}. {capitalize(_why_untested(comparison))}."
     if at_last.significant and at_last.mean > 0:
         steady = all(means[a] <= means[b] for a, b in pairwise(sorted(means)))
         return f"It rises with λ{'' if steady else ', though not at every step'}, {change}."
@@ -244,7 +244,7 @@ def _against_baseline(results: Results, arm: ArmSummary, other: ArmSummary) -> F
     difference = comparison.at(best_diversity(results, arm)) if comparison else None
     if comparison is None or difference is None:
         return None
-    reference = summary_of(results, other, comparison.reference_diversity, metric.key)
+    reference = summarize_metric(results, other, comparison.reference_diversity, metric.key)
     if reference is None:
         return None
     verdict = _verdict(results, arm, other)
@@ -265,10 +265,10 @@ def remarks(results: Results) -> list[Finding]:
     if len(results.experiment.seeds) < 2:
         text = "There is one seed. No interval can be given, and every difference may be chance."
         if results.model:
-            text = "The model was trained once: how much of its score is chance is unknown."
+            text = "The model was trained once, so the variation between trainings is unknown."
         found.append(Finding("One seed", text, warning=not results.model))
     swept = [arm for arm in results.arms if arm.role == "sweep" and len(results.diversities(arm)) > 1]
-    blind = [arm for arm in swept if not results.data_of(arm).validation]
+    blind = [arm for arm in swept if not results.arm_data(arm).validation]
     if blind:
         labels = formats.join([f"“{arm.label}”" for arm in blind])
         where = "There is no validation data" if len(blind) == len(swept) else f"{labels} had no validation data"

@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchace._extras import missing_extra
 from torchace._figures import DARK, DPI, LIGHT, WIDTH, FigureSpec, render
 from torchace._files import PathError, refuse_links, remove_abandoned, write_atomic
 from torchace.lab.report import setup, tables
@@ -16,6 +17,7 @@ from torchace.lab.report.axes import axis_findings, axis_tables
 from torchace.lab.report.comparison import comparison_tables
 from torchace.lab.report.findings import Finding, findings, headline, remarks
 from torchace.lab.report.formats import at
+from torchace.lab.report.gains import gain_figures, gain_finding, gain_table, has_many_arms
 from torchace.lab.report.model_findings import model_findings, model_headline
 from torchace.lab.report.plots import lambda_figures
 from torchace.lab.report.results import Results, read_results
@@ -27,8 +29,9 @@ if TYPE_CHECKING:
 
 def contents(results: Results) -> dict[str, Any]:
     """Return findings, facts and tables."""
-    found = []
-    for arm in results.arms:
+    found, many = [], has_many_arms(results)
+    results_by_lambda = tables.result_table(results)
+    for arm in () if many else results.arms:
         if arm.role == "model":
             found.append((tables.arm_title(arm), model_headline(results, arm), model_findings(results, arm)))
         elif about := findings(results, arm):
@@ -37,12 +40,16 @@ def contents(results: Results) -> dict[str, Any]:
     return {
         "findings_title": "In short" if results.model else "The effect of λ",
         "findings": found,
-        "remarks": [*remarks(results), *axis_findings(results)],
+        "remarks": [*([gain_finding(results)] if many else []), *remarks(results), *axis_findings(results)],
         "search_sentence": (search.sentence or f"The {search.split} data chose {at(search.chosen)}.") if search else "",
         "search_table": tables.search_table(results),
         "comparison_tables": comparison_tables(comparison) if (comparison := results.experiment.comparison) else [],
-        "result_table": tables.result_table(results),
-        "difference_tables": [*tables.difference_tables(results), *axis_tables(results)],
+        "result_table": gain_table(results) if many else results_by_lambda,
+        "difference_tables": [
+            *([results_by_lambda] if many else []),
+            *tables.difference_tables(results),
+            *axis_tables(results),
+        ],
         "detail_table": tables.detail_table(results),
         "contested_table": contested_table(results),
         "target_facts": setup.target_facts(results),
@@ -102,7 +109,7 @@ def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
 
 def figures(results: Results) -> list[FigureSpec]:
     """Return all figures, in order."""
-    return lambda_figures(results) + array_figures(results)
+    return gain_figures(results) if has_many_arms(results) else lambda_figures(results) + array_figures(results)
 
 
 def page_html(results: Results, images: list[Image]) -> str:
@@ -110,7 +117,7 @@ def page_html(results: Results, images: list[Image]) -> str:
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError as error:
-        raise ImportError("The report needs jinja2: pip install 'torchace[tool]'.") from error
+        raise missing_extra("The report needs jinja2") from error
 
     source = resources.files("torchace.lab.report").joinpath("template.html").read_text(encoding="utf-8")
     environment = Environment(
@@ -210,13 +217,16 @@ def rich_table(results: Results) -> RichTable:
         from rich.table import Table as RichTable
         from rich.text import Text
     except ImportError as error:
-        raise ImportError("Tables in a terminal need rich: pip install 'torchace[tool]'.") from error
+        raise missing_extra("Tables in a terminal need rich") from error
 
-    table = tables.result_table(results)
-    # without the paper's numbers for single members: a terminal is narrow
-    indices = [i for i, column in enumerate(table.columns) if (column.group, column.label) != ("One member", "paper")]
+    table = gain_table(results) if has_many_arms(results) else tables.result_table(results)
+    # a terminal is narrow
+    omitted = (("One member", "paper"), ("", "95 % interval"))
+    indices = [i for i, column in enumerate(table.columns) if (column.group, column.label) not in omitted]
     note = "Mean ± standard deviation over seeds; bold: best of its arm."
-    if results.experiment.paper:
+    if has_many_arms(results):
+        note = gain_finding(results).text
+    elif results.experiment.paper:
         note += f" paper: {results.experiment.paper.table} of Shoham and Permuter (2020)."
     title = Text(results.experiment.title or results.experiment.name)
     drawn = RichTable(title=title, caption=Text(note), box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -233,10 +243,11 @@ def rich_table(results: Results) -> RichTable:
         drawn.add_column(Text(head), justify="right")
     for section in table.sections:
         drawn.add_section()
-        drawn.add_row(Text(section.title, style="italic", overflow="fold"))
+        if section.title:
+            drawn.add_row(Text(section.title, style="italic", overflow="fold"))
         for row in section.rows:
             cells = [Text(_short_text(table.columns[i], row[i]), style=_style(row[i])) for i in indices]
-            drawn.add_row(Text("  ") + cells[0], *cells[1:])
+            drawn.add_row(Text("  " if section.title else "") + cells[0], *cells[1:])
     return drawn
 
 

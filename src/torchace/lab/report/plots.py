@@ -17,7 +17,7 @@ from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.metrics import Metric
 from torchace.lab.report.results import Results
 from torchace.lab.report.statistics import Summary, best_diversity, comparable_means, compare, summarize
-from torchace.lab.report.tables import search_differences, summary_of
+from torchace.lab.report.tables import search_differences, summarize_metric
 from torchace.lab.schema.results import ArmSummary
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ LABEL = 64  # characters of an arm in legends and titles
 SEED_STYLE: dict[str, Any] = {"lw": 0.7, "alpha": 0.5, "marker": ".", "ms": 5}
 
 
-def color_of(results: Results, arm: ArmSummary, theme: Theme) -> str:
-    """Return an arm's colour, the same in every figure."""
+def arm_color(results: Results, arm: ArmSummary, theme: Theme) -> str:
+    """Return an arm's color, the same in every figure."""
     return theme.palette[results.arms.index(arm) % len(theme.palette)]
 
 
-def marker_of(results: Results, arm: ArmSummary) -> str:
+def arm_marker(results: Results, arm: ArmSummary) -> str:
     """Return an arm's marker, the same in every figure."""
     return MARKERS[results.arms.index(arm) % len(MARKERS)]
 
@@ -56,7 +56,7 @@ def arms_with_figures(results: Results) -> list[ArmSummary]:
 
 
 def _lowest_loss(results: Results, arm: ArmSummary) -> float:
-    split = "validation" if results.data_of(arm).validation else "test"
+    split = "validation" if results.arm_data(arm).validation else "test"
     return min(comparable_means(results, arm, results.task.loss, split).values(), default=math.inf)
 
 
@@ -143,7 +143,7 @@ def lambda_figures(results: Results) -> list[FigureSpec]:
 
 
 def _series(results: Results, arm: ArmSummary, key: str) -> Series:
-    found = {diversity: summary_of(results, arm, diversity, key) for diversity in results.diversities(arm)}
+    found = {diversity: summarize_metric(results, arm, diversity, key) for diversity in results.diversities(arm)}
     return {diversity: summary for diversity, summary in found.items() if summary}
 
 
@@ -171,12 +171,12 @@ def _score(results: Results, key: str, group: str) -> FigureSpec | None:
         axes, entries = plot.axes, list[tuple[Any, str]]()
         for index, (arm, found) in enumerate(swept):
             shift = 0.07 * (index - (len(swept) - 1) / 2)
-            color, means = color_of(results, arm, theme), {d: s.mean for d, s in found.items()}
+            color, means = arm_color(results, arm, theme), {d: s.mean for d, s in found.items()}
             plot.bars({d: s.interval for d, s in found.items()}, shift=shift, cap=2.5, color=color, lw=1.2)
-            line = plot.line(means, shift=shift, color=color, marker=marker_of(results, arm))
+            line = plot.line(means, shift=shift, color=color, marker=arm_marker(results, arm))
             entries.append((line, formats.shorten(arm.label, LABEL)))
         for arm, level in levels:
-            color = color_of(results, arm, theme)
+            color = arm_color(results, arm, theme)
             line = axes.axhline(level.mean * metric.scale, color=color, ls=(0, (4, 1.6)), lw=1.4)
             entries.append((line, formats.shorten(arm.label, LABEL)))
             if level.interval:
@@ -246,7 +246,7 @@ def _difference(results: Results, key: str) -> FigureSpec | None:
         plot = LambdaPlot.create(figure, diversities, metric.difference_label, metric.scale)
         plot.axes.axhline(0, color=theme.quiet, lw=1)
         for index, comparison in enumerate(found):
-            color, marker = color_of(results, comparison.arm, theme), marker_of(results, comparison.arm)
+            color, marker = arm_color(results, comparison.arm, theme), arm_marker(results, comparison.arm)
             shift = 0.16 * (index - (len(found) - 1) / 2)
             plot.bars({d.diversity: d.joint_interval for d in comparison.differences}, shift=shift, color=color, lw=1.4)
             for d in comparison.differences:
@@ -285,7 +285,7 @@ def _members(results: Results, arm: ArmSummary) -> FigureSpec | None:
         plot.axes.plot([], [], ls="", marker=".", color=theme.quiet, label="a member")
         for found, style, label in ((members, "--", "members' mean"), (ensemble, "-", "ensemble")):
             means = {d: summary.mean for d, summary in found.items() if d in ensemble}
-            plot.line(means, ls=style, marker="o", color=color_of(results, arm, theme), label=label)
+            plot.line(means, ls=style, marker="o", color=arm_color(results, arm, theme), label=label)
         legend(figure, *plot.axes.get_legend_handles_labels())
 
     return FigureSpec(

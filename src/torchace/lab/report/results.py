@@ -14,15 +14,15 @@ from typing import Any
 from torchace.lab.report.arrays import Array, read_arrays, sample_scores
 from torchace.lab.report.formats import count, quantity
 from torchace.lab.report.metrics import TASKS, Metric, TaskLayout, add_derived, choose_units, with_own_metrics
-from torchace.lab.schema.axes import variant_name
 from torchace.lab.schema.reading import ResultFileError, read_result
 from torchace.lab.schema.results import ArmSummary, DataSummary, DiversitySearch, ExperimentResult, PlanFile, RunResult
+from torchace.lab.schema.values import variant_name
 
 SPLITS = ("test", "validation", "train")
 
 
 @dataclass(frozen=True)
-class Damaged:
+class DamagedFile:
     """A result file that could not be read."""
 
     file: str
@@ -36,7 +36,7 @@ class Results:
     directory: Path
     experiment: ExperimentResult
     runs: tuple[RunResult, ...]
-    damaged: tuple[Damaged, ...]
+    damaged: tuple[DamagedFile, ...]
     metrics: Mapping[str, Metric]
     planned: int
     _arrays: dict[str, dict[str, Array]] = field(repr=False, compare=False)
@@ -50,7 +50,7 @@ class Results:
 
     @property
     def data(self) -> DataSummary:
-        """Data of the experiment; for an arm, use `data_of`."""
+        """Data of the experiment; for an arm, use `arm_data`."""
         return self.experiment.data
 
     @property
@@ -73,7 +73,7 @@ class Results:
         """Finished run of a fit's model, if any."""
         return next((run for run in self.runs if self.model and run.arm == self.model.name and run.finished), None)
 
-    def data_of(self, arm: ArmSummary) -> DataSummary:
+    def arm_data(self, arm: ArmSummary) -> DataSummary:
         """Return the data of an arm."""
         return arm.data or self.data
 
@@ -114,7 +114,7 @@ class Results:
 
     def sample_scores(self, arm: ArmSummary, diversity: float, metric: str) -> dict[int, Array]:
         """Return a metric on each test sample, `(N,)`, by seed, of runs that recorded all of them."""
-        means, size = self.values(arm, diversity, metric), self.data_of(arm).test
+        means, size = self.values(arm, diversity, metric), self.arm_data(arm).test
         found = {}
         for run in self.finished(arm, diversity):
             scores = sample_scores(self.arrays(run), metric)
@@ -149,7 +149,7 @@ def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
     experiment = experiment.model_copy(update={"arms": variants})
     arms = {arm.name: (index, arm) for index, arm in enumerate(experiment.arms)}
     runs: dict[tuple[str, float, int], RunResult] = {}
-    damaged: list[Damaged] = []
+    damaged: list[DamagedFile] = []
     found_arrays: dict[str, dict[str, Array]] = {}
     for path in sorted((directory / "runs").glob("*.json")):
         name = f"runs/{path.name}"
@@ -164,7 +164,7 @@ def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
             name = f"runs/{path.stem}.safetensors"
             found_arrays[run.run] = read_arrays(path.with_suffix(".safetensors"), run.arrays_sha256) if arrays else {}
         except ResultFileError as error:
-            damaged.append(Damaged(name, str(error)))
+            damaged.append(DamagedFile(name, str(error)))
     ordered = tuple(runs[key] for key in sorted(runs, key=lambda key: (arms[key[0]][0], key[1], key[2])))
     scores = {(run.run, split): add_derived(values) for run in ordered for split, values in run.scores.items()}
     measured = _measured_values(scores, experiment.search)
@@ -176,7 +176,7 @@ def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
         runs=ordered,
         damaged=tuple(damaged),
         metrics=choose_units(with_own_metrics(TASKS[experiment.task], measured).metrics, measured),
-        planned=_planned(directory, experiment),
+        planned=_count_planned(directory, experiment),
         _arrays=found_arrays,
         _scores=scores,
     )
@@ -240,7 +240,7 @@ def _merge_stated(stated: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) 
     return found
 
 
-def _planned(directory: Path, experiment: ExperimentResult) -> int:
+def _count_planned(directory: Path, experiment: ExperimentResult) -> int:
     """Return the number of runs in jobs.json, else of all λ and seeds."""
     try:
         return len({run for job in read_result(directory / "jobs.json", PlanFile).jobs for run in job.runs})

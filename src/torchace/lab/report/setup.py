@@ -23,8 +23,11 @@ def facts(results: Results) -> Facts:
     """Data, seeds, hardware, versions and time."""
     experiment = results.experiment
     found = [("Data", _data(results.data, results.task.name))]
-    if any(results.data_of(arm) != results.data for arm in results.arms):
-        found = [(f"Data of “{arm.label}”", _data(results.data_of(arm), results.task.name)) for arm in results.arms]
+    if any(results.arm_data(arm) != results.data for arm in results.arms):
+        labels: dict[str, list[str]] = {}
+        for arm in results.arms:
+            labels.setdefault(_data(results.arm_data(arm), results.task.name), []).append(f"“{arm.label}”")
+        found = [(f"Data of {formats.join(arms)}", text) for text, arms in labels.items()]
     seeds = experiment.seeds
     time = formats.duration(experiment.seconds)
     if experiment.started:
@@ -52,8 +55,8 @@ def _data(data: DataSummary, task: str) -> str:
 
 
 def _sizes(data: DataSummary) -> str:
-    validation = [f"{data.validation:,} to validate"] if data.validation else []
-    return ", ".join([f"{data.train:,} to train", *validation, f"{data.test:,} to test"])
+    validation = [f"{data.validation:,} for validation"] if data.validation else []
+    return ", ".join([f"{data.train:,} for training", *validation, f"{data.test:,} for testing"])
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

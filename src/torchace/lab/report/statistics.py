@@ -155,7 +155,7 @@ def compare(results: Results, arm: ArmSummary, metric: str, reference: ArmSummar
 
 def _compare(results: Results, arm: ArmSummary, metric: str, reference: ArmSummary | None) -> Comparison | None:
     anchor = reference or arm
-    if not results.data_of(arm).has_same_test_set(results.data_of(anchor)):
+    if not results.arm_data(arm).has_same_test_set(results.arm_data(anchor)):
         return None
     at = results.diversities(anchor)
     if not at or (at[0] != 0 and (reference is None or len(at) > 1)):

@@ -105,7 +105,7 @@ def arm_title(arm: ArmSummary) -> str:
     return f"{arm.label} ({', '.join(notes)})" if notes else arm.label
 
 
-def summary_of(results: Results, arm: ArmSummary, diversity: float, metric: str) -> Summary | None:
+def summarize_metric(results: Results, arm: ArmSummary, diversity: float, metric: str) -> Summary | None:
     """Summarize a metric of an arm at one λ; None if not measured."""
     if arm.num_members == 1 and metric in results.task.diversity:
         return None
@@ -138,12 +138,12 @@ def result_table(results: Results) -> ReportTable:
             row: list[str | Cell] = [formats.diversity(diversity), str(len(results.finished(arm, diversity)))]
             stated = _paper_row(results, arm, diversity)
             for key, best_of_metric in best.items():
-                text = metrics[key].mean_sd(summary_of(results, arm, diversity, key))
+                text = metrics[key].mean_sd(summarize_metric(results, arm, diversity, key))
                 row.append(Cell(text, strong=best_of_metric == diversity))
                 if key in shown:
                     value = stated.values.get(key) if stated else None
                     row.append(Cell(NONE if value is None else metrics[key].number(value), kind="paper"))
-            spread = summary_of(results, arm, diversity, results.task.spread)
+            spread = summarize_metric(results, arm, diversity, results.task.spread)
             rows.append([*row, spread_metric.mean_sd(spread)])
         sections.append((arm_title(arm), rows))
     return make_table("Results on the test set", columns, sections, _result_note(results))
@@ -178,7 +178,7 @@ def detail_table(results: Results) -> ReportTable:
     for arm in results.arms:
         rows = []
         for diversity in results.diversities(arm):
-            found = [results.metrics[key].mean_sd(summary_of(results, arm, diversity, key)) for _, key in pairs]
+            found = [results.metrics[key].mean_sd(summarize_metric(results, arm, diversity, key)) for _, key in pairs]
             rows.append([formats.diversity(diversity), *found])
         sections.append((arm_title(arm), rows))
     columns: list[str | ReportColumn] = [

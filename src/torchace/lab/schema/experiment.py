@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -20,8 +21,6 @@ from pydantic import (
     model_validator,
 )
 
-from torchace.lab.schema.axes import AXES
-from torchace.lab.schema.errors import describe_error
 from torchace.lab.schema.hyperparameters import (
     Batches,
     Count,
@@ -33,7 +32,9 @@ from torchace.lab.schema.hyperparameters import (
     Share,
     Width,
 )
+from torchace.lab.schema.reading import describe_error
 from torchace.lab.schema.results import PaperTable, RunKey
+from torchace.lab.schema.values import AXES
 
 DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10")
 GIVEN = "given"  # data given to `torchace.sweep` as objects
@@ -49,6 +50,7 @@ class Section(BaseModel):
 
 AnySection = TypeVar("AnySection", bound=Section)
 Name = Annotated[str, Field(pattern=r"^[a-z0-9_]+$", max_length=40)]
+GridValues = Annotated[list[Any], Field(min_length=1)]
 
 
 def _check_distinct(values: list[Any]) -> list[Any]:
@@ -96,6 +98,7 @@ class DataSection(Section):
     target: str | list[str] | None = None  # column of a table, array of an .npz file, or key of a Dataset's items
     test: Annotated[Fraction, Field(gt=0, lt=1)] = 0.2  # fraction of a file's samples
     test_file: str | None = None
+    validation_file: str | None = None
     task: Literal["classification", "multilabel", "regression"] = "classification"
     num_classes: Count | None = None  # None: the largest label + 1
     limit: Count | None = None  # number of training samples to use
@@ -108,15 +111,15 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        sources = [key for key in ("factory", "file") if getattr(self, key) is not None]
-        if self.name != "digits":
-            sources.insert(0, "name")
+        given = [key for key in ("factory", "file") if getattr(self, key) is not None]
+        sources = ["name", *given] if self.name != "digits" else given
         if len(sources) > 1:
             raise ValueError(f"expected one source of data, but got {' and '.join(f'`{key}`' for key in sources)}.")
         if self.arguments and self.factory is None:
             raise ValueError("`arguments` need `factory`, the function that returns the data.")
-        if self.test_file is not None and self.file is None:
-            raise ValueError("`test_file` needs `file`, the data file.")
+        for key in ("test_file", "validation_file"):
+            if getattr(self, key) is not None and self.file is None:
+                raise ValueError(f"`{key}` needs `file`, the data file.")
         if self.target is not None and not sources:
             raise ValueError("`target` needs `file` or `factory`, the source of the data.")
         if self.task != "classification" and not (set(sources) - {"name"} or self.name == GIVEN):
@@ -262,6 +265,31 @@ class ArmSection(Section):
     diversities: Diversities | None = None
 
 
+class GridSection(Section):
+    """Lists of values by section and key; every combination is an arm of its own."""
+
+    data: dict[str, GridValues] = {}
+    model: dict[str, GridValues] = {}
+    train: dict[str, GridValues] = {}
+
+    def expand(self, arm: ArmSection) -> list[tuple[ArmSection, dict[str, str]]]:
+        """Return an arm for each combination of values, with the values as text."""
+        keys = [(section, key) for section, lists in self for key in lists]
+        if not keys:
+            return [(arm, {})]
+        found = []
+        for values in product(*(getattr(self, section)[key] for section, key in keys)):
+            own = {section: dict(getattr(arm, section)) for section in ("data", "model", "train")}
+            for (section, key), value in zip(keys, values, strict=True):
+                own[section][key] = value
+            texts = [" × ".join(map(str, value)) if isinstance(value, list) else str(value) for value in values]
+            cell = {key.replace("_", " "): text for (_, key), text in zip(keys, texts, strict=True)}
+            parts = [*(() if arm.name == "main" else (arm.label or arm.name,)), *map(" ".join, cell.items())]
+            name = re.sub(r"[^a-z0-9]+", "_", " ".join(parts).lower()).strip("_")
+            found.append((arm.model_copy(update={"name": name, "label": ", ".join(parts), **own}), cell))
+        return found
+
+
 class Arm(Section):
     """An arm with all settings."""
 
@@ -272,15 +300,15 @@ class Arm(Section):
     model: ModelSection
     train: TrainSection
     diversities: list[Fraction]
+    cell: dict[str, str] = {}  # values on the axes of the grid
 
     @property
     def axes(self) -> dict[str, list[float]]:
         """Settings with a list of values, beside λ."""
-        values = {name: getattr(self.train, name) for name in AXES}
-        return {name: value for name, value in values.items() if isinstance(value, list)}
+        return {name: value for name in AXES if isinstance(value := getattr(self.train, name), list)}
 
     def runs(self, seeds: Sequence[int]) -> list[RunKey]:
-        """Return the runs of this arm; those with equal settings are neighbours."""
+        """Return the runs of this arm; those with equal settings are neighbors."""
         settings = [dict(zip(self.axes, values, strict=True)) for values in product(*self.axes.values())]
         return [
             RunKey(self.name, diversity, seed, **own)
@@ -298,8 +326,6 @@ class Arm(Section):
             )
         if self.train.epochs is None and self.train.steps is None:
             raise ValueError("expected `epochs` or `steps`, but got neither.")
-        if self.train.patience is not None and not self.data.validation:
-            raise ValueError("`patience` needs validation data: set `validation`, such as 0.2.")
         if self.data.task == "regression" and self.train.label_smoothing != 0:
             raise ValueError("`label_smoothing` needs classes: remove it for task = 'regression'.")
         if self.data.task != "classification" and not self.train.detach_others:
@@ -319,23 +345,26 @@ class Experiment(Section):
     sweep: SweepSection = SweepSection()
     checkpoint: CheckpointSection = CheckpointSection()
     arms: list[ArmSection] = []
+    grid: GridSection = GridSection()
     paper: PaperTable | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        counts = Counter(arm.name for arm in self.arms).most_common(1)
-        if counts and counts[0][1] > 1:
+        counts = Counter(arm.name for arm in self.complete_arms()).most_common(1)
+        if counts[0][1] > 1:
             raise ValueError(f"expected distinct names of arms, but got {counts[0][0]!r} twice.")
-        self.complete_arms()
         return self
 
     def complete_arms(self) -> list[Arm]:
         """Return the arms with all settings; a single arm `main` if none is given."""
-        if not self.arms:
-            return [self._complete(ArmSection(name="main", label=f"{self.train.batches} batches"), ())]
-        return [self._complete(arm, ("arms", i)) for i, arm in enumerate(self.arms)]
+        arms = self.arms or [ArmSection(name="main", label=f"{self.train.batches} batches")]
+        return [
+            self._complete(variant, ("arms", i) if self.arms else (), cell)
+            for i, arm in enumerate(arms)
+            for variant, cell in self.grid.expand(arm)
+        ]
 
-    def _complete(self, arm: ArmSection, place: tuple[int | str, ...]) -> Arm:
+    def _complete(self, arm: ArmSection, place: tuple[int | str, ...], cell: dict[str, str]) -> Arm:
         train = self.train.model_dump()
         if "epochs" in arm.train or "steps" in arm.train:  # replaces the common length
             train |= {"epochs": None, "steps": None}
@@ -343,25 +372,27 @@ class Experiment(Section):
             "name": arm.name,
             "label": arm.label or arm.name.replace("_", " "),
             "baseline": arm.baseline,
-            "data": _validate(DataSection, {**_without(self.data, arm.data, _SOURCES), **arm.data}, (*place, "data")),
-            "model": _validate(
-                ModelSection, {**_without(self.model, arm.model, _NETWORKS), **arm.model}, (*place, "model")
-            ),
+            "data": _validate(DataSection, _merge(self.data, arm.data, _SOURCES), (*place, "data")),
+            "model": _validate(ModelSection, _merge(self.model, arm.model, _NETWORKS), (*place, "model")),
             "train": _validate(TrainSection, {**train, **arm.train}, (*place, "train")),
             "diversities": self.sweep.diversities if arm.diversities is None else arm.diversities,
+            "cell": cell,
         }
         return _validate(Arm, content, place)
 
 
 # keys of an arm that replace all of the common section's keys for the same purpose
-_SOURCES = ({"name", "factory", "file"}, {"name", "factory", "arguments", "file", "target", "test_file"})
+_SOURCES = (
+    {"name", "factory", "file"},
+    {"name", "factory", "arguments", "file", "target", "test_file", "validation_file"},
+)
 _NETWORKS = ({"network", "factory"}, {"factory", "arguments"})
 
 
-def _without(section: Section, arm: Mapping[str, Any], keys: tuple[set[str], set[str]]) -> dict[str, Any]:
-    """Return a section's settings without those that an arm replaces."""
+def _merge(section: Section, arm: Mapping[str, Any], keys: tuple[set[str], set[str]]) -> dict[str, Any]:
+    """Return a section's settings, replaced by those of an arm."""
     source, replaced = keys
-    return section.model_dump(exclude=replaced if source & set(arm) else set())
+    return {**section.model_dump(exclude=replaced if source & set(arm) else set()), **arm}
 
 
 def _validate(model: type[AnySection], content: dict[str, Any], place: tuple[int | str, ...]) -> AnySection:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from torchace.lab.schema.errors import capitalize, describe_error
+from torchace.lab.schema.reading import capitalize, describe_error
 
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -26,7 +26,7 @@ class Hyperparameters(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     num_members: NumMembers = 10
-    members: Literal["separate", "shared"] = "separate"
+    members: Literal["separate", "shared", "shared_mini"] = "separate"
     hidden: Annotated[tuple[Width, ...], Field(max_length=100, strict=False)] = (64,)
     diversity: float | str = 0.0  # λ, or "auto"
     epochs: Count = 100
@@ -57,7 +57,7 @@ class Hyperparameters(BaseModel):
                 "λ > 0 needs members that see each other's predictions: with batches='separate' set diversity=0, or "
                 "use batches='exchanged'."
             )
-        if self.members == "shared" and self.batches != "shared":
+        if self.members != "separate" and self.batches != "shared":
             raise ValueError("members that share weights see the same samples: set batches='shared'.")
         return self
 

@@ -9,18 +9,21 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from torchace._files import with_checksum
-from torchace.lab.schema.axes import AXES, axis_values, exact_text, variant_name
-from torchace.lab.schema.comparison import ModelComparison
 from torchace.lab.schema.values import (
+    AXES,
     RESULT_CONFIG,
     Count,
     Diversity,
     Items,
     Measured,
+    ModelComparison,
     Name,
     Number,
     SplitName,
     TaskName,
+    axis_values,
+    exact_text,
+    variant_name,
 )
 
 FORMAT = 1
@@ -260,6 +263,7 @@ class ArmSummary(ResultModel):
     parameters: Count | None = None
     diversities: Items[Number]
     axes: dict[Annotated[str, Field(pattern=f"^({'|'.join(AXES)})$")], Items[Number]] = {}  # with their values
+    cell: dict[str, str] = {}  # values on the axes of the experiment's grid
     # set by the report, which makes an arm for each combination of values
     variant_of: str = ""
     base_label: str = ""
@@ -352,7 +356,8 @@ class DiversitySearch(ResultModel):
     seeds: Items[Count] = ()
     fresh_seeds: Items[Count] = ()  # of the gain
     gain: Gain | None = None
-    train_score: Number | None = None  # of the training samples at λ=0, mean over seeds
+    train_score: Number | None = None  # of the training samples at λ=0, mean over seeds, before the temperature
+    validation_score: Number | None = None  # the same of the validation samples
     sentence: str = ""
 
     @property

@@ -6,6 +6,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from torchace.lab.schema.errors import capitalize, describe_error, did_you_mean
 from torchace.lab.schema.experiment import GIVEN, Experiment, TrainSection
 from torchace.lab.schema.hyperparameters import to_python
+from torchace.lab.schema.reading import capitalize, describe_error, did_you_mean
 from torchace.lab.store import RunStoreError
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.components import Components, check_arguments, import_object, object_name
@@ -46,7 +47,7 @@ def sweep(
     kind: str = "separate",
     task: str = "classification",
     batches: str = "shared",
-    validation: float = 0.0,
+    validation: Any = 0.0,
     metrics: Any = None,
     callbacks: Iterable[Callback | str] = (),
     device: str | torch.device = "auto",
@@ -69,7 +70,7 @@ def sweep(
     title: str = "",
     **settings: Any,
 ) -> SweepResult:
-    """Train an ensemble for every diversity λ and seed, all as one network, and compare them.
+    """Train an ensemble for every λ and seed, all as one stacked network, and compare them.
 
     All λ of a seed start from the same weights and see the same batches, so that their differences are paired. With
     `out`, the sweep resumes after an interruption: finished runs are not trained again.
@@ -83,24 +84,25 @@ def sweep(
         test: Test data of the same kind. It takes no part in training.
         num_members: K, the members of each ensemble.
         diversities: The values of λ in [0, 1]; 0 is a deep ensemble.
-        seeds: A number of seeds (0, 1, ...) or a list of them.
-        epochs: Passes over the training data; or give `steps`.
+        seeds: Number of seeds (0, 1, ...), or a list of seeds.
+        epochs: Passes over the training data; alternatively `steps`.
         steps: Optimizer steps.
         batch_size: Samples in a batch.
         optimizer: `"adam"`, `"adamw"`, `"sgd"`, a `torch.optim` class, or a function of the parameters.
-        learning_rate: The learning rate, or a list of them: a further axis of the sweep.
+        learning_rate: Learning rate, or a list of values, which adds an axis to the sweep.
         kind: What members share: `"separate"` nothing, `"branch"` the layers before `at`, `"adapters"` all but small
             adapters, `"smoc"` all but the last layer.
         task: `"classification"`, `"multilabel"` or `"regression"`.
         batches: `"shared"`, `"separate"` (λ=0 only) or `"exchanged"`.
-        validation: Fraction of the training samples for validation, for `best()` and early stopping.
+        validation: Validation data of the same kind, or a fraction of the training samples (stratified by class); for
+            `best()` and early stopping.
         metrics: Further metrics: functions of logits `(K, N, C)` and target, or torchmetrics metrics.
         callbacks: Callbacks of the sweep, and trackers by name: `"csv"`, `"tensorboard"`, `"mlflow"` or `"wandb"`.
         device: `"cpu"`, `"cuda"`, `"cuda:N"`, or `"auto"`.
         out: Run directory. By default a temporary one, removed with the result.
         arguments: Keyword arguments of `member`.
         target: Target column of a DataFrame, or several; or key of the target in the items of a Dataset.
-        num_classes: C, if some classes do not occur in the data.
+        num_classes: C, if some classes are missing from the data.
         transform: Function of a batch of inputs, called on the device, in training and evaluation; a parameter
             `training` says which.
         at: Name of the first layer of the members, for kind `"branch"`.
@@ -108,7 +110,7 @@ def sweep(
         adapter: `"multiplicative"` or `"low_rank"`, for kind `"adapters"`. By default low rank if `rank` is given.
         layers: Names of the adapted layers, for kind `"adapters"`; see `adapt`.
         freeze: Whether to train adapters and heads alone, for kind `"adapters"`.
-        head: Name of the layer that each member has alone, for kind `"smoc"` and `"adapters"`; by default the last
+        head: Name of the layer that is not shared, for kind `"smoc"` and `"adapters"`; by default the last
             linear layer.
         group_size: Largest number of runs trained together.
         keep_weights: Whether to keep the weights for `SweepResult.ensemble`; `"auto"` keeps small ones.
@@ -141,10 +143,12 @@ def sweep(
     for metric in metrics:
         if not callable(metric):
             raise TypeError(f"Expected `metrics` to be a list of functions, but got {type(metric).__name__} in it.")
+    is_fraction = validation is None or isinstance(validation, Real)
+    fraction = (validation or 0.0) if is_fraction else 0.0
     content: dict[str, Any] = {
         "name": name,
         "title": title,
-        "data": {"name": GIVEN, "task": task, "validation": validation, "target": target, "num_classes": num_classes},
+        "data": {"name": GIVEN, "task": task, "validation": fraction, "target": target, "num_classes": num_classes},
         "model": {"factory": object_name(function), "arguments": dict(arguments or {}), "kind": kind, "freeze": freeze},
         "train": {"batch_size": batch_size, "batches": batches, "learning_rate": learning_rate},
         "sweep": {"group_size": group_size, "keep_weights": keep_weights},
@@ -156,8 +160,8 @@ def sweep(
         raise ConfigError(f"Expected at least 1 seed, but got seeds={seeds}.")
     content["sweep"]["diversities"] = [diversities] if isinstance(diversities, int | float) else diversities
     content["sweep"]["seeds"] = range(seeds) if isinstance(seeds, int) else seeds
-    content["model"] |= _given(num_members=num_members, at=at, rank=rank, adapter=adapter, layers=layers, head=head)
-    content["train"] |= _given(epochs=epochs, steps=steps)
+    content["model"] |= _drop_none(num_members=num_members, at=at, rank=rank, adapter=adapter, layers=layers, head=head)
+    content["train"] |= _drop_none(epochs=epochs, steps=steps)
     content["train"]["optimizer"] = optimizer if isinstance(optimizer, str) else object_name(optimizer)
     content["train"]["metrics"] = [object_name(metric) for metric in metrics]
     if transform is not None:
@@ -167,7 +171,7 @@ def sweep(
         optimizer = import_object(optimizer, "optimizer")
     components = Components(
         member=function,
-        data=(train, test),
+        data=(train, test) if is_fraction else (train, validation, test),
         optimizer=None if isinstance(optimizer, str) else optimizer,
         metrics=tuple(metrics),
         transform=transform,
@@ -211,7 +215,7 @@ def _check_member(member: Any, arguments: Mapping[str, Any]) -> Callable[..., An
     return function
 
 
-def _given(**values: Any) -> dict[str, Any]:
+def _drop_none(**values: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 

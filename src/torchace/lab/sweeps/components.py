@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from torchace.lab.report.metrics import TASKS
-from torchace.lab.schema.errors import did_you_mean
 from torchace.lab.schema.experiment import OPTIMIZERS, Arm
+from torchace.lab.schema.reading import did_you_mean
 from torchace.lab.sweeps.config import ConfigError
-from torchace.nn.fingerprint import enclosed_values, global_names
+from torchace.nn.architecture import enclosed_values, global_names
 
 HASHED_ROWS = 65_536  # of a tensor
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -35,7 +35,7 @@ class Components:
     """Objects of one arm; None where the built-in network, data set or optimizer is used."""
 
     member: Callable[..., Any] | None = None  # called with `model.arguments`, returns a module
-    data: Any = None  # (train, test), or a function of `data.arguments` that returns them
+    data: Any = None  # (train, test) or (train, validation, test), or a function of `data.arguments` that returns them
     optimizer: Callable[..., Any] | None = None  # called with parameters, `lr` and `optimizer_arguments`
     metrics: tuple[Any, ...] = ()  # functions of logits (K, N, C) and target, or torchmetrics metrics
     transform: Callable[..., Any] | None = None  # function of a batch of inputs, on the device
@@ -158,7 +158,7 @@ def named_metrics(metrics: Sequence[Any], task: str) -> dict[str, Any]:
 def source_digest(function: Any) -> str:
     """Return a SHA-256 of an object's source, and of the values and functions of its module that it uses.
 
-    Without a source file, as for a function typed into an interpreter, the bytecode and its constants count.
+    Without a source file, as in an interpreter, the hash is of the bytecode and its constants.
     """
     digest = hashlib.sha256()
     _update(digest, function, set())

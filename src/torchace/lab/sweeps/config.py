@@ -1,20 +1,24 @@
-"""Read experiments from TOML."""
+"""Read experiments from TOML; versions and hardware for result files."""
 
 from __future__ import annotations
 
 import copy
+import platform
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from importlib import resources
+from functools import cache
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
+import torchace
 from torchace._files import TOML_BYTES, check_depth, read_bounded
-from torchace.lab.schema.errors import describe_error, did_you_mean
 from torchace.lab.schema.experiment import Experiment
+from torchace.lab.schema.reading import describe_error, did_you_mean
 
 
 class ConfigError(ValueError):
@@ -110,3 +114,34 @@ def _override(content: dict[str, Any], override: str) -> None:
     section[parts[-1]] = parsed["value"]
     if parts in (["train", "epochs"], ["train", "steps"]):  # one length replaces the other
         section.pop("steps" if parts[1] == "epochs" else "epochs", None)
+
+
+PACKAGES = ("torch", "numpy", "safetensors", "torchmetrics", "scikit-learn")
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of torchace, Python and `PACKAGES`."""
+    installed = {"torchace": torchace.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            installed[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return installed
+
+
+def hardware(device: str) -> dict[str, Any]:
+    """Return the device, the processor and the number of threads."""
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
+    return {"device": name, "cpu": processor(), "threads": torch.get_num_threads()}
+
+
+def processor() -> str:
+    """Return the processor's name, or its architecture if unknown."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from torchace.lab.data import Batches, CropFlip, Dataset, chunks, load
-from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
 from torchace.lab.data.map_datasets import StreamedBatches, StreamedSplit
 from torchace.lab.data.own_data import DataOptions, make_dataset, read_data_file
+from torchace.lab.data.splits import Inputs, input_tensors, map_inputs
 from torchace.lab.data.transform import BatchTransform
 from torchace.lab.schema.experiment import GIVEN, Arm, DataSection
 from torchace.lab.schema.results import DataSummary
@@ -41,7 +41,8 @@ class LoadedData:
     def load(cls, section: DataSection, device: str, components: Components | None = None) -> LoadedData:
         """Load the data of a section."""
         components = components or Components()
-        dataset, validation = _load_dataset(section, device, components), None
+        dataset = _load_dataset(section, device, components)
+        validation = dataset.validation
         for note in dataset.notes:
             warnings.warn(note, stacklevel=2)
         available = len(dataset.train)
@@ -54,6 +55,11 @@ class LoadedData:
             dataset = dataset.limit(section.limit)
             available = section.limit
         if section.validation:
+            if validation is not None:
+                raise ConfigError(
+                    f"data.validation: expected no fraction, as {dataset.name} has validation data, but got "
+                    f"{section.validation:g}."
+                )
             size = round(section.validation * available)
             if not 0 < size < available:
                 raise ConfigError(
@@ -72,7 +78,7 @@ class LoadedData:
         if self.dataset.image_shape is None or isinstance(self.dataset.test, StreamedSplit):
             return None
         if scale is None:
-            if pixels.min() < 0 or pixels.max() > 1:  # normalised already
+            if pixels.min() < 0 or pixels.max() > 1:  # normalized already
                 return None
             scale = 1
         if scale != 255:
@@ -114,7 +120,10 @@ class LoadedData:
     def fingerprint(self) -> dict[str, Any]:
         """Return shapes, types and a hash of the data, for the run directory."""
         digests = {}
-        for name, split in (("train", self.dataset.train), ("test", self.dataset.test)):
+        for name in ("train", "test", "validation"):
+            split = getattr(self.dataset, name)
+            if split is None:
+                continue
             if isinstance(split, StreamedSplit):  # a sample: reading all of it may take long
                 rows = torch.linspace(0, len(split) - 1, min(len(split), HASHED_ITEMS)).long()
                 x, y = next(split.take(rows).chunks(HASHED_ITEMS))
@@ -129,7 +138,7 @@ class LoadedData:
         return self.section.name != GIVEN and self.section.file is None and self.section.factory is None
 
     def check_batch_size(self, arm: Arm) -> None:
-        """Refuse batches larger than a built-in training set; for own data, all samples are then one batch."""
+        """Refuse batches larger than a built-in training set; a user's own data become one batch instead."""
         available = len(self.dataset.train)
         if self.is_builtin and arm.train.batch_size > available:
             raise ConfigError(
@@ -190,10 +199,15 @@ def _load_dataset(section: DataSection, device: str, components: Components) -> 
         section.task, section.target, section.num_classes, device, section.stream, section.num_workers
     )
     if section.file is not None:
-        train, test = read_data_file(
-            section.file, target=section.target, test_file=section.test_file, test=section.test, task=section.task
+        train, test, validation = read_data_file(
+            section.file,
+            target=section.target,
+            test_file=section.test_file,
+            test=section.test,
+            task=section.task,
+            validation_file=section.validation_file,
         )
-        return make_dataset(train, test, options, Path(section.file).name)
+        return make_dataset(train, test, options, Path(section.file).name, validation)
     given, name = components.data, "own data"
     if callable(given) and not hasattr(given, "__getitem__"):
         name = object_name(given).partition(":")[2]
@@ -201,11 +215,14 @@ def _load_dataset(section: DataSection, device: str, components: Components) -> 
             given = given(**section.arguments)
         except Exception as error:  # the user's code may raise anything
             raise ConfigError(f"data.factory: {name} failed with {type(error).__name__}: {error}") from error
-    if not isinstance(given, tuple | list) or len(given) != 2:
+    if not isinstance(given, tuple | list) or len(given) not in (2, 3):
         got = f"{len(given)} values" if isinstance(given, tuple | list) else type(given).__name__
-        raise ConfigError(f"data.factory: expected {name} to return (train, test), but it returned {got}.")
-    train, test = given
-    return make_dataset(train, test, options, name)
+        raise ConfigError(
+            f"data.factory: expected {name} to return (train, test) or (train, validation, test), but it returned "
+            f"{got}."
+        )
+    train, *validation, test = given
+    return make_dataset(train, test, options, name, *validation)
 
 
 def _named_inputs(x: Inputs) -> list[tuple[str, Tensor]]:

@@ -22,7 +22,7 @@ from torchace.lab.schema.results import GroupPlan, RunKey
 from torchace.lab.store import RunStore
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.components import Components
-from torchace.lab.sweeps.environment import versions
+from torchace.lab.sweeps.config import versions
 from torchace.lab.sweeps.executor import Executor, Plan, Stop, UnfinishedRunsError, config_digest
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.ray_cluster import RayAddressError, join_cluster, last_line, ray
@@ -129,7 +129,7 @@ class RayExecutor(Executor):
         except RayError as error:
             raise ValueError(
                 f"A worker of the Ray cluster cannot train on {self.device} ({last_line(error)}). Install the same "
-                "torchace on every node (pip install 'torchace[tool,ray]'), with a torch that sees its GPUs."
+                "torchace on every node, with the extras tool and ray and a torch that sees its GPUs."
             ) from error
         if version != versions()["torchace"]:
             raise ValueError(

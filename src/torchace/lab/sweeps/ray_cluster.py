@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from torchace._extras import missing_extra
+
 # Read when Ray is imported: no worker logs in the terminal, no usage statistics.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -21,7 +23,7 @@ try:
     import ray
     from ray.exceptions import RayError
 except ModuleNotFoundError as error:
-    raise ImportError("Sweeps on Ray need an extra package: pip install 'torchace[ray]'.") from error
+    raise missing_extra("Sweeps on Ray need ray", "ray") from error
 
 __all__ = ["RayAddressError", "join_cluster", "last_line", "ray"]  # import ray from here
 

@@ -18,7 +18,7 @@ from torchace._files import write_atomic
 from torchace.lab.schema.results import GroupPlan, RunResult
 from torchace.lab.store import RunStore
 from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.sweeps.environment import hardware, versions
+from torchace.lab.sweeps.config import hardware, versions
 from torchace.lab.sweeps.executor import Plan, train_group
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.training.checkpoint import MANIFEST, CheckpointError, Checkpoints

@@ -14,7 +14,7 @@ from torchace.lab.report.findings import headline
 from torchace.lab.report.formats import capitalize, count, join
 from torchace.lab.report.plots import lambda_figures
 from torchace.lab.report.statistics import comparable_means, compare, paired_differences
-from torchace.lab.report.tables import summary_of
+from torchace.lab.report.tables import summarize_metric
 from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import ArmSummary, RunKey
 from torchace.lab.store import RunStore
@@ -57,7 +57,7 @@ class SweepResult:
         return read_results(self.directory, arrays=arrays)
 
     def to_frame(self) -> DataFrame:
-        """Return one row a run: diversity, seed, test metrics, validation metrics (`validation_...`) and times.
+        """Return one row per run: diversity, seed, test metrics, validation metrics (`validation_...`) and times.
 
         Settings with a list of values, such as `learning_rate`, are columns too. Failed runs have no metrics; `status`
         is `"failed"`.
@@ -76,7 +76,7 @@ class SweepResult:
         return frame.drop(columns="arm") if len(set(names.values())) == 1 and len(frame) else frame
 
     def table(self) -> DataFrame:
-        """Return one row a λ: means over seeds on test data, standard deviations, and the difference to λ=0.
+        """Return one row per λ: means over seeds on test data, standard deviations, and the difference to λ=0.
 
         The index is λ, preceded by the arm, if there are several, and by settings with a list of values.
         `difference` is the mean paired difference of the loss (cross entropy or mean squared error), `low` to `high`
@@ -91,9 +91,9 @@ class SweepResult:
         return frame.set_index(_index(results)).drop(columns="arm", errors="ignore")
 
     def best(self) -> Series:
-        """Return the row of `table` of the λ that validation data choose, with `diversity`.
+        """Return the row of `table` for the λ chosen on validation data, with `diversity`.
 
-        λ is 0 unless another one has a lower validation loss in a paired test over seeds.
+        λ is 0 unless another one has a significantly lower validation loss (paired over seeds).
 
         Raises:
             ValueError: The sweep has no validation data.
@@ -141,7 +141,7 @@ class SweepResult:
     def ensemble(self, diversity: float, seed: int, *, arm: str | None = None, **settings: float) -> EnsembleModule:
         """Return the trained ensemble of one run, in evaluation mode on the CPU.
 
-        `settings` are the values of settings with a list of them, such as `learning_rate=0.1`.
+        `settings` selects values of other axes of the sweep, such as `learning_rate=0.1`.
 
         Raises:
             ValueError: There is no such run, or its weights were not kept.
@@ -220,7 +220,7 @@ def _row(results: Results, arm: ArmSummary, diversity: float) -> dict[str, Any]:
     row: dict[str, Any] = {"arm": arm.variant_of or arm.name, **arm.settings, "diversity": diversity}
     row["seeds"] = len(results.finished(arm, diversity))
     for key in (*task.ensemble, *task.member, task.spread, *task.details.get("Own", ())):
-        summary = summary_of(results, arm, diversity, key)
+        summary = summarize_metric(results, arm, diversity, key)
         if summary is not None:
             row |= {key: summary.mean, f"{key}_sd": summary.sd}
     comparison = compare(results, arm, task.loss)

@@ -13,19 +13,19 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from torchace.lab.schema.axes import AXES
 from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import ArmSummary, ExperimentResult, Failure, GroupPlan, RunKey
+from torchace.lab.schema.values import AXES
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.sweeps.callbacks import Callback
 from torchace.lab.sweeps.components import Components, named_metrics
-from torchace.lab.sweeps.config import ConfigError
-from torchace.lab.sweeps.environment import versions
+from torchace.lab.sweeps.config import ConfigError, versions
 from torchace.lab.sweeps.executor import Executor, Plan, Stop, count_run_parameters
-from torchace.lab.sweeps.factories import Factory, check_outputs
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import (
+    Factory,
     build_network,
+    check_outputs,
     default_group_size,
     describe_network,
     explain_network,
@@ -33,7 +33,7 @@ from torchace.lab.sweeps.networks import (
     make_train_config,
 )
 from torchace.lab.training.config import make_optimizer
-from torchace.lab.training.extra_metrics import MetricError, try_metrics
+from torchace.lab.training.evaluate import MetricError, try_metrics
 from torchace.lab.training.tasks import TASKS
 from torchace.nn.optimizers import check_elementwise
 
@@ -75,7 +75,7 @@ class Sweep:
         summaries = [_summarize(arm, data[arm.name], components[arm.name]) for arm in arms.values()]
         # configuration errors are raised above, before any file is written
         store.refuse_foreign()
-        with store.locked():
+        with store.lock():
             fingerprints = {name: _fingerprint(components[name], data[name]) for name in arms}
             record = self._begin(store, summaries, fingerprints)
             groups = self._plan_groups(plan, {arm.name: arm.parameters or 0 for arm in summaries})
@@ -197,10 +197,12 @@ def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary
         network = build_network(arm, None, [0], "cpu", components=components)
         if network.whole and arm.train.batches != "shared":
             raise ConfigError(
-                f"train.batches: expected 'shared' for members that share layers of an own network, but got "
+                f"train.batches: expected 'shared' for members of a user's network that share layers, but got "
                 f"{arm.train.batches!r}."
             )
         layers = explain_network(network, x)
+    if arm.train.patience is not None and data.validation is None:
+        raise ConfigError("`patience` needs validation data: set `validation`, such as 0.2.")
     try:
         config = make_train_config(arm.train, 1, arm.data.task, components)
         check_elementwise(make_optimizer(config, [p for p in network.parameters() if p.requires_grad]))
@@ -222,6 +224,7 @@ def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary
         parameters=count_run_parameters(network),
         diversities=tuple(arm.diversities),
         axes={name: tuple(values) for name, values in arm.axes.items()},
+        cell=arm.cell,
         baseline=arm.baseline,
         data=data.summary(),
     )

@@ -8,14 +8,15 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from torchace._extras import import_extra
 from torchace._files import check_regular
-from torchace.lab.data.errors import require_extra
-from torchace.lab.schema.axes import AXES
 from torchace.lab.schema.experiment import Experiment
 from torchace.lab.schema.results import RunKey, RunResult
+from torchace.lab.schema.values import AXES
 from torchace.lab.sweeps.callbacks import Callback, CallbackList, remove_partial_line
 from torchace.lab.training.loop import RunProgress
 
@@ -56,7 +57,7 @@ class Tracker(Callback):
 
 
 class CSV(Tracker):
-    """Append to `metrics.csv` in the run directory, one metric a row; rows of a repeated epoch are not repeated."""
+    """Append to `metrics.csv` in the run directory, one metric per row; a repeated epoch adds no rows."""
 
     COLUMNS = ("run", "arm", "diversity", "seed", *AXES, "step", "metric", "value")
 
@@ -93,7 +94,8 @@ class TensorBoard(Tracker):
 
     def __init__(self, directory: Path, experiment: Experiment) -> None:
         super().__init__(directory, experiment)
-        self._make = _import("tensorboard", "torch.utils.tensorboard").SummaryWriter
+        _import("tensorboard")
+        self._make = import_module("torch.utils.tensorboard").SummaryWriter
         self._writers: dict[str, Any] = {}
 
     def on_step(self, run: RunKey, progress: RunProgress) -> None:
@@ -219,5 +221,5 @@ def make_tracker(name: str, directory: Path, experiment: Experiment) -> Tracker:
     return TRACKERS[name](directory, experiment)
 
 
-def _import(name: str, module: str = "") -> Any:
-    return require_extra(module or name, "an extra package", f"The tracker {name!r}", name)
+def _import(name: str) -> Any:
+    return import_extra(name, f"The tracker {name!r} needs", name)

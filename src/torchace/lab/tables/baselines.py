@@ -1,4 +1,4 @@
-"""Baselines of a table's model, and the model's scores beside theirs."""
+"""Baselines for a table, and their scores beside the model's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchace._statistics import mean_over_samples
 from torchace.functional import brier_score, ensemble_log_probs
 from torchace.lab.data import permutation
 from torchace.lab.data.encoding import CategoryColumn
-from torchace.lab.schema.comparison import ENSEMBLE, ClassScores, Importance, ModelComparison, ModelScores, TargetScores
+from torchace.lab.schema.values import ENSEMBLE, ClassScores, Importance, ModelComparison, ModelScores, TargetScores
 from torchace.lab.store import finite
 from torchace.lab.tables.table import Table
 from torchace.lab.training.evaluate import evaluate_regression
@@ -156,7 +156,7 @@ def compare_with_baselines(
         start = time.monotonic()
         try:
             found = fit()
-        except Exception as error:  # of many types; a baseline that fails must not fail the fit
+        except Exception as error:  # errors of any type: a failed baseline must not stop the fit
             models.append(ModelScores(name=name, label=label, failure=error_reason(error)))
             continue
         estimate = mean_over_samples((losses(found, target) - own).numpy() * unit**2)

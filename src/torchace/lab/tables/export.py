@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchace._extras import import_extra
 from torchace._files import remove_abandoned, write_atomic
 from torchace.lab.data.encoding import CategoryColumn
-from torchace.lab.data.errors import require_extra
 from torchace.lab.tables.model import TableModel
 
 TOLERANCE = 1e-6  # between onnxruntime's and torch's outputs, relative to max(1, largest)
@@ -48,7 +48,7 @@ def export_onnx(model: TableModel, path: Path) -> float:
     The input `raw` is `Encoding.matrix`, `(N, F)` in float64. The metadata hold columns, codes and classes as JSON.
     """
     names = ("onnx", "onnxscript", "onnxruntime")
-    onnx, _, runtime = (require_extra(name, name, "The ONNX export", "onnx") for name in names)
+    onnx, _, runtime = (import_extra(name, "The ONNX export needs", "onnx") for name in names)
     graph = _Graph(model).eval()
     rows = _random_rows(model, max(BATCH_SIZES))
     with _silence_exporter():

@@ -21,10 +21,10 @@ import torch
 
 from torchace._files import PARTIAL, fsync_directory, json_digest, read_json, refuse_links, write_atomic
 from torchace.lab.data import Split
-from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, FoldSplit, assign_folds
+from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, FoldSplit, assign_folds, number_blocks
 from torchace.lab.schema.results import ExperimentResult, RunKey, RunResult
 from torchace.lab.store import OUTPUT_FILES, RunStore, RunStoreError, finite
-from torchace.lab.sweeps.environment import hardware, versions
+from torchace.lab.sweeps.config import hardware, versions
 from torchace.lab.tables.baselines import compare_with_baselines
 from torchace.lab.tables.model import TableModel, evaluate_chunks
 from torchace.lab.tables.table import Table
@@ -32,11 +32,10 @@ from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.loop import CheckpointPolicy, Progress
 from torchace.lab.training.members import MemberPlan, TrainedGroup, train_members
 from torchace.lab.training.memory import chunk_rows
-from torchace.lab.training.out_of_fold import collect_out_of_fold, left_out_logits
+from torchace.lab.training.out_of_fold import fit_run_temperature, left_out_logits
 from torchace.lab.training.scaling import assemble_ensemble
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
-from torchace.lab.tuning.search import SearchCallback, SearchProblem
-from torchace.lab.tuning.search_cache import SearchCache
+from torchace.lab.tuning.search import SearchCache, SearchCallback, SearchProblem
 from torchace.saving import ModelFileError
 
 SAVE_EVERY = 30.0  # seconds
@@ -122,7 +121,7 @@ class TableFit:
     def lock(self) -> Iterator[None]:
         """Lock the working directory; refuse one of another fit."""
         self._check_work()  # before the lock file is written
-        with RunStore(self.work).locked():
+        with RunStore(self.work).lock():
             self._check_work()
             if self._request_file.exists() and self._stored_request() != self.request():  # checked: to be overwritten
                 self._remove_files(keep=("lock",))
@@ -231,7 +230,7 @@ class TableFit:
                 on_progress=callback.on_step,
                 stop=stop,
             )
-            comparison = self._save(store, run, trained, tuned, folds)
+            comparison = self._save(store, run, trained, tuned, validation, folds)
         else:
             comparison = TableModel.load(self._model).record.get("comparison")
         checkpoints.remove()
@@ -243,12 +242,12 @@ class TableFit:
         Every row is left out by the same number of members, so that its scores are those of an ensemble.
         """
         plan = self.plan
-        whole = plan.num_members % NUM_FOLDS == 0 and plan.members == "separate" and plan.batches == "shared"
+        whole = plan.num_members % NUM_FOLDS == 0 and not plan.has_shared_weights and plan.batches == "shared"
         whole = whole and len(train) + len(validation) >= MIN_FOLD_ROWS and len(self.table.test) > 0
         if plan.patience is None or diversity != 0 or train.weight is not None or not whole:
             return None
         samples = Split(torch.cat([train.x, validation.x]), torch.cat([train.y, validation.y]))
-        folds = assign_folds(samples.x.double(), samples.y, seed=self.seed)
+        folds = assign_folds(number_blocks(samples.x.double()), samples.y, seed=self.seed)
         return FoldSplit.make(samples, folds, plan.num_members)
 
     def _search(self, train: Split, validation: Split, test: Split) -> GridSearch:
@@ -258,7 +257,7 @@ class TableFit:
             test=test if len(test) else None,
             score_scale=self.table.target_variance,
             cache=SearchCache(self.work / "search", SAVE_EVERY),
-            min_train_score=0.25,
+            skip_overfitting=True,
         )
 
     def _save(
@@ -267,6 +266,7 @@ class TableFit:
         run: RunKey,
         trained: TrainedGroup,
         tuned: TunedDiversity | None,
+        validation: Split,
         folds: FoldSplit | None,
     ) -> dict[str, Any] | None:
         """Save the model, then its result file, which marks the run as finished; return the comparison."""
@@ -278,8 +278,9 @@ class TableFit:
             )
         table, fitted = self.table, trained.fitted
         temperature = 1.0
-        if folds is not None and table.task == "classification":
-            temperature = collect_out_of_fold(trained, folds.validation, folds.left_out, None).temperature
+        if self.plan.has_temperature:
+            left_out = None if folds is None else folds.left_out
+            temperature = fit_run_temperature(trained, validation if folds is None else folds.validation, left_out)
         ensemble = assemble_ensemble(table.encoding.encoder(), trained.ensemble(0), table.target_scaler, temperature)
         scores, arrays = self._evaluate(trained, temperature, folds)
         record = {

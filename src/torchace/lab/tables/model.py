@@ -16,7 +16,7 @@ from torchace.functional import disagreement, ensemble_log_probs, ensemble_probs
 from torchace.lab.data import DataError
 from torchace.lab.data.encoding import CategoryColumn, Encoding
 from torchace.lab.data.parsing import positions, texts
-from torchace.lab.schema.comparison import ModelComparison
+from torchace.lab.schema.values import ModelComparison
 from torchace.lab.training.evaluate import Evaluation, Evaluator, evaluate_regression
 from torchace.lab.training.memory import chunk_rows, collect_chunks
 from torchace.nn import Ensemble

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchace._files import atomic_file, error_reason, remove_abandoned
 from torchace.lab.data import DataError
-from torchace.lab.data.columns import get_column
 from torchace.lab.data.errors import arrow, first_duplicate, row_number
+from torchace.lab.data.table_schema import get_column
 from torchace.lab.data.tables import iterate_table
 from torchace.lab.tables.model import TableModel
 from torchace.lab.training.loop import Interrupted

@@ -16,8 +16,7 @@ from torchace.lab.tables.table import Table
 from torchace.lab.training.members import MemberPlan
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
 from torchace.lab.tuning.optuna_search import OptunaSearch, StudyResult
-from torchace.lab.tuning.search import SearchCallback, SearchProblem, SearchResult
-from torchace.lab.tuning.search_cache import SearchCache
+from torchace.lab.tuning.search import SearchCache, SearchCallback, SearchProblem, SearchResult
 
 Result = TypeVar("Result", bound=SearchResult)
 

@@ -23,7 +23,7 @@ from safetensors.torch import load as load_safetensors
 from torch import Tensor, nn
 
 from torchace._model_files import to_safetensors
-from torchace.lab.data.inputs import Inputs, input_tensors, map_inputs
+from torchace.lab.data.splits import Inputs, input_tensors, map_inputs
 from torchace.nn.parallel import broadcast_bytes, split_range
 
 if TYPE_CHECKING:

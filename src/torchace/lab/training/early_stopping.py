@@ -12,9 +12,8 @@ from torch import Tensor
 
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.memory import chunk_rows
-from torchace.lab.training.objective import mean_over_samples, partial_mixture
 from torchace.lab.training.run_group import RunGroup
-from torchace.lab.training.tasks import TASKS
+from torchace.lab.training.tasks import TASKS, mean_over_samples, partial_mixture
 
 CHUNK = 4096  # samples predicted at once, at most
 
@@ -76,10 +75,16 @@ def validation_scores(network: RunGroup, split: Any, config: TrainConfig, member
 
 
 @torch.no_grad()
-def validation_losses(network: RunGroup, split: Any, config: TrainConfig, members: Tensor | None = None) -> Tensor:
+def validation_losses(
+    network: RunGroup,
+    split: Any,
+    config: TrainConfig,
+    members: Tensor | None = None,
+    temperature: Sequence[float] | None = None,
+) -> Tensor:
     """Each run's cross entropy or squared error on every sample of a split, `(R, N)`.
 
-    `members` is as in `ValidationSet`.
+    `members` is as in `ValidationSet`; `temperature` divides the logits of each run.
     """
     training = network.training
     network.eval()
@@ -88,6 +93,8 @@ def validation_losses(network: RunGroup, split: Any, config: TrainConfig, member
     task, losses, done = TASKS[config.task], [], 0
     for x, y in split.chunks(rows):
         logits = network.predict(x).to(config.dtype)
+        if temperature is not None:
+            logits = logits / logits.new_tensor(temperature).view(-1, 1, 1, 1)
         if members is None:
             losses.append(task.scores(logits, y))
         else:

@@ -1,22 +1,26 @@
-"""Test scores of trained runs by task, and arrays for reports."""
+"""Test scores of trained runs by task, a user's own metrics, and arrays for reports."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torchace.functional import disagreement, ensemble_log_probs, ensemble_probs, mutual_information
+from torchace.lab.data.rng import preserve_generators
 from torchace.lab.training.memory import CHUNK_BYTES
 from torchace.lab.training.run_group import RunGroup
+from torchace.lab.training.tasks import TASKS
 
 if TYPE_CHECKING:
     from torchace.metrics import EnsembleMetrics
+
 
 MAX_CONTESTED = 24  # samples in a report
 MAX_POINTS = 5000  # samples in a regression plot
@@ -178,9 +182,9 @@ def evaluate_regression(predictions: Tensor, target: Tensor) -> Evaluation:
         "ambiguity": spread.square().mean().item(),  # member_mse - mse
         "members": member_mse.tolist(),
     }
-    centred = errors - errors.mean(1, keepdim=True)
-    size = centred.square().sum(1).sqrt()
-    correlation = centred @ centred.T / (size[:, None] * size).clamp_min(torch.finfo(torch.float64).tiny)
+    centered = errors - errors.mean(1, keepdim=True)
+    size = centered.square().sum(1).sqrt()
+    correlation = centered @ centered.T / (size[:, None] * size).clamp_min(torch.finfo(torch.float64).tiny)
     arrays = {
         "predicted": mean[:MAX_POINTS],
         "observed": target[:MAX_POINTS],
@@ -188,3 +192,61 @@ def evaluate_regression(predictions: Tensor, target: Tensor) -> Evaluation:
         "residual_correlation": correlation,
     }
     return Evaluation(scores, {name: value.cpu().contiguous() for name, value in arrays.items()})
+
+
+MAX_ELEMENTS = 1 << 22  # of the random logits of a trial
+
+
+class MetricError(ValueError):
+    """A metric failed or returned something else than a number."""
+
+
+def compute_metric(name: str, metric: Any, logits: Tensor, target: Tensor, task: str) -> float:
+    """Return a metric of logits `(K, N, C)`, a number.
+
+    A torchmetrics metric gets the ensemble's probabilities `(N, C)` (one column is given as `(N,)`), or predictions of
+    a regression, and the target; labels are 0 or 1.
+    """
+    try:
+        if hasattr(metric, "update") and hasattr(metric, "compute"):
+            metric = metric.to(logits.device)
+            metric.reset()
+            values = ensemble_probs(logits, link=TASKS[task].link)
+            target = (target > 0.5).long() if task == "multilabel" else target
+            if task != "classification" and values.shape[1] == 1:
+                values, target = values.squeeze(1), target.squeeze(1)
+            metric.update(values, target)
+            result = metric.compute()
+            metric.reset()
+        else:
+            result = metric(logits, target)
+    except Exception as error:  # the user's code may raise anything
+        reason = str(error).strip().split("\n")[0] or "no message"
+        raise MetricError(f"The metric {name!r} failed with {type(error).__name__}: {reason}") from error
+    try:
+        return float(result)
+    except (TypeError, ValueError, RuntimeError):
+        got = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        raise MetricError(f"Expected the metric {name!r} to return one number, but got {got}.") from None
+
+
+def compute_metrics(metrics: Mapping[str, Any], logits: Tensor, target: Tensor, task: str) -> dict[str, float]:
+    """Return all metrics of one run by name; one that fails is NaN, with a warning: the run itself is kept."""
+    values = {}
+    for name, metric in metrics.items():
+        try:
+            values[name] = compute_metric(name, metric, logits, target, task)
+        except MetricError as error:
+            warnings.warn(str(error), stacklevel=2)
+            values[name] = math.nan
+    return values
+
+
+def try_metrics(metrics: Mapping[str, Any], num_members: int, num_outputs: int, target: Tensor, task: str) -> None:
+    """Call the metrics with random logits before a training; raise the first failure."""
+    target = target[: max(2, MAX_ELEMENTS // (num_members * num_outputs))]
+    logits = torch.randn(num_members, len(target), num_outputs, generator=torch.Generator().manual_seed(0))
+    with preserve_generators(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, metric in metrics.items():
+            compute_metric(name, metric, logits.to(target.device), target, task)

@@ -12,17 +12,21 @@ import torch
 from torch import Tensor
 
 from torchace.lab.data import Batches
-from torchace.lab.data.inputs import Inputs, map_inputs
+from torchace.lab.data.splits import Inputs, map_inputs
 from torchace.lab.schema.results import Failure
 from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.config import TrainConfig, make_optimizer
-from torchace.lab.training.cuda_graph import graph_on_gpu
+from torchace.lab.training.config import (
+    TrainConfig,
+    connect_gradients,
+    label_smoothing,
+    make_optimizer,
+    set_learning_rates,
+    split_parameters,
+)
 from torchace.lab.training.distributed import all_gather, detect_lost_rank
 from torchace.lab.training.early_stopping import EarlyStopping, ValidationSet
-from torchace.lab.training.nonfinite import nonfinite_member
-from torchace.lab.training.run_group import RunGroup
-from torchace.lab.training.run_settings import connect_gradients, label_smoothing, set_learning_rates, split_parameters
-from torchace.lab.training.step import StepResult, TrainStep
+from torchace.lab.training.run_group import RunGroup, nonfinite_member
+from torchace.lab.training.step import StepResult, TrainStep, graph_on_gpu
 from torchace.lab.training.tasks import TASKS
 
 NONFINITE = "NaN or Inf in loss or gradient"
@@ -268,7 +272,7 @@ class BatchFeed:
         distinct = sorted(set(seeds))
         self.batches, self.shape = batches, None if config.batches == "shared" else (len(distinct), num_members)
         self.seeds, self.streams = distinct, [0] * len(distinct)
-        if self.shape is not None:  # one stream a member
+        if self.shape is not None:  # one stream per member
             self.seeds = [seed for seed in distinct for _ in range(num_members)]
             self.streams = [k for _ in distinct for k in range(num_members)]
         # all λ of one seed see the same batch

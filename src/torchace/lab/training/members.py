@@ -18,10 +18,9 @@ from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.early_stopping import ValidationSet, validation_losses
 from torchace.lab.training.loop import FitResult, fit
 from torchace.lab.training.memory import check_memory, chunk_rows, count_parameters
-from torchace.lab.training.objective import mean_over_samples
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.scaling import scale_inputs
-from torchace.lab.training.tasks import TASKS
+from torchace.lab.training.tasks import TASKS, mean_over_samples
 from torchace.models import mlp
 from torchace.nn import Ensemble, StackedEnsemble, adapt
 from torchace.nn.base import EnsembleModule
@@ -33,7 +32,7 @@ class MemberPlan:
 
     task: str  # "classification" or "regression"
     num_members: int = 10
-    members: str = "separate"  # or "shared": one network with adapters for each member
+    members: str = "separate"  # or "shared", "shared_mini": one network with adapters for each member
     hidden: tuple[int, ...] = (64,)
     epochs: int = 100
     batch_size: int = 128
@@ -44,16 +43,27 @@ class MemberPlan:
     label_smoothing: float = 0.0
     patience: int | None = None  # epochs; None: no early stopping
     precision: str = "float64"
-    encoding: str = "standard"  # otherwise, every input has a learnt scale
+    encoding: str = "standard"  # otherwise, every input has a learned scale
     network: Callable[[int, int], nn.Module] | None = None  # a member from its numbers of inputs and outputs
+
+    @property
+    def has_shared_weights(self) -> bool:
+        """Whether members share weights, so that every sample trains all of them."""
+        return self.members != "separate"
+
+    @property
+    def has_temperature(self) -> bool:
+        """Whether the model has a temperature, fitted on the samples that stop its training."""
+        return self.patience is not None and self.task != "regression"
 
     def ensemble(self, num_features: int, num_outputs: int, seed: int) -> EnsembleModule:
         """Return a new ensemble; initial weights depend only on the seed and the member's index."""
         dtype, link = self.train_config(1).dtype, TASKS[self.task].link
-        if self.members == "shared":
+        if self.has_shared_weights:
+            layers = "first" if self.members == "shared_mini" else None
             with use_seed(hashed_key(seed, "member", 0)):
                 network = (self._mlp if self.network is None else self.member)(num_features, num_outputs)
-                return adapt(network, self.num_members, link=link).to(dtype)
+                return adapt(network, self.num_members, layers=layers, link=link).to(dtype)
         members = []
         for k in range(self.num_members):
             with use_seed(hashed_key(seed, "member", k)):
@@ -118,9 +128,9 @@ class TrainedGroup:
         for part in x.split(chunk_rows(ensemble, ensemble.num_members, itemsize=x.itemsize)):
             yield ensemble(part).double().cpu()
 
-    def losses(self, split: Split) -> Tensor:
+    def losses(self, split: Split, temperature: Sequence[float] | None = None) -> Tensor:
         """Each ensemble's cross entropy or squared error on every sample of a split, `(R, N)`."""
-        return validation_losses(self.network, split, self.train_config)
+        return validation_losses(self.network, split, self.train_config, temperature=temperature)
 
     def scores(self, split: Split, losses: Tensor | None = None) -> list[float]:
         """Weighted means of `losses` over a split; Inf for failed runs."""
@@ -171,7 +181,7 @@ def new_run_group(plan: MemberPlan, num_features: int, num_outputs: int, seeds: 
     """Return untrained runs."""
     with torch.device("meta"):
         parameters = count_parameters(plan.member(num_features, num_outputs))
-    networks = len(seeds) * (1 if plan.members == "shared" else plan.num_members)
+    networks = len(seeds) * (1 if plan.has_shared_weights else plan.num_members)
     check_memory(networks * parameters, plan.train_config(1).dtype)
     return RunGroup([plan.ensemble(num_features, num_outputs, seed) for seed in seeds])
 

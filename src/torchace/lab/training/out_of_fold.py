@@ -14,8 +14,8 @@ from torch import Tensor
 from torchace.lab.data import Split
 from torchace.lab.training import memory
 from torchace.lab.training.members import TrainedGroup
-from torchace.lab.training.objective import mean_over_samples
 from torchace.lab.training.scaling import Scaler, fit_temperature
+from torchace.lab.training.tasks import mean_over_samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,8 @@ class OutOfFold:
     score: float  # cross entropy, or squared error in the targets' units
     temperature: float
     variance: NDArray[np.float64]  # (M,): mean square residual of each target of a regression; (1,): the score
-    rows: NDArray[np.int64] | None = None  # among the samples used; None: unknown
+    rows: NDArray[np.int64] | None = None  # among the samples used; None: of a hold-out
+    folds: NDArray[np.int64] | None = None  # (N,), of all samples used
 
     def expand(self, used: NDArray[np.bool_]) -> NDArray[np.float64]:
         """Predictions of all samples `(N, ...)`, NaN for those that no member left out."""
@@ -39,7 +40,7 @@ def collect_out_of_fold(
     trained: TrainedGroup, split: Split, left_out: Tensor | None, targets: Scaler | None
 ) -> OutOfFold:
     """Predict each sample by the members that left it out, `(K, N)`; None: by all."""
-    temperature = 1.0 if targets is not None else _fit_temperature(trained, split, left_out)
+    temperature = 1.0 if targets is not None else fit_run_temperature(trained, split, left_out)
     predictions, losses, done = [], [], 0
     for logits in left_out_logits(trained, split.x, left_out):  # (m, n, C), NaN where fewer members left a sample out
         y = split.y[done : done + logits.shape[1]].cpu()
@@ -64,13 +65,13 @@ def collect_out_of_fold(
     return OutOfFold(collected, float(variance.mean()), temperature, variance)
 
 
-def _fit_temperature(trained: TrainedGroup, split: Split, left_out: Tensor | None) -> float:
-    """Temperature on as many samples as a chunk of memory holds."""
+def fit_run_temperature(trained: TrainedGroup, split: Split, left_out: Tensor | None = None, run: int = 0) -> float:
+    """Temperature of one run, on as many samples as a chunk of memory holds."""
     members = trained.plan.num_members if left_out is None else _num_members(left_out)
     size = 8 * len(split) * members * trained.network.predict(split.x[:1]).shape[-1]
     part = slice(None, None, -(-size // memory.CHUNK_BYTES))
     mask = None if left_out is None else left_out[:, part]
-    logits = torch.cat(list(left_out_logits(trained, split.x[part], mask)), 1)
+    logits = torch.cat(list(left_out_logits(trained, split.x[part], mask, run)), 1)
     weight = None if split.weight is None else split.weight[part].cpu().double()
     y = split.y[part].cpu()
     if trained.plan.task == "multilabel":  # a label is a choice between the logits 0 and z
@@ -80,10 +81,10 @@ def _fit_temperature(trained: TrainedGroup, split: Split, left_out: Tensor | Non
     return fit_temperature(logits, y, weight)
 
 
-def left_out_logits(trained: TrainedGroup, x: Tensor, left_out: Tensor | None) -> Iterator[Tensor]:
+def left_out_logits(trained: TrainedGroup, x: Tensor, left_out: Tensor | None, run: int = 0) -> Iterator[Tensor]:
     """Logits of the members that left a sample out, in chunks `(m, n, C)`; NaN where fewer members did."""
     done = 0
-    for logits in trained.logits(0, x):
+    for logits in trained.logits(run, x):
         rows = slice(done, done + logits.shape[1])
         done = rows.stop
         if left_out is None:

@@ -1,7 +1,8 @@
-"""Runs trained together as one network: inputs `(R, B, ...)`, logits `(R, K, B, C)`."""
+"""Runs trained together as one network: inputs `(R, B, ...)`, logits `(R, K, B, C)`; where NaN and Inf occur."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Self, cast
 
@@ -9,17 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from torchace.lab.data import hashed_key
-from torchace.lab.data.inputs import Inputs, as_arguments, input_tensors, map_inputs
+from torchace.lab.data.splits import Inputs, as_arguments, input_tensors, map_inputs
 from torchace.lab.training.distributed import Ranks
 from torchace.nn import SMOC, AdaptedEnsemble, Ensemble, StackedEnsemble
-from torchace.nn.base import EnsembleModule
-from torchace.nn.members import average_shared_gradients, take_logits
+from torchace.nn.base import EnsembleModule, average_shared_gradients, take_logits
 from torchace.nn.stacked_state import all_shared_names, take_group
 from torchace.nn.stacking import MemberRNG
 
 
 class RunGroup(nn.Module):
-    """R independent runs of K members each, from one ensemble a run.
+    """R independent runs of K members each, from one ensemble per run.
 
     Members of an `Ensemble` (of one architecture) are one stack of R·K, trunks a stack of R, and SMOC's heads a stack
     of R with K members each. Weights that adapted members share are stacks of R. Other ensembles are a stack of R whole
@@ -43,7 +43,7 @@ class RunGroup(nn.Module):
         self.heads = isinstance(first, SMOC)
         self.whole = not isinstance(first, (SMOC, Ensemble, StackedEnsemble))
         trunks: list[Any] = [None if self.whole else getattr(ensemble, "trunk", None) for ensemble in ensembles]
-        self.trunk = None if trunks[0] is None else StackedEnsemble.trusted(trunks)
+        self.trunk = None if trunks[0] is None else StackedEnsemble.from_trusted(trunks)
         self._branched = getattr(first, "branched", None)  # for `save_model`
         self._adapted = first.settings if isinstance(first, AdaptedEnsemble) else None
         if self._adapted is not None:
@@ -53,7 +53,7 @@ class RunGroup(nn.Module):
             members: list[Any] = list(ensembles)
             if not self.whole:
                 members = [m for e in members for m in ([e.head] if self.heads else e)]
-            self.members = StackedEnsemble.trusted(members, self.link)
+            self.members = StackedEnsemble.from_trusted(members, self.link)
         self._shared_names = {f"members.stacked.{name}" for name in all_shared_names(self.members.stacked)}
         self.seeds = torch.zeros(self.num_runs, dtype=torch.int64)
         self.step = torch.zeros((), dtype=torch.int64)
@@ -176,3 +176,55 @@ class RunGroup(nn.Module):
                 ensemble.branched = self._branched
         ensemble.training = self.training  # layers keep their modes
         return ensemble
+
+
+def all_finite(values: Sequence[Tensor | None]) -> bool:
+    """Whether CPU tensors are finite; False also for overflowing sums and for other devices."""
+    tensors = [value for value in values if value is not None]
+    return tensors[0].device.type == "cpu" and all(math.isfinite(norm) for norm in torch._foreach_norm(tensors))
+
+
+@torch.no_grad()
+def first_nonfinite(
+    network: RunGroup,
+    logits: Tensor,  # (R, K, B, C)
+    losses: Tensor,  # (R, K)
+) -> Tensor:
+    """Code of the first nonfinite member of each run, `(R,)`, for `nonfinite_member`; -1 if all are finite.
+
+    Coupled members spread a NaN within one step. Codes are smallest for logits, larger for losses, largest for
+    gradients: the smallest code is the origin.
+    """
+    others = [torch.nn.functional.pad(sums, (0, 1)) for sums in (logits.sum((2, 3)).to(losses), losses)]
+    sums = torch.stack([*others, _gradient_sums(network).to(losses)])  # sums keep NaN and Inf
+    bad = (sums - sums) != 0  # (3, R, K + 1); fewer kernels than isfinite
+    seen, member = bad.any(2), bad.int().argmax(2)  # (3, R)
+    total = network.total_members
+    member = torch.where(member == network.num_members, total, member + network.local_members.start)
+    codes = torch.full_like(member[0], -1)
+    for source in (2, 1, 0):
+        codes = torch.where(seen[source], member[source] + source * (total + 1), codes)
+    return codes
+
+
+def nonfinite_member(code: int, num_members: int) -> int | None:
+    """Member of a code of `first_nonfinite`; None for shared parts."""
+    member = code % (num_members + 1)
+    return member if member < num_members else None
+
+
+def _gradient_sums(network: RunGroup) -> Tensor:
+    """Sums of the gradients of each member's own parameters, and of shared ones, `(R, K + 1)`."""
+    own: list[Tensor] = []  # (R, K) each
+    shared: list[Tensor] = []  # (R, 1) each
+    for name, parameter in network.named_parameters():
+        if parameter.grad is not None:
+            is_shared = network.is_shared(name)
+            entries = parameter.grad.reshape(parameter.shape[0], -1).sum(1).view(network.num_runs, -1)
+            (shared if is_shared else own).append(entries)
+    like = next(network.parameters())
+    columns = [
+        torch.stack(entries).sum(0) if entries else like.new_zeros(network.num_runs, width)
+        for entries, width in ((own, network.num_members), (shared, 1))
+    ]
+    return torch.cat(columns, 1)

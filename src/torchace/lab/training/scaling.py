@@ -1,4 +1,4 @@
-"""Scales of targets, learnt scales of inputs and temperatures, and their place in a trained ensemble's weights."""
+"""Scales of targets, learned scales of inputs and temperatures, and their place in a trained ensemble's weights."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Scaler:
         return cls(statistics[:, 0], torch.where(statistics[:, 1] > 0, statistics[:, 1], 1.0))
 
     def transform(self, values: Tensor) -> Tensor:
-        """Standardise values `(N, M)`."""
+        """Standardize values `(N, M)`."""
         return (values - self.mean).div_(self.std)
 
     def inverse_transform(self, values: Tensor) -> Tensor:
-        """Convert standardised values to their units."""
+        """Convert standardized values to their units."""
         return values * self.std + self.mean
 
 
 class ScaledLinear(nn.Linear):
-    """A linear layer with a learnt factor for each input, which starts at 1.
+    """A linear layer with a learned factor for each input, which starts at 1.
 
     The factor is `INPUT_RATE` times a parameter, so that Adam changes it as much faster than the weights. It multiplies
     the weights and not the inputs: members that share an input are then one product.
@@ -82,7 +82,7 @@ class OutputScale(nn.Module):
 
 
 def scale_inputs(network: nn.Sequential) -> nn.Sequential:
-    """Replace the first layer of an `mlp` by one with a learnt scale for each input."""
+    """Replace the first layer of an `mlp` by one with a learned scale for each input."""
     name = _first_linear(network)
     setattr(network, name, ScaledLinear(network.get_submodule(name)))  # type: ignore[arg-type]
     return network
@@ -98,7 +98,7 @@ def _first_linear(network: nn.Sequential) -> str:
 
 
 def fit_temperature(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> float:
-    """Temperature that minimises the ensemble's cross entropy, in [1 / `MAX_TEMPERATURE`, `MAX_TEMPERATURE`].
+    """Temperature that minimizes the ensemble's cross entropy, in [1 / `MAX_TEMPERATURE`, `MAX_TEMPERATURE`].
 
     It divides the logits `(K, N, C)` of each member; rows of NaN are of members that do not predict the sample.
     `target` is `(N,)`, and `weight` too.
@@ -124,7 +124,7 @@ def assemble_ensemble(
 ) -> Ensemble:
     """Ensemble from raw inputs to predictions in the targets' units, on the CPU in float64.
 
-    Learnt scales of inputs become part of the first layers of an `mlp`; the inverse scaling of regression targets, or
+    Learned scales of inputs become part of the first layers of an `mlp`; the inverse scaling of regression targets, or
     the temperature that divides logits, of its last. Other networks are followed by an `OutputScale`.
     """
     scaler = targets or Scaler(*(torch.tensor([v], dtype=torch.float64) for v in (0.0, 1 / temperature)))

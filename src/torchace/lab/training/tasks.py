@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchace.functional import binary, ncl
 from torchace.kernels import LossOptions, LossResult, composite, member_terms
+from torchace.lab.training.config import TrainConfig
 
 
 class LossInputs(NamedTuple):
@@ -125,3 +126,106 @@ TASKS = {
         predictions=lambda logits: logits,
     ),
 }
+
+
+class Objective(NamedTuple):
+    """Losses, scores and gradient of one step."""
+
+    losses: Tensor  # (R, K): training loss of each member
+    score: Tensor  # (R,): of the ensemble if members share a batch, else mean over members
+    gradient: Tensor  # (R, K, B, C): with respect to the logits; 0 for stopped runs
+
+
+def compute_objective(
+    logits: Tensor,  # (R, K, B, C), detached
+    y: Tensor,  # (R, B), or (R, K, B) with own batches; (..., M) for numbers and labels
+    weight: Tensor | None,  # first axes of y, or (R, K, B); relative to the training set's mean
+    diversity: Tensor,  # (R,)
+    active: Tensor,  # (R,): False for stopped runs
+    mixture: Tensor | None,  # (R, K·B, C) for exchanged batches, (R, B, C) for members on other ranks or own weights
+    config: TrainConfig,
+    *,
+    num_members: int | None = None,
+    batch_size: int | None = None,
+    label_smoothing: Tensor | None = None,
+) -> Objective:
+    """Losses, scores and gradient of one training step.
+
+    Losses and score are divided by the batch size, not by the sum of weights: a weight of k counts as k repeats in
+    expectation. `num_members` and `batch_size` are those of all ranks; results are then shares of the whole.
+    `label_smoothing` `(R,)` replaces that of the configuration.
+    """
+    num_runs, local_members, size = logits.shape[:3]
+    num_members, batch_size = num_members or local_members, batch_size or size
+    own, task = config.batches != "shared", TASKS[config.task]
+    by_member = weight is not None and weight.ndim == 3  # (R, K, B)
+    scale = active.to(config.dtype).view(-1, *[1] * (1 + (own or by_member))) / batch_size
+    if weight is not None:
+        scale = scale * weight
+    inputs = _loss_inputs(logits, y, diversity, mixture, num_members, config, label_smoothing)
+    if own:
+        scale = scale.expand(num_runs, local_members, -1).flatten(0, 1)
+    # members with own batches are not coupled by gradients
+    compute = task.closed_form if config.detach_others or own else ace_by_autograd
+    losses, scores, gradient = compute(inputs, scale)
+    assert scores is not None
+    assert gradient is not None
+    if own:
+        losses, scores = losses.view(num_runs, local_members), scores.view(num_runs, -1)
+        gradient = gradient.squeeze(1).unflatten(0, (num_runs, local_members))
+    elif mixture is not None:  # some members are on other ranks, or do not train on a sample
+        scores = task.mixture_scores(mixture, y)
+    if weight is not None:
+        scores = scores * (weight.mean(1) if by_member and not own else weight.flatten(1))
+    count = batch_size * num_members if own else batch_size
+    return Objective(losses, scores.mean(-1) if count == scores.shape[-1] else scores.sum(-1) / count, gradient)
+
+
+def ensemble_predictions(logits: Tensor, config: TrainConfig) -> Tensor:
+    """Each run's ensemble prediction, `(R, N, C)`, from its members' logits `(R, K, N, C)`."""
+    return member_predictions(logits, config).mean(1)
+
+
+def partial_mixture(logits: Tensor, members: Tensor, config: TrainConfig) -> Tensor:
+    """Mean prediction of some members of each run, `(R, N, C)`: `members` is `(K, N)` or `(R, K, N)`; 0 for none."""
+    share = members.to(config.dtype)
+    share = share / share.sum(-2, keepdim=True).clamp_min(1)
+    return (member_predictions(logits, config) * share.unsqueeze(-1)).sum(1)
+
+
+def member_predictions(logits: Tensor, config: TrainConfig) -> Tensor:
+    """Each member's prediction in the shape of its logits: probabilities, or numbers."""
+    return TASKS[config.task].predictions(logits.to(config.dtype))
+
+
+def mean_over_samples(values: Tensor, weight: Tensor | None) -> Tensor:
+    """Mean over the last axis, weighted if `weight` is given; 0 if the weights sum to 0."""
+    if weight is None:
+        return values.mean(-1)
+    total = weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
+    return (values * (weight / total)).sum(-1)
+
+
+def _loss_inputs(
+    logits: Tensor,
+    y: Tensor,
+    diversity: Tensor,
+    mixture: Tensor | None,
+    num_members: int,
+    config: TrainConfig,
+    label_smoothing: Tensor | None,
+) -> LossInputs:
+    """Own batches as R·K runs of one member: its loss needs only the others' predictions on its batch."""
+    alpha = None if mixture is None else 1 / num_members
+    smoothing = config.label_smoothing if label_smoothing is None else label_smoothing
+    if config.batches == "shared":
+        return LossInputs(logits, y, diversity, alpha, mixture, smoothing)
+    lead = logits.shape[:2]
+    # no mixture: separate batches, no coupling
+    lam = torch.zeros_like(diversity) if mixture is None else diversity
+    if mixture is not None:
+        mixture = mixture.unflatten(1, logits.shape[1:3]).flatten(0, 1)
+    lam = lam.unsqueeze(1).expand(lead).flatten()
+    if isinstance(smoothing, Tensor):
+        smoothing = smoothing.repeat_interleave(lead[1])
+    return LossInputs(logits.flatten(0, 1).unsqueeze(1), y.flatten(0, 1), lam, alpha, mixture, smoothing)

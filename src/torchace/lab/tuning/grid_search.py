@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,20 +23,27 @@ from torchace.lab.schema.results import Candidate, DiversitySearch, Gain
 from torchace.lab.schema.values import LARGEST
 from torchace.lab.training.early_stopping import CHUNK
 from torchace.lab.training.members import train_members
-from torchace.lab.training.objective import mean_over_samples
-from torchace.lab.training.tasks import TASKS
+from torchace.lab.training.out_of_fold import fit_run_temperature
+from torchace.lab.training.tasks import TASKS, mean_over_samples
 from torchace.lab.tuning.gain import count, describe_gain, measure_gain
-from torchace.lab.tuning.search import MAX_SEEDS, Search, SearchCallback, SearchProblem, SearchStage
-from torchace.lab.tuning.search_cache import SearchCache
+from torchace.lab.tuning.search import MAX_SEEDS, Search, SearchCache, SearchCallback, SearchProblem, SearchStage
 
-CANDIDATES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)
+CANDIDATES = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7)
 TOLERANCE = 1e-9  # relative: the last digits of a score depend on the other runs of a group
 RESOLUTION = 0.01  # smallest distance between two λ
 MAX_RUNS = 64  # in a run group
+MIN_TRAIN_SHARE = 0.25  # of the training in the validation score; below it, members overfit
 MEMORY = 2**30  # bytes of a run group, estimated
 
 Scores = Mapping[int, float | None]  # by seed; None for a training that failed
 Losses = dict[float, dict[int, Tensor | None]]  # (N,) by λ and seed; None for a training that failed
+
+
+class ScoredSplit(NamedTuple):
+    """Samples that a search scores."""
+
+    split: Split
+    plain: bool = False  # before the temperature
 
 
 def select_diversity(scores: Mapping[float, Scores]) -> float:
@@ -58,7 +65,7 @@ def select_diversity(scores: Mapping[float, Scores]) -> float:
 
 
 def refine_candidates(tried: Iterable[float], best: float) -> list[float]:
-    """Return the midpoints between the best λ and its neighbours; 0 and 1 count as neighbours.
+    """Return the midpoints between the best λ and its neighbors; 0 and 1 count as neighbors.
 
     Example:
         >>> refine_candidates([0.0, 0.1, 0.3, 0.5], 0.3), refine_candidates([0.0, 0.5, 0.9], 0.9)
@@ -66,9 +73,15 @@ def refine_candidates(tried: Iterable[float], best: float) -> list[float]:
     """
     grid = sorted({0.0, 1.0, *tried})
     index = grid.index(best)
-    neighbours = grid[max(index - 1, 0) : index] + grid[index + 1 : index + 2]
-    midpoints = {round((best + other) / 2, 6) for other in neighbours if abs(other - best) >= 2 * RESOLUTION}
+    neighbors = grid[max(index - 1, 0) : index] + grid[index + 1 : index + 2]
+    midpoints = {round((best + other) / 2, 6) for other in neighbors if abs(other - best) >= 2 * RESOLUTION}
     return sorted(midpoints - set(tried))
+
+
+def is_overfitting(train_score: float, validation_score: float, num_samples: int) -> bool:
+    """Whether members overfit so much at λ=0 that a search for λ is useless."""
+    del num_samples
+    return train_score < MIN_TRAIN_SHARE * validation_score
 
 
 class TunedDiversity(DiversitySearch):
@@ -100,13 +113,13 @@ class GridSearch(Search):
     problem: SearchProblem
     test: Split | None = None  # None: measure the gain on the validation samples
     test_name: str = "test"
-    num_seeds: int = 3  # trainings of each λ
-    num_fresh: int = 5  # fresh seeds of the comparison; 0 skips it
-    rounds: int = 2  # at most
+    num_seeds: int = 2  # trainings of each λ
+    num_fresh: int = 8  # fresh seeds of the comparison; 0 skips it
+    rounds: int = 1  # at most
     candidates: Sequence[float] = CANDIDATES  # of the first round
     score_scale: float = 1.0  # factor for the scores, such as the variance of a scaled target
     cache: SearchCache | None = None  # an interrupted search resumes from it
-    min_train_score: float = 0.0  # relative to the validation score; a lower one at λ=0 ends the search: overfitting
+    skip_overfitting: bool = False  # see `is_overfitting`
 
     def __post_init__(self) -> None:
         check_count(self.num_seeds, "num_seeds")
@@ -129,22 +142,22 @@ class GridSearch(Search):
         tried = [0.0] if problem.plan.num_members == 1 else tried
         scores: dict[float, Scores] = {}
         rounds: list[tuple[float, ...]] = []
-        gain, compared, train_score = None, False, None
+        gain, compared, baseline = None, False, None
         with contextlib.nullcontext() if self.cache is None else self.cache.open(problem.fingerprint(test=self.test)):
-            if self.min_train_score > 0 and len(tried) > 1:
-                scores, train_score = self._train_baseline(train, seeds, len(tried))
-                if train_score is not None and train_score < self.min_train_score * _mean(scores[0.0]):
+            if self.skip_overfitting and len(tried) > 1:
+                scores, baseline = self._train_baseline(train, seeds, len(tried))
+                if baseline is not None and is_overfitting(*baseline, num_samples=len(problem.train)):
                     tried = [0.0]
             while tried and len(rounds) < self.rounds:
                 rounds.append(tuple(tried))
                 if untried := tuple(diversity for diversity in tried if diversity not in scores):
-                    losses = train(SearchStage(len(rounds), "search", untried, seeds), problem.validation)
+                    losses = train(SearchStage(len(rounds), "search", untried, seeds), ScoredSplit(problem.validation))
                     scores |= self._scores(losses)
                 best = select_diversity(scores)
                 tried = refine_candidates(scores, best) if len(scores) > 1 else []
             if compared := best > 0 and self.num_fresh > 0:
                 split = problem.validation if self.test is None else self.test
-                losses = train(SearchStage(len(rounds) + 1, "gain", (0.0, best), fresh_seeds), split)
+                losses = train(SearchStage(len(rounds) + 1, "gain", (0.0, best), fresh_seeds), ScoredSplit(split))
                 gain = self._gain(losses, best, num_choices=len(scores) - 1 if self.test is None else 1)
         fresh = fresh_seeds if compared else ()
         is_gain = gain is not None and gain.beyond_noise and gain.mean > 0
@@ -158,36 +171,43 @@ class GridSearch(Search):
             seeds=seeds,
             fresh_seeds=fresh,
             gain=gain,
-            train_score=train_score,
-            sentence=_describe(problem, scores, best, gain, len(fresh), train_score),
+            train_score=None if baseline is None else baseline[0],
+            validation_score=None if baseline is None else baseline[1],
+            sentence=_describe(problem, scores, best, gain, len(fresh), baseline),
         )
 
     def _train_baseline(
         self, train: _GroupTrainer, seeds: tuple[int, ...], num_candidates: int
-    ) -> tuple[dict[float, Scores], float | None]:
-        """Train λ=0, estimate the time of the rest, and return its scores and that of the training samples."""
+    ) -> tuple[dict[float, Scores], tuple[float, float] | None]:
+        """Train λ=0, estimate the time of the rest, and return its scores and the mean ones before the temperature.
+
+        These are of the training and of the validation samples; None if every training failed.
+        """
         problem, start = self.problem, time.monotonic()
-        splits = (problem.validation, problem.train)
-        both = Split(torch.cat([split.x for split in splits]), torch.cat([split.y for split in splits]))
-        losses = train(SearchStage(1, "search", (0.0,), seeds), both)[0.0]
-        size = len(problem.validation)
-        scores = self._scores({0.0: {seed: None if row is None else row[:size] for seed, row in losses.items()}})
-        weight = None if problem.train.weight is None else problem.train.weight.cpu().double()
-        found = [float(mean_over_samples(row[None, size:], weight)) for row in losses.values() if row is not None]
+        parts = (
+            ScoredSplit(problem.validation),
+            ScoredSplit(problem.train, plain=True),
+            ScoredSplit(problem.validation, plain=True),
+        )
+        losses = train(SearchStage(1, "search", (0.0,), seeds), *parts)[0.0]
         runs = (num_candidates - 1 + 2 * (self.rounds - 1)) * self.num_seeds + 2 * self.num_fresh
         train.callback.on_estimate((time.monotonic() - start) / self.num_seeds * runs)
-        return scores, self.score_scale * fmean(found) if found else None
+        sizes = [len(part.split) for part in parts]
+        rows = {seed: [None] * 3 if row is None else row.split(sizes) for seed, row in losses.items()}
+        by_part = [
+            {seed: self._score(row[place], part.split) for seed, row in rows.items()}
+            for place, part in enumerate(parts)
+        ]
+        means = [_mean(scores) for scores in by_part]
+        return {0.0: by_part[0]}, (means[1], means[2]) if math.isfinite(means[1]) else None
 
     def _scores(self, losses: Losses) -> dict[float, Scores]:
-        weight = self.problem.validation.weight
-        weight = None if weight is None else weight.cpu().double()
-        return {
-            diversity: {
-                seed: None if row is None else self.score_scale * float(mean_over_samples(row[None], weight))
-                for seed, row in by_seed.items()
-            }
-            for diversity, by_seed in losses.items()
-        }
+        validation = self.problem.validation
+        return {d: {seed: self._score(row, validation) for seed, row in rows.items()} for d, rows in losses.items()}
+
+    def _score(self, losses: Tensor | None, split: Split) -> float | None:
+        weight = None if split.weight is None else split.weight.cpu().double()
+        return None if losses is None else self.score_scale * float(mean_over_samples(losses[None], weight))
 
     def _gain(self, losses: Losses, best: float, num_choices: int) -> Gain | None:
         split = self.problem.validation if self.test is None else self.test
@@ -210,23 +230,29 @@ class _GroupTrainer:
     stop: Callable[[], bool]
     max_loss: float  # above it, a training counts as failed
 
-    def __call__(self, stage: SearchStage, split: Split) -> Losses:
+    def __call__(self, stage: SearchStage, *parts: ScoredSplit) -> Losses:
         # all λ of a seed in one group: they share batches
         runs = [(diversity, seed) for seed in stage.seeds for diversity in stage.diversities]
         rows: list[Tensor | None] = []
         for group in split_evenly(runs, self._max_runs()):
-            losses = self._train(stage, group, split, start=len(rows) / len(runs), share=len(group) / len(runs))
+            losses = self._train(stage, group, parts, start=len(rows) / len(runs), share=len(group) / len(runs))
             rows += [row if bool((row.abs() < self.max_loss).all()) else None for row in losses]
         self.callback.on_search(stage, 1.0)
         by_run = dict(zip(runs, rows, strict=True))
         return {d: {seed: by_run[d, seed] for seed in stage.seeds} for d in stage.diversities}
 
     def _train(
-        self, stage: SearchStage, group: Sequence[tuple[float, int]], split: Split, start: float, share: float
+        self,
+        stage: SearchStage,
+        group: Sequence[tuple[float, int]],
+        parts: Sequence[ScoredSplit],
+        start: float,
+        share: float,
     ) -> Tensor:
-        """Return losses `(R, N)` in float64; NaN for failed runs."""
+        """Return losses `(R, N)` of all parts in float64; NaN for failed runs."""
         name = f"{stage.purpose}-{hashlib.sha256(json.dumps(group).encode()).hexdigest()[:12]}"
-        if self.cache is not None and (finished := self.cache.read(name, (len(group), len(split)))) is not None:
+        size = sum(len(part.split) for part in parts)
+        if self.cache is not None and (finished := self.cache.read(name, (len(group), size))) is not None:
             return finished
         problem = self.problem
         trained = train_members(
@@ -240,7 +266,11 @@ class _GroupTrainer:
             on_progress=lambda p: self.callback.on_search(stage, start + share * p.step / p.steps),
             stop=self.stop,
         )
-        losses = trained.losses(split).double().cpu()
+        temperature = None
+        if problem.plan.has_temperature:  # as the model will have one
+            temperature = [fit_run_temperature(trained, problem.validation, run=run) for run in range(len(group))]
+        rows = (trained.losses(part.split, None if part.plain else temperature) for part in parts)
+        losses = torch.cat(list(rows), 1).double().cpu()
         losses[sorted(trained.fitted.failures)] = torch.nan
         if self.cache is not None:
             self.cache.write(name, losses)
@@ -273,17 +303,19 @@ def _describe(
     best: float,
     gain: Gain | None,
     num_fresh: int,
-    train_score: float | None,
+    baseline: tuple[float, float] | None,
 ) -> str:
     """Return the reason for the choice, and how far training and validation scores lie apart at λ=0."""
     noun = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[TASKS[problem.plan.task].score_name]
     sentence = _describe_choice(problem, scores, best, gain, num_fresh, noun)
-    if train_score is None:
+    if baseline is None:
         return sentence
-    apart = f"At λ=0 the {noun} is {train_score:.3g} on the training and {_mean(scores[0.0]):.3g} on the validation"
+    apart = f"At λ=0 the {noun} is {baseline[0]:.3g} on the training and {baseline[1]:.3g} on the validation samples"
+    if problem.plan.has_temperature:
+        apart += " before the temperature"
     if len(scores) == 1:
-        return f"{apart} samples: the members overfit, which λ cannot mend, so λ=0 is kept without a search."
-    return f"{sentence} {apart} samples."
+        return f"{apart}: the members overfit, which λ cannot mend, so λ=0 is kept without a search."
+    return f"{sentence} {apart}."
 
 
 def _describe_choice(

@@ -17,9 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace.nn.stacked_state import all_shared_names, group_size, take_members
 from torchace.nn.stacking.forward import handle_checkpointing, run_stacked, track_layers
-from torchace.nn.stacking.mode import RANDOM, RULES, Node, StackingMode
-from torchace.nn.stacking.rng import ConstantRNG
-from torchace.nn.stacking.values import FIRST, Stacked
+from torchace.nn.stacking.mode import FIRST, RANDOM, RULES, ConstantRNG, Node, Stacked, StackingMode
 
 HEADER = Node("layer", "function", "computed")
 FILLING = (Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_)
@@ -61,8 +59,9 @@ def decide(
 ) -> Decision:
     """Compare outputs and gradients of two followed members with those alone, in float64 where members allow it."""
     devices = {parameter.device for parameter in stacked.parameters()}
-    # checkpointing around the ensemble must not recompute this comparison
-    no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    # checkpointing around the ensemble must not recompute this comparison; detached, as an output that its own node
+    # saves would never be freed
+    no_hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x)
     with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]), no_hooks:
         try:
             with ExitStack() as stack:
@@ -93,7 +92,7 @@ def _to_double(value: Any) -> Any:
 def _compare(
     stacked: nn.Module, num_members: int, token: int, args: list[Any], kwargs: dict[str, Any], own: bool, cast: Any
 ) -> Decision:
-    def inputs_of(members: Tensor) -> list[Any]:
+    def select_inputs(members: Tensor) -> list[Any]:
         return tree_map(lambda x: x[members * len(x) // num_members] if own and isinstance(x, Tensor) else x, args)
 
     chosen = _finite_members(stacked, num_members)
@@ -102,7 +101,7 @@ def _compare(
         member = cast(take_members(stacked, k))
         try:
             with _ConstantRandomness() as constant, handle_checkpointing(constant):
-                output = member(*inputs_of(torch.tensor(k)), **kwargs)
+                output = member(*select_inputs(torch.tensor(k)), **kwargs)
             alone.append((tree_leaves(output), _gradients(output, member)))
         except Exception as error:
             raise _MemberError(error) from error
@@ -114,7 +113,7 @@ def _compare(
     together = cast(take_members(stacked, chosen))
     try:
         with track_layers(together, mode):
-            output = run_stacked(together, mode, inputs_of(torch.tensor(chosen)), kwargs, own=own)
+            output = run_stacked(together, mode, select_inputs(torch.tensor(chosen)), kwargs, own=own)
         outputs, gradients = tree_leaves(output), _gradients(output, together)
     except Exception as error:
         return Decision(False, str(error).split("\n")[0].rstrip(".") or type(error).__name__)

@@ -28,9 +28,7 @@ from torchace.nn.stacked_state import (
     replace_tensors,
     shared_names,
 )
-from torchace.nn.stacking.mode import MARK, StackingError, StackingMode
-from torchace.nn.stacking.rng import MemberRNG
-from torchace.nn.stacking.values import expand_groups, to_members
+from torchace.nn.stacking.mode import MARK, MemberRNG, StackingError, StackingMode, expand_groups, to_members
 
 CHECKPOINT = (
     "Expected members without reentrant activation checkpointing, which repeats one member's forward in the backward, "
@@ -85,7 +83,7 @@ def run_stacked(
     for module, name, buffer in buffers:
         now = module._buffers[name]
         if now is not buffer and now is not None:  # replaced instead of changed in place
-            new = to_members(mode.value_of(now), mode.num_members).detach()
+            new = to_members(mode.to_stacked(now), mode.num_members).detach()
             if new.shape != buffer.shape:
                 raise StackingError(f"the shape of buffer {name!r} changes")
             module._buffers[name] = buffer.copy_(new)
@@ -96,7 +94,7 @@ def _unmark(mode: StackingMode, output: Any) -> Any:
     """Return an output as a plain tensor `(K, ...)`."""
     if not isinstance(output, Tensor):
         return output
-    data = to_members(mode.value_of(output), mode.num_members)
+    data = to_members(mode.to_stacked(output), mode.num_members)
     setattr(data, MARK, None)
     return data
 

@@ -8,19 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchace.nn.stacking.mode import StackingMode, rule
-from torchace.nn.stacking.tensor_rules import Func, named
-from torchace.nn.stacking.values import (
+from torchace.nn.stacking.mode import (
     CHANNELS,
     FIRST,
     LAST,
     Stacked,
+    StackingMode,
     expand_groups,
     pad_axes,
+    rule,
     to_channels,
     to_first,
     to_members,
 )
+from torchace.nn.stacking.tensor_rules import Func, functions
 
 
 def _has_own_weights(stacking: StackingMode, *weights: Any) -> bool:
@@ -112,7 +113,7 @@ def _linear(stacking: StackingMode, func: Func, input: Any, weight: Any, bias: A
     return Stacked(out.view(count, *x.shape[1:-1], -1))
 
 
-@rule(*named("matmul", "bmm", "mm", "mv"), Tensor.__matmul__, Tensor.__rmatmul__)
+@rule(*functions("matmul", "bmm", "mm", "mv"), Tensor.__matmul__, Tensor.__rmatmul__)
 def _matmul(stacking: StackingMode, func: Func, input: Any, other: Any = None, **kwargs: Any) -> Any:
     other = next(iter(kwargs.values())) if other is None else other  # mat2, vec
     if func is Tensor.__rmatmul__:
@@ -126,7 +127,7 @@ def _matmul(stacking: StackingMode, func: Func, input: Any, other: Any = None, *
     )
 
 
-@rule(*named("addmm"))
+@rule(*functions("addmm"))
 def _addmm(stacking: StackingMode, func: Func, input: Any, mat1: Any, mat2: Any, **scales: Any) -> Any:
     if isinstance(mat1, Stacked) and not isinstance(input, Stacked) and not isinstance(mat2, Stacked):
         x = to_first(mat1, stacking.num_members)
@@ -208,7 +209,7 @@ def _transposed_convolution(
 
 
 def _with_dimensions(*names: str) -> list[Any]:
-    return [f for name in names for d in (1, 2, 3) for f in named(f"{name}{d}d")]
+    return [f for name in names for d in (1, 2, 3) for f in functions(f"{name}{d}d")]
 
 
 @rule(*_with_dimensions("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool"))
@@ -233,7 +234,7 @@ def _pad(stacking: StackingMode, func: Func, input: Any, pad: Any, mode: str = "
     return Stacked(F.pad(to_first(input, stacking.num_members), pad, mode, value))
 
 
-@rule(*named("pixel_shuffle", "pixel_unshuffle"))
+@rule(*functions("pixel_shuffle", "pixel_unshuffle"))
 def _pixel_shuffle(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     return Stacked(func(to_first(x, stacking.num_members), *args, **kwargs))
 

@@ -6,7 +6,9 @@ Calls on plain tensors run once. Calls on marked tensors, which hold all members
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +17,130 @@ from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from torchace.nn.stacking.rng import ConstantRNG, MemberRNG
-from torchace.nn.stacking.values import CHANNELS, FIRST, LAST, Stacked, to_members
+FIRST = "first"  # (K, ...), or (G, ...) where G divides K and the first K/G members share the first entry, and so on
+CHANNELS = "channels"  # (N, K·C, ...), for grouped convolutions
+LAST = "last"  # (K, D, N) for vectors (N, D), the output of linear layers
+
+
+class Stacked:
+    """A tensor of all members; plain tensors are the same for all members and have a member's shape."""
+
+    __slots__ = ("data", "layout")
+
+    def __init__(self, data: Tensor, layout: str = FIRST) -> None:
+        self.data, self.layout = data, layout
+
+    @property
+    def ndim(self) -> int:
+        """Number of a member's axes."""
+        return self.data.ndim - (self.layout != CHANNELS)
+
+    def shape(self, num_members: int) -> torch.Size:
+        """Return a member's shape."""
+        shape = self.data.shape
+        if self.layout == FIRST:
+            return shape[1:]
+        if self.layout == LAST:
+            return torch.Size((shape[2], shape[1]))
+        return torch.Size((shape[0], shape[1] // num_members, *shape[2:]))
+
+
+def to_first(value: Stacked, num_members: int) -> Tensor:
+    """Return a view `(G, ...)`."""
+    if value.layout == FIRST:
+        return value.data
+    if value.layout == LAST:
+        return value.data.mT
+    return value.data.unflatten(1, (num_members, -1)).movedim(1, 0)
+
+
+def expand_groups(data: Tensor, num_members: int) -> Tensor:
+    """Repeat `(G, ...)` to `(K, ...)`."""
+    return data if data.shape[0] == num_members else data.repeat_interleave(num_members // data.shape[0], 0)
+
+
+def to_members(value: Any, num_members: int) -> Tensor:
+    """Return a stacked or plain tensor as `(K, ...)`; plain ones are expanded without a copy."""
+    if isinstance(value, Stacked):
+        return expand_groups(to_first(value, num_members), num_members)
+    return value.expand(num_members, *value.shape)
+
+
+def to_channels(value: Any, num_members: int) -> Tensor:
+    """Return a stacked or plain tensor with member shape `(N, C, ...)` as `(N, K·C, ...)`."""
+    if isinstance(value, Stacked) and value.layout == CHANNELS:
+        return value.data
+    data = to_members(value, num_members)
+    merged = data.movedim(0, 1).flatten(1, 2)
+    if data.ndim == 5 and data[0].is_contiguous(memory_format=torch.channels_last) and not data[0].is_contiguous():
+        merged = merged.contiguous(memory_format=torch.channels_last)
+    return merged
+
+
+def pad_axes(data: Tensor, ndim: int) -> Tensor:
+    """Insert axes, `(K, 1, ..., *shape)`, up to `ndim` axes of a member."""
+    missing = ndim + 1 - data.ndim
+    return data if missing <= 0 else data.reshape(data.shape[0], *[1] * missing, *data.shape[1:])
+
+
+class ConstantRNG:
+    """Constant 0.5, to compare two computations of a network with random layers."""
+
+    def uniform(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor of 0.5."""
+        return torch.full(shape, 0.5, dtype=dtype, device=device)
+
+
+class MemberRNG:
+    """Random numbers as a function of (seed, step, call, member, position), for K = R·M members.
+
+    Shapes: seeds `(R,)`, members of each run `(M,)`, step `()`, a tensor that CUDA graphs read at every replay.
+    """
+
+    def __init__(self, seeds: Tensor, members: Tensor, step: Tensor, part: slice = slice(None)) -> None:
+        self.tensors, self.part, self.calls = (seeds, members, step), part, 0
+        self._keys: tuple[Tensor, Tensor] | None = None
+
+    def __getitem__(self, part: slice) -> MemberRNG:
+        """Return the generator of some of the members."""
+        return MemberRNG(*self.tensors, part)
+
+    @contextmanager
+    def member_seeds(self) -> Iterator[list[int]]:
+        """Yield a seed for each member, a function of (seed, step, member); restore PyTorch's generator afterwards."""
+        device = self.tensors[0].device
+        key, index = self._member_keys()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield _mix(_mix(key) + index * 0x85EBCA6B).tolist()
+
+    def _member_keys(self) -> tuple[Tensor, Tensor]:
+        """Return keys of seed and step, and the members' numbers, `(K,)` each."""
+        if self._keys is None:
+            seeds, members, step = self.tensors
+            key = _mix(_mix(_mix(seeds) + (seeds >> 32)) + step).repeat_interleave(len(members))
+            self._keys = key[self.part], members.repeat(len(seeds))[self.part]
+        return self._keys
+
+    def uniform(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return numbers in [0, 1) of shape `(K, ...)`."""
+        self.calls += 1
+        key, index = self._member_keys()
+        key = _mix(_mix(key + self.calls * 0x9E3779B9) + index * 0x85EBCA6B).view(-1, 1)  # (K, 1)
+        position = torch.arange(math.prod(shape[1:]), device=device)
+        bits = _mix(_mix(position + key) ^ _mix(key + 0x27D4EB2F))
+        return ((bits >> 8).to(dtype) * 2.0**-24).view(shape)
+
+
+_BITS = 0xFFFFFFFF
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Hash 32 bits, stored in int64: every input bit changes about half of the output bits."""
+    x = x & _BITS
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & _BITS
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & _BITS
+    return x ^ (x >> 16)
+
 
 # (mode, function, *args, **kwargs), stacked tensors as `Stacked`; returns `NotImplemented` where unsupported
 Rule = Callable[..., Any]
@@ -79,25 +203,25 @@ class StackingMode(TorchFunctionMode):
         setattr(data, MARK, self.marks[layout])
         return data
 
-    def value_of(self, value: Any) -> Any:
+    def to_stacked(self, value: Any) -> Any:
         """Return a marked tensor as `Stacked`, also within lists and tuples, and other values unchanged."""
         if isinstance(value, Tensor):
             mark = getattr(value, MARK, None)
             return Stacked(value, mark[1]) if mark is not None and mark[0] == self.token else value
         if type(value) in (list, tuple):
-            return type(value)([self.value_of(item) for item in value])
+            return type(value)([self.to_stacked(item) for item in value])
         return value
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        inputs = [self.value_of(value) for value in args]
-        options = {name: self.value_of(value) for name, value in kwargs.items()} if kwargs else {}
+        inputs = [self.to_stacked(value) for value in args]
+        options = {name: self.to_stacked(value) for name, value in kwargs.items()} if kwargs else {}
         if not inputs and "input" in options:
             inputs.append(options.pop("input"))
         compute = RULES.get(func)
-        if compute is None and name_of(func) in RANDOM_NAMES:
-            raise StackingError(f"{name_of(func)!r} draws random numbers, which has no form for each member")
+        if compute is None and function_name(func) in RANDOM_NAMES:
+            raise StackingError(f"{function_name(func)!r} draws random numbers, which has no form for each member")
         if func not in RANDOM and not _any_stacked(inputs) and not _any_stacked(options.values()):
             self.note(func, "once")
             return func(*args, **(kwargs or {}))
@@ -120,7 +244,7 @@ class StackingMode(TorchFunctionMode):
     def note(self, func: Callable[..., Any], how: str) -> None:
         """Record how a function is computed."""
         if self.record is not None and func not in QUERIES:
-            self.record.append(Node(self.layer, name_of(func), how))
+            self.record.append(Node(self.layer, function_name(func), how))
 
     def compute_without_rule(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Compute one function for all members by `vmap`, or member by member where `vmap` fails."""
@@ -151,7 +275,7 @@ class StackingMode(TorchFunctionMode):
             elif all(value == values[0] for value in values):
                 combined.append(values[0])
             else:
-                raise StackingError(f"{name_of(func)!r} returns Python values that differ between members")
+                raise StackingError(f"{function_name(func)!r} returns Python values that differ between members")
         return tree_unflatten(combined, members[0][1])
 
 
@@ -163,7 +287,7 @@ def _any_stacked(values: Iterable[Any]) -> bool:
     return False
 
 
-def name_of(func: Callable[..., Any]) -> str:
+def function_name(func: Callable[..., Any]) -> str:
     """Return the name of a PyTorch function."""
     name = getattr(func, "__name__", "") or type(func).__name__
     if name == "__get__":  # a property of tensors

@@ -9,18 +9,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchace.nn.stacking.mode import QUERIES, Rule, StackingError, StackingMode, rule
-from torchace.nn.stacking.values import CHANNELS, FIRST, LAST, Stacked, expand_groups, pad_axes, to_first, to_members
+from torchace.nn.stacking.mode import (
+    CHANNELS,
+    FIRST,
+    LAST,
+    QUERIES,
+    Rule,
+    Stacked,
+    StackingError,
+    StackingMode,
+    expand_groups,
+    pad_axes,
+    rule,
+    to_first,
+    to_members,
+)
 
 Func = Callable[..., Any]
 SHARED_WRITE = "a member's values would be written into a tensor that all members share"
 
 
-def named(*names: str) -> list[Any]:
+def functions(*names: str) -> list[Any]:
     """Return the functions with these names in `torch`, `torch.nn.functional` and `Tensor`, also in-place ones."""
     spaces = (torch, F, Tensor, torch.special, torch.linalg, torch._C._nn)
-    functions = [getattr(space, f"{name}{end}", None) for name in names for space in spaces for end in ("", "_")]
-    return [f for f in functions if callable(f)]
+    found = [getattr(space, f"{name}{end}", None) for name in names for space in spaces for end in ("", "_")]
+    return [f for f in found if callable(f)]
 
 
 def getters(*names: str) -> list[Any]:
@@ -41,7 +54,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 @rule(
-    *named(
+    *functions(
         *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "tanh", "sigmoid"),
         *("logsigmoid", "softplus", "softsign", "hardswish", "hardtanh", "hardsigmoid", "tanhshrink", "hardshrink"),
         *("softshrink", "threshold", "exp", "expm1", "log", "log1p", "log2", "log10", "sqrt", "rsqrt", "square"),
@@ -75,7 +88,7 @@ def _convert(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: A
 
 
 @rule(
-    *named(
+    *functions(
         *("add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "floor_divide", "pow"),
         *("remainder", "fmod", "maximum", "minimum", "fmax", "fmin", "where", "eq", "ne", "lt", "le", "gt", "ge"),
         *("logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor", "masked_fill"),
@@ -205,39 +218,39 @@ def _wrap(result: Any, layout: str) -> Any:
 
 
 rule(
-    *named("softmax", "log_softmax", "softmin", "logsumexp", "cumsum", "cumprod", "logcumsumexp", "amax", "amin"),
-    *named("max", "min", "argmax", "argmin", "any", "all", "prod", "median", "squeeze", "glu", "unflatten"),
+    *functions("softmax", "log_softmax", "softmin", "logsumexp", "cumsum", "cumprod", "logcumsumexp", "amax", "amin"),
+    *functions("max", "min", "argmax", "argmin", "any", "all", "prod", "median", "squeeze", "glu", "unflatten"),
 )(axis_rule((1, "dim", None)))
-rule(*named("sum", "mean", "var", "std", "count_nonzero"))(axis_rule((1, "dim", "all")))
-rule(*named("unbind", "unsqueeze", "select", "narrow"))(axis_rule((1, "dim", 0)))
-rule(*named("sort", "argsort"))(axis_rule((1, "dim", -1)))
-rule(*named("topk", "diff"))(axis_rule((2, "dim", -1)))
-rule(*named("norm", "normalize", "vector_norm"))(axis_rule((2, "dim", None)))
-rule(*named("chunk", "split", "tensor_split"), torch.functional.split)(axis_rule((2, "dim", 0)))
-rule(*named("roll"))(axis_rule((2, "dims", None)))
-rule(*named("flatten"))(axis_rule((1, "start_dim", 0), (2, "end_dim", -1)))
-rule(*named("transpose", "swapaxes", "swapdims", "movedim", "moveaxis"))(
+rule(*functions("sum", "mean", "var", "std", "count_nonzero"))(axis_rule((1, "dim", "all")))
+rule(*functions("unbind", "unsqueeze", "select", "narrow"))(axis_rule((1, "dim", 0)))
+rule(*functions("sort", "argsort"))(axis_rule((1, "dim", -1)))
+rule(*functions("topk", "diff"))(axis_rule((2, "dim", -1)))
+rule(*functions("norm", "normalize", "vector_norm"))(axis_rule((2, "dim", None)))
+rule(*functions("chunk", "split", "tensor_split"), torch.functional.split)(axis_rule((2, "dim", 0)))
+rule(*functions("roll"))(axis_rule((2, "dims", None)))
+rule(*functions("flatten"))(axis_rule((1, "start_dim", 0), (2, "end_dim", -1)))
+rule(*functions("transpose", "swapaxes", "swapdims", "movedim", "moveaxis"))(
     axis_rule((1, "dim0", None), (2, "dim1", None))
 )
-rule(*named("index_select"))(axis_rule((1, "dim", None), plain_tensors=True))
-rule(*named("repeat_interleave"))(axis_rule((2, "dim", None), plain_tensors=True))
+rule(*functions("index_select"))(axis_rule((1, "dim", None), plain_tensors=True))
+rule(*functions("repeat_interleave"))(axis_rule((2, "dim", None), plain_tensors=True))
 
 
-@rule(*named("permute", "flip"))
+@rule(*functions("permute", "flip"))
 def _permute(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     dims = [d % x.ndim + 1 for d in _sizes(args, kwargs)]
     data = to_first(x, stacking.num_members)
     return Stacked(data.flip(dims) if func.__name__ == "flip" else data.permute(0, *dims))
 
 
-@rule(*getters("T", "mT", "H", "mH"), *named("t", "adjoint"))
+@rule(*getters("T", "mT", "H", "mH"), *functions("t", "adjoint"))
 def _matrix_transpose(stacking: StackingMode, func: Func, x: Any, *_: Any) -> Any:
     if x.ndim != 2 or x.data.is_complex():
         return NotImplemented
     return Stacked(to_first(x, stacking.num_members).mT)
 
 
-@rule(*named("gather"))
+@rule(*functions("gather"))
 def _gather(stacking: StackingMode, func: Func, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
     count = stacking.num_members
     return Stacked(torch.gather(to_members(x, count), shift(dim), to_members(index, count), **kwargs))
@@ -252,7 +265,7 @@ def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     return list(given[0]) if isinstance(given[0], (list, tuple)) else list(given)
 
 
-@rule(*named("reshape", "view"))
+@rule(*functions("reshape", "view"))
 def _reshape(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(v, torch.dtype) for v in (*args, *kwargs.values())):
         return NotImplemented
@@ -260,20 +273,20 @@ def _reshape(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: A
     return Stacked(data.reshape(data.shape[0], *_sizes(args, kwargs)))
 
 
-@rule(*named("expand", "broadcast_to"))
+@rule(*functions("expand", "broadcast_to"))
 def _expand(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     sizes = _sizes(args, kwargs)
     return Stacked(pad_axes(to_first(x, stacking.num_members), len(sizes)).expand(-1, *sizes))
 
 
-@rule(*named("repeat", "tile"))
+@rule(*functions("repeat", "tile"))
 def _repeat(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     sizes = _sizes(args, kwargs)
     ndim = max(len(sizes), x.ndim)
     return Stacked(pad_axes(to_first(x, stacking.num_members), ndim).repeat(1, *[1] * (ndim - len(sizes)), *sizes))
 
 
-@rule(*named("view_as", "reshape_as", "expand_as"))
+@rule(*functions("view_as", "reshape_as", "expand_as"))
 def _shape_as(stacking: StackingMode, func: Func, x: Any, other: Any) -> Any:
     shape = other.shape(stacking.num_members) if isinstance(other, Stacked) else other.shape
     if not isinstance(x, Stacked):
@@ -281,7 +294,7 @@ def _shape_as(stacking: StackingMode, func: Func, x: Any, other: Any) -> Any:
     return (_expand if func is Tensor.expand_as else _reshape)(stacking, func, x, shape)
 
 
-@rule(*named("cat", "concat", "concatenate", "stack"))
+@rule(*functions("cat", "concat", "concatenate", "stack"))
 def _concatenate(stacking: StackingMode, func: Func, tensors: Any, dim: int = 0, *, axis: int | None = None) -> Any:
     dim = dim if axis is None else axis
     count = stacking.num_members
@@ -326,7 +339,7 @@ def _setitem(stacking: StackingMode, func: Func, x: Any, index: Any, value: Any)
     place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
 
 
-@rule(*named("zeros_like", "ones_like", "full_like"))
+@rule(*functions("zeros_like", "ones_like", "full_like"))
 def _constant_like(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:
     return Stacked(func(to_members(x, stacking.num_members), *args, **kwargs))  # a forward may write into them
 
@@ -381,7 +394,7 @@ def _python_value(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwar
 @query(
     *getters("dtype", "device", "requires_grad", "is_cuda", "layout", "grad_fn", "is_leaf", "is_sparse", "grad"),
     *getters("is_quantized", "is_mps", "is_meta", "is_nested", "is_xpu", "is_mkldnn", "itemsize", "names"),
-    *named("is_floating_point", "is_complex", "is_signed", "element_size", "get_device", "is_contiguous"),
+    *functions("is_floating_point", "is_complex", "is_signed", "element_size", "get_device", "is_contiguous"),
     *(Tensor.__repr__, Tensor.__hash__, Tensor.register_hook, Tensor.is_inference),
 )
 def _tensor_property(stacking: StackingMode, func: Func, x: Any, *args: Any, **kwargs: Any) -> Any:

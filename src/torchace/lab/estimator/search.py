@@ -1,0 +1,48 @@
+"""Search for λ on the samples of an estimator."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchace.lab.data import Split, hashed_key
+from torchace.lab.data.folds import hold_out
+from torchace.lab.training.members import MemberPlan
+from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
+from torchace.lab.tuning.search import SearchCallback, SearchProblem
+
+MAX_SEARCH_ROWS = 10_000
+
+
+class _EstimatePrinter(SearchCallback):
+    def on_estimate(self, seconds: float) -> None:
+        print(f"The search for λ takes about {seconds:.0f} s.", flush=True)
+
+
+def search_diversity(
+    plan: MemberPlan,
+    samples: Split,
+    blocks: Tensor,
+    num_outputs: int,
+    *,
+    fraction: float,
+    seed: int,
+    score_scale: float,
+    verbose: bool,
+) -> TunedDiversity:
+    """Choose λ on one held-out part and measure its gain on another; at most `MAX_SEARCH_ROWS` samples are used.
+
+    No part splits one of the `blocks` (see `number_blocks`).
+    """
+
+    def take(part: Split, part_blocks: Tensor, share: float, purpose: str) -> tuple[Split, Tensor, Split, Tensor]:
+        key = hashed_key(seed, purpose)
+        mask = hold_out(part_blocks, part.y, share, seed=key, weight=part.weight)
+        return part.take(~mask), part_blocks[~mask], part.take(mask), part_blocks[mask]
+
+    if len(samples) > MAX_SEARCH_ROWS:
+        _, _, samples, blocks = take(samples, blocks, MAX_SEARCH_ROWS / len(samples), "search")
+    rest, blocks, test, _ = take(samples, blocks, fraction, "check")
+    train, _, validation, _ = take(rest, blocks, fraction, "validation")
+    problem = SearchProblem(plan, train, validation, num_outputs, seed)
+    search = GridSearch(problem, test=test, test_name="held-out", score_scale=score_scale, skip_overfitting=True)
+    return search.run(_EstimatePrinter() if verbose else None)

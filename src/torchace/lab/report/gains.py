@@ -1,0 +1,189 @@
+"""The gain of λ by arm: table and map for experiments with many arms."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchace._figures import HEIGHT, FigureSpec, Theme
+from torchace.lab.report import formats
+from torchace.lab.report.findings import Finding
+from torchace.lab.report.results import Results
+from torchace.lab.report.statistics import Difference, paired_difference
+from torchace.lab.report.tables import Cell, ReportTable, make_table
+from torchace.lab.schema.results import ArmSummary
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MANY_ARMS = 7  # from here on, a report shows gains by arm instead of figures for each arm
+
+
+@dataclass(frozen=True)
+class ArmGain:
+    """The λ chosen for an arm, and its paired difference in test loss to λ=0; losses are at λ=0."""
+
+    arm: ArmSummary
+    diversity: float
+    difference: Difference | None  # None for λ=0
+    test_loss: float
+    validation_loss: float | None
+    train_loss: float | None
+
+    @property
+    def relative(self) -> float:
+        """Difference relative to the loss at λ=0; negative is better."""
+        return self.difference.mean / self.test_loss if self.difference and self.test_loss else 0.0
+
+    @property
+    def verdict(self) -> str:
+        """`lower`, `higher` or `within the noise`, from the interval of the difference."""
+        if self.difference is None or not self.difference.significant:
+            return "within the noise"
+        return "lower" if self.difference.mean < 0 else "higher"
+
+
+def has_many_arms(results: Results) -> bool:
+    """Whether a report shows gains by arm."""
+    return sum(len(results.diversities(arm)) > 1 for arm in results.arms) >= MANY_ARMS
+
+
+def arm_gain(results: Results, arm: ArmSummary) -> ArmGain | None:
+    """Choose λ on validation data and measure its gain on test data; None without λ=0 and another λ.
+
+    With four seeds or more, the first half chooses and the others measure. Without validation data, the test data
+    choose, and the interval is corrected for the number of λ.
+    """
+    loss, diversities = results.task.loss, results.diversities(arm)
+    level = results.values(arm, 0.0, loss)
+    if not level or len(diversities) < 2:
+        return None
+    validation = {d: results.values(arm, d, loss, "validation") for d in diversities}
+    chooses = validation if all(validation.values()) else {d: results.values(arm, d, loss) for d in diversities}
+    seeds = sorted(set.intersection(*(set(values) for values in chooses.values())))
+    if not seeds:
+        return None
+    half = len(seeds) // 2 if len(seeds) >= 4 and chooses is validation else 0
+    first, rest = seeds[:half] or seeds, seeds[half:]
+    best = min(diversities, key=lambda d: math.fsum(chooses[d][seed] for seed in first))
+    difference = None
+    if best != 0:
+        values = results.values(arm, best, loss)
+        here, there = (results.sample_scores(arm, d, loss) for d in (best, 0.0))
+        samples = {seed: here[seed] - there[seed] for seed in here.keys() & there.keys() & set(rest)}
+        difference = paired_difference(
+            {s: values[s] for s in rest if s in values}, {s: level[s] for s in rest if s in level}, best, samples
+        )
+        if difference is not None and chooses is not validation:
+            difference = replace(difference, tests=len(diversities) - 1)
+    return ArmGain(
+        arm,
+        best,
+        difference,
+        test_loss=_mean([level[seed] for seed in rest if seed in level] or list(level.values())),
+        validation_loss=_mean(list(validation[0.0].values())) if validation[0.0] else None,
+        train_loss=_train_loss(results, arm),
+    )
+
+
+def _train_loss(results: Results, arm: ArmSummary) -> float | None:
+    """Training loss at λ=0 in the epoch of the weights, mean over seeds."""
+    found = []
+    for run in results.finished(arm, 0.0):
+        epoch = run.history[(run.best_epoch or len(run.history)) - 1] if run.history else {}
+        found.append(epoch.get(f"train_{results.task.loss}"))
+    known = [value for value in found if value is not None]
+    return _mean(known) if known else None
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def arm_gains(results: Results) -> list[ArmGain]:
+    """Return the gain of every arm with λ=0 and another λ."""
+    if "arm_gains" not in results.cache:
+        results.cache["arm_gains"] = [gain for arm in results.arms if (gain := arm_gain(results, arm))]
+    found: list[ArmGain] = results.cache["arm_gains"]
+    return found
+
+
+def gain_finding(results: Results) -> Finding:
+    """Return how many arms gain beyond the noise, and the largest gain."""
+    gains, noun = arm_gains(results), results.metrics[results.task.loss].noun
+    lower, higher = ([gain for gain in gains if gain.verdict == verdict] for verdict in ("lower", "higher"))
+    text = f"λ lowers {noun} beyond the noise in {len(lower)} of {formats.count(len(gains), 'arm')}"
+    text += f" and raises it in {len(higher)}." if higher else " and raises it in none."
+    if lower:
+        best = min(lower, key=lambda gain: gain.relative)
+        text += f" The largest gain is {formats.number(-100 * best.relative, 1)} % (“{best.arm.label}”)."
+    return Finding("The effect of λ by arm", text)
+
+
+def gain_table(results: Results) -> ReportTable:
+    """Losses at λ=0, the chosen λ and its gain, one row an arm."""
+    metric, rows = results.metrics[results.task.loss], list[list[str | Cell]]()
+    for gain in arm_gains(results):
+        d = gain.difference
+        clear = gain.verdict == "lower"
+        losses = [formats.NONE if v is None else metric.number(v) for v in (gain.train_loss, gain.validation_loss)]
+        interval = metric.interval(d.joint_interval) if d and d.joint_interval else formats.NONE
+        relative = formats.number(100 * gain.relative, 1, signed=True) if d else formats.NONE
+        rows.append([
+            gain.arm.label, *losses, metric.number(gain.test_loss), formats.diversity(gain.diversity),
+            Cell(metric.change(d.mean) if d else formats.NONE, strong=clear), interval, Cell(relative, strong=clear),
+        ])  # fmt: skip
+    columns = ("Arm", "Training", "Validation", "Test", "Chosen λ", "Difference", "95 % interval", "Difference, %")
+    choice = "The validation data choose λ with the first half of the seeds; the other seeds give the difference."
+    if any(gain.validation_loss is None for gain in arm_gains(results)):
+        choice = "Without validation data, the test data choose λ; intervals are corrected for the number of λ."
+    note = (
+        f"{formats.capitalize(metric.noun)} at λ=0, and the paired difference at the chosen λ on the test data. "
+        f"{choice} Bold: the interval excludes 0 and the loss is lower."
+    )
+    return make_table("The gain of λ by arm", columns, [("", rows)], note, kinds="t")
+
+
+def gain_figures(results: Results) -> list[FigureSpec]:
+    """Return the map of gains of a grid with two axes, if the experiment is one."""
+    gains = [gain for gain in arm_gains(results) if len(gain.arm.cell) == 2]
+    names = {tuple(gain.arm.cell) for gain in gains}
+    if len(names) != 1:
+        return []
+    (down, across), noun = names.pop(), results.metrics[results.task.loss].noun
+    rows, columns = (list(dict.fromkeys(gain.arm.cell[axis] for gain in gains)) for axis in (down, across))
+    values, texts = np.full((len(rows), len(columns)), np.nan), {}
+    for gain in gains:
+        place = rows.index(gain.arm.cell[down]), columns.index(gain.arm.cell[across])
+        values[place] = 100 * gain.relative
+        mark = "" if gain.verdict == "within the noise" else "*"
+        texts[place] = f"{formats.number(values[place], 1, signed=True)}{mark}\n{formats.at(gain.diversity)}"
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        axes = figure.add_subplot()
+        draw_map(axes, values, texts, theme)
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set(xlabel=across, ylabel=down)
+
+    parts = "; ".join(f"{gain.arm.label}: {formats.number(100 * gain.relative, 1, signed=True)} %" for gain in gains)
+    title = f"Change of {noun} at the chosen λ, %"
+    caption = "Blue: lower, which is better. Star: beyond the noise. The table of gains says how λ was chosen."
+    return [FigureSpec("gain_map", "scores", title, caption, f"{title}. {parts}.", draw, max(HEIGHT, 0.62 * len(rows)))]
+
+
+def draw_map(axes: Axes, values: np.ndarray, texts: dict[tuple[int, int], str], theme: Theme) -> None:
+    """Draw changes in percent `(rows, columns)` as a heat map with a text in each cell."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    better, worse = theme.palette[0], theme.palette[1]
+    colors = LinearSegmentedColormap.from_list("gain", [better, theme.paper, worse])
+    limit = float(np.nanmax(np.abs(values), initial=1.0))
+    axes.imshow(values, cmap=colors, vmin=-limit, vmax=limit, aspect="auto")
+    axes.grid(visible=False)
+    for (row, column), text in texts.items():
+        axes.text(column, row, text, ha="center", va="center", fontsize=8, color=theme.ink)

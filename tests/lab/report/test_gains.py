@@ -1,0 +1,70 @@
+"""Gains by arm, for experiments with many arms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.lab.report import synthetic_sweeps
+from tests.lab.report.synthetic_sweeps import ArmSpec, Spec
+from torchace.lab.report import Results, read_results, write_report
+from torchace.lab.report.gains import arm_gains, gain_figures, gain_finding, gain_table, has_many_arms
+
+SLOPES = (-0.05, -0.01, -0.0001, 0.0, 0.0001, 0.01, 0.05, -0.02)  # of cross entropy in λ
+
+
+def _grid(tmp_path: Path, *, validation: int = 6000, seeds: int = 8) -> Results:
+    arms = [
+        ArmSpec(f"a{i}", f"arm {i}", 4, [0, 0.3, 0.7], lambda d, slope=slope: 0.2 + slope * d, lambda d: 0.05)
+        for i, slope in enumerate(SLOPES)
+    ]
+    spec = Spec("x", "x", arms, range(seeds), image_shape=None, validation=validation)
+    found = read_results(synthetic_sweeps.write(tmp_path / "run", spec))
+    for i, arm in enumerate(found.arms):  # a grid of two rows and four columns
+        arm.cell.update({"limit": str(i // 4), "hidden": str(i % 4)})
+    return found
+
+
+def test_the_first_seeds_choose_and_the_others_measure(tmp_path: Path) -> None:
+    results = _grid(tmp_path)
+    assert has_many_arms(results)
+    gains = arm_gains(results)
+    assert [gains[i].diversity for i in (0, 1, 5, 6, 7)] == [0.7, 0.7, 0, 0, 0.7]
+    first = gains[0]
+    expected = [
+        results.values(first.arm, 0.7, "cross_entropy")[s] - results.values(first.arm, 0.0, "cross_entropy")[s]
+        for s in (4, 5, 6, 7)
+    ]
+    assert first.difference is not None
+    assert (first.difference.n, first.difference.mean) == (4, pytest.approx(sum(expected) / 4))
+    assert first.relative == pytest.approx(-0.175, rel=0.02)
+    assert first.train_loss == pytest.approx(0.2)  # of the last epoch
+    assert (gains[6].difference, gains[6].relative) == (None, 0.0)
+    largest = f"The largest gain is {-100 * first.relative:.1f} % (“arm 0”)."
+    assert gain_finding(results).text.endswith(largest)
+
+
+@pytest.mark.parametrize("validation", [0, 6000])
+def test_a_verdict_agrees_with_its_interval(tmp_path: Path, validation: int) -> None:
+    for gain in arm_gains(_grid(tmp_path, validation=validation)):
+        low, high = (gain.difference and gain.difference.joint_interval) or (0.0, 0.0)
+        assert gain.verdict == ("lower" if high < 0 else "higher" if low > 0 else "within the noise")
+
+
+def test_a_choice_on_the_test_data_is_corrected(tmp_path: Path) -> None:
+    results = _grid(tmp_path, validation=0)
+    gain = arm_gains(results)[0]
+    assert gain.difference is not None
+    assert (gain.difference.n, gain.difference.tests) == (8, 2)
+    assert "corrected for the number of λ" in gain_table(results).note
+
+
+def test_the_report_has_one_map_instead_of_figures_for_each_arm(tmp_path: Path) -> None:
+    results = _grid(tmp_path)
+    (spec,) = gain_figures(results)
+    assert f"arm 0: −{-100 * arm_gains(results)[0].relative:.1f} %" in spec.alt
+    page = write_report(results.directory).read_text()
+    assert "The gain of λ by arm" in page
+    assert "λ lowers cross entropy beyond the noise in" in page
+    assert not list(results.directory.glob("report/matrix*"))
