@@ -1,6 +1,6 @@
 """Equal budgets: four small ResNets with λ against λ=0 and against one network with as many parameters or operations.
 
-    TORCHACE_DATA=data python benchmarks/equal_budgets.py --widths 4 8 --runs runs --out equal_budgets.json
+    TORCHACE_DATA=data python benchmarks/equal_budgets.py --widths 8 --runs runs --out docs/results/equal_budgets_8.json
     python benchmarks/equal_budgets_page.py
 
 CIFAR-10, ResNet-8 of few channels, which underfits. λ is chosen on validation images with two seeds; eight other seeds
@@ -187,7 +187,7 @@ def corrupt(x: Tensor) -> dict[str, Tensor]:
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0], EPOCHS)
-    parser.add_argument("--widths", type=int, nargs="+", default=[4, 8], help="channels of the members' first stage")
+    parser.add_argument("--widths", type=int, nargs="+", default=[8], help="channels of the members' first stage")
     EqualBudgets(parser.parse_args()).train()
 
 

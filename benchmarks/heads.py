@@ -1,6 +1,6 @@
 """Heads that stay apart: six kinds of heads on one ResNet-20, with the cost of a step.
 
-    TORCHACE_DATA=data python benchmarks/heads.py --runs runs --out heads.json
+    TORCHACE_DATA=data python benchmarks/heads.py --runs runs --out docs/results/heads.json
     python benchmarks/heads_page.py
 
 Linear heads on one feature vector become one head (SMOC). Here they differ by construction: own samples, a fixed random
@@ -82,14 +82,14 @@ class Heads(Sweeps):
 
     def heads_experiment(self, kinds: tuple[str, ...], steps: int) -> Experiment:
         """Return the experiment of some kinds."""
-        arms = []
+        arms: list[dict[str, Any]] = []
+        if len(kinds) > 1:
+            one = {"factory": "heads:make_ensemble", "arguments": {"kind": "plain", "num_members": 1}}
+            arms.append({"name": "one", "diversities": [0.0], "model": {**one, "kind": "branch", "num_members": 1}})
         for kind in kinds:
             own = {"batches": "exchanged", "batch_size": BATCH_SIZE // MEMBERS} if kind == "own_samples" else {}
             factory = {"factory": "heads:make_ensemble", "arguments": {"kind": kind}}
             arms.append({"name": kind, "model": {**factory, "kind": "branch"}, "train": own})
-        if len(kinds) > 1:
-            one = {"factory": "heads:make_ensemble", "arguments": {"kind": "plain", "num_members": 1}}
-            arms.append({"name": "one", "diversities": [0.0], "model": {**one, "kind": "branch", "num_members": 1}})
         sizes = {"diversities": DIVERSITIES, "seeds": SEEDS[:1] if self.options.quick else SEEDS}
         model = {"num_members": MEMBERS}
         return self.experiment("heads", steps=steps, model=model, arms=arms, **sizes, group_size=15, keep_weights=False)

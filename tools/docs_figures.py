@@ -21,9 +21,11 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from sklearn.datasets import make_moons
 
 import torchace as ace
+from torchace.lab.sweeps.config import load_experiment
 
 ROOT = Path(__file__).parents[1]
 STEPS = 600  # of training on two moons
@@ -179,12 +181,44 @@ def parting(narrow: bool) -> Figure:
     return figure
 
 
+def table2(narrow: bool) -> Figure:
+    """Every run of the paper's Table 2 beside the paper's numbers."""
+    files = sorted((ROOT / "docs" / "results" / "table2_full").glob("*.json"))
+    runs = [json.loads(file.read_text("utf-8")) for file in files]
+    columns = sorted({(run["num_members"], run["diversity"]) for run in runs})
+    paper = load_experiment("table2").paper
+    assert paper is not None
+    figure, axes = panels(2, 2.9, narrow)
+    for ax, key, title in zip(axes, ("error", "cross_entropy"), ("Error, %", "Cross entropy"), strict=True):
+        for run in runs:
+            score = run["metrics"]["test"]
+            value = 100 * (1 - score["accuracy"]) if key == "error" else score[key]
+            ax.plot(columns.index((run["num_members"], run["diversity"])), value, "o", color=ORANGE, markersize=4)
+        stated = {(row.num_members, row.diversity or 0.0): getattr(row, key) for row in paper.rows}
+        ax.plot(range(len(columns)), [stated[column] for column in columns], "x", color=INK)
+        ax.set_xticks(range(len(columns)), ["K=1", *(f"{d:g}" for _, d in columns[1:])])
+        ax.set(title=title, xlabel="λ, with K=10")
+    axes[1].set_ylim(0.27, 0.35)
+    figure.legend(
+        handles=[
+            Line2D([], [], color=ORANGE, marker="o", linestyle="", markersize=4, label="one training"),
+            Line2D([], [], color=INK, marker="x", linestyle="", label="paper"),
+        ],
+        loc="outside upper center",
+        ncols=2,
+        frameon=False,
+        labelcolor=INK,
+    )
+    return figure
+
+
 FIGURES: dict[str, Callable[[bool], Figure]] = {
     "gradients": gradients,
     "moons": moons,
     "knob": knob,
     "gain": gain,
     "parting": parting,
+    "table2": table2,
     "table2_short": functools.partial(cross_entropies, "table2_short", without="attached"),
     "table2_short_ablation": functools.partial(cross_entropies, "table2_short"),
     **{name: functools.partial(cross_entropies, name) for name in ("small_members", "table1", "branched")},

@@ -17,7 +17,7 @@ import torchace as ace
 from tests.support.processes import counting, team
 from torchace.models import mlp
 from torchace.nn import Ensemble, MemberParallelEnsemble, StackedEnsemble
-from torchace.nn.parallel import split_range
+from torchace.nn.base import split_range
 
 FEATURES, CLASSES, BATCH, STEPS = 6, 4, 10, 20
 EXACT = 1e-12  # float64: sums over members in another order

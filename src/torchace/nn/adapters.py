@@ -93,6 +93,34 @@ def adapt(
         >>> ensemble.stacked[2].weight.shape, ensemble.stacked[2].adapter.r.shape, ensemble.stacked[4].weight.shape
         (torch.Size([8, 8]), torch.Size([5, 8]), torch.Size([5, 3, 8]))
     """
+    alpha = _check_arguments(model, num_members, adapter, rank, alpha)
+    trained = freeze if trained is None else trained
+    host = copy.deepcopy(model)
+    if freeze:
+        host.requires_grad_(False)
+    head_names, head_name = find_adapted_head(host, head)
+    targets = choose_targets(host, layers, excluded=head_names if layers is None else head_names * (head != "shared"))
+    own = OwnTensors(num_members)
+    for i, (name, target) in enumerate(targets.items()):
+        if adapter == "multiplicative":
+            start = "normal" if trained or freeze else "signs" if i == 0 else "ones"
+            _add_multiplicative(target, own, start, inputs_only=layers == "first")
+        elif layers is not None or target.shape.has_low_rank:
+            _add_low_rank(name, target, num_members, rank, alpha)
+    names = layers if layers is None or isinstance(layers, str) else list(layers)
+    sizes = {"rank": rank, "alpha": alpha} if adapter == "low_rank" else {}
+    options: dict[str, Any] = {"adapter": adapter, "layers": names, "head": head, "freeze": freeze, **sizes}
+    classes = layer_shape(host.get_submodule(head_name)) if head_name is not None else None
+    if head != "shared" and head_name is not None:
+        own.add_copies(host.get_submodule(head_name).requires_grad_(), redraw=not trained)
+    for layer in host.modules():
+        if isinstance(layer, _NormBase):
+            own.add_copies(layer, redraw=False)
+    return AdaptedEnsemble(own.mark_shared(host), num_members, link, getattr(classes, "outputs", None), options)
+
+
+def _check_arguments(model: nn.Module, num_members: int, adapter: str, rank: int, alpha: float | None) -> float:
+    """Check arguments of `adapt`; return the scale of the adapters."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected `model` to be a module, but got {type(model).__name__}.")
     if isinstance(model, EnsembleModule):
@@ -102,35 +130,10 @@ def adapt(
     _checks.check_choice(adapter, "adapter", ADAPTERS)
     if adapter != "low_rank" and (alpha is not None or rank != RANK):
         name, value = ("rank", rank) if alpha is None else ("alpha", alpha)
-        warnings.warn(f"{name}={value!r} has no effect: it belongs to adapter='low_rank'.", stacklevel=2)
+        warnings.warn(f"{name}={value!r} has no effect: it belongs to adapter='low_rank'.", stacklevel=3)
     alpha = ALPHA if alpha is None else alpha
     _checks.check_fraction(alpha, "alpha", largest=1e9, kind="a number", interval="[0, 1e9]")
-    trained = freeze if trained is None else trained
-    host = copy.deepcopy(model)
-    if freeze:
-        host.requires_grad_(False)
-    head_names, head_name = find_adapted_head(host, head)
-    targets = choose_targets(host, layers, excluded=head_names if layers is None else head_names * (head != "shared"))
-    own = OwnTensors(num_members)
-    for i, (name, target) in enumerate(targets.items()):
-        if adapter == "low_rank":
-            if layers is not None or target.shape.has_low_rank:
-                _add_low_rank(name, target, num_members, rank, alpha)
-        else:
-            start = "normal" if trained or freeze else "signs" if i == 0 else "ones"
-            _add_multiplicative(target, own, start, inputs_only=layers == "first")
-    names = layers if layers is None or isinstance(layers, str) else list(layers)
-    options: dict[str, Any] = {"adapter": adapter, "layers": names, "head": head, "freeze": freeze}
-    if adapter == "low_rank":
-        options |= {"rank": rank, "alpha": alpha}
-    classes = layer_shape(host.get_submodule(head_name)) if head_name is not None else None
-    if head != "shared" and head_name is not None:
-        own.add_copies(host.get_submodule(head_name).requires_grad_(), redraw=not trained)
-    for layer in host.modules():
-        if isinstance(layer, _NormBase):
-            own.add_copies(layer, redraw=False)
-    own.mark_shared(host)
-    return AdaptedEnsemble(host, num_members, link, None if classes is None else classes.outputs, options)
+    return alpha
 
 
 class AdaptedEnsemble(StackedEnsemble):

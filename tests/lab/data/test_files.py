@@ -16,8 +16,7 @@ import pytest
 
 from tests.lab.data import writers
 from torchace.lab.data import DataError, cache_dir, load
-from torchace.lab.data.files import download
-from torchace.lab.data.image_files import SOURCES
+from torchace.lab.data.image_files import SOURCES, download
 
 RETRIEVE = pooch.retrieve
 NOWHERE = "http://127.0.0.1:9/"  # the discard port: nothing answers

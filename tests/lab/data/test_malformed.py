@@ -159,7 +159,7 @@ def test_a_folder_that_may_not_be_entered(tmp_path, monkeypatch):
     def closed(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("torchace.lab.data.files.os.lstat", closed)
+    monkeypatch.setattr("torchace.lab.data.image_files.os.lstat", closed)
     assert "permissions" in refused("mnist", tmp_path, "train-images-idx3-ubyte.gz")
 
 

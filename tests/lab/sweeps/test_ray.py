@@ -47,8 +47,7 @@ from ray.cluster_utils import Cluster
 from torchace.lab.sweeps import ray as on_ray
 from torchace.lab.sweeps import ray_cluster
 from torchace.lab.sweeps.ray import RayExecutor, connect_ray
-from torchace.lab.sweeps.ray_cluster import RayAddressError, join_cluster
-from torchace.lab.sweeps.ray_worker import _temporary_directory
+from torchace.lab.sweeps.ray_cluster import RayAddressError, _temporary_directory, join_cluster
 
 pytestmark = pytest.mark.extended
 

@@ -13,8 +13,8 @@ import pytest
 
 from tests.lab.sweeps.small_sweeps import small
 from torchace.lab.cli.app import main
+from torchace.lab.sweeps.callbacks import TRACKERS, make_callbacks, make_tracker
 from torchace.lab.sweeps.sweep import Sweep
-from torchace.lab.sweeps.trackers import TRACKERS, make_callbacks, make_tracker
 from torchace.lab.training.loop import Interrupted
 
 

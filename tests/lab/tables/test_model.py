@@ -19,7 +19,7 @@ from torchace.functional import ensemble_probs
 from torchace.lab.data import DataError
 from torchace.lab.data.tables import read_table
 from torchace.lab.tables.model import TableModel
-from torchace.lab.training.memory import chunk_rows
+from torchace.lab.training.run_group import chunk_rows
 from torchace.models import mlp
 from torchace.nn import Ensemble
 from torchace.saving import ModelFileError, load_model, save_model
@@ -128,7 +128,7 @@ def test_rows_do_not_depend_on_each_other(classifier: TableModel) -> None:
 def test_chunks_do_not_matter(classifier: TableModel, monkeypatch: pytest.MonkeyPatch) -> None:
     frame = pets(30)
     whole, table = classifier.logits(frame), classifier.predict(frame)
-    monkeypatch.setattr("torchace.lab.training.memory.CHUNK_BYTES", 2000)
+    monkeypatch.setattr("torchace.lab.training.run_group.CHUNK_BYTES", 2000)
     assert chunk_rows(classifier.ensemble, classifier.ensemble.num_members) < 30
     torch.testing.assert_close(classifier.logits(frame), whole, rtol=0, atol=1e-13)
     pd.testing.assert_frame_equal(classifier.predict(frame), table, rtol=0, atol=1e-13)

@@ -20,7 +20,7 @@ from tests.lab.tables.small_fits import fitted
 from torchace.lab.data import DataError
 from torchace.lab.tables.model import TableModel
 from torchace.lab.tables.predict import predict_file
-from torchace.lab.training import memory
+from torchace.lab.training import run_group
 from torchace.lab.training.loop import Interrupted
 
 # Small enough for a test, long enough that a file that is read whole would show.
@@ -230,7 +230,7 @@ def test_many_members_and_classes_are_predicted_in_smaller_chunks(
     classifier: TableModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     width = max(max(p.shape) for p in classifier.ensemble.parameters() if p.ndim == 2)
-    monkeypatch.setattr(memory, "CHUNK_BYTES", 10 * 8 * width * classifier.ensemble.num_members)
+    monkeypatch.setattr(run_group, "CHUNK_BYTES", 10 * 8 * width * classifier.ensemble.num_members)
     sizes: list[int] = []
     real = TableModel.predict
     monkeypatch.setattr(TableModel, "predict", lambda self, frame: sizes.append(len(frame)) or real(self, frame))

@@ -159,23 +159,25 @@ def test_the_objective_is_what_autograd_makes_of_the_losses(kind: str, task: str
     if kind == "exchanged":
         others = torch.randn(3, MEMBERS, MEMBERS * BATCH, CLASSES, generator=generator, dtype=torch.float64)
         mixture = ensemble_predictions(others, how)
-    found = compute_objective(logits, y, weight, lam, torch.tensor([True, False, True]), mixture, how)
+    found_losses, found_score, found_gradient = compute_objective(
+        logits, y, weight, lam, torch.tensor([True, False, True]), mixture, how
+    )
 
     z = logits.clone().requires_grad_()
     per_sample = loss_of_each_sample(z, y, lam, mixture, how)
     # the batch size divides, not the weights' sum
     losses = (per_sample if weight is None else per_sample * (weight[:, None] if kind == "shared" else weight)).mean(-1)
     (gradient,) = torch.autograd.grad(losses[::2].sum(), z)
-    assert not found.gradient[1].any()
+    assert not found_gradient[1].any()
     # float64, a few roundings of numbers of about 1
-    torch.testing.assert_close(found.losses[::2], losses[::2].detach(), rtol=0, atol=1e-13)
-    torch.testing.assert_close(found.gradient, gradient, rtol=0, atol=1e-13)
+    torch.testing.assert_close(found_losses[::2], losses[::2].detach(), rtol=0, atol=1e-13)
+    torch.testing.assert_close(found_gradient, gradient, rtol=0, atol=1e-13)
     if kind == "shared":
         scores = TASKS[task].scores(logits, y)
     else:
         scores = TASKS[task].scores(logits.flatten(1, 2).unsqueeze(1), y.flatten(1, 2))
     score = (scores if weight is None else scores * weight.flatten(1)).mean(1)
-    torch.testing.assert_close(found.score, score, rtol=0, atol=1e-13)
+    torch.testing.assert_close(found_score, score, rtol=0, atol=1e-13)
 
 
 def test_scores_are_those_of_the_ensemble_not_of_its_members() -> None:

@@ -61,10 +61,9 @@ def run(
         directory = out or Path("runs") / loaded.name
 
         from torchace.lab.cli.progress import SweepProgress
-        from torchace.lab.sweeps.callbacks import EventLog
+        from torchace.lab.sweeps.callbacks import EventLog, make_callbacks
         from torchace.lab.sweeps.executor import UnfinishedRunsError, make_executor
         from torchace.lab.sweeps.sweep import Sweep
-        from torchace.lab.sweeps.trackers import make_callbacks
         from torchace.lab.training.loop import Interrupted
 
         if not resume and (directory / "experiment.json").exists():

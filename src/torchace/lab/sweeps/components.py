@@ -81,10 +81,6 @@ def import_object(name: str, key: str) -> Any:
     """Import `package.module:function` from the current directory or an installed package.
 
     This runs the module's code. `key` is the setting that names the object, for errors.
-
-    Example:
-        >>> import_object("torchace.models:mlp", "model.factory").__name__
-        'mlp'
     """
     module_name, _, path = name.partition(":")
     if (here := os.getcwd()) not in sys.path and "" not in sys.path:
@@ -122,12 +118,7 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
 
 
 def object_name(value: Any) -> str:
-    """Return `module:qualname` of a function, class or partial, or of the class of an object.
-
-    Example:
-        >>> object_name(import_object), object_name(partial(int, base=2))
-        ('torchace.lab.sweeps.components:import_object', 'builtins:int')
-    """
+    """Return `module:qualname` of a function, class or partial, or of the class of an object."""
     while isinstance(value, partial):
         value = value.func
     named = value if hasattr(value, "__qualname__") else type(value)
@@ -166,12 +157,7 @@ def source_digest(function: Any) -> str:
 
 
 def tensor_digest(tensors: Sequence[Tensor]) -> str:
-    """Return a SHA-256 of the shapes, types and contents of tensors; of 65,536 rows at most, evenly spaced.
-
-    Example:
-        >>> tensor_digest([torch.zeros(2)]) == tensor_digest([torch.zeros(2)]) != tensor_digest([torch.zeros(3)])
-        True
-    """
+    """Return a SHA-256 of the shapes, types and contents of tensors; of 65,536 rows at most, evenly spaced."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())

@@ -23,10 +23,10 @@ from torchace.lab.sweeps.config import hardware, versions
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network, make_train_config
 from torchace.lab.training.checkpoint import gather_network, run_weights, shard_network, state_digest
+from torchace.lab.training.config import resolve_device
 from torchace.lab.training.distributed import Ranks
 from torchace.lab.training.evaluate import compute_metrics, evaluate, predict_logits
 from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, FitResult, fit
-from torchace.lab.training.members import resolve_device
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.tasks import TASKS
 

@@ -25,7 +25,7 @@ from torchace.lab.store import finite
 from torchace.lab.tables.table import Table
 from torchace.lab.training.evaluate import evaluate_regression
 from torchace.lab.training.members import MemberPlan, train_members
-from torchace.lab.training.memory import chunk_rows
+from torchace.lab.training.run_group import chunk_rows
 from torchace.nn import Ensemble, StackedEnsemble
 
 MAX_LINEAR_ROWS = 50_000  # of training

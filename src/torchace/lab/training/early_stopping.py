@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from torchace.lab.training.config import TrainConfig
-from torchace.lab.training.memory import chunk_rows
-from torchace.lab.training.run_group import RunGroup
+from torchace.lab.training.run_group import RunGroup, chunk_rows
 from torchace.lab.training.tasks import TASKS, mean_over_samples, partial_mixture
 
 CHUNK = 4096  # samples predicted at once, at most

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from torchace.functional import disagreement, ensemble_log_probs, ensemble_probs, mutual_information
 from torchace.lab.data.rng import preserve_generators
-from torchace.lab.training.memory import CHUNK_BYTES
-from torchace.lab.training.run_group import RunGroup
+from torchace.lab.training.run_group import CHUNK_BYTES, RunGroup
 from torchace.lab.training.tasks import TASKS
 
 if TYPE_CHECKING:

@@ -25,8 +25,17 @@ from torchace.lab.training.early_stopping import CHUNK
 from torchace.lab.training.members import train_members
 from torchace.lab.training.out_of_fold import fit_run_temperature
 from torchace.lab.training.tasks import TASKS, mean_over_samples
-from torchace.lab.tuning.gain import count, describe_gain, measure_gain
-from torchace.lab.tuning.search import MAX_SEEDS, Search, SearchCache, SearchCallback, SearchProblem, SearchStage
+from torchace.lab.tuning.search import (
+    MAX_SEEDS,
+    Search,
+    SearchCache,
+    SearchCallback,
+    SearchProblem,
+    SearchStage,
+    count,
+    describe_gain,
+    measure_gain,
+)
 
 CANDIDATES = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7)
 TOLERANCE = 1e-9  # relative: the last digits of a score depend on the other runs of a group
@@ -51,10 +60,6 @@ def select_diversity(scores: Mapping[float, Scores]) -> float:
 
     No one-standard-error rule: a larger λ is neither simpler nor cheaper. The comparison with λ=0 on fresh seeds
     corrects for selection bias.
-
-    Example:
-        >>> select_diversity({0.0: {1: 0.5, 2: 0.7}, 0.3: {1: 0.5, 2: 0.6}, 0.5: {1: 0.1, 2: None}})
-        0.3
     """
 
     def rank(diversity: float) -> tuple[int, float]:

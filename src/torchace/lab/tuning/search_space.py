@@ -18,12 +18,7 @@ WHOLE_NUMBERS = {"width", "num_layers", "num_members", "batch_size"}
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Bounds of each hyperparameter; a single number fixes it. Those in `LOG_SCALE` are searched on a log scale.
-
-    Example:
-        >>> SearchSpace(num_members=10, learning_rate=(1e-3, 1e-2)).free
-        ('diversity', 'width', 'num_layers', 'learning_rate', 'weight_decay', 'batch_size')
-    """
+    """Bounds of each hyperparameter; a single number fixes it. Those in `LOG_SCALE` are searched on a log scale."""
 
     diversity: Bounds = (0.0, 0.95)
     width: Bounds = (8, 256)
@@ -78,14 +73,7 @@ class SearchSpace:
 
 
 def apply_values(plan: MemberPlan, values: Mapping[str, Any]) -> tuple[MemberPlan, float]:
-    """Return the plan with a trial's values, and λ.
-
-    Example:
-        >>> values = {"diversity": 0.5, "width": 8, "num_layers": 2, "learning_rate": 0.01, "weight_decay": 0.1}
-        >>> plan, diversity = apply_values(MemberPlan("classification"), {**values, "num_members": 4, "batch_size": 32})
-        >>> plan.hidden, plan.num_members, diversity
-        ((8, 8), 4, 0.5)
-    """
+    """Return the plan with a trial's values, and λ."""
     known = {name: value for name, value in values.items() if name in {one.name for one in fields(plan)}}
     return replace(plan, hidden=(values["width"],) * values["num_layers"], **known), values["diversity"]
 
