@@ -88,7 +88,7 @@ def test_every_page_opens_without_an_error(served: str, site: Path, page: Page) 
 
 
 @needs_browser
-def test_the_page_knows_errors_when_there_are_some(served: str, page: Page) -> None:
+def test_errors_on_a_page_are_detected(served: str, page: Page) -> None:
     page.open(f"{served}/index.html")
     assert page.errors == []
     page.value(
@@ -194,7 +194,7 @@ def test_the_index_of_the_search_holds_every_page(site: Path) -> None:
     assert set(pages(site)) == places
 
 
-def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+def test_pages_fetch_nothing_from_other_hosts(site: Path) -> None:
     for file in site.rglob("*.html"):
         for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", file.read_text("utf-8")):
             source = re.search(r'(?:src|href)="([^"]*)"', tag)

@@ -27,6 +27,7 @@ EXTRAS = {
     "transformers.md": ("transformers",),
     "timm.md": ("timm",),
     "adapters.md": ("transformers", "peft"),
+    "data.md": ("onnx",),
 }
 
 

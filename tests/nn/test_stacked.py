@@ -155,8 +155,8 @@ def test_gradient_of_the_input(case, batches):
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def decayed_by_axes(one: Ensemble) -> list[dict[str, Any]]:
-    """What a user would write for plain members: weight decay for everything with two axes or more."""
+def decay_groups(one: Ensemble) -> list[dict[str, Any]]:
+    """Return parameter groups as a user would for plain members: weight decay for two or more axes."""
     matrices = [p for p in one.parameters() if p.ndim >= 2]
     return [{"params": matrices}, {"params": [p for p in one.parameters() if p.ndim < 2], "weight_decay": 0.0}]
 
@@ -190,7 +190,7 @@ def test_ten_steps(case, path, optimizer, monkeypatch):
     build = OPTIMIZERS[optimizer]
     grouped = optimizer == "AdamW"
     optimizers = [
-        build(decayed_by_axes(one) if grouped else one.parameters()),
+        build(decay_groups(one) if grouped else one.parameters()),
         build(stacked.parameter_groups(0.3) if grouped else stacked.parameters()),
     ]
     start = copy.deepcopy(one)

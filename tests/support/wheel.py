@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -43,6 +44,9 @@ def install(wheel: Path, folder: Path, *extras: str) -> Path:
         for top in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__", "bin"}:
             if not (there / top).exists():
                 (there / top).symlink_to(Path(str(package.locate_file(top))))
+    if "timm" in extras:  # as the Makefile does: torchvision beside a CPU build of torch
+        shutil.copy(Path(__file__).with_name("torchvision_shim.py"), there)
+        (there / "torchvision_shim.pth").write_text("import torchvision_shim\n")
     return python
 
 

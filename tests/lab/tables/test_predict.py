@@ -116,7 +116,7 @@ def test_a_parquet_file_has_the_classes_own_type(labels: Any, tmp_path: Path) ->
     assert set(column.to_pylist()) <= set(labels.tolist())
 
 
-def test_what_was_there_is_replaced(classifier: TableModel, tmp_path: Path) -> None:
+def test_existing_output_is_replaced(classifier: TableModel, tmp_path: Path) -> None:
     out = tmp_path / "out.csv"
     out.write_text("old")
     predict_file(classifier, write_table(pets(5), tmp_path / "data.csv"), out)
@@ -291,7 +291,7 @@ def test_formulas_are_escaped_on_request(classifier: TableModel, tmp_path: Path)
         assert (found["entropy"] >= 0).all()
 
 
-def test_what_a_killed_prediction_left_is_removed(classifier: TableModel, tmp_path: Path) -> None:
+def test_files_of_a_killed_prediction_are_removed(classifier: TableModel, tmp_path: Path) -> None:
     data = write_table(pets(4), tmp_path / "data.csv")
     (tmp_path / ".out.csv.123.partial").write_text("half")
     predict_file(classifier, data, tmp_path / "out.csv")
