@@ -15,7 +15,7 @@ from torchace.lab.data.rng import use_seed
 from torchace.lab.schema.hyperparameters import Hyperparameters
 from torchace.lab.schema.results import Failure
 from torchace.lab.training.config import TrainConfig
-from torchace.lab.training.early_stopping import ValidationSet, validation_losses
+from torchace.lab.training.evaluate import ValidationSet, validation_losses
 from torchace.lab.training.loop import FitResult, fit
 from torchace.lab.training.run_group import RunGroup, check_memory, chunk_rows, count_parameters
 from torchace.lab.training.scaling import scale_inputs
