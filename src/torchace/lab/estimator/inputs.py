@@ -115,7 +115,7 @@ def raw_matrix(encoding: Encoding, table: NDArray[Any] | DataFrame) -> Tensor:
 
 def target_names(names: Sequence[str], count: int) -> tuple[str, ...]:
     """Names for the targets that no column has."""
-    free = (name for name in ("y", *(f"y{i}" for i in itertools.count())) if name not in names)
+    free = (name for name in ("y", *(f"y{i}" for i in range(len(names) + count))) if name not in names)
     return tuple(itertools.islice(free, count))
 
 
