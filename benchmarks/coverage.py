@@ -94,10 +94,10 @@ def make_page(rows: list[dict], runs: int) -> str:  # type: ignore[type-arg]
     lines = [
         "# Coverage of the intervals",
         "",
-        f"How often a 95 % interval of a gain covers the true gain, in {runs:,} simulated gains a row (standard error "
-        f"{error:.1f} points). «Shares» are those of seeds, samples and their interaction in the variance of the mean "
-        "gain. «Crossed» is what torchace reports where it has every sample's loss; «seeds alone» is the t interval of "
-        "the seeds' mean gains, reported, and named so, where it has not.",
+        f"How often a 95 % interval of a gain covers the true gain, in {runs:,} simulated gains per row (standard "
+        f"error {error:.1f} points). «Shares» are those of seeds, samples and their interaction in the variance of the "
+        "mean gain. «Crossed» is the interval that torchace reports if it has every sample's loss; «seeds alone» is "
+        "the t interval of the seeds' mean gains, reported otherwise.",
         "",
         "Written by `benchmarks/coverage.py`.",
         "",

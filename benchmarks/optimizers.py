@@ -166,12 +166,12 @@ def make_page(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Optimizers for stacked members",
         "",
-        f"All {len(passed)} optimizers that pass leave members as they are alone (difference at most {largest:.0e}); "
-        f"all {len(refused)} that are refused and could be run mix them (at least {least:.0e}).",
+        f"**All {len(passed)} accepted optimizers train stacked members as they train single ones; the {len(refused)} "
+        f"measured among the refused ones mix them.** Differences: at most {largest:.0e}, and at least {least:.0e}.",
         "",
         "An optimizer that looks at the shape or the norm of a stacked parameter mixes the members. The optimizers on "
-        "the list pass. Any other is tried on toy parameters; it is refused where members move otherwise than alone, "
-        "or where the trial fails. `torchace.allow_optimizer(kind)` allows a class on request.",
+        "the list pass. Any other is tried on toy parameters; it is refused if members move differently than "
+        "alone, or if the trial fails. `torchace.allow_optimizer(kind)` allows a class on request.",
         "",
         table(["library", "optimizer", "verdict", "reason", "difference after ten steps"], cells),
         "",

@@ -60,7 +60,7 @@ def classification(n: int = 24, seed: int = 0, **kwargs) -> DataLoader:
     return loader(torch.randn(n, 4, generator=g), torch.randint(3, (n,), generator=g), **kwargs)
 
 
-def stacked(num_members: int = 3, **kwargs) -> StackedEnsemble:
+def make_stacked(num_members: int = 3, **kwargs) -> StackedEnsemble:
     return StackedEnsemble([mlp(4, 8, 3) for _ in range(num_members)], **kwargs)
 
 
@@ -93,7 +93,7 @@ def test_first_gradients_are_line_two(kind, tmp_path):
     torch.manual_seed(0)
     ensemble = {
         "ensemble": lambda: Ensemble([mlp(4, 8, 3), nn.Linear(4, 3), mlp(4, 5, 3)]),
-        "stacked": stacked,
+        "stacked": make_stacked,
         "smoc": lambda: SMOC(mlp(4, 8, None), 8, 3, num_members=3),
     }[kind]().double()
     module = Recording(ensemble, AmendedCrossEntropyLoss(0.7), SGD).double()
@@ -115,10 +115,10 @@ def test_first_gradients_are_line_two(kind, tmp_path):
 def test_the_step_is_plain_pytorch(tmp_path):
     """Two epochs of Trainer.fit against a loop."""
     torch.manual_seed(0)
-    ensemble = stacked()
+    ensemble = make_stacked()
     start = {name: value.clone() for name, value in ensemble.state_dict().items()}
     trainer(tmp_path, max_epochs=2).fit(ACEModule(ensemble, AmendedCrossEntropyLoss(0.7), SGD), classification())
-    plain = stacked()
+    plain = make_stacked()
     plain.load_state_dict(start)
     optimizer = SGD(plain.parameters())
     for _ in range(2):
@@ -156,7 +156,7 @@ def test_trains_digits_to_95_percent(tmp_path):
 
 def test_scores_are_those_of_the_whole_split(tmp_path):
     torch.manual_seed(0)
-    ensemble = stacked()
+    ensemble = make_stacked()
     module = ACEModule(ensemble, AmendedCrossEntropyLoss(0.5), SGD)
     fit = trainer(tmp_path, max_epochs=2)
     val = classification(21, seed=1)
@@ -208,7 +208,7 @@ def test_scores_of_regression(tmp_path):
 
 
 def test_soft_targets_and_ignored_classes(tmp_path):
-    ensemble = stacked()
+    ensemble = make_stacked()
     x = torch.randn(16, 4)
     fit = trainer(tmp_path, max_epochs=1)
     soft = loader(x, torch.rand(16, 3).softmax(1))
@@ -224,7 +224,7 @@ def test_soft_targets_and_ignored_classes(tmp_path):
 
 
 def test_half_precision(tmp_path):
-    module = ACEModule(stacked(), AmendedCrossEntropyLoss(0.5), SGD)
+    module = ACEModule(make_stacked(), AmendedCrossEntropyLoss(0.5), SGD)
     fit = trainer(tmp_path, max_epochs=1, precision="bf16-mixed")
     fit.fit(module, classification(), classification(seed=1))
     assert fit.callback_metrics["train_loss"].dtype is torch.float32
@@ -233,7 +233,7 @@ def test_half_precision(tmp_path):
 
 
 def test_several_validation_loaders(tmp_path):
-    module = ACEModule(stacked(), AmendedCrossEntropyLoss(0.5), SGD)
+    module = ACEModule(make_stacked(), AmendedCrossEntropyLoss(0.5), SGD)
     fit = trainer(tmp_path, max_epochs=1)
     first, second = classification(16, seed=1), classification(16, seed=2)
     fit.fit(module, classification(), [first, second])
@@ -271,7 +271,7 @@ def test_dictionaries_and_several_inputs(tmp_path):
 
 def test_loggers(tmp_path):
     loggers = [CSVLogger(tmp_path, name="csv"), TensorBoardLogger(tmp_path, name="board")]
-    module = ACEModule(stacked(), AmendedCrossEntropyLoss(0.5), SGD, hyperparameters={"width": 8})
+    module = ACEModule(make_stacked(), AmendedCrossEntropyLoss(0.5), SGD, hyperparameters={"width": 8})
     schedule = DiversitySchedule(0.6, warmup=2)
     trainer(tmp_path, max_epochs=3, logger=loggers, log_every_n_steps=1, callbacks=[schedule]).fit(
         module, classification(), classification(seed=1)
@@ -294,7 +294,7 @@ def test_loggers(tmp_path):
 
 def test_checkpoints_hold_the_weights_and_lambda(tmp_path):
     torch.manual_seed(0)
-    module = ACEModule(stacked(), AmendedCrossEntropyLoss(0.3), SGD)
+    module = ACEModule(make_stacked(), AmendedCrossEntropyLoss(0.3), SGD)
     fit = trainer(tmp_path, max_epochs=1)
     fit.fit(module, classification())
     module.loss.diversity = 0.85
@@ -303,7 +303,7 @@ def test_checkpoints_hold_the_weights_and_lambda(tmp_path):
     for loss in (AmendedCrossEntropyLoss(0.0), AmendedCrossEntropyLoss(torch.tensor(0.0))):
         held = loss.diversity
         loaded = ACEModule.load_from_checkpoint(
-            tmp_path / "a.ckpt", ensemble=stacked(), loss=loss, optimizer_factory=SGD, weights_only=True
+            tmp_path / "a.ckpt", ensemble=make_stacked(), loss=loss, optimizer_factory=SGD, weights_only=True
         )
         assert float(loss.diversity) == pytest.approx(0.85)
         assert not isinstance(held, Tensor) or loss.diversity is held
@@ -316,7 +316,7 @@ def test_checkpoints_hold_the_weights_and_lambda(tmp_path):
     old["state_dict"] = dict(old["state_dict"])
     torch.save(old, tmp_path / "old.ckpt")
     loaded = ACEModule.load_from_checkpoint(
-        tmp_path / "old.ckpt", ensemble=stacked(), loss=AmendedCrossEntropyLoss(0.0), optimizer_factory=SGD
+        tmp_path / "old.ckpt", ensemble=make_stacked(), loss=AmendedCrossEntropyLoss(0.0), optimizer_factory=SGD
     )
     assert torch.equal(loaded.ensemble.predict_proba(x), module.ensemble.predict_proba(x))
 
@@ -325,13 +325,13 @@ def test_early_stopping_and_best_checkpoint(tmp_path):
     torch.manual_seed(0)
     best = ModelCheckpoint(tmp_path, monitor="val_cross_entropy", mode="min", save_top_k=1)
     stop = EarlyStopping("val_cross_entropy", patience=2, mode="min")
-    module = ACEModule(stacked(), AmendedCrossEntropyLoss(0.9), partial(torch.optim.Adam, lr=0.1))
+    module = ACEModule(make_stacked(), AmendedCrossEntropyLoss(0.9), partial(torch.optim.Adam, lr=0.1))
     fit = trainer(tmp_path, max_epochs=60, callbacks=[best, stop], enable_checkpointing=True)
     fit.fit(module, classification(), classification(seed=1))  # labels are random: validation gets worse soon
     assert fit.current_epoch < 60
     assert stop.stopped_epoch > 0
     loaded = ACEModule.load_from_checkpoint(
-        best.best_model_path, ensemble=stacked(), loss=AmendedCrossEntropyLoss(0.0), optimizer_factory=SGD
+        best.best_model_path, ensemble=make_stacked(), loss=AmendedCrossEntropyLoss(0.0), optimizer_factory=SGD
     )
     (scores,) = fit.validate(loaded, classification(seed=1), verbose=False)
     assert scores["val_cross_entropy"] == pytest.approx(float(best.best_model_score), rel=1e-6)
@@ -343,7 +343,7 @@ def test_a_resumed_training_continues_from_its_checkpoint(tmp_path):
     def run(epochs: int, ckpt: Path | None = None) -> ACEModule:
         torch.manual_seed(0)
         module = ACEModule(
-            stacked(),
+            make_stacked(),
             AmendedCrossEntropyLoss(0.0),
             partial(torch.optim.Adam, lr=0.05),
             scheduler_factory=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
@@ -385,7 +385,7 @@ def test_schedules(schedule, expected, held, tmp_path):
     schedule.values = []
     loss = AmendedCrossEntropyLoss(torch.tensor(0.5) if held == "tensor" else 0.5)
     fit = trainer(tmp_path, max_epochs=2, callbacks=[schedule])
-    fit.fit(ACEModule(stacked(), loss, SGD), classification())
+    fit.fit(ACEModule(make_stacked(), loss, SGD), classification())
     assert schedule.values == pytest.approx(expected, abs=1e-7)
 
 
@@ -393,7 +393,7 @@ def test_a_schedule_for_a_module_of_ones_own(tmp_path):
     class Own(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.ensemble, self.loss = stacked(), AmendedCrossEntropyLoss(0.0)
+            self.ensemble, self.loss = make_stacked(), AmendedCrossEntropyLoss(0.0)
 
         def training_step(self, batch, batch_idx):
             return self.loss(self.ensemble(batch[0]), batch[1])
@@ -422,14 +422,14 @@ def test_schedule_errors(tmp_path):
         DiversitySchedule(0.5, start=0.2)
     fit = trainer(tmp_path, max_epochs=1, callbacks=[DiversitySchedule(lambda epoch: 2.0)])
     with pytest.raises(ValueError, match=r"`diversity` in \[0, 1\], but got 2.0"):
-        fit.fit(ACEModule(stacked(), AmendedCrossEntropyLoss(0.5), SGD), classification())
+        fit.fit(ACEModule(make_stacked(), AmendedCrossEntropyLoss(0.5), SGD), classification())
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
 def test_argument_errors(tmp_path):
-    ensemble, loss = stacked(), AmendedCrossEntropyLoss(0.5)
+    ensemble, loss = make_stacked(), AmendedCrossEntropyLoss(0.5)
     with pytest.raises(TypeError, match="Expected an ensemble module, but got Linear"):
         ACEModule(nn.Linear(4, 3), loss, SGD)
     with pytest.raises(TypeError, match=r"`loss` to be one of AmendedCrossEntropyLoss, .* got CrossEntropyLoss"):
@@ -447,7 +447,7 @@ def test_argument_errors(tmp_path):
 
 def test_schedulers_of_every_kind(tmp_path):
     def fitted(**kwargs) -> float:
-        module = ACEModule(stacked(), AmendedCrossEntropyLoss(0.5), SGD, **kwargs)
+        module = ACEModule(make_stacked(), AmendedCrossEntropyLoss(0.5), SGD, **kwargs)
         fit = trainer(tmp_path, max_epochs=2)
         fit.fit(module, classification(), classification(seed=1))
         return fit.optimizers[0].param_groups[0]["lr"]
@@ -510,7 +510,7 @@ def test_the_example():
 
 
 def test_checkpoints_of_single_models_become_an_ensemble(tmp_path):
-    """What users of Lightning have already: checkpoints of a module that holds a model and a weighted loss."""
+    """Checkpoints of a Lightning module with a model and a weighted loss."""
 
     class Single(LightningModule):
         def __init__(self) -> None:
@@ -572,7 +572,7 @@ if trainer.is_global_zero:
 def test_two_processes_step_as_one(tmp_path):
     """DDP over two processes with half of the batch each, against the gradient of line 2 on all of it."""
     torch.manual_seed(0)
-    ensemble = stacked().double()
+    ensemble = make_stacked().double()
     x, y = torch.randn(8, 4, dtype=torch.float64), torch.randint(3, (8,))
     torch.save({"x": x, "y": y, "weights": ensemble.state_dict()}, tmp_path / "data.pt")
     script = tmp_path / "distributed.py"

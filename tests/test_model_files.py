@@ -225,7 +225,7 @@ def test_a_limit_on_file_sizes(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["model"]
 
 
-def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
+def test_files_of_a_killed_save_are_removed(tmp_path: Path) -> None:
     left = tmp_path / ".model.0123456789abcdef.partial"
     left.mkdir()
     (left / "weights.safetensors").write_bytes(b"half")

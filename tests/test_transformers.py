@@ -87,7 +87,7 @@ def arguments(folder: Path, **options) -> hf.TrainingArguments:
     return hf.TrainingArguments(str(folder), **{**quiet, **options})
 
 
-def made(ensemble: nn.Module, folder: Path, *, train=None, test=None, trainer=ACETrainer, **options):
+def new_trainer(ensemble: nn.Module, folder: Path, *, train=None, test=None, trainer=ACETrainer, **options):
     own = {name: options.pop(name) for name in ("diversity", "loss", "compute_metrics") if name in options}
     return trainer(ensemble, arguments(folder, **options), train_dataset=train, eval_dataset=test, **own)
 
@@ -126,7 +126,7 @@ def test_first_gradients_are_line_two(make, data, accumulated, tmp_path):
     rows = data(16)
     for name, column in rows.columns.items():
         rows.columns[name] = column.double() if column.is_floating_point() else column
-    trainer = made(
+    trainer = new_trainer(
         ensemble, tmp_path, train=rows, diversity=0.7, max_steps=1, gradient_accumulation_steps=accumulated,
         per_device_train_batch_size=16 // accumulated,
     )  # fmt: skip
@@ -171,7 +171,7 @@ def test_trains_to_95_percent(make, data, rate, tmp_path):
     hf.set_seed(0)
     ensemble = stack_classifiers(make(), 4)
     test = data(300, seed=1)
-    trainer = made(
+    trainer = new_trainer(
         ensemble, tmp_path, train=data(640), test=test, diversity=0.5, max_steps=120, learning_rate=rate,
         per_device_train_batch_size=32, logging_steps=40,
     )  # fmt: skip
@@ -206,7 +206,7 @@ def test_resumes_from_a_checkpoint_of_the_trainer(tmp_path):
     def run(folder: str, steps: int, **resume) -> tuple[nn.Module, ACETrainerMixin]:
         hf.set_seed(0)
         ensemble = stack_classifiers(bert(), 3)
-        trainer = made(
+        trainer = new_trainer(
             ensemble, tmp_path / folder, train=sentences(64), diversity=0.5, max_steps=steps, learning_rate=1e-2,
             save_strategy="steps", save_steps=4, lr_scheduler_type="constant",
         )  # fmt: skip
@@ -237,7 +237,7 @@ def test_resumes_from_a_checkpoint_of_the_trainer(tmp_path):
 def test_the_best_model_is_chosen_by_the_ensembles_cross_entropy(tmp_path):
     hf.set_seed(0)
     rows, test = sentences(32), sentences(64, seed=1)
-    trainer = made(
+    trainer = new_trainer(
         stack_classifiers(bert(), 3), tmp_path, train=rows, test=test, diversity=0.9, num_train_epochs=3,
         learning_rate=3e-2, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True,
     )  # fmt: skip
@@ -253,7 +253,9 @@ def test_metrics_of_ones_own(tmp_path):
         assert prediction.predictions.shape == (50, 3)
         return {"accuracy": 7.0, "agreed": float((prediction.predictions.argmax(1) == prediction.label_ids).mean())}
 
-    trainer = made(stack_classifiers(bert(), 3), tmp_path, test=sentences(50), diversity=0.5, compute_metrics=compute)
+    trainer = new_trainer(
+        stack_classifiers(bert(), 3), tmp_path, test=sentences(50), diversity=0.5, compute_metrics=compute
+    )
     scores = trainer.evaluate()
     assert scores["eval_accuracy"] == 7.0  # the user's stays
     assert 0 <= scores["eval_agreed"] <= 1
@@ -268,7 +270,7 @@ def test_a_trainer_of_ones_own(tmp_path):
     class Mine(ACETrainerMixin, hf.Trainer):
         pass
 
-    trainer = made(
+    trainer = new_trainer(
         stack_classifiers(bert(), 2), tmp_path, train=sentences(16), trainer=Mine, diversity=0.5, max_steps=1
     )
     assert math.isfinite(trainer.train().training_loss)
@@ -290,7 +292,7 @@ def test_several_labels_a_sample(tmp_path):
     rows = sentences(48)
     rows.columns["labels"] = nn.functional.one_hot(rows.columns["labels"], 3).float()
     ensemble = stack_classifiers(bert(), 3, link="sigmoid")
-    trainer = made(ensemble, tmp_path, train=rows, test=rows, diversity=0.5, max_steps=2)
+    trainer = new_trainer(ensemble, tmp_path, train=rows, test=rows, diversity=0.5, max_steps=2)
     assert isinstance(trainer.ace_loss, BinaryAmendedCrossEntropyLoss)
     trainer.train()
     probs = ensemble.predict_proba(input_ids=rows.columns["input_ids"], attention_mask=rows.columns["attention_mask"])
@@ -304,7 +306,7 @@ def test_regression_with_one_output(tmp_path):
     rows.columns["labels"] = rows.columns["labels"].float()  # (N,), as transformers has them
     ensemble = stack_classifiers(bert(num_labels=1), 3, link="identity")
     loss = NegativeCorrelationLoss(0.5, member_weights=[0.5, 0.25, 0.25])
-    trainer = made(ensemble, tmp_path, train=rows, test=rows, loss=loss, max_steps=2)
+    trainer = new_trainer(ensemble, tmp_path, train=rows, test=rows, loss=loss, max_steps=2)
     trainer.train()
     inputs = {name: column for name, column in rows.columns.items() if name != "labels"}
     mean = ensemble.predict(**inputs)  # weighed as the loss weighs them
@@ -317,12 +319,12 @@ def test_labels_under_another_name_and_columns_of_no_use(tmp_path):
     rows = sentences(16)
     rows.columns["truth"] = rows.columns.pop("labels")
     rows.columns["index"] = torch.arange(16)  # the host takes no such thing
-    trainer = made(
+    trainer = new_trainer(
         stack_classifiers(bert(), 2), tmp_path, train=rows, diversity=0.5, max_steps=1, label_names=["truth"]
     )
     trainer.train()
     rows.columns["labels"] = rows.columns.pop("truth")
-    trainer = made(stack_classifiers(bert(), 2), tmp_path, train=rows, diversity=0.5, max_steps=1)
+    trainer = new_trainer(stack_classifiers(bert(), 2), tmp_path, train=rows, diversity=0.5, max_steps=1)
     trainer.train()
     del rows.columns["labels"]
     with pytest.raises(ValueError, match=r"Expected labels under 'labels' in a batch, but it has input_ids, "):
@@ -340,7 +342,7 @@ def test_members_of_any_kind(tmp_path):
 
     rows = sentences(64)
     del rows.columns["attention_mask"]
-    trainer = made(Ensemble([Bag(), Bag()]), tmp_path, train=rows, test=rows, diversity=0.5, max_steps=3)
+    trainer = new_trainer(Ensemble([Bag(), Bag()]), tmp_path, train=rows, test=rows, diversity=0.5, max_steps=3)
     trainer.train()
     assert 0 < trainer.evaluate()["eval_disagreement"] < 1
 
@@ -353,7 +355,7 @@ def test_a_model_that_computes_activations_again(tmp_path):
         model = bert()
         if again:
             model.gradient_checkpointing_enable()
-        trainer = made(stack_classifiers(model, 2), tmp_path, train=rows, test=rows, diversity=0.5, max_steps=2)
+        trainer = new_trainer(stack_classifiers(model, 2), tmp_path, train=rows, test=rows, diversity=0.5, max_steps=2)
         trainer.train()
         assert model.is_gradient_checkpointing == again
         weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
@@ -362,7 +364,7 @@ def test_a_model_that_computes_activations_again(tmp_path):
 
 def test_numbers_to_predict_are_not_rounded_to_bf16(tmp_path):
     ensemble = stack_classifiers(bert(num_labels=1), 2, link="identity").bfloat16()
-    trainer = made(ensemble, tmp_path, diversity=0.5)
+    trainer = new_trainer(ensemble, tmp_path, diversity=0.5)
     labels = torch.arange(1000.0, 1008.0)
     assert torch.equal(trainer._as_loss_target(labels, torch.zeros(2, 8, 1, dtype=torch.bfloat16)), labels[:, None])
 
@@ -373,25 +375,25 @@ def test_numbers_to_predict_are_not_rounded_to_bf16(tmp_path):
 def test_argument_errors(tmp_path):
     ensemble, loss = stack_classifiers(bert(), 2), AmendedCrossEntropyLoss(0.5)
     with pytest.raises(TypeError, match="one of `diversity` and `loss`"):
-        made(ensemble, tmp_path)
+        new_trainer(ensemble, tmp_path)
     with pytest.raises(TypeError, match="one of `diversity` and `loss`"):
-        made(ensemble, tmp_path, diversity=0.5, loss=loss)
+        new_trainer(ensemble, tmp_path, diversity=0.5, loss=loss)
     with pytest.raises(TypeError, match=r"Expected an ensemble module, but got BertFor.* stack_classifiers"):
-        made(bert(), tmp_path, diversity=0.5)
+        new_trainer(bert(), tmp_path, diversity=0.5)
     with pytest.raises(ValueError, match="link='sigmoid' for BinaryAmendedCrossEntropyLoss"):
-        made(ensemble, tmp_path, loss=BinaryAmendedCrossEntropyLoss(0.5))
+        new_trainer(ensemble, tmp_path, loss=BinaryAmendedCrossEntropyLoss(0.5))
     with pytest.raises(ValueError, match=r"`diversity` in \[0, 1\], but got 1.5"):
-        made(ensemble, tmp_path, diversity=1.5)
+        new_trainer(ensemble, tmp_path, diversity=1.5)
     with pytest.raises(ValueError, match=r"no label_smoothing_factor, but got 0\.1\. Give it to the loss"):
-        made(ensemble, tmp_path, diversity=0.5, label_smoothing_factor=0.1)
+        new_trainer(ensemble, tmp_path, diversity=0.5, label_smoothing_factor=0.1)
     with pytest.raises(ValueError, match=r"no gradient_checkpointing.* before it is stacked"):
-        made(ensemble, tmp_path, diversity=0.5, gradient_checkpointing=True)
+        new_trainer(ensemble, tmp_path, diversity=0.5, gradient_checkpointing=True)
     with pytest.raises(ValueError, match=r"no neftune_noise_alpha.* got 5"):
-        made(ensemble, tmp_path, diversity=0.5, neftune_noise_alpha=5.0)
+        new_trainer(ensemble, tmp_path, diversity=0.5, neftune_noise_alpha=5.0)
     with pytest.raises(ValueError, match="no `compute_loss_func`"):
         ACETrainer(ensemble, arguments(tmp_path), diversity=0.5, compute_loss_func=lambda *_: None)
     with pytest.raises(ValueError, match="one name in `label_names`"):
-        made(ensemble, tmp_path, diversity=0.5, label_names=["start", "end"])
+        new_trainer(ensemble, tmp_path, diversity=0.5, label_names=["start", "end"])
     several = arguments(tmp_path)
     assert several.n_gpu <= 1
     several._n_gpu = 2  # what the Trainer reads where it would spread a model over two devices of one process
@@ -422,7 +424,7 @@ except ImportError as error:
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def tagged(n: int, seed: int = 0) -> Rows:
+def tagged_tokens(n: int, seed: int = 0) -> Rows:
     """Each token's class is its remainder; padding does not count."""
     tokens = torch.randint(4, 24, (n, 10), generator=torch.Generator().manual_seed(seed))
     labels = tokens % 3
@@ -448,7 +450,7 @@ def language_model() -> nn.Module:
 
 ADAPTED = {
     "sequences": (bert, sentences, {}, (64, 3)),
-    "tokens": (tagger, tagged, {}, (64, 10, 3)),
+    "tokens": (tagger, tagged_tokens, {}, (64, 10, 3)),
     "language model": (language_model, counting, {"head": "shared"}, (64, 10, 24)),
 }
 
@@ -462,7 +464,7 @@ def test_adapted_models_learn(task: str, in_chunks: bool, tmp_path: Path, monkey
     make, data, options, shape = ADAPTED[task]
     ensemble = adapt(make(), 4, **options)
     options = {"diversity": 0.3, "learning_rate": 2e-2, "num_train_epochs": 3}
-    trainer = made(ensemble, tmp_path, train=data(320), test=data(64, seed=1), **options)
+    trainer = new_trainer(ensemble, tmp_path, train=data(320), test=data(64, seed=1), **options)
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()
@@ -490,7 +492,7 @@ def test_chunks_of_tokens_give_the_same_loss(
     ensemble = adapt(model, 3, adapter="low_rank", rank=2, freeze=freeze, **options)
     for adapter in ensemble.adapters.values():
         nn.init.normal_(adapter.B)
-    trainer = made(ensemble, tmp_path, train=data(8), diversity=0.4)
+    trainer = new_trainer(ensemble, tmp_path, train=data(8), diversity=0.4)
     batch = data(8).columns
     results = []
     for limit in (1 << 24, 100):
@@ -513,8 +515,10 @@ def test_checkpoints_of_tied_weights_resume(tmp_path: Path) -> None:
         if resume:
             hf.set_seed(0)
             short = adapt(language_model(), 2, head="shared", adapter="low_rank", rank=2, freeze=True)
-            made(short, folder, diversity=0.2, **{**options, "max_steps": 2}, lr_scheduler_type="constant").train()
-        trainer = made(ensemble, folder, diversity=0.2, **options, lr_scheduler_type="constant")
+            new_trainer(
+                short, folder, diversity=0.2, **{**options, "max_steps": 2}, lr_scheduler_type="constant"
+            ).train()
+        trainer = new_trainer(ensemble, folder, diversity=0.2, **options, lr_scheduler_type="constant")
         trainer.train(resume_from_checkpoint=resume)
         finals.append(ensemble.state_dict())
     for name, value in finals[0].items():

@@ -1,15 +1,17 @@
-"""Draws the figures of the page "How it works" with the library itself: `python tools/docs_figures.py`.
+"""Draw the documentation's figures with the library: `python tools/docs_figures.py`.
 
-Every figure is written twice, for white pages and for black ones. Two are computed here (members' gradients, members on
-two moons), two are drawn from the result files in docs/results.
+Every figure is written twice, for wide pages and for phones. Its text and lines take the reader's colors: from the
+page where the SVG is part of it (tools/docs_inline.py), from the system's light or dark scheme elsewhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import io
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,29 +21,35 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from sklearn.datasets import make_moons
 
 import torchace as ace
+from torchace.lab.sweeps.config import load_experiment
 
 ROOT = Path(__file__).parents[1]
 STEPS = 600  # of training on two moons
-INK = {"light": "#1f2328", "dark": "#e2e4e9"}
-FAINT = {"light": "#d8dbe0", "dark": "#4a4f5a"}
+INK, FAINT = "#010203", "#040506"  # stand for colors of the reader's scheme
+COLORS = {INK: "var(--ink)", FAINT: "var(--faint)"}
+SCHEMES = """<style>
+:root { --ink: #1f2328; --faint: #d8dbe0 }
+@media (prefers-color-scheme: dark) { :root { --ink: #e2e4e9; --faint: #4a4f5a } }
+</style>"""
 BLUE, ORANGE, GREEN, PURPLE = "#4c8fd6", "#e07b39", "#2fa37c", "#b3689f"
 MEMBERS = (BLUE, ORANGE, GREEN, PURPLE, "#c9a227", "#d1605e", "#5fb3b3", "#8d8d8d")
 
 
-def gradients(scheme: str) -> Figure:
-    """What moves five members on one sample, as λ grows."""
+def gradients(narrow: bool) -> Figure:
+    """Gradients of five members on one sample, as λ grows."""
     probs = torch.tensor([0.15, 0.35, 0.6, 0.85, 0.97], dtype=torch.float64)  # each member's for the right class
-    figure, axes = panels(3, 2.4, sharey=True)
+    figure, axes = panels(3, 2.4, narrow, sharey=True)
     for ax, diversity in zip(axes, (0.0, 0.5, 1.0), strict=True):
         logits = torch.stack([probs, 1 - probs], 1).log()[:, None].requires_grad_()  # (K=5, N=1, C=2)
         ace.amended_cross_entropy(logits, torch.tensor([0]), diversity).backward()
         pull = -logits.grad[:, 0, 0]  # what gradient descent adds to the right class's logit, but for the step's length
         ax.barh(range(5), pull.tolist(), 0.6, color=MEMBERS[:5])
-        ax.axvline(float(1 - probs.mean()), color=INK[scheme], linestyle="--", linewidth=1)
-        ax.set(title=f"λ={diversity:g}", xlim=(0, 0.9), xlabel="pull to the label", yticks=range(5))
+        ax.axvline(float(1 - probs.mean()), color=INK, linestyle="--", linewidth=1)
+        ax.set(title=f"λ={diversity:g}", xlim=(0, 0.9), xlabel="pull towards the label", yticks=range(5))
         ax.set_yticklabels([f"is {q:.0%} sure" for q in probs.tolist()])
         ax.grid(visible=False, axis="y")
     axes[0].invert_yaxis()  # shared
@@ -49,9 +57,9 @@ def gradients(scheme: str) -> Figure:
     return figure
 
 
-def moons(scheme: str) -> Figure:
+def moons(narrow: bool) -> Figure:
     """Members' boundaries on two moons, and where the members disagree."""
-    figure, axes = panels(3, 2.9, sharey=True)
+    figure, axes = panels(3, 2.9, narrow, sharey=True)
     across, up = mesh()
     x, y = tensors(*make_moons(60, noise=0.25, random_state=0))
     test_x, test_y = tensors(*make_moons(4000, noise=0.25, random_state=1))
@@ -66,10 +74,10 @@ def moons(scheme: str) -> Figure:
         for member, color in zip(logits.softmax(2)[..., 1], MEMBERS, strict=True):
             ax.contour(across, up, member.view(across.shape).numpy(), [0.5], colors=color, linewidths=1)
         mean = ace.ensemble_probs(logits)[:, 1].view(across.shape).numpy()
-        ax.contour(across, up, mean, [0.5], colors=INK[scheme], linewidths=2.5)
+        ax.contour(across, up, mean, [0.5], colors=INK, linewidths=2.5)
         for label, marker in enumerate("os"):
             rows = x[y == label].numpy()
-            ax.plot(*rows.T, marker, color=(ORANGE, BLUE)[label], markersize=4, markeredgecolor=INK[scheme], mew=0.4)
+            ax.plot(*rows.T, marker, color=(ORANGE, BLUE)[label], markersize=4, markeredgecolor=INK, mew=0.4)
         together = 1 - float((ace.ensemble_probs(known).argmax(1) == test_y).double().mean())
         alone = 1 - float((known.argmax(2) == test_y).double().mean())
         ax.set(title=f"λ={diversity:g}", xticks=(), yticks=())
@@ -99,28 +107,65 @@ def on_moons(diversity: float) -> ace.StackedEnsemble:
     return ensemble
 
 
-def knob(scheme: str) -> Figure:
-    """What λ gives and takes: twenty small networks on MNIST."""
+def knob(narrow: bool) -> Figure:
+    """Effect of λ on twenty small networks on MNIST."""
     runs = [run for run in finished_runs("small_members") if run["arm"] == "shared"]
-    figure, axes = panels(3, 2.4)
-    for ax, title, key, color, scale in zip(
+    figure, axes = panels(3, 2.7, narrow)
+    for ax, title, label, key, color, scale in zip(
         axes,
-        ("The ensemble's cross entropy", "One member's cross entropy", "Pairs that disagree, %"),
+        ("The ensemble improves", "while one member gets worse", "and members disagree more"),
+        ("test cross entropy", "test cross entropy", "pairs that disagree, %"),
         ("cross_entropy", "member_cross_entropy", "disagreement"),
         (ORANGE, BLUE, GREEN),
         (1, 1, 100),
         strict=True,
     ):
         curve(ax, runs, key, "", color, scale=scale)
-        ax.set(title=title, xlabel="λ")
+        ax.set(title=title, xlabel="diversity λ", ylabel=label)
     axes[2].set_ylim(0, None)
+    mark_gain(axes[0], runs)
     return figure
 
 
-def parting(scheme: str) -> Figure:
+def gain(narrow: bool) -> Figure:
+    """The first panel of `knob`, for the front page."""
+    runs = [run for run in finished_runs("small_members") if run["arm"] == "shared"]
+    figure, (ax,) = panels(1, 2.7, narrow=True)
+    curve(ax, runs, "cross_entropy", "", ORANGE)
+    ax.set(xlabel="diversity λ", ylabel="test cross entropy of the ensemble")
+    mark_gain(ax, runs)
+    return figure
+
+
+def mark_gain(ax: Axes, runs: list[dict[str, Any]]) -> None:
+    """Mark the lowest mean cross entropy and its change against λ=0."""
+    means = {d: np.mean(v) for d, v in by_diversity(runs, "cross_entropy").items()}
+    best = min(means, key=lambda diversity: means[diversity])
+    ax.axhline(means[0.0], color=INK, linestyle="--", linewidth=1)
+    ax.text(0.9, means[0.0] + 0.0006, "members fitted alone (λ=0)", ha="right", va="bottom", fontsize=8)
+    ax.annotate("", (best, means[best]), (best, means[0.0]), arrowprops={"arrowstyle": "->", "color": ORANGE})
+    change = f"{means[best] / means[0.0] - 1:+.0%}".replace("-", "−")
+    ax.text(best - 0.03, means[best] * 0.4 + means[0.0] * 0.6, change, ha="right", fontsize=12, color=ORANGE)
+    ax.set_ylim(None, means[0.0] + 0.004)
+
+
+def cross_entropies(name: str, narrow: bool, *, without: str = "") -> Figure:
+    """Cross entropy of the ensemble against λ, one line for each arm of an experiment."""
+    runs = finished_runs(name)
+    figure, (ax,) = panels(1, 2.9, narrow)
+    arms = [arm for arm in experiment(name)["experiment"]["arms"] if arm["name"] != without]
+    for arm, color in zip(arms, MEMBERS, strict=False):
+        mine = [run for run in runs if run["arm"] == arm["name"]]
+        curve(ax, mine, "cross_entropy", arm["label"], color)
+    ax.set(xlabel="diversity λ", ylabel="the ensemble's test cross entropy")
+    figure.legend(loc="outside upper center", ncols=1 if narrow else 3, frameon=False, labelcolor=INK)
+    return figure
+
+
+def parting(narrow: bool) -> Figure:
     """Where members part decides: four members on a ResNet-20, CIFAR-10."""
     runs = finished_runs("branched")
-    figure, (left, right) = panels(2, 2.9)
+    figure, (left, right) = panels(2, 2.9, narrow)
     for arm, label, color in (
         ("smoc", "heads alone", BLUE),
         ("branched", "a last stage each", ORANGE),
@@ -129,33 +174,88 @@ def parting(scheme: str) -> Figure:
         curve(left, mine, "disagreement", label, color, scale=100)
         curve(right, mine, "cross_entropy", label, color)
     equal = np.mean([run["metrics"]["test"]["cross_entropy"] for run in runs if run["arm"] == "equal"])
-    right.axhline(equal, color=INK[scheme], linestyle="--", linewidth=1, label="one network of equal size")
+    right.axhline(equal, color=INK, linestyle="--", linewidth=1, label="one network of equal size")
     left.set(title="Pairs of members that disagree, %", xlabel="λ", ylim=(0, None))
     right.set(title="The ensemble's cross entropy", xlabel="λ", ylim=(0.29, 0.42))
-    right.legend(frameon=False, labelcolor=INK[scheme])
+    right.legend(frameon=False, labelcolor=INK)
     return figure
 
 
-FIGURES: dict[str, Callable[[str], Figure]] = {"gradients": gradients, "moons": moons, "knob": knob, "parting": parting}
+def table2(narrow: bool) -> Figure:
+    """Every run of the paper's Table 2 beside the paper's numbers."""
+    files = sorted((ROOT / "docs" / "results" / "table2_full").glob("*.json"))
+    runs = [json.loads(file.read_text("utf-8")) for file in files]
+    columns = sorted({(run["num_members"], run["diversity"]) for run in runs})
+    paper = load_experiment("table2").paper
+    assert paper is not None
+    figure, axes = panels(2, 2.9, narrow)
+    for ax, key, title in zip(axes, ("error", "cross_entropy"), ("Error, %", "Cross entropy"), strict=True):
+        for run in runs:
+            score = run["metrics"]["test"]
+            value = 100 * (1 - score["accuracy"]) if key == "error" else score[key]
+            ax.plot(columns.index((run["num_members"], run["diversity"])), value, "o", color=ORANGE, markersize=4)
+        stated = {(row.num_members, row.diversity or 0.0): getattr(row, key) for row in paper.rows}
+        ax.plot(range(len(columns)), [stated[column] for column in columns], "x", color=INK)
+        ax.set_xticks(range(len(columns)), ["K=1", *(f"{d:g}" for _, d in columns[1:])])
+        ax.set(title=title, xlabel="λ, with K=10")
+    axes[1].set_ylim(0.27, 0.35)
+    figure.legend(
+        handles=[
+            Line2D([], [], color=ORANGE, marker="o", linestyle="", markersize=4, label="one training"),
+            Line2D([], [], color=INK, marker="x", linestyle="", label="paper"),
+        ],
+        loc="outside upper center",
+        ncols=2,
+        frameon=False,
+        labelcolor=INK,
+    )
+    return figure
 
 
-def panels(number: int, height: float, **options: Any) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(8, height), layout="constrained")
-    return figure, list(figure.subplots(1, number, **options))
+FIGURES: dict[str, Callable[[bool], Figure]] = {
+    "gradients": gradients,
+    "moons": moons,
+    "knob": knob,
+    "gain": gain,
+    "parting": parting,
+    "table2": table2,
+    "table2_short": functools.partial(cross_entropies, "table2_short", without="attached"),
+    "table2_short_ablation": functools.partial(cross_entropies, "table2_short"),
+    **{name: functools.partial(cross_entropies, name) for name in ("small_members", "table1", "branched")},
+}
+
+
+def panels(number: int, height: float, narrow: bool, **options: Any) -> tuple[Figure, list[Axes]]:
+    """Panels beside each other, or below each other on a phone."""
+    shape, size = ((number, 1), (3.9, height * number)) if narrow else ((1, number), (8, height))
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, list(figure.subplots(*shape, squeeze=False, **options).flat)
+
+
+def by_diversity(runs: list[dict[str, Any]], key: str) -> dict[float, list[float]]:
+    """Test values of all seeds at each λ."""
+    diversities = sorted({run["diversity"] for run in runs})
+    return {d: [run["metrics"]["test"][key] for run in runs if run["diversity"] == d] for d in diversities}
 
 
 def curve(ax: Axes, runs: list[dict[str, Any]], key: str, label: str, color: str, *, scale: float = 1.0) -> None:
-    """Means over seeds against λ, with standard deviations."""
-    diversities = sorted({run["diversity"] for run in runs})
-    values = [[scale * run["metrics"]["test"][key] for run in runs if run["diversity"] == d] for d in diversities]
-    deviations = [np.std(v, ddof=1) for v in values]
-    ax.errorbar(diversities, [np.mean(v) for v in values], deviations, color=color, marker="o", label=label, capsize=2)
-    ax.set_xticks(diversities, [f"{d:g}" for d in diversities])
+    """Means over seeds against λ, with standard deviations; a single λ is a dashed line."""
+    values = {d: scale * np.array(v) for d, v in by_diversity(runs, key).items()}
+    means, deviations = [v.mean() for v in values.values()], [v.std(ddof=1) for v in values.values()]
+    if len(values) == 1:
+        ax.axhline(means[0], color=color, linestyle="--", linewidth=1, label=label)
+        return
+    ax.errorbar(list(values), means, deviations, color=color, marker="o", label=label, capsize=2)
+    ax.set_xticks(list(values), [f"{d:g}" for d in values])
+
+
+@functools.cache
+def experiment(name: str) -> dict[str, Any]:
+    return dict(json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text("utf-8")))
 
 
 def finished_runs(name: str) -> list[dict[str, Any]]:
-    runs = json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text("utf-8"))["runs"]
-    return [run for run in runs if run["status"] == "finished"]
+    return [run for run in experiment(name)["runs"] if run["status"] == "finished"]
 
 
 def tensors(x: np.ndarray, y: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,33 +263,45 @@ def tensors(x: np.ndarray, y: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @contextmanager
-def style(scheme: str) -> Iterator[None]:
-    ink, faint = INK[scheme], FAINT[scheme]
-    colors = dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), ink)
+def style() -> Iterator[None]:
+    colors = dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), INK)
     settings = {
-        **colors, "axes.edgecolor": faint, "axes.grid": True, "grid.color": faint, "grid.linewidth": 0.5,
+        **colors, "axes.edgecolor": FAINT, "axes.grid": True, "grid.color": FAINT, "grid.linewidth": 0.5,
         "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "axes.facecolor": "none",
         "figure.facecolor": "none", "savefig.facecolor": "none", "font.size": 9, "axes.titlesize": 10,
-        "svg.hashsalt": "torchace", "savefig.dpi": 100,
+        "svg.hashsalt": "torchace", "svg.fonttype": "none", "savefig.dpi": 100,
     }  # fmt: skip
     with mpl.rc_context(settings):
         yield
 
 
-def main(folder: Path = ROOT / "docs" / "figures") -> list[Path]:
-    """Draws all figures into a folder and returns their paths."""
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as an SVG file in the reader's colors."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    for stand_in, color in COLORS.items():
+        text = text.replace(stand_in, color)
+    text = re.sub('font-family: [^;"]*', "font-family: system-ui, sans-serif", text)
+    path.write_text(text.replace("<defs>", f"{SCHEMES}\n <defs>", 1), "utf-8")
+
+
+def main(folder: Path = ROOT / "docs" / "figures", names: Iterable[str] = tuple(FIGURES)) -> list[Path]:
+    """Draw figures into a folder and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, draw in FIGURES.items():
-        for scheme in ("light", "dark"):
-            paths.append(folder / f"{name}_{scheme}.svg")
-            with style(scheme):
-                draw(scheme).savefig(paths[-1], metadata={"Date": None})
+    for name in names:
+        for narrow in (False, True):
+            paths.append(folder / f"{name}{'_narrow' if narrow else ''}.svg")
+            with style():
+                save(FIGURES[name](narrow), paths[-1])
     return paths
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[[], *FIGURES], help="all unless named")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures")
-    for path in main(parser.parse_args().out):
+    arguments = parser.parse_args()
+    for path in main(arguments.out, arguments.names or FIGURES):
         print(path)

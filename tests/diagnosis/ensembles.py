@@ -21,7 +21,7 @@ def healthy(n: int = 1000, seed: int = 0, *, members: int = 5, classes: int = 4,
     return truth + own * torch.randn(members, n, classes, generator=g), target
 
 
-def collapsed(n: int = 1000, seed: int = 0) -> Case:
+def make_collapsed(n: int = 1000, seed: int = 0) -> Case:
     return healthy(n, seed, own=0.05)
 
 
@@ -37,7 +37,7 @@ def with_copy(n: int = 1000, seed: int = 0) -> Case:
     return logits, target
 
 
-def co_adapted(n: int = 1000, seed: int = 0) -> Case:
+def make_co_adapted(n: int = 1000, seed: int = 0) -> Case:
     """Each member knows a third of the samples, another third each, and is confident and wrong elsewhere."""
     g = torch.Generator().manual_seed(seed)
     target = torch.randint(10, (n,), generator=g)
@@ -46,7 +46,7 @@ def co_adapted(n: int = 1000, seed: int = 0) -> Case:
     return torch.where(knows[..., None], 9.0 * F.one_hot(target, 10), wrong), target
 
 
-def dominated(n: int = 1000, seed: int = 0) -> Case:
+def make_dominated(n: int = 1000, seed: int = 0) -> Case:
     """Member 1 is confident and mostly right; the others are near chance."""
     g = torch.Generator().manual_seed(seed)
     target = torch.randint(5, (n,), generator=g)
@@ -62,7 +62,7 @@ def with_lost_class(n: int = 1000, seed: int = 0) -> Case:
     return logits, target
 
 
-def scaled(factor: float) -> Case:
+def scale_logits(factor: float) -> Case:
     logits, target = healthy(2000)
     return factor * logits, target
 
@@ -77,7 +77,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x[train], y[train], x[test], y[test]
 
 
-def trained(kind: str) -> dict[str, Tensor]:
+def train_on_digits(kind: str) -> dict[str, Tensor]:
     """Ensembles trained on digits: `"separate"` networks, linear heads on one network (`"smoc"`), `"λ=1"`."""
     torch.manual_seed(1)
     ensemble: EnsembleModule

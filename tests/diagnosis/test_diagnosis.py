@@ -103,7 +103,7 @@ def test_extreme_predictions():
 
 
 def full_diagnosis() -> Diagnosis:
-    (logits, target), (train, train_target) = ensembles.co_adapted(), ensembles.co_adapted(seed=1)
+    (logits, target), (train, train_target) = ensembles.make_co_adapted(), ensembles.make_co_adapted(seed=1)
     return diagnose(logits, target, train_logits=train, train_target=train_target)
 
 
@@ -201,62 +201,62 @@ class Bomb:
 def test_bad_files_raise_one_sentence(tmp_path):
     content = arrays()
 
-    def refused(said: str, name: str = "a.npz") -> None:
+    def diagnose_error(said: str, name: str = "a.npz") -> None:
         with pytest.raises(ValueError, match=said) as caught:
             diagnose_file(tmp_path / name)
         assert str(tmp_path / name) in str(caught.value)
         assert "\n" not in str(caught.value)
 
-    def written(**change: object) -> None:
+    def write_npz(**change: object) -> None:
         np.savez(tmp_path / "a.npz", **{**content, **change})
 
-    refused("There is no file", "none.npz")
+    diagnose_error("There is no file", "none.npz")
     (tmp_path / "a.txt").write_text("logits", "utf-8")
-    refused(r"Expected a \.npz or \.safetensors file", "a.txt")
-    written(logits=np.array([Bomb()], dtype=object))
-    refused("not a .npz file of plain arrays")
+    diagnose_error(r"Expected a \.npz or \.safetensors file", "a.txt")
+    write_npz(logits=np.array([Bomb()], dtype=object))
+    diagnose_error("not a .npz file of plain arrays")
     (tmp_path / "a.npz").write_bytes(pickle.dumps({"logits": Bomb()}))
-    refused("not a .npz file of plain arrays")
-    written()
+    diagnose_error("not a .npz file of plain arrays")
+    write_npz()
     data = (tmp_path / "a.npz").read_bytes()
     for end in (0, 10, len(data) // 2):
         (tmp_path / "a.npz").write_bytes(data[:end])
-        refused("not a .npz file of plain arrays")
+        diagnose_error("not a .npz file of plain arrays")
     encrypted = bytearray(data)
     for mark in (b"PK\x03\x04", b"PK\x01\x02"):  # a bit in the local and in the central header of the first array
         encrypted[data.index(mark) + (6 if mark.endswith(b"\x04") else 8)] |= 1
     (tmp_path / "a.npz").write_bytes(encrypted)
-    refused("not a .npz file of plain arrays.*encrypted")
+    diagnose_error("not a .npz file of plain arrays.*encrypted")
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:  # a header that Python's tokenizer never ends
         archive.writestr("logits.npy", b"\x93NUMPY\x01\x00\x10\x00" + b"{'shape': (((((\n")
-    refused("not a .npz file of plain arrays")
+    diagnose_error("not a .npz file of plain arrays")
     np.savez_compressed(tmp_path / "a.npz", logits=np.zeros((10, 2 * 10**5, 10), np.float16), target=content["target"])
-    refused("far too much for a file of this size")
+    diagnose_error("far too much for a file of this size")
     np.save(tmp_path / "a.npy", content["logits"])
     (tmp_path / "a.npz").write_bytes((tmp_path / "a.npy").read_bytes())  # an array, not an archive of them
-    refused("not a .npz file of plain arrays")
+    diagnose_error("not a .npz file of plain arrays")
     (tmp_path / "a.safetensors").write_bytes(b"\x09" * 50)
-    refused("not a safetensors file", "a.safetensors")
+    diagnose_error("not a safetensors file", "a.safetensors")
     save_file({"logits": torch.ones(2, 3, 4)}, tmp_path / "a.safetensors")
-    refused("it has no `target`", "a.safetensors")
+    diagnose_error("it has no `target`", "a.safetensors")
     np.savez(tmp_path / "a.npz", predictions=content["logits"])
-    refused("it has no `logits`")
-    written(logits=content["logits"][0])
-    refused(r"Expected `logits` of shape \(K, N, C, \.\.\.\)")
-    written(target=content["target"].astype(float))
-    refused("class indices of an integer type under `target`")
-    written(target=content["target"] + 4)
-    refused(r"Expected class indices in \[0, 3\]")
-    written(logits=content["logits"].astype(complex))
-    refused("Expected numbers under `logits` .* but got complex128")
-    written(class_names=np.arange(4))
-    refused("an array of strings under `class_names`")
-    written(class_names=np.array(["a", "b"]))
-    refused("Expected 4 `class_names`, one for each class, but got 2")
-    written(logits=np.where(content["logits"] > 5, np.nan, content["logits"]))
-    refused("Expected finite `logits`")
-    written(train_logits=content["train_logits"][:2])
-    refused("Expected `train_logits` of 5 members and 4 classes")
+    diagnose_error("it has no `logits`")
+    write_npz(logits=content["logits"][0])
+    diagnose_error(r"Expected `logits` of shape \(K, N, C, \.\.\.\)")
+    write_npz(target=content["target"].astype(float))
+    diagnose_error("class indices of an integer type under `target`")
+    write_npz(target=content["target"] + 4)
+    diagnose_error(r"Expected class indices in \[0, 3\]")
+    write_npz(logits=content["logits"].astype(complex))
+    diagnose_error("Expected numbers under `logits` .* but got complex128")
+    write_npz(class_names=np.arange(4))
+    diagnose_error("an array of strings under `class_names`")
+    write_npz(class_names=np.array(["a", "b"]))
+    diagnose_error("Expected 4 `class_names`, one for each class, but got 2")
+    write_npz(logits=np.where(content["logits"] > 5, np.nan, content["logits"]))
+    diagnose_error("Expected finite `logits`")
+    write_npz(train_logits=content["train_logits"][:2])
+    diagnose_error("Expected `train_logits` of 5 members and 4 classes")
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

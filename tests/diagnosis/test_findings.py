@@ -15,12 +15,12 @@ from torchace import diagnose
 from torchace.diagnosis import intervals
 
 PROBLEMS = {
-    "collapse": ensembles.collapsed,
+    "collapse": ensembles.make_collapsed,
     "chance": ensembles.with_member_at_chance,
     "copies": ensembles.with_copy,
-    "co_adaptation": ensembles.co_adapted,
-    "dominant_member": ensembles.dominated,
-    "gain": ensembles.dominated,
+    "co_adaptation": ensembles.make_co_adapted,
+    "dominant_member": ensembles.make_dominated,
+    "gain": ensembles.make_dominated,
     "classes": ensembles.with_lost_class,
 }
 
@@ -77,7 +77,7 @@ def test_few_samples_give_notes_only(name):
     [(4.0, "warning", "overconfident"), (1.0, "ok", "well calibrated"), (0.3, "warning", "underconfident")],
 )
 def test_calibration(factor, severity, words):
-    finding = diagnose(*ensembles.scaled(factor))["calibration"]
+    finding = diagnose(*ensembles.scale_logits(factor))["calibration"]
     assert finding.severity == severity
     assert words in finding.sentence
     assert (finding.numbers["overconfidence"] > 0) == (factor > 1)
@@ -106,7 +106,7 @@ def test_miscalibration_that_cancels_on_average():
 
 
 def test_member_calibration():
-    logits, target = ensembles.scaled(1.0)
+    logits, target = ensembles.scale_logits(1.0)
     logits[0] *= 6
     logits[1] *= 0.2
     finding = diagnose(logits, target)["member_calibration"]
@@ -148,7 +148,7 @@ def test_weak_learners_are_not_co_adapted():
 
 
 def test_one_accurate_member_is_not_co_adaptation():
-    logits, target = ensembles.dominated()
+    logits, target = ensembles.make_dominated()
     finding = diagnose(logits, target)["co_adaptation"]
     assert finding.severity == "note"
     assert "member 1 is as accurate as the ensemble" in finding.sentence
@@ -182,21 +182,21 @@ def test_invariance_to_member_order():
 
 
 def test_trained_separate_networks():
-    diagnosis = diagnose(**ensembles.trained("separate"))
+    diagnosis = diagnose(**ensembles.train_on_digits("separate"))
     assert not diagnosis.warnings, diagnosis
     assert diagnosis["collapse"].severity == "ok"
     assert diagnosis["co_adaptation"].severity == "ok"
 
 
 def test_trained_linear_heads_collapse():
-    diagnosis = diagnose(**ensembles.trained("smoc"))
+    diagnosis = diagnose(**ensembles.train_on_digits("smoc"))
     assert [finding.name for finding in diagnosis.warnings] == ["collapse"]
     assert "branch" in diagnosis["collapse"].advice
     assert "exchanged" in diagnosis["collapse"].advice
 
 
 def test_members_trained_at_full_diversity_are_co_adapted():
-    diagnosis = diagnose(**ensembles.trained("λ=1"))
+    diagnosis = diagnose(**ensembles.train_on_digits("λ=1"))
     assert diagnosis["co_adaptation"].severity == "warning"
     assert diagnosis["co_adaptation"].advice.startswith("Lower λ")
     assert diagnosis["co_adaptation"].numbers["drop_one_mean"] > 0

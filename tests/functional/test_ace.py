@@ -89,12 +89,12 @@ def test_half_precision_logits_give_a_float32_loss_of_their_values(case: Case, d
 
 
 def torch_value_and_gradient(case: Case) -> tuple[Tensor, Tensor]:
-    def summed(logits: Tensor, target: Tensor, diversity: float, **options) -> Tensor:
+    def sum_losses(logits: Tensor, target: Tensor, diversity: float, **options) -> Tensor:
         target = target if target.is_floating_point() else target.long()
         losses = [F.cross_entropy(member, target, **options) for member in logits]
         return torch.stack(losses) if options["reduction"] == "none" else torch.stack(losses).sum()
 
-    return value_and_gradient(summed, case)
+    return value_and_gradient(sum_losses, case)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -243,7 +243,7 @@ def test_sample_weights_without_the_dense_axes_are_broadcast(short: str, reducti
     assert_close(ours, loss.value(), **CLOSE)
 
 
-def test_bagging_counts_a_sample_as_often_as_its_weight_says() -> None:
+def test_integer_weights_repeat_samples() -> None:
     g = torch.Generator().manual_seed(2)
     logits = torch.randn(2, 3, 4, generator=g, dtype=torch.float64)
     target = torch.tensor([0, 3, 1])

@@ -74,11 +74,11 @@ def test_half_precision_logits_give_a_float32_loss_of_their_values(case: Case, d
 
 
 def torch_value_and_gradient(case: Case) -> tuple[Tensor, Tensor]:
-    def summed(logits: Tensor, target: Tensor, diversity: float, **options) -> Tensor:
+    def sum_losses(logits: Tensor, target: Tensor, diversity: float, **options) -> Tensor:
         losses = [F.binary_cross_entropy_with_logits(z, target.to(z), **options) for z in logits]
         return torch.stack(losses) if options["reduction"] == "none" else torch.stack(losses).sum()
 
-    return value_and_gradient(summed, case)
+    return value_and_gradient(sum_losses, case)
 
 
 @pytest.mark.parametrize("how", ["λ=0 as a tensor", "K=1"])

@@ -13,7 +13,7 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 from tests.reference import scores as reference
 from tests.reference.loss_inputs import U32, logits_cases
 from torchace.functional import brier_score, calibration_error
-from torchace.functional.calibration import CalibrationBins, bins_error, brier_scores, calibration_bins
+from torchace.functional.scores import CalibrationBins, bins_error, brier_scores, calibration_bins
 
 
 @st.composite

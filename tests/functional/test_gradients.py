@@ -42,14 +42,14 @@ def test_types_are_kept(dtype: torch.dtype) -> None:
     assert torch.equal(x.grad, torch.full((3,), 0.25, dtype=dtype))
 
 
-def scaled(x: Tensor) -> Tensor:
+def scale_gradient(x: Tensor) -> Tensor:
     return (average_gradients(x, 4) ** 2).sum()
 
 
 def test_second_derivative() -> None:
     # The backward is ∇ = 2x/4; its own derivative passes the same averaging once more.
     x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
-    (gradient,) = torch.autograd.grad(scaled(x), x, create_graph=True)
+    (gradient,) = torch.autograd.grad(scale_gradient(x), x, create_graph=True)
     assert_close(gradient.detach(), 2 * x.detach() / 4)
     (second,) = torch.autograd.grad(gradient.sum(), x)
     assert_close(second, torch.full((2,), 2 / 16, dtype=torch.float64))
@@ -59,11 +59,11 @@ def test_second_derivative() -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_func_transforms() -> None:
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert_close(torch.func.grad(scaled)(x), x / 2)
-    assert_close(torch.func.vmap(torch.func.grad(scaled))(x), x / 2)
+    assert_close(torch.func.grad(scale_gradient)(x), x / 2)
+    assert_close(torch.func.vmap(torch.func.grad(scale_gradient))(x), x / 2)
     assert_close(torch.func.vmap(lambda row: average_gradients(row, 4))(x), x)
-    assert_close(torch.func.grad(lambda y: torch.func.vmap(scaled)(y).sum())(x), x / 2)
-    value, tangent = torch.func.jvp(scaled, (x[0],), (torch.ones(3, dtype=torch.float64),))
+    assert_close(torch.func.grad(lambda y: torch.func.vmap(scale_gradient)(y).sum())(x), x / 2)
+    value, tangent = torch.func.jvp(scale_gradient, (x[0],), (torch.ones(3, dtype=torch.float64),))
     assert_close(value, (x[0] ** 2).sum())
     assert_close(tangent, (2 * x[0]).sum() / 4)
 
@@ -74,10 +74,10 @@ def test_compiled_transforms() -> None:
     compile = {"fullgraph": True, "backend": "aot_eager"}
     out = torch.compile(lambda y: average_gradients(y, 4), **compile)(x)
     assert torch.equal(out, x)
-    assert_close(torch.compile(torch.func.grad(scaled), **compile)(x), x / 2)
-    assert_close(torch.compile(torch.func.vmap(torch.func.grad(scaled)), **compile)(x), x / 2)
+    assert_close(torch.compile(torch.func.grad(scale_gradient), **compile)(x), x / 2)
+    assert_close(torch.compile(torch.func.vmap(torch.func.grad(scale_gradient)), **compile)(x), x / 2)
     leaf = x.clone().requires_grad_()
-    torch.compile(scaled, **compile)(leaf).backward()
+    torch.compile(scale_gradient, **compile)(leaf).backward()
     assert_close(leaf.grad, x / 2)
 
 

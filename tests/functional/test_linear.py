@@ -32,7 +32,7 @@ def full(features: Tensor, heads: Tensor, bias: Tensor | None, *args: Any, **opt
     return amended_cross_entropy(logits if bias is None else logits + bias[:, None], *args, **options)
 
 
-def options_of(kind: str) -> dict[str, Any]:
+def make_options(kind: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     rand = torch.rand(64, generator=generator, dtype=torch.float64)
     return {
@@ -65,8 +65,8 @@ def test_it_is_the_loss_of_all_logits(kind: str, target_kind: str, rows: int | N
     for bias in (True, False):
         ours, theirs = inputs(bias=bias), inputs(bias=bias)
         pair = (ours[0], ours[1], ours[2] if bias else None), (theirs[0], theirs[1], theirs[2] if bias else None)
-        mine = linear_amended_cross_entropy(*pair[0], target, 0.6, chunk_rows=rows, **options_of(kind))
-        expected = full(*pair[1], target, 0.6, **options_of(kind))
+        mine = linear_amended_cross_entropy(*pair[0], target, 0.6, chunk_rows=rows, **make_options(kind))
+        expected = full(*pair[1], target, 0.6, **make_options(kind))
         torch.testing.assert_close(mine, expected, **CLOSE)
         (2.5 * mine).backward()
         (2.5 * expected).backward()
@@ -87,7 +87,7 @@ def test_features_of_each_member(kind: str, shared_head: bool) -> None:
         if shared_head:
             own = [own[0], own[1][0].detach().requires_grad_()]
             given = [own[0], own[1].expand(K, C, D), None]
-        loss = compute(*given, target, 0.6, **options_of(kind))
+        loss = compute(*given, target, 0.6, **make_options(kind))
         results.append((loss.detach(), *torch.autograd.grad(loss, own)))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
@@ -237,7 +237,7 @@ def test_all_ignored_equals_torch() -> None:
         ({"target": torch.full((N, C), 1 / C).requires_grad_()}, "needs no gradient"),
     ],
 )
-def test_what_does_not_fit(change: dict[str, Any], message: str) -> None:
+def test_invalid_shapes(change: dict[str, Any], message: str) -> None:
     features, weight, bias = (value.detach().float() for value in inputs())
     given: dict[str, Any] = {
         "features": features, "head_weight": weight, "head_bias": bias, "target": torch.zeros(N, dtype=torch.long),

@@ -39,7 +39,7 @@ def test_links_without_a_class_axis(case: tuple[Tensor, Tensor, Tensor | None]) 
     assert_close(ensemble_log_probs(values, member_weights=alpha, link="sigmoid"), probability.log(), **CLOSE)
 
 
-def test_identical_members_predict_what_one_does() -> None:
+def test_identical_members_predict_like_one() -> None:
     one = torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert_close(ensemble_log_probs(one.repeat(5, 1, 1)), one[0].log_softmax(1), **CLOSE)
 

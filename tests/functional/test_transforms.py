@@ -456,11 +456,11 @@ def test_gradcheck_of_each_members_own_loss(num_members: int, num_classes: int, 
         closed = own_loss(amended_cross_entropy, k, logits, target, lam, **options)
         assert torch.autograd.gradcheck(closed, (mine,))
 
-        def unreduced(mine: Tensor, k: int = k) -> Tensor:
+        def unreduced_loss(mine: Tensor, k: int = k) -> Tensor:
             members = torch.stack([mine if j == k else logits[j] for j in range(num_members)])
             return amended_cross_entropy(members, target, lam, reduction="none", **options)[k]
 
-        assert torch.autograd.gradcheck(unreduced, (mine,))
+        assert torch.autograd.gradcheck(unreduced_loss, (mine,))
 
 
 @losses

@@ -41,7 +41,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.here:
         for name in options.only:
-            print(json.dumps({name: mutated(name, options.count, options.seed)}), flush=True)
+            print(json.dumps({name: run_mutations(name, options.count, options.seed)}), flush=True)
         return 0
     from tests.fuzzing.subjects import SUBJECTS
 
@@ -87,7 +87,7 @@ def print_table(found: dict[str, dict[str, Any]], seconds: float) -> None:
             print(f"{name}: {note}")
 
 
-def mutated(name: str, count: int, seed: int) -> dict[str, Any]:
+def run_mutations(name: str, count: int, seed: int) -> dict[str, Any]:
     """Change the files of one format `count` times and read them; count what happened."""
     from tests.fuzzing.subjects import SUBJECTS
 

@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 
 from tests.fuzzing.changes import mutate_json
 from tests.lab.cli.command_line import pets, write_table
-from tests.lab.data.writers import cifar_files, mnist_files, packed, small_cifar, small_mnist
+from tests.lab.data.writers import cifar_files, mnist_files, pack, small_cifar, small_mnist
 from tests.lab.sweeps.small_sweeps import small
 from tests.lab.tables.small_fits import fitted
-from tests.lab.training.small_trainings import batches, group_of, train_config
+from tests.lab.training.small_trainings import batches, make_group, train_config
 from tests.support.saved_models import KINDS, bits
 from torchace import _model_files
 from torchace._files import PathError, json_digest
@@ -113,7 +113,7 @@ def _read_table_model(folder: Path) -> object:
 def _write_checkpoint(folder: Path) -> None:
     saving = CheckpointPolicy(Checkpoints(folder / "checkpoint"), 7, None)
     fit(
-        group_of([5, 6]),
+        make_group([5, 6]),
         batches(),
         train_config(steps=8),
         diversities=[0.0, 0.5],
@@ -125,7 +125,7 @@ def _write_checkpoint(folder: Path) -> None:
 def _read_checkpoint(folder: Path) -> object:
     if not (folder / "checkpoint" / "manifest.json").exists():
         raise CheckpointError("There is no checkpoint, so nothing of it can be wrong.")
-    network = group_of([5, 6])
+    network = make_group([5, 6])
     saving = CheckpointPolicy(Checkpoints(folder / "checkpoint"), None, None)
     done = fit(
         network, batches(), train_config(steps=9), diversities=[0.0, 0.5], seeds=[5, 6], checkpoint_policy=saving
@@ -316,7 +316,7 @@ SUBJECTS: dict[str, Subject] = {
     "Parquet": _table(".parquet"),
     "NPZ": _table(".npz", has_checksum=True),
     "packed NPZ": _table(".packed.npz", has_checksum=True),
-    "idx": _images("mnist", lambda: {f"{name}.gz": packed(data) for name, data in mnist_files().items()}),
+    "idx": _images("mnist", lambda: {f"{name}.gz": pack(data) for name, data in mnist_files().items()}),
     "unpacked idx": _images("mnist", mnist_files),
     "CIFAR-10, binary": _images("cifar10", cifar_files),
     "CIFAR-10, archive": _images("cifar10", _archive),

@@ -1,4 +1,4 @@
-"""The fused loss against references: on a GPU as it is called, elsewhere interpreted in float64."""
+"""The fused loss against references: compiled on a GPU, elsewhere interpreted in float64."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -57,7 +57,7 @@ def kernel() -> Iterator[None]:
         yield
 
 
-def way_of(name: str) -> Any:
+def choose_kernel(name: str) -> Any:
     return mock.patch.multiple(ace_gpu, **WAYS[name]) if WAYS[name] else nullcontext()
 
 
@@ -65,15 +65,15 @@ def ours(case: Case, way: str, **changed: Any) -> tuple[Tensor, Tensor]:
     """Value and gradient by the kernel, λ on the device."""
     to = {"dtype": DTYPE, "device": DEVICE}
 
-    def moved(value: Any) -> Any:
+    def to_device(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         return value.to(**to) if value.is_floating_point() else value.to(DEVICE)
 
-    outputs = moved(case.outputs).detach().clone().requires_grad_()
-    options = {name: moved(value) for name, value in case.options.items()} | changed
-    with way_of(way):
-        value = amended_cross_entropy(outputs, moved(case.target), torch.tensor(case.diversity, **to), **options)
+    outputs = to_device(case.outputs).detach().clone().requires_grad_()
+    options = {name: to_device(value) for name, value in case.options.items()} | changed
+    with choose_kernel(way):
+        value = amended_cross_entropy(outputs, to_device(case.target), torch.tensor(case.diversity, **to), **options)
         value.backward()
     assert value.grad_fn.backend is ace_gpu
     assert outputs.grad is not None
@@ -98,7 +98,7 @@ def test_value_and_gradient_by_definition(case: Case, reduction: str, way: str) 
         assert_close(gradient, expected_gradient, **CLOSE)
 
 
-def drawn(members: int, samples: int, classes: int, seed: int = 0, **options: Any) -> Case:
+def random_case(members: int, samples: int, classes: int, seed: int = 0, **options: Any) -> Case:
     g = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(members, samples, classes, generator=g, dtype=torch.float64)
     target = torch.randint(classes, (samples,), generator=g)
@@ -125,7 +125,7 @@ SHAPES = [
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ragged_shapes(shape: tuple[int, int, int], way: str) -> None:
-    case = drawn(*shape)
+    case = random_case(*shape)
     value, gradient = ours(case, way)
     expected, expected_gradient = by_definition(case)
     assert_close(value, expected, **CLOSE)
@@ -136,7 +136,7 @@ def test_ragged_shapes(shape: tuple[int, int, int], way: str) -> None:
 @pytest.mark.parametrize("layout", ["samples first", "classes first", "every second", "one row for all"])
 def test_strided_logits(layout: str, way: str) -> None:
     """SMOC's logits lie as (N, K, C) in memory; the gradient lies as they do."""
-    case = drawn(3, 6, 20)
+    case = random_case(3, 6, 20)
     whole = case.outputs.to(DTYPE).to(DEVICE)
     strided = {
         "samples first": whole.transpose(0, 1).contiguous().transpose(0, 1),
@@ -145,7 +145,7 @@ def test_strided_logits(layout: str, way: str) -> None:
         "one row for all": whole[:, :1].expand(-1, 6, -1),
     }[layout].requires_grad_()
     assert not strided.is_contiguous()
-    with way_of(way):
+    with choose_kernel(way):
         loss = amended_cross_entropy(strided, case.target.to(DEVICE), torch.tensor(0.7, dtype=DTYPE, device=DEVICE))
     (gradient,) = torch.autograd.grad(loss, strided)
     case.outputs = strided.detach().cpu().double()
@@ -159,7 +159,7 @@ def test_strided_logits(layout: str, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_strided_options(way: str) -> None:
     g = torch.Generator().manual_seed(3)
-    case = drawn(3, 6, 20)
+    case = random_case(3, 6, 20)
     weight = torch.rand(40, generator=g).double().to(DTYPE).to(DEVICE)[::2]
     alpha = torch.tensor([0.5, 9, 0.25, 9, 0.25, 9], dtype=DTYPE, device=DEVICE)[::2]
     every_second = torch.stack([case.target, case.target], 1)[:, 0]
@@ -175,8 +175,8 @@ def test_strided_options(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_the_ensemble_says_of_a_sample_that_does_not_count(way: str) -> None:
-    case = drawn(3, 4, 20)
+def test_scores_of_ignored_samples(way: str) -> None:
+    case = random_case(3, 4, 20)
     case.target[0] = -100
     case.options["mixture"] = case.outputs.softmax(2).mean(0)
     expected, _ = by_definition(case)
@@ -185,7 +185,7 @@ def test_what_the_ensemble_says_of_a_sample_that_does_not_count(way: str) -> Non
 
 
 def test_several_gradients_at_once() -> None:
-    case = drawn(2, 3, 5)
+    case = random_case(2, 3, 5)
     for dtype in (DTYPE, torch.float16):
         logits = case.outputs.to(DEVICE, dtype).requires_grad_()
         loss = amended_cross_entropy(logits, case.target.to(DEVICE), torch.tensor(0.5, dtype=DTYPE, device=DEVICE))
@@ -195,8 +195,8 @@ def test_several_gradients_at_once() -> None:
         assert_close(both.to(DTYPE), torch.stack([each, -2 * each]).to(DTYPE))
 
 
-def test_what_changes_in_place_before_the_backward() -> None:
-    case = drawn(2, 3, 5)
+def test_in_place_changes_before_the_backward() -> None:
+    case = random_case(2, 3, 5)
     logits, diversity = case.outputs.to(DEVICE, DTYPE).requires_grad_(), torch.tensor(0.7, dtype=DTYPE, device=DEVICE)
     loss = amended_cross_entropy(logits, case.target.to(DEVICE), diversity)
     diversity.fill_(0.1)
@@ -211,7 +211,7 @@ def test_what_changes_in_place_before_the_backward() -> None:
     check_changed_options(torch.randn(3, 4, 5, dtype=DTYPE, device=DEVICE), "mean")
 
 
-def test_spans_leave_behind_what_a_program_can_read() -> None:
+def test_spans_are_readable_by_later_programs() -> None:
     """Of a thousand members, samples are shared out among few programs."""
     launched, names = [], ace_gpu._read_twice.arg_names
 
@@ -240,7 +240,7 @@ def test_steps_between_classes_that_32_bits_cannot_count() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("largest", [1e4, 2e9, 1e30])
 def test_confident_logits(way: str, largest: float) -> None:
-    case = drawn(4, 5, 20)
+    case = random_case(4, 5, 20)
     case.outputs = torch.where(case.outputs > 3, largest, case.outputs).float().double()
     value, gradient = ours(case, way)
     expected, expected_gradient = by_definition(case)
@@ -251,7 +251,7 @@ def test_confident_logits(way: str, largest: float) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("diversity", [0.0, 0.7])
 def test_an_impossible_class_adds_nothing(way: str, diversity: float) -> None:
-    case = drawn(3, 4, 20)
+    case = random_case(3, 4, 20)
     case.diversity = diversity
     case.outputs[:, :, 3] = -torch.inf
     case.target[case.target == 3] = 4
@@ -267,7 +267,7 @@ def test_an_impossible_class_adds_nothing(way: str, diversity: float) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_impossible_true_class_costs_infinity(way: str) -> None:
-    case = drawn(2, 3, 20)
+    case = random_case(2, 3, 20)
     case.outputs[0, 0, int(case.target[0])] = -torch.inf
     value, gradient = ours(case, way)
     assert value == torch.inf
@@ -277,7 +277,7 @@ def test_an_impossible_true_class_costs_infinity(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_nan_and_inf_show(bad: float, way: str) -> None:
-    case = drawn(2, 3, 20)
+    case = random_case(2, 3, 20)
     case.outputs[1, 0, 2] = bad
     value, gradient = ours(case, way)
     assert value.isnan()
@@ -290,7 +290,7 @@ def test_nan_and_inf_show(bad: float, way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_no_sample_that_counts_is_nan_as_in_torch(way: str) -> None:
-    case = drawn(2, 3, 20)
+    case = random_case(2, 3, 20)
     case.target[:] = -100
     value, gradient = ours(case, way)
     assert value.isnan()
@@ -301,14 +301,14 @@ def test_no_sample_that_counts_is_nan_as_in_torch(way: str) -> None:
 @pytest.mark.parametrize("label", [20, -1, 1 << 40])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_label_that_is_no_class_shows(label: int, weighted: bool) -> None:
-    case = drawn(2, 3, 20, **({"weight": torch.ones(20).double()} if weighted else {}))
+    case = random_case(2, 3, 20, **({"weight": torch.ones(20).double()} if weighted else {}))
     case.target[1] = label
     assert ours(case, "whole")[0].isnan()
 
 
 @pytest.mark.parametrize("few", [0, 1 << 20])
 def test_the_incoming_gradient(few: int) -> None:
-    case = drawn(3, 5, 20)
+    case = random_case(3, 5, 20)
     logits = case.outputs.to(DTYPE).to(DEVICE).requires_grad_()
     for upstream in (1.0, -2.5, 0.0):
         with mock.patch.object(ace_gpu, "FEW", few):
@@ -318,7 +318,7 @@ def test_the_incoming_gradient(few: int) -> None:
 
 
 def test_a_second_backward_and_a_second_derivative() -> None:
-    case = drawn(3, 4, 6)
+    case = random_case(3, 4, 6)
     logits = case.outputs.to(DTYPE).to(DEVICE).requires_grad_()
 
     def loss(z: Tensor) -> Tensor:
@@ -338,7 +338,7 @@ def test_a_second_backward_and_a_second_derivative() -> None:
 
 def test_half_precision() -> None:
     """Computed in float32, the gradient rounded once; a tiny one survives float16 under a loss scale."""
-    case = drawn(3, 8, 20)
+    case = random_case(3, 8, 20)
     for dtype in (torch.bfloat16, torch.float16):
         logits = case.outputs.to(dtype).to(DEVICE).requires_grad_()
         for scale in (1.0, 1024.0):
@@ -364,8 +364,8 @@ def test_a_diversity_elsewhere_is_read_once_or_moved_into_a_graph() -> None:
     assert kernels.readable_diversity(lam, lam.device) is lam
 
 
-def test_no_gradient_is_computed_where_none_is_wanted() -> None:
-    case = drawn(3, 5, 20)
+def test_unneeded_gradients_are_not_computed() -> None:
+    case = random_case(3, 5, 20)
     logits, target = case.outputs.to(DTYPE).to(DEVICE), case.target.to(DEVICE)
     with mock.patch.object(ace_gpu, "value_and_gradient", wraps=ace_gpu.value_and_gradient) as called:
         value = amended_cross_entropy(logits, target, torch.tensor(0.7, dtype=DTYPE, device=DEVICE))
@@ -380,7 +380,7 @@ def test_as_operators_for_the_compiler(weighted: bool) -> None:
     """Value and gradient are operators of their own; the compiler sees their shapes alone."""
     from torchace.kernels import ace_op_gpu
 
-    case = drawn(3, 5, 20, **({"weight": torch.rand(20).double() + 0.5} if weighted else {}))
+    case = random_case(3, 5, 20, **({"weight": torch.rand(20).double() + 0.5} if weighted else {}))
     weight = case.options.get("weight")
     logits = case.outputs.to(DTYPE).to(DEVICE).requires_grad_()
     options = LossOptions(
@@ -408,7 +408,7 @@ def test_as_operators_for_the_compiler(weighted: bool) -> None:
 
 @pytest.mark.skipif(not ON_GPU, reason="no GPU")
 def test_captured_in_a_graph_without_synchronisation() -> None:
-    case = drawn(5, 64, 10)
+    case = random_case(5, 64, 10)
     logits = case.outputs.to(DTYPE).to(DEVICE).requires_grad_()
     target, diversity = case.target.to(DEVICE), torch.tensor(0.7, device=DEVICE)
 
@@ -428,7 +428,7 @@ def test_captured_in_a_graph_without_synchronisation() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         value, gradient = step()
-    other = drawn(5, 64, 10, seed=1)
+    other = random_case(5, 64, 10, seed=1)
     other.diversity = 0.25
     logits.data.copy_(other.outputs)
     target.copy_(other.target)
@@ -441,7 +441,7 @@ def test_captured_in_a_graph_without_synchronisation() -> None:
 
 @pytest.mark.skipif(not ON_GPU, reason="no GPU")
 def test_compiled_as_a_user_would_and_under_transforms() -> None:
-    case = drawn(3, 8, 20)
+    case = random_case(3, 8, 20)
     logits = case.outputs.to(DTYPE).to(DEVICE).requires_grad_()
     target, diversity = case.target.to(DEVICE), torch.tensor(0.7, device=DEVICE)
     expected, expected_gradient = by_definition(case)
@@ -487,7 +487,7 @@ def test_runs_of_a_training_step(shape: tuple[int, int, int], layout: str, way: 
     if layout == "classes":
         logits = logits.mT.contiguous().mT
     expected = closed_form.compute(logits.double().cpu(), _in_float64(options), want_scores=True)
-    with way_of(way), mock.patch.object(closed_form, "compute", None):
+    with choose_kernel(way), mock.patch.object(closed_form, "compute", None):
         found = kernels.member_terms(logits, options)
     for mine, other in zip(found, expected, strict=True):
         assert mine is not None

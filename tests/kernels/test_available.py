@@ -1,4 +1,4 @@
-"""Where kernels are tried at all."""
+"""When kernels are used."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     options._is_new.cache_clear()
 
 
-def test_a_gpu_that_triton_knows(gpu: pytest.MonkeyPatch) -> None:
+def test_a_gpu_supported_by_triton(gpu: pytest.MonkeyPatch) -> None:
     assert runs_kernels(GPU)
 
 
@@ -45,16 +45,16 @@ def test_no_triton(gpu: pytest.MonkeyPatch) -> None:
 
 def test_the_compiler_can_trace_the_question(gpu: pytest.MonkeyPatch) -> None:
     @cache
-    def unasked(device: torch.device) -> bool:
+    def kernel_by_default(device: torch.device) -> bool:
         raise AssertionError("not while compiling")
 
-    gpu.setattr(options, "_is_new", unasked)
+    gpu.setattr(options, "_is_new", kernel_by_default)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
-    def asked(x: torch.Tensor) -> torch.Tensor:
+    def kernel_on_request(x: torch.Tensor) -> torch.Tensor:
         return x + 1 if runs_kernels(GPU) and not runs_kernels(x.device) else x - 1
 
-    assert asked(torch.zeros(())) == 1
+    assert kernel_on_request(torch.zeros(())) == 1
 
 
 def test_the_package_is_imported_without_compiler_and_triton() -> None:

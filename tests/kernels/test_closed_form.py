@@ -193,7 +193,7 @@ def test_a_piece_bounds_the_temporaries(monkeypatch: pytest.MonkeyPatch) -> None
     assert counted.largest <= 256
 
 
-def test_what_is_changed_in_place_before_the_backward() -> None:
+def test_in_place_changes_before_the_backward() -> None:
     logits = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
     target, diversity = torch.tensor([0, 1, 2]), torch.tensor(0.5)
     expected = torch.autograd.grad(amended_cross_entropy(logits, target, 0.5), logits)[0]
@@ -216,7 +216,7 @@ RUNS, SAMPLES = 3, 4
 LAMS = torch.tensor([0.0, 0.4, 1.0], dtype=torch.float64)
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
+def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -232,8 +232,8 @@ def run_terms(logits: Tensor, y: Tensor, diversity: Tensor, scale: Tensor, **opt
 @pytest.mark.parametrize("classes", [5, closed_form.FEW_CLASSES])
 @pytest.mark.parametrize(("members", "smoothing", "piece"), [(1, 0.3, 1 << 20), (3, 0.0, 40), (3, 0.3, 1 << 20)])
 def test_several_runs_at_once(members: int, smoothing: float, piece: int, classes: int, turned: bool) -> None:
-    logits = drawn(RUNS, members, classes, SAMPLES).mT if turned else drawn(RUNS, members, SAMPLES, classes)
-    scale = drawn(RUNS, SAMPLES, seed=2).abs()
+    logits = randn(RUNS, members, classes, SAMPLES).mT if turned else randn(RUNS, members, SAMPLES, classes)
+    scale = randn(RUNS, SAMPLES, seed=2).abs()
     scale[:, 1] = 0.0
     y, before = labels(RUNS, SAMPLES, classes=classes), logits.clone()
     with mock.patch.multiple(closed_form, PIECE=piece, SMALL=piece):
@@ -251,7 +251,7 @@ def test_several_runs_at_once(members: int, smoothing: float, piece: int, classe
 
 
 def test_one_scale_for_all_samples_and_none_for_a_stopped_run() -> None:
-    logits, y = drawn(RUNS, 3, SAMPLES, 5), labels(RUNS, SAMPLES)
+    logits, y = randn(RUNS, 3, SAMPLES, 5), labels(RUNS, SAMPLES)
     scale = torch.tensor([[0.25], [0.0], [0.25]], dtype=torch.float64)
     one, each = run_terms(logits, y, LAMS, scale), run_terms(logits, y, LAMS, scale.expand(RUNS, SAMPLES))
     for ours, theirs in zip(one, each, strict=True):
@@ -288,7 +288,7 @@ def test_an_impossible_class_adds_nothing() -> None:
 
 
 def test_half_precision_is_computed_in_float32() -> None:
-    exact, y, scale = drawn(RUNS, 3, SAMPLES, 5).bfloat16(), labels(RUNS, SAMPLES), torch.full((RUNS, 1), 0.25)
+    exact, y, scale = randn(RUNS, 3, SAMPLES, 5).bfloat16(), labels(RUNS, SAMPLES), torch.full((RUNS, 1), 0.25)
     half, full = (run_terms(z, y, LAMS.float(), scale) for z in (exact, exact.float()))
     assert half.gradient is not None
     assert full.gradient is not None

@@ -73,7 +73,7 @@ def gradients(loss: Tensor, values: list[Any], by: float = 1.0) -> tuple[Tensor,
     return torch.autograd.grad(by * loss, [value for value in values if value is not None])
 
 
-def compared(values: list[Any], *args: Any, close: dict[str, float] = CLOSE, by: float = 2.5, **options: Any) -> None:
+def compare(values: list[Any], *args: Any, close: dict[str, float] = CLOSE, by: float = 2.5, **options: Any) -> None:
     wide = exact(values)
     ours, theirs = linear_amended_cross_entropy(*values, *args, **options), full(*wide, *args, **options)
     torch.testing.assert_close(ours.double(), theirs, **close)
@@ -83,7 +83,7 @@ def compared(values: list[Any], *args: Any, close: dict[str, float] = CLOSE, by:
         torch.testing.assert_close(mine.double(), other, **close)
 
 
-def options_of(kind: str) -> dict[str, Any]:
+def make_options(kind: str) -> dict[str, Any]:
     rand = torch.rand(64, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(DEVICE)
     own = rand[: K * N].view(K, N)
     return {
@@ -120,23 +120,23 @@ def test_the_pieces_are_many_and_uneven() -> None:
 
 @pytest.mark.parametrize(("kind", "bias"), [*product(KINDS, [True]), ("plain", False), ("alpha", False)])
 def test_it_is_the_loss_of_all_logits(kind: str, bias: bool) -> None:
-    options = options_of(kind)
+    options = make_options(kind)
     target = classes(ignored=options.get("ignore_index"))
-    compared(inputs(bias=bias), target, 0.6, **options)
+    compare(inputs(bias=bias), target, 0.6, **options)
 
 
 @pytest.mark.parametrize(
     ("k", "n", "c"), [(1, 3, 37), (2, 1, 1), (4, 2, 16), (5, 1, 17), (3, 9, 7), (20, 1, 20), (1, 1, 100)]
 )
 def test_any_shape(k: int, n: int, c: int) -> None:
-    compared(inputs(k=k, n=n, c=c), classes(n, c), 0.7)
+    compare(inputs(k=k, n=n, c=c), classes(n, c), 0.7)
 
 
 @pytest.mark.parametrize("diversity", [0, 0.0, 1.0, torch.tensor(0.3), torch.tensor(0.3, dtype=torch.float64)])
 def test_any_diversity(diversity: float | Tensor) -> None:
-    compared(inputs(), classes(), diversity)
+    compare(inputs(), classes(), diversity)
     if isinstance(diversity, Tensor):
-        compared(inputs(), classes(), diversity.to(DEVICE))
+        compare(inputs(), classes(), diversity.to(DEVICE))
 
 
 def test_no_diversity_keeps_members_apart() -> None:
@@ -153,7 +153,7 @@ def test_other_types(dtype: torch.dtype) -> None:
     # float16 keeps 11 bits and bf16 8, of logits of up to 10 and of gradients of up to 1
     within = {torch.float32: 2e-5, torch.float16: 0.01, torch.bfloat16: 0.06}[dtype]
     for reduction in ("mean", "sum"):
-        compared(inputs(dtype), classes(), 0.5, close={"rtol": within, "atol": within}, reduction=reduction)
+        compare(inputs(dtype), classes(), 0.5, close={"rtol": within, "atol": within}, reduction=reduction)
 
 
 def test_a_mean_survives_float16() -> None:
@@ -199,7 +199,7 @@ def test_a_class_that_is_ruled_out() -> None:
         values[2][:, 3] = -torch.inf
         values[2][:, 13:] = -torch.inf  # a whole part
     target = torch.zeros(N, dtype=torch.long, device=DEVICE)
-    compared(values, target, 0.5)
+    compare(values, target, 0.5)
 
 
 def test_a_sample_that_does_not_count_may_have_an_infinite_loss() -> None:
@@ -207,7 +207,7 @@ def test_a_sample_that_does_not_count_may_have_an_infinite_loss() -> None:
     with torch.no_grad():
         values[2][:, target[0]] = -torch.inf
     target[1:] = (target[0] + 1) % C
-    compared(values, target, 0.5, sample_weight=torch.tensor([0.0, 1.0, 1.0], device=DEVICE))
+    compare(values, target, 0.5, sample_weight=torch.tensor([0.0, 1.0, 1.0], device=DEVICE))
 
 
 def test_nan_is_not_lost() -> None:
@@ -233,7 +233,7 @@ def test_only_requested_gradients_are_computed() -> None:
         assert not linear_amended_cross_entropy(*inputs(), target, 0.5).requires_grad
 
 
-def test_operands_that_do_not_lie_together() -> None:
+def test_noncontiguous_operands() -> None:
     values = inputs()
     strided = [value.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_() for value in values]
     rand = torch.rand(2 * C, dtype=torch.float64, device=DEVICE)
@@ -278,7 +278,7 @@ def test_logits_are_computed_once_where_they_fit(monkeypatch: pytest.MonkeyPatch
     assert filled == [0, 5, 0]  # the last of the first pass is the first of the second
     filled.clear()
     monkeypatch.setattr(linear_gpu, "LOGITS", 1 << 20)
-    compared(inputs(), classes(), 0.5)
+    compare(inputs(), classes(), 0.5)
     assert filled == [0]
 
 
@@ -294,7 +294,7 @@ def test_memory_of_a_chunk_is_that_of_one_member(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     "options", [{"chunk_rows": 2}, {"target": torch.full((N, C), 1 / C, dtype=torch.float64, device=DEVICE)}]
 )
-def test_what_it_does_not_know_is_computed_by_rows(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+def test_unsupported_options_are_computed_by_rows(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     monkeypatch.setattr(linear_gpu, "value_and_gradients", None)
     given = {"target": classes(), **options}
     expected = full(*inputs(), given["target"], 0.5)

@@ -41,7 +41,7 @@ def case(num_members=4, num_samples=200, classes=5, rest=(), seed=0, dtype=torch
     return logits, target
 
 
-def expected(logits, target, member_weights=None, num_bins=15):
+def expected_scores(logits, target, member_weights=None, num_bins=15):
     """The scores of `(K, N, C)` logits, from functional alone."""
     probs = functional.ensemble_probs(logits, member_weights=member_weights)
     members = [member.softmax(1) for member in logits.double()]
@@ -93,7 +93,7 @@ def test_equals_functional_over_any_split(seed, num_members, classes, cuts, weig
     bounds = [0, *sorted(cuts), 40]
     for start, end in itertools.pairwise(bounds):  # some batches are empty
         metrics.update(logits[:, start:end], target[start:end], member_weights=alpha)
-    assert_same(metrics.compute(), expected(logits, target, alpha, num_bins))
+    assert_same(metrics.compute(), expected_scores(logits, target, alpha, num_bins))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -102,7 +102,7 @@ def test_lower_precision(dtype):
     logits = logits.to(dtype)
     metrics = EnsembleMetrics(4, 5)
     metrics.update(logits, target)
-    wanted = expected(logits.double(), target)
+    wanted = expected_scores(logits.double(), target)
     for name, score in metrics.compute().items():
         torch.testing.assert_close(score, wanted[name], rtol=1e-5, atol=1e-5)  # float32 arithmetic
 
@@ -150,7 +150,7 @@ def test_ignored_samples_do_not_count(ignore_index):
     metrics = EnsembleMetrics(4, 5, ignore_index=ignore_index)
     for part in (slice(0, 70), slice(70, 200)):
         metrics.update(logits[:, part], target[part])
-    assert_same(metrics.compute(), expected(logits[:, kept], target[kept]))
+    assert_same(metrics.compute(), expected_scores(logits[:, kept], target[kept]))
 
 
 def test_dense_outputs():
@@ -160,7 +160,7 @@ def test_dense_outputs():
     metrics.update(logits, target)
     rows = logits.permute(0, 1, 3, 4, 2).reshape(4, -1, 5)
     kept = target.flatten() != -100
-    assert_same(metrics.compute(), expected(rows[:, kept], target.flatten()[kept]))
+    assert_same(metrics.compute(), expected_scores(rows[:, kept], target.flatten()[kept]))
 
 
 def test_one_member_is_its_ensemble():
@@ -214,7 +214,7 @@ def test_merge_state():
 
 
 def test_reduction_over_processes_adds_up():
-    """What torchmetrics does when it gathers states of several processes: stack, then reduce."""
+    """States of several processes are stacked, then reduced, as in torchmetrics."""
     logits, target = case()
     parts = [EnsembleMetrics(4, 5) for _ in range(2)]
     for part, index in zip(parts, (slice(0, 50), slice(50, 200)), strict=True):
@@ -223,7 +223,7 @@ def test_reduction_over_processes_adds_up():
     for name, reduce in together._reductions.items():
         setattr(together, name, reduce(torch.stack([getattr(part, name) for part in parts])))
     together._update_count = 1
-    assert_same(together.compute(), expected(logits, target))
+    assert_same(together.compute(), expected_scores(logits, target))
 
 
 def test_copies_and_reset():
@@ -232,11 +232,11 @@ def test_copies_and_reset():
     metrics.update(logits[:, :90], target[:90])
     for other in (copy.deepcopy(metrics), pickle.loads(pickle.dumps(metrics)), metrics.clone()):
         other.update(logits[:, 90:], target[90:])
-        assert_same(other.compute(), expected(logits, target, num_bins=10))
-    assert_same(metrics.compute(), expected(logits[:, :90], target[:90], num_bins=10))
+        assert_same(other.compute(), expected_scores(logits, target, num_bins=10))
+    assert_same(metrics.compute(), expected_scores(logits[:, :90], target[:90], num_bins=10))
     metrics.reset()
     metrics.update(logits[:, 90:], target[90:])
-    assert_same(metrics.compute(), expected(logits[:, 90:], target[90:], num_bins=10))
+    assert_same(metrics.compute(), expected_scores(logits[:, 90:], target[90:], num_bins=10))
 
 
 def test_state_dict_round_trip():
@@ -253,9 +253,9 @@ def test_state_dict_round_trip():
 def test_forward_gives_the_batch_and_adds_it():
     logits, target = case()
     metrics = EnsembleMetrics(4, 5)
-    assert_same(metrics(logits[:, :50], target[:50]), expected(logits[:, :50], target[:50]))
-    assert_same(metrics(logits[:, 50:], target[50:]), expected(logits[:, 50:], target[50:]))
-    assert_same(metrics.compute(), expected(logits, target))
+    assert_same(metrics(logits[:, :50], target[:50]), expected_scores(logits[:, :50], target[:50]))
+    assert_same(metrics(logits[:, 50:], target[50:]), expected_scores(logits[:, 50:], target[50:]))
+    assert_same(metrics.compute(), expected_scores(logits, target))
 
 
 def test_many_small_batches_keep_their_digits():
@@ -263,7 +263,7 @@ def test_many_small_batches_keep_their_digits():
     metrics = EnsembleMetrics(4, 5)
     for _ in range(300):
         metrics.update(logits, target)
-    assert_same(metrics.compute(), expected(logits, target))
+    assert_same(metrics.compute(), expected_scores(logits, target))
 
 
 def test_no_gradient_is_kept():

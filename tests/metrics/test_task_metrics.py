@@ -12,7 +12,7 @@ ROUNDED = {"rtol": 1e-6, "atol": 1e-6}  # results are float32
 WEIGHTS = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 
 
-def added(metrics, outputs, target, **kwargs):
+def add_batches(metrics, outputs, target, **kwargs):
     """All samples, in batches of 7."""
     for start in range(0, outputs.shape[1], 7):
         metrics.update(outputs[:, start : start + 7], target[start : start + 7], **kwargs)
@@ -24,7 +24,7 @@ def test_softmax(weights):
     torch.manual_seed(0)
     logits, target = torch.randn(3, 40, 5).double(), torch.randint(5, (40,))
     target[3] = -100
-    found = added(TaskMetrics(3), logits, target, member_weights=weights)
+    found = add_batches(TaskMetrics(3), logits, target, member_weights=weights)
     metrics = EnsembleMetrics(3, 5)
     metrics.update(logits, target, member_weights=weights)
     expected = metrics.compute()
@@ -37,14 +37,14 @@ def test_softmax(weights):
 
 def test_soft_targets_are_scored_by_their_most_likely_class():
     logits, soft = torch.randn(3, 40, 5), torch.rand(40, 5).softmax(1)
-    assert added(TaskMetrics(3), logits, soft) == added(TaskMetrics(3), logits, soft.argmax(1))
+    assert add_batches(TaskMetrics(3), logits, soft) == add_batches(TaskMetrics(3), logits, soft.argmax(1))
 
 
 @pytest.mark.parametrize("shape", [(40,), (40, 4), (40, 4, 2)])
 def test_sigmoid(shape):
     torch.manual_seed(0)
     logits, target = torch.randn(3, *shape).double(), torch.randint(2, shape).double()
-    found = added(TaskMetrics(3, "sigmoid"), logits, target, member_weights=WEIGHTS)
+    found = add_batches(TaskMetrics(3, "sigmoid"), logits, target, member_weights=WEIGHTS)
     q = torch.sigmoid(logits)
     mixture = sum(w * member for w, member in zip(WEIGHTS, q, strict=True))
     right = torch.where(target == 1, mixture, 1 - mixture)
@@ -63,7 +63,7 @@ def test_sigmoid(shape):
 def test_identity(shape, weights):
     torch.manual_seed(0)
     predictions, target = 100 + torch.randn(3, *shape), torch.randn(shape)
-    found = added(TaskMetrics(3, "identity"), predictions, target, member_weights=weights)
+    found = add_batches(TaskMetrics(3, "identity"), predictions, target, member_weights=weights)
     f, y = predictions.double(), target.double()
     alpha = torch.full((3,), 1 / 3, dtype=torch.float64) if weights is None else weights
     mean = sum(a * member for a, member in zip(alpha, f, strict=True))
@@ -76,18 +76,18 @@ def test_identity(shape, weights):
 
 
 def test_samples_that_are_all_ignored_have_no_scores():
-    assert added(TaskMetrics(2), torch.randn(2, 9, 3), torch.full((9,), -100)) == {}
+    assert add_batches(TaskMetrics(2), torch.randn(2, 9, 3), torch.full((9,), -100)) == {}
 
 
 def test_a_reset_forgets():
     metrics = TaskMetrics(2)
     assert metrics.compute() == {}
-    first = added(metrics, torch.randn(2, 9, 3), torch.randint(3, (9,)))
+    first = add_batches(metrics, torch.randn(2, 9, 3), torch.randint(3, (9,)))
     metrics.reset()
     assert metrics.compute() == {}
     logits, target = torch.randn(2, 9, 3), torch.randint(3, (9,))
-    again = added(metrics, logits, target)
-    assert again == added(TaskMetrics(2), logits, target)
+    again = add_batches(metrics, logits, target)
+    assert again == add_batches(TaskMetrics(2), logits, target)
     assert again != first
 
 

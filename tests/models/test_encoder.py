@@ -352,7 +352,7 @@ class Alone(nn.Module):
         return self.ensemble(raw)
 
 
-def exported(module: nn.Module, path: Path) -> Callable[[Tensor], np.ndarray]:
+def run_onnx(module: nn.Module, path: Path) -> Callable[[Tensor], np.ndarray]:
     """A module as onnxruntime computes it."""
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
@@ -371,7 +371,7 @@ def exported(module: nn.Module, path: Path) -> Callable[[Tensor], np.ndarray]:
 @pytest.mark.parametrize(("part", "dtype"), [(None, torch.float64), (None, torch.float32)], ids=str)
 def test_onnx(tmp_path, part, dtype):
     module = encoder(**({} if part is None else PARTS[part])).to(dtype)
-    run = exported(module, tmp_path / "encoder.onnx")
+    run = run_onnx(module, tmp_path / "encoder.onnx")
     for rows in (1, 4, 40):
         raw = RAW.repeat(10, 1)[:rows]
         expected = module(raw)
@@ -385,7 +385,7 @@ def test_onnx(tmp_path, part, dtype):
 def test_onnx_of_an_ensemble(tmp_path):
     """One graph from the raw matrix to the members' logits."""
     module = ensemble(torch.float32)
-    run = exported(Alone(module), tmp_path / "ensemble.onnx")
+    run = run_onnx(Alone(module), tmp_path / "ensemble.onnx")
     raw = RAW.repeat(5, 1)[:17]
     with torch.no_grad():
         expected = module(raw)

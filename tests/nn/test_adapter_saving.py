@@ -31,7 +31,7 @@ def convolutional() -> nn.Module:
 NETWORKS = {"mlp": (mlp, (5, 4)), "convolutional": (convolutional, (5, 1, 6, 6))}
 
 
-def trained(model: nn.Module, x: Tensor, **options: Any) -> ace.nn.AdaptedEnsemble:
+def train_members(model: nn.Module, x: Tensor, **options: Any) -> ace.nn.AdaptedEnsemble:
     """Members after two steps, so that no adapter is zero and BatchNorm statistics differ; of low rank by default."""
     options = {"adapter": "low_rank", "freeze": True} | options
     size = {"rank": 2, "alpha": 5.0} if options["adapter"] == "low_rank" else {}
@@ -55,12 +55,12 @@ def case(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor]:
 def saved(tmp_path: Path) -> tuple[nn.Module, list[Path]]:
     torch.manual_seed(0)
     model = mlp()
-    return model, trained(model, torch.randn(5, 4)).save_adapters(tmp_path / "adapters")
+    return model, train_members(model, torch.randn(5, 4)).save_adapters(tmp_path / "adapters")
 
 
 def test_saved_adapters_load_as_the_same_ensemble(case: tuple[nn.Module, Tensor], tmp_path: Path) -> None:
     model, x = case
-    ensemble = trained(model, x)
+    ensemble = train_members(model, x)
     folders = ensemble.save_adapters(tmp_path)
     assert [folder.name for folder in folders] == ["member_0", "member_1", "member_2"]
     again = load_adapters(model, folders).eval()
@@ -73,7 +73,7 @@ def test_saved_adapters_load_as_the_same_ensemble(case: tuple[nn.Module, Tensor]
 def test_loaded_adapters_are_trained_further_as_before(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x, y = mlp().double(), torch.randn(5, 4, dtype=torch.float64), torch.arange(5) % 3
-    ensemble = trained(model, x)
+    ensemble = train_members(model, x)
     again = load_adapters(model, ensemble.save_adapters(tmp_path))
     for module in (ensemble, again):
         optimizer = torch.optim.Adam([p for p in module.parameters() if p.requires_grad])
@@ -87,10 +87,20 @@ def test_loaded_adapters_are_trained_further_as_before(tmp_path: Path) -> None:
     }
 
 
+def test_model_directories_and_adapters_may_follow_each_other(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = ace.models.mlp(4, 8, 3), torch.randn(5, 4)
+    ensemble = train_members(model, x)
+    loaded = load_adapters(model, ensemble.save_adapters(tmp_path / "first"))
+    ace.save_model(tmp_path / "model", loaded)
+    again = load_adapters(model, ace.load_model(tmp_path / "model").save_adapters(tmp_path / "second"))
+    assert torch.equal(again.eval()(x), ensemble(x))
+
+
 @pytest.mark.parametrize("adapter", ["low_rank", "multiplicative"])
 def test_a_merged_member_is_a_plain_model(case: tuple[nn.Module, Tensor], adapter: str) -> None:
     model, x = case
-    ensemble = trained(model, x, adapter=adapter, freeze=False)
+    ensemble = train_members(model, x, adapter=adapter, freeze=False)
     names = list(model.state_dict())
     for k in range(K):
         plain = ensemble.merge(k).eval()

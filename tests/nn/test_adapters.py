@@ -95,7 +95,9 @@ def test_saving_loading_copies_and_parts(tmp_path, options):
     x = torch.randn(5, 12)
     expected = ensemble(x)
     save_model(tmp_path / "model", ensemble)
-    assert torch.equal(load_model(tmp_path / "model")(x), expected)
+    loaded = load_model(tmp_path / "model")
+    assert torch.equal(loaded(x), expected)
+    assert [p.requires_grad for p in loaded.parameters()] == [p.requires_grad for p in ensemble.parameters()]
     fresh = adapt(mlp(12, (8, 6), 3), K, **options)
     load_weights(fresh, tmp_path / "model")
     assert torch.equal(fresh(x), expected)
@@ -103,6 +105,20 @@ def test_saving_loading_copies_and_parts(tmp_path, options):
     torch.testing.assert_close(ensemble.take(slice(1, 3))(x), expected[1:])
     assert ensemble.predict_proba(x).shape == (5, 3)
     assert "adapter='low_rank'" in repr(ensemble) or "adapter='multiplicative'" in repr(ensemble)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: adapt(mlp(12, (7,), 3), K), r"'stacked.linear1.weight' is \(7, 12\) in the state dict and \(8, 12\)"),
+        (lambda: adapt(mlp(12, (8,), 3), K + 1), "'stacked.linear1.adapter.r' is "),
+        (lambda: mlp(12, (8,), 3), "it has no 'stacked.linear1.weight', which the model has"),
+    ],
+)
+def test_the_state_dict_of_another_model_is_refused(other, message):
+    with pytest.raises(RuntimeError, match=f"does not fit this ensemble of {K} members: {message}") as error:
+        adapt(mlp(12, (8,), 3), K).load_state_dict(other().state_dict())
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("make_optimizer", [lambda p: SGD(p, 0.05, momentum=0.9), lambda p: Adam(p, 0.01)])

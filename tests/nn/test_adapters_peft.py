@@ -86,7 +86,7 @@ def members(ensemble: nn.Module, x: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", list(MODELS))
-def test_peft_loads_what_we_save_and_we_load_what_peft_saves(name: str, tmp_path: Path) -> None:
+def test_adapters_are_exchanged_with_peft(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     make, inputs, options = MODELS[name]
     model, x = make().double().eval(), inputs()

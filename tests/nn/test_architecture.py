@@ -64,7 +64,7 @@ def test_random_subspaces_are_refused_unless_registered(kind):
         assert torch.equal(member(x), expected[k])
 
 
-def hooked(register: str, *hooks: Any, **options: Any) -> nn.Module:
+def add_hook(register: str, *hooks: Any, **options: Any) -> nn.Module:
     member = Member()
     for hook in hooks:
         getattr(member.inner[0], register)(hook, **options)
@@ -75,7 +75,7 @@ def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return 2 * output
 
 
-def patched(factor: float) -> nn.Module:
+def patch_forward(factor: float) -> nn.Module:
     member = Member()
     member.inner.forward = lambda x: factor * x
     return member
@@ -108,20 +108,20 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str
     "function": (Member, lambda: Member(act=torch.tanh), "'_act' of the whole"),
     "lambda": (lambda: Member(act=lambda x: x + 1), lambda: Member(act=lambda x: x + 2), "'_act' of the whole"),
     "partial": (lambda: partial(0.1), lambda: partial(0.2), "'_act' of the whole"),
-    "forward": (lambda: patched(1.0), lambda: patched(2.0), "'forward' of layer 'inner'"),
+    "forward": (lambda: patch_forward(1.0), lambda: patch_forward(2.0), "'forward' of layer 'inner'"),
     "class": (lambda: subclass(1.0), lambda: subclass(2.0), "the whole is Own"),
-    "forward hook": (Member, lambda: hooked("register_forward_hook", double), r"'_forward_hooks' of layer 'inner.0'"),
+    "forward hook": (Member, lambda: add_hook("register_forward_hook", double), r"'_forward_hooks' of layer 'inner.0'"),
     "hook's options": (
-        lambda: hooked("register_forward_hook", double),
-        lambda: hooked("register_forward_hook", double, always_call=True),
+        lambda: add_hook("register_forward_hook", double),
+        lambda: add_hook("register_forward_hook", double, always_call=True),
         "'_forward_hooks' of layer 'inner.0'",
     ),
     "pre-hook": (
         Member,
-        lambda: hooked("register_forward_pre_hook", lambda m, args: (args[0] + 1,)),
+        lambda: add_hook("register_forward_pre_hook", lambda m, args: (args[0] + 1,)),
         "'_forward_pre_hooks' of layer 'inner.0'",
     ),
-    "state hook": (Member, lambda: hooked("register_state_dict_pre_hook", print), "'_state_dict_pre_hooks'"),
+    "state hook": (Member, lambda: add_hook("register_state_dict_pre_hook", print), "'_state_dict_pre_hooks'"),
     "unregistered layers": (
         lambda: Member([nn.Linear(2, 2)]),
         lambda: Member([nn.Linear(2, 2)]),
@@ -181,7 +181,7 @@ def test_equal_state_is_accepted():
         assert back.call.__self__ is back.inner
 
 
-def traced() -> nn.Module:
+def trace() -> nn.Module:
     return fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
 
 
@@ -200,7 +200,7 @@ def timm_model(name: str) -> nn.Module:
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: mlp(4, [8], 3),
     "cifar_resnet": lambda: cifar_resnet(8, 3, width=4),
-    "traced": traced,
+    "traced": trace,
     "encoder layer": lambda: nn.TransformerEncoderLayer(8, 2, 8),
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
     "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)),

@@ -25,7 +25,7 @@ def net(width: int = 6) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3))
 
 
-def trained(width: int = 6) -> nn.Sequential:
+def train_model(width: int = 6) -> nn.Sequential:
     """A model whose weights and statistics are no model's first ones."""
     model = net(width)
     model(torch.randn(16, 4))
@@ -89,7 +89,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_members_are_the_models_that_were_saved(way, tmp_path):
-    models = [trained() for _ in range(3)]
+    models = [train_model() for _ in range(3)]
     for k, model in enumerate(models):
         WAYS[way](model, tmp_path / str(k))
     paths = sorted(tmp_path.iterdir())
@@ -142,7 +142,7 @@ def test_evaluate_fit_weights_and_export(tmp_path):
 
 
 def test_several_architectures_a_trunk_and_a_link(tmp_path):
-    models = [trained(6), trained(9)]
+    models = [train_model(6), train_model(9)]
     for k, model in enumerate(models):
         torch.save(model.state_dict(), tmp_path / f"{k}.pt")
     trunk = nn.Linear(7, 4).eval()
@@ -165,7 +165,7 @@ def test_subclasses_are_preserved(tmp_path):
 
 
 def test_types_are_the_models_own(tmp_path):
-    model = trained()
+    model = train_model()
     torch.save(
         {name: value.half() for name, value in model.state_dict().items() if value.is_floating_point()},
         tmp_path / "a.pt",
@@ -215,7 +215,7 @@ def test_modules_with_a_state_of_their_own(tmp_path):
 
 
 def test_weights_beside_the_model(tmp_path):
-    model, teacher = trained(), trained()
+    model, teacher = train_model(), train_model()
     whole = Wrapper(model, teacher=teacher, loss=nn.CrossEntropyLoss(torch.ones(3)))
     torch.save(lightning_checkpoint(whole.state_dict()), tmp_path / "a.ckpt")
     with pytest.raises(
@@ -231,7 +231,7 @@ def test_weights_beside_the_model(tmp_path):
 
 
 def test_several_state_dicts(tmp_path):
-    model, average = trained(), trained()
+    model, average = train_model(), train_model()
     torch.save({"state_dict": model.state_dict(), "state_dict_ema": average.state_dict()}, tmp_path / "a.pth")
     with pytest.raises(ModelFileError, match=r"several state dicts, 'state_dict', 'state_dict_ema'; name one"):
         Ensemble.from_checkpoints(net, [tmp_path / "a.pth"])
@@ -258,7 +258,7 @@ def test_several_state_dicts(tmp_path):
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_a_mismatch_names_the_file_and_the_weight(change, said, prefix, suffix, tmp_path):
     good, bad = tmp_path / f"good.{suffix}", tmp_path / f"bad.{suffix}"
-    state = dict(trained().state_dict())
+    state = dict(train_model().state_dict())
     save = save_file if suffix == "safetensors" else torch.save
     save({prefix + name: value for name, value in state.items()}, good)
     change(state)
@@ -278,8 +278,8 @@ class Bomb:
 
 def test_files_that_would_run_code_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    torch.save(trained(), "module.pt")
-    torch.save({"state_dict": trained().state_dict(), "callback": Bomb()}, "bomb.ckpt")
+    torch.save(train_model(), "module.pt")
+    torch.save({"state_dict": train_model().state_dict(), "callback": Bomb()}, "bomb.ckpt")
     Path("pickle.pt").write_bytes(pickle.dumps({"weight": Bomb()}))
     with pytest.raises(ModelFileError, match=r"pickle\.pt is not a file of torch\.save"):
         Ensemble.from_checkpoints(net, ["pickle.pt"])
@@ -295,8 +295,8 @@ def test_files_that_would_run_code_are_refused(tmp_path, monkeypatch):
 
 
 def test_damaged_and_missing_files(tmp_path):
-    torch.save(trained().state_dict(), tmp_path / "a.pt")
-    save_file(trained().state_dict(), tmp_path / "a.safetensors")
+    torch.save(train_model().state_dict(), tmp_path / "a.pt")
+    save_file(train_model().state_dict(), tmp_path / "a.safetensors")
     for name in ("a.pt", "a.safetensors"):
         data = (tmp_path / name).read_bytes()
         for end in (0, 5, len(data) // 2, len(data) - 30):

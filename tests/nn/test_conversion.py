@@ -308,7 +308,7 @@ def test_state_round_trip_and_copies() -> None:
     assert torch.equal(ensemble(**inputs), copy.deepcopy(ensemble)(**inputs))
 
 
-def tied() -> nn.Module:
+def make_tied() -> nn.Module:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
     model[1].weight = model[0].weight
     return model
@@ -323,7 +323,7 @@ class Cosine(nn.Linear):
     ("build", "message"),
     [
         (lambda: nn.Sequential(nn.Conv2d(3, 5, 1), nn.Flatten()), "ends in an nn.Linear, but Sequential has none"),
-        (tied, "The weight of the classifier '1' is tied to '0.weight'"),
+        (make_tied, "The weight of the classifier '1' is tied to '0.weight'"),
         (lambda: Cosine(4, 5), "to compute what an nn.Linear does, but its Cosine"),
         (lambda: parametrizations.weight_norm(nn.Linear(4, 5)), "has a parametrization or hooks"),
         (lambda: nn.Sequential(nn.LazyLinear(5)), "has no shape yet"),

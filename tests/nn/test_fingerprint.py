@@ -62,7 +62,7 @@ def dynamic_class(power: int) -> type:
     return Layer
 
 
-def seeded(seed: int) -> torch.Generator:
+def make_seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
@@ -110,7 +110,7 @@ MAKERS: dict[str, Any] = {
     "slots": Slotted,
     "namespace": lambda v: types.SimpleNamespace(v=[v]),
     "pattern": lambda v: re.compile(f"a{v}"),
-    "torch generator": seeded,
+    "torch generator": make_seeded,
     "numpy generator": np.random.default_rng,
     "python generator of random numbers": random.Random,
     "type": lambda v: (torch.float32, torch.float64)[v - 1],

@@ -114,7 +114,7 @@ def test_rates_follow_a_scheduler(name, first):
     assert_equal(ensemble, members, starts)
 
 
-def test_training_goes_on_from_a_state_dict():
+def test_training_continues_from_a_state_dict():
     expected = StackedEnsemble(make_members())
     ensemble = copy.deepcopy(expected)
     results = []
@@ -155,7 +155,7 @@ def test_groups_without_decay_stay_without_it_unless_all_are(weight_decay):
 @pytest.mark.parametrize("rank", [None, 2])
 @pytest.mark.parametrize("kind", [SGD, AdamW])
 @pytest.mark.parametrize("factor", [1.0, 0.01])  # the group's rate may be the largest of all
-def test_what_members_share_keeps_the_groups_values(kind, rank, factor):
+def test_shared_values_are_those_of_the_group(kind, rank, factor):
     torch.manual_seed(0)
     smoc = SMOC(nn.Linear(5, 6), 6, num_classes=3, num_members=len(RATES), rank=rank).double()
     stacked = [p for p in smoc.head.parameters() if p.shape[0] == len(RATES)]

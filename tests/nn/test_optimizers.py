@@ -26,7 +26,7 @@ def held():
 HELD: list[StackedEnsemble] = []
 
 
-def stacked() -> StackedEnsemble:
+def make_stacked() -> StackedEnsemble:
     ensemble = StackedEnsemble([nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)])
     ensemble(torch.randn(5, 4)).square().sum().backward()
     HELD.append(ensemble)
@@ -62,7 +62,7 @@ def no_trial(monkeypatch):
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers_pass_without_a_trial(name, no_trial):
-    ensemble = stacked()
+    ensemble = make_stacked()
     before = [p.detach().clone() for p in ensemble.parameters()]
     optimizer = ELEMENTWISE[name](ensemble.parameters())
     optimizer.step()
@@ -131,7 +131,7 @@ class Sharpness(Optimizer):
         return loss
 
 
-def refused(optimizer, closure=None) -> None:
+def assert_refused(optimizer, closure=None) -> None:
     """The optimizer is refused, each time, before it moves anything."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.detach().clone() for p in parameters]
@@ -143,11 +143,11 @@ def refused(optimizer, closure=None) -> None:
 
 @pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Lamb", *MUON, "ClippedAdam", "Flat"])
 def test_mixing_optimizers_are_refused_before_their_first_step(name):
-    parameters = list(stacked().parameters())
+    parameters = list(make_stacked().parameters())
     if name == "Muon":  # refuses three axes itself; stacked biases look like matrices to it
         parameters = [p for p in parameters if p.ndim == 2]
     kinds = {"Lamb": Lamb, "ClippedAdam": ClippedAdam, "Flat": Flat}
-    refused((kinds.get(name) or getattr(torch.optim, name))(parameters), lambda: torch.zeros(()))
+    assert_refused((kinds.get(name) or getattr(torch.optim, name))(parameters), lambda: torch.zeros(()))
 
 
 MIXING = (
@@ -161,15 +161,15 @@ SEPARATE = "adamwlegacy lion nadamw adan adopt laprop madgrad sgdw rmsproptf loo
 def test_optimizers_of_timm_that_mix_members_are_refused(name):
     timm_optim = pytest.importorskip("timm.optim")
     with pytest.warns(UserWarning, match="opt_einsum") if name == "kron" else contextlib.nullcontext():
-        optimizer = timm_optim.create_optimizer_v2(stacked().parameters(), name, lr=0.01, weight_decay=0.05)
-    refused(optimizer)
+        optimizer = timm_optim.create_optimizer_v2(make_stacked().parameters(), name, lr=0.01, weight_decay=0.05)
+    assert_refused(optimizer)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", SEPARATE.split())
 def test_optimizers_of_timm_that_are_elementwise_pass_without_a_trial(name, no_trial):
     timm_optim = pytest.importorskip("timm.optim")
-    ensemble = stacked()
+    ensemble = make_stacked()
     before = copy.deepcopy(ensemble.state_dict())
     optimizer = timm_optim.create_optimizer_v2(ensemble.parameters(), name, lr=0.01, weight_decay=0.05)
     check_elementwise(optimizer)
@@ -181,10 +181,10 @@ def test_optimizers_of_timm_that_are_elementwise_pass_without_a_trial(name, no_t
 @pytest.mark.extended
 def test_options_are_read_from_the_groups():
     timm_optim = pytest.importorskip("timm.optim")
-    matrices = [p for p in stacked().parameters() if p.ndim == 3]
-    biases = [p for p in stacked().parameters() if p.ndim == 2]
-    refused(timm_optim.Lion([{"params": matrices}, {"params": biases, "caution": True}]))
-    refused(timm_optim.Lars([{"params": matrices, "weight_decay": 0.1}, {"params": biases}]))
+    matrices = [p for p in make_stacked().parameters() if p.ndim == 3]
+    biases = [p for p in make_stacked().parameters() if p.ndim == 2]
+    assert_refused(timm_optim.Lion([{"params": matrices}, {"params": biases, "caution": True}]))
+    assert_refused(timm_optim.Lars([{"params": matrices, "weight_decay": 0.1}, {"params": biases}]))
     timm_optim.Lars([{"params": matrices}, {"params": biases}], trust_clip=True).step()  # no trust ratio without decay
     # Muon's fallback is AdamW, and members that it does not hold do not matter
     plain = nn.Parameter(torch.ones(4, 4))
@@ -193,10 +193,10 @@ def test_options_are_read_from_the_groups():
 
 
 def test_schedule_that_starts_at_zero():
-    optimizer = Lamb(stacked().parameters(), lr=0.1)
+    optimizer = Lamb(make_stacked().parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     assert scheduler.get_last_lr() == [0.0]
-    refused(optimizer)
+    assert_refused(optimizer)
 
 
 class Summed(torch.optim.Adagrad):
@@ -204,14 +204,14 @@ class Summed(torch.optim.Adagrad):
 
 
 def test_unknown_elementwise_optimizers_pass_the_trial():
-    ensemble = stacked()
+    ensemble = make_stacked()
     before = [p.detach().clone() for p in ensemble.parameters()]
     Summed(ensemble.parameters()).step()
     assert all(not torch.equal(a, b) for a, b in zip(before, ensemble.parameters(), strict=True))
 
 
 def test_wrappers_that_need_a_closure_are_refused():
-    ensemble = stacked()
+    ensemble = make_stacked()
 
     def closure():
         ensemble.zero_grad()
@@ -219,7 +219,7 @@ def test_wrappers_that_need_a_closure_are_refused():
         loss.backward()
         return loss
 
-    refused(Sharpness(ensemble.parameters(), torch.optim.SGD, lr=0.1), closure)
+    assert_refused(Sharpness(ensemble.parameters(), torch.optim.SGD, lr=0.1), closure)
 
 
 class Stubborn(torch.optim.SGD):
@@ -230,7 +230,7 @@ class Stubborn(torch.optim.SGD):
 
 
 def test_optimizers_that_cannot_be_tried_need_allow_optimizer():
-    optimizer = Stubborn(stacked().parameters(), 0.1, "mlp")
+    optimizer = Stubborn(make_stacked().parameters(), 0.1, "mlp")
     with pytest.raises(ValueError, match=r"Stubborn \(.*failed with TypeError: .*'network'\).*allow_optimizer"):
         optimizer.step()
     with pytest.raises(TypeError, match=r"allow_optimizer\(type\(optimizer\)\)"):
@@ -239,7 +239,7 @@ def test_optimizers_that_cannot_be_tried_need_allow_optimizer():
         allow_optimizer("Stubborn")
     allow_optimizer(Stubborn)
     optimizer.step()
-    refused(type("MoreStubborn", (Stubborn,), {})(stacked().parameters(), 0.1, "mlp"))
+    assert_refused(type("MoreStubborn", (Stubborn,), {})(make_stacked().parameters(), 0.1, "mlp"))
 
 
 def heads():
@@ -266,17 +266,17 @@ class StackedLinearSum(nn.Module):
 def test_heads_are_checked_and_shared_parameters_are_not(name):
     ensemble = heads()[name]
     ensemble(torch.randn(5, 4)).square().sum().backward()
-    refused(torch.optim.Adafactor(ensemble.parameters()))
+    assert_refused(torch.optim.Adafactor(ensemble.parameters()))
     axis = [p for p in ensemble.parameters() if p.ndim == 3 or p.shape == (3, 4)]
     shared = [p for p in ensemble.parameters() if not any(p is other for other in axis)]
     assert len(axis) >= 2
     assert len(shared) >= 2
-    refused(torch.optim.Adafactor(axis[:1]))
+    assert_refused(torch.optim.Adafactor(axis[:1]))
     torch.optim.Adafactor(shared).step()
 
 
 def test_plain_members_may_use_any_optimizer():
-    stacked()  # the watch is on
+    make_stacked()  # the watch is on
     ensemble = Ensemble([nn.Linear(4, 4) for _ in range(2)])
     ensemble(torch.randn(5, 4)).square().sum().backward()
     torch.optim.Adafactor(ensemble.parameters()).step()
@@ -285,17 +285,17 @@ def test_plain_members_may_use_any_optimizer():
 
 
 def test_parameters_added_later_are_checked():
-    ensemble = stacked()
+    ensemble = make_stacked()
     plain = nn.Parameter(torch.ones(3, 3))
     plain.grad = torch.ones(3, 3)
     optimizer = torch.optim.Adafactor([plain])
     optimizer.step()
     optimizer.add_param_group({"params": list(ensemble.parameters())})
-    refused(optimizer)
+    assert_refused(optimizer)
 
 
 def test_empty_group():
-    ensemble = stacked()
+    ensemble = make_stacked()
     torch.optim.SGD([{"params": []}, {"params": list(ensemble.parameters())}], lr=0.1).step()
     Summed([{"params": []}, {"params": list(ensemble.parameters())}], lr=0.1).step()
 
@@ -303,7 +303,7 @@ def test_empty_group():
 def test_each_optimizer_is_tried_once(monkeypatch):
     tried = []
     monkeypatch.setattr(optimizers, "find_mixing", lambda optimizer, _: tried.append(optimizer))
-    ensemble = stacked()
+    ensemble = make_stacked()
     optimizer = Summed(ensemble.parameters())
     for _ in range(3):
         optimizer.step()
@@ -311,7 +311,7 @@ def test_each_optimizer_is_tried_once(monkeypatch):
 
 
 def test_the_trial_changes_neither_the_optimizer_nor_random_numbers():
-    ensemble = stacked()
+    ensemble = make_stacked()
     before = [p.detach().clone() for p in ensemble.parameters()]
     optimizer = type("MyAdam", (torch.optim.Adam,), {})(ensemble.parameters())
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces `step`
@@ -344,7 +344,7 @@ def test_published_results_match_the_code(library):
         refuses, difference = row["verdict"] == "refused", row["difference"]
         if difference is not None:
             assert refuses == (difference > RESULTS["agree"]), row
-        parameters = [p for p in stacked().parameters() if p.ndim == 2 or row["name"] != "Muon"]
+        parameters = [p for p in make_stacked().parameters() if p.ndim == 2 or row["name"] != "Muon"]
         if library == "timm":
             optimizer = timm_optim.create_optimizer_v2(parameters, row["name"], lr=0.01, weight_decay=0.05)
         else:

@@ -17,7 +17,7 @@ import torchace as ace
 from tests.support.processes import counting, team
 from torchace.models import mlp
 from torchace.nn import Ensemble, MemberParallelEnsemble, StackedEnsemble
-from torchace.nn.parallel import split_range
+from torchace.nn.base import split_range
 
 FEATURES, CLASSES, BATCH, STEPS = 6, 4, 10, 20
 EXACT = 1e-12  # float64: sums over members in another order
@@ -65,7 +65,7 @@ def train_spread(count: int, weights: list[float] | None, link: str) -> dict[str
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return {"losses": losses, **results_of(ensemble)}
+    return {"losses": losses, **run_ranks(ensemble)}
 
 
 def train_whole(count: int, weights: list[float] | None, link: str) -> dict[str, Any]:
@@ -80,10 +80,10 @@ def train_whole(count: int, weights: list[float] | None, link: str) -> dict[str,
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return {"losses": losses, **results_of(ensemble)}
+    return {"losses": losses, **run_ranks(ensemble)}
 
 
-def results_of(ensemble: nn.Module) -> dict[str, Any]:
+def run_ranks(ensemble: nn.Module) -> dict[str, Any]:
     return {
         "gradients": {name: p.grad.clone() for name, p in ensemble.named_parameters() if p.grad is not None},
         "weights": {n: value.clone() for n, value in ensemble.state_dict().items() if n != "member_weights"},
@@ -124,7 +124,7 @@ def train_without_mixture(count: int) -> dict[str, Any]:
     ensemble = MemberParallelEnsemble(member, count)
     x, y = batch(0, "softmax")
     ace.amended_cross_entropy(ensemble(x), y, 0.6).backward()
-    return results_of(ensemble)["gradients"]
+    return run_ranks(ensemble)["gradients"]
 
 
 @pytest.mark.extended
@@ -135,7 +135,7 @@ def test_without_the_mixture_gradients_differ() -> None:
     x, y = batch(0, "softmax")
     ace.amended_cross_entropy(ensemble(x), y, 0.6).backward()
     with pytest.raises(AssertionError, match="not close"):
-        assert_equal(parts, results_of(ensemble)["gradients"])
+        assert_equal(parts, run_ranks(ensemble)["gradients"])
 
 
 def train_on_mesh(count: int) -> dict[str, Any]:
@@ -152,8 +152,8 @@ def train_on_mesh(count: int) -> dict[str, Any]:
         optimizer.zero_grad()
         ace.amended_cross_entropy(logits, y[half], 0.6, mixture=mixture, member_weights=weights).backward()
         optimizer.step()
-    gathered = ensemble.gather()
-    return {**results_of(ensemble), "gathered": None if gathered is None else gathered.state_dict()}
+    gather = ensemble.gather()
+    return {**run_ranks(ensemble), "gathered": None if gather is None else gather.state_dict()}
 
 
 @pytest.mark.extended
@@ -218,7 +218,7 @@ def _predictions(ensemble: Any, weights: list[float] | None, link: str, scale: f
 @pytest.mark.extended
 @pytest.mark.parametrize("scale", [1.0, 1e5])  # 1e5: probabilities far below what float64 holds
 @pytest.mark.parametrize("link", ["softmax", "sigmoid", "identity"])
-def test_every_rank_predicts_what_one_process_predicts(link: str, scale: float) -> None:
+def test_every_rank_predicts_like_one_process(link: str, scale: float) -> None:
     whole = _predictions(Ensemble([member(k) for k in range(3)], link=link), WEIGHTS[3], link, scale)
     if scale > 1 and link == "softmax":
         assert bool((whole[0] < -1000).any())
@@ -270,7 +270,7 @@ class Tied(nn.Module):
         return self.norm(self.second(self.first(x))) + self.shift
 
 
-def gathered(by_function: bool, everywhere: bool) -> dict[str, Any] | None:
+def gather(by_function: bool, everywhere: bool) -> dict[str, Any] | None:
     before = torch.random.get_rng_state()
     members = Tied if by_function else [Tied(k) for k in range(3)]
     torch.random.set_rng_state(before)
@@ -293,7 +293,7 @@ def gathered(by_function: bool, everywhere: bool) -> dict[str, Any] | None:
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("by_function", [False, True])
 def test_gather_gives_all_members(by_function: bool, everywhere: bool) -> None:
-    first, second = team().run(2, gathered, by_function, everywhere)
+    first, second = team().run(2, gather, by_function, everywhere)
     assert (second is not None) == everywhere
     for found in filter(None, [first, second]):
         for k in range(3):
@@ -305,7 +305,7 @@ def test_gather_gives_all_members(by_function: bool, everywhere: bool) -> None:
         assert found["weights"].tolist() == pytest.approx(WEIGHTS[3])
 
 
-def saved(folder: str) -> str:
+def save(folder: str) -> str:
     ensemble = MemberParallelEnsemble(member, 5)
     ensemble.set_member_weights(WEIGHTS[5])
     ace.save_model(f"{folder}/model", ensemble, diversity=0.5, class_names=list("abcd"), extra={"seed": 3})
@@ -322,7 +322,7 @@ def saved(folder: str) -> str:
 @pytest.mark.extended
 def test_save_model_writes_one_model_of_all_members(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    problems = team().run(4, saved, str(tmp_path))
+    problems = team().run(4, save, str(tmp_path))
     loaded = ace.load_model(tmp_path / "model")
     whole = Ensemble([member(k) for k in range(5)])
     whole.set_member_weights(WEIGHTS[5])

@@ -155,8 +155,8 @@ def test_gradient_of_the_input(case, batches):
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def decayed_by_axes(one: Ensemble) -> list[dict[str, Any]]:
-    """What a user would write for plain members: weight decay for everything with two axes or more."""
+def decay_groups(one: Ensemble) -> list[dict[str, Any]]:
+    """Return parameter groups as a user would for plain members: weight decay for two or more axes."""
     matrices = [p for p in one.parameters() if p.ndim >= 2]
     return [{"params": matrices}, {"params": [p for p in one.parameters() if p.ndim < 2], "weight_decay": 0.0}]
 
@@ -190,7 +190,7 @@ def test_ten_steps(case, path, optimizer, monkeypatch):
     build = OPTIMIZERS[optimizer]
     grouped = optimizer == "AdamW"
     optimizers = [
-        build(decayed_by_axes(one) if grouped else one.parameters()),
+        build(decay_groups(one) if grouped else one.parameters()),
         build(stacked.parameter_groups(0.3) if grouped else stacked.parameters()),
     ]
     start = copy.deepcopy(one)
@@ -779,3 +779,15 @@ def test_ensembles_are_not_kept_alive():
     del stacked
     gc.collect()
     assert len(optimizers._watched) < watched
+
+
+def test_members_in_channels_last_stay_in_channels_last() -> None:
+    torch.manual_seed(0)
+    members = [nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)).double() for _ in range(3)]
+    x = torch.randn(5, 3, 6, 6, dtype=torch.float64)
+    expected = torch.stack([member(x) for member in members])
+    plain = StackedEnsemble(members)
+    ensemble = StackedEnsemble([member.to(memory_format=torch.channels_last) for member in members])
+    assert plain.stacked[0].weight.is_contiguous()
+    assert all(kernel.is_contiguous(memory_format=torch.channels_last) for kernel in ensemble.stacked[0].weight)
+    torch.testing.assert_close(ensemble(x), expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -166,3 +167,16 @@ def test_recomputed_weights(name):
     torch.testing.assert_close(copy.deepcopy(stacked)(x), stacked(x))
     parallel = MemberParallelEnsemble(stacked)
     torch.testing.assert_close(parallel.gather()(x), stacked(x), **EXACT)
+
+
+def test_the_first_call_keeps_no_autograd_graph() -> None:
+    """A graph that is alive keeps activations, and breaks the capture of CUDA graphs."""
+    trunk = nn.Linear(3, 3)
+    ensemble = StackedEnsemble(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)) for _ in range(2))
+    ensemble(trunk(torch.randn(4, 3))).sum().backward()
+
+    def accumulator() -> Any:
+        return trunk.weight.view_as(trunk.weight).grad_fn.next_functions[0][0]
+
+    accumulator().metadata["seen"] = True  # lost with the node, unless a graph keeps it
+    assert "seen" not in accumulator().metadata

@@ -1,4 +1,4 @@
-"""Every kind of ensemble learns, and the knob acts as the mathematics says, on data that comes with scikit-learn."""
+"""Every kind of ensemble learns, and λ acts as the mathematics says, on data that comes with scikit-learn."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def deep() -> nn.Sequential:
     )
 
 
-def branched() -> EnsembleModule:
+def make_branched() -> EnsembleModule:
     from torchace.nn.branching import branch
 
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     return branch(model, at="2", num_members=4, reinitialize=True)
 
 
-def converted() -> EnsembleModule:
+def make_converted() -> EnsembleModule:
     from torchace.nn.conversion import stack_classifiers
 
     return stack_classifiers(mlp(64), num_members=5)
@@ -106,8 +106,8 @@ KINDS: dict[str, Callable[[], EnsembleModule]] = {
     "stacked with batch norm": lambda: StackedEnsemble([conv() for _ in range(3)]),
     "smoc": lambda: SMOC(trunk(), 64, 10, num_members=10),
     "low-rank smoc": lambda: SMOC(trunk(), 64, 10, num_members=10, rank=2),
-    "branch": branched,
-    "stack_classifiers": converted,
+    "branch": make_branched,
+    "stack_classifiers": make_converted,
 }
 
 
@@ -169,7 +169,7 @@ def test_a_broken_member_loses_its_weight():
     assert fitted[1] < 0.05
 
 
-# The knob acts
+# Effect of λ
 
 
 @pytest.mark.parametrize("path", ["at once", "one by one"])
@@ -276,7 +276,7 @@ def test_at_full_diversity_heads_do_not_contract():
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_decomposition_of_trained_regressors_adds_up(shared):
-    """What benchmarks/ncl_decomposition.py measures, small: bias², variance and covariance are the error."""
+    """Bias², variance and covariance add up to the error; `benchmarks/ncl_decomposition.py` in small."""
     x, y = (torch.as_tensor(values, dtype=torch.float64) for values in load_diabetes(return_X_y=True))
     y = ((y - y.mean()) / y.std())[:, None]
     x = x / x.std(0)

@@ -96,7 +96,7 @@ def test_a_weight_that_underflowed_has_a_finite_gradient():
     torch.testing.assert_close(alpha.grad, -(q / (alpha.detach().double() @ q)).mean(1).float())
 
 
-def test_training_finds_what_em_finds():
+def test_training_and_em_find_the_same_weights():
     logits, target = case(num_members=3, seed=1)
     weights = MemberWeights(3).double()
     optimizer = torch.optim.Adam(weights.parameters(), lr=0.1)
@@ -207,7 +207,7 @@ def test_classes_of_probability_zero_do_not_count(soft):
 
 @pytest.mark.parametrize("ignore_index", [-100, 2])
 @pytest.mark.parametrize("dense", [False, True])
-def test_samples_that_do_not_count(dense, ignore_index):
+def test_ignored_samples(dense, ignore_index):
     logits, target = case()
     kept = torch.arange(60) % 3 > 0
     kept &= target != ignore_index

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 
-def multiplied(weight: Tensor, r: Tensor, s: Tensor) -> Tensor:
+def multiply(weight: Tensor, r: Tensor, s: Tensor) -> Tensor:
     """W[o, i, ...] · s[o] · r[i]."""
     return torch.einsum("oi...,o,i->oi...", weight, s, r)
 
@@ -55,7 +55,7 @@ class SeparateMembers:
             weight = held.get(name, held.get(f"{inner}.original"))
             for place in ([path] if last == "weight" else []) + [f"{inner}.0"]:
                 if f"{place}.r" in held:
-                    weight = multiplied(weight, held[f"{place}.r"], held[f"{place}.s"])
+                    weight = multiply(weight, held[f"{place}.r"], held[f"{place}.s"])
                 if f"{place}.A" in held:
                     weight = with_low_rank(weight, held[f"{place}.A"], held[f"{place}.B"], alpha)
             state[name] = held[f"{path}.bias"] if last == "bias" and f"{path}.bias" in held else weight

@@ -34,11 +34,11 @@ class Case:
     def to(self, dtype: torch.dtype) -> Case:
         """The same case with its numbers rounded to another type."""
 
-        def rounded(value: Any) -> Any:
+        def round_logits(value: Any) -> Any:
             return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-        options = {name: rounded(value) for name, value in self.options.items()}
-        return replace(self, outputs=rounded(self.outputs), target=rounded(self.target), options=options)
+        options = {name: round_logits(value) for name, value in self.options.items()}
+        return replace(self, outputs=round_logits(self.outputs), target=round_logits(self.target), options=options)
 
 
 def value_and_gradient(loss: Any, case: Case) -> tuple[Tensor, Tensor]:

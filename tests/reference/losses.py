@@ -48,7 +48,7 @@ class Loss:
         return itertools.product(*[range(size) for size in self.sample_shape])
 
     def place(self, k: int, i: tuple[int, ...]) -> tuple[Any, ...]:
-        """Where sample i of member k lies in the outputs."""
+        """Index of sample i of member k in the outputs."""
         return (k, i[0], slice(None), *i[1:]) if self.class_axis else (k, *i)
 
     def scale(self, k: int, i: tuple[int, ...]) -> float:

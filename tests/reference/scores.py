@@ -37,7 +37,7 @@ def _sample_scores(logits: Tensor) -> Tensor:
     return torch.zeros(logits.shape[1], *logits.shape[3:], dtype=torch.float64)
 
 
-def reduced(scores: Tensor, reduction: str) -> Tensor:
+def reduce(scores: Tensor, reduction: str) -> Tensor:
     return {"mean": scores.mean(), "sum": scores.sum(), "none": scores}[reduction]
 
 
@@ -61,7 +61,7 @@ def disagreement(logits: Tensor, reduction: str = "mean") -> Tensor:
     for i in choices[0]:
         for j, k in pairs:
             scores[i] += (choices[j][i] != choices[k][i]) / len(pairs)
-    return reduced(scores, reduction)
+    return reduce(scores, reduction)
 
 
 def mutual_information(logits: Tensor, member_weights: Tensor | None = None, reduction: str = "mean") -> Tensor:
@@ -77,7 +77,7 @@ def mutual_information(logits: Tensor, member_weights: Tensor | None = None, red
     for k in range(logits.shape[0]):
         for i, z in _vectors(logits[k]):
             scores[i] -= alpha[k] * entropy(_softmax(z))
-    return reduced(scores, reduction)
+    return reduce(scores, reduction)
 
 
 def ambiguity(logits: Tensor, target: Tensor, member_weights: Tensor | None = None, reduction: str = "mean") -> Tensor:
@@ -95,7 +95,7 @@ def ambiguity(logits: Tensor, target: Tensor, member_weights: Tensor | None = No
             scores[i] += alpha[k] * -math.fsum(a * b for a, b in zip(p(i), _log_softmax(z), strict=True))
     for i, mean in _vectors(ensemble_probs(logits, member_weights)):
         scores[i] += math.fsum(a * math.log(b) for a, b in zip(p(i), mean, strict=True))
-    return reduced(scores, reduction)
+    return reduce(scores, reduction)
 
 
 def pairwise_cross_entropy(logits: Tensor) -> Tensor:

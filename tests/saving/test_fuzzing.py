@@ -57,7 +57,7 @@ def test_mutations(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_mutations_by_someone_who_knows_the_format(name: str, tmp_path: Path) -> None:
+def test_mutations_with_valid_checksums(name: str, tmp_path: Path) -> None:
     """300 of each, with a SHA-256 that fits: refused, or an ensemble of these very weights."""
     torch.manual_seed(0)
     path = tmp_path / "model"

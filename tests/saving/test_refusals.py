@@ -108,7 +108,7 @@ WEIGHTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-def refused(path: Path, words: str) -> None:
+def load_error(path: Path, words: str) -> None:
     for load in (load_model, lambda path: load_weights(Ensemble([mlp(4, 3, 2), mlp(4, (5, 3), 2)]), path)):
         with pytest.raises(ModelFileError, match=words) as caught:
             load(path)
@@ -119,14 +119,14 @@ def refused(path: Path, words: str) -> None:
 def test_refuses_manifest(name: str, saved: tuple[Path, EnsembleModule]) -> None:
     damage, words = MANIFESTS[name]
     damage(saved[0] / "manifest.json")
-    refused(saved[0], words)
+    load_error(saved[0], words)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_refuses_weights(name: str, saved: tuple[Path, EnsembleModule]) -> None:
     damage, words = WEIGHTS[name]
     damage(saved[0] / "weights.safetensors")
-    refused(saved[0], words)
+    load_error(saved[0], words)
 
 
 @pytest.mark.parametrize("make", [to_pickle, to_pickle_of_torch, lambda file: file.write_bytes(b"\xff" * 100)])
@@ -138,17 +138,17 @@ def test_refuses_a_pickle_that_the_manifest_vouches_for(
     data = file.read_bytes()
     digest = hashlib.sha256(data).hexdigest()
     reseal(saved[0], lambda manifest: manifest.update(weights={"bytes": len(data), "sha256": digest}))
-    refused(saved[0], "not a safetensors file")
+    load_error(saved[0], "not a safetensors file")
 
 
 def test_refuses_places_without_a_model(tmp_path: Path) -> None:
-    refused(tmp_path / "nothing", "There is no model")
-    refused(tmp_path, "There is no .*manifest.json")
+    load_error(tmp_path / "nothing", "There is no model")
+    load_error(tmp_path, "There is no .*manifest.json")
     (tmp_path / "file").write_text("x")
-    refused(tmp_path / "file", "is not a directory")
-    refused(tmp_path / "file" / "model", "There is no model")
-    refused(tmp_path / ("x" * 5000), "There is no model|cannot be read")
-    refused(tmp_path / "nu\0ll", "There is no model|not a path")
+    load_error(tmp_path / "file", "is not a directory")
+    load_error(tmp_path / "file" / "model", "There is no model")
+    load_error(tmp_path / ("x" * 5000), "There is no model|cannot be read")
+    load_error(tmp_path / "nu\0ll", "There is no model|not a path")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "weights.safetensors"])
@@ -163,7 +163,7 @@ def test_refuses_unreadable_files(
         return real(file, *args, **kwargs)
 
     monkeypatch.setattr("builtins.open", without_permission)
-    refused(saved[0], r"cannot be read \(Permission denied\)")
+    load_error(saved[0], r"cannot be read \(Permission denied\)")
 
 
 def test_spaces_in_the_manifest_do_not_matter(saved: tuple[Path, EnsembleModule]) -> None:
@@ -283,7 +283,7 @@ def test_no_more_members_are_built_than_there_are_weights_for(
 def test_weights_that_say_to_be_larger_than_their_tensors_are_not_read(saved: tuple[Path, EnsembleModule]) -> None:
     os.truncate(saved[0] / "weights.safetensors", 1 << 40)
     reseal(saved[0], set_in("weights", "bytes", to=1 << 40))
-    refused(saved[0], "a size that does not match its tensors")
+    load_error(saved[0], "a size that does not match its tensors")
 
 
 def test_a_description_nested_too_deeply_is_refused(saved: tuple[Path, EnsembleModule]) -> None:
@@ -291,4 +291,4 @@ def test_a_description_nested_too_deeply_is_refused(saved: tuple[Path, EnsembleM
     for _ in range(200):
         deep = [deep]
     reseal(saved[0], set_in("extra", to={"deep": deep}))
-    refused(saved[0], "not the JSON that was written")
+    load_error(saved[0], "not the JSON that was written")

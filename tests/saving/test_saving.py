@@ -16,7 +16,7 @@ from tests.support.saved_models import (
     save_example,
     small_resnet,
     state,
-    trained,
+    train_model,
 )
 from torchace.models import cifar_resnet, mlp
 from torchace.nn import SMOC, Ensemble
@@ -41,7 +41,7 @@ def saved(tmp_path: Path) -> tuple[Path, EnsembleModule]:
 def test_round_trip(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     kind, make, shape = KINDS[name]
     torch.manual_seed(1)
-    ensemble = trained(make(), shape).to(dtype)
+    ensemble = train_model(make(), shape).to(dtype)
     before = state(ensemble)
     save_model(tmp_path / "model", ensemble)
     assert state(ensemble) == before
@@ -66,13 +66,13 @@ def test_round_trip(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
 def test_trains_on_after_loading(name: str, tmp_path: Path) -> None:
     _, make, shape = KINDS[name]
     torch.manual_seed(1)
-    ensemble = trained(make(), shape)
+    ensemble = train_model(make(), shape)
     save_model(tmp_path / "model", ensemble)
     again = load_model(tmp_path / "model")
     torch.manual_seed(2)
-    trained(ensemble, shape)
+    train_model(ensemble, shape)
     torch.manual_seed(2)
-    trained(again, shape)
+    train_model(again, shape)
     assert state(again) == state(ensemble)
 
 
@@ -87,7 +87,7 @@ def test_second_generation_has_the_same_bytes(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", KINDS)
 def test_load_weights_into_the_same_kind(name: str, tmp_path: Path) -> None:
     _, make, shape = KINDS[name]
-    ensemble = trained(make(), shape)
+    ensemble = train_model(make(), shape)
     ensemble.set_member_weights([1.0] + [0.0] * (ensemble.num_members - 1))
     save_model(tmp_path / "model", ensemble)
     fresh = make()
@@ -275,7 +275,7 @@ MISFITS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_load_weights_refuses_what_does_not_fit(name: str, saved: tuple[Path, EnsembleModule]) -> None:
+def test_load_weights_refuses_other_shapes_and_names(name: str, saved: tuple[Path, EnsembleModule]) -> None:
     module, words = MISFITS[name][0](), MISFITS[name][1]
     before = state(module)
     with pytest.raises(ModelFileError, match=words) as caught:

@@ -94,7 +94,7 @@ class Browser:
                 if "error" in message:
                     raise RuntimeError(f"{method}: {message['error']['message']}")
                 return dict(message["result"])
-        raise TimeoutError(f"no answer to {method} in {DEADLINE:g} s; {self._said()}")
+        raise TimeoutError(f"no answer to {method} in {DEADLINE:g} s; {self._stderr_text()}")
 
     def hear(self, seconds: float) -> dict[str, Any] | None:
         """The next message, or None where none comes in time."""
@@ -103,7 +103,7 @@ class Browser:
         except queue.Empty:
             return None
         if message is None:
-            raise RuntimeError(f"Chromium has ended; {self._said()}")
+            raise RuntimeError(f"Chromium has ended; {self._stderr_text()}")
         page = self._pages.get(message.get("sessionId", ""))
         if page is not None and "method" in message:
             page.note(message["method"], message["params"])
@@ -126,12 +126,12 @@ class Browser:
                 self._messages.put(json.loads(message))
         self._messages.put(None)
 
-    def _said(self) -> str:
+    def _stderr_text(self) -> str:
         return "its log ends with " + self._log.read_text("utf-8", "replace")[-1000:]
 
 
 class Page:
-    """One tab: `errors` has what went wrong in it, as a reader would find it in the console or miss it on the page."""
+    """One tab; `errors` lists console errors and failed requests."""
 
     def __init__(self, browser: Browser, session: str, context: str) -> None:
         self.errors: list[str] = []

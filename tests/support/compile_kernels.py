@@ -58,7 +58,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def compiled(kernel: Any, dtype: str, warps: int, **constants: Any) -> None:
+def compile_one(kernel: Any, dtype: str, warps: int, **constants: Any) -> None:
     names = kernel.arg_names
     constants = {name: value for name, value in (PLAIN | constants).items() if name in names}
     types = POINTERS | {
@@ -80,20 +80,20 @@ def compiled(kernel: Any, dtype: str, warps: int, **constants: Any) -> None:
 def main() -> None:
     for options in OPTIONS:
         sizes = {"MEMBERS": 10, "CLASSES": 100, "BLOCK_K": 8, "REST_K": 2, "BLOCK_C": 128}
-        compiled(_read_once, "bf16", 4, **sizes, BLOCK_N=2, **({"STAGES": 3} | options))
+        compile_one(_read_once, "bf16", 4, **sizes, BLOCK_N=2, **({"STAGES": 3} | options))
         for stage, span, spans in ((0, 128, 1), (1, 128, 3), (2, 128, 3)):
             blocks = {"STAGE": stage, "SPAN": span, "SPANS": spans, "BLOCK_SPANS": 4 if spans > 1 else 1}
-            compiled(_read_twice, "bf16", 4, **sizes, **blocks, **options)
+            compile_one(_read_twice, "bf16", 4, **sizes, **blocks, **options)
     for dtype in ("fp32", "fp16"):
         runs = {"RUNS": True, "PER_MEMBER": True, "SCALE": True, "COUNT": 0, "DIVERSITY_ON_DEVICE": True}
-        compiled(_read_once, dtype, 16, MEMBERS=5, CLASSES=10, BLOCK_K=4, REST_K=1, BLOCK_C=16, BLOCK_N=128, **runs)
+        compile_one(_read_once, dtype, 16, MEMBERS=5, CLASSES=10, BLOCK_K=4, REST_K=1, BLOCK_C=16, BLOCK_N=128, **runs)
         own = runs | {"MIXTURE": True, "UNIFORM": False}
-        compiled(_read_once, dtype, 16, MEMBERS=1, CLASSES=10, BLOCK_K=1, REST_K=0, BLOCK_C=16, BLOCK_N=64, **own)
-        compiled(_read_once, dtype, 4, MEMBERS=5, CLASSES=10, BLOCK_K=4, REST_K=1, BLOCK_C=16, BLOCK_N=16)
+        compile_one(_read_once, dtype, 16, MEMBERS=1, CLASSES=10, BLOCK_K=1, REST_K=0, BLOCK_C=16, BLOCK_N=64, **own)
+        compile_one(_read_once, dtype, 4, MEMBERS=5, CLASSES=10, BLOCK_K=4, REST_K=1, BLOCK_C=16, BLOCK_N=16)
     for weighted in (True, False):
-        compiled(_count_samples, "bf16", 4, WEIGHTED=weighted, BLOCK=1024)
-        compiled(_count_samples, "bf16", 4, WEIGHTED=weighted, BLOCK=1024, parts=1)
-    compiled(_scale, "bf16", 4, BLOCK=4096)
+        compile_one(_count_samples, "bf16", 4, WEIGHTED=weighted, BLOCK=1024)
+        compile_one(_count_samples, "bf16", 4, WEIGHTED=weighted, BLOCK=1024, parts=1)
+    compile_one(_scale, "bf16", 4, BLOCK=4096)
 
 
 if __name__ == "__main__":

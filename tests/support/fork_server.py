@@ -167,7 +167,7 @@ def _child(
         table_search.SearchCache = lambda directory: SearchCache(directory, every)  # type: ignore[assignment]
         if page:
             report.write_report = fake_report  # type: ignore[assignment]
-        calls = _counted(die)
+        calls = _count_operations(die)
         if held is not None:
             hold(*held)
         sys.argv = ["torchace", *arguments]
@@ -186,7 +186,7 @@ def _child(
         os._exit(code)
 
 
-def _counted(die: tuple[str, int, bool] | None) -> dict[str, int]:
+def _count_operations(die: tuple[str, int, bool] | None) -> dict[str, int]:
     """Counts the calls of all operations from now on, and dies at one of them."""
     import shutil
 

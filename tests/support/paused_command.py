@@ -14,7 +14,7 @@ CHECKPOINT = "torchace.lab.training.checkpoint:Checkpoints.save"
 
 
 def hold(after: str = CHECKPOINT, calls: int = 1) -> None:
-    """From now on this process waits after a call, until a signal comes; then it goes on as if nothing had been.
+    """Make this process wait after a call until a signal arrives, then continue.
 
     Args:
         after: A function or method, `module:name`.

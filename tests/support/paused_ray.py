@@ -19,7 +19,7 @@ def held_link(must_wait: Callable[[str, int], bool]) -> type:
     Args:
         must_wait: Called again and again by the worker with the group's name and its attempt.
     """
-    from torchace.lab.sweeps.ray_worker import DriverLink
+    from torchace.lab.sweeps.ray_cluster import DriverLink
 
     # Defined in here, a class travels by value: workers need not find the tests.
     class Held(DriverLink):

@@ -46,7 +46,7 @@ class Team:
             process.start()
 
     def run(self, size: int, function: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
-        """What `function(*args)` returned on each of the first `size` ranks, in a process group of their own.
+        """Run `function(*args)` on the first `size` ranks in a new process group; return the results.
 
         Tensors travel by value. An error of any rank fails the test, with its traceback.
         """

@@ -22,7 +22,7 @@ def small_resnet(num_classes: int | None = 5) -> nn.Module:
     return cifar_resnet(8, num_classes, width=4)
 
 
-def branched(model: nn.Module, at: str, num_members: int) -> Ensemble:
+def make_branched(model: nn.Module, at: str, num_members: int) -> Ensemble:
     ensemble = branch(model, num_members, at=at)
     assert ensemble.branched == {"architecture": model.architecture, "at": at}
     with torch.no_grad():
@@ -46,10 +46,10 @@ KINDS: dict[str, tuple[str, Callable[[], EnsembleModule], tuple[int, ...]]] = {
     "smoc": ("smoc", lambda: SMOC(mlp(6, 8, None), 8, 5, num_members=10), VECTORS),
     "smoc on a resnet": ("smoc", lambda: SMOC(small_resnet(None), 16, 5, num_members=3), IMAGES),
     "low-rank smoc": ("smoc", lambda: SMOC(mlp(6, 8, None), 8, 5, num_members=3, rank=2), VECTORS),
-    "branched": ("branched", lambda: branched(mlp(6, (8, 7), 5), "linear2", 3), VECTORS),
-    "branched at the input": ("branched", lambda: branched(mlp(6, (8, 7), 5), "flatten", 3), VECTORS),
-    "branched resnet": ("branched", lambda: branched(small_resnet(), "stage3", 3), IMAGES),
-    "branched inside a stage": ("branched", lambda: branched(cifar_resnet(14, 5, width=4), "stage2.1", 2), IMAGES),
+    "branched": ("branched", lambda: make_branched(mlp(6, (8, 7), 5), "linear2", 3), VECTORS),
+    "branched at the input": ("branched", lambda: make_branched(mlp(6, (8, 7), 5), "flatten", 3), VECTORS),
+    "branched resnet": ("branched", lambda: make_branched(small_resnet(), "stage3", 3), IMAGES),
+    "branched inside a stage": ("branched", lambda: make_branched(cifar_resnet(14, 5, width=4), "stage2.1", 2), IMAGES),
     "converted": ("converted", lambda: stack_classifiers(mlp(6, 8, 5), 3), VECTORS),
     "converted resnet": ("converted", lambda: stack_classifiers(small_resnet(), 3, head="fc"), IMAGES),
     "converted, low rank": ("converted", lambda: stack_classifiers(small_resnet(), 3, rank=2), IMAGES),
@@ -66,7 +66,7 @@ def state(module: nn.Module) -> dict[str, Any]:
     return {name: bits(tensor) for name, tensor in module.state_dict().items()}
 
 
-def trained(ensemble: EnsembleModule, shape: tuple[int, ...]) -> EnsembleModule:
+def train_model(ensemble: EnsembleModule, shape: tuple[int, ...]) -> EnsembleModule:
     """After two steps of plain gradient descent, so that weights and batch-norm statistics are those of a training."""
     ensemble.train()
     for seed in range(2):
@@ -98,7 +98,7 @@ def save_example(path: Path) -> EnsembleModule:
 
 
 def reseal(path: Path, change: Callable[[Any], None]) -> None:
-    """Alters a manifest as someone would who knows the format."""
+    """Alter a manifest and renew its checksum."""
     manifest = json.loads((path / "manifest.json").read_text())
     change(manifest)
     manifest["sha256"] = files.manifest_digest(manifest)

@@ -18,7 +18,7 @@ from torchace.functional import (
     mutual_information,
     pairwise_cross_entropy,
 )
-from torchace.functional.calibration import brier_scores, calibration_bins
+from torchace.functional.scores import brier_scores, calibration_bins
 
 RANDOM_HALVES = 10  # draws of a random half of the members, each with its complement
 

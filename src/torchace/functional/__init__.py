@@ -1,22 +1,22 @@
 """Pure tensor functions: every formula of the library, one subject a file."""
 
-from torchace.functional.ace import amended_cross_entropy
+from torchace.functional.ace import amended_cross_entropy, diversity_from_gamma, gamma_from_diversity
 from torchace.functional.binary import binary_amended_cross_entropy
-from torchace.functional.calibration import brier_score, calibration_error
-from torchace.functional.decomposition import BiasVarianceCovariance, bias_variance_covariance
-from torchace.functional.diversity import (
+from torchace.functional.gradients import average_gradients
+from torchace.functional.linear import linear_amended_cross_entropy
+from torchace.functional.ncl import negative_correlation
+from torchace.functional.prediction import ensemble_log_probs, ensemble_probs, fit_member_weights, mixture_cross_entropy
+from torchace.functional.scores import (
+    BiasVarianceCovariance,
     ambiguity,
+    bias_variance_covariance,
+    brier_score,
+    calibration_error,
     disagreement,
     mutual_information,
     pairwise_cross_entropy,
     predictive_entropy,
 )
-from torchace.functional.gamma import diversity_from_gamma, gamma_from_diversity
-from torchace.functional.gradients import average_gradients
-from torchace.functional.linear import linear_amended_cross_entropy
-from torchace.functional.ncl import negative_correlation
-from torchace.functional.prediction import ensemble_log_probs, ensemble_probs
-from torchace.functional.weights import fit_member_weights, mixture_cross_entropy
 
 __all__ = [
     "BiasVarianceCovariance",

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 
 from torchace import _checks
 from torchace.functional import ambiguity, disagreement, ensemble_log_probs, ensemble_probs, mutual_information
-from torchace.functional.calibration import CalibrationBins, bins_error, brier_scores, calibration_bins
+from torchace.functional.scores import CalibrationBins, bins_error, brier_scores, calibration_bins
 
 SCORES = ("accuracy", "cross_entropy", "brier", "disagreement", "mutual_information", "ambiguity")
 MEMBER_SCORES = ("accuracy", "cross_entropy", "brier")

@@ -348,9 +348,10 @@ class OwnTensors:
             for mine, new in zip(module.parameters(), member.parameters(), strict=True):
                 mine.data[k] = new.data
 
-    def mark_shared(self, host: nn.Module) -> None:
-        """Record in each layer the names of the tensors that members share."""
+    def mark_shared(self, host: nn.Module) -> nn.Module:
+        """Record in each layer the names of the tensors that members share; return the host."""
         for layer in host.modules():
             own = self.names.get(layer, set())
             names = () if isinstance(layer, Adapter) else (*layer._parameters, *layer._buffers)
             vars(layer)[SHARED] = tuple(name for name in names if name not in own)
+        return host

@@ -107,6 +107,8 @@ def load_adapters(model: nn.Module, folders: Sequence[StrPath], *, link: str = "
                 factor.copy_(torch.stack([file.factors[name][kind] for file in files]).view_as(factor))
     for name in first.own:
         _set_own(ensemble.stacked, name, torch.stack([file.own[name] for file in files]))
+    if f"{ensemble.head}.weight" in first.own:
+        ensemble.options["head"] = ensemble.head
     base = _fingerprint(ensemble.stacked, set(first.own))
     for file in files:
         dtype = base.partition(":")[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torchace.nn.adapter_layers import (
     layer_shape,
 )
 from torchace.nn.base import EnsembleModule
+from torchace.nn.checkpoints import find_mismatch
 from torchace.nn.conversion import find_class_axis, find_logits, refuse_labels
 from torchace.nn.stacked import StackedEnsemble
 from torchace.nn.stacked_state import take_members
@@ -92,6 +93,34 @@ def adapt(
         >>> ensemble.stacked[2].weight.shape, ensemble.stacked[2].adapter.r.shape, ensemble.stacked[4].weight.shape
         (torch.Size([8, 8]), torch.Size([5, 8]), torch.Size([5, 3, 8]))
     """
+    alpha = _check_arguments(model, num_members, adapter, rank, alpha)
+    trained = freeze if trained is None else trained
+    host = copy.deepcopy(model)
+    if freeze:
+        host.requires_grad_(False)
+    head_names, head_name = find_adapted_head(host, head)
+    targets = choose_targets(host, layers, excluded=head_names if layers is None else head_names * (head != "shared"))
+    own = OwnTensors(num_members)
+    for i, (name, target) in enumerate(targets.items()):
+        if adapter == "multiplicative":
+            start = "normal" if trained or freeze else "signs" if i == 0 else "ones"
+            _add_multiplicative(target, own, start, inputs_only=layers == "first")
+        elif layers is not None or target.shape.has_low_rank:
+            _add_low_rank(name, target, num_members, rank, alpha)
+    names = layers if layers is None or isinstance(layers, str) else list(layers)
+    sizes = {"rank": rank, "alpha": alpha} if adapter == "low_rank" else {}
+    options: dict[str, Any] = {"adapter": adapter, "layers": names, "head": head, "freeze": freeze, **sizes}
+    classes = layer_shape(host.get_submodule(head_name)) if head_name is not None else None
+    if head != "shared" and head_name is not None:
+        own.add_copies(host.get_submodule(head_name).requires_grad_(), redraw=not trained)
+    for layer in host.modules():
+        if isinstance(layer, _NormBase):
+            own.add_copies(layer, redraw=False)
+    return AdaptedEnsemble(own.mark_shared(host), num_members, link, getattr(classes, "outputs", None), options)
+
+
+def _check_arguments(model: nn.Module, num_members: int, adapter: str, rank: int, alpha: float | None) -> float:
+    """Check arguments of `adapt`; return the scale of the adapters."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected `model` to be a module, but got {type(model).__name__}.")
     if isinstance(model, EnsembleModule):
@@ -101,35 +130,10 @@ def adapt(
     _checks.check_choice(adapter, "adapter", ADAPTERS)
     if adapter != "low_rank" and (alpha is not None or rank != RANK):
         name, value = ("rank", rank) if alpha is None else ("alpha", alpha)
-        warnings.warn(f"{name}={value!r} has no effect: it belongs to adapter='low_rank'.", stacklevel=2)
+        warnings.warn(f"{name}={value!r} has no effect: it belongs to adapter='low_rank'.", stacklevel=3)
     alpha = ALPHA if alpha is None else alpha
     _checks.check_fraction(alpha, "alpha", largest=1e9, kind="a number", interval="[0, 1e9]")
-    trained = freeze if trained is None else trained
-    host = copy.deepcopy(model)
-    if freeze:
-        host.requires_grad_(False)
-    head_names, head_name = find_adapted_head(host, head)
-    targets = choose_targets(host, layers, excluded=head_names if layers is None else head_names * (head != "shared"))
-    own = OwnTensors(num_members)
-    for i, (name, target) in enumerate(targets.items()):
-        if adapter == "low_rank":
-            if layers is not None or target.shape.has_low_rank:
-                _add_low_rank(name, target, num_members, rank, alpha)
-        else:
-            start = "normal" if trained or freeze else "signs" if i == 0 else "ones"
-            _add_multiplicative(target, own, start, inputs_only=layers == "first")
-    names = layers if layers is None or isinstance(layers, str) else list(layers)
-    options: dict[str, Any] = {"adapter": adapter, "layers": names, "head": head}
-    if adapter == "low_rank":
-        options |= {"rank": rank, "alpha": alpha}
-    classes = layer_shape(host.get_submodule(head_name)) if head_name is not None else None
-    if head != "shared" and head_name is not None:
-        own.add_copies(host.get_submodule(head_name).requires_grad_(), redraw=not trained)
-    for layer in host.modules():
-        if isinstance(layer, _NormBase):
-            own.add_copies(layer, redraw=False)
-    own.mark_shared(host)
-    return AdaptedEnsemble(host, num_members, link, None if classes is None else classes.outputs, options)
+    return alpha
 
 
 class AdaptedEnsemble(StackedEnsemble):
@@ -146,11 +150,10 @@ class AdaptedEnsemble(StackedEnsemble):
         self, stacked: nn.Module, num_members: int, link: str, num_classes: int | None, options: dict[str, Any]
     ) -> None:
         EnsembleModule.__init__(self, num_members, link)
-        self.stacked, self.num_classes, self.options = stacked, num_classes, options
+        self.num_classes, self.options = num_classes, options
         self.class_axis: int | None = None
         self._warned = False
-        self.training = stacked.training
-        self._register()
+        self._set_stacked(stacked, stacked.training)
 
     def forward(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Tensor:
         """Return the members' logits, `(K, N, C, ...)`; see `StackedEnsemble.forward`."""
@@ -251,6 +254,19 @@ class AdaptedEnsemble(StackedEnsemble):
         taken.stacked = take_members(self.stacked, members)
         taken.num_members, taken.member_weights = len(range(self.num_members)[members]), None
         return taken
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load as `nn.Module.load_state_dict`; the error is one sentence."""
+        try:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        except RuntimeError as error:
+            problem = find_mismatch(dict(state_dict), self.state_dict(keep_vars=True), "state dict")
+            if not problem:
+                raise
+            raise RuntimeError(
+                f"The state dict does not fit this ensemble of {self.num_members} members: {problem}. Build the "
+                "ensemble from the same model with the same arguments."
+            ) from error
 
     def extra_repr(self) -> str:
         """Return the options."""

@@ -250,3 +250,10 @@ def apply_keeping_dtype(module: nn.Module, names: Sequence[str], apply: Callable
         if value is not None and torch.finfo(moved.dtype).eps > torch.finfo(value.dtype).eps:
             setattr(module, name, value.to(moved.device))
     return result
+
+
+def split_range(count: int, parts: int, index: int) -> range:
+    """Return part `index` of `range(count)` split into `parts`, of which the first may be longer by one."""
+    least, more = divmod(count, parts)
+    start = index * least + min(index, more)
+    return range(start, start + least + (index < more))

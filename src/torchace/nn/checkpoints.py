@@ -152,13 +152,13 @@ def _match_names(state: State, model: nn.Module, path: Path, prefix: str | None)
             raise ModelFileError(f"{path} has nothing under {prefix!r}; it has {_quote(state)}.")
     else:
         candidates = [_strip(state, common) for common in _common_prefixes(state)]
-    weights = next((candidate for candidate in candidates if not _mismatch(candidate, own)), None)
+    weights = next((candidate for candidate in candidates if not find_mismatch(candidate, own)), None)
     if weights is None:
         closest = max(candidates, key=lambda candidate: len(candidate.keys() & own.keys()))
         prefixes = sorted({name[: -len(key)] for key in own for name in state if name.endswith(f".{key}")})
-        part = next((start for start in prefixes if not _mismatch(_strip(state, start), own)), None)
+        part = next((start for start in prefixes if not find_mismatch(_strip(state, start), own)), None)
         hint = f"; if the rest may be left out, use prefix={part!r}" if part and prefix is None else ""
-        raise ModelFileError(f"{path} does not fit {type(model).__name__}: {_mismatch(closest, own)}{hint}.")
+        raise ModelFileError(f"{path} does not fit {type(model).__name__}: {find_mismatch(closest, own)}{hint}.")
     by_tensor = {id(own[name]): value for name, value in weights.items()}  # a tied weight may be saved under one name
     return {names[name]: weights[name] if name in weights else by_tensor[id(value)] for name, value in own.items()}
 
@@ -182,7 +182,7 @@ def _common_prefixes(state: State) -> list[str]:
     return prefixes
 
 
-def _mismatch(state: State, own: State) -> str:
+def find_mismatch(state: State, own: State, holder: str = "file") -> str:
     """Return the first mismatch between weights and a model; empty if they match."""
     tied = {id(own[name]) for name in state.keys() & own.keys()}
     for name, value in own.items():
@@ -192,8 +192,8 @@ def _mismatch(state: State, own: State) -> str:
         if not isinstance(value, Tensor) or not isinstance(given, Tensor) or is_lazy(value):
             continue
         if given.shape != value.shape:
-            return f"{name!r} is {tuple(given.shape)} in the file and {tuple(value.shape)} in the model"
+            return f"{name!r} is {tuple(given.shape)} in the {holder} and {tuple(value.shape)} in the model"
         if given.is_floating_point() != value.is_floating_point() or given.is_complex() != value.is_complex():
-            return f"{name!r} is {given.dtype} in the file and {value.dtype} in the model"
+            return f"{name!r} is {given.dtype} in the {holder} and {value.dtype} in the model"
     more = next((name for name in state if name not in own), None)
     return f"it has {more!r}, which the model does not have" if more else ""

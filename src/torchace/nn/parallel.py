@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torchace import _checks
 from torchace._model_files import to_safetensors
 from torchace.functional import ensemble_log_probs, ensemble_probs
-from torchace.nn.base import EnsembleModule, as_list, call_members, check_modules, check_shared_parameters
+from torchace.nn.base import (
+    EnsembleModule,
+    as_list,
+    call_members,
+    check_modules,
+    check_shared_parameters,
+    split_range,
+)
 from torchace.nn.ensemble import Ensemble
 from torchace.nn.stacked import StackedEnsemble
 from torchace.nn.stacked_state import copy_module, recompute_weights
@@ -23,13 +30,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Members = EnsembleModule | Iterable[nn.Module] | Callable[[int], nn.Module]
-
-
-def split_range(count: int, parts: int, index: int) -> range:
-    """Return part `index` of `range(count)` split into `parts`, of which the first may be longer by one."""
-    least, more = divmod(count, parts)
-    start = index * least + min(index, more)
-    return range(start, start + least + (index < more))
 
 
 class MemberParallelEnsemble(EnsembleModule):

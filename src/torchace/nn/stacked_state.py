@@ -36,11 +36,19 @@ def group_size(stacked: nn.Module) -> int | None:
 
 def stack_members(members: list[nn.Module]) -> nn.Module:
     """Return a copy of the first member with the parameters and buffers of all members, `(K, ...)`."""
-    stacked_module = _combine(members, lambda layer, name, tensors: torch.stack(tensors))
+    stacked_module = _combine(members, lambda layer, name, tensors: _stack(tensors))
     for layer in stacked_module.modules():
         if isinstance(layer, nn.RNNBase):  # its own would flatten the weights as one member's
             vars(layer)["flatten_parameters"] = _do_nothing
     return stacked_module
+
+
+def _stack(tensors: list[Tensor]) -> Tensor:
+    """Return `torch.stack(tensors)`; kernels in channels last keep this format."""
+    first, last = tensors[0], torch.channels_last
+    if first.ndim != 4 or first.is_contiguous() or not first.is_contiguous(memory_format=last):
+        return torch.stack(tensors)
+    return torch.cat(tensors).contiguous(memory_format=last).unflatten(0, (len(tensors), -1))
 
 
 def _do_nothing() -> None:
@@ -51,7 +59,7 @@ def stack_groups(groups: list[nn.Module], num_members: int) -> nn.Module:
     """Return one stacked module from R with K members each: own tensors `(R·K, ...)`, shared ones `(R, ...)`."""
 
     def combine(layer: nn.Module, name: str, tensors: list[Tensor]) -> Tensor:
-        return torch.stack(tensors) if name in shared_names(layer) else torch.cat(tensors)
+        return _stack(tensors) if name in shared_names(layer) else torch.cat(tensors)
 
     combined = _combine(groups, combine)
     vars(combined)[GROUP_SIZE] = num_members

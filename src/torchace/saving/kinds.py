@@ -60,49 +60,40 @@ def _describe_smoc(smoc: SMOC) -> Json | None:
     return None if trunk is None else {"trunk": trunk, **sizes}
 
 
-def _rebuild_smoc(spec: Json, num_members: int) -> SMOC:
-    return SMOC(build(spec["trunk"]), spec["in_features"], spec["num_classes"], num_members, rank=spec["rank"])
-
-
 def _describe_converted(ensemble: StackedClassifiers) -> Json | None:
     host = _architecture(ensemble.host)  # of the model before its head was replaced
     rank = getattr(ensemble.host.get_submodule(f"{ensemble.head}.stacked"), "rank", None)
     return None if host is None else {"host": host, "head": ensemble.head, "rank": rank}
 
 
-def _rebuild_converted(spec: Json, num_members: int) -> StackedClassifiers:
-    return stack_classifiers(build(spec["host"]), num_members, head=spec["head"], rank=spec["rank"])
-
-
-def _describe_branched(ensemble: Ensemble) -> Json | None:
-    return getattr(ensemble, "branched", None)
-
-
-def _rebuild_branched(spec: Json, num_members: int) -> Ensemble:
-    return branch(build(spec["architecture"]), num_members, at=spec["at"])
-
-
-def _describe_adapted(ensemble: AdaptedEnsemble) -> Json | None:
-    host = _architecture(ensemble.stacked)
-    return None if host is None else {"host": host, **ensemble.options}
-
-
-def _rebuild_adapted(spec: Json, num_members: int) -> AdaptedEnsemble:
-    options = {name: value for name, value in spec.items() if name != "host"}
-    return adapt(build(spec["host"]), num_members, trained=True, **options)
-
-
-def _stack(ensemble: Ensemble) -> StackedEnsemble:
-    return StackedEnsemble(list(ensemble), link=ensemble.link)
-
-
 KINDS: dict[str, Kind] = {
-    "branched": Kind(Ensemble, _describe_branched, _rebuild_branched, copies=True),  # first: an Ensemble too
+    "branched": Kind(  # first: an Ensemble too
+        Ensemble,
+        lambda ensemble: getattr(ensemble, "branched", None),
+        lambda spec, count: branch(build(spec["architecture"]), count, at=spec["at"]),
+        copies=True,
+    ),
     "ensemble": Kind(Ensemble, _describe_members, _rebuild_members),
-    "stacked": Kind(StackedEnsemble, _describe_members, _rebuild_members, finish=_stack),
-    "smoc": Kind(SMOC, _describe_smoc, _rebuild_smoc),
-    "adapted": Kind(AdaptedEnsemble, _describe_adapted, _rebuild_adapted),
-    "converted": Kind(StackedClassifiers, _describe_converted, _rebuild_converted),
+    "stacked": Kind(
+        StackedEnsemble, _describe_members, _rebuild_members, lambda e: StackedEnsemble(list(e), link=e.link)
+    ),
+    "smoc": Kind(
+        SMOC,
+        _describe_smoc,
+        lambda spec, count: SMOC(build(spec["trunk"]), spec["in_features"], spec["num_classes"], count, spec["rank"]),
+    ),
+    "adapted": Kind(
+        AdaptedEnsemble,
+        lambda e: None if (host := _architecture(e.stacked)) is None else {"host": host, **e.options},
+        lambda spec, count: adapt(
+            build(spec["host"]), count, trained=True, **{k: v for k, v in spec.items() if k != "host"}
+        ),
+    ),
+    "converted": Kind(
+        StackedClassifiers,
+        _describe_converted,
+        lambda spec, count: stack_classifiers(build(spec["host"]), count, head=spec["head"], rank=spec["rank"]),
+    ),
 }
 
 

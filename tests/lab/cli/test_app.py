@@ -251,7 +251,7 @@ def test_mnist_experiments(name: str, runs: int, invoke: Invoke, monkeypatch: py
 
 @pytest.mark.extended
 @pytest.mark.usefixtures("no_report")
-@pytest.mark.parametrize(("name", "runs"), [("table2", 9), ("branched", 12)])
+@pytest.mark.parametrize(("name", "runs"), [("table2", 8), ("table2_control", 2), ("branched", 12)])
 def test_cifar_experiments(name: str, runs: int, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     use_real("cifar10", monkeypatch)
     settings = ("data.limit=64", "train.steps=2", "train.batch_size=16", "model.depth=8", "model.width=2")

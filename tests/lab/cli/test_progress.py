@@ -13,7 +13,7 @@ from torchace.lab.training.loop import Progress
 from torchace.lab.tuning.search import SearchStage
 
 
-def seen(screen: io.StringIO) -> str:
+def shown_text(screen: io.StringIO) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
 
 
@@ -33,7 +33,7 @@ def test_a_terminal_sees_the_search(stage: SearchStage, words: str) -> None:
     with FitProgress(terminal(screen)) as progress:
         progress.on_search(stage, 0.5)
         progress.bars.refresh()
-    assert re.search(rf"{words} [━╺╸]+ 2 λ x 3 seeds", seen(screen))
+    assert re.search(rf"{words} [━╺╸]+ 2 λ x 3 seeds", shown_text(screen))
 
 
 def test_a_terminal_sees_the_training() -> None:
@@ -41,10 +41,10 @@ def test_a_terminal_sees_the_training() -> None:
     with FitProgress(terminal(screen)) as progress:
         progress.on_step(Progress(5, 12, [None]))
         progress.bars.refresh()
-        assert "training score" not in seen(screen)
+        assert "training score" not in shown_text(screen)
         progress.on_step(Progress(6, 12, [0.25]))
         progress.bars.refresh()
-    assert re.search(r"training [━╺╸]+ training score 0\.2500", seen(screen))
+    assert re.search(r"training [━╺╸]+ training score 0\.2500", shown_text(screen))
     assert progress.bars.tasks[0].percentage == 50
 
 
@@ -57,8 +57,8 @@ def test_a_terminal_sees_the_trials() -> None:
         assert progress.bars.tasks[0].percentage == 50
         progress.on_trial(7, 0.7, 0.5)  # trials that were tried again have numbers of their own
         assert progress.bars.tasks[0].percentage == 100
-    assert re.search(r"trials [━╺╸]+ best 0\.5", seen(screen))
-    assert "Trial 0" not in seen(screen)  # that is for files
+    assert re.search(r"trials [━╺╸]+ best 0\.5", shown_text(screen))
+    assert "Trial 0" not in shown_text(screen)  # that is for files
 
 
 def test_a_file_has_a_line_for_each_trial_and_no_bars() -> None:

@@ -89,7 +89,7 @@ def text(frame: pd.DataFrame) -> str:
     return frame.to_csv(index=False)
 
 
-def changed(frame: pd.DataFrame, column: str, row: int, value: object) -> pd.DataFrame:
+def change_cell(frame: pd.DataFrame, column: str, row: int, value: object) -> pd.DataFrame:
     """A table with another value in one row, counted from 1."""
     frame = frame.astype({column: object})
     frame.loc[row - 1, column] = value
@@ -119,14 +119,14 @@ ROWS = pets(24)
 TABLES: dict[str, str | bytes] = {
     "good.csv": text(ROWS),
     "one_class.csv": text(ROWS.assign(pet="cat")),
-    "nan_target.csv": text(changed(ROWS, "pet", 7, None)),
-    "infinite_price.csv": text(changed(houses(24), "price", 5, "inf")),
+    "nan_target.csv": text(change_cell(ROWS, "pet", 7, None)),
+    "infinite_price.csv": text(change_cell(houses(24), "price", 5, "inf")),
     "same_price.csv": text(houses(24).assign(price=3)),
     "names.csv": text(ROWS.assign(pet=[f"name {i}" for i in range(24)])),
-    "lonely.csv": text(changed(ROWS, "pet", 9, "yak")),
-    "text_in_age.csv": text(changed(ROWS, "age", 11, "young")),
-    "infinite_age.csv": text(changed(ROWS, "age", 11, "1e999")),
-    "unseen.csv": text(changed(ROWS, "pet", 13, "axolotl")),
+    "lonely.csv": text(change_cell(ROWS, "pet", 9, "yak")),
+    "text_in_age.csv": text(change_cell(ROWS, "age", 11, "young")),
+    "infinite_age.csv": text(change_cell(ROWS, "age", 11, "1e999")),
+    "unseen.csv": text(change_cell(ROWS, "pet", 13, "axolotl")),
     "no_fur.csv": text(ROWS.drop(columns="fur")),
     "no_pet.csv": text(ROWS.drop(columns="pet")),
     "only_pet.csv": text(ROWS[["pet"]]),
@@ -186,59 +186,65 @@ FIT = ("fit", "good.csv", "--target", "pet")
 TUNE = ("tune", "good.csv", "--target", "pet")
 
 
-def fit_of(data: str, *more: str, target: str = "pet") -> tuple[str, ...]:
+def fit_args(data: str, *more: str, target: str = "pet") -> tuple[str, ...]:
     return ("fit", data, "--target", target, *more)
 
 
 REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # the table
-    "unknown target": (fit_of("good.csv", target="pat"), ("'pat'", "did you mean 'pet'?", "'age'")),
+    "unknown target": (fit_args("good.csv", target="pat"), ("'pat'", "did you mean 'pet'?", "'age'")),
     "no target": (("fit", "good.csv"), ("--target",)),
-    "one class": (fit_of("one_class.csv"), ("'pet'", "'cat'")),
-    "a class of one row": (fit_of("lonely.csv"), ("'yak'", "row 9")),
-    "NaN in the target": (fit_of("nan_target.csv"), ("'pet'", "row 7")),
-    "an infinite target": (fit_of("infinite_price.csv", target="price"), ("'price'", "row 5")),
-    "a constant target": (fit_of("same_price.csv", "--task", "regression", target="price"), ("'price'", "'3'")),
-    "more classes than rows": (fit_of("names.csv"), ("'pet'", "24 classes in 24 rows")),
-    "texts for a regression": (fit_of("good.csv", "--task", "regression"), ("'pet'", "row 1")),
+    "one class": (fit_args("one_class.csv"), ("'pet'", "'cat'")),
+    "a class of one row": (fit_args("lonely.csv"), ("'yak'", "row 9")),
+    "NaN in the target": (fit_args("nan_target.csv"), ("'pet'", "row 7")),
+    "an infinite target": (fit_args("infinite_price.csv", target="price"), ("'price'", "row 5")),
+    "a constant target": (fit_args("same_price.csv", "--task", "regression", target="price"), ("'price'", "'3'")),
+    "more classes than rows": (fit_args("names.csv"), ("'pet'", "24 classes in 24 rows")),
+    "texts for a regression": (fit_args("good.csv", "--task", "regression"), ("'pet'", "row 1")),
     "quantities for classes": (
-        fit_of("houses.csv", "--task", "classification", target="price"),
+        fit_args("houses.csv", "--task", "classification", target="price"),
         ("'price'", "24 classes in 24 rows"),
     ),
-    "text among numbers": (fit_of("text_in_age.csv", "--number", "age"), ("'age'", "row 11", "'young'")),
-    "an infinite number": (fit_of("infinite_age.csv"), ("'age'", "row 11", "'1e999'")),
-    "texts called numbers": (fit_of("good.csv", "--number", "fur"), ("'fur'", "row 1")),
-    "nothing but the target": (fit_of("only_pet.csv"), ("No column",)),
+    "text among numbers": (fit_args("text_in_age.csv", "--number", "age"), ("'age'", "row 11", "'young'")),
+    "an infinite number": (fit_args("infinite_age.csv"), ("'age'", "row 11", "'1e999'")),
+    "texts called numbers": (fit_args("good.csv", "--number", "fur"), ("'fur'", "row 1")),
+    "nothing but the target": (fit_args("only_pet.csv"), ("No column",)),
     "everything dropped": (
-        fit_of("good.csv", *(part for name in ("age", "born", "fur", "chipped") for part in ("--drop", name))),
+        fit_args("good.csv", *(part for name in ("age", "born", "fur", "chipped") for part in ("--drop", name))),
         ("No column",),
     ),
-    "too few rows": (fit_of("few.csv"), ("9 rows",)),
-    "dropped column unknown": (fit_of("good.csv", "--drop", "color"), ("'color'",)),
-    "target dropped": (fit_of("good.csv", "--drop", "pet"), ("'pet'",)),
-    "number and category": (fit_of("good.csv", "--number", "age", "--category", "age"), ("'age'",)),
+    "too few rows": (fit_args("few.csv"), ("9 rows",)),
+    "dropped column unknown": (fit_args("good.csv", "--drop", "color"), ("'color'",)),
+    "target dropped": (fit_args("good.csv", "--drop", "pet"), ("'pet'",)),
+    "number and category": (fit_args("good.csv", "--number", "age", "--category", "age"), ("'age'",)),
     # the parts
-    "split column unknown": (fit_of("split.csv", "--split-column", "prat"), ("'prat'", "'part'")),
-    "split column names no part": (fit_of("split.csv", "--split-column", "wrong"), ("'wrong'", "row 2", "'tset'")),
-    "split column without test": (fit_of("no_test.csv", "--split-column", "part"), ("'part'", "test")),
-    "class in the test part alone": (fit_of("part_of_class.csv", "--split-column", "part"), ("'cow'", "test part")),
+    "split column unknown": (fit_args("split.csv", "--split-column", "prat"), ("'prat'", "'part'")),
+    "split column names no part": (
+        fit_args("split.csv", "--split-column", "wrong"),
+        ("'wrong'", "row 2", "'tset'"),
+    ),
+    "split column without test": (fit_args("no_test.csv", "--split-column", "part"), ("'part'", "test")),
+    "class in the test part alone": (
+        fit_args("part_of_class.csv", "--split-column", "part"),
+        ("'cow'", "test part"),
+    ),
     "shares of everything": ((*FIT, "--validation", "0.9", "--test", "0.2"), ("--validation", "0.9", "0.2")),
     "a share of no row": ((*FIT, "--validation", "0.001"), ("19 rows", "validation part")),
     # the file
-    "empty file": (fit_of("empty.csv"), ("empty.csv", "is empty")),
-    "names without rows": (fit_of("header.csv"), ("header.csv", "no rows")),
-    "ragged": (fit_of("ragged.csv"), ("ragged.csv", "row 2")),
-    "open quote": (fit_of("quote.csv"), ("quote.csv", "quotation mark")),
-    "a name twice": (fit_of("twice.csv"), ("twice.csv", "'age'")),
-    "no names": (fit_of("no_header.csv"), ("'1', '2', '3'", "names")),
-    "Parquet named CSV": (fit_of("parquet.csv"), ("parquet.csv", "Parquet")),
-    "CSV named NPZ": (fit_of("csv.npz"), ("csv.npz", "ZIP")),
-    "cut Parquet": (fit_of("cut.parquet"), ("cut.parquet",)),
-    "a workbook": (fit_of("table.xlsx"), ("table.xlsx", ".csv")),
-    "missing file": (fit_of("god.csv"), ("god.csv", "did you mean 'good.csv'?")),
-    "folder": (fit_of("folder.csv"), ("folder.csv", "folder")),
-    "pipe": (fit_of("pipe.csv"), ("pipe.csv", "regular file")),
-    "file name too long": (fit_of("x" * 300 + ".csv"), ("File name too long",)),
+    "empty file": (fit_args("empty.csv"), ("empty.csv", "is empty")),
+    "names without rows": (fit_args("header.csv"), ("header.csv", "no rows")),
+    "ragged": (fit_args("ragged.csv"), ("ragged.csv", "row 2")),
+    "open quote": (fit_args("quote.csv"), ("quote.csv", "quotation mark")),
+    "a name twice": (fit_args("twice.csv"), ("twice.csv", "'age'")),
+    "no names": (fit_args("no_header.csv"), ("'1', '2', '3'", "names")),
+    "Parquet named CSV": (fit_args("parquet.csv"), ("parquet.csv", "Parquet")),
+    "CSV named NPZ": (fit_args("csv.npz"), ("csv.npz", "ZIP")),
+    "cut Parquet": (fit_args("cut.parquet"), ("cut.parquet",)),
+    "a workbook": (fit_args("table.xlsx"), ("table.xlsx", ".csv")),
+    "missing file": (fit_args("god.csv"), ("god.csv", "did you mean 'good.csv'?")),
+    "folder": (fit_args("folder.csv"), ("folder.csv", "folder")),
+    "pipe": (fit_args("pipe.csv"), ("pipe.csv", "regular file")),
+    "file name too long": (fit_args("x" * 300 + ".csv"), ("File name too long",)),
     # options
     "λ above 1": ((*FIT, "--diversity", "1.4"), ("--diversity", "1.4", "[0, 1]")),
     "λ a word": ((*FIT, "--diversity", "much"), ("--diversity", "'much'", "auto")),

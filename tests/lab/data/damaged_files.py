@@ -16,7 +16,7 @@ HTML = b"<!DOCTYPE html>\n<html><body>404\nNot Found</body></html>\n"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:440fcabf\nsize 9912422\n"
 
 
-def refused(name: str, folder: Path, file: str) -> str:
+def load_error(name: str, folder: Path, file: str) -> str:
     """The sentence with which a data set is refused, after checking that it is one."""
     with pytest.raises(DataError) as error:
         load(name, directory=folder, download=False)
@@ -31,20 +31,20 @@ def refused(name: str, folder: Path, file: str) -> str:
     return sentence
 
 
-def flipped(data: bytes, place: int) -> bytes:
+def flip_bit(data: bytes, place: int) -> bytes:
     altered = bytearray(data)
     altered[place] ^= 0xFF
     return bytes(altered)
 
 
-def zipped(data: bytes) -> bytes:
+def gzip_bytes(data: bytes) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("train-images-idx3-ubyte", data)
     return buffer.getvalue()
 
 
-def tarred(**files: bytes) -> bytes:
+def make_tar(**files: bytes) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for name, data in files.items():

@@ -51,7 +51,7 @@ def pets(rows: int = 30, **replaced: Any) -> pd.DataFrame:
     return pd.DataFrame({**columns, **replaced})
 
 
-def learned(frame: pd.DataFrame, target: str = "pet", **options: Any) -> Encoding:
+def learn(frame: pd.DataFrame, target: str = "pet", **options: Any) -> Encoding:
     return learn_encoding(infer_schema(frame, target, **options), frame)
 
 
@@ -64,7 +64,7 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left.view(torch.int64), right.view(torch.int64))
 
 
-def mutated(content: Any) -> list[Any]:
+def mutate(content: Any) -> list[Any]:
     """Every value of a JSON document replaced by others, one at a time, and every key left out."""
     found = []
 

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.lab.data.tables_support import learned, one_sentence, pets
+from tests.lab.data.tables_support import learn, one_sentence, pets
 from torchace.lab.data import (
     Encoding,
     Schema,
@@ -45,7 +45,7 @@ def parquet(table: pa.Table) -> bytes:
     return buffer.getvalue()
 
 
-def zipped(**files: bytes) -> bytes:
+def make_zip(**files: bytes) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, data in files.items():
@@ -53,13 +53,13 @@ def zipped(**files: bytes) -> bytes:
     return buffer.getvalue()
 
 
-def replaced(data: bytes, old: bytes, new: bytes) -> bytes:
+def replace(data: bytes, old: bytes, new: bytes) -> bytes:
     assert old in data
     assert len(old) == len(new)
     return data.replace(old, new)
 
 
-def flipped(data: bytes, place: int) -> bytes:
+def flip_bit(data: bytes, place: int) -> bytes:
     altered = bytearray(data)
     altered[place] ^= 0xFF
     return bytes(altered)
@@ -67,7 +67,7 @@ def flipped(data: bytes, place: int) -> bytes:
 
 NPZ = npz(x=np.arange(40.0).reshape(20, 2), y=np.arange(20))
 PARQUET = parquet(pa.table({"age": list(range(100)), "pet": ["cat", "dog"] * 50}))
-XLSX = zipped(**{"[Content_Types]__xml": b"<Types/>"})
+XLSX = make_zip(**{"[Content_Types]__xml": b"<Types/>"})
 with zipfile.ZipFile(io.BytesIO(npz(x=np.arange(40)))) as _archive:
     NPY = _archive.read("x.npy")
 ENCRYPTED = bytearray(NPZ)
@@ -109,7 +109,7 @@ FILES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "Git LFS pointer": ("t.csv", b"version https://git-lfs.github.com/spec/v1\noid sha256:4\n", ("git lfs pull",)),
     "CSV as gzip": ("t.csv.gz", GOOD, ("gzip", ".csv")),
     "gzip cut short": ("t.csv.gz", gzip.compress(GOOD * 100)[:-20], ("to its end",)),
-    "gzip altered": ("t.csv.gz", flipped(gzip.compress(GOOD * 100), -8), ("to its end",)),
+    "gzip altered": ("t.csv.gz", flip_bit(gzip.compress(GOOD * 100), -8), ("to its end",)),
     "gzip of nothing": ("t.csv.gz", gzip.compress(b""), ("is empty",)),
     "CSV as Parquet": ("t.parquet", GOOD, ("Parquet", ".csv")),
     "Parquet cut short": ("t.parquet", PARQUET[:-50], ("damaged Parquet",)),
@@ -121,15 +121,31 @@ FILES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "CSV as NPZ": ("t.npz", GOOD, ("ZIP", ".csv")),
     "NPY as NPZ": ("t.npz", NPY, ("NPY", "numpy.savez")),
     "NPZ cut short": ("t.npz", NPZ[:-30], ("damaged NPZ",)),
-    "NPZ of a wrong checksum": ("t.npz", replaced(NPZ, struct.pack("<d", 39), struct.pack("<d", 38)), ("damaged NPZ",)),
-    "NPZ of an altered header": ("t.npz", replaced(NPZ, b"(20, 2)", b"(21, 2)"), ("damaged NPZ",)),
-    "NPZ of another shape": ("t.npz", zipped(x__npy=replaced(NPY, b"(40,)", b"(41,)")), ("damaged NPZ", "'x'", "size")),
-    "NPZ of a negative shape": ("t.npz", zipped(x__npy=replaced(NPY, b"(40,)", b"(-4,)")), ("'x'", "(-4,)")),
+    "NPZ of a wrong checksum": (
+        "t.npz",
+        replace(NPZ, struct.pack("<d", 39), struct.pack("<d", 38)),
+        ("damaged NPZ",),
+    ),
+    "NPZ of an altered header": ("t.npz", replace(NPZ, b"(20, 2)", b"(21, 2)"), ("damaged NPZ",)),
+    "NPZ of another shape": (
+        "t.npz",
+        make_zip(x__npy=replace(NPY, b"(40,)", b"(41,)")),
+        ("damaged NPZ", "'x'", "size"),
+    ),
+    "NPZ of a negative shape": ("t.npz", make_zip(x__npy=replace(NPY, b"(40,)", b"(-4,)")), ("'x'", "(-4,)")),
     "NPZ of too many columns": ("t.npz", npz(x=np.zeros((0, 10**12))), ("'x'", "50,000 columns")),
-    "NPZ of texts without characters": ("t.npz", zipped(x__npy=replaced(NPY, b"'<i8'", b"'<U0'")), ("'x'", "text")),
-    "NPZ of a later format": ("t.npz", zipped(x__npy=replaced(NPY, b"NUMPY\1", b"NUMPY\7")), ("damaged NPZ",)),
-    "NPZ of a header that is code": ("t.npz", zipped(x__npy=replaced(NPY, b"False", b"int()")), ("damaged NPZ",)),
-    "NPZ of a huge shape": ("t.npz", replaced(NPZ, b"(20, 2), }  ", b"(9999999, 2)"), ("damaged NPZ",)),
+    "NPZ of texts without characters": (
+        "t.npz",
+        make_zip(x__npy=replace(NPY, b"'<i8'", b"'<U0'")),
+        ("'x'", "text"),
+    ),
+    "NPZ of a later format": ("t.npz", make_zip(x__npy=replace(NPY, b"NUMPY\1", b"NUMPY\7")), ("damaged NPZ",)),
+    "NPZ of a header that is code": (
+        "t.npz",
+        make_zip(x__npy=replace(NPY, b"False", b"int()")),
+        ("damaged NPZ",),
+    ),
+    "NPZ of a huge shape": ("t.npz", replace(NPZ, b"(20, 2), }  ", b"(9999999, 2)"), ("damaged NPZ",)),
     "NPZ with a password": ("t.npz", bytes(ENCRYPTED), ("damaged NPZ",)),
     "NPZ of objects": ("t.npz", npz(y=np.array([1, "a", None], dtype=object)), ("'y'", "Python objects", "astype")),
     "NPZ of records": ("t.npz", npz(y=np.zeros(3, dtype=[("a", int)])), ("'y'",)),
@@ -143,7 +159,7 @@ FILES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "NPZ of no rows": ("t.npz", npz(x=np.zeros((0, 2))), ("no rows",)),
     "NPZ of no columns": ("t.npz", npz(x=np.zeros((3, 0))), ("no columns",)),
     "NPZ of no Unicode": ("t.npz", npz(x=np.array([b"\xff\xfe", b"a"])), ("damaged NPZ",)),
-    "ZIP as NPZ": ("t.npz", zipped(readme__txt=b"hello"), ("'readme.txt'", "numpy.savez")),
+    "ZIP as NPZ": ("t.npz", make_zip(readme__txt=b"hello"), ("'readme.txt'", "numpy.savez")),
     "Excel as NPZ": ("t.npz", XLSX, ("Excel",)),
     "unknown kind": ("t.xlsx", XLSX, (".csv", ".parquet", ".npz")),
     "no kind": ("table", GOOD, (".csv", ".parquet", ".npz")),
@@ -335,12 +351,12 @@ SCHEMAS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
 }
 
-CLASSES, QUANTITIES = learned(pets()), learned(pets(pet=np.arange(30) / 7))
+CLASSES, QUANTITIES = learn(pets()), learn(pets(pet=np.arange(30) / 7))
 
 
-def later(**replaced: Any) -> pd.DataFrame:
+def later(**replace: Any) -> pd.DataFrame:
     """A later chunk of a file, whose first row is row 101."""
-    frame = pets(30, **replaced)
+    frame = pets(30, **replace)
     return frame.set_axis(pd.RangeIndex(100, 130))
 
 
@@ -456,7 +472,7 @@ SPLITS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "a share of nearly nothing": (
         lambda: train_val_test_split(torch.zeros(10), fractions=(0.999, 0.001, 0.0)),
-        ("10 rows", "validation part of 0.1% from them"),
+        ("10 rows", "validation part of 0.1%"),
     ),
     "another word": (lambda: train_val_test_split(LABELS, column=parts("train", "tst")), ("'part'", "row 2", "'tst'")),
     "no word": (

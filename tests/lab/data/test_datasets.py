@@ -109,7 +109,7 @@ def test_layouts_of_mnist(tmp_path, folder, form):
     (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     for name, data in writers.mnist_files().items():
         stored = name.replace("-idx", ".idx") if form == "dotted" else name + ".gz" * form.endswith("gz")
-        (tmp_path / folder / stored).write_bytes(writers.packed(data) if form.startswith("gz") else data)
+        (tmp_path / folder / stored).write_bytes(writers.pack(data) if form.startswith("gz") else data)
     check_small_mnist(load("mnist", directory=tmp_path, download=False))
 
 

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.lab.data.tables_support import learned, matrix_of_chunks, mutated, one_sentence, pets, same, write_csv
+from tests.lab.data.tables_support import learn, matrix_of_chunks, mutate, one_sentence, pets, same, write_csv
 from tests.reference.tables import category_features, exact_root, number_features
 from torchace.lab.data import (
     CategoryColumn,
@@ -38,7 +38,7 @@ from torchace.lab.data import (
 from torchace.lab.data.encoding import MAX_LEVELS, NUM_BINS, learn_number, mean_and_std, resolve_method
 
 
-def features_of(encoding: Encoding, frame: pd.DataFrame) -> Tensor:
+def encode(encoding: Encoding, frame: pd.DataFrame) -> Tensor:
     return encoding.encoder()(encoding.matrix(frame))
 
 
@@ -91,7 +91,7 @@ def test_weights_count_rows():
             assert one.fill == pytest.approx(other.fill, rel=1e-12, abs=1e-9)
         else:
             assert one == other
-    assert learn_encoding(schema, frame, sample_weight=torch.full((60,), 0.3)).columns[1] == learned(frame).columns[1]
+    assert learn_encoding(schema, frame, sample_weight=torch.full((60,), 0.3)).columns[1] == learn(frame).columns[1]
 
 
 def test_rows_of_weight_zero_are_ignored():
@@ -184,7 +184,7 @@ def test_features_are_those_of_the_reference(tmp_path, seed):
         *(features[1] for features in numbers if len(features) > 1),
         *(feature for features in categories for feature in features),
     ]
-    features = features_of(encoding, frame)
+    features = encode(encoding, frame)
     assert features.shape == (300, len(expected)) == (300, encoding.num_features)
     # (x - mean) / std: half a unit in the last place of x, mean and std each, over std; times are 6e6 std from 0
     assert torch.allclose(features, torch.tensor(expected, dtype=torch.float64).T, rtol=1e-12, atol=1e-9)
@@ -202,7 +202,7 @@ def test_only_the_training_part_is_learned_from():
 
 def test_the_order_of_rows_does_not_matter():
     frame = pets(60, town=[f"town {i * i % 40}" for i in range(60)])
-    one, other = learned(frame), learned(frame.iloc[::-1])
+    one, other = learn(frame), learn(frame.iloc[::-1])
     assert [c for c in one.columns if isinstance(c, CategoryColumn)] == [
         c for c in other.columns if isinstance(c, CategoryColumn)
     ]
@@ -232,10 +232,9 @@ def test_codes(name):
     unknown = missing if missing >= 0 else other
     assert matrix[:, 1].tolist() == [0, 1, other, unknown, unknown, 0]
     assert [None if math.isnan(value) else value for value in matrix[:, 0].tolist()] == [1, None, None, None, 2.5, 3]
-    # one feature is not 0 where there is a code, none where there is none
-    one_hot = features_of(encoding, later)[:, [i for i, n in enumerate(encoding.feature_names) if n.startswith("fur")]]
-    scale = encoding.columns[1].scale
-    assert one_hot.sum(1).tolist() == [scale * (code >= 0) for code in matrix[:, 1].tolist()]
+    # one feature is 1 where there is a code, none where there is none
+    one_hot = encode(encoding, later)[:, [i for i, n in enumerate(encoding.feature_names) if n.startswith("fur")]]
+    assert one_hot.sum(1).tolist() == [float(code >= 0) for code in matrix[:, 1].tolist()]
     assert one_hot.shape[1] == len(encoding.columns[1].codes)
 
 
@@ -264,8 +263,8 @@ def test_columns_that_do_not_vary_in_training_are_no_features():
     encoding = learn_encoding(infer_schema(frame, "pet"), frame.iloc[:20], method="robust")
     assert encoding.feature_names == ["age", "fur = long", "fur = none at all", "fur = short"]
     assert encoding.matrix(frame).shape == (30, 5)
-    features = features_of(encoding, frame)
-    assert same(features, features_of(encoding, pets(a=-7.0, b="z", c=[None, 9.0] * 15)))
+    features = encode(encoding, frame)
+    assert same(features, encode(encoding, pets(a=-7.0, b="z", c=[None, 9.0] * 15)))
 
 
 def test_a_missing_indicator_alone():
@@ -276,7 +275,7 @@ def test_a_missing_indicator_alone():
 
 @pytest.mark.parametrize("value", [1e300, -1e300, 1.7e308, 5e-324])
 def test_wild_values_stay_finite(value):
-    encoding = learned(pets())
+    encoding = learn(pets())
     raw = encoding.matrix(pets(1, age=value))
     assert raw[0, 0] == value
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
@@ -286,13 +285,13 @@ def test_wild_values_stay_finite(value):
 
 
 def test_other_columns_and_their_order_do_not_matter():
-    encoding, frame = learned(pets()), pets()
+    encoding, frame = learn(pets()), pets()
     shuffled = pets(more=[[1]] * 30)[["more", "fur", "age"]]
     assert same(encoding.matrix(frame), encoding.matrix(shuffled))
 
 
 def test_no_rows():
-    matrix = learned(pets()).matrix(pets().iloc[:0])
+    matrix = learn(pets()).matrix(pets().iloc[:0])
     assert matrix.shape == (0, 2)
     assert matrix.dtype == torch.float64
 
@@ -315,7 +314,7 @@ def test_the_same_table_in_every_kind_of_file(tmp_path):
     np.savez(tmp_path / "t.npz", **columns)
     tables = [frame, *(read_table(tmp_path / f"t.{kind}") for kind in ("csv", "parquet", "npz"))]
     for table in tables:
-        encoding = learned(table, "y", kinds={"zip": "category"})
+        encoding = learn(table, "y", kinds={"zip": "category"})
         assert [column.kind for column in encoding.schema.columns] == ["number", "number", *["category"] * 3]
         reference = encoding.matrix(table)
         for other in tables:
@@ -334,7 +333,7 @@ def test_a_column_of_other_types_in_other_chunks(tmp_path):
     }
     path = write_csv(tmp_path / "t.csv", cells)
     whole = read_table(path)
-    encoding = learned(whole, "y", kinds={"a": "category", "c": "category"})
+    encoding = learn(whole, "y", kinds={"a": "category", "c": "category"})
     assert encoding.schema.target.classes == ("0", "1", "no", "yes")
     for rows in (1, 7, 20, 59, 60):
         assert same(matrix_of_chunks(encoding, path, rows), encoding.matrix(whole))
@@ -348,7 +347,7 @@ def test_a_column_of_other_types_in_other_chunks(tmp_path):
 @pytest.mark.parametrize("target", ["pet", "size"])
 def test_json_round_trip(target):
     frame = pets(size=[0.1, None, 1 / 3] * 10 if target == "pet" else [0.1, 7e300, 1 / 3] * 10, town=["ü", None] * 15)
-    encoding = learned(frame, target)
+    encoding = learn(frame, target)
     content = json.loads(json.dumps(encoding.to_json(), allow_nan=False))
     assert content == encoding.to_json()
     again = Encoding.from_json(content)
@@ -362,9 +361,9 @@ def test_json_round_trip(target):
 
 @pytest.mark.parametrize("target", ["pet", "age"])
 def test_any_other_json_is_refused_or_is_another_encoding(target):
-    encoding = learned(pets(size=[1.5, None] * 15, age=np.arange(30) / 7), target)
+    encoding = learn(pets(size=[1.5, None] * 15, age=np.arange(30) / 7), target)
     sentences = []
-    for document in mutated(encoding.to_json()):
+    for document in mutate(encoding.to_json()):
         try:
             again = Encoding.from_json(document)
         except DataError as error:

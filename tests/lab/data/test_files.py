@@ -1,4 +1,4 @@
-"""Where files are looked for, and downloads from a server that the test runs itself."""
+"""The search for files, and downloads from a local server."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import pytest
 
 from tests.lab.data import writers
 from torchace.lab.data import DataError, cache_dir, load
-from torchace.lab.data.files import download
-from torchace.lab.data.image_files import SOURCES
+from torchace.lab.data.image_files import SOURCES, download
 
 RETRIEVE = pooch.retrieve
 NOWHERE = "http://127.0.0.1:9/"  # the discard port: nothing answers
@@ -92,7 +91,7 @@ def test_download_of_cifar(server, monkeypatch):
     check_small_cifar(load("cifar10", progress=False))
 
 
-def refused(url: str, *, name: str = "file.gz", folder: Path | None = None, digest: str = "0" * 64) -> str:
+def download_error(url: str, *, name: str = "file.gz", folder: Path | None = None, digest: str = "0" * 64) -> str:
     with pytest.raises(DataError) as error:
         download("MNIST", name, urls=[url], sha256=digest, folder=folder or cache_dir(), progress=False)
     sentence = str(error.value)
@@ -106,12 +105,12 @@ def refused(url: str, *, name: str = "file.gz", folder: Path | None = None, dige
 def test_failed_downloads(server, tmp_path):
     url, folder = server
     (folder / "file.gz").write_bytes(b"something else")
-    assert "127.0.0.1: no connection" in refused(NOWHERE)
-    assert "HTTP status 404" in refused(url, name="other.gz")
-    assert "wrong SHA-256" in refused(url)
+    assert "127.0.0.1: no connection" in download_error(NOWHERE)
+    assert "HTTP status 404" in download_error(url, name="other.gz")
+    assert "wrong SHA-256" in download_error(url)
     assert not list(cache_dir().glob("*"))  # nothing half-done is left behind
     (tmp_path / "file").write_bytes(b"")
-    assert "cannot be written" in refused(url, folder=tmp_path / "file")
+    assert "cannot be written" in download_error(url, folder=tmp_path / "file")
 
 
 def test_no_answer(monkeypatch):
@@ -122,7 +121,7 @@ def test_no_answer(monkeypatch):
 
     monkeypatch.setattr("pooch.retrieve", RETRIEVE)
     monkeypatch.setattr("requests.get", silent)
-    assert "no answer" in refused("http://example.org/")
+    assert "no answer" in download_error("http://example.org/")
 
 
 def test_a_connection_lost_half_way(server, monkeypatch):
@@ -135,7 +134,7 @@ def test_a_connection_lost_half_way(server, monkeypatch):
         original(self, keyword, "100000" if keyword == "Content-Length" else value)
 
     monkeypatch.setattr(Quiet, "send_header", send_header)
-    assert "no connection" in refused(url) or "wrong SHA-256" in refused(url)
+    assert "no connection" in download_error(url) or "wrong SHA-256" in download_error(url)
     assert not list(cache_dir().glob("*"))
 
 

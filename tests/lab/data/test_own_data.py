@@ -101,6 +101,7 @@ def at(values: Tensor, index: int, value: float) -> Tensor:
         ((at(X, 3, math.nan), Y), {}, "The training data has NaN or Inf in sample 3;"),
         ((at(X, 3, math.inf), Y), {}, "The training data has NaN or Inf in sample 3;"),
         ((X, at(Y, 4, -2)), {}, "The training data has label -2 in sample 4, outside 0 to 2;"),
+        ((X, -Y), {}, "The training data has label -1 in sample 1, outside 0 to 1;"),
         ((X, Y), {"num_classes": 2}, "The training data has label 2 in sample 2, outside 0 to 1;"),
         ((X, Y % 2), {}, "The test data has label 2 in sample 2, outside 0 to 1;"),
         ((X, Y.float()), {}, "The training targets are of type torch.float32, but classes are whole numbers"),

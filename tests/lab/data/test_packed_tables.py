@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.lab.data.damaged_files import refused
+from tests.lab.data.damaged_files import load_error
 from tests.lab.data.tables_support import one_sentence
 from torchace.lab.data import DataError, load, read_table
 
@@ -40,27 +40,27 @@ def long_header(path: Path) -> Path:
     return path / "t.npz"
 
 
-def written(table: pa.Table, path: Path) -> Path:
+def write_file(table: pa.Table, path: Path) -> Path:
     pq.write_table(table, path / "t.parquet", compression="zstd")
     return path / "t.parquet"
 
 
 def many_rows(path: Path) -> Path:
-    return written(pa.table({"x": np.zeros(20_000_000)}), path)
+    return write_file(pa.table({"x": np.zeros(20_000_000)}), path)
 
 
 def one_long_text(path: Path) -> Path:
     """3,000 rows that all hold one text of 100,000 letters, which stands in the file once."""
     codes = pa.array(np.zeros(3000, np.int32))
-    return written(pa.table({"x": pa.DictionaryArray.from_arrays(codes, pa.array(["a" * 100_000]))}), path)
+    return write_file(pa.table({"x": pa.DictionaryArray.from_arrays(codes, pa.array(["a" * 100_000]))}), path)
 
 
 def plain_long_text(path: Path) -> Path:
-    return written(pa.table({"x": pa.array(["a" * 100_000] * 1000, pa.large_string())}), path)
+    return write_file(pa.table({"x": pa.array(["a" * 100_000] * 1000, pa.large_string())}), path)
 
 
 def lists(path: Path) -> Path:
-    return written(pa.table({"x": pa.array([[1.0] * 100_000] * 100)}), path)
+    return write_file(pa.table({"x": pa.array([[1.0] * 100_000] * 100)}), path)
 
 
 BOMBS = [packed_csv, packed_arrays, long_header, many_rows, one_long_text, plain_long_text, lists]
@@ -85,7 +85,7 @@ def test_wide_arrays_come_in_chunks_of_few_bytes(write: Callable[..., None], tmp
 def test_texts_of_a_dictionary(tmp_path: Path) -> None:
     texts = ["long", "short", None, "λ", ""] * 100
     table = pa.table({"x": texts, "y": pa.array(texts, pa.large_string()), "n": range(500)})
-    frame = read_table(written(table, tmp_path))
+    frame = read_table(write_file(table, tmp_path))
     for name in ("x", "y"):
         assert [None if pd.isna(value) else value for value in frame[name]] == texts
 
@@ -100,7 +100,7 @@ def test_archive_headers_with_huge_sizes(kind: bytes, tmp_path: Path) -> None:
         file.write(member.tobuf(tarfile.GNU_FORMAT))
         for _ in range(300):
             file.write(bytes(1 << 20))
-    refused("cifar10", tmp_path, "cifar-10-binary.tar.gz")
+    load_error("cifar10", tmp_path, "cifar-10-binary.tar.gz")
 
 
 @pytest.mark.usefixtures("small_sources")

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torchace.lab.data import DataError, Split, SplitIndices, stratified_split, train_val_test_split
 
 
-def numbered(labels: list[int]) -> Split:
+def make_split(labels: list[int]) -> Split:
     return Split(torch.arange(len(labels)), torch.tensor(labels))
 
 
 @settings(max_examples=100, deadline=None)
 @given(labels=st.lists(st.integers(0, 4), min_size=2, max_size=60), seed=st.integers(0, 5), data=st.data())
 def test_parts_are_in_proportion(labels, seed, data):
-    split = numbered(labels)
+    split = make_split(labels)
     count = data.draw(st.integers(1, len(labels) - 1))
     rest, taken = stratified_split(split, count, seed=seed)
     assert (len(rest), len(taken)) == (len(labels) - count, count)
@@ -33,7 +33,7 @@ def test_parts_are_in_proportion(labels, seed, data):
 
 
 def test_a_function_of_the_seed():
-    split = numbered([i % 3 for i in range(90)])
+    split = make_split([i % 3 for i in range(90)])
     first, again, other = (stratified_split(split, 0.2, seed=seed)[1].x.tolist() for seed in (0, 0, 1))
     assert first == again
     assert first != other
@@ -41,7 +41,7 @@ def test_a_function_of_the_seed():
 
 
 def test_every_sample_is_about_equally_often_taken():
-    split = numbered([0] * 20 + [1] * 10)
+    split = make_split([0] * 20 + [1] * 10)
     counts = sum(torch.bincount(stratified_split(split, 6, seed=seed)[1].x, minlength=30) for seed in range(1000))
     assert int(counts.sum()) == 6000
     # binomial: mean 200, standard deviation 12.6; five of these
@@ -64,14 +64,14 @@ def test_every_sample_is_about_equally_often_taken():
 )
 def test_invalid_sizes(size, error):
     with pytest.raises(error, match="Expected"):
-        stratified_split(numbered([0, 1] * 5), size, seed=0)
+        stratified_split(make_split([0, 1] * 5), size, seed=0)
 
 
 def test_targets_without_classes_cannot_be_stratified():
     with pytest.raises(ValueError, match="class indices"):
         stratified_split(Split(torch.zeros(4, 2), torch.zeros(4)), 2, seed=0)
     with pytest.raises(ValueError, match="class indices"):
-        stratified_split(numbered([0, -1, 1, 1]), 2, seed=0)
+        stratified_split(make_split([0, -1, 1, 1]), 2, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_splits_that_do_not_fit(x, y, error):
 
 
 def test_moving_to_the_same_device_copies_nothing():
-    split = numbered([0, 1])
+    split = make_split([0, 1])
     assert split.to("cpu") is split
 
 

@@ -10,14 +10,14 @@ import pandas as pd
 import pytest
 import torch
 
-from tests.lab.data.tables_support import mutated, pets
+from tests.lab.data.tables_support import mutate, pets
 from torchace.lab.data import Column, DataError, Schema, Target, infer_schema
 from torchace.lab.data.inference import missing_targets
 from torchace.lab.data.parsing import MISSING, PLACEHOLDERS
 from torchace.lab.data.table_schema import feature_numbers
 
 
-def kind_of(values: Any, **options: Any) -> str | None:
+def inferred_kind(values: Any, **options: Any) -> str | None:
     """Return the inferred type of a column; None if it is dropped, with a reason."""
     schema = infer_schema(pets(column=values), "pet", **options)
     kinds = {column.name: column.kind for column in schema.columns}
@@ -68,7 +68,7 @@ def kind_of(values: Any, **options: Any) -> str | None:
     ],
 )
 def test_kinds(values, kind):
-    assert kind_of(pd.Series(list(values) if isinstance(values, range) else values)) == kind
+    assert inferred_kind(pd.Series(list(values) if isinstance(values, range) else values)) == kind
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_kinds(values, kind):
     ],
 )
 def test_kinds_can_be_given(values, asked):
-    assert kind_of(pd.Series(list(values)), kinds={"column": asked}) == asked
+    assert inferred_kind(pd.Series(list(values)), kinds={"column": asked}) == asked
 
 
 def test_columns_can_be_left_out():
@@ -325,7 +325,7 @@ def test_json_round_trip():
 
 def test_any_other_json_is_refused_or_is_another_schema():
     sentences = []
-    for document in mutated(SCHEMA.to_json()):
+    for document in mutate(SCHEMA.to_json()):
         try:
             schema = Schema.from_json(document)
         except DataError as error:

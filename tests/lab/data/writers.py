@@ -46,7 +46,7 @@ def idx(array: NDArray[np.uint8]) -> bytes:
     return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 
-def packed(data: bytes) -> bytes:
+def pack(data: bytes) -> bytes:
     return gzip.compress(data, mtime=0)
 
 
@@ -63,7 +63,7 @@ def mnist_files() -> dict[str, bytes]:
 def write_mnist(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in mnist_files().items():
-        (folder / f"{name}.gz").write_bytes(packed(data))
+        (folder / f"{name}.gz").write_bytes(pack(data))
 
 
 def cifar_arrays(number: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:

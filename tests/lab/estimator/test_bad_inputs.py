@@ -37,7 +37,7 @@ def _fit(frame: Any = FRAME, y: Any = LABELS, **options: Any) -> ACEClassifier:
     ],
     ids=["constant", "all missing", "duplicate", "numbers", "half dates", "identifier"],
 )
-def test_columns_that_say_nothing_are_left_out(column: Any, reason: str | None) -> None:
+def test_uninformative_columns_are_left_out(column: Any, reason: str | None) -> None:
     frame = FRAME.assign(other=column)
     dropped = dict(_fit(frame)._encoding.schema.dropped)
     assert (reason is None) == (not dropped)
@@ -58,6 +58,6 @@ def test_columns_that_say_nothing_are_left_out(column: Any, reason: str | None) 
         (lambda: _fit().predict(FRAME[["town", "age"]]), "same order"),
     ],
 )
-def test_what_cannot_be_used_is_named(call: Callable[[], Any], message: str) -> None:
+def test_unusable_inputs_are_named(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()

@@ -97,13 +97,13 @@ def test_predictions_of_many_classes_are_made_in_chunks_of_bytes(method: str, mo
     """No tensor of 2,000 rows, 10 members and 200 classes in float64 (32 MB) is made: one of 2 MB at most."""
     X, y = np.random.default_rng(0).normal(size=(2000, 2)), np.arange(2000) % 200
     model = small(num_members=10, epochs=1, batch_size=100, early_stopping=True, validation_fraction=0.5)
-    monkeypatch.setattr("torchace.lab.training.memory.CHUNK_BYTES", 1 << 21)
+    monkeypatch.setattr("torchace.lab.training.run_group.CHUNK_BYTES", 1 << 21)
     with Largest() as seen:
         model.fit(X, y)
     if method != "early stopping":
         monkeypatch.undo()
         whole = getattr(model, method)(X)
-        monkeypatch.setattr("torchace.lab.training.memory.CHUNK_BYTES", 1 << 21)
+        monkeypatch.setattr("torchace.lab.training.run_group.CHUNK_BYTES", 1 << 21)
         with Largest() as seen:
             parts = getattr(model, method)(X)
         for ours, theirs in zip(*([v.values() if isinstance(v, dict) else [v] for v in (parts, whole)]), strict=True):

@@ -31,7 +31,7 @@ def small(kind: type, **options: Any) -> Any:
     return kind(**{"num_members": 6, "hidden": (8,), "epochs": 12, "learning_rate": 0.02, "random_state": 0, **options})
 
 
-def folds_of(model: Any, X: Any, y: Any) -> torch.Tensor:
+def model_folds(model: Any, X: Any, y: Any) -> torch.Tensor:
     """The folds of a fitted model, from its seed."""
     return folds_for(torch.from_numpy(X), torch.from_numpy(y), seed=model._state.seed)
 
@@ -129,7 +129,7 @@ def test_no_member_learns_from_its_own_fold() -> None:
     """Targets that change within fold 0 change every member but those that leave it out."""
     options = {"epochs": 1, "early_stopping": "folds", "encoding": "standard"}
     model = small(NCLRegressor, **options).fit(SUGAR_X, SUGAR_Y)
-    places = (folds_of(model, SUGAR_X, SUGAR_Y[:, None]) == 0).nonzero().flatten().numpy()
+    places = (model_folds(model, SUGAR_X, SUGAR_Y[:, None]) == 0).nonzero().flatten().numpy()
     y = SUGAR_Y.copy()
     y[places] = y[places[::-1]]  # the same mean and deviation
     other = small(NCLRegressor, **options).fit(SUGAR_X, y)
@@ -141,7 +141,7 @@ def test_no_member_learns_from_its_own_fold() -> None:
 @pytest.mark.parametrize("num_members", [1, 3, 6, 10])
 def test_out_of_fold_predictions_are_those_of_the_members_that_left_a_sample_out(num_members: int) -> None:
     model = small(ACEClassifier, num_members=num_members).fit(CANCER_X, CANCER_Y)
-    folds = folds_of(model, CANCER_X, CANCER_Y)
+    folds = model_folds(model, CANCER_X, CANCER_Y)
     with torch.no_grad():
         q = model.ensemble_(torch.from_numpy(CANCER_X)).softmax(2).numpy()  # temperature included
     expected = np.full((len(folds), 2), np.nan)

@@ -17,7 +17,7 @@ from torchace.lab.tables.model import TableModel
 from torchace.sklearn import ACEClassifier, NCLRegressor
 
 
-def mixed(rows: int = 300, seed: int = 0) -> tuple[pd.DataFrame, pd.Series, pd.Series]:
+def mixed_table(rows: int = 300, seed: int = 0) -> tuple[pd.DataFrame, pd.Series, pd.Series]:
     """A table with every kind of column, a class and a number that depend on all of them."""
     rng = np.random.default_rng(seed)
     frame = pd.DataFrame(
@@ -48,8 +48,8 @@ def outputs(model: Any, X: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", [ACEClassifier, NCLRegressor])
-def test_a_table_goes_in_as_it_is_and_comes_back_from_files(kind: type, tmp_path: Path) -> None:
-    frame, label, value = mixed()
+def test_a_table_is_encoded_saved_and_loaded(kind: type, tmp_path: Path) -> None:
+    frame, label, value = mixed_table()
     y = label if kind is ACEClassifier else value
     model = small(kind).fit(frame[:200], y[:200])
     assert model.score(frame[200:], y[200:]) > 0.8
@@ -70,7 +70,7 @@ def test_a_table_goes_in_as_it_is_and_comes_back_from_files(kind: type, tmp_path
 
 
 def test_unseen_categories_and_missing_values_are_predicted() -> None:
-    frame, label, _ = mixed()
+    frame, label, _ = mixed_table()
     model = small(ACEClassifier).fit(frame, label)
     strange = frame[:5].assign(town="Lima", day=pd.NaT, price=np.nan, size=None)
     assert np.isfinite(model.predict_proba(strange)).all()
@@ -80,7 +80,7 @@ def test_unseen_categories_and_missing_values_are_predicted() -> None:
 
 
 def test_dates_become_parts() -> None:
-    frame, label, _ = mixed()
+    frame, label, _ = mixed_table()
     encoding = small(ACEClassifier, epochs=1).fit(frame, label)._encoding
     parts = [column.part for column in encoding.columns if isinstance(column, NumberColumn) and column.name == "day"]
     assert parts == ["elapsed", "year", "month", "weekday"]  # all at midnight: no hour
@@ -121,7 +121,7 @@ def test_two_valued_columns_stay_zero_and_one_and_pixels_have_no_bins() -> None:
 @pytest.mark.parametrize("kind", [ACEClassifier, NCLRegressor])
 def test_onnx_has_encoding_folds_and_temperature(kind: type, tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime")
-    frame, label, value = mixed()
+    frame, label, value = mixed_table()
     model = small(kind).fit(frame, label if kind is ACEClassifier else value)
     assert model.oof_score_ is not None
     model.save(tmp_path / "model")

@@ -100,7 +100,7 @@ def test_several_targets() -> None:
         assert ((0.7 * error < std.mean(0)) & (std.mean(0) < 2 * error)).all()  # each in its units
 
 
-def test_what_is_needed_is_said(regressor: NCLRegressor) -> None:
+def test_missing_packages_are_named(regressor: NCLRegressor) -> None:
     X, y = _noisy(40, 0)
     with pytest.raises(ValueError, match="between 0 and 1"):
         regressor.predict_interval(X, 90)

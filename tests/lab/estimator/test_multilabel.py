@@ -87,7 +87,7 @@ def test_sparse_targets_single_columns_and_refits() -> None:
     assert fitted.fit(X, y).predict(X).shape == (60, 3)
 
 
-def test_what_several_labels_do_not_allow() -> None:
+def test_unsupported_options_with_several_labels() -> None:
     X, y = _data(60, 0)
     with pytest.raises(ValueError, match="class_weight"):
         ACEClassifier(**TINY, class_weight="balanced").fit(X, y)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from torchace._figures import LIGHT, FigureSpec
 
 
-def drawn(spec: FigureSpec) -> Figure:
+def draw(spec: FigureSpec) -> Figure:
     """The figure, drawn without a canvas."""
     figure = Figure(layout="constrained")
     spec.draw(figure, LIGHT)

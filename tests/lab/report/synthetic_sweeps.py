@@ -247,7 +247,7 @@ def table1(directory: Path, **changes: Any) -> Path:
     ]
     title = "Several models on MNIST: the paper's Table 1"
     spec = Spec("table1", title, arms, paper={"table": "Table 1", "rows": rows})
-    return write(directory, _changed(spec, changes))
+    return write(directory, _change(spec, changes))
 
 
 def table2(directory: Path, **changes: Any) -> Path:
@@ -290,17 +290,17 @@ def table2(directory: Path, **changes: Any) -> Path:
     title = "SMOC on CIFAR-10: the paper's Table 2"
     spec = Spec("table2", title, arms, data="cifar10", classes=CIFAR, image_shape=(32, 32, 3))
     spec.paper = {"table": "Table 2", "rows": rows}
-    return write(directory, _changed(spec, changes))
+    return write(directory, _change(spec, changes))
 
 
 def small(directory: Path, **changes: Any) -> Path:
     """One arm, three λ, no images, no paper."""
     arm = ArmSpec("shared", "shared batches", 4, [0, 0.3, 0.7], lambda d: 0.2 - 0.05 * d, lambda d: 0.06 - 0.01 * d)
     spec = Spec("digits", "Digits", [arm], image_shape=None)
-    return write(directory, _changed(spec, changes))
+    return write(directory, _change(spec, changes))
 
 
-def _changed(spec: Spec, changes: dict[str, Any]) -> Spec:
+def _change(spec: Spec, changes: dict[str, Any]) -> Spec:
     for key, value in changes.items():
         setattr(spec, key, value)
     return spec

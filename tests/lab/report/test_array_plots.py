@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.lab.report import synthetic_sweeps
-from tests.lab.report.figure_lines import drawn, holds
+from tests.lab.report.figure_lines import draw, holds
 from tests.lab.report.synthetic_fits import CLASSES, FitSpec, write_fit
 from torchace._figures import FigureSpec
 from torchace.lab.report import Results, read_results
@@ -22,7 +22,7 @@ def _by_name(results: Results) -> dict[str, FigureSpec]:
     return {spec.name: spec for spec in array_figures(results)}
 
 
-def _changed(tmp_path: Path, change: Callable[[Arrays], Arrays], **spec: str) -> Results:
+def _change(tmp_path: Path, change: Callable[[Arrays], Arrays], **spec: str) -> Results:
     directory = write_fit(tmp_path / "fit", FitSpec(**spec))  # type: ignore[arg-type]
     path = directory / "runs" / "model-l0.3-s7.safetensors"
     save_file(change(load_file(path)), path)
@@ -36,7 +36,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 def test_pairs_of_members_at_two_lambda(sweep: Results) -> None:
     spec = _by_name(sweep)["matrix_0"]
-    figure = drawn(spec)
+    figure = draw(spec)
     for axes, diversity in zip(figure.axes, (0.0, 0.3), strict=False):
         matrix = sweep.arrays(sweep.finished(sweep.arms[0], diversity)[0])["residual_correlation"]
         shown = np.asarray(axes.images[0].get_array().filled(np.nan))
@@ -55,12 +55,12 @@ def test_a_correlation_may_be_undefined_or_negative(tmp_path: Path) -> None:
         arrays["residual_correlation"][0, 2] = arrays["residual_correlation"][2, 0] = -0.4
         return arrays
 
-    results = _changed(tmp_path, change)
+    results = _change(tmp_path, change)
     assert results.damaged == ()
     spec = _by_name(results)["matrix_0"]
-    assert drawn(spec).axes[0].images[0].norm.vmin == -0.4
+    assert draw(spec).axes[0].images[0].norm.vmin == -0.4
     assert "nan" not in spec.alt
-    undefined = _changed(tmp_path / "none", lambda a: {**a, "residual_correlation": np.full((5, 5), np.nan)})
+    undefined = _change(tmp_path / "none", lambda a: {**a, "residual_correlation": np.full((5, 5), np.nan)})
     assert "matrix_0" not in _by_name(undefined)
 
 
@@ -70,7 +70,7 @@ def test_each_member_of_a_model(name: str, request: pytest.FixtureRequest) -> No
     results = read_results(directory)
     [path] = (directory / "runs").glob("model-*.json")
     test = json.loads(path.read_text())["metrics"]["test"]
-    figure = drawn(_by_name(results)["alone"])
+    figure = draw(_by_name(results)["alone"])
     if results.task.name == "regression":
         errors, ensemble = np.sqrt(test["members"]), test["rmse"]
     else:
@@ -90,7 +90,7 @@ def test_figures_that_runs_did_not_record(sweep: Results, tmp_path: Path) -> Non
 def test_predicted_and_observed_values(regression_fit: Path, regression_results: Results, tmp_path: Path) -> None:
     spec = _by_name(regression_results)["predicted_0"]
     arrays = load_file(regression_fit / "runs" / "model-l0.3-s7.safetensors")
-    figure = drawn(spec)
+    figure = draw(spec)
     assert holds(figure, arrays["observed"], arrays["predicted"])
     low, high = figure.axes[0].get_xlim()
     assert low < min(arrays["observed"].min(), arrays["predicted"].min())
@@ -101,21 +101,21 @@ def test_predicted_and_observed_values(regression_fit: Path, regression_results:
     assert f"off by less than {median:.2f}" in spec.alt
     assert spec.caption == "A dot is a test row; on the line, the prediction is exact. λ=0.3, seed 7."
     rows = {key: np.linspace(1, 2, 100) for key in ("predicted", "observed", "spread")}
-    some = _by_name(_changed(tmp_path, lambda arrays: {**arrays, **rows}))["predicted_0"]
+    some = _by_name(_change(tmp_path, lambda arrays: {**arrays, **rows}))["predicted_0"]
     assert some.caption.endswith("100 of 240 test rows are drawn.")
 
 
 @pytest.mark.parametrize("value", [0.0, -1e60])
 def test_one_value_everywhere_can_be_drawn(tmp_path: Path, value: float) -> None:
     rows = np.full(40, value)
-    results = _changed(tmp_path, lambda a: {**a, "predicted": rows, "observed": rows, "spread": np.zeros(40)})
-    drawn(_by_name(results)["predicted_0"])
+    results = _change(tmp_path, lambda a: {**a, "predicted": rows, "observed": rows, "spread": np.zeros(40)})
+    draw(_by_name(results)["predicted_0"])
     assert "uncertainty_0" not in _by_name(results)  # members that do not differ
 
 
 def test_error_against_spread(sweep: Results) -> None:
     spec = _by_name(sweep)["uncertainty_0"]
-    figure = drawn(spec)
+    figure = draw(spec)
     for diversity in (0.0, 0.3):
         runs = [sweep.arrays(run) for run in sweep.finished(sweep.arms[0], diversity)]
         # plainly: all rows as triples, sorted by spread, ten groups
@@ -155,7 +155,7 @@ def test_contested_rows_without_file_rows_or_class_names(tmp_path: Path) -> None
         arrays["disputed_target"][0] = 99
         return arrays
 
-    results = _changed(tmp_path, change, task="classification")
+    results = _change(tmp_path, change, task="classification")
     table = contested_table(results)
     assert table is not None
     assert table.columns[0].label == "Test row"

@@ -45,7 +45,7 @@ def _comparison(difference: float, low: float, high: float, **changes: Any) -> M
         ((-0.01, -0.07, 0.05), "The ensemble is not better", "higher by 0.0100 (95 % interval −0.0500 to 0.0700)"),
     ],
 )
-def test_the_headline_says_first_who_wins(numbers: tuple[float, float, float], start: str, words: str) -> None:
+def test_the_headline_starts_with_the_winner(numbers: tuple[float, float, float], start: str, words: str) -> None:
     sentence = comparison_headline(_comparison(*numbers))
     assert sentence.startswith(start)
     assert words in sentence

@@ -30,7 +30,7 @@ def test_units_follow_the_size_of_the_errors() -> None:
     assert (mse.label, mse.number(2.951e9)) == ("MSE, ×10⁹", "2.951")
 
 
-def test_what_cannot_be_derived_is_left_out() -> None:
+def test_underivable_metrics_are_left_out() -> None:
     assert add_derived({"mse": -1.0, "member_mse": 0.0, "ambiguity": 0.0}) == {
         "mse": -1.0,
         "member_mse": 0.0,

@@ -20,7 +20,7 @@ from PIL import Image
 
 import torchace.lab.report
 from tests.lab.report import synthetic_sweeps
-from tests.lab.report.figure_lines import drawn
+from tests.lab.report.figure_lines import draw
 from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from torchace._figures import DARK, LIGHT, FigureSpec, Theme, render
 from torchace.lab.report import ResultFileError, markdown, read_results, write_report
@@ -198,8 +198,9 @@ def test_a_report_is_not_written_elsewhere(single_seed: Path, tmp_path: Path) ->
 def test_no_module_of_the_report_imports_torch() -> None:
     root = PACKAGE.parents[1]
     names = ("_extras", "_files", "_figures", "_statistics")
-    shared = [*(root / f"{name}.py" for name in names), *(root / "lab/schema").glob("*.py")]
-    ours = tuple(f"torchace.{name}" for name in ("lab.report", "lab.schema", *names))
+    advice = root / "diagnosis/advice.py"
+    shared = [*(root / f"{name}.py" for name in names), *(root / "lab/schema").glob("*.py"), advice]
+    ours = tuple(f"torchace.{name}" for name in ("lab.report", "lab.schema", "diagnosis.advice", *names))
     for path in (*PACKAGE.rglob("*.py"), *shared):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -315,7 +316,7 @@ EDGES = {
 def _draw_only(spec: FigureSpec, theme: Theme) -> bytes:
     """Draw for light pages without rendering, for tests with many pages."""
     if theme is LIGHT:
-        drawn(spec)
+        draw(spec)
     return b""
 
 
@@ -336,7 +337,7 @@ ODD = [None, "x", "", -1, 0, float("nan"), [], {}, 1e300, -1e99, 1e-300, True, 1
 
 
 def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where there is anything inside parsed JSON."""
+    """Paths of all values in parsed JSON."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys:
         yield (*place, key)

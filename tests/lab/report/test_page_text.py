@@ -13,7 +13,7 @@ from torchace.lab.report.page import contents, table_markdown
 from torchace.lab.report.tables import Cell, ReportColumn, ReportTable, Section, result_table
 
 
-def _printed(results: Results, width: int) -> str:
+def _print_text(results: Results, width: int) -> str:
     console = Console(file=io.StringIO(), width=width)
     console.print(rich_table(results))
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
@@ -90,19 +90,19 @@ def test_the_sentence_of_a_search(tmp_path: Path, table1_results: Results) -> No
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_in_a_terminal(table1_results: Results, width: int) -> None:
-    text = _printed(table1_results, width)
+    text = _print_text(table1_results, width)
     assert ("exchanged batches (K=5)" if width == 120 else "exchanged") in text
     assert all(word in text for word in ("Acc.", "CE", "paper", "Disagr.", "0.0649", "2.42"))
 
 
 def test_the_terminal_takes_markup_for_text(hostile: Path) -> None:
-    assert "<script>" in _printed(read_results(hostile), 200)
+    assert "<script>" in _print_text(read_results(hostile), 200)
 
 
 @pytest.mark.parametrize("scale", [50.0, 3e9])
 def test_a_regression_in_a_terminal(tmp_path: Path, scale: float) -> None:
     results = read_results(write_fit(tmp_path / "run", FitSpec(arm="sweep", arrays=False, scale=scale)))
-    text = _printed(results, 80)
+    text = _print_text(results, 80)
     assert all(word in text for word in ("R²", "RMSE", "MAE", "Spread", "Member", "shared"))
     assert ("×10⁹" in text) == (scale > 1e6)
     for row in result_table(results).sections[0].rows:  # no number is broken at eighty characters

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tests.lab.report.figure_lines import drawn, holds
+from tests.lab.report.figure_lines import draw, holds
 from tests.lab.report.synthetic_fits import FitSpec, validation_loss, write_fit
 from torchace._figures import FigureSpec
 from torchace.lab.report import Results, read_results
@@ -28,7 +28,7 @@ def test_figures_of_a_sweep(sweep: Results) -> None:
     assert set(specs) == names
     assert specs["rmse"].title == "Ensemble root mean squared error against λ"
     for key in ("rmse", "spread", "averaged"):
-        figure, scale = drawn(specs[key]), sweep.metrics[key].scale
+        figure, scale = draw(specs[key]), sweep.metrics[key].scale
         values = [np.array(list(sweep.values(sweep.arms[0], d, key).values())) * scale for d in (0.0, 0.3, 0.9)]
         assert holds(figure, [0, 0.3, 0.9], [value.mean() for value in values])
         ends = stats.t.interval(0.95, 4, loc=values[2].mean(), scale=stats.sem(values[2]))
@@ -41,7 +41,7 @@ def test_paired_differences(sweep: Results) -> None:
     assert spec.title == "Mean squared error: paired difference to λ=0"
     values = {d: sweep.values(sweep.arms[0], d, "mse") for d in (0.0, 0.9)}
     difference = np.mean([values[0.9][seed] - values[0.0][seed] for seed in values[0.0]])
-    assert holds(drawn(spec), 0.9, difference)
+    assert holds(draw(spec), 0.9, difference)
 
 
 def test_members_of_regressors_are_drawn_by_the_root_of_their_error(sweep: Results) -> None:
@@ -51,11 +51,11 @@ def test_members_of_regressors_are_drawn_by_the_root_of_their_error(sweep: Resul
     members = np.mean([np.sqrt(sweep.scores(run)["member_mse"]) for run in runs])
     assert f"at λ=0.3 {ensemble:.2f} against {members:.2f}" in spec.alt
     dots = np.sqrt([value for run in runs for value in run.members])
-    assert any(np.array_equal(line.get_ydata(), dots) for line in drawn(spec).axes[0].lines)
+    assert any(np.array_equal(line.get_ydata(), dots) for line in draw(spec).axes[0].lines)
 
 
 def test_the_papers_numbers_are_drawn(table1_results: Results) -> None:
-    figure = drawn(_by_name(table1_results)["cross_entropy"])
+    figure = draw(_by_name(table1_results)["cross_entropy"])
     # the six λ are evenly spaced
     assert holds(figure, range(6), [0.0669, 0.0663, 0.0664, 0.0658, 0.0649, 0.0659])
 
@@ -66,7 +66,7 @@ def test_a_search_shows_every_seed_the_mean_and_the_choice(regression_results: R
     assert regression_results.experiment.search is not None
     diversities = list(regression_results.experiment.search.scores)
     scores = {d: [validation_loss(FitSpec(), d, seed) for seed in (0, 1, 2)] for d in diversities}
-    figure = drawn(specs["search"])
+    figure = draw(specs["search"])
     for seed in (0, 1, 2):
         assert holds(figure, diversities, [values[seed] for values in scores.values()])
     means = {d: np.mean(values) for d, values in scores.items()}
@@ -74,7 +74,7 @@ def test_a_search_shows_every_seed_the_mean_and_the_choice(regression_results: R
     assert holds(figure, 0.3, means[0.3])  # the ring
     assert holds(figure, [0, 1], [means[0.0]] * 2)  # the level of λ=0, from edge to edge
     assert "Chosen: λ=0.3." in specs["search"].alt
-    paired = drawn(specs["search_difference"])
+    paired = draw(specs["search_difference"])
     difference = np.subtract(scores[0.7], scores[0.0])
     assert holds(paired, [0.7] * 3, difference)
     assert holds(paired, 0.7, difference.mean())
@@ -85,7 +85,7 @@ def test_a_search_shows_every_seed_the_mean_and_the_choice(regression_results: R
 def test_searches_without_the_choice_without_zero_or_none(tmp_path: Path, search: dict[str, object] | None) -> None:
     results = read_results(write_fit(tmp_path / "fit", FitSpec(arrays=False, search=search)))
     for spec in lambda_figures(results):
-        drawn(spec)
+        draw(spec)
     assert bool(_by_name(results)) == (search is not None)
 
 

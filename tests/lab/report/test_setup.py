@@ -61,7 +61,7 @@ def _columns(results: Results) -> ReportTable | None:
     return column_table(results.data.table, results.data.train) if results.data.table else None
 
 
-def test_what_was_understood_of_every_column(regression_results: Results) -> None:
+def test_column_table_shows_how_columns_were_read(regression_results: Results) -> None:
     table = _columns(regression_results)
     assert table is not None
     assert table.caption == "Columns (24)"

@@ -316,6 +316,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no length": (CNN, {"steps": None}, "Expected `epochs` or `steps`, but got neither"),
     "both": (CNN, {"epochs": 3}, "Expected `epochs` or `steps`, but got both"),
     "lambda": (CNN, {"diversities": [0, 1.5]}, "Expected diversities.* to be at most 1, but got 1.5"),
+    "twice": (CNN, {"learning_rate": [0.1, 0.1]}, "^learning_rate: expected every value once, but got 0.1 twice"),
     "kind": (CNN, {"kind": "boosted"}, "Expected kind to be 'separate', 'smoc', 'branch' or 'adapters'"),
     "branch": (CNN, {"kind": "branch"}, "needs `at`"),
     "lazy": (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(10)), {}, "but it has lazy layers. Give their input"),
@@ -323,7 +324,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "separate": (CNN, {"batches": "separate"}, "^λ > 0 needs members that see each other's predictions"),
     "callback": (CNN, {"callbacks": [ace.lab.Callback]}, "Expected callbacks with a method such as on_epoch_end"),
     "layer": (CNN, {"kind": "branch", "at": "heads"}, "Expected `at` to name a layer of the model, but got 'heads'"),
-    "own batches": (CNN, {"kind": "smoc", "batches": "exchanged"}, "expected 'shared' for members that share layers"),
+    "own batches": (CNN, {"kind": "smoc", "batches": "exchanged"}, "expected 'shared' for members .*share layers"),
     "patience": (CNN, {"patience": 3}, "`patience` needs validation data"),
     "metrics": (CNN, {"metrics": {"loss": len}}, "Expected `metrics` to be a list of functions, but got str in it"),
     "device": (CNN, {"device": "tpu"}, "Cannot use the device 'tpu'"),
@@ -338,7 +339,7 @@ def test_bad_input_is_one_sentence(name: str) -> None:
     text = str(caught.value)
     assert "\n" not in text
     assert text[0].isupper() or text.startswith(
-        ("sweep()", "`", "member: ", "arguments: ", "train.batches: ", "kind = ", "λ")
+        ("sweep()", "`", "learning_rate: ", "member: ", "arguments: ", "train.batches: ", "kind = ", "λ")
     )
 
 

@@ -17,7 +17,7 @@ from torchace.lab.sweeps.config import ConfigError
 RATES = {"learning_rate": [0.01, 0.03], "label_smoothing": [0.0, 0.1], "precision": "float64"}
 
 
-def stored(directory: Path) -> dict[str, RunResult]:
+def stored_runs(directory: Path) -> dict[str, RunResult]:
     files = (directory / "runs").glob("*.json")
     return {file.stem: RunResult.model_validate(json.loads(file.read_text())) for file in files}
 
@@ -27,7 +27,7 @@ def test_runs_of_all_axes_are_one_group_and_equal_those_alone(tmp_path: Path) ->
     store = RunStore(tmp_path / "grid")
     (group,) = store.groups()
     assert len(group.runs) == 16
-    found = stored(tmp_path / "grid")
+    found = stored_runs(tmp_path / "grid")
     assert set(found) == {key.id for key in group.runs}
     assert "main-l0.5-s1-lr0.03-ls0.1" in found
     for key in group.runs:
@@ -37,7 +37,7 @@ def test_runs_of_all_axes_are_one_group_and_equal_those_alone(tmp_path: Path) ->
     for rate, smoothing in ((0.01, 0.1), (0.03, 0.0)):
         folder = tmp_path / f"{rate}-{smoothing}"
         run(folder, train={**RATES, "learning_rate": rate, "label_smoothing": smoothing})
-        for name, alone in stored(folder).items():
+        for name, alone in stored_runs(folder).items():
             ours = found[f"{name}-lr{rate:g}-ls{smoothing:g}"]
             assert ours.scores["test"] == pytest.approx(alone.scores["test"], abs=1e-9)  # rounding, float64
             assert alone.key.settings == {}
@@ -45,10 +45,10 @@ def test_runs_of_all_axes_are_one_group_and_equal_those_alone(tmp_path: Path) ->
 
 def test_more_values_are_added_and_a_number_is_not_a_list(tmp_path: Path) -> None:
     run(tmp_path, train={"weight_decay": [0.0]})
-    before = stored(tmp_path)
+    before = stored_runs(tmp_path)
     assert set(before) == {f"main-l{lam}-s{seed}-wd0" for lam in ("0", "0.5") for seed in (0, 1)}
     run(tmp_path, train={"weight_decay": [0.1, 0.0]})
-    after = stored(tmp_path)
+    after = stored_runs(tmp_path)
     assert len(after) == 8
     assert {name: after[name] for name in before} == before
     (arm,) = RunStore(tmp_path).experiment().arms  # type: ignore[union-attr]
@@ -74,7 +74,7 @@ def test_files_without_axes_are_those_of_earlier_versions(tmp_path: Path) -> Non
                 entry.pop(name, None)
         file.write_text(json.dumps(content))
     assert run(tmp_path) == {}
-    assert len(stored(tmp_path)) == 4
+    assert len(stored_runs(tmp_path)) == 4
 
 
 def rmsprop(parameters: Any, lr: float) -> torch.optim.Optimizer:

@@ -23,6 +23,7 @@ def test_the_built_in_experiments() -> None:
         "small_members",
         "table1",
         "table2",
+        "table2_control",
         "table2_short",
         "underfitting",
     ]
@@ -84,8 +85,11 @@ def test_table1_is_the_papers() -> None:
 
 
 def test_table2_is_the_papers() -> None:
-    single, control, smoc = load_experiment("table2").complete_arms()
-    assert (single.model.num_members, control.model.num_members, smoc.model.num_members) == (1, 1, 10)
+    single, smoc = load_experiment("table2").complete_arms()
+    assert (single.model.num_members, smoc.model.num_members) == (1, 10)
+    same, control = load_experiment("table2_control").complete_arms()
+    assert (same.model, same.train, same.diversities) == (single.model, single.train, single.diversities)
+    assert control.model == single.model.model_copy(update={"head_scale": control.model.head_scale})
     assert control.model.head_scale == pytest.approx(1 / math.sqrt(10))
     assert smoc.diversities == [0.0, 0.001, 0.01, 0.05, 0.1, 0.3, 0.5]
     train = smoc.train

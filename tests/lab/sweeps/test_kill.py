@@ -118,7 +118,7 @@ def _steps(names: list[str]) -> list[int]:
     return [int(name.split("-")[1].split(".")[0]) for name in names if name.startswith("state-")]
 
 
-def written(directory: Path) -> dict[str, Any]:
+def read_untimed(directory: Path) -> dict[str, Any]:
     """Everything but times and how often the state was saved."""
     assert leftovers(directory) == []
     store = stored_files(directory)
@@ -161,16 +161,16 @@ def undisturbed(server: ForkServer, sweep_file: Path, tmp_path_factory: pytest.T
     code, out, err = Sweeping(server, sweep_file, directory).end()
     assert (code, err) == (0, "")
     assert "4 of 4 runs are finished." in out
-    return written(directory)
+    return read_untimed(directory)
 
 
 def finish(sweeping: Sweeping) -> dict[str, Any]:
     code, _, err = sweeping.end()
     assert (code, err) == (0, "")
-    return written(sweeping.directory)
+    return read_untimed(sweeping.directory)
 
 
-def test_told_to_stop(
+def test_stop_request(
     sweep_file: Path, undisturbed: dict[str, Any], tmp_path: Path, started: Callable[..., Sweeping]
 ) -> None:
     directory = tmp_path / "out"
@@ -210,7 +210,7 @@ def test_killed(
             torn += sweeping.is_torn()
             continue
         assert code == 0  # it was done before it could be killed
-        assert written(directory) == undisturbed
+        assert read_untimed(directory) == undisturbed
         sweeps += 1
         directory = tmp_path / f"out{sweeps}"
     assert kills >= KILLS

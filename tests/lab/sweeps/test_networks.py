@@ -177,7 +177,7 @@ def test_descriptions_of_networks(model: str, words: str) -> None:
 
 @pytest.mark.parametrize("kind", ["separate", "smoc", "branch"])
 def test_networks_that_do_not_fit_into_memory_are_not_built(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchace.lab.training.memory.available_memory", lambda: 1 << 34)
+    monkeypatch.setattr("torchace.lab.training.run_group.available_memory", lambda: 1 << 34)
     model = {"kind": kind, "num_members": 10_000, "hidden": [100_000], "at": "linear1"}
     (arm,) = small(model=model).complete_arms()
     with pytest.raises(ValueError, match=r"16 GiB of available memory, but \d+,\d+,\d+,\d+ parameters take"):

@@ -47,8 +47,7 @@ from ray.cluster_utils import Cluster
 from torchace.lab.sweeps import ray as on_ray
 from torchace.lab.sweeps import ray_cluster
 from torchace.lab.sweeps.ray import RayExecutor, connect_ray
-from torchace.lab.sweeps.ray_cluster import RayAddressError, join_cluster
-from torchace.lab.sweeps.ray_worker import _temporary_directory
+from torchace.lab.sweeps.ray_cluster import RayAddressError, _temporary_directory, join_cluster
 
 pytestmark = pytest.mark.extended
 
@@ -214,7 +213,7 @@ def saved_every(steps: int | None, experiment: Experiment) -> Experiment:
     return experiment.model_copy(update={"checkpoint": experiment.checkpoint.model_copy(update={"steps": steps})})
 
 
-def recorded(directory: Path) -> float:
+def recorded_seconds(directory: Path) -> float:
     """The seconds that a sweep says it took."""
     return float(json.loads((directory / "experiment.json").read_text())["seconds"])
 
@@ -250,7 +249,7 @@ def test_two_nodes_give_what_one_machine_gives(
     assert callback.deaths == []
     # how long it took, not what all jobs took together
     longest = max(2 * json.loads(file.read_text())["seconds"] for file in directory.glob("runs/*.json"))
-    assert longest <= recorded(directory) <= time.monotonic() - start
+    assert longest <= recorded_seconds(directory) <= time.monotonic() - start
 
 
 def test_ten_workers_killed(
@@ -363,15 +362,15 @@ def test_stopped_with_a_checkpoint_and_a_damaged_one(
     assert callback.step <= stopped <= FREE
     # the time of what was stopped counts too
     spent = json.loads((state.parent / "manifest.json").read_text())["progress"]["seconds"]
-    assert spent <= recorded(tmp_path) <= time.monotonic() - start
+    assert spent <= recorded_seconds(tmp_path) <= time.monotonic() - start
     monkeypatch.undo()
     # once: neither a sweep on this machine nor another one on Ray counts it again
     for executor in (Executor(), RayExecutor()):
         copy = tmp_path.with_name(type(executor).__name__)
         shutil.copytree(tmp_path, copy)
-        before, resumed = recorded(tmp_path), time.monotonic()
+        before, resumed = recorded_seconds(tmp_path), time.monotonic()
         Sweep(saved_every(None, experiment), copy, executor).run()
-        assert before < recorded(copy) <= before + time.monotonic() - resumed
+        assert before < recorded_seconds(copy) <= before + time.monotonic() - resumed
 
     whole = state.read_bytes()
     state.write_bytes(whole[:-1] + b"?")

@@ -77,7 +77,7 @@ class Job:
                 code = self.process.wait(0.005)
             except subprocess.TimeoutExpired:
                 continue
-            raise AssertionError(f"the job ended with {code}: {self.said()}")
+            raise AssertionError(f"the job ended with {code}: {self.rank_outputs()}")
 
     def ranks(self) -> dict[int, int]:
         """The process of each rank."""
@@ -88,7 +88,7 @@ class Job:
             found |= {int(v.partition(b"=")[2]): int(pid) for v in variables if v.startswith(b"RANK=")}
         return found
 
-    def said(self, stream: str = "stderr") -> list[str]:
+    def rank_outputs(self, stream: str = "stderr") -> list[str]:
         """Return the output of each rank before a restart by torchrun."""
         files = sorted(self.logs.glob(f"*/attempt_0/*/{stream}.log"), key=lambda file: int(file.parent.name))
         return [file.read_text() for file in files]
@@ -171,7 +171,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_job_resumes(
     killed = time.monotonic()
     assert job.end() == 1
     assert time.monotonic() - killed < 60
-    assert job.said() == ["", lost_contact(1)]
+    assert job.rank_outputs() == ["", lost_contact(1)]
     assert saved_steps(directory) == [EVERY]
 
     # another layout goes on from the checkpoint; with --max-restarts by itself
@@ -179,8 +179,8 @@ def test_a_killed_rank_ends_the_job_and_the_next_job_resumes(
     job.wait_until(lambda: saved_steps(directory) != [EVERY])
     assert saved_steps(directory) == [2 * EVERY]
     job.kill(1)
-    assert job.end() == 0, job.said()
-    assert job.said() == [lost_contact(0), ""]
+    assert job.end() == 0, job.rank_outputs()
+    assert job.rank_outputs() == [lost_contact(0), ""]
     assert_same_results(results(directory), alone)
 
 
@@ -199,20 +199,23 @@ def test_told_to_stop_and_finished_by_more_processes(
     job.wait_until(lambda: saved_steps(directory) == [EVERY])
     job.process.send_signal(signal.SIGTERM)  # torchrun passes it on
     assert job.end() != 0
-    assert job.said() == [f"Interrupted. Everything so far is in {directory}; repeat the command to resume.\n", ""]
+    assert job.rank_outputs() == [
+        f"Interrupted. Everything so far is in {directory}; repeat the command to resume.\n",
+        "",
+    ]
     (stopped,) = saved_steps(directory)
     assert EVERY <= stopped < 3 * EVERY
     known = len(events(directory))
 
     # another layout; the second of two jobs from its beginning
     job = started(3, file, "--out", str(directory), "--parallel", "members")
-    assert job.end() == 0, job.said()
+    assert job.end() == 0, job.rank_outputs()
     steps = [event["step"] for event in events(directory)[known:] if event["event"] == "stepped"]
     assert steps[0] > stopped  # it went on, not began anew
     assert_same_results(results(directory), alone)
     # one rank prints and writes
-    assert job.said() == [""] * 3
-    out, *silent = job.said("stdout")
+    assert job.rank_outputs() == [""] * 3
+    out, *silent = job.rank_outputs("stdout")
     assert silent == [""] * 2
     assert out.count("4 of 4 runs are finished.") == 1
     assert out.count("Report: ") == 1
@@ -234,12 +237,12 @@ def test_what_is_wrong_is_said_once(file: str, tmp_path: Path, started: Callable
     options = ("--set", "train.batches=separate", "--out", str(tmp_path / "out"), "--parallel", "members")
     job = started(2, file, *options)
     assert job.end() == 1
-    assert job.said("stdout") == ["", ""]
-    assert sorted(said.count("\n") for said in job.said()) == [0, 1]
+    assert job.rank_outputs("stdout") == ["", ""]
+    assert sorted(text.count("\n") for text in job.rank_outputs()) == [0, 1]
     reason = (
         "λ > 0 needs members that see each other's predictions: with batches = 'separate' set diversities = [0.0], "
     )
-    assert "".join(job.said()) == f"Error: {file}: {reason}or use batches = 'exchanged'.\n"
+    assert "".join(job.rank_outputs()) == f"Error: {file}: {reason}or use batches = 'exchanged'.\n"
     assert not (tmp_path / "out").exists()
 
 
@@ -292,7 +295,7 @@ def rank_sweep(folder: str, sections: dict[str, Any], layout: str) -> Sweep:
     return Sweep(experiment, Path(folder), RankExecutor(experiment, "cpu", layout))
 
 
-def refused(folder: str, sections: dict[str, Any], layout: str) -> str:
+def run_and_expect_error(folder: str, sections: dict[str, Any], layout: str) -> str:
     try:
         rank_sweep(folder, sections, layout).run()
     except ConfigError as error:
@@ -301,7 +304,7 @@ def refused(folder: str, sections: dict[str, Any], layout: str) -> str:
 
 
 def test_more_ranks_than_members(tmp_path: Path) -> None:
-    found = team().run(4, refused, str(tmp_path / "out"), {"model": {"num_members": 3}}, "members")
+    found = team().run(4, run_and_expect_error, str(tmp_path / "out"), {"model": {"num_members": 3}}, "members")
     message = "expected at least 4, one member for each rank, but got 3. "
     message += "Use fewer ranks, or --parallel 3xD to split the batch too."
     assert found == [f"model.num_members: {message}"] * 4  # every rank reports it, none waits

@@ -13,8 +13,8 @@ import pytest
 
 from tests.lab.sweeps.small_sweeps import small
 from torchace.lab.cli.app import main
+from torchace.lab.sweeps.callbacks import TRACKERS, make_callbacks, make_tracker
 from torchace.lab.sweeps.sweep import Sweep
-from torchace.lab.sweeps.trackers import TRACKERS, make_callbacks, make_tracker
 from torchace.lab.training.loop import Interrupted
 
 
@@ -30,7 +30,7 @@ def interrupt_and_resume(directory: Path, tracker: str) -> None:
     sweep(directory, tracker)
 
 
-def expected(directory: Path) -> dict[tuple[str, int, str], float]:
+def expected_values(directory: Path) -> dict[tuple[str, int, str], float]:
     """Values by run, step and metric, from the result files."""
     found = {}
     for file in (directory / "runs").glob("*.json"):
@@ -49,7 +49,7 @@ def test_csv_has_every_metric_once(tmp_path: Path) -> None:
     frame = pd.read_csv(tmp_path / "metrics.csv")
     assert not frame.duplicated(["run", "step", "metric"]).any()
     rows = zip(frame["run"], frame["step"], frame["metric"], frame["value"], strict=True)
-    assert {(run, step, metric): value for run, step, metric, value in rows} == expected(tmp_path)
+    assert {(run, step, metric): value for run, step, metric, value in rows} == expected_values(tmp_path)
     assert set(frame["diversity"]) == {0.0, 0.5}
     assert set(frame["seed"]) == {0, 1}
     whole = (tmp_path / "metrics.csv").read_text()
@@ -76,7 +76,7 @@ def test_tensorboard(tmp_path: Path) -> None:
         for name in board.Tags()["scalars"]:
             if "running" not in name:
                 found |= {(folder.name, entry.step, name): entry.value for entry in board.Scalars(name)}
-    assert found == pytest.approx(expected(tmp_path), rel=1e-6)  # float32
+    assert found == pytest.approx(expected_values(tmp_path), rel=1e-6)  # float32
 
 
 @pytest.mark.extended
@@ -96,7 +96,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in run.data.metrics:
             for entry in client.get_metric_history(run.info.run_id, name):
                 found[run.info.run_name, entry.step, name] = entry.value
-    assert found == expected(tmp_path)
+    assert found == expected_values(tmp_path)
 
 
 def leveldb_records(log: bytes) -> Iterator[bytes]:
@@ -134,7 +134,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                     key = item.key or "/".join(item.nested_key)
                     if not key.startswith("_"):
                         found[name, record.history.step.num, key] = json.loads(item.value_json)
-    assert found == expected(tmp_path)
+    assert found == expected_values(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "mlflow", "wandb"])

@@ -45,7 +45,7 @@ def fitted(frame: pd.DataFrame, target: str, suffix: str = ".csv", **options: An
         return done(job(data, target, Path(folder, "out"), **options))
 
 
-def weights_of(out: Path) -> str:
+def weights_digest(out: Path) -> str:
     """The SHA-256 of a model's weights."""
     return json.loads((out / "manifest.json").read_text())["weights"]["sha256"]
 
@@ -69,7 +69,7 @@ def without_seconds(content: Any) -> Any:
     return [without_seconds(value) for value in content] if isinstance(content, list) else content
 
 
-def written(out: Path) -> dict[str, Any]:
+def read_untimed(out: Path) -> dict[str, Any]:
     """Everything that a fit wrote down but its times."""
     found: dict[str, Any] = {"weights": (out / "weights.safetensors").read_bytes()}
     manifest = json.loads((out / "manifest.json").read_text())

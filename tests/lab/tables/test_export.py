@@ -142,7 +142,7 @@ def test_batches_of_any_size(exported: Exported, rows: int) -> None:
     np.testing.assert_allclose(found, exact, rtol=0 if exported.model.is_classifier else WITHIN, atol=WITHIN)
 
 
-def test_the_graph_says_what_its_columns_are(exported: Exported) -> None:
+def test_the_graph_describes_its_columns(exported: Exported) -> None:
     graph = onnx.load(str(exported.path))
     (entry,) = graph.graph.input
     assert entry.name == "raw"
@@ -167,7 +167,7 @@ def test_the_graph_says_what_its_columns_are(exported: Exported) -> None:
     np.testing.assert_array_equal(raw, exported.model.encoding.matrix(later).numpy())
 
 
-def test_what_is_reported_was_measured(exported: Exported) -> None:
+def test_reported_difference_is_measured(exported: Exported) -> None:
     assert 0 <= exported.worst <= WITHIN
     assert os.listdir(exported.path.parent) == ["model.onnx"]  # one file, without weights beside it
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests.any_table import AnyTable, any_table
 from tests.lab.cli.command_line import everything_in, houses, pets, write_table
-from tests.lab.tables.small_fits import done, is_complete, job, weights_of, written
+from tests.lab.tables.small_fits import done, is_complete, job, read_untimed, weights_digest
 from torchace._files import PathError
 from torchace.lab.data import DataError
 from torchace.lab.data.folds import assign_folds, number_blocks
@@ -118,7 +118,7 @@ def test_disputed_rows_are_those_of_the_file(tmp_path: Path) -> None:
     assert model.logits(rows).argmax(2).T.equal(arrays["disputed_votes"])
 
 
-def test_without_test_rows_nothing_is_said_of_them(data: Path, tmp_path: Path) -> None:
+def test_no_test_rows_no_test_findings(data: Path, tmp_path: Path) -> None:
     model = done(job(data, "pet", tmp_path / "out", None, test=0.0))
     assert list(model.record["scores"]) == ["validation"]
     assert model.record["search"]["gain"] is None or model.record["search"]["gain"]["split"] == "validation"
@@ -150,7 +150,7 @@ def test_the_same_table_in_any_file_gives_the_same_model(tmp_path: Path) -> None
     for suffix in (".csv", ".parquet", ".npz"):
         out = tmp_path / suffix[1:]
         done(job(write_table(make(), tmp_path / f"table{suffix}"), target, out, epochs=3))
-        hashes.add(weights_of(out))
+        hashes.add(weights_digest(out))
     assert len(hashes) == 1
 
 
@@ -170,7 +170,7 @@ def test_test_rows_affect_only_the_scores(
     ]
     assert models[0].diversity == models[1].diversity
     assert models[0].encoding == models[1].encoding
-    assert weights_of(tmp_path / "out0") == weights_of(tmp_path / "out1")
+    assert weights_digest(tmp_path / "out0") == weights_digest(tmp_path / "out1")
     assert models[0].record["scores"]["validation"] == models[1].record["scores"]["validation"]
     assert models[0].record["scores"]["test"] != models[1].record["scores"]["test"]
 
@@ -193,10 +193,10 @@ def test_a_searched_diversity_is_the_one_that_is_trained(data: Path, tmp_path: P
     assert searched.seed not in model.record["search"]["seeds"]
     given_ = job(data, "pet", tmp_path / "given", model.diversity, epochs=3)
     done(given_)
-    assert weights_of(tmp_path / "out") == weights_of(tmp_path / "given")
+    assert weights_digest(tmp_path / "out") == weights_digest(tmp_path / "given")
 
 
-def test_a_recorder_sees_all_of_it(data: Path, tmp_path: Path) -> None:
+def test_a_recorder_receives_all_events(data: Path, tmp_path: Path) -> None:
     class Recorder(FitCallback):
         def __init__(self) -> None:
             self.stages: list[tuple[int, str, float]] = []
@@ -249,7 +249,7 @@ def test_stopped_again_and_again_it_ends_where_it_would_have(
         done(fit)
         assert is_complete(fit.out)
         assert stops > 0 or out == "out"
-    assert written(tmp_path / "out" / "model") == written(tmp_path / "stopped" / "model")
+    assert read_untimed(tmp_path / "out" / "model") == read_untimed(tmp_path / "stopped" / "model")
 
 
 def _refusal(work: Callable[[], object], *kinds: type[Exception]) -> str | None:
@@ -262,7 +262,7 @@ def _refusal(work: Callable[[], object], *kinds: type[Exception]) -> str | None:
 
 
 class Killed(BaseException):
-    """Stands for the end of a process; unlike that, it runs what is in `finally`."""
+    """Simulates a killed process, except that `finally` blocks run."""
 
 
 def dying(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, call: int, after: bool) -> None:
@@ -306,14 +306,14 @@ def test_killed_at_every_file_operation(module: Any, name: str, after: bool, dat
             done(fit)
         fit.remove_work()
         assert is_complete(fit.out)
-        assert written(fit.out) == written(expected.out)
+        assert read_untimed(fit.out) == read_untimed(expected.out)
         assert [path.name for path in fit.out.parent.iterdir()] == ["out"]
         if not died:
             break
     assert deaths == call - 1 > 0
 
 
-def test_what_a_killed_process_was_saving_is_removed(data: Path, tmp_path: Path) -> None:
+def test_partial_files_of_a_killed_process_are_removed(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     with fit.lock():
         fit.train()
@@ -360,7 +360,7 @@ def test_a_full_disk_keeps_finished_work(data: Path, tmp_path: Path) -> None:
     assert is_complete(fit.out)
     undisturbed = job(data, "pet", tmp_path / "undisturbed" / "out", None)
     done(undisturbed)
-    assert written(fit.out) == written(undisturbed.out)
+    assert read_untimed(fit.out) == read_untimed(undisturbed.out)
 
 
 # -- places -----------------------------------------------------------------------------------------------------------
@@ -480,7 +480,7 @@ def test_links_where_a_fit_works_are_refused(place: str, data: Path, tmp_path: P
     assert everything_in(outside) == before
 
 
-def test_what_is_not_a_fits_own_is_left_in_its_place(data: Path, tmp_path: Path) -> None:
+def test_foreign_files_are_kept(data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     with fit.lock():
         (fit.work / "notes.txt").write_text("mine")

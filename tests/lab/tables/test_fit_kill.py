@@ -20,7 +20,7 @@ import optuna
 import pytest
 
 from tests.lab.cli.command_line import pets, write_table
-from tests.lab.tables.small_fits import is_complete, written
+from tests.lab.tables.small_fits import is_complete, read_untimed
 from tests.support.fork_server import OPERATIONS, ForkServer
 from tests.support.paused_command import CHECKPOINT
 
@@ -119,20 +119,22 @@ def test_a_killed_fit(server: ForkServer, tmp_path: Path) -> None:
         killing = Killing(server, folder, FIT, usual, draw, kills)
         done = False
         while not done:
-            done = killing.again() if killing.kills < KILLS else finished(server, FIT, folder)
+            done = killing.again() if killing.kills < KILLS else finish_command(server, FIT, folder)
             # never anything that loads but is not complete
             assert is_complete(folder / "model") or not done
             if not done:
                 killing.check_groups(folder / "model.work" / "search" / "groups")
                 halfway += bool(checkpoints(folder))
         kills, fits = killing.kills, fits + 1
-        finished(server, FIT, folder)  # a killed process may have put the model in place and left its working directory
-        assert written(folder / "model") == written(usual.folder / "model")
+        finish_command(
+            server, FIT, folder
+        )  # a killed process may have put the model in place and left its working directory
+        assert read_untimed(folder / "model") == read_untimed(usual.folder / "model")
         assert sorted(path.name for path in folder.iterdir()) == ["model", "pets.csv", "stderr", "stdout"]
     print(f"{kills} killed, {halfway} of them in the middle of a training; {fits} fits")
 
 
-def finished(server: ForkServer, command: tuple[str, ...], folder: Path) -> bool:
+def finish_command(server: ForkServer, command: tuple[str, ...], folder: Path) -> bool:
     code, _, err = server.start(*command, folder=folder).end()
     assert (code, err) == (0, "")
     return True
@@ -148,7 +150,7 @@ def test_a_killed_search_for_lambda(server: ForkServer, tmp_path: Path) -> None:
         killing = Killing(server, folder, TUNE, usual, draw, kills)
         done = False
         while not done:
-            done = killing.again() if killing.kills < KILLS else finished(server, TUNE, folder)
+            done = killing.again() if killing.kills < KILLS else finish_command(server, TUNE, folder)
             killing.check_groups(folder / "search" / "search" / "groups")
             file = folder / "search" / "tune.json"
             assert not file.exists() or json.loads(file.read_text()) == expected
@@ -160,7 +162,7 @@ def test_a_killed_search_for_lambda(server: ForkServer, tmp_path: Path) -> None:
 def test_a_killed_search_of_everything(server: ForkServer, tmp_path: Path) -> None:
     """No finished trial is lost or made twice, and those are made that an undisturbed search makes."""
     usual = replace(undisturbed(server, TRIALS, tmp_path / "undisturbed"), operations={})  # SQLite has its own
-    expected = made(usual.folder)
+    expected = finished_trials(usual.folder)
     assert len(expected) == 4
     draw = random.Random(KILLS)
     kills = studies = 0
@@ -169,7 +171,7 @@ def test_a_killed_search_of_everything(server: ForkServer, tmp_path: Path) -> No
         killing = Killing(server, folder, TRIALS, usual, draw, kills)
         done, before = False, {}
         while not done:
-            done = killing.again() if killing.kills < KILLS else finished(server, TRIALS, folder)
+            done = killing.again() if killing.kills < KILLS else finish_command(server, TRIALS, folder)
             now = complete(folder / "study" / "study.db")
             assert before.items() <= now.items()
             before = now
@@ -179,11 +181,11 @@ def test_a_killed_search_of_everything(server: ForkServer, tmp_path: Path) -> No
         assert {trial["number"]: trial["value"] for trial in found["trials"] if trial["state"] == "complete"} == before
         assert {trial["state"] for trial in found["trials"]} <= {"complete", "failed"}
         assert found["best"]["value"] == min(before.values())
-        assert made(folder) == expected
+        assert finished_trials(folder) == expected
     print(f"{kills} killed; {studies} studies")
 
 
-def made(folder: Path) -> list[tuple[dict[str, float], float]]:
+def finished_trials(folder: Path) -> list[tuple[dict[str, float], float]]:
     """Return the parameters and values of the finished trials, in order."""
     trials = json.loads((folder / "study" / "tune.json").read_text())["trials"]
     return [(trial["params"], trial["value"]) for trial in trials if trial["state"] == "complete"]
@@ -224,7 +226,7 @@ def checkpoints(folder: Path) -> set[tuple[Path, int]]:
     [(FIT, "model.work", "model/manifest.json"), (TUNE, "search", "search/tune.json")],
     ids=["fit", "tune"],
 )
-def test_told_to_stop(command: tuple[str, ...], where: str, result: str, server: ForkServer, tmp_path: Path) -> None:
+def test_stop_request(command: tuple[str, ...], where: str, result: str, server: ForkServer, tmp_path: Path) -> None:
     undisturbed(server, command, tmp_path / "undisturbed")
     folder = prepared(tmp_path / "stopped")
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -236,14 +238,14 @@ def test_told_to_stop(command: tuple[str, ...], where: str, result: str, server:
         assert out.startswith("Column ") if command is FIT else out == ""  # how the table was read
         assert err == f"Interrupted. Everything so far is in {where}; repeat the command to resume.\n"
         assert not (folder / result).exists()
-    assert finished(server, command, folder)
+    assert finish_command(server, command, folder)
     if command is FIT:
-        assert written(folder / "model") == written(tmp_path / "undisturbed" / "model")
+        assert read_untimed(folder / "model") == read_untimed(tmp_path / "undisturbed" / "model")
     else:
         assert (folder / result).read_bytes() == (tmp_path / "undisturbed" / result).read_bytes()
 
 
-def test_trials_that_are_told_to_stop(server: ForkServer, tmp_path: Path) -> None:
+def test_trials_with_a_stop_request(server: ForkServer, tmp_path: Path) -> None:
     folder = prepared(tmp_path / "stopped")
     told = "torchace.lab.cli.progress:TrialProgress.on_trial"
     command = server.start(*TRIALS, folder=folder, held=(told, 2))
@@ -252,12 +254,12 @@ def test_trials_that_are_told_to_stop(server: ForkServer, tmp_path: Path) -> Non
     assert (code, err) == (3, "Interrupted. Everything so far is in study; repeat the command to resume.\n")
     before = complete(folder / "study" / "study.db")
     assert len(before) == 2
-    assert finished(server, TRIALS, folder)
+    assert finish_command(server, TRIALS, folder)
     now = complete(folder / "study" / "study.db")
     assert len(now) == 4
     assert before.items() <= now.items()
     undisturbed(server, TRIALS, tmp_path / "undisturbed")
-    assert made(folder) == made(tmp_path / "undisturbed")
+    assert finished_trials(folder) == finished_trials(tmp_path / "undisturbed")
 
 
 def test_a_second_command_is_refused(server: ForkServer, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> tuple[Table, Table]:
     )
 
 
-def test_what_is_understood(tables: tuple[Table, Table]) -> None:
+def test_columns_are_understood(tables: tuple[Table, Table]) -> None:
     schema = tables[1].schema
     assert schema.columns == (
         Column("fläche", "number", "1234,5"),
@@ -104,7 +104,7 @@ def test_every_value_that_is_there_is_the_same(tables: tuple[Table, Table]) -> N
         assert ((left == right) | gaps).all()
 
 
-def test_the_mess_costs_what_the_missing_values_cost(tables: tuple[Table, Table]) -> None:
+def test_messy_cells_cost_no_more_than_missing_values(tables: tuple[Table, Table]) -> None:
     """Cross entropy with and without the mess; a wrong column would cost 0.1 to 0.6 (see permutation importances)."""
     losses = []
     for table in tables:

@@ -19,7 +19,7 @@ from torchace.functional import ensemble_probs
 from torchace.lab.data import DataError
 from torchace.lab.data.tables import read_table
 from torchace.lab.tables.model import TableModel
-from torchace.lab.training.memory import chunk_rows
+from torchace.lab.training.run_group import chunk_rows
 from torchace.models import mlp
 from torchace.nn import Ensemble
 from torchace.saving import ModelFileError, load_model, save_model
@@ -125,10 +125,10 @@ def test_rows_do_not_depend_on_each_other(classifier: TableModel) -> None:
         np.testing.assert_allclose(part.iloc[:, 1:].to_numpy(), expected.iloc[:, 1:].to_numpy(), rtol=0, atol=1e-13)
 
 
-def test_chunks_do_not_matter(classifier: TableModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_chunks(classifier: TableModel, monkeypatch: pytest.MonkeyPatch) -> None:
     frame = pets(30)
     whole, table = classifier.logits(frame), classifier.predict(frame)
-    monkeypatch.setattr("torchace.lab.training.memory.CHUNK_BYTES", 2000)
+    monkeypatch.setattr("torchace.lab.training.run_group.CHUNK_BYTES", 2000)
     assert chunk_rows(classifier.ensemble, classifier.ensemble.num_members) < 30
     torch.testing.assert_close(classifier.logits(frame), whole, rtol=0, atol=1e-13)
     pd.testing.assert_frame_equal(classifier.predict(frame), table, rtol=0, atol=1e-13)
@@ -147,7 +147,7 @@ def test_chunks_do_not_matter(classifier: TableModel, monkeypatch: pytest.Monkey
     ],
     ids=str,
 )
-def test_rows_unlike_those_of_training(changes: dict[str, Any], classifier: TableModel) -> None:
+def test_rows_with_unseen_values(changes: dict[str, Any], classifier: TableModel) -> None:
     predicted = classifier.predict(pets(10).assign(**changes))
     assert np.isfinite(predicted.iloc[:, 1:].to_numpy()).all()
 
@@ -176,9 +176,7 @@ def test_the_callers_table_is_not_changed(classifier: TableModel) -> None:
         (lambda frame: pd.concat([frame, frame[["age"]]], axis=1), "two columns named 'age'"),
     ],
 )
-def test_what_cannot_be_predicted(
-    change: Callable[[pd.DataFrame], pd.DataFrame], words: str, classifier: TableModel
-) -> None:
+def test_invalid_rows(change: Callable[[pd.DataFrame], pd.DataFrame], words: str, classifier: TableModel) -> None:
     with pytest.raises(DataError, match=words):
         classifier.predict(change(pets(12)))
 
@@ -204,7 +202,7 @@ def test_a_directory_keeps_everything(classifier: TableModel, tmp_path: Path) ->
     assert manifest["class_names"] == ["cat", "cow", "dog"]
 
 
-def resealed(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def reseal(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Alter a manifest and renew its checksum."""
     manifest = json.loads((path / "manifest.json").read_text())
     change(manifest)
@@ -239,7 +237,7 @@ def test_manifests_that_were_altered(
     change: Callable[[dict[str, Any]], None], words: str, classifier: TableModel, tmp_path: Path
 ) -> None:
     classifier.save(tmp_path / "model")
-    resealed(tmp_path / "model", change)
+    reseal(tmp_path / "model", change)
     with pytest.raises(ModelFileError, match=words):
         TableModel.load(tmp_path / "model")
 

@@ -20,7 +20,7 @@ from tests.lab.tables.small_fits import fitted
 from torchace.lab.data import DataError
 from torchace.lab.tables.model import TableModel
 from torchace.lab.tables.predict import predict_file
-from torchace.lab.training import memory
+from torchace.lab.training import run_group
 from torchace.lab.training.loop import Interrupted
 
 # Small enough for a test, long enough that a file that is read whole would show.
@@ -116,7 +116,7 @@ def test_a_parquet_file_has_the_classes_own_type(labels: Any, tmp_path: Path) ->
     assert set(column.to_pylist()) <= set(labels.tolist())
 
 
-def test_what_was_there_is_replaced(classifier: TableModel, tmp_path: Path) -> None:
+def test_existing_output_is_replaced(classifier: TableModel, tmp_path: Path) -> None:
     out = tmp_path / "out.csv"
     out.write_text("old")
     predict_file(classifier, write_table(pets(5), tmp_path / "data.csv"), out)
@@ -230,7 +230,7 @@ def test_many_members_and_classes_are_predicted_in_smaller_chunks(
     classifier: TableModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     width = max(max(p.shape) for p in classifier.ensemble.parameters() if p.ndim == 2)
-    monkeypatch.setattr(memory, "CHUNK_BYTES", 10 * 8 * width * classifier.ensemble.num_members)
+    monkeypatch.setattr(run_group, "CHUNK_BYTES", 10 * 8 * width * classifier.ensemble.num_members)
     sizes: list[int] = []
     real = TableModel.predict
     monkeypatch.setattr(TableModel, "predict", lambda self, frame: sizes.append(len(frame)) or real(self, frame))
@@ -291,7 +291,7 @@ def test_formulas_are_escaped_on_request(classifier: TableModel, tmp_path: Path)
         assert (found["entropy"] >= 0).all()
 
 
-def test_what_a_killed_prediction_left_is_removed(classifier: TableModel, tmp_path: Path) -> None:
+def test_files_of_a_killed_prediction_are_removed(classifier: TableModel, tmp_path: Path) -> None:
     data = write_table(pets(4), tmp_path / "data.csv")
     (tmp_path / ".out.csv.123.partial").write_text("half")
     predict_file(classifier, data, tmp_path / "out.csv")

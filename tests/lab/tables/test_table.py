@@ -19,7 +19,7 @@ from torchace.lab.training.members import MemberPlan
 SUFFIXES = (".csv", ".parquet", ".npz")
 
 
-def opened(frame: pd.DataFrame, folder: Path, target: str = "pet", suffix: str = ".csv", **settings: Any) -> Table:
+def load(frame: pd.DataFrame, folder: Path, target: str = "pet", suffix: str = ".csv", **settings: Any) -> Table:
     return load_table(write_table(frame, folder / f"table{suffix}"), TableSettings(target, **settings))
 
 
@@ -46,8 +46,8 @@ def same(one: Table, other: Table) -> bool:
 )
 def test_the_same_table_in_any_file_is_the_same(frame: pd.DataFrame, target: str, suffix: str, tmp_path: Path) -> None:
     task = "regression" if target == "price" else "classification"
-    ours = opened(frame, tmp_path, target, task=task)
-    theirs = opened(frame, tmp_path, target, suffix, task=task)
+    ours = load(frame, tmp_path, target, task=task)
+    theirs = load(frame, tmp_path, target, suffix, task=task)
     assert same(ours, theirs)
     assert ours.encoding.columns == theirs.encoding.columns
     assert ours.schema.columns == theirs.schema.columns
@@ -56,7 +56,7 @@ def test_the_same_table_in_any_file_is_the_same(frame: pd.DataFrame, target: str
 
 
 def test_a_file_is_identified_by_name_and_content(tmp_path: Path) -> None:
-    table = opened(pets(), tmp_path)
+    table = load(pets(), tmp_path)
     assert table.name == "table.csv"
     assert table.sha256 == hashlib.sha256((tmp_path / "table.csv").read_bytes()).hexdigest()
 
@@ -73,7 +73,7 @@ def test_a_file_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_splits_equal_the_files_rows(tmp_path: Path) -> None:
     """The features of the test part are those of its rows in the file, and the three parts are the file."""
     frame = pets(50)
-    table = opened(frame, tmp_path)
+    table = load(frame, tmp_path)
     assert [len(table.train), len(table.validation), len(table.test)] == [30, 10, 10]
     raw = table.encoding.matrix(frame.iloc[table.test_rows.numpy()])
     assert torch.equal(table.encoding.encoder()(raw), table.test.x)
@@ -86,20 +86,20 @@ def test_splits_equal_the_files_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_classes_are_shared_out_in_proportion(seed: int, tmp_path: Path) -> None:
     frame = pets(200, pet=np.repeat(["cat", "dog", "cow", "yak"], [120, 60, 15, 5]))
-    table = opened(frame, tmp_path, validation=0.2, test=0.2, seed=seed)
+    table = load(frame, tmp_path, validation=0.2, test=0.2, seed=seed)
     for part, share in ((table.train, 0.6), (table.validation, 0.2), (table.test, 0.2)):
         counts = torch.bincount(part.y, minlength=4).tolist()  # cat, cow, dog, yak
         assert all(abs(count - share * all_) <= 1 for count, all_ in zip(counts, (120, 15, 60, 5), strict=True)), counts
 
 
 def test_the_seed_chooses_the_rows(tmp_path: Path) -> None:
-    rows = [tuple(opened(pets(), tmp_path, seed=seed).test_rows.tolist()) for seed in (0, 0, 1)]
+    rows = [tuple(load(pets(), tmp_path, seed=seed).test_rows.tolist()) for seed in (0, 0, 1)]
     assert rows[0] == rows[1] != rows[2]
 
 
 def test_a_column_names_the_parts(tmp_path: Path) -> None:
     part = np.array(["Train", "val", " test ", "training", "TEST"])[np.arange(60) % 5]
-    table = opened(pets(part=part), tmp_path, split_column="part")
+    table = load(pets(part=part), tmp_path, split_column="part")
     assert [len(table.train), len(table.validation), len(table.test)] == [24, 12, 24]
     assert table.test_rows.tolist() == [i for i in range(60) if i % 5 in (2, 4)]
     assert "part" not in [column.name for column in table.schema.columns]
@@ -107,12 +107,12 @@ def test_a_column_names_the_parts(tmp_path: Path) -> None:
 
 def test_validation_rows_are_drawn_from_those_of_training(tmp_path: Path) -> None:
     part = np.array(["train", "train", "test"])[np.arange(60) % 3]
-    table = opened(pets(part=part), tmp_path, split_column="part", validation=0.25, test=0.25)
+    table = load(pets(part=part), tmp_path, split_column="part", validation=0.25, test=0.25)
     assert [len(table.train), len(table.validation), len(table.test)] == [27, 13, 20]  # a third of 40, as 0.25 of 0.75
 
 
 def test_no_test_part(tmp_path: Path) -> None:
-    table = opened(pets(), tmp_path, test=0.0)
+    table = load(pets(), tmp_path, test=0.0)
     assert [len(table.train), len(table.validation), len(table.test), len(table.test_rows)] == [48, 12, 0, 0]
 
 
@@ -120,7 +120,7 @@ def test_a_class_that_training_never_sees_is_named(tmp_path: Path) -> None:
     frame = pets(pet=np.array(["cat", "dog", "cow"])[np.arange(60) % 3])
     frame["part"] = np.where(frame["pet"] == "dog", "test", "train")
     with pytest.raises(DataError, match=r"^The class 'dog' is in the test part \(row 2\) but not in the training part"):
-        opened(frame, tmp_path, split_column="part")
+        load(frame, tmp_path, split_column="part")
 
 
 # -- what is learned ---------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_a_class_that_training_never_sees_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("make", "target"), [(pets, "pet"), (houses, "price")])
 def test_statistics_are_those_of_the_training_part(make: Any, target: str, tmp_path: Path) -> None:
     """Whatever stands in the other rows: the encoding, the training part and the target's scale stay bit for bit."""
-    before = opened(make(), tmp_path, target)
+    before = load(make(), tmp_path, target)
     parts = np.full(60, "train", dtype=object)
     parts[before.test_rows.numpy()] = "test"
     kept = make(part=parts)
@@ -141,7 +141,7 @@ def test_statistics_are_those_of_the_training_part(make: Any, target: str, tmp_p
     other.loc[tested, texts] = "never seen"
     if target == "price":
         other.loc[tested, target] *= 100
-    ours, theirs = (opened(frame, tmp_path, target, split_column="part") for frame in (kept, other))
+    ours, theirs = (load(frame, tmp_path, target, split_column="part") for frame in (kept, other))
     assert ours.encoding.columns == theirs.encoding.columns
     assert ours.encoding.target == theirs.encoding.target
     assert torch.equal(ours.train.x, theirs.train.x)
@@ -150,7 +150,7 @@ def test_statistics_are_those_of_the_training_part(make: Any, target: str, tmp_p
 
 
 def test_features_and_targets_are_scaled_by_the_training_part(tmp_path: Path) -> None:
-    table = opened(houses(200), tmp_path, "price", encoding="standard")
+    table = load(houses(200), tmp_path, "price", encoding="standard")
     area = table.train.x[:, 0]
     # rounding of means over 120 numbers of about 1
     assert abs(area.mean()) < 1e-12
@@ -167,7 +167,7 @@ def test_features_and_targets_are_scaled_by_the_training_part(tmp_path: Path) ->
 
 
 def test_classes_have_no_scale(tmp_path: Path) -> None:
-    table = opened(pets(), tmp_path)
+    table = load(pets(), tmp_path)
     assert table.target_scaler is None
     assert table.target_variance == 1
     assert table.num_outputs == 3
@@ -180,22 +180,22 @@ def test_targets_whose_squares_are_no_numbers_are_refused(size: float, tmp_path:
     with pytest.raises(
         DataError, match=r"^The variance of the target 'price' over- or underflows .*\. Rescale the target\.$"
     ):
-        opened(frame, tmp_path, "price")
+        load(frame, tmp_path, "price")
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_parts_are_given_in_the_plans_precision(precision: str, tmp_path: Path) -> None:
     plan = MemberPlan("regression", precision=precision)
-    part = opened(houses(), tmp_path, "price").parts(plan, "cpu")[0]
+    part = load(houses(), tmp_path, "price").parts(plan, "cpu")[0]
     assert str(part.x.dtype) == str(part.y.dtype) == f"torch.{precision}"
-    labels = opened(pets(), tmp_path).parts(plan, "cpu")[0].y
+    labels = load(pets(), tmp_path).parts(plan, "cpu")[0].y
     assert labels.dtype == torch.int64
 
 
 def test_the_training_part_is_described(tmp_path: Path) -> None:
     """Counts and means are those of the training rows alone."""
     frame = pets(part=np.array(["train", "train", "test", "validation"])[np.arange(60) % 4])
-    table = opened(frame, tmp_path, split_column="part")
+    table = load(frame, tmp_path, split_column="part")
     columns = {column["name"]: column for column in table.description["columns"]}
     train = frame[frame["part"] == "train"]
     assert columns["age"]["mean"] == pytest.approx(train["age"].mean())

@@ -34,7 +34,7 @@ def run_group(runs: Sequence[Sequence[nn.Module]]) -> RunGroup:
     return RunGroup([Ensemble(of_run) for of_run in runs])
 
 
-def group_of(seeds: Sequence[int], dtype: torch.dtype = torch.float64, count: int = MEMBERS) -> RunGroup:
+def make_group(seeds: Sequence[int], dtype: torch.dtype = torch.float64, count: int = MEMBERS) -> RunGroup:
     """A run group with one run for each seed."""
     return run_group([members(seed, dtype, count) for seed in seeds])
 

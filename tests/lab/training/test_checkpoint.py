@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.lab.training.small_trainings import batches, group_of, train_config
+from tests.lab.training.small_trainings import batches, make_group, train_config
 from torchace import _files as files
 from torchace._files import json_digest, with_checksum, write_atomic
 from torchace.lab.training.checkpoint import CheckpointError, Checkpoints, weights_digest
@@ -34,7 +34,7 @@ ARGUMENTS: dict[str, Any] = {"diversities": [0.5], "seeds": [5]}
 
 def save_one(directory: Path, steps: int = 3) -> RunGroup:
     """A checkpoint after some steps."""
-    network = group_of([5])
+    network = make_group([5])
     fit(
         network,
         batches(),
@@ -46,14 +46,14 @@ def save_one(directory: Path, steps: int = 3) -> RunGroup:
 
 
 def load_one(directory: Path, optimizer: str = "adam") -> tuple[RunGroup, dict[str, Any] | None]:
-    network = group_of([5])
+    network = make_group([5])
     return network, Checkpoints(directory).load(
         network, make_optimizer(train_config(optimizer=optimizer), list(network.parameters()))
     )
 
 
-def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
-    expected = group_of([5])
+def test_save_and_load(tmp_path: Path) -> None:
+    expected = make_group([5])
     fit(expected, batches(), train_config(steps=3), **ARGUMENTS)
     save_one(tmp_path)
     network, progress = load_one(tmp_path)
@@ -62,9 +62,9 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     assert weights_digest(network, 0) == weights_digest(expected, 0)
 
 
-def test_an_optimizers_state_comes_back(tmp_path: Path) -> None:
+def test_optimizer_state_is_restored(tmp_path: Path) -> None:
     for name in ("adam", "sgd"):
-        network = group_of([5])
+        network = make_group([5])
         optimizer = make_optimizer(train_config(optimizer=name), list(network.parameters()))
         network(torch.ones(1, 2, 6, dtype=torch.float64)).sum().backward()
         optimizer.step()
@@ -80,7 +80,7 @@ def test_an_optimizers_state_comes_back(tmp_path: Path) -> None:
 
 def test_there_is_one_checkpoint_at_a_time(tmp_path: Path) -> None:
     checkpoint_policy = CheckpointPolicy(Checkpoints(tmp_path), 1, None)
-    fit(group_of([5]), batches(), train_config(steps=5), **ARGUMENTS, checkpoint_policy=checkpoint_policy)
+    fit(make_group([5]), batches(), train_config(steps=5), **ARGUMENTS, checkpoint_policy=checkpoint_policy)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "state-4.safetensors"]
 
 
@@ -89,14 +89,14 @@ def test_an_empty_folder_has_none(tmp_path: Path) -> None:
     assert load_one(tmp_path / "not there")[1] is None
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     save_one(tmp_path)
     (tmp_path / ".state-9.safetensors.123.partial").write_bytes(b"half")
     (tmp_path / "state-9.safetensors").write_bytes(b"written, but its manifest was not")
     assert load_one(tmp_path)[1]["step"] == 3  # type: ignore[index]
     assert not list(tmp_path.glob("*.partial"))
     fit(
-        group_of([5]),
+        make_group([5]),
         batches(),
         train_config(steps=6),
         **ARGUMENTS,
@@ -120,7 +120,7 @@ def test_removed_with_its_folders(tmp_path: Path) -> None:
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
-def flipped(file: Path, place: int, bit: int) -> bytes:
+def flip_bit(file: Path, place: int, bit: int) -> bytes:
     data = bytearray(file.read_bytes())
     data[place] ^= 1 << bit
     return bytes(data)
@@ -134,7 +134,7 @@ def test_a_flipped_bit_is_never_loaded(name: str, tmp_path: Path) -> None:
     draw = random.Random(0)
     refusals = []
     for _ in range(150):
-        file.write_bytes(flipped(file, draw.randrange(len(whole)), draw.randrange(8)))
+        file.write_bytes(flip_bit(file, draw.randrange(len(whole)), draw.randrange(8)))
         try:
             network, progress = load_one(tmp_path)
         except CheckpointError as error:
@@ -175,7 +175,7 @@ def test_a_missing_state_file_is_named(tmp_path: Path) -> None:
 
 def test_another_networks_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
     save_one(tmp_path)
-    network = group_of([5, 6])
+    network = make_group([5, 6])
     with pytest.raises(CheckpointError) as caught:
         Checkpoints(tmp_path).load(network, make_optimizer(train_config(), list(network.parameters())))
     assert "\n" not in str(caught.value)
@@ -200,7 +200,7 @@ OWNER = {"runs": [["main", 0.5, 5]], "config_sha256": "00"}
 
 @pytest.mark.parametrize("other", [None, {**OWNER, "runs": [["main", 0.0, 5]]}, {**OWNER, "config_sha256": "01"}])
 def test_a_checkpoint_of_others_is_refused_or_removed(other: dict[str, Any] | None, tmp_path: Path) -> None:
-    network = group_of([5])
+    network = make_group([5])
     optimizer = make_optimizer(train_config(), list(network.parameters()))
     Checkpoints(tmp_path / "a", owner=OWNER).save(network, optimizer, PROGRESS)
     theirs = Checkpoints(tmp_path / "a", owner=other)
@@ -222,7 +222,7 @@ def test_a_damaged_checkpoint_is_not_removed_as_that_of_others(tmp_path: Path) -
 
 
 def test_manifests_are_json_without_nan(tmp_path: Path) -> None:
-    network = group_of([5, 6])
+    network = make_group([5, 6])
     with torch.no_grad():
         next(network.parameters())[0] = torch.nan
     arguments: dict[str, Any] = {"diversities": [0.5, 0.5], "seeds": [5, 6]}
@@ -250,7 +250,7 @@ def test_manifests_are_json_without_nan(tmp_path: Path) -> None:
 def test_a_disk_that_fills_up_at_any_moment(
     call: int, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = group_of([5])
+    expected = make_group([5])
     fit(expected, batches(), train_config(steps=6), **ARGUMENTS)
 
     real, calls = getattr(os, function), 0
@@ -266,10 +266,10 @@ def test_a_disk_that_fills_up_at_any_moment(
     with monkeypatch.context() as patch:
         patch.setattr(files.os, function, full)
         with pytest.raises(OSError, match="No space left") as caught:
-            fit(group_of([5]), batches(), train_config(steps=6), **ARGUMENTS, checkpoint_policy=checkpoint_policy)
+            fit(make_group([5]), batches(), train_config(steps=6), **ARGUMENTS, checkpoint_policy=checkpoint_policy)
     assert str(tmp_path) in str(caught.value.filename)
     assert not list(tmp_path.glob(".*.partial"))
-    network = group_of([5])
+    network = make_group([5])
     fit(network, batches(), train_config(steps=6), **ARGUMENTS, checkpoint_policy=checkpoint_policy)
     assert weights_digest(network, 0) == weights_digest(expected, 0)
 
@@ -350,7 +350,7 @@ def test_manifests_with_a_checksum_that_fits_but_that_no_training_wrote(case: st
     file.write_text(json.dumps({**content, "sha256": json_digest(content)}))
     with pytest.raises(CheckpointError, match="is damaged") as caught:
         fit(
-            group_of([5]),
+            make_group([5]),
             batches(),
             train_config(steps=4),
             **ARGUMENTS,

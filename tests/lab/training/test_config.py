@@ -61,7 +61,7 @@ def test_a_learning_rate_in_a_tensor_stays_that_tensor() -> None:
     assert float(rate) == 0.25
 
 
-def test_weights_are_float64_only_where_asked_for() -> None:
+def test_weights_are_float64_only_on_request() -> None:
     assert [TrainConfig(steps=1, precision=p).dtype for p in ("float64", "float32", "bf16")] == [
         torch.float64,
         torch.float32,

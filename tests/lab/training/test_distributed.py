@@ -30,8 +30,7 @@ from torchace.lab.training.distributed import (
     parse_layout,
     should_report,
 )
-from torchace.lab.training.early_stopping import ValidationSet
-from torchace.lab.training.evaluate import evaluate, predict_logits
+from torchace.lab.training.evaluate import ValidationSet, evaluate, predict_logits
 from torchace.lab.training.loop import CheckpointPolicy, FitResult, Interrupted, fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.step import TrainStep
@@ -48,7 +47,7 @@ LAMBDAS, SEEDS = [0.0, 0.6], [3, 4]
 # -- the trainings ----------------------------------------------------------------------------------------------------
 
 
-def network_of(kind: str, hidden: int = 5, count: int = 3) -> RunGroup:
+def make_network(kind: str, hidden: int = 5, count: int = 3) -> RunGroup:
     """Two runs of three members, or more."""
     if kind == "separate":
         return run_group([_members(seed, hidden, count=count) for seed in SEEDS])
@@ -80,7 +79,7 @@ def _with_norm(seed: int, k: int) -> nn.Module:
         return nn.Sequential(nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, CLASSES)).double()
 
 
-def batches_of(size: int, task: str, weighted: bool) -> Batches:
+def make_batches(size: int, task: str, weighted: bool) -> Batches:
     """40 samples; weights in [0, 3), some of them 0."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40, FEATURES, generator=generator, dtype=torch.float64)
@@ -97,11 +96,11 @@ def make_train_config(case: dict[str, Any]) -> TrainConfig:
     )
 
 
-def trained(case: dict[str, Any], layout: str | None, folder: str | None = None, backend: str | None = None) -> Any:
+def train(case: dict[str, Any], layout: str | None, folder: str | None = None, backend: str | None = None) -> Any:
     """A training in one process, or this rank's part of it; what it left behind, on the first rank."""
-    whole = network_of(case.get("kind", "separate"), case.get("hidden", 5), case.get("count", 3))
+    whole = make_network(case.get("kind", "separate"), case.get("hidden", 5), case.get("count", 3))
     network = whole if layout is None else shard_network(whole, Ranks(layout, backend=backend))
-    batches = batches_of(case.get("size", BATCH), case.get("task", "classification"), case.get("weighted", False))
+    batches = make_batches(case.get("size", BATCH), case.get("task", "classification"), case.get("weighted", False))
     held_out = None
     if "patience" in case:
         x, y = batches.split.x[:13] * 0.9, batches.split.y[:13].roll(1, 0)
@@ -186,41 +185,41 @@ LAYOUTS = [(2, "data"), (2, "members"), (4, "2x2")]
     [(size, layout, name) for size, layout in LAYOUTS for name in CASES] + [(3, "3x1", "early stopping")],
 )
 def test_training_equals_one_process(size: int, layout: str, name: str) -> None:
-    first, *others = team().run(size, trained, CASES[name], layout)
+    first, *others = team().run(size, train, CASES[name], layout)
     assert others == [{"interrupted": False}] * (size - 1)
-    assert_same_training(first, trained(CASES[name], None))
+    assert_same_training(first, train(CASES[name], None))
 
 
 @pytest.mark.parametrize("batches", ["shared", "exchanged"])
 def test_members_that_do_not_divide_over_four_ranks_equal_one_process(batches: str) -> None:
     case = {"batches": batches, "count": 5, "weighted": True}
-    assert_same_training(team().run(4, trained, case, "members")[0], trained(case, None))
+    assert_same_training(team().run(4, train, case, "members")[0], train(case, None))
 
 
 @pytest.mark.parametrize("kind", ["smoc", "trunk"])
 @pytest.mark.parametrize("more", [{}, {"batches": "exchanged"}, {"patience": 1}], ids=str)
 def test_a_shared_trunk_on_two_ranks_equals_one_process(kind: str, more: dict[str, Any]) -> None:
     case = {"kind": kind, "weighted": True, **more}
-    assert_same_training(team().run(2, trained, case, "data")[0], trained(case, None))
+    assert_same_training(team().run(2, train, case, "data")[0], train(case, None))
 
 
 def test_exchanged_batches_with_batch_norm_over_ranks_of_members_equal_one_process() -> None:
     # SGD: Adam would enlarge the rounding of the gradients before a norm, which are 0
     case = {"kind": "norm", "batches": "exchanged", "weighted": True, "optimizer": "sgd"}
-    assert_same_training(team().run(2, trained, case, "members")[0], trained(case, None))
+    assert_same_training(team().run(2, train, case, "members")[0], train(case, None))
 
 
 def test_ranks_without_each_other_are_not_one_process() -> None:
     """The comparison can fail: half of the batch, or of the members, trains to something else."""
-    alone = trained({}, None)
-    half = trained({"size": BATCH // 2}, None)
+    alone = train({}, None)
+    half = train({"size": BATCH // 2}, None)
     with pytest.raises(AssertionError):
         assert_same_training(half, alone)
 
 
 def batch_norm() -> dict[str, Tensor]:
-    network = shard_network(network_of("norm"), Ranks("data"))
-    fit(network, batches_of(BATCH, "classification", False), make_train_config({}), diversities=LAMBDAS, seeds=SEEDS)
+    network = shard_network(make_network("norm"), Ranks("data"))
+    fit(network, make_batches(BATCH, "classification", False), make_train_config({}), diversities=LAMBDAS, seeds=SEEDS)
     return network.state_dict()
 
 
@@ -235,7 +234,7 @@ def test_ranks_have_the_same_weights_and_the_first_ones_statistics() -> None:
 @pytest.mark.parametrize("batches", ["shared", "exchanged"])
 def test_dropout_over_ranks_of_members_equals_one_process(batches: str) -> None:
     case = {"kind": "dropout", "batches": batches}
-    assert_same_training(team().run(2, trained, case, "members")[0], trained(case, None))
+    assert_same_training(team().run(2, train, case, "members")[0], train(case, None))
 
 
 def dropout_of_twins() -> dict[str, Tensor]:
@@ -245,7 +244,7 @@ def dropout_of_twins() -> dict[str, Tensor]:
     network = shard_network(run_group([twins]), Ranks("members"))
     fit(
         network,
-        batches_of(BATCH, "classification", False),
+        make_batches(BATCH, "classification", False),
         make_train_config({"steps": 1}),
         diversities=[0.0],
         seeds=[3],
@@ -261,10 +260,10 @@ def test_dropout_masks_are_each_ranks_own() -> None:
 # -- predictions ------------------------------------------------------------------------------------------------------
 
 
-def predicted(kind: str, layout: str, count: int) -> tuple[Tensor, dict[str, Any]]:
-    network = shard_network(network_of(kind), Ranks(layout))
-    x = batches_of(BATCH, "classification", False).split.x[:count]
-    y = batches_of(BATCH, "classification", False).split.y[:count]
+def predict(kind: str, layout: str, count: int) -> tuple[Tensor, dict[str, Any]]:
+    network = shard_network(make_network(kind), Ranks(layout))
+    x = make_batches(BATCH, "classification", False).split.x[:count]
+    y = make_batches(BATCH, "classification", False).split.y[:count]
     logits, target = predict_logits(network, [(x[:5], y[:5]), (x[5:], y[5:])] if count > 5 else [(x, y)])
     return torch.stack(logits), evaluate(logits[1], target).metrics  # scored by each rank for itself
 
@@ -275,10 +274,10 @@ def predicted(kind: str, layout: str, count: int) -> tuple[Tensor, dict[str, Any
     [("separate", 4, "data"), ("separate", 4, "2x2"), ("separate", 2, "members"), ("smoc", 2, "data")],
 )
 def test_every_sample_is_predicted_by_every_member_once(kind: str, size: int, layout: str, count: int) -> None:
-    split = batches_of(BATCH, "classification", False).split
-    whole = network_of(kind).predict(split.x[:count])
+    split = make_batches(BATCH, "classification", False).split
+    whole = make_network(kind).predict(split.x[:count])
     metrics = evaluate(whole[1], split.y[:count]).metrics
-    for logits, found in team().run(size, predicted, kind, layout, count):
+    for logits, found in team().run(size, predict, kind, layout, count):
         torch.testing.assert_close(logits, whole, rtol=0, atol=EXACT)
         for name, value in metrics.items():
             assert found[name] == pytest.approx(value, abs=EXACT), name
@@ -289,10 +288,10 @@ def test_every_sample_is_predicted_by_every_member_once(kind: str, size: int, la
 
 def sent_in_a_step(layout: str, case: dict[str, Any]) -> tuple[list[tuple[str, int]], int]:
     """Return the communication of a rank in its second step and its number of parameters."""
-    network = shard_network(network_of("separate", case["hidden"]), Ranks(layout, backend="counting"))
+    network = shard_network(make_network("separate", case["hidden"]), Ranks(layout, backend="counting"))
     config = make_train_config(case)
     stepper = TrainStep(network, make_optimizer(config, list(network.parameters())), config)
-    batches = batches_of(BATCH, "classification", False)
+    batches = make_batches(BATCH, "classification", False)
     own = case.get("batches", "shared") != "shared"
     seeds, streams = (SEEDS, [0, 0]) if not own else ([3, 3, 3, 4, 4, 4], [0, 1, 2] * 2)
     x, y = batches.batch_many(seeds, 0, 0, streams=streams)
@@ -332,7 +331,7 @@ def test_data_parallel_sends_the_gradients() -> None:
 
 def sent_in_a_training(hidden: int) -> list[tuple[str, int]]:
     with counting() as sent:
-        trained({"hidden": hidden, "steps": 60}, "members", backend="counting")
+        train({"hidden": hidden, "steps": 60}, "members", backend="counting")
     return sent
 
 
@@ -355,9 +354,9 @@ def test_a_whole_training_sends_no_parameters_until_it_is_done() -> None:
 # -- failures, checkpoints, signals -----------------------------------------------------------------------------------
 
 
-def poisoned(layout: str | None, where: str) -> Any:
+def train_with_inf(layout: str | None, where: str) -> Any:
     """Member 2 of the second run holds Inf from the start, or gets it in the first step's gradient."""
-    network = network_of("separate")
+    network = make_network("separate")
     part = network if layout is None else shard_network(network, Ranks(layout))
     weight = part.members.stacked.fc.weight  # type: ignore[union-attr]
     inf = torch.zeros_like(network.members.stacked.fc.weight)  # type: ignore[union-attr]
@@ -369,7 +368,7 @@ def poisoned(layout: str | None, where: str) -> Any:
     else:
         weight.register_hook(lambda gradient: gradient + mine)
     fitted = fit(
-        part, batches_of(BATCH, "classification", False), make_train_config({}), diversities=LAMBDAS, seeds=SEEDS
+        part, make_batches(BATCH, "classification", False), make_train_config({}), diversities=LAMBDAS, seeds=SEEDS
     )
     return {run: failure.model_dump() for run, failure in fitted.failures.items()}
 
@@ -377,10 +376,10 @@ def poisoned(layout: str | None, where: str) -> Any:
 @pytest.mark.parametrize("where", ["weight", "gradient"])
 @pytest.mark.parametrize(("size", "layout"), [(2, "members"), (2, "data"), (4, "2x2")])
 def test_every_rank_names_the_member_that_failed(size: int, layout: str, where: str) -> None:
-    alone = poisoned(None, where)
+    alone = train_with_inf(None, where)
     assert list(alone) == [1]
     assert (alone[1]["member"], alone[1]["step"]) == (2, 0)  # of the second rank, where members are spread
-    assert team().run(size, poisoned, layout, where) == [alone] * size
+    assert team().run(size, train_with_inf, layout, where) == [alone] * size
 
 
 RESUMED = [("members", None), (None, "members"), ("data", "members"), ("2x2", "data"), ("members", "2x2")]
@@ -397,12 +396,12 @@ def test_any_number_of_ranks_resumes_from_a_checkpoint(
     tmp_path: Path, case: dict[str, Any], before: str | None, after: str | None
 ) -> None:
     """Stopped in the middle of an epoch, told on the last rank alone."""
-    undisturbed = trained(case, None)
+    undisturbed = train(case, None)
 
     def run(layout: str | None, **more: Any) -> list[Any]:
         if layout is None:
-            return [trained({**case, **more}, None, str(tmp_path))]
-        return team().run(4 if layout == "2x2" else 2, trained, {**case, **more}, layout, str(tmp_path))
+            return [train({**case, **more}, None, str(tmp_path))]
+        return team().run(4 if layout == "2x2" else 2, train, {**case, **more}, layout, str(tmp_path))
 
     last = {None: 0, "2x2": 3}.get(before, 1)
     first = run(before, stop={last: 2}, every=3)  # yes to the third question, at the third step or before the fourth
@@ -418,7 +417,7 @@ def stops_together(folder: str) -> list[int]:
     made: list[int] = []
     told = [False]
     before = signal.signal(signal.SIGTERM, lambda *_: told.__setitem__(0, True))
-    whole = network_of("separate")
+    whole = make_network("separate")
     network = shard_network(whole, Ranks("members"))
     real = TrainStep.__call__
 
@@ -431,7 +430,7 @@ def stops_together(folder: str) -> list[int]:
     TrainStep.__call__ = noted  # type: ignore[method-assign]
     try:
         checkpoint_policy = CheckpointPolicy(Checkpoints(Path(folder)), every_seconds=None)
-        data = batches_of(BATCH, "classification", False)
+        data = make_batches(BATCH, "classification", False)
         config = make_train_config({"steps": 100_000})
         fit(
             network,
@@ -470,7 +469,7 @@ def timeout(seconds: float) -> Iterator[None]:
         del os.environ["TORCHACE_TIMEOUT"]
 
 
-def unanswered(group: str) -> str:
+def wait_for_silent_rank(group: str) -> str:
     """The second rank is alive and does not answer."""
     dist.barrier()  # both are there: what follows takes no time
     with timeout(2.0):
@@ -487,7 +486,7 @@ def unanswered(group: str) -> str:
 
 @pytest.mark.parametrize("group", ["members", "data"])
 def test_a_rank_that_does_not_answer_is_given_up(group: str) -> None:
-    first, _ = team().run(2, unanswered, group)
+    first, _ = team().run(2, wait_for_silent_rank, group)
     assert first == (
         "Rank 0 lost contact with the others: one of them ended or does not answer. "
         "What was saved is kept; repeat the command to resume."
@@ -499,7 +498,7 @@ def test_other_errors_are_unchanged() -> None:
         torch.zeros(2, 3) @ torch.zeros(2, 3)
 
 
-def compared() -> list[str]:
+def compare() -> list[str]:
     found = []
     rank = dist.get_rank()
     for what in (
@@ -517,7 +516,7 @@ def compared() -> list[str]:
 
 
 def test_ranks_that_were_given_different_things_are_refused() -> None:
-    found = team().run(4, compared)
+    found = team().run(4, compare)
     assert found == [found[0]] * 4
     same, device, experiment = found[0]
     assert same == ""
@@ -550,18 +549,18 @@ def test_a_message_is_printed_once() -> None:
         ("2x3", "Expected 6 processes for --parallel 2x3, but got 4"),
     ],
 )
-def test_layouts_that_do_not_fit(text: str, message: str) -> None:
+def test_invalid_layouts(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_layout(text, 4)
 
 
-def refused() -> list[str]:
+def check_refusal() -> list[str]:
     ranks = Ranks("members")
     calls: list[Callable[[], Any]] = [
         lambda: shard_network(run_group([[mlp(FEATURES, 3, CLASSES)]]), ranks),
-        lambda: shard_network(network_of("smoc"), ranks),
-        lambda: shard_network(network_of("trunk"), ranks),
-        lambda: trained({"size": 1}, "data"),
+        lambda: shard_network(make_network("smoc"), ranks),
+        lambda: shard_network(make_network("trunk"), ranks),
+        lambda: train({"size": 1}, "data"),
     ]
     found = []
     for call in calls:
@@ -575,7 +574,7 @@ def refused() -> list[str]:
 
 
 def test_wrong_use() -> None:
-    first, second = team().run(2, refused)
+    first, second = team().run(2, check_refusal)
     assert first == second
     assert first == [
         "Expected at most one rank for each of 1 members, but got 2 ranks. Use --parallel 1xD, the batch over D ranks, "

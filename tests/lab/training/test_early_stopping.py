@@ -9,10 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lab.training.small_trainings import CLASSES, FEATURES, assert_same, batches, group_of, train_config, weights
+from tests.lab.training.small_trainings import (
+    CLASSES,
+    FEATURES,
+    assert_same,
+    batches,
+    make_group,
+    train_config,
+    weights,
+)
 from torchace.lab.data import Split
 from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.early_stopping import ValidationSet, validation_scores
+from torchace.lab.training.evaluate import ValidationSet, validation_scores
 from torchace.lab.training.loop import CheckpointPolicy, FitResult, Interrupted, fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.models import mlp
@@ -43,7 +51,7 @@ def train(network: RunGroup, patience: int, runs: list[int], **options: object) 
 
 def group(kind: str, runs: list[int]) -> RunGroup:
     if kind == "separate":
-        return group_of([SEEDS[r] for r in runs])
+        return make_group([SEEDS[r] for r in runs])
     ensembles = []
     for r in runs:
         with torch.random.fork_rng():
@@ -97,12 +105,12 @@ def test_every_run_keeps_its_best_epoch(kind: str, patience: int) -> None:
 
 @pytest.mark.parametrize("at", [3, 11, 19, 24])
 def test_an_interrupted_training_ends_bit_for_bit_the_same(at: int, tmp_path: Path) -> None:
-    whole = group_of(SEEDS)
+    whole = make_group(SEEDS)
     expected = train(whole, 3, [0, 1, 2])
     checkpoint_policy, calls = CheckpointPolicy(Checkpoints(tmp_path), None, None), iter(range(1000))
     with pytest.raises(Interrupted):
-        train(group_of(SEEDS), 3, [0, 1, 2], checkpoint_policy=checkpoint_policy, stop=lambda: next(calls) == at)
-    resumed = group_of(SEEDS)
+        train(make_group(SEEDS), 3, [0, 1, 2], checkpoint_policy=checkpoint_policy, stop=lambda: next(calls) == at)
+    resumed = make_group(SEEDS)
     fitted = train(resumed, 3, [0, 1, 2], checkpoint_policy=checkpoint_policy)
     assert dataclasses.replace(fitted, seconds=0) == dataclasses.replace(expected, seconds=0)
     for run in range(3):
@@ -110,7 +118,7 @@ def test_an_interrupted_training_ends_bit_for_bit_the_same(at: int, tmp_path: Pa
 
 
 def test_held_out_weights_count() -> None:
-    network, split = group_of([5]), held_out(1).split
+    network, split = make_group([5]), held_out(1).split
     weight = torch.arange(15.0, dtype=torch.float64)
     expected = torch.tensor(
         [float(validation_scores(network, split.take(torch.tensor([i])), train_config())) for i in range(15)]

@@ -3,7 +3,7 @@ import pytest
 import sklearn.metrics
 import torch
 
-from tests.lab.training.small_trainings import CLASSES, MEMBERS, batches, group_of
+from tests.lab.training.small_trainings import CLASSES, MEMBERS, batches, make_group
 from torchace.functional import disagreement
 from torchace.lab.data import chunks
 from torchace.lab.training.evaluate import (
@@ -24,8 +24,8 @@ def example(members: int = MEMBERS, samples: int = 200) -> tuple[torch.Tensor, t
 
 
 @pytest.mark.parametrize("size", [7, 40, 1000])
-def test_chunks_do_not_matter(size: int) -> None:
-    network, split = group_of([5, 6]), batches().split
+def test_results_do_not_depend_on_chunks(size: int) -> None:
+    network, split = make_group([5, 6]), batches().split
     network.train()
     logits, target = predict_logits(network, chunks(split, size, dtype=torch.float64))
     assert network.training
@@ -45,7 +45,7 @@ def test_scores_are_the_metrics() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])
-def test_what_is_scored_in_chunks_is_scored_as_one(size: int) -> None:
+def test_scores_do_not_depend_on_chunks(size: int) -> None:
     logits, target = example()
     logits[:, 50:60] = logits[:, 40:50]  # equal cases keep their order over chunks, too
     whole, evaluator = evaluate(logits, target), Evaluator()

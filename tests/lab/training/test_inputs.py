@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from tests.lab.training.small_trainings import CLASSES, MEMBERS, run_group, train_config, weights
 from torchace.lab.data import Batches, Split
+from torchace.lab.data.batches import BatchTransform
 from torchace.lab.data.splits import as_arguments, map_inputs
-from torchace.lab.data.transform import BatchTransform
 from torchace.lab.training.loop import fit
 
 WORDS, LENGTH, SAMPLES = 11, 5, 24

@@ -17,7 +17,7 @@ from tests.lab.training.small_trainings import (
     MEMBERS,
     assert_same,
     batches,
-    group_of,
+    make_group,
     run_group,
     train_config,
     weights,
@@ -35,12 +35,12 @@ SEEDS = (5, 6)
 WITHIN = 1e-9  # the bound for 20 steps in float64
 
 
-def runs_of(kind: str) -> list[tuple[float, int]]:
+def make_runs(kind: str) -> list[tuple[float, int]]:
     return list(itertools.product(KINDS[kind], SEEDS))
 
 
-def trained(kind: str, runs: list[tuple[float, int]], **options: Any) -> RunGroup:
-    network = group_of([seed for _, seed in runs])
+def train(kind: str, runs: list[tuple[float, int]], **options: Any) -> RunGroup:
+    network = make_group([seed for _, seed in runs])
     fit(
         network,
         batches(),
@@ -54,18 +54,18 @@ def trained(kind: str, runs: list[tuple[float, int]], **options: Any) -> RunGrou
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_alone_equals_the_run_in_a_group(kind: str, optimizer: str) -> None:
-    runs = runs_of(kind)
-    together = trained(kind, runs, optimizer=optimizer)
+    runs = make_runs(kind)
+    together = train(kind, runs, optimizer=optimizer)
     for r, run in enumerate(runs):
-        assert_same(weights(together, r), weights(trained(kind, [run], optimizer=optimizer), 0), within=WITHIN)
+        assert_same(weights(together, r), weights(train(kind, [run], optimizer=optimizer), 0), within=WITHIN)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_does_not_depend_on_who_else_is_there(kind: str) -> None:
+def test_a_run_does_not_depend_on_other_runs(kind: str) -> None:
     run = (KINDS[kind][-1], 6)
     others = [(0.0, 9), *[(lam, 8) for lam in KINDS[kind]]]
-    one = trained(kind, [run, *runs_of(kind)])
-    other = trained(kind, [*others, run])
+    one = train(kind, [run, *make_runs(kind)])
+    other = train(kind, [*others, run])
     assert_same(weights(one, 0), weights(other, len(others)), within=WITHIN)
 
 
@@ -86,13 +86,13 @@ def test_every_diversity_of_a_seed_sees_the_same_batches(kind: str) -> None:
 
 
 def test_members_differ_and_diversity_acts() -> None:
-    network = trained("shared", [(0.0, 5), (1.0, 5)])
+    network = train("shared", [(0.0, 5), (1.0, 5)])
     assert weights_digest(network, 0) != weights_digest(network, 1)
 
 
 def test_diversity_warm_up_starts_like_no_diversity() -> None:
     def after(steps: int, lam: float, **options: Any) -> str:
-        network = group_of([5])
+        network = make_group([5])
         fit(network, batches(), train_config("shared", steps, **options), diversities=[lam], seeds=[5])
         return weights_digest(network, 0)
 
@@ -112,13 +112,13 @@ def test_the_schedule_is_what_the_optimizer_sees(monkeypatch: pytest.MonkeyPatch
             return super().__call__(*args)
 
     monkeypatch.setattr(loop, "TrainStep", Watched)
-    fit(group_of([5]), batches(), settings, diversities=[0.5], seeds=[5])
+    fit(make_group([5]), batches(), settings, diversities=[0.5], seeds=[5])
     assert seen == [(settings.learning_rate_at(step), 0.5) for step in range(12)]
 
 
 def test_history_has_one_entry_an_epoch() -> None:
     scores: list[float] = []
-    network = group_of([5, 6])
+    network = make_group([5, 6])
     fitted = fit(network, batches(), train_config("shared", 12), diversities=[0.5, 0.5], seeds=[5, 6], on_progress=None)
     assert [(e["epoch"], e["step"]) for e in fitted.history] == [(1, 5), (2, 10), (3, 12)]
     assert all(len(e["score"]) == 2 for e in fitted.history)
@@ -128,9 +128,9 @@ def test_history_has_one_entry_an_epoch() -> None:
     assert fitted.failures == {}
 
 
-def test_the_watcher_hears_of_the_last_step() -> None:
+def test_the_callback_receives_the_last_step() -> None:
     heard: list[Progress] = []
-    fit(group_of([5]), batches(), train_config("shared", 12), diversities=[0.5], seeds=[5], on_progress=heard.append)
+    fit(make_group([5]), batches(), train_config("shared", 12), diversities=[0.5], seeds=[5], on_progress=heard.append)
     assert (heard[-1].step, heard[-1].steps) == (12, 12)
     assert len(heard) < 12  # at most ten times a second
     assert all(isinstance(value, float) for value in heard[-1].score)
@@ -139,7 +139,7 @@ def test_the_watcher_hears_of_the_last_step() -> None:
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-def poisoned(network: RunGroup, run: int, member: int, layer: str = "fc.weight", value: float = math.inf) -> RunGroup:
+def poison(network: RunGroup, run: int, member: int, layer: str = "fc.weight", value: float = math.inf) -> RunGroup:
     parameter = network.members.stacked.get_parameter(layer)  # type: ignore[union-attr, operator]
     with torch.no_grad():
         parameter[run * network.num_members + member] = value
@@ -149,9 +149,9 @@ def poisoned(network: RunGroup, run: int, member: int, layer: str = "fc.weight",
 @pytest.mark.parametrize("value", [math.inf, math.nan, -math.inf])
 @pytest.mark.parametrize("kind", ["shared", "exchanged"])
 def test_a_run_that_fails_leaves_the_others_bit_identical(kind: str, value: float) -> None:
-    runs = runs_of(kind)
-    healthy = trained(kind, runs)
-    network = poisoned(group_of([seed for _, seed in runs]), 3, 2, value=value)
+    runs = make_runs(kind)
+    healthy = train(kind, runs)
+    network = poison(make_group([seed for _, seed in runs]), 3, 2, value=value)
     fitted = fit(
         network,
         batches(),
@@ -174,17 +174,17 @@ def test_a_failure_on_the_way_is_dated(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def __call__(self, *args: Any) -> Any:
             if self.steps == 7:
-                poisoned(self.network, 1, 1, "linear1.bias", math.nan)
+                poison(self.network, 1, 1, "linear1.bias", math.nan)
             self.steps += 1
             return super().__call__(*args)
 
     monkeypatch.setattr(loop, "TrainStep", Spoiler)
-    fitted = fit(group_of([5, 6]), batches(), train_config(), diversities=[0.5, 0.5], seeds=[5, 6])
+    fitted = fit(make_group([5, 6]), batches(), train_config(), diversities=[0.5, 0.5], seeds=[5, 6])
     assert {r: (f.member, f.step) for r, f in fitted.failures.items()} == {1: (1, 7)}
 
 
 def test_training_ends_where_all_runs_have_failed() -> None:
-    network = poisoned(poisoned(group_of([5, 6]), 0, 0), 1, 1)
+    network = poison(poison(make_group([5, 6]), 0, 0), 1, 1)
     heard: list[Progress] = []
     fitted = fit(network, batches(), train_config(), diversities=[0, 0.5], seeds=[5, 6], on_progress=heard.append)
     assert {r: f.member for r, f in fitted.failures.items()} == {0: 0, 1: 1}
@@ -192,7 +192,7 @@ def test_training_ends_where_all_runs_have_failed() -> None:
 
 
 def test_a_rate_that_is_too_high_is_a_failure() -> None:
-    network = group_of([5], torch.float32)
+    network = make_group([5], torch.float32)
     settings = train_config(optimizer="sgd", learning_rate=1e30, precision="float32")
     fitted = fit(network, batches(torch.float32), settings, diversities=[0.5], seeds=[5])
     assert fitted.failures[0].step > 0
@@ -214,7 +214,7 @@ SGD = {"optimizer": "sgd", "schedule": "cosine"}
 def networks(name: str) -> RunGroup:
     torch.manual_seed(1)
     if name == "separate":
-        return group_of([5, 6])
+        return make_group([5, 6])
     if name == "smoc":
         return RunGroup([SMOC(mlp(FEATURES, 5, None), 5, CLASSES, MEMBERS).double() for _ in range(2)])
     return run_group([[mlp(FEATURES, 5, CLASSES, dropout=0.5).double() for _ in range(MEMBERS)] for _ in range(2)])
@@ -273,7 +273,7 @@ def test_dropout_masks_are_those_of_the_seed() -> None:
 
 def test_a_failure_is_the_same_after_an_interruption(tmp_path: Path) -> None:
     def spoilt() -> RunGroup:
-        return poisoned(group_of([5, 6]), 1, 2, "linear1.weight", 1e200)  # overflows after a step or two
+        return poison(make_group([5, 6]), 1, 2, "linear1.weight", 1e200)  # overflows after a step or two
 
     arguments: dict[str, Any] = {"diversities": [0.5, 0.5], "seeds": [5, 6]}
     settings = train_config("shared", 8, optimizer="sgd", learning_rate=1e10)
@@ -304,9 +304,9 @@ def test_seconds_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     checkpoint_policy = CheckpointPolicy(Checkpoints(tmp_path), every_seconds=None)
     arguments: dict[str, Any] = {"diversities": [0.5], "seeds": [5], "checkpoint_policy": checkpoint_policy}
     with pytest.raises(Interrupted):
-        fit(group_of([5]), batches(), train_config(steps=8), **arguments, stop=after(4))
+        fit(make_group([5]), batches(), train_config(steps=8), **arguments, stop=after(4))
     first = next(clock)
-    fitted = fit(group_of([5]), batches(), train_config(steps=8), **arguments)
+    fitted = fit(make_group([5]), batches(), train_config(steps=8), **arguments)
     second = next(clock) - first
     assert fitted.seconds > second - 4  # a call of the clock or two lie outside
     assert fitted.seconds > first / 2
@@ -317,7 +317,7 @@ def test_checkpoints_come_by_steps_and_by_seconds(tmp_path: Path, monkeypatch: p
         steps: list[int] = []
         monkeypatch.setattr(Checkpoints, "save", lambda self, n, o, progress, stopping: steps.append(progress["step"]))
         fit(
-            group_of([5]),
+            make_group([5]),
             batches(),
             train_config(steps=9),
             diversities=[0.5],

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchace.lab.training.memory import CHUNK_BYTES, CHUNK_ROWS, chunk_rows, collect_chunks
+from torchace.lab.training.run_group import CHUNK_BYTES, CHUNK_ROWS, chunk_rows, collect_chunks
 from torchace.nn import SMOC, StackedLinear
 
 

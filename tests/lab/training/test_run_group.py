@@ -17,7 +17,7 @@ from tests.lab.training.small_trainings import (
     MEMBERS,
     assert_same,
     batches,
-    group_of,
+    make_group,
     members,
     run_group,
     train_config,
@@ -83,7 +83,7 @@ MAKE = {
 }
 
 
-def ensembles_of(kind: str, seeds: Sequence[int] = SEEDS) -> list[EnsembleModule]:
+def make_ensembles(kind: str, seeds: Sequence[int] = SEEDS) -> list[EnsembleModule]:
     found = []
     for seed in seeds:
         with torch.random.fork_rng():
@@ -92,14 +92,14 @@ def ensembles_of(kind: str, seeds: Sequence[int] = SEEDS) -> list[EnsembleModule
     return found
 
 
-def inputs_of(kind: str) -> tuple[int, ...]:
+def input_shape(kind: str) -> tuple[int, ...]:
     return (3, 8, 8) if "resnet" in kind or kind == "convolutional" else (FEATURES,)
 
 
 def arm_data(kind: str) -> Batches:
     """20 samples in batches of 5."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(20, *inputs_of(kind), generator=generator, dtype=torch.float64)
+    x = torch.randn(20, *input_shape(kind), generator=generator, dtype=torch.float64)
     return Batches(Split(x, torch.randint(CLASSES, (20,), generator=generator)), 5, dtype=torch.float64)
 
 
@@ -108,11 +108,11 @@ def as_plain(ensemble: EnsembleModule) -> EnsembleModule:
     return Ensemble(ensemble.unstack()) if type(ensemble) is StackedEnsemble else ensemble
 
 
-def state_of(ensemble: EnsembleModule) -> dict[str, Tensor]:
+def run_state(ensemble: EnsembleModule) -> dict[str, Tensor]:
     return as_plain(ensemble).state_dict()
 
 
-def gradients_of(network: RunGroup, run: int) -> dict[str, Tensor]:
+def run_gradients(network: RunGroup, run: int) -> dict[str, Tensor]:
     """The gradients of one run by the same names: a copy of the group that holds them as weights."""
     holder = copy.deepcopy(network)
     with torch.no_grad():
@@ -128,10 +128,10 @@ def gradients_of(network: RunGroup, run: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "separate"])
 @pytest.mark.parametrize("kind", MAKE)
 def test_logits_and_gradients_are_those_of_the_ensembles_one_by_one(kind: str, own: bool) -> None:
-    ensembles = ensembles_of(kind)
+    ensembles = make_ensembles(kind)
     network = RunGroup(ensembles)
     lead = (2, MEMBERS, 4) if own else (2, 4)
-    x = torch.randn(*lead, *inputs_of(kind), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(*lead, *input_shape(kind), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     logits = network(x, own=own)
     expected = torch.stack(
         [e(part, batches="separate" if own else "shared") for e, part in zip(ensembles, x, strict=True)]
@@ -144,15 +144,15 @@ def test_logits_and_gradients_are_those_of_the_ensembles_one_by_one(kind: str, o
     (expected * weight).sum().backward()
     for run, ensemble in enumerate(ensembles):
         theirs = {name: p.grad for name, p in ensemble.named_parameters() if p.grad is not None}
-        assert_same(gradients_of(network, run), theirs, within=WITHIN)
-        assert_same(state_of(network.ensemble(run)), state_of(ensemble), within=WITHIN)  # statistics of batches
+        assert_same(run_gradients(network, run), theirs, within=WITHIN)
+        assert_same(run_state(network.ensemble(run)), run_state(ensemble), within=WITHIN)  # statistics of batches
 
 
 @pytest.mark.parametrize("kind", MAKE)
 def test_all_runs_predict_one_input(kind: str) -> None:
-    ensembles = [e.eval() for e in ensembles_of(kind)]
+    ensembles = [e.eval() for e in make_ensembles(kind)]
     network = RunGroup(ensembles).eval()
-    x = torch.randn(4, *inputs_of(kind), dtype=torch.float64)
+    x = torch.randn(4, *input_shape(kind), dtype=torch.float64)
     expected = torch.stack([e(x) for e in ensembles])
     torch.testing.assert_close(network.predict(x), expected, rtol=0, atol=WITHIN)
     for run in range(2):
@@ -202,14 +202,14 @@ def train_alone(ensemble: EnsembleModule, data: Batches, settings: TrainConfig, 
 def test_ten_steps_are_those_of_the_ensembles_one_by_one(kind: str, batching: str) -> None:
     lambdas = [0.0, 0.0] if batching == "separate" else LAMBDAS
     data, settings = arm_data(kind), train_config(batching, 10, optimizer="sgd", momentum=0.9, weight_decay=1e-3)
-    ensembles = ensembles_of(kind)
+    ensembles = make_ensembles(kind)
     network = RunGroup(ensembles)
     fit(network, data, settings, diversities=lambdas, seeds=SEEDS)
     for run, ensemble in enumerate(ensembles):
-        before = state_of(copy.deepcopy(ensemble))
+        before = run_state(copy.deepcopy(ensemble))
         train_alone(ensemble, data, settings, lambdas[run], SEEDS[run])
-        assert_same(state_of(network.ensemble(run)), state_of(ensemble), within=WITHIN)
-        assert any((value - before[name]).abs().max() > 1e-3 for name, value in state_of(ensemble).items())
+        assert_same(run_state(network.ensemble(run)), run_state(ensemble), within=WITHIN)
+        assert any((value - before[name]).abs().max() > 1e-3 for name, value in run_state(ensemble).items())
 
 
 # -- one run by itself ------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_ten_steps_are_those_of_the_ensembles_one_by_one(kind: str, batching: st
 
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_run_by_itself_is_a_copy_with_the_modes_and_flags_of_the_group(kind: str) -> None:
-    ensembles = ensembles_of(kind)
+    ensembles = make_ensembles(kind)
     for ensemble in ensembles:
         ensemble.link = "sigmoid"
         next(ensemble.parameters()).requires_grad_(False)
@@ -232,7 +232,7 @@ def test_a_run_by_itself_is_a_copy_with_the_modes_and_flags_of_the_group(kind: s
     for run, ensemble in enumerate(ensembles):
         alone = network.ensemble(run)
         assert (alone.link, alone.num_members, alone.training) == ("sigmoid", MEMBERS, True)
-        assert_same(state_of(alone), state_of(ensemble), within=0)
+        assert_same(run_state(alone), run_state(ensemble), within=0)
         plain = as_plain(alone)
         ours = {name: p.requires_grad for name, p in plain.named_parameters()}
         assert ours == {name: p.requires_grad for name, p in ensemble.named_parameters()}
@@ -242,7 +242,7 @@ def test_a_run_by_itself_is_a_copy_with_the_modes_and_flags_of_the_group(kind: s
         with torch.no_grad():
             for parameter in alone.parameters():
                 parameter.zero_()
-        assert_same(state_of(network.ensemble(run)), state_of(ensemble), within=0)  # still what it was
+        assert_same(run_state(network.ensemble(run)), run_state(ensemble), within=0)  # still what it was
     assert not network.eval().ensemble(1).training
 
 
@@ -254,26 +254,26 @@ def test_a_branched_run_can_be_saved(tmp_path: Path) -> None:
 
 
 def test_state_names_show_the_stacked_parameters() -> None:
-    shapes = {name: tuple(value.shape) for name, value in RunGroup(ensembles_of("smoc")).state_dict().items()}
+    shapes = {name: tuple(value.shape) for name, value in RunGroup(make_ensembles("smoc")).state_dict().items()}
     assert shapes == {
         "trunk.stacked.linear1.weight": (2, 5, FEATURES),
         "trunk.stacked.linear1.bias": (2, 5),
         "members.stacked.weight": (2, MEMBERS, CLASSES, 5),
         "members.stacked.bias": (2, MEMBERS, CLASSES),
     }
-    shapes = {name: tuple(value.shape) for name, value in group_of(SEEDS).state_dict().items()}
+    shapes = {name: tuple(value.shape) for name, value in make_group(SEEDS).state_dict().items()}
     assert shapes["members.stacked.fc.weight"] == (2 * MEMBERS, CLASSES, 5)
 
 
 @pytest.mark.parametrize("kind", ["convolutional", "branched resnet"])
 def test_a_group_moves_to_a_dtype_and_a_memory_format(kind: str) -> None:
-    network = RunGroup(ensembles_of(kind)).to(torch.float32, memory_format=torch.channels_last)
+    network = RunGroup(make_ensembles(kind)).to(torch.float32, memory_format=torch.channels_last)
     assert {p.dtype for p in network.parameters()} == {torch.float32}
     kernels = [p for p in network.parameters() if p.ndim == 5 and p.shape[-1] > 1 and p.shape[2] > 1]
     assert kernels
     assert all(p[0].is_contiguous(memory_format=torch.channels_last) for p in kernels)
     x = torch.randn(2, 4, 3, 8, 8)
-    plain = RunGroup(ensembles_of(kind)).to(torch.float32)
+    plain = RunGroup(make_ensembles(kind)).to(torch.float32)
     torch.testing.assert_close(network(x), plain(x))
     assert network.seeds.dtype == network.step.dtype == torch.int64
 
@@ -306,13 +306,13 @@ def masks(seeds: Sequence[int], step: int, *, count: int = MEMBERS, trunk: bool 
     return kept[:, :, 1:].detach() > 0
 
 
-def test_the_share_kept_is_as_asked_for() -> None:
+def test_dropout_keeps_the_requested_share() -> None:
     kept = masks([5, 6], 7, trunk=True).double().mean(-1)  # (R, K, layers)
     error = (RATE * (1 - RATE) / DRAWN) ** 0.5
     assert (kept - (1 - RATE)).abs().max() < 4 * error
 
 
-def test_masks_of_members_layers_steps_seeds_and_the_trunk_do_not_hang_together() -> None:
+def test_masks_are_independent() -> None:
     drawn = torch.stack([masks([5, 6], step, trunk=True) for step in (0, 1, 2)])  # (steps, R, K, layers, DRAWN)
     of_trunk, own = drawn[:, :, 0, :2], drawn[:, :, :, 2:]
     assert drawn[:, :, 1:, :2].equal(of_trunk.unsqueeze(2).expand(-1, -1, MEMBERS - 1, -1, -1))  # computed once
@@ -392,11 +392,11 @@ def test_with_dropout_a_run_trains_as_it_does_alone(kind: str, batching: str) ->
 
     together = trained([0, 1])
     for run in range(2):
-        assert_same(state_of(together.ensemble(run)), state_of(trained([run]).ensemble(0)), within=WITHIN)
+        assert_same(run_state(together.ensemble(run)), run_state(trained([run]).ensemble(0)), within=WITHIN)
 
 
 def test_members_are_those_that_were_given() -> None:
-    network = group_of(SEEDS)
+    network = make_group(SEEDS)
     for run, seed in enumerate(SEEDS):
         for ours, theirs in zip(network.ensemble(run).unstack(), members(seed), strict=True):  # type: ignore[operator]
             assert_same(ours.state_dict(), theirs.state_dict(), within=0)

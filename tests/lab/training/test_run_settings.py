@@ -14,7 +14,7 @@ from tests.lab.training.small_trainings import (
     MEMBERS,
     assert_same,
     batches,
-    group_of,
+    make_group,
     train_config,
     weights,
 )
@@ -41,13 +41,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 def run_group(kind: str, seeds: list[int]) -> RunGroup:
     if kind == "separate":
-        return group_of(seeds)
+        return make_group(seeds)
     torch.manual_seed(1)
     smoc = {seed: SMOC(mlp(FEATURES, 5, None), 5, CLASSES, MEMBERS).double() for seed in (5, 6)}
     return RunGroup([smoc[seed] for seed in seeds])
 
 
-def trained(config: Any, settings: Any, kind: str = "separate", seeds: list[int] = SEEDS) -> RunGroup:
+def train(config: Any, settings: Any, kind: str = "separate", seeds: list[int] = SEEDS) -> RunGroup:
     network = run_group(kind, seeds)
     fit(network, batches(), config, diversities=[0.4] * len(seeds), seeds=seeds, settings=settings)
     return network
@@ -57,9 +57,9 @@ def trained(config: Any, settings: Any, kind: str = "separate", seeds: list[int]
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_rates_and_decays_of_each_run_are_those_of_the_run_alone(optimizer: str, kind: str) -> None:
     config = train_config(**OPTIMIZERS[optimizer])
-    together = trained(config, SETTINGS, kind)
+    together = train(config, SETTINGS, kind)
     for r, own in enumerate(SETTINGS):  # the same network and batches, with one setting for all runs
-        alike = trained(replace(config, **own), None, kind)
+        alike = train(replace(config, **own), None, kind)
         assert_same(
             weights(together, r), weights(alike, r), within=1e-12
         )  # a fused step rounds a tensor's last elements differently
@@ -74,9 +74,9 @@ def test_label_smoothing_of_each_run(batch: str, detach_others: bool) -> None:
         return
     config = train_config(batch, detach_others=detach_others)
     settings = [{"label_smoothing": 0.0}, {"label_smoothing": 0.1}, {"label_smoothing": 0.3}, {"label_smoothing": 0.1}]
-    together = trained(config, settings)
+    together = train(config, settings)
     for r, own in enumerate(settings):
-        alone = trained(replace(config, **own), None, seeds=[SEEDS[r]])
+        alone = train(replace(config, **own), None, seeds=[SEEDS[r]])
         assert_same(weights(together, r), weights(alone, 0), within=1e-9)  # the bound of runs alone and in a group
 
 
@@ -107,12 +107,12 @@ def test_interrupted_at_every_step(tmp_path: Path) -> None:
     def results(network: RunGroup, fitted: FitResult) -> Any:
         return [weights_digest(network, r) for r in range(4)], fitted.history
 
-    network = group_of(SEEDS)
+    network = make_group(SEEDS)
     expected = results(network, fit(network, batches(), config, **options))
     options["checkpoint_policy"] = CheckpointPolicy(Checkpoints(tmp_path), every_seconds=None)
     for step in range(6):
         asked = itertools.count(1 - min(step, 1))
         with pytest.raises(Interrupted):
-            fit(group_of(SEEDS), batches(), config, **options, stop=lambda asked=asked: next(asked) >= 1)  # type: ignore[misc]
-    network = group_of(SEEDS)
+            fit(make_group(SEEDS), batches(), config, **options, stop=lambda asked=asked: next(asked) >= 1)  # type: ignore[misc]
+    network = make_group(SEEDS)
     assert results(network, fit(network, batches(), config, **options)) == expected

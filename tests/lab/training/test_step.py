@@ -16,7 +16,7 @@ from tests.lab.training.small_trainings import (
     MEMBERS,
     assert_same,
     batches,
-    group_of,
+    make_group,
     members,
     run_group,
     train_config,
@@ -65,7 +65,7 @@ def test_equals_plain_modules(kind: str, diversities: tuple[float, ...], optimiz
     )
     data, seeds = batches(), [5, 6]
     runs = [(lam, seed) for lam in diversities for seed in seeds]
-    network = group_of([seed for _, seed in runs])
+    network = make_group([seed for _, seed in runs])
     fit(network, data, settings, diversities=[lam for lam, _ in runs], seeds=[seed for _, seed in runs])
 
     for r, (lam, seed) in enumerate(runs):
@@ -102,7 +102,7 @@ def test_gradients_into_the_others_are_the_ablation() -> None:
             detach=detach,
         )
         trained[detach] = [member.state_dict() for member in plain]
-    network = group_of([5])
+    network = make_group([5])
     fit(network, data, settings, diversities=[0.5], seeds=[5])
     ours = [member.state_dict() for member in network.ensemble(0).unstack()]  # type: ignore[operator]
     for mine, theirs in zip(ours, trained[False], strict=True):
@@ -159,7 +159,7 @@ def own_batch(runs: int = 1) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("diversity", [0.0, 0.3, 1.0])
 def test_exchanged_batches_are_sample_weights_on_a_common_batch(diversity: float) -> None:
-    network = group_of([5])
+    network = make_group([5])
     ensemble = network.ensemble(0)
     x, y = own_batch()
     weight = torch.zeros(MEMBERS, MEMBERS, BATCH, dtype=torch.float64)
@@ -177,8 +177,8 @@ def test_exchanged_batches_are_sample_weights_on_a_common_batch(diversity: float
         torch.testing.assert_close(before[name] - moved[name], parameter.grad, rtol=0, atol=1e-12)
 
 
-def test_the_losses_are_what_the_members_were_trained_on() -> None:
-    network = group_of([5])
+def test_losses_equal_the_training_losses() -> None:
+    network = make_group([5])
     x, y = own_batch()
     logits = network.predict(x[0, 0])[0].detach()
     result = one_step("shared", 0.4, network)
@@ -190,7 +190,7 @@ def test_the_losses_are_what_the_members_were_trained_on() -> None:
 
 
 def test_with_own_batches_the_score_is_the_members_mean() -> None:
-    network = group_of([5])
+    network = make_group([5])
     x, y = own_batch()
     logits = network(x, own=True)[0].detach()
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y[0].flatten())
@@ -198,7 +198,7 @@ def test_with_own_batches_the_score_is_the_members_mean() -> None:
 
 
 def test_a_stopped_run_does_not_move_and_the_others_do() -> None:
-    network = group_of([5, 6])
+    network = make_group([5, 6])
     settings = train_config("shared", 1, optimizer="sgd", momentum=0.0)
     optimizer = make_optimizer(settings, list(network.parameters()))
     x, y = own_batch(2)
@@ -214,7 +214,7 @@ def test_bf16_keeps_weights_and_losses_in_float32(kind: str) -> None:
     diversity = 0.0 if kind == "separate" else 0.5
     results = {}
     for precision in ("float32", "bf16"):
-        network = group_of([5], torch.float32)
+        network = make_group([5], torch.float32)
         settings = TrainConfig(
             steps=1, batches=kind, precision=precision, optimizer="sgd", momentum=0.0, learning_rate=1.0
         )
@@ -233,33 +233,33 @@ def test_bf16_keeps_weights_and_losses_in_float32(kind: str) -> None:
 
 
 class TestFaults:
-    """Who became NaN or Inf first."""
+    """Which member is first NaN or Inf."""
 
     def setup_method(self) -> None:
-        self.network = group_of([5, 6, 7])
+        self.network = make_group([5, 6, 7])
         self.logits = torch.zeros(3, MEMBERS, BATCH, CLASSES)
         self.losses = torch.zeros(3, MEMBERS)
         for parameter in self.network.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
-    def found(self) -> list[int]:
+    def find_nonfinite(self) -> list[int]:
         codes = first_nonfinite(self.network, self.logits, self.losses).tolist()
         members = [nonfinite_member(code, MEMBERS) for code in codes]
         return [-1 if code < 0 else MEMBERS if k is None else k for code, k in zip(codes, members, strict=True)]
 
     def test_no_member_is_nonfinite(self) -> None:
-        assert self.found() == [-1, -1, -1]
+        assert self.find_nonfinite() == [-1, -1, -1]
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     def test_loss(self, bad: float) -> None:
         self.losses[1, 2] = bad
-        assert self.found() == [-1, 2, -1]
+        assert self.find_nonfinite() == [-1, 2, -1]
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-    def test_own_logits_come_before_losses_that_others_spoilt(self, bad: float) -> None:
+    def test_own_logits_are_blamed_before_other_members(self, bad: float) -> None:
         self.losses[1] = math.nan  # a coupled loss is NaN for all members
         self.logits[1, 1, 3, 0] = bad
-        assert self.found() == [-1, 1, -1]
+        assert self.find_nonfinite() == [-1, 1, -1]
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     def test_gradient_of_one_member(self, bad: float) -> None:
@@ -267,33 +267,33 @@ class TestFaults:
             gradient = torch.zeros_like(parameter)
             gradient.view(3 * MEMBERS, -1)[2 * MEMBERS + 1, 0] = bad
             parameter.grad = gradient
-            assert self.found() == [-1, -1, 1]
+            assert self.find_nonfinite() == [-1, -1, 1]
             parameter.grad = torch.zeros_like(parameter)
 
     def test_opposite_infinities_do_not_cancel(self) -> None:
         next(self.network.parameters()).grad.view(3 * MEMBERS, -1)[0, :2] = torch.tensor([math.inf, -math.inf])
-        assert self.found() == [0, -1, -1]
+        assert self.find_nonfinite() == [0, -1, -1]
 
     def test_a_nonfinite_trunk_is_no_members_failure(self) -> None:
         self.network = RunGroup([SMOC(mlp(FEATURES, 5, None), 5, CLASSES, MEMBERS) for _ in range(3)])
         for parameter in self.network.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        assert self.found() == [-1, -1, -1]
+        assert self.find_nonfinite() == [-1, -1, -1]
         self.network.get_parameter("trunk.stacked.linear1.weight").grad[2, 0, 0] = math.nan  # type: ignore[index]
-        assert self.found() == [-1, -1, MEMBERS]
+        assert self.find_nonfinite() == [-1, -1, MEMBERS]
 
     def test_members_behind_a_trunk(self) -> None:
         self.network = RunGroup([Ensemble(members(seed), mlp(4, FEATURES, None).double()) for seed in (5, 6, 7)])
         for parameter in self.network.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.network.get_parameter("members.stacked.fc.bias").grad[2, 1] = math.inf  # type: ignore[index]
-        assert self.found() == [2, -1, -1]
+        assert self.find_nonfinite() == [2, -1, -1]
         self.network.get_parameter("trunk.stacked.linear1.bias").grad[1, 1] = math.inf  # type: ignore[index]
-        assert self.found() == [2, MEMBERS, -1]
+        assert self.find_nonfinite() == [2, MEMBERS, -1]
 
     def test_before_the_first_backward_there_are_no_gradients(self) -> None:
         self.network.zero_grad()
-        assert self.found() == [-1, -1, -1]
+        assert self.find_nonfinite() == [-1, -1, -1]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -306,16 +306,16 @@ def test_one_bad_number_anywhere_is_seen(bad: float) -> None:
         assert not all_finite(spoilt)
 
 
-def test_what_only_looks_like_a_fault_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_finite_values_are_not_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     large = torch.tensor([3e38, 3e38])
     assert not all_finite([large])  # its norm overflows: a closer look is needed, and finds nothing
     monkeypatch.setattr(step_module, "all_finite", lambda values: False)
-    assert one_step("shared", 0.5, group_of([5])).nonfinite.tolist() == [-1]  # type: ignore[union-attr]
+    assert one_step("shared", 0.5, make_group([5])).nonfinite.tolist() == [-1]  # type: ignore[union-attr]
 
 
 def test_on_the_cpu_all_is_well_without_a_closer_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(step_module, "first_nonfinite")
-    assert one_step("shared", 0.5, group_of([5])).nonfinite is None
+    assert one_step("shared", 0.5, make_group([5])).nonfinite is None
 
 
 def with_layer(kind: str, seed: int) -> nn.Module:

@@ -11,7 +11,7 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchace.lab.tuning.gain import describe_gain, measure_gain
+from torchace.lab.tuning.search import describe_gain, measure_gain
 
 
 @given(

@@ -41,7 +41,7 @@ def server() -> Iterator[postgres.Server]:
         yield running
 
 
-def stored(server: postgres.Server, name: str) -> list[FrozenTrial]:
+def stored_trials(server: postgres.Server, name: str) -> list[FrozenTrial]:
     """The trials of a study, read by Optuna alone."""
     storage = optuna.storages.RDBStorage(server.url().replace("{", "{{").replace("}", "}}"))
     try:
@@ -104,7 +104,7 @@ def test_two_workers_one_of_which_is_killed(server: postgres.Server, tmp_path: P
         for name, worker in workers.items():
             wait_for(tmp_path / f"{name}.waits", worker)
         killed, other = (int((tmp_path / f"{name}.trial").read_text()) for name in ("dies", "lives"))
-        running = {trial.number for trial in stored(server, "two") if trial.state == TrialState.RUNNING}
+        running = {trial.number for trial in stored_trials(server, "two") if trial.state == TrialState.RUNNING}
         assert running == {killed, other}
         workers["dies"].kill()
         workers["dies"].join()
@@ -117,7 +117,7 @@ def test_two_workers_one_of_which_is_killed(server: postgres.Server, tmp_path: P
             worker.kill()
             worker.join()
 
-    trials = stored(server, "two")
+    trials = stored_trials(server, "two")
     done = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in workers}
     finished = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     assert Counter(done["lives"] + done["dies"]) == Counter(trial.number for trial in finished)
@@ -168,7 +168,7 @@ def test_an_unreachable_server_is_reported_in_one_sentence(server: postgres.Serv
     assert "\n" not in str(caught.value)
 
 
-def test_a_server_that_goes_away_loses_no_finished_trial(server: postgres.Server) -> None:
+def test_finished_trials_survive_a_lost_server(server: postgres.Server) -> None:
     seen: list[float | None] = []
 
     def watch(number: int, value: float | None, best: float | None) -> None:
@@ -207,16 +207,14 @@ def at(trial: int, step: int, act: Callable[[], None]) -> dict[str, Any]:
 UNDISTURBED: dict[str, Any] = {"pruning": False, "num_seeds": 1}
 
 
-def assert_as_undisturbed(result: StudyResult, count: int) -> None:
+def assert_equals_undisturbed(result: StudyResult, count: int) -> None:
     assert ended(result) == ended(found(count, **UNDISTURBED))
     assert "running" not in states(result)
     assert "waiting" not in states(result)
 
 
 @pytest.mark.parametrize("step", [1, 2, 5])
-def test_a_server_that_goes_away_in_a_trial(
-    server: postgres.Server, step: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_lost_during_a_trial(server: postgres.Server, step: int, capfd: pytest.CaptureFixture[str]) -> None:
     """Optuna fails itself where it cannot write down that a trial failed; heartbeats fail in another thread."""
     name = f"away {step}"
     with pytest.raises(StorageError, match=r"Cannot use the storage postgresql.*repeat the command") as caught:
@@ -225,7 +223,7 @@ def test_a_server_that_goes_away_in_a_trial(
     assert capfd.readouterr().err == ""
     server.start()
     # at once: long before its trial would be stale
-    assert_as_undisturbed(found(4, server.url(), study_name=name, **UNDISTURBED), 4)
+    assert_equals_undisturbed(found(4, server.url(), study_name=name, **UNDISTURBED), 4)
 
 
 def test_a_server_restart_between_two_heartbeats(server: postgres.Server) -> None:
@@ -233,7 +231,7 @@ def test_a_server_restart_between_two_heartbeats(server: postgres.Server) -> Non
         server.stop()
         server.start()
 
-    assert_as_undisturbed(found(3, server.url(), study_name="restarted", **at(1, 1, restart)), 3)
+    assert_equals_undisturbed(found(3, server.url(), study_name="restarted", **at(1, 1, restart)), 3)
 
 
 @pytest.mark.parametrize("epochs", [6, 10**6])
@@ -286,7 +284,7 @@ def test_a_killed_processs_trial_is_retried_at_once(server: postgres.Server, tmp
             assert {"running", "waiting"}.isdisjoint(states(result))
         else:
             kill()
-            assert_as_undisturbed(found(4, server.url(), study_name=name, **UNDISTURBED), 4)
+            assert_equals_undisturbed(found(4, server.url(), study_name=name, **UNDISTURBED), 4)
     finally:
         kill()
 

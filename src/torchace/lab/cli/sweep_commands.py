@@ -61,10 +61,9 @@ def run(
         directory = out or Path("runs") / loaded.name
 
         from torchace.lab.cli.progress import SweepProgress
-        from torchace.lab.sweeps.callbacks import EventLog
+        from torchace.lab.sweeps.callbacks import EventLog, make_callbacks
         from torchace.lab.sweeps.executor import UnfinishedRunsError, make_executor
         from torchace.lab.sweeps.sweep import Sweep
-        from torchace.lab.sweeps.trackers import make_callbacks
         from torchace.lab.training.loop import Interrupted
 
         if not resume and (directory / "experiment.json").exists():
@@ -104,13 +103,15 @@ def _print_failures(failures: dict[RunKey, Failure]) -> None:
 
 def report(directory: Annotated[Path, typer.Argument(help="Run directory.")]) -> None:
     """Write the report of a run directory."""
-    from torchace.lab.report import read_results, rich_table, write_report
+    from torchace.lab.report import read_results, rich_table, summary_sentences, write_report
 
     again = f"All results are in {directory}. Write the report with: torchace report {shlex.quote(str(directory))}"
     with interruptible(f"Interrupted while writing the report. {again}"):
         page = write_report(directory)
-    results = read_results(directory, arrays=False)
+    results = read_results(directory)
     print_table(rich_table(results))
+    for sentence in summary_sentences(results):
+        print_line(sentence)
     print_line(f"Report: {page}")
     for damaged in results.damaged:
         print_error(f"Skipped: {damaged.reason}")

@@ -81,7 +81,7 @@ def _table_options(
     device: Device = DEFAULTS.device,
 ) -> TableRequest:
     from torchace.lab.tables.table import TableSettings
-    from torchace.lab.training.members import resolve_device
+    from torchace.lab.training.config import resolve_device
 
     given = {name: value for name, value in locals().items() if name in _SHARED and value != _SHARED[name].default}
     if task not in (None, "classification", "regression"):

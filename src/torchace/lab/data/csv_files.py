@@ -35,34 +35,34 @@ def csv_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
     """Iterate over the rows of a CSV file, at most `rows` at a time."""
     pa = arrow()
     try:
-        with _open(path) as stream:
-            delimiters = ["\t"] if ".tsv" in path.name.lower() else list(_DELIMITERS)
-            delimiter, has_row_names = _find_layout(stream.peek(_BLOCK_BYTES), delimiters)
-            blocks = _complete_rows(stream, delimiter, path)
-            lines = io.StringIO(next(blocks, b"").decode(), newline="")
-            names = _read_header(lines, delimiter, path, has_row_names)
-            rows = max(1, min(rows, CHUNK_BYTES // (8 * len(names))))
-            count, pending = 0, None
-            for block in itertools.chain([lines.read().encode()], blocks):
-                table, bad_row = _parse(block, names, delimiter)
-                count += len(table)
-                pending = table if pending is None else pa.concat_tables([pending, table])
-                while len(pending) >= rows:
-                    yield pending.slice(0, rows).to_pandas()
-                    pending = pending.slice(rows)
-                if bad_row is not None:
-                    raise _wrong_width(path, count + 1, bad_row, delimiter)
-            if pending is not None and len(pending):
-                yield pending.to_pandas()
+        stream = _read_blocks(path)
+        first = next(stream, b"")
+        delimiters = ["\t"] if ".tsv" in path.name.lower() else list(_DELIMITERS)
+        delimiter, has_row_names = _find_layout(first, delimiters)
+        blocks = _complete_rows(itertools.chain([first], stream), delimiter, path)
+        lines = io.StringIO(next(blocks, b"").decode(), newline="")
+        names = _read_header(lines, delimiter, path, has_row_names)
+        rows = max(1, min(rows, CHUNK_BYTES // (8 * len(names))))
+        count, pending = 0, None
+        for block in itertools.chain([lines.read().encode()], blocks):
+            table, bad_row = _parse(block, names, delimiter)
+            count += len(table)
+            pending = table if pending is None else pa.concat_tables([pending, table])
+            while len(pending) >= rows:
+                yield pending.slice(0, rows).to_pandas()
+                pending = pending.slice(rows)
+            if bad_row is not None:
+                raise _wrong_width(path, count + 1, bad_row, delimiter)
+        if pending is not None and len(pending):
+            yield pending.to_pandas()
     except csv.Error as error:
         raise DataError(f"{path} is not a readable CSV file ({error}); save it again.") from None
     except (OSError, EOFError, zlib.error) as error:  # includes gzip's errors
         raise DataError(f"{path} cannot be read to its end ({error_reason(error)}); copy or save it again.") from None
 
 
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[io.BufferedReader]:
-    """Open a file as UTF-8 text, whatever its encoding and compression."""
+def _read_blocks(path: Path) -> Iterator[bytes]:
+    """Read a file as UTF-8 text, whatever its encoding and compression."""
     is_packed = path.name.lower().endswith(".gz")
     if is_packed:
         try:
@@ -72,9 +72,12 @@ def _open(path: Path) -> Iterator[io.BufferedReader]:
     encoding = text_encoding(path)
     with open_regular(path) as file:
         content: Any = gzip.GzipFile(fileobj=file) if is_packed else file
-        raw = content if encoding == "UTF-8" else _Utf8Reader(content, encoding, path)
-        with io.BufferedReader(raw, _BLOCK_BYTES) as stream:
-            yield stream
+        blocks: Iterator[bytes] = iter(lambda: content.read(_BLOCK_BYTES), b"")
+        try:
+            recoded = codecs.iterencode(codecs.iterdecode(blocks, encoding), "utf-8")
+            yield from blocks if encoding == "UTF-8" else recoded
+        except UnicodeError:
+            raise DataError(f"{path} is neither UTF-8 nor {encoding} text; save it as UTF-8.") from None
 
 
 def text_encoding(path: Path) -> str:
@@ -93,31 +96,6 @@ def text_encoding(path: Path) -> str:
         except UnicodeDecodeError:
             return "Windows-1252"
     return "UTF-8"
-
-
-class _Utf8Reader(io.RawIOBase):
-    """Bytes of a text stream, recoded from another encoding to UTF-8."""
-
-    def __init__(self, stream: Any, encoding: str, path: Path) -> None:
-        self._stream, self._path, self._encoding = stream, path, encoding
-        self._decoder = codecs.getincrementaldecoder(encoding)()
-        self._rest = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._rest:
-            block = self._stream.read(_BLOCK_BYTES)
-            try:
-                self._rest = self._decoder.decode(block, final=not block).encode()
-            except UnicodeError:
-                raise DataError(f"{self._path} is neither UTF-8 nor {self._encoding} text; save it as UTF-8.") from None
-            if not block:
-                break
-        count = min(len(buffer), len(self._rest))
-        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
-        return count
 
 
 def _find_layout(sample: bytes, delimiters: list[str]) -> tuple[str, bool]:
@@ -147,15 +125,15 @@ def _skip_blank(rows: Iterable[list[str]]) -> Iterator[list[str]]:
     return (row for row in rows if len(row) > 1 or (row and row[0].strip()))
 
 
-def _complete_rows(stream: io.BufferedReader, delimiter: str, path: Path) -> Iterator[bytes]:
+def _complete_rows(stream: Iterator[bytes], delimiter: str, path: Path) -> Iterator[bytes]:
     """Read blocks of complete rows, check them, and remove spaces around delimiters."""
     mark, space = re.escape(delimiter), " " if delimiter == "\t" else r"[ \t]"
     quoted = rf'(\A|[{mark}\r\n]) *+"([^"]*+(?:""[^"]*+)*+)("?){space}*+(?=([{mark}\r\n]|\Z)?)'
     quoted_cells = re.compile(quoted.encode())
     layout = re.compile(rf'{quoted}|({mark}) ++(?!")|(\A|[\r\n]) ++(?![\r\n"]|\Z)'.encode())
-    rest, line, block = b"", 1, stream.read(_BLOCK_BYTES).removeprefix(b"\xef\xbb\xbf")
+    rest, line, block = b"", 1, next(stream, b"").removeprefix(b"\xef\xbb\xbf")
     while rest or block:
-        following = stream.read(_BLOCK_BYTES)
+        following = next(stream, b"")
         data = rest + block
         # keep \r\n together
         end = 1 + max(data.rfind(b"\n"), data.rfind(b"\r", 0, len(data) - 1)) if following else len(data)

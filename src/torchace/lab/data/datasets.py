@@ -16,9 +16,19 @@ from torch import Tensor
 from torchace._checks import check_choice, check_count
 from torchace._extras import import_extra
 from torchace.lab.data.errors import DataError, check_labels, damaged_file
-from torchace.lab.data.files import download as download_file
-from torchace.lab.data.files import find, not_found, search_path
-from torchace.lab.data.image_files import SOURCES, CifarSource, IdxFile, IdxSource, read_archive, read_folder, read_idx
+from torchace.lab.data.image_files import (
+    SOURCES,
+    CifarSource,
+    IdxFile,
+    IdxSource,
+    find,
+    not_found,
+    read_archive,
+    read_folder,
+    read_idx,
+    search_path,
+)
+from torchace.lab.data.image_files import download as download_file
 from torchace.lab.data.splits import Split, random_split, stratified_split
 from torchace.lab.schema.reading import did_you_mean
 

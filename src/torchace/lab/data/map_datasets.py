@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,14 +26,7 @@ PROBED = 16  # items read twice, to detect random ones
 READ_AT_ONCE = 512
 
 Place = tuple[int, int]  # index and key of the random numbers of an item
-
-
-class Read(NamedTuple):
-    """Items that were read: inputs, targets and indices."""
-
-    x: Inputs
-    y: Tensor
-    indices: list[int]
+Read = tuple[Inputs, Tensor, list[int]]  # inputs, targets and indices of items
 
 
 class Items(TorchDataset[Any]):
@@ -115,7 +108,7 @@ def _stack(items: list[tuple[int, Inputs, Tensor]]) -> Read:
                 "them to one shape."
             )
     indices, inputs, targets = zip(*items, strict=True)
-    return Read(map_inputs(lambda *values: torch.stack(values), *inputs), torch.stack(targets), list(indices))
+    return map_inputs(lambda *values: torch.stack(values), *inputs), torch.stack(targets), list(indices)
 
 
 def is_random(items: Items) -> bool:

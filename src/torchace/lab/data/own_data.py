@@ -117,7 +117,7 @@ def _class_names(train: AnySplit, names: tuple[str, ...], options: DataOptions) 
         labels = train.y
         if labels is None:  # read while training: one pass over the targets
             labels = torch.cat([y for _, y in train.chunks(512)])
-        count = int(labels.max()) + 1
+        count = max(int(labels.max()) + 1, 2 * (int(labels.min()) < 0))  # negative labels are refused later
     if count < 2 and options.num_classes is None:
         raise DataError("The training data has only one class; give at least two.")
     return names if len(names) == count else tuple(map(str, range(count)))

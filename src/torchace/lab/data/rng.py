@@ -99,15 +99,7 @@ def preserve_generators(device: torch.device | str = "cpu") -> Iterator[None]:
 
 @contextmanager
 def use_seed(key: int, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Seed the global generators with a hashed key inside the block; restore their states afterwards.
-
-    Example:
-        >>> with use_seed(hashed_key(7, "member", 0)):
-        ...     first = torch.rand(2)
-        >>> with use_seed(hashed_key(7, "member", 0)):
-        ...     torch.equal(torch.rand(2), first)
-        True
-    """
+    """Seed the global generators with a hashed key inside the block; restore their states afterwards."""
     with preserve_generators(device):
         seed_generators(key, device)
         yield

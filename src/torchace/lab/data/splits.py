@@ -218,8 +218,8 @@ def train_val_test_split(
     shares = [float(fraction) for fraction in fractions]
     if not (len(shares) == 3 and abs(sum(shares) - 1) < 1e-9 and shares[0] > 0 and shares[1] > 0 and shares[2] >= 0):
         raise DataError(
-            "Expected fractions for training, validation and test that sum to 1, the first two above 0, but got "
-            f"{', '.join(f'{share:g}' for share in shares)}."
+            f"The fractions {', '.join(f'{share:g}' for share in shares)} are invalid; give three for training, "
+            "validation and test that add up to 1, the first two above 0."
         )
     if column is None:
         train, test = _take(torch.arange(len(targets)), targets, shares[2], "test", seed)

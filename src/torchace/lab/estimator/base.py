@@ -26,11 +26,11 @@ from torchace.lab.estimator.fitted import FittedEstimator, TrainingState, histor
 from torchace.lab.estimator.inputs import learn_inputs, raw_matrix, read_inputs, read_inputs_and_targets, target_name
 from torchace.lab.estimator.search import search_diversity
 from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters, to_python
-from torchace.lab.training.config import make_optimizer
+from torchace.lab.training.config import make_optimizer, resolve_device
 from torchace.lab.training.loop import Progress
-from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_group, resolve_device, train_members
-from torchace.lab.training.memory import chunk_rows, collect_chunks
+from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_group, train_members
 from torchace.lab.training.out_of_fold import OutOfFold, collect_out_of_fold
+from torchace.lab.training.run_group import chunk_rows, collect_chunks
 from torchace.lab.training.scaling import Scaler, assemble_ensemble
 from torchace.lab.tuning.grid_search import TunedDiversity
 

@@ -6,14 +6,23 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+from torchace.diagnosis.advice import DiversityAdvice, advise_diversity
 from torchace.lab.report import formats
 from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.metrics import Metric
 from torchace.lab.report.results import Results
-from torchace.lab.report.statistics import Comparison, Difference, best_diversity, comparable_means, compare
+from torchace.lab.report.statistics import (
+    Comparison,
+    Difference,
+    best_diversity,
+    comparable_means,
+    compare,
+    train_loss,
+)
 from torchace.lab.report.tables import summarize_metric
 from torchace.lab.schema.results import ArmSummary
 
+ADVICE_METRICS = ("cross_entropy", "member_cross_entropy", "disagreement")
 COLLAPSED = 0.002  # disagreement below which members count as collapsed
 COLLAPSED_SPREAD = 0.01  # the same for the spread of regressors, relative to the ensemble's error
 
@@ -36,6 +45,7 @@ def findings(results: Results, arm: ArmSummary) -> list[Finding]:
             _score(results, arm, results.task.score),
             _one_member(results, arm),
             _chosen_on_validation(results, arm),
+            _advice(results, arm),
             *(_against_baseline(results, arm, other) for other in results.arms if other.baseline and other != arm),
         ]
     known = [finding for finding in found if finding]
@@ -54,7 +64,9 @@ def headline(results: Results, arm: ArmSummary) -> str:
     if gain is None:
         sentences = [f"No λ lowers {metric.noun} significantly."]
     else:
-        amount = metric.difference(-gain.mean, gain.margin, signed=False)
+        level = comparable_means(results, arm, results.task.loss)[comparison.reference_diversity]
+        margin = 0.0 if gain.margin is None else gain.margin
+        amount = f"{formats.number(-100 * gain.mean / level, 1)} ± {formats.number(100 * margin / level, 1)} %"
         sentences = [f"{at(gain.diversity)} lowers {metric.noun} by {amount}."]
     sentences.append(_effect_on_diversity(results, arm))
     for verdict, plural in (("does as well", "do as well"), ("is better", "are better")):
@@ -236,6 +248,31 @@ def _chosen_on_validation(results: Results, arm: ArmSummary) -> Finding | None:
         return None
     subject = f"On the test set, its paired difference in {metric.noun} to λ=0"
     return Finding(topic, f"The validation data picks {at(picked)}. {_evidence(metric, difference, subject)}")
+
+
+def advice(results: Results, arm: ArmSummary) -> DiversityAdvice | None:
+    """Return what the runs at λ=0 let expect of λ; None for other tasks, shared layers or without validation data."""
+    validation = {key: results.values(arm, 0.0, key, "validation").values() for key in ADVICE_METRICS}
+    config, train = results.experiment.config, train_loss(results, arm)
+    kinds = [section.get("model", {}).get("kind", "separate") for section in (config, *config.get("arms", []))]
+    if results.task.loss != "cross_entropy" or set(kinds) != {"separate"} or arm.num_members == 1:
+        return None
+    if train is None or not arm.parameters or not all(validation.values()):
+        return None
+    loss, member_loss, disagreement = (math.fsum(values) / len(values) for values in validation.values())
+    return advise_diversity(
+        train_loss=train,
+        validation_loss=loss,
+        member_loss=member_loss,
+        disagreement=disagreement,
+        num_samples=results.arm_data(arm).train,
+        num_parameters=max(1, arm.parameters // arm.num_members),
+    )
+
+
+def _advice(results: Results, arm: ArmSummary) -> Finding | None:
+    found = advice(results, arm)
+    return None if found is None else Finding("Expected from λ=0 alone", found.sentence)
 
 
 def _against_baseline(results: Results, arm: ArmSummary, other: ArmSummary) -> Finding | None:

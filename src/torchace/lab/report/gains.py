@@ -12,7 +12,7 @@ from torchace._figures import HEIGHT, FigureSpec, Theme
 from torchace.lab.report import formats
 from torchace.lab.report.findings import Finding
 from torchace.lab.report.results import Results
-from torchace.lab.report.statistics import Difference, paired_difference
+from torchace.lab.report.statistics import Difference, paired_difference, train_loss
 from torchace.lab.report.tables import Cell, ReportTable, make_table
 from torchace.lab.schema.results import ArmSummary
 
@@ -86,18 +86,8 @@ def arm_gain(results: Results, arm: ArmSummary) -> ArmGain | None:
         difference,
         test_loss=_mean([level[seed] for seed in rest if seed in level] or list(level.values())),
         validation_loss=_mean(list(validation[0.0].values())) if validation[0.0] else None,
-        train_loss=_train_loss(results, arm),
+        train_loss=train_loss(results, arm),
     )
-
-
-def _train_loss(results: Results, arm: ArmSummary) -> float | None:
-    """Training loss at λ=0 in the epoch of the weights, mean over seeds."""
-    found = []
-    for run in results.finished(arm, 0.0):
-        epoch = run.history[(run.best_epoch or len(run.history)) - 1] if run.history else {}
-        found.append(epoch.get(f"train_{results.task.loss}"))
-    known = [value for value in found if value is not None]
-    return _mean(known) if known else None
 
 
 def _mean(values: list[float]) -> float:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchace._extras import missing_extra
 from torchace._figures import DARK, DPI, LIGHT, WIDTH, FigureSpec, render
 from torchace._files import PathError, refuse_links, remove_abandoned, write_atomic
-from torchace.lab.report import setup, tables
+from torchace.lab.report import formats, setup, tables
 from torchace.lab.report.array_plots import array_figures, contested_table
 from torchace.lab.report.axes import axis_findings, axis_tables
 from torchace.lab.report.comparison import comparison_tables
-from torchace.lab.report.findings import Finding, findings, headline, remarks
+from torchace.lab.report.findings import Finding, advice, findings, headline, remarks
 from torchace.lab.report.formats import at
 from torchace.lab.report.gains import gain_figures, gain_finding, gain_table, has_many_arms
 from torchace.lab.report.model_findings import model_findings, model_headline
@@ -208,6 +208,17 @@ def _escape(text: str) -> str:
     text = re.sub(r"&(?=#?\w+;)", "&amp;", text)
     text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
     return re.sub(r"^(#|>|[+-](?=\s))", r"\\\1", text)
+
+
+def summary_sentences(results: Results) -> list[str]:
+    """Return the main result of each arm, and what the runs at λ=0 let expect, for a terminal."""
+    found = []
+    for arm in () if has_many_arms(results) or results.model else results.arms:
+        expected = advice(results, arm)
+        sentences = [headline(results, arm), *([f"Expected: {expected.sentence}"] if expected else [])]
+        if text := " ".join(filter(None, sentences)):
+            found.append(f"{formats.capitalize(arm.label)}. {text}" if len(results.arms) > 1 else text)
+    return found
 
 
 def rich_table(results: Results) -> RichTable:

@@ -63,15 +63,7 @@ class Hyperparameters(BaseModel):
 
 
 def check_hyperparameters(name: Callable[[str], str], **values: Any) -> Hyperparameters:
-    """Return validated hyperparameters; `name` formats their names in errors.
-
-    Example:
-        >>> check_hyperparameters("--{}".format, epochs=5).batch_size
-        128
-        >>> check_hyperparameters("--{}".format, epochs=0)
-        Traceback (most recent call last):
-        ValueError: Expected --epochs to be at least 1, but got 0.
-    """
+    """Return validated hyperparameters; `name` formats their names in errors."""
     try:
         return Hyperparameters(**values)
     except ValidationError as error:

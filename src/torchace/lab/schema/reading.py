@@ -67,8 +67,9 @@ def describe_error(
 
 
 def capitalize(message: str) -> str:
-    """Start a sentence with a capital; the symbol λ stays small."""
-    return message if message.startswith("λ") else message[:1].upper() + message[1:]
+    """Start a sentence with a capital; the symbol λ and the name of a setting stay small."""
+    starts_with_name = re.match(r"λ|[\w.]+(:| =) ", message)
+    return message if starts_with_name else message[:1].upper() + message[1:]
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
@@ -100,12 +101,7 @@ class ResultFileError(ValueError):
 
 
 def printable(value: Any) -> Any:
-    r"""Replace unprintable characters in all strings of parsed JSON by spaces.
-
-    Example:
-        >>> printable({"a\n": ["\ud800", 3, None]})
-        {'a ': [' ', 3, None]}
-    """
+    """Replace unprintable characters in all strings of parsed JSON by spaces."""
     if isinstance(value, str):
         return _UNPRINTABLE.sub(" ", value)
     if isinstance(value, list):

@@ -35,12 +35,7 @@ AXES = {"learning_rate": "lr", "weight_decay": "wd", "label_smoothing": "ls"}
 
 
 def variant_name(name: str, settings: Mapping[str, float]) -> str:
-    """Name with the values on the axes other than λ and seed.
-
-    Example:
-        >>> variant_name("main", {"learning_rate": 0.1})
-        'main-lr0.1'
-    """
+    """Name with the values on the axes other than λ and seed, such as `main-lr0.1`."""
     return name + "".join(f"-{AXES[axis]}{exact_text(value)}" for axis, value in settings.items())
 
 

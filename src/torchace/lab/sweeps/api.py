@@ -18,14 +18,12 @@ from torchace.lab.schema.experiment import GIVEN, Experiment, TrainSection
 from torchace.lab.schema.hyperparameters import to_python
 from torchace.lab.schema.reading import capitalize, describe_error, did_you_mean
 from torchace.lab.store import RunStoreError
-from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.sweeps.components import Components, check_arguments, import_object, object_name
-from torchace.lab.sweeps.config import ConfigError
+from torchace.lab.sweeps.callbacks import Callback, make_callbacks
+from torchace.lab.sweeps.config import Components, ConfigError, check_arguments, import_object, object_name
 from torchace.lab.sweeps.executor import make_executor
 from torchace.lab.sweeps.result import SweepResult
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.sweeps.torchrun import process_group
-from torchace.lab.sweeps.trackers import make_callbacks
 
 _DATA_SETTINGS = ("stream", "num_workers", "limit", "normalize", "augment")  # of `[data]`
 _SECTIONS = ("data", "model", "train", "sweep")

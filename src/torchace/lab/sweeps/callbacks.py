@@ -1,18 +1,25 @@
-"""Callbacks of a sweep, and the JSONL event log."""
+"""Callbacks of a sweep, the JSONL event log, and trackers for CSV, TensorBoard, MLflow and Weights & Biases."""
 
 from __future__ import annotations
 
+import csv
+import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, astuple
 from datetime import UTC, datetime
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from torchace._extras import import_extra
 from torchace._files import check_regular
+from torchace.lab.schema.experiment import Experiment
 from torchace.lab.schema.results import GroupPlan, RunKey, RunResult
+from torchace.lab.schema.values import AXES
 from torchace.lab.training.loop import Progress, RunProgress
 
 LOG = "log.jsonl"
@@ -170,3 +177,207 @@ def remove_partial_line(path: Path) -> None:
                 break
             end = start
         file.truncate(end)
+
+
+class Tracker(Callback):
+    """Base class: metrics are named `SPLIT/METRIC`, such as `train/cross_entropy`; parameters `SECTION.KEY`."""
+
+    def __init__(self, directory: Path, experiment: Experiment) -> None:
+        self.directory, self.experiment = directory, experiment
+
+    def log(self, run: RunKey, step: int, metrics: Mapping[str, float]) -> None:
+        """Write metrics of a run after a step."""
+        raise NotImplementedError
+
+    def close(self, run: RunKey, *, failed: bool) -> None:
+        """End a run."""
+
+    def on_epoch_end(self, run: RunKey, progress: RunProgress) -> None:
+        """Write the scores of an epoch."""
+        self.log(run, progress.step, {name.replace("_", "/", 1): value for name, value in progress.metrics.items()})
+
+    def on_run_end(self, run: RunKey, result: RunResult) -> None:
+        """Write the final scores."""
+        scores = {f"{split}/{name}": v for split, values in result.scores.items() for name, v in values.items()}
+        self.log(run, result.steps, scores)
+        self.close(run, failed=not result.finished)
+
+    def identify(self, run: RunKey) -> str:
+        """Identifier of a run and its directory, the same after a resume."""
+        return hashlib.sha256(f"{self.directory.resolve()}:{run.id}".encode()).hexdigest()[:16]
+
+    def parameters(self, run: RunKey) -> dict[str, Any]:
+        """Settings of a run: those of its arm, λ and seed."""
+        arm = next(arm for arm in self.experiment.complete_arms() if arm.name == run.arm)
+        sections = arm.model_dump(mode="json", include={"data", "model", "train"})
+        found = {f"{section}.{key}": v for section, values in sections.items() for key, v in values.items()}
+        return {**found, **{key: v for key, v in asdict(run).items() if v is not None}}
+
+
+class CSV(Tracker):
+    """Append to `metrics.csv` in the run directory, one metric per row; a repeated epoch adds no rows."""
+
+    COLUMNS = ("run", "arm", "diversity", "seed", *AXES, "step", "metric", "value")
+
+    def __init__(self, directory: Path, experiment: Experiment) -> None:
+        super().__init__(directory, experiment)
+        self.file = directory / "metrics.csv"
+        self._written: set[tuple[str, str, str]] | None = None  # run, step, metric
+
+    def log(self, run: RunKey, step: int, metrics: Mapping[str, float]) -> None:
+        """Append rows."""
+        if self._written is None:
+            self._written = self._read()
+        with open(self.file, "a", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            if file.tell() == 0:
+                writer.writerow(self.COLUMNS)
+            for name, value in metrics.items():
+                key = (run.id, str(step), name)
+                if key not in self._written:
+                    self._written.add(key)
+                    writer.writerow((run.id, *astuple(run), step, name, value))
+
+    def _read(self) -> set[tuple[str, str, str]]:
+        if not self.file.exists():
+            return set()
+        check_regular(self.file)
+        remove_partial_line(self.file)
+        with open(self.file, newline="", encoding="utf-8") as file:
+            return {(row["run"], row["step"], row["metric"]) for row in csv.DictReader(file)}
+
+
+class TensorBoard(Tracker):
+    """Write scalars to `tensorboard/RUN` in the run directory."""
+
+    def __init__(self, directory: Path, experiment: Experiment) -> None:
+        super().__init__(directory, experiment)
+        _import("tensorboard")
+        self._make = import_module("torch.utils.tensorboard").SummaryWriter
+        self._writers: dict[str, Any] = {}
+
+    def on_step(self, run: RunKey, progress: RunProgress) -> None:
+        """Write the running training score."""
+        metrics = {name.replace("train_", "train/running_"): value for name, value in progress.metrics.items()}
+        self.log(run, progress.step, metrics)
+
+    def on_epoch_end(self, run: RunKey, progress: RunProgress) -> None:
+        """Write the scores of an epoch to the disk."""
+        super().on_epoch_end(run, progress)
+        if run.id in self._writers:
+            self._writers[run.id].flush()
+
+    def log(self, run: RunKey, step: int, metrics: Mapping[str, float]) -> None:
+        """Write scalars."""
+        if run.id not in self._writers:
+            # replaces the events that an interrupted process wrote after this step
+            self._writers[run.id] = self._make(str(self.directory / "tensorboard" / run.id), purge_step=step)
+        for name, value in metrics.items():
+            self._writers[run.id].add_scalar(name, value, step)
+
+    def close(self, run: RunKey, *, failed: bool) -> None:
+        """Close the writer."""
+        self._writers.pop(run.id).close()
+
+
+class MLflow(Tracker):
+    """Write an MLflow run for each run, in an experiment of the sweep's name.
+
+    The store is MLflow's tracking URI if one is set, else `mlflow.db` in the run directory. A resumed run continues
+    its MLflow run.
+    """
+
+    def __init__(self, directory: Path, experiment: Experiment) -> None:
+        super().__init__(directory, experiment)
+        self._mlflow = _import("mlflow")
+        self._client: Any = None
+        self._experiment = ""
+        self._ids: dict[str, str] = {}
+
+    def on_run_start(self, run: RunKey) -> None:
+        """Create the MLflow run, or find that of an interrupted sweep."""
+        if self._client is None:
+            self._connect()
+        tags = {"torchace.id": self.identify(run), "torchace.directory": str(self.directory.resolve())}
+        condition = f"tags.`torchace.id` = '{tags['torchace.id']}'"
+        found = self._client.search_runs([self._experiment], condition, max_results=1)
+        if found:
+            self._ids[run.id] = found[0].info.run_id
+            self._client.update_run(self._ids[run.id], status="RUNNING")
+            return
+        created = self._client.create_run(self._experiment, tags=tags, run_name=run.id)
+        self._ids[run.id] = created.info.run_id
+        parameters = [self._mlflow.entities.Param(k, str(v)) for k, v in self.parameters(run).items()]
+        self._client.log_batch(self._ids[run.id], params=parameters)
+
+    def log(self, run: RunKey, step: int, metrics: Mapping[str, float]) -> None:
+        """Write metrics."""
+        now = int(time.time() * 1000)
+        entries = [self._mlflow.entities.Metric(name, value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._ids[run.id], metrics=entries)
+
+    def close(self, run: RunKey, *, failed: bool) -> None:
+        """End the MLflow run."""
+        self._client.set_terminated(self._ids.pop(run.id), "FAILED" if failed else "FINISHED")
+
+    def _connect(self) -> None:
+        uri = None if self._mlflow.is_tracking_uri_set() else f"sqlite:///{self.directory.resolve() / 'mlflow.db'}"
+        self._client = self._mlflow.MlflowClient(uri)
+        name = self.experiment.name
+        found = self._client.get_experiment_by_name(name)
+        self._experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+
+
+class WandB(Tracker):
+    """Write a Weights & Biases run for each run, in the project `WANDB_PROJECT` or one of the sweep's name.
+
+    Files are in `wandb` in the run directory; with `WANDB_MODE=offline` nothing is sent.
+    """
+
+    def __init__(self, directory: Path, experiment: Experiment) -> None:
+        super().__init__(directory, experiment)
+        self._wandb = _import("wandb")
+        self._runs: dict[str, Any] = {}
+
+    def on_run_start(self, run: RunKey) -> None:
+        """Start or continue the W&B run."""
+        self._runs[run.id] = self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or self.experiment.name,
+            group=self.directory.name,
+            name=run.id,
+            id=self.identify(run),
+            resume="allow",
+            reinit="create_new",  # the runs of a group are open at the same time
+            dir=str(self.directory),
+            config=self.parameters(run),
+            settings=self._wandb.Settings(silent=True, console="off"),
+        )
+
+    def log(self, run: RunKey, step: int, metrics: Mapping[str, float]) -> None:
+        """Write metrics."""
+        self._runs[run.id].log(dict(metrics), step=step)
+
+    def close(self, run: RunKey, *, failed: bool) -> None:
+        """End the W&B run."""
+        self._runs.pop(run.id).finish(exit_code=int(failed))
+
+
+TRACKERS: dict[str, type[Tracker]] = {"csv": CSV, "tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB}
+
+
+def make_callbacks(callbacks: Iterable[Any], directory: Path, experiment: Experiment) -> CallbackList:
+    """Callbacks of a sweep; names of trackers stand for trackers in the run directory."""
+    return CallbackList(
+        make_tracker(item, directory, experiment) if isinstance(item, str) else item for item in callbacks
+    )
+
+
+def make_tracker(name: str, directory: Path, experiment: Experiment) -> Tracker:
+    """Tracker by name."""
+    if name not in TRACKERS:
+        raise ValueError(f"Expected a tracker out of {', '.join(TRACKERS)}, but got {name!r}.")
+    return TRACKERS[name](directory, experiment)
+
+
+def _import(name: str) -> Any:
+    return import_extra(name, f"The tracker {name!r} needs", name)

@@ -18,15 +18,14 @@ from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import Failure, GroupPlan, Metrics, RunKey, RunResult
 from torchace.lab.store import RunStore
 from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.sweeps.components import Components, named_metrics
-from torchace.lab.sweeps.config import hardware, versions
+from torchace.lab.sweeps.config import Components, hardware, named_metrics, versions
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network, make_train_config
 from torchace.lab.training.checkpoint import gather_network, run_weights, shard_network, state_digest
+from torchace.lab.training.config import resolve_device
 from torchace.lab.training.distributed import Ranks
 from torchace.lab.training.evaluate import compute_metrics, evaluate, predict_logits
 from torchace.lab.training.loop import NONFINITE, CheckpointPolicy, FitResult, fit
-from torchace.lab.training.members import resolve_device
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.tasks import TASKS
 

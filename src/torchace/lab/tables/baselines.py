@@ -23,7 +23,7 @@ from torchace.lab.data.encoding import CategoryColumn
 from torchace.lab.schema.values import ENSEMBLE, ClassScores, Importance, ModelComparison, ModelScores
 from torchace.lab.tables.table import Table
 from torchace.lab.training.members import MemberPlan, train_members
-from torchace.lab.training.memory import chunk_rows
+from torchace.lab.training.run_group import chunk_rows
 from torchace.nn import Ensemble, StackedEnsemble
 
 MAX_LINEAR_ROWS = 50_000  # of training

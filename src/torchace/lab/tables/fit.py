@@ -31,8 +31,8 @@ from torchace.lab.tables.table import Table
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.loop import CheckpointPolicy, Progress
 from torchace.lab.training.members import MemberPlan, TrainedGroup, train_members
-from torchace.lab.training.memory import chunk_rows
 from torchace.lab.training.out_of_fold import fit_run_temperature, left_out_logits
+from torchace.lab.training.run_group import chunk_rows
 from torchace.lab.training.scaling import assemble_ensemble
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
 from torchace.lab.tuning.search import SearchCache, SearchCallback, SearchProblem

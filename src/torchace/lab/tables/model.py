@@ -18,7 +18,7 @@ from torchace.lab.data.encoding import CategoryColumn, Encoding
 from torchace.lab.data.parsing import positions, texts
 from torchace.lab.schema.values import ModelComparison
 from torchace.lab.training.evaluate import Evaluation, Evaluator, evaluate_regression
-from torchace.lab.training.memory import chunk_rows, collect_chunks
+from torchace.lab.training.run_group import chunk_rows, collect_chunks
 from torchace.nn import Ensemble
 from torchace.saving import ModelFileError, load_model, save_model
 

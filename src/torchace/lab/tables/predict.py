@@ -16,7 +16,7 @@ from torchace.lab.data.table_schema import get_column
 from torchace.lab.data.tables import iterate_table
 from torchace.lab.tables.model import TableModel
 from torchace.lab.training.loop import Interrupted
-from torchace.lab.training.memory import chunk_rows
+from torchace.lab.training.run_group import chunk_rows
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]

@@ -176,3 +176,17 @@ def label_smoothing(configs: Sequence[TrainConfig], device: torch.device) -> Ten
     """Label smoothing of each run, `(R,)`, or None if it is the same for all."""
     values = [config.label_smoothing for config in configs]
     return None if len(set(values)) <= 1 else torch.tensor(values, dtype=configs[0].dtype, device=device)
+
+
+def resolve_device(name: str) -> str:
+    """Check a device (cpu, cuda, cuda:N); `auto` is cuda if available."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        if torch.device(name).type not in ("cpu", "cuda"):
+            raise RuntimeError("torchace trains on cpu and cuda")
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(f"Cannot use the device {name!r}: {reason}. Use cpu, cuda, cuda:N or auto.") from error
+    return name

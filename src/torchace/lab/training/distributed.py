@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from torchace._model_files import to_safetensors
 from torchace.lab.data.splits import Inputs, input_tensors, map_inputs
-from torchace.nn.parallel import broadcast_bytes, split_range
+from torchace.nn.base import split_range
+from torchace.nn.parallel import broadcast_bytes
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -15,10 +15,9 @@ from torchace.lab.data.rng import use_seed
 from torchace.lab.schema.hyperparameters import Hyperparameters
 from torchace.lab.schema.results import Failure
 from torchace.lab.training.config import TrainConfig
-from torchace.lab.training.early_stopping import ValidationSet, validation_losses
+from torchace.lab.training.evaluate import ValidationSet, validation_losses
 from torchace.lab.training.loop import FitResult, fit
-from torchace.lab.training.memory import check_memory, chunk_rows, count_parameters
-from torchace.lab.training.run_group import RunGroup
+from torchace.lab.training.run_group import RunGroup, check_memory, chunk_rows, count_parameters
 from torchace.lab.training.scaling import scale_inputs
 from torchace.lab.training.tasks import TASKS, mean_over_samples
 from torchace.models import mlp
@@ -187,17 +186,3 @@ def new_run_group(
     check_memory(networks * parameters, plan.train_config(1).dtype)
     runs = zip(seeds, diversities, strict=True)
     return RunGroup([plan.ensemble(num_features, num_outputs, seed, diversity) for seed, diversity in runs])
-
-
-def resolve_device(name: str) -> str:
-    """Check a device (cpu, cuda, cuda:N); `auto` is cuda if available."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        if torch.device(name).type not in ("cpu", "cuda"):
-            raise RuntimeError("torchace trains on cpu and cuda")
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(f"Cannot use the device {name!r}: {reason}. Use cpu, cuda, cuda:N or auto.") from error
-    return name

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchace.lab.data import Split
-from torchace.lab.training import memory
 from torchace.lab.training.members import TrainedGroup
+from torchace.lab.training.run_group import CHUNK_BYTES
 from torchace.lab.training.scaling import Scaler, fit_temperature
 from torchace.lab.training.tasks import mean_over_samples
 
@@ -70,7 +70,7 @@ def fit_run_temperature(trained: TrainedGroup, split: Split, left_out: Tensor | 
     """Temperature of one run, on as many samples as a chunk of memory holds."""
     members = trained.plan.num_members if left_out is None else _num_members(left_out)
     size = 8 * len(split) * members * trained.network.predict(split.x[:1]).shape[-1]
-    part = slice(None, None, -(-size // memory.CHUNK_BYTES))
+    part = slice(None, None, -(-size // CHUNK_BYTES))
     mask = None if left_out is None else left_out[:, part]
     logits = torch.cat(list(left_out_logits(trained, split.x[part], mask, run)), 1)
     weight = None if split.weight is None else split.weight[part].cpu().double()

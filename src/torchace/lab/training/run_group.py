@@ -1,14 +1,15 @@
-"""Runs trained together as one network: inputs `(R, B, ...)`, logits `(R, K, B, C)`; where NaN and Inf occur."""
+"""Runs trained together as one network: inputs `(R, B, ...)`, logits `(R, K, B, C)`; their memory, where NaN occurs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
+from torchace._files import available_memory
 from torchace.lab.data import hashed_key
 from torchace.lab.data.splits import Inputs, as_arguments, input_tensors, map_inputs
 from torchace.lab.training.distributed import Ranks
@@ -16,6 +17,50 @@ from torchace.nn import SMOC, AdaptedEnsemble, Ensemble, StackedEnsemble
 from torchace.nn.base import EnsembleModule, average_shared_gradients, take_logits
 from torchace.nn.stacked_state import all_shared_names, take_group
 from torchace.nn.stacking import MemberRNG
+
+CHUNK_BYTES = 1 << 25  # of the widest layer of all members on a chunk
+CHUNK_ROWS = 8192
+
+
+def check_memory(num_parameters: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    """Raise an error if weights and gradients of a network exceed the available memory."""
+    needed, device = 2 * num_parameters * dtype.itemsize, torch.device(device)
+    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if available is not None and needed > available:
+        raise ValueError(
+            f"Expected networks that fit into {available / 2**30:.3g} GiB of available memory, but "
+            f"{num_parameters:,} parameters take {needed / 2**30:.3g} GiB with their gradients. Use fewer members, "
+            "smaller layers or fewer runs at once."
+        )
+
+
+def count_parameters(network: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def chunk_rows(network: nn.Module, num_members: int, *, itemsize: int = 8, max_rows: int = CHUNK_ROWS) -> int:
+    """Number of samples in a chunk of bounded memory, for `num_members` networks computed at once.
+
+    The widest layer counts: the last two axes of a weight are the sizes of a linear layer.
+    """
+    width = max((max(p.shape[-2:]) for p in network.parameters() if p.ndim > 1), default=1)
+    return max(1, min(max_rows, CHUNK_BYTES // (itemsize * num_members * width)))
+
+
+def collect_chunks(chunks: Iterable[Tensor], count: int, *functions: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Apply functions to chunks of logits `(K, n, C)`; results `(count, ...)` are written in place to save memory."""
+    results: list[Tensor] = []
+    done = 0
+    for logits in chunks:
+        rows = slice(done, done + logits.shape[1])
+        for place, function in enumerate(functions):
+            values = function(logits)  # (n, ...)
+            if done == 0:
+                results.append(values.new_empty(count, *values.shape[1:]))
+            results[place][rows] = values
+        done = rows.stop
+    return results
 
 
 class RunGroup(nn.Module):
@@ -125,20 +170,19 @@ class RunGroup(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Like `nn.Module.to`; a memory format applies to each member's weights."""
-        parsed: tuple[Any, Any, bool, Any] = torch._C._nn._parse_to(*args, **kwargs)
-        device, dtype, non_blocking, memory_format = parsed
-        if device is not None or dtype is not None:
-            super().to(device=device, dtype=dtype, non_blocking=non_blocking)
-        for stack in (self.trunk, self.members):
-            if stack is not None and memory_format is not None:
-                stack.to(memory_format=memory_format)
+        for stack in self.children():
+            stack.to(*args, **kwargs)
+        self._move_seeds()
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._move_seeds()
+        return self
+
+    def _move_seeds(self) -> None:
         device = next(self.parameters()).device
         self.seeds, self.step = self.seeds.to(device), self.step.to(device)
-        return self
 
     def set_seeds(self, seeds: Sequence[int]) -> None:
         """Set the seeds of random numbers in training; ranks with other samples draw other numbers."""

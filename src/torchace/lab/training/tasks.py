@@ -51,10 +51,6 @@ def _ace_options(inputs: LossInputs, scale: float | Tensor, detach_others: bool 
     )
 
 
-def _ace_closed_form(inputs: LossInputs, scale: Tensor) -> LossResult:
-    return member_terms(inputs.logits, _ace_options(inputs, scale))
-
-
 def ace_by_autograd(inputs: LossInputs, scale: Tensor) -> LossResult:
     """ACE with gradients into the other members, which has no closed form."""
     z = inputs.logits.detach().requires_grad_()
@@ -76,24 +72,11 @@ def _log(mixture: Tensor) -> Tensor:
     return mixture.clamp_min(torch.finfo(mixture.dtype).tiny).log()
 
 
-def _mixture_cross_entropy(mixture: Tensor, y: Tensor) -> Tensor:
-    return -_log(mixture).gather(2, y.unsqueeze(2)).squeeze(2)
-
-
 def _binary_closed_form(inputs: LossInputs, scale: Tensor) -> LossResult:
     z, y, diversity, alpha, mixture, smoothing = inputs
     if isinstance(smoothing, Tensor):
         smoothing = smoothing.view(-1, 1, 1)
     return binary.closed_form(z, y, diversity, scale, alpha, mixture, smoothing)
-
-
-def _mixture_binary_cross_entropy(mixture: Tensor, y: Tensor) -> Tensor:
-    return -(y * _log(mixture) + (1 - y) * _log(1 - mixture)).mean(-1)
-
-
-def _ncl_closed_form(inputs: LossInputs, scale: Tensor) -> LossResult:
-    f, y, diversity, alpha, mixture, _ = inputs
-    return ncl.closed_form(f, y, diversity, scale, alpha, mixture)
 
 
 def _squared_error(mean: Tensor, y: Tensor) -> Tensor:
@@ -104,9 +87,9 @@ TASKS = {
     "classification": TaskLoss(
         link="softmax",
         score_name="cross_entropy",
-        closed_form=_ace_closed_form,
+        closed_form=lambda inputs, scale: member_terms(inputs.logits, _ace_options(inputs, scale)),
         scores=_cross_entropy,
-        mixture_scores=_mixture_cross_entropy,
+        mixture_scores=lambda mixture, y: -_log(mixture).gather(2, y.unsqueeze(2)).squeeze(2),
         predictions=lambda logits: logits.softmax(-1),
     ),
     "multilabel": TaskLoss(
@@ -114,26 +97,18 @@ TASKS = {
         score_name="cross_entropy",
         closed_form=_binary_closed_form,
         scores=binary.ensemble_cross_entropy,
-        mixture_scores=_mixture_binary_cross_entropy,
+        mixture_scores=lambda mixture, y: -(y * _log(mixture) + (1 - y) * _log(1 - mixture)).mean(-1),
         predictions=torch.sigmoid,
     ),
     "regression": TaskLoss(
         link="identity",
         score_name="mse",
-        closed_form=_ncl_closed_form,
+        closed_form=lambda i, scale: ncl.closed_form(i.logits, i.y, i.diversity, scale, i.alpha, i.mixture),
         scores=lambda logits, y: _squared_error(logits.mean(1), y),
         mixture_scores=_squared_error,
         predictions=lambda logits: logits,
     ),
 }
-
-
-class Objective(NamedTuple):
-    """Losses, scores and gradient of one step."""
-
-    losses: Tensor  # (R, K): training loss of each member
-    score: Tensor  # (R,): of the ensemble if members share a batch, else mean over members
-    gradient: Tensor  # (R, K, B, C): with respect to the logits; 0 for stopped runs
 
 
 def compute_objective(
@@ -148,12 +123,13 @@ def compute_objective(
     num_members: int | None = None,
     batch_size: int | None = None,
     label_smoothing: Tensor | None = None,
-) -> Objective:
-    """Losses, scores and gradient of one training step.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each member's loss `(R, K)`, each run's score `(R,)`, and the gradient in the logits, 0 for stopped runs.
 
-    Losses and score are divided by the batch size, not by the sum of weights: a weight of k counts as k repeats in
-    expectation. `num_members` and `batch_size` are those of all ranks; results are then shares of the whole.
-    `label_smoothing` `(R,)` replaces that of the configuration.
+    The score is the ensemble's if members share a batch, else the members' mean. Losses and score are divided by the
+    batch size, not by the sum of weights: a weight of k counts as k repeats in expectation. `num_members` and
+    `batch_size` are those of all ranks; results are then shares of the whole. `label_smoothing` `(R,)` replaces that
+    of the configuration.
     """
     num_runs, local_members, size = logits.shape[:3]
     num_members, batch_size = num_members or local_members, batch_size or size
@@ -178,7 +154,7 @@ def compute_objective(
     if weight is not None:
         scores = scores * (weight.mean(1) if by_member and not own else weight.flatten(1))
     count = batch_size * num_members if own else batch_size
-    return Objective(losses, scores.mean(-1) if count == scores.shape[-1] else scores.sum(-1) / count, gradient)
+    return losses, scores.mean(-1) if count == scores.shape[-1] else scores.sum(-1) / count, gradient
 
 
 def ensemble_predictions(logits: Tensor, config: TrainConfig) -> Tensor:

@@ -21,12 +21,21 @@ from torchace._checks import check_count, check_fraction
 from torchace.lab.data import Split
 from torchace.lab.schema.results import Candidate, DiversitySearch, Gain
 from torchace.lab.schema.values import LARGEST
-from torchace.lab.training.early_stopping import CHUNK
+from torchace.lab.training.evaluate import CHUNK
 from torchace.lab.training.members import train_members
 from torchace.lab.training.out_of_fold import fit_run_temperature
 from torchace.lab.training.tasks import TASKS, mean_over_samples
-from torchace.lab.tuning.gain import count, describe_gain, measure_gain
-from torchace.lab.tuning.search import MAX_SEEDS, Search, SearchCache, SearchCallback, SearchProblem, SearchStage
+from torchace.lab.tuning.search import (
+    MAX_SEEDS,
+    Search,
+    SearchCache,
+    SearchCallback,
+    SearchProblem,
+    SearchStage,
+    count,
+    describe_gain,
+    measure_gain,
+)
 
 CANDIDATES = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7)
 TOLERANCE = 1e-9  # relative: the last digits of a score depend on the other runs of a group
@@ -51,10 +60,6 @@ def select_diversity(scores: Mapping[float, Scores]) -> float:
 
     No one-standard-error rule: a larger λ is neither simpler nor cheaper. The comparison with λ=0 on fresh seeds
     corrects for selection bias.
-
-    Example:
-        >>> select_diversity({0.0: {1: 0.5, 2: 0.7}, 0.3: {1: 0.5, 2: 0.6}, 0.5: {1: 0.1, 2: None}})
-        0.3
     """
 
     def rank(diversity: float) -> tuple[int, float]:
@@ -65,12 +70,7 @@ def select_diversity(scores: Mapping[float, Scores]) -> float:
 
 
 def refine_candidates(tried: Iterable[float], best: float) -> list[float]:
-    """Return the midpoints between the best λ and its neighbors; 0 and 1 count as neighbors.
-
-    Example:
-        >>> refine_candidates([0.0, 0.1, 0.3, 0.5], 0.3), refine_candidates([0.0, 0.5, 0.9], 0.9)
-        ([0.2, 0.4], [0.7, 0.95])
-    """
+    """Return the midpoints between the best λ and its neighbors; 0 and 1 count as neighbors."""
     grid = sorted({0.0, 1.0, *tried})
     index = grid.index(best)
     neighbors = grid[max(index - 1, 0) : index] + grid[index + 1 : index + 2]

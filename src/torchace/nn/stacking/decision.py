@@ -59,8 +59,9 @@ def decide(
 ) -> Decision:
     """Compare outputs and gradients of two followed members with those alone, in float64 where members allow it."""
     devices = {parameter.device for parameter in stacked.parameters()}
-    # checkpointing around the ensemble must not recompute this comparison
-    no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    # checkpointing around the ensemble must not recompute this comparison; detached, as an output that its own node
+    # saves would never be freed
+    no_hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x)
     with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]), no_hooks:
         try:
             with ExitStack() as stack:

@@ -365,19 +365,9 @@ def _shape(stacking: StackingMode, func: Func, x: Any, dim: Any = None) -> Any:
     return sizes if not isinstance(dim, int) else sizes[dim]
 
 
-@query(*getters("ndim"), Tensor.dim, Tensor.ndimension)
-def _ndim(stacking: StackingMode, func: Func, x: Any, *_: Any) -> Any:
-    return x.ndim
-
-
-@query(Tensor.__len__)
-def _length(stacking: StackingMode, func: Func, x: Any) -> Any:
-    return x.shape(stacking.num_members)[0]
-
-
-@query(Tensor.numel, torch.numel, Tensor.nelement)
-def _numel(stacking: StackingMode, func: Func, x: Any) -> Any:
-    return x.shape(stacking.num_members).numel()
+query(*getters("ndim"), Tensor.dim, Tensor.ndimension)(lambda stacking, func, x, *_: x.ndim)
+query(Tensor.__len__)(lambda stacking, func, x: x.shape(stacking.num_members)[0])
+query(Tensor.numel, torch.numel, Tensor.nelement)(lambda stacking, func, x: x.shape(stacking.num_members).numel())
 
 
 @rule(

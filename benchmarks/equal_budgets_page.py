@@ -1,0 +1,213 @@
+"""Write docs/results/equal_budgets.md from the JSON files of `equal_budgets.py` in docs/results.
+
+python benchmarks/equal_budgets_page.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import measure
+from page_text import RESULTS, Values, difference, interval_text, is_significant, mean_and_sd, read_json, setup_text
+
+FILES = ("equal_budgets_4", "equal_budgets_8", "equal_budgets_16")
+SCORES = {
+    "error": ("error, %", 100.0, 2),
+    "cross_entropy": ("cross entropy", 1.0, 4),
+    "calibration_error": ("calibration error", 1.0, 4),
+}
+SINGLE = {"wider": "one wider network", "deeper": "one deeper network"}
+
+
+class Width:
+    """Results of members of one width."""
+
+    def __init__(self, entry: dict[str, Any], file: dict[str, Any]) -> None:
+        self.entry, self.file, self.width = entry, file, entry["width"]
+        self.chosen = float(entry["chosen"]["diversity"])
+        self.validation = {float(key): value for key, value in entry["chosen"]["validation"].items()}
+        self.contenders = {f"λ={self.chosen:g}": ("members", self.chosen), "λ=0": ("members", 0.0)}
+        self.contenders |= {label: (arm, 0.0) for arm, label in SINGLE.items()}
+
+    def values(self, contender: str, score: str, split: str = "test") -> Values:
+        """Return a score by seed."""
+        arm, diversity = self.contenders[contender]
+        found = {}
+        for run in self.entry["runs"]:
+            if (run["arm"], run["diversity"]) == (arm, diversity):
+                scores = run.get(split, run)
+                found[run["seed"]] = 1 - scores["accuracy"] if score == "error" else scores[score]
+        return found
+
+    def shifted(self, contender: str, shift: str, score: str) -> Values:
+        """Return a score on shifted images by seed."""
+        key = (*self.contenders[contender], shift)
+        rows = [row for row in self.entry["shifted"] if (row["arm"], row["diversity"], row["shift"]) == key]
+        return {row["seed"]: row[score] for row in rows if score in row}
+
+    def wins(self) -> dict[str, list[str]]:
+        """Return the scores that λ improves significantly, by opponent."""
+        found: dict[str, list[str]] = {}
+        best, *others = self.contenders
+        for other in others:
+            found[other] = []
+            for score, (label, _, _) in SCORES.items():
+                estimate = difference(self.values(best, score), self.values(other, score))
+                if estimate is not None and estimate.mean < 0 and is_significant(estimate, self.tests):
+                    found[other].append(label.removesuffix(", %"))
+        return found
+
+    @property
+    def tests(self) -> int:
+        return len(SCORES) * (len(self.contenders) - 1)
+
+    def section(self) -> list[str]:
+        """Return the section of this width."""
+        best, *others = self.contenders
+        networks, design = self.entry["networks"], self.file["design"]
+        rows = []
+        for contender, (arm, _) in self.contenders.items():
+            size = networks[arm]
+            name = f"{design['num_members']} members, {contender}" if arm == "members" else contender
+            rows.append(
+                [
+                    f"{name} (ResNet-{size['depth']}, width {size['width']})",
+                    f"{size['parameters']:,}",
+                    f"{size['operations'] / 1e6:.2f}",
+                    mean_and_sd(self.values(contender, "train_cross_entropy", "train"), 3),
+                    *(mean_and_sd(self.values(contender, s), digits, f) for s, (_, f, digits) in SCORES.items()),
+                    f"{100 * _mean(self.values(contender, 'disagreement')):.1f}" if arm == "members" else "–",
+                ]
+            )
+        labels = [label for label, _, _ in SCORES.values()]
+        header = ["", "parameters", "operations, millions", "training cross entropy", *labels, "disagreement, %"]
+        compared = []
+        for other in others:
+            cells = [f"{best} less {other}"]
+            for score, (_, factor, digits) in SCORES.items():
+                estimate = difference(self.values(best, score), self.values(other, score))
+                text = "–" if estimate is None else interval_text(estimate, digits, factor=factor, tests=self.tests)
+                cells.append(text)
+            compared.append(cells)
+        chosen = ", ".join(f"λ={d:g} {value:.4f}" for d, value in sorted(self.validation.items()))
+        return [
+            f"## Width {self.width}",
+            "",
+            measure.table(header, rows),
+            "",
+            measure.table(["", "error, points", *labels[1:]], compared),
+            "",
+            f"Validation cross entropy with two other seeds: {chosen}.",
+            "",
+        ]
+
+    def shifted_rows(self) -> list[list[str]]:
+        """Return a row for each kind of shifted images."""
+        best, zero = list(self.contenders)[:2]
+        rows = []
+        for shift in dict.fromkeys(row["shift"] for row in self.entry["shifted"]):
+            cells = [f"{self.width}", shift.replace("_", "-")]
+            for score in ("auroc_mutual_information", "auroc_entropy", "cross_entropy", "calibration_error"):
+                own, level = self.shifted(best, shift, score), self.shifted(zero, shift, score)
+                estimate = difference(own, level) if own and level else None
+                if estimate is None:
+                    cells += ["–"]
+                    continue
+                digits = 3 if score.startswith("auroc") else 4
+                cells += [f"{_mean(level):.{digits}f}: {interval_text(estimate, digits)}"]
+            rows.append(cells)
+        return rows
+
+
+def _mean(values: Values) -> float:
+    return sum(values.values()) / len(values)
+
+
+def finding(widths: list[Width]) -> str:
+    """Return the first paragraph."""
+    all_three = [w for w in widths if all(len(scores) == len(SCORES) for scores in w.wins().values())]
+    over_zero = [w for w in widths if "cross entropy" in w.wins()["λ=0"]]
+    gains = []
+    for w in over_zero:
+        change = (
+            _mean(w.values(next(iter(w.contenders)), "cross_entropy")) / _mean(w.values("λ=0", "cross_entropy")) - 1
+        )
+        gains.append(f"{100 * change:+.1f} % at width {w.width}".replace("-", "−"))
+    first = f"λ lowers the cross entropy of four small ResNets ({', '.join(gains)})" if gains else ""
+    if all_three:
+        names = ", ".join(str(w.width) for w in all_three)
+        second = f"beats λ=0, a wider and a deeper network in error, cross entropy and calibration at width {names}"
+        return f"**{first or 'λ'}, and {second}.**"
+    best = [
+        f"width {w.width}: {', '.join(scores)} against {other}"
+        for w in widths
+        for other, scores in w.wins().items()
+        if other != "λ=0" and scores
+    ]
+    last = f"It wins only in part ({'; '.join(best)})." if best else "It never wins against one larger network."
+    return f"**{first or 'λ does not change four small ResNets'}, but at no size does it win everything.** {last}"
+
+
+def main() -> None:
+    files = [file for name in FILES if (file := read_json(name)) is not None]
+    widths = [Width(entry, file) for file in files for entry in file["widths"] if entry["runs"] and entry["chosen"]]
+    design = files[0]["design"]
+    epochs = ", ".join(f"{w.file['design']['epochs']} at width {w.width}" for w in widths)
+    lines = [
+        "# Equal budgets: many small networks or one large one",
+        "",
+        finding(widths),
+        "",
+        "![Error, cross entropy and calibration error by width](../figures/equal_budgets.svg)",
+        "",
+        f"{design['num_members']} members of ResNet-{design['depth']} on CIFAR-10, trained jointly with λ, against the "
+        "same members at λ=0, against one network of twice the width (equal parameters and operations within 6 %), and "
+        "against one deeper network of the same width (0 to 8 % more operations, 13 to 18 % more parameters). λ was "
+        "chosen on validation images with two seeds that take no part in the comparison.",
+        "",
+    ]
+    for width in widths:
+        lines += width.section()
+    lines += [
+        f"Mean ± standard deviation over {len(design['seeds'])} seeds. Operations: multiplications of one image's "
+        "forward pass, all members together. Brackets: joint 95 % intervals of paired differences for the 9 "
+        "comparisons of a width (Bonferroni); bold: the interval excludes zero. Calibration error: 15 bins, top label.",
+        "",
+    ]
+    shifted = [row for width in widths for row in width.shifted_rows()]
+    if shifted:
+        header = [
+            "width",
+            "images",
+            "AUROC, mutual information",
+            "AUROC, entropy",
+            "cross entropy",
+            "calibration error",
+        ]
+        lines += [
+            "## Shifted images",
+            "",
+            "The same networks on other images. Each cell has the value at λ=0 and the paired change at the chosen λ, "
+            "with a 95 % interval that is not corrected for the number of rows. AUROC: how well a score separates "
+            "these images from CIFAR-10's test images. MNIST's and Fashion-MNIST's images have 32x32 pixels and three "
+            "equal channels; the other rows are CIFAR-10's test images with Gaussian noise (standard deviation 25 of "
+            "255), a 5x5 binomial blur, 40 % of the contrast, or 16x16 pixels. Held-out classes were not run.",
+            "",
+            measure.table(header, shifted),
+            "",
+        ]
+    lines += [
+        "## Setup",
+        "",
+        f"Epochs: {epochs}, chosen beforehand to fit the time at hand. 5,000 images for validation. "
+        + setup_text(*files),
+        "",
+        "`benchmarks/equal_budgets.py` trains, `benchmarks/equal_budgets_page.py` writes this page. Numbers: "
+        + ", ".join(f"[{name}.json]({name}.json)" for name in FILES if read_json(name) is not None)
+        + ".",
+    ]
+    (RESULTS / "equal_budgets.md").write_text("\n".join(lines) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
