@@ -255,7 +255,7 @@ class Estimator(FittedEstimator):
     # -- inputs -------------------------------------------------------------------------------------------------------
 
     def _plan(self) -> MemberPlan:
-        """Plan of the checked parameters."""
+        """Return the checked parameters as a plan."""
         names = Hyperparameters.model_fields.keys() & self.get_params()
         values = {name: to_python(getattr(self, name)) for name in names}
         if isinstance(values["hidden"], int):
