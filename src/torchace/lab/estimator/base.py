@@ -203,7 +203,8 @@ class Estimator(FittedEstimator):
             self.oof_predictions_, self._residuals = None, None
             self._learn_scales(table, y, weight)
             num_features = self._encoding.num_features
-            self._network = new_run_group(plan, num_features, self._num_outputs, [self._state.seed])
+            seeds, diversities = [self._state.seed], [self.diversity_]
+            self._network = new_run_group(plan, num_features, self._num_outputs, seeds, diversities)
         plan = replace(self._state.plan, epochs=1, schedule="constant", patience=None)
         samples, _ = self._samples(table, y, weight, plan)
         state = self._state.add(samples)
@@ -254,7 +255,7 @@ class Estimator(FittedEstimator):
     # -- inputs -------------------------------------------------------------------------------------------------------
 
     def _plan(self) -> MemberPlan:
-        """Plan of the checked parameters."""
+        """Return the checked parameters as a plan."""
         names = Hyperparameters.model_fields.keys() & self.get_params()
         values = {name: to_python(getattr(self, name)) for name in names}
         if isinstance(values["hidden"], int):
