@@ -150,7 +150,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def markdown(results: Results) -> str:
-    """Return the report as GitHub-flavoured Markdown."""
+    """Return the report as GitHub-flavored Markdown."""
     content, experiment = contents(results), results.experiment
     parts = [f"# {_escape(experiment.title or experiment.name)}", _escape(experiment.description)]
     parts.append(f"## {content['findings_title']}")
