@@ -122,9 +122,9 @@ def describe_runs(sets: dict[str, dict[str, Any]]) -> str:
         "`torchace run underfitting` and `--set data.name=fashion_mnist`: ten networks with one hidden layer, "
         f"3,000 steps of Adam, batches of 128, λ = {', '.join(f'{d:g}' for d in first['diversities'])}, seeds 0 to "
         f"{first['seeds'][-1]}; {first['hardware']['device']}, torch {versions['torch']}, "
-        f"torchace {versions['torchace']}, {first['started'][:10]} ({seconds}). A tenth of the images is for validation. "
-        "The validation data choose λ with seeds 0 to 3; the gain is the paired difference on the test data "
-        "with seeds 4 to 7."
+        f"torchace {versions['torchace']}, {first['started'][:10]} ({seconds}). "
+        "A tenth of the images is for validation. The validation data choose λ with seeds 0 to 3; "
+        "the gain is the paired difference on the test data with seeds 4 to 7."
     )
 
 
