@@ -22,6 +22,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 from sklearn.datasets import make_moons
 
 import torchace as ace
@@ -251,6 +252,43 @@ def table2(narrow: bool) -> Figure:
     return figure
 
 
+def underfitting(narrow: bool) -> Figure:
+    """Gain at the chosen λ by number of images and width, on MNIST and Fashion-MNIST."""
+    figure, axes = panels(2, 3.1, narrow)
+    for ax, (name, title) in zip(axes, UNDERFITTING.items(), strict=True):
+        cells = experiment(name)["cells"]
+        rows, columns = (list(dict.fromkeys(cell[key] for cell in cells)) for key in ("limit", "hidden"))
+        for cell in cells:
+            x, y, change = columns.index(cell["hidden"]), rows.index(cell["limit"]), 100 * cell["relative"]
+            alpha = min(1.0, abs(change) / 10)
+            ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, color=BLUE if change < 0 else ORANGE, alpha=alpha, lw=0))
+            star = "*" if cell["verdict"] == "lower" else ""
+            ax.text(x, y, f"{change:+.1f}{star}".replace("-", "−"), ha="center", va="center", fontsize=8)
+        ax.set_xticks(range(len(columns)), columns)
+        ax.set_yticks(range(len(rows)), [f"{int(row):,}" for row in rows])
+        ax.set(title=title, xlabel="hidden units", xlim=(-0.5, len(columns) - 0.5), ylim=(-0.5, len(rows) - 0.5))
+        ax.grid(visible=False)
+    axes[0].set_ylabel("images")
+    return figure
+
+
+def underfitting_gap(narrow: bool) -> Figure:
+    """Gain at the chosen λ against the ratio of training to validation loss at λ=0."""
+    figure, (ax,) = panels(1, 3.2, narrow)
+    for (name, title), color in zip(UNDERFITTING.items(), (BLUE, ORANGE), strict=True):
+        for suffix, label, marker in (("", "to the end", "o"), ("_early", "stopped early", "s")):
+            cells = experiment(name + suffix)["cells"]
+            ratios = [np.mean(cell["train"][0]) / np.mean(cell["validation"][0]) for cell in cells]
+            gains = [-100 * cell["relative"] for cell in cells]
+            faces = [color if cell["verdict"] == "lower" else "none" for cell in cells]
+            ax.scatter(ratios, gains, 22, faces, marker=marker, edgecolors=color, label=f"{title}, {label}")
+    ax.axhline(0, color=INK, linewidth=1)
+    ax.set(xlabel="training loss / validation loss at λ=0", ylabel="gain, % of cross entropy")
+    figure.legend(loc="outside upper center", ncols=1 if narrow else 2, frameon=False, labelcolor=INK)
+    return figure
+
+
+UNDERFITTING = {"underfitting_mnist": "MNIST", "underfitting_fashion_mnist": "Fashion-MNIST"}
 FIGURES: dict[str, Callable[[bool], Figure]] = {
     "gradients": gradients,
     "moons": moons,
@@ -260,6 +298,8 @@ FIGURES: dict[str, Callable[[bool], Figure]] = {
     "speed": speed,
     "parting": parting,
     "table2": table2,
+    "underfitting": underfitting,
+    "underfitting_gap": underfitting_gap,
     "table2_short": functools.partial(cross_entropies, "table2_short", without="attached"),
     "table2_short_ablation": functools.partial(cross_entropies, "table2_short"),
     **{name: functools.partial(cross_entropies, name) for name in ("small_members", "table1", "branched")},

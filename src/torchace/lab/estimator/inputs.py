@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -85,7 +86,7 @@ def learn_inputs(
     table: NDArray[Any] | DataFrame, names: Sequence[str], target: Target, method: str, weights: NDArray[np.float64]
 ) -> Encoding:
     """Learn the encoding of samples with weights `(N,)`; those of weight 0 are ignored."""
-    scale = TargetScale(0.0, 1.0) if target.task == "regression" else None  # members predict in the targets' units
+    scale = tuple(TargetScale(0.0, 1.0) for _ in target.formats)  # members predict in the targets' units
     used = weights > 0
     table, weights = (table, weights) if used.all() else (table[used], weights[used])
     columns: tuple[NumberColumn | CategoryColumn, ...]
@@ -112,9 +113,10 @@ def raw_matrix(encoding: Encoding, table: NDArray[Any] | DataFrame) -> Tensor:
     return encoding.matrix(table)
 
 
-def target_name(names: Sequence[str]) -> str:
-    """Name for the target that no column has."""
-    return next(name for name in ("y", *(f"y{i}" for i in range(len(names) + 1))) if name not in names)
+def target_names(names: Sequence[str], count: int) -> tuple[str, ...]:
+    """Names for the targets that no column has."""
+    free = (name for name in ("y", *(f"y{i}" for i in range(len(names) + count))) if name not in names)
+    return tuple(itertools.islice(free, count))
 
 
 def _is_number(dtype: Any) -> bool:
