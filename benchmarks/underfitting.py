@@ -36,7 +36,7 @@ def collect_runs(results: Results) -> dict[str, Any]:
         cell: dict[str, Any] = {
             **gain.arm.cell,
             "parameters": gain.arm.parameters,
-            "n": results.data_of(gain.arm).train,
+            "n": results.arm_data(gain.arm).train,
         }
         for name, (split, metric) in METRICS.items():
             cell[name] = [[_round(runs[d, s].scores[split][metric]) for s in seeds] for d in diversities]

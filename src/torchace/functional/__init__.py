@@ -1,8 +1,7 @@
 """Pure tensor functions: every formula of the library, one subject a file."""
 
-from torchace.functional.ace import amended_cross_entropy
+from torchace.functional.ace import amended_cross_entropy, diversity_from_gamma, gamma_from_diversity
 from torchace.functional.binary import binary_amended_cross_entropy
-from torchace.functional.gamma import diversity_from_gamma, gamma_from_diversity
 from torchace.functional.gradients import average_gradients
 from torchace.functional.linear import linear_amended_cross_entropy
 from torchace.functional.ncl import negative_correlation

@@ -150,11 +150,10 @@ class AdaptedEnsemble(StackedEnsemble):
         self, stacked: nn.Module, num_members: int, link: str, num_classes: int | None, options: dict[str, Any]
     ) -> None:
         EnsembleModule.__init__(self, num_members, link)
-        self.stacked, self.num_classes, self.options = stacked, num_classes, options
+        self.num_classes, self.options = num_classes, options
         self.class_axis: int | None = None
         self._warned = False
-        self.training = stacked.training
-        self._register()
+        self._set_stacked(stacked, stacked.training)
 
     def forward(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Tensor:
         """Return the members' logits, `(K, N, C, ...)`; see `StackedEnsemble.forward`."""

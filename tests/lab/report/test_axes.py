@@ -12,7 +12,7 @@ from tests.lab.sweeps.small_sweeps import run
 from torchace.lab.report import read_results
 from torchace.lab.report.axes import axis_findings, axis_tables, compare_axes
 from torchace.lab.report.page import figures, markdown
-from torchace.lab.report.plots import arms_with_figures
+from torchace.lab.report.tables import main_arms
 from torchace.lab.sweeps.result import SweepResult
 
 
@@ -93,7 +93,7 @@ def test_findings_name_their_settings(directory: Path) -> None:
 
 def test_figures_of_single_arms_show_the_best_setting(directory: Path) -> None:
     results = read_results(directory)
-    assert [arm.settings["learning_rate"] for arm in arms_with_figures(results)] == [0.1]
+    assert [arm.settings["learning_rate"] for arm in main_arms(results)] == [0.1]
     titles = [spec.title for spec in figures(results)]
     (reliability,) = (title for title in titles if title.startswith("Reliability"))
     assert re.fullmatch(r"Reliability: learning rate 0\.1, weight decay (0|0\.01)", reliability)

@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 
-from torchace.lab.report.comparison import comparison_findings, comparison_headline, comparison_tables
+from tests.lab.report.figure_lines import draw, holds
+from torchace.lab.report.comparison import (
+    comparison_figures,
+    comparison_findings,
+    comparison_headline,
+    comparison_tables,
+)
 from torchace.lab.schema.values import ModelComparison
 
 CLASSES = [
@@ -39,25 +45,29 @@ def _comparison(difference: float, low: float, high: float, **changes: Any) -> M
 @pytest.mark.parametrize(
     ("numbers", "start", "words"),
     [
-        ((0.1, 0.05, 0.15), "The ensemble beats", "lower by 0.1000 (95 % interval 0.0500 to 0.1500) on 250 test rows."),
-        ((-0.1, -0.15, -0.05), "A baseline is better: logistic", "lower by 0.1000 (95 % interval 0.0500 to 0.1500)"),
-        ((0.01, -0.05, 0.07), "The ensemble is not better", "lower by 0.0100 (95 % interval −0.0500 to 0.0700)"),
-        ((-0.01, -0.07, 0.05), "The ensemble is not better", "higher by 0.0100 (95 % interval −0.0500 to 0.0700)"),
+        ((0.1, 0.05, 0.15), "The ensemble beats", "−33.3 % (95 % interval −50.0 to −16.7 %)"),
+        ((-0.1, -0.15, -0.05), "A baseline is better: logistic", "+100.0 % (95 % interval +50.0 to +150.0 %)"),
+        ((0.01, -0.05, 0.07), "The ensemble and the best baseline", "−4.8 % (95 % interval −33.3 to +23.8 %)"),
+        ((-0.01, -0.07, 0.05), "The ensemble and the best baseline", "+5.3 % (95 % interval −26.3 to +36.8 %)"),
     ],
 )
 def test_the_headline_starts_with_the_winner(numbers: tuple[float, float, float], start: str, words: str) -> None:
-    sentence = comparison_headline(_comparison(*numbers))
-    assert sentence.startswith(start)
-    assert words in sentence
-    assert sentence.endswith("Accuracy is 96.0 % for the ensemble, 96.0 % for logistic regression.")
+    found = comparison_headline(_comparison(*numbers))
+    assert found is not None
+    assert found.sentence.startswith(start)
+    assert found.sentence.endswith(f": {words}.")
+    assert found.detail == (
+        "Cross entropy of the ensemble against that of logistic regression on 250 test rows. "
+        "Accuracy is 96.0 % for the ensemble, 96.0 % for logistic regression."
+    )
 
 
-def test_squared_errors_are_compared_in_percent() -> None:
-    sentence = comparison_headline(_comparison(1.0, 0.5, 1.5, loss="mse"))
-    assert "mean squared error is lower by 20.0 % (95 % interval 10.0 to 30.0 %)" in sentence
-    lost = comparison_headline(_comparison(-1.0, -1.5, -0.5, loss="mse"))
-    assert lost.startswith("A baseline is better")
-    assert "lower by 25.0 % (95 % interval 12.5 to 37.5 %)" in lost
+def test_the_differences_to_baselines_are_drawn() -> None:
+    [spec] = comparison_figures(_comparison(0.1, 0.05, 0.15))
+    figure = draw(spec)
+    assert holds(figure, [-0.15, -0.05], [0, 0])
+    assert holds(figure, -0.1, 0)
+    assert spec.alt.endswith("logistic regression: −0.1 (−0.15 to −0.05).")
 
 
 def test_an_accuracy_that_the_most_frequent_class_has_too() -> None:
@@ -81,7 +91,7 @@ def test_tables() -> None:
     models, classes, confusion, columns = (
         [[cell.text for cell in row] for row in table.sections[0].rows] for table in found
     )
-    assert models[1] == ["Logistic regression", "96.0 %", "0.3000", "+0.1", "+0.05 to +0.15"]
+    assert models[1] == ["Logistic regression", "96.0 %", "0.3000", "−0.1", "−0.15 to −0.05"]
     assert models[2][1:] == ["–"] * 4
     assert "Not trained: gradient boosting (too few rows)." in found[0].note
     assert classes[1] == ["yes", "40", "10", "0.0 %", "–"]
@@ -91,4 +101,4 @@ def test_tables() -> None:
 
 def test_no_headline_without_baselines() -> None:
     content = {"split": "test", "rows": 1, "loss": "mse", "models": [{"name": "ensemble", "label": "ensemble of 2"}]}
-    assert comparison_headline(ModelComparison.model_validate(content)) == ""
+    assert comparison_headline(ModelComparison.model_validate(content)) is None

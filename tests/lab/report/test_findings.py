@@ -11,7 +11,8 @@ from tests.lab.report import synthetic_sweeps
 from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from tests.lab.report.synthetic_sweeps import ArmSpec, Spec
 from torchace.lab.report import Results, read_results
-from torchace.lab.report.findings import findings, headline, remarks
+from torchace.lab.report.findings import findings, remarks
+from torchace.lab.report.gains import headline
 from torchace.lab.report.setup import facts
 from torchace.lab.report.statistics import compare
 from torchace.lab.report.tables import difference_tables, result_table
@@ -34,6 +35,12 @@ def _texts(results: Results, arm: int = 0) -> dict[str, str]:
     return {finding.topic: finding.text for finding in findings(results, results.arms[arm])}
 
 
+def _headline(results: Results) -> str:
+    found = headline(results, results.arms[0])
+    assert found is not None
+    return found.sentence
+
+
 def test_a_significant_gain(tmp_path: Path) -> None:
     results = _swept(tmp_path, lambda d: 0.2 - 0.05 * d)
     texts = _texts(results)
@@ -46,9 +53,11 @@ def test_a_significant_gain(tmp_path: Path) -> None:
     difference = comparison.at(0.7) if comparison else None
     assert difference is not None
     assert difference.margin is not None
-    assert headline(results, results.arms[0]) == (
-        f"λ=0.7 lowers cross entropy by {-difference.mean:.5f} ± {difference.margin:.5f}. "
-        "The members' disagreement rises."
+    assert difference.joint_interval is not None
+    level = sum(results.values(results.arms[0], 0.0, "cross_entropy").values()) / 5
+    mean, low, high = (f"−{-100 * value / level:.1f}" for value in (difference.mean, *difference.joint_interval))
+    assert _headline(results) == (
+        f"λ=0.7 lowers cross entropy: {mean} % (95 % interval {low} to {high} %, corrected for 2 λ)."
     )
 
 
@@ -57,8 +66,8 @@ def test_a_significant_loss(tmp_path: Path) -> None:
     text = _texts(results)["Cross entropy"]
     assert text.startswith("No λ above 0 lowers it: it is lowest at λ=0 (0.200")
     assert text.endswith("Significantly higher at λ=0.3 and 0.7.")
-    assert headline(results, results.arms[0]) == (
-        "No λ lowers cross entropy significantly. The members' disagreement rises."
+    assert _headline(results).startswith(
+        "The test data choose λ=0; λ=0.3 raises cross entropy: +7.5 % (95 % interval +"
     )
 
 
@@ -67,9 +76,7 @@ def test_a_difference_within_the_noise(tmp_path: Path) -> None:
     texts = _texts(results)
     assert "It is not significant (p = " in texts["Cross entropy"]
     assert texts["Disagreement"].endswith("With 5 seeds, that is not significant.")
-    assert headline(results, results.arms[0]) == (
-        "No λ lowers cross entropy significantly. The members' disagreement does not rise significantly."
-    )
+    assert "does not change cross entropy beyond the noise: " in _headline(results)
 
 
 def test_disagreement_that_falls(tmp_path: Path) -> None:
@@ -82,7 +89,6 @@ def test_collapsed_members(table2_results: Results, tmp_path: Path) -> None:
     first = findings(table2_results, smoc)[0]
     assert (first.topic, first.warning) == ("Collapsed members", True)
     assert "collapsed onto each other: they differ on at most 0.04 % of the test cases, for every λ." in first.text
-    assert "The members have collapsed onto each other." in headline(table2_results, smoc)
     assert findings(table2_results, table2_results.arms[0]) == []  # a baseline with one λ
     partly = _swept(tmp_path, lambda d: 0.2, lambda d: 0.0005 + 0.02 * d)
     assert "At λ=0 members have collapsed onto each other (below 0.20 %)" in _texts(partly)["Disagreement"]
@@ -95,8 +101,9 @@ def test_a_baseline_is_compared(tmp_path: Path, level: float, verdict: str) -> N
         ArmSpec("b", "separate batches", 4, [0], lambda d: level, lambda d: 0.02, baseline=True),
     ]
     results = read_results(synthetic_sweeps.write(tmp_path / "run", Spec("x", "x", arms, image_shape=None)))
-    assert _texts(results)["Against “separate batches”"].endswith(f"The baseline {verdict}.")
-    assert ("“separate batches” is better." in headline(results, results.arms[0])) == (verdict == "is better")
+    [finding] = [f for f in findings(results, results.arms[0]) if f.topic == "Against “separate batches”"]
+    assert finding.text.endswith(f"The baseline {verdict}.")
+    assert finding.warning == (verdict == "is better")
 
 
 def test_a_baseline_as_good(table2_results: Results) -> None:
@@ -104,15 +111,12 @@ def test_a_baseline_as_good(table2_results: Results) -> None:
     assert texts["Against “K=1, head started at 1/√10”"].endswith(
         "The baseline does as well, as far as 5 seeds can tell."
     )
-    assert headline(table2_results, table2_results.arms[2]).endswith("“K=1, head started at 1/√10” does as well.")
 
 
 def test_one_seed_gives_no_verdict(single_seed: Path) -> None:
     results = read_results(single_seed)
     assert _texts(results)["Cross entropy"].endswith("one seed: no interval, so it may be noise.")
-    assert headline(results, results.arms[0]) == (
-        "Cross entropy is lowest at λ=0.7. One seed: no interval, so this may be noise."
-    )
+    assert _headline(results).startswith("λ=0.7 may change cross entropy (one seed: no interval): −17.")
     assert "One seed" in [remark.topic for remark in remarks(results)]
 
 
@@ -130,10 +134,22 @@ def test_validation_data_chooses(table1_results: Results, tmp_path: Path) -> Non
     assert "Chosen on the test set" in [remark.topic for remark in remarks(table1_results)]
     results = _swept(tmp_path, lambda d: 0.2 - 0.05 * d, validation=5000)
     assert "Chosen on the test set" not in [remark.topic for remark in remarks(results)]
-    text = _texts(results)["Chosen on validation data"]
-    assert text.startswith("The validation data picks λ=0.7. On the test set, its paired difference in cross")
+    found = headline(results, results.arms[0])
+    assert found is not None
+    assert found.detail.endswith("paired over 5 seeds. The validation data chose λ.")
     zero = _swept(tmp_path / "zero", lambda d: 0.2 + 0.05 * d, validation=5000)
-    assert _texts(zero)["Chosen on validation data"].startswith("The validation data picks λ=0: a deep ensemble")
+    assert _headline(zero).startswith("The validation data choose λ=0; λ=0.3 raises cross entropy: +")
+
+
+@pytest.mark.parametrize("slope", [-0.05, -0.001, -0.0001, 0.0, 0.0001, 0.001, 0.05])
+def test_the_verdict_and_the_interval_of_a_headline_agree(tmp_path: Path, slope: float) -> None:
+    results = _swept(tmp_path, lambda d: 0.2 + slope * d, validation=5000)
+    found = headline(results, results.arms[0])
+    assert found is not None
+    low, high = re.findall(r"([+−]?)[\d.]+ (?:to|%,)", found.interval.removeprefix("95 % interval "))
+    assert ("lowers" in found.verdict) == (high == "−")
+    assert ("raises" in found.verdict) == (low == "+")
+    assert ("beyond the noise" in found.verdict) == (low != high)
 
 
 def test_seeds_that_some_lambda_lack(tmp_path: Path) -> None:
@@ -171,7 +187,6 @@ def test_arms_with_data_of_their_own(tmp_path: Path) -> None:
     (directory / "experiment.json").write_text(json.dumps(experiment))
     results = read_results(directory)
     assert "Against “b”" not in _texts(results)
-    assert "“b”" not in headline(results, results.arms[0])
     assert len(difference_tables(results)) == len(difference_tables(same)) - 1
     stated = dict(facts(results))
     assert stated["Data of “a”"].startswith("mnist: 55,000 for training, 5,000 for validation, 10,000 for testing")
@@ -184,7 +199,7 @@ def test_failures_are_counted(failing: Path, tmp_path: Path) -> None:
     remark = remarks(read_results(failing))[0]
     assert remark.warning
     # 65 planned, 6 failed, one unreadable
-    assert remark.text.startswith("58 of 65 runs finished. 6 failed and 3 files could not be read (listed at the end).")
+    assert remark.text.startswith("58 of 65 runs finished. 6 failed and 3 files could not be read (listed below).")
     nothing = _swept(tmp_path, lambda d: 0.2, failed=[("a", d, s) for d in (0, 0.3, 0.7) for s in range(5)])
     assert findings(nothing, nothing.arms[0]) == []
     assert remarks(nothing)[0].text.startswith("0 of 15 runs finished. 15 failed")
@@ -193,16 +208,14 @@ def test_failures_are_counted(failing: Path, tmp_path: Path) -> None:
 def test_a_regression(tmp_path: Path) -> None:
     results = read_results(write_fit(tmp_path / "run", FitSpec(arm="sweep", arrays=False)))
     texts = _texts(results)
-    assert list(texts) == [
-        "Spread", "Mean squared error", "Mean absolute error", "One member", "Chosen on validation data",
-    ]  # fmt: skip
+    assert list(texts) == ["Spread", "Mean squared error", "Mean absolute error", "One member"]
     assert texts["Spread"].startswith("It rises with λ, from 1")
     assert "test cases" not in texts["Spread"]
     assert "corrected for 2 λ" in texts["Mean squared error"]
     assert texts["Mean squared error"].endswith("Significantly higher at λ=0.9.")
     assert texts["One member"].startswith("A single member gets worse at λ=0.3: its mean squared error changes by +")
     assert texts["One member"].endswith("Averaging gains more than the members lose.")
-    assert headline(results, results.arms[0]).startswith("λ=0.3 lowers mean squared error by ")
+    assert _headline(results).startswith("λ=0.3 lowers mean squared error: −")
 
 
 def test_regressors_collapse_when_their_spread_is_small_beside_the_error(tmp_path: Path) -> None:
@@ -218,7 +231,6 @@ def test_regressors_collapse_when_their_spread_is_small_beside_the_error(tmp_pat
     first = findings(results, results.arms[0])[0]
     assert (first.topic, first.warning) == ("Collapsed members", True)
     assert "less than 1 % of the ensemble's error, for every λ" in first.text
-    assert "The members have collapsed onto each other." in headline(results, results.arms[0])
     assert (
         "At λ=0 members have collapsed onto each other (below 1 % of the ensemble's error)"
         in (_texts(collapse("one", "0"))["Spread"])
@@ -229,8 +241,7 @@ def test_regressors_collapse_when_their_spread_is_small_beside_the_error(tmp_pat
 def test_a_sentence_has_few_numbers(name: str, request: pytest.FixtureRequest) -> None:
     """At most two numbers beside values of λ, K and the level of an interval."""
     results = request.getfixturevalue(name)
-    texts = [headline(results, arm) for arm in results.arms]
-    texts += [finding.text for arm in results.arms for finding in findings(results, arm)]
+    texts = [finding.text for arm in results.arms for finding in findings(results, arm)]
     for sentence in (sentence for text in texts for sentence in re.split(r"(?<=\.) ", text)):
         plain = re.sub(r"[λK]=[\d., ]+(and [\d.]+)?|“[^”]*”|95 %|corrected for \d+ λ", "", sentence)
         assert len(re.findall(r"\d+(?:[.,]\d+)*", plain)) <= 2, sentence

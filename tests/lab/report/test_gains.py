@@ -9,7 +9,7 @@ import pytest
 from tests.lab.report import synthetic_sweeps
 from tests.lab.report.synthetic_sweeps import ArmSpec, Spec
 from torchace.lab.report import Results, read_results, write_report
-from torchace.lab.report.gains import arm_gains, gain_figures, gain_finding, gain_table, has_many_arms
+from torchace.lab.report.gains import arm_gains, gain_figures, gain_table, has_many_arms, sweep_headline
 
 SLOPES = (-0.05, -0.01, -0.0001, 0.0, 0.0001, 0.01, 0.05, -0.02)  # of cross entropy in λ
 
@@ -41,8 +41,9 @@ def test_the_first_seeds_choose_and_the_others_measure(tmp_path: Path) -> None:
     assert first.relative == pytest.approx(-0.175, rel=0.02)
     assert first.train_loss == pytest.approx(0.2)  # of the last epoch
     assert (gains[6].difference, gains[6].relative) == (None, 0.0)
-    largest = f"The largest gain is {-100 * first.relative:.1f} % (“arm 0”)."
-    assert gain_finding(results).text.endswith(largest)
+    found = sweep_headline(results)
+    assert found is not None
+    assert (found.number, found.detail) == (f"−{-100 * first.relative:.1f} %", "The largest gain: “arm 0” at λ=0.7.")
 
 
 @pytest.mark.parametrize("validation", [0, 6000])

@@ -25,8 +25,8 @@ def _texts(results: Results) -> dict[str, str]:
 
 
 def _headline(results: Results) -> str:
-    assert results.model is not None
-    return model_headline(results, results.model)
+    found = model_headline(results)
+    return f"{found.sentence} {found.detail}" if found else ""
 
 
 def _with_arrays(tmp_path: Path, **arrays: np.ndarray) -> Results:
@@ -50,7 +50,7 @@ def test_a_regressor(regression_results: Results) -> None:
     test, texts = regression_results.scores(run), _texts(regression_results)
     assert _headline(regression_results) == (
         f"The model explains {100 * test['r2']:.1f} % of the target's variance in 240 test rows. "
-        "It has 5 members, trained with λ=0.3."
+        "The ensemble has 5 members, trained with λ=0.3."
     )
     assert texts["On the test set"].startswith(f"RMSE is {test['rmse']:.2f} (95 % interval ")
     assert texts["On the test set"].endswith(
@@ -73,10 +73,11 @@ def test_the_interval_of_the_rmse(tmp_path: Path) -> None:
 def test_a_classifier(classification_results: Results) -> None:
     [run] = classification_results.runs
     test = classification_results.scores(run)
-    assert _headline(classification_results) == (
-        f"Accuracy is {100 * test['accuracy']:.1f} % on 240 test rows. It has 5 members, trained with λ=0.2."
-    )
     low, high = wilson_interval(test["accuracy"], 240)
+    assert _headline(classification_results) == (
+        f"Accuracy on 240 test rows: {100 * test['accuracy']:.1f} % "
+        f"(95 % interval {100 * low:.1f} to {100 * high:.1f} %). The ensemble has 5 members, trained with λ=0.2."
+    )
     text = _texts(classification_results)["On the test set"]
     assert f"(95 % interval {low:.4f} to {high:.4f})" in text
     assert "Uncertainty" not in _texts(classification_results)
@@ -128,7 +129,7 @@ def test_perfect_predictions_and_a_single_member(tmp_path: Path) -> None:
     assert "Uncertainty" not in _texts(results)
     single = read_results(write_fit(tmp_path / "one", FitSpec(num_members=1)))
     assert list(_texts(single)) == ["On the test set"]
-    assert _headline(single).endswith("It has 1 member, trained with λ=0.3.")
+    assert _headline(single).endswith("The ensemble has 1 member, trained with λ=0.3.")
 
 
 def test_collapsed_members_are_a_warning(tmp_path: Path) -> None:

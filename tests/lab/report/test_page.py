@@ -22,9 +22,8 @@ import torchace.lab.report
 from tests.lab.report import synthetic_sweeps
 from tests.lab.report.figure_lines import draw
 from tests.lab.report.synthetic_fits import FitSpec, write_fit
-from torchace._figures import DARK, LIGHT, FigureSpec, Theme, render
+from torchace._figures import DARK, LIGHT, FigureSpec, render
 from torchace.lab.report import ResultFileError, markdown, read_results, write_report
-from torchace.lab.report.page import Image as PageImage
 from torchace.lab.report.page import figures, page_html
 
 PACKAGE = Path(torchace.lab.report.__file__).parent
@@ -55,7 +54,7 @@ def written(pages: Callable[[str], Path]) -> Path:
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws nothing, for tests of everything else."""
-    monkeypatch.setattr("torchace.lab.report.page.render", lambda spec, theme: spec.name.encode())
+    monkeypatch.setattr("torchace.lab.report.page.render_svg", lambda spec: f"<svg>{spec.name}</svg>")
 
 
 def test_writes_page_figures_and_markdown(written: Path) -> None:
@@ -63,24 +62,35 @@ def test_writes_page_figures_and_markdown(written: Path) -> None:
     names = {path.name for path in written.parent.iterdir()}
     figures = {"error", "cross_entropy", "difference_error", "difference_cross_entropy", "disagreement", "ambiguity"}
     figures |= {"mutual_information", "members_0", "members_1", "reliability_0", "reliability_1"}
-    figures |= {"matrix_0", "matrix_1", "disputed"}
-    expected = {f"{name}{end}.png" for name in figures for end in ("", "-dark")}
-    assert names == {"index.html", "results.md"} | expected
+    figures |= {"matrix_0", "matrix_1"}
+    assert names == {"index.html", "results.md"} | {f"{name}.svg" for name in figures}
 
 
 def test_the_page_needs_nothing_else(written: Path) -> None:
-    page = _Page(written.read_text(encoding="utf-8"))
-    assert not page.all("script")
+    text = written.read_text(encoding="utf-8")
+    page = _Page(text)
+    assert page.all("script") == [{}]  # sorts tables
     assert [link["href"] for link in page.all("link")] == ["data:,"]
-    assert len(page.all("img")) == len(page.all("source")) == 14
-    for image, source in zip(page.all("img"), page.all("source"), strict=True):
-        for uri in (image["src"], source["srcset"]):
-            assert uri is not None
-            assert uri.startswith("data:image/png;base64,")
-            picture = Image.open(io.BytesIO(base64.b64decode(uri.split(",")[1])))
-            assert (str(picture.width), str(picture.height)) == (image["width"], image["height"])
-        assert image["alt"]
-    assert "url(" not in written.read_text(encoding="utf-8")
+    assert len(page.all("figure")) == len([svg for svg in page.all("svg") if svg.get("aria-label")]) == 13
+    assert not page.all("image")
+    for image in page.all("img"):  # contested cases
+        assert image["src"] is not None
+        assert Image.open(io.BytesIO(base64.b64decode(image["src"].split(",")[1]))).size == (28, 28)
+    assert set(re.findall(r"url\((.)", text)) <= {"#"}
+    assert not re.search(r"(src|href)=.https?:", text)
+
+
+def test_a_figure_has_tooltips_and_follows_the_page(written: Path) -> None:
+    svg = (written.parent / "cross_entropy.svg").read_text(encoding="utf-8")
+    titles = re.findall(r"<title>(.+?)</title>", svg)
+    assert "exchanged batches, λ=0.3: 0.0633" in titles
+    assert "paper, λ=0.3: 0.0658" in titles
+    assert "var(--color0)" in svg
+    assert "@media (prefers-color-scheme: dark)" in svg
+    assert not re.search(r"#0[12]0[12]\d\d", svg)  # every color is one of the page's
+    assert "exchanged batches" in re.sub("<[^>]+>", "", svg)  # text, not outlines
+    ids = re.findall(r' id="([^"]+)"', written.read_text(encoding="utf-8"))
+    assert len(ids) == len(set(ids))
 
 
 @pytest.mark.parametrize("name", ["table1", "regression_fit", "classification_fit", "hostile_fit"])
@@ -96,7 +106,7 @@ def test_the_page_is_accessible(pages: Callable[[str], Path], name: str) -> None
 
 
 def test_the_page_states_what_a_reader_needs(failing: Path) -> None:
-    text = _Page(page_html(read_results(failing), [])).text.replace("\u00a0", " ")
+    text = _Page(page_html(read_results(failing), {})).text.replace("\u00a0", " ")
     for part in ("mnist: 60,000 for training", "MLP 784-128-10", "5 (0, 1, 2, 3, 4)", "NVIDIA H200", "torch 2.13.0"):
         assert part in text
     for part in (
@@ -124,12 +134,11 @@ def test_writes_into_the_run_directory_by_default(tmp_path: Path) -> None:
 def test_hostile_names_stay_text(pages: Callable[[str], Path], name: str) -> None:
     path = pages(name)
     page = _Page(path.read_text(encoding="utf-8"))
-    assert not page.all("script")
-    assert len(page.all("img")) == len(page.all("figure"))
+    assert page.all("script") == [{}]  # ours
     assert all(image["src"] and image["src"].startswith("data:") for image in page.all("img"))
     assert not any(key.startswith("on") for _, attributes in page.tags for key in attributes)
     assert "{{ 7 * 7 }}" in page.text
-    assert {path.suffix for path in path.parent.iterdir()} == {".html", ".md", ".png"}
+    assert {path.suffix for path in path.parent.iterdir()} == {".html", ".md", ".svg"}
     assert "<script" not in path.with_name("results.md").read_text(encoding="utf-8").lower()
 
 
@@ -141,11 +150,11 @@ def test_an_experiment_without_any_run_has_a_page(tmp_path: Path) -> None:
 
 
 def test_a_single_lambda_has_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchace.lab.report.page.render", _draw_only)
+    monkeypatch.setattr("torchace.lab.report.page.render_svg", _draw_only)
     arm = synthetic_sweeps.ArmSpec("a", "one", 3, [0], lambda d: 0.2, lambda d: 0.1)
     directory = synthetic_sweeps.write(tmp_path / "run", synthetic_sweeps.Spec("x", "x", [arm], image_shape=None))
     page = _Page(write_report(directory).read_text(encoding="utf-8"))
-    assert len(page.all("img")) >= 6
+    assert len(page.all("figure")) >= 6
 
 
 @pytest.mark.usefixtures("no_figures")
@@ -178,10 +187,9 @@ def test_figures_differ_by_theme_and_leave_matplotlib_alone(single_seed: Path) -
     before = dict(matplotlib.rcParams)
     results = read_results(single_seed)
     specs = figures(results)
-    assert "disputed" not in [spec.name for spec in specs]  # no images
     light, dark = render(specs[0], LIGHT), render(specs[0], DARK)
     corners = [Image.open(io.BytesIO(png)).convert("RGB").getpixel((0, 0)) for png in (light, dark)]
-    assert corners == [(255, 255, 255), (0x16, 0x19, 0x1D)]
+    assert corners == [(255, 255, 255), (0x1E, 0x21, 0x29)]
     assert dict(matplotlib.rcParams) == before
 
 
@@ -198,8 +206,9 @@ def test_a_report_is_not_written_elsewhere(single_seed: Path, tmp_path: Path) ->
 def test_no_module_of_the_report_imports_torch() -> None:
     root = PACKAGE.parents[1]
     names = ("_extras", "_files", "_figures", "_statistics")
-    shared = [*(root / f"{name}.py" for name in names), *(root / "lab/schema").glob("*.py")]
-    ours = tuple(f"torchace.{name}" for name in ("lab.report", "lab.schema", *names))
+    advice = root / "diagnosis/advice.py"
+    shared = [*(root / f"{name}.py" for name in names), *(root / "lab/schema").glob("*.py"), advice]
+    ours = tuple(f"torchace.{name}" for name in ("lab.report", "lab.schema", "diagnosis.advice", *names))
     for path in (*PACKAGE.rglob("*.py"), *shared):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -236,7 +245,7 @@ def test_a_missing_package_is_one_sentence(single_seed: Path, monkeypatch: pytes
 
 
 def _figures(page: Path) -> set[str]:
-    return {path.stem for path in page.parent.glob("*.png") if not path.stem.endswith("-dark")}
+    return {path.stem for path in page.parent.glob("*.svg")}
 
 
 def test_the_figures_of_fits(pages: Callable[[str], Path]) -> None:
@@ -248,17 +257,16 @@ def test_the_figures_of_fits(pages: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize("name", ["regression_fit", "classification_fit"])
 def test_the_page_of_a_fit_needs_nothing_else(pages: Callable[[str], Path], name: str) -> None:
     page = _Page(pages(name).read_text(encoding="utf-8"))
-    assert not page.all("script")
+    assert page.all("script") == [{}]
     assert [link["href"] for link in page.all("link")] == ["data:,"]
-    images = page.all("img")
-    assert len(images) == len(_figures(pages(name)))
-    assert all(image["src"] and image["src"].startswith("data:image/png;base64,") and image["alt"] for image in images)
+    assert len(page.all("figure")) == len(_figures(pages(name)))
+    assert not page.all("img")
     assert not page.all("a")
 
 
 def test_the_page_of_a_fit_states_what_a_reader_needs(pages: Callable[[str], Path]) -> None:
     text = _Page(pages("regression_fit").read_text(encoding="utf-8")).text.replace("\u00a0", " ")
-    for heading in ("In short", "The search for λ", "Results on the test set", "The data", "Diversity and uncertainty"):
+    for heading in ("Findings", "The search for λ", "Results on the test set", "The data", "Diversity and uncertainty"):
         assert heading in text
     for part in (
         "The model explains",
@@ -279,12 +287,13 @@ def test_the_page_of_a_fit_states_what_a_reader_needs(pages: Callable[[str], Pat
         assert absent not in text
 
 
-def test_long_lists_are_folded(pages: Callable[[str], Path]) -> None:
+def test_details_are_folded(pages: Callable[[str], Path]) -> None:
     text = pages("regression_fit").read_text(encoding="utf-8")
-    folds = re.findall(r"<details><summary>(.+?)</summary>(.*?)</details>", text, flags=re.DOTALL)
-    assert [summary for summary, _ in folds] == ["12 more", "Configuration"]
-    assert "sensor_13" in folds[0][1]
-    assert "sensor_0<" not in folds[0][1]
+    folds = re.findall(r"<details( open)?>\s*<summary><h2>(.+?)</h2></summary>", text)
+    assert [title for is_open, title in folds if is_open] == ["Results on the test set", "Findings"]
+    assert [title for is_open, title in folds if not is_open] == [
+        "The search for λ", "Diversity and uncertainty", "The members", "The data", "Setup",
+    ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("no_figures")
@@ -312,21 +321,19 @@ EDGES = {
 }
 
 
-def _draw_only(spec: FigureSpec, theme: Theme) -> bytes:
-    """Draw for light pages without rendering, for tests with many pages."""
-    if theme is LIGHT:
-        draw(spec)
-    return b""
+def _draw_only(spec: FigureSpec) -> str:
+    """Draw without rendering, for tests with many pages."""
+    draw(spec)
+    return ""
 
 
 @pytest.mark.parametrize("name", EDGES)
 def test_fits_of_all_kinds_have_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchace.lab.report.page.render", _draw_only)
+    monkeypatch.setattr("torchace.lab.report.page.render_svg", _draw_only)
     directory = write_fit(tmp_path / "fit", EDGES[name])
     results = read_results(directory)
     assert results.damaged == ()
     page = _Page(write_report(directory).read_text(encoding="utf-8"))
-    assert len(page.all("img")) == len(page.all("figure"))
     assert not re.search(r"\b(nan|inf|None)\b", page.text)
     assert ("The data" in page.text) == (results.data.table is not None)
     assert ("The search for λ" in page.text) == (results.experiment.search is not None)
@@ -362,8 +369,7 @@ def test_damage_anywhere_is_a_sentence_or_a_page(task: str, tmp_path: Path) -> N
         try:
             results = read_results(directory)
             assert all("\n" not in damaged.reason for damaged in results.damaged)
-            images = [PageImage(spec, b"", b"") for spec in figures(results)]
-            assert page_html(results, images)
+            assert page_html(results, {spec.name: "" for spec in figures(results)})
             assert markdown(results)
         except ResultFileError as error:
             refused.append(str(error))

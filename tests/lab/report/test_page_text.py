@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -26,9 +27,9 @@ def _print_text(results: Results, width: int) -> str:
 )
 def test_every_row_is_as_wide_as_its_table(name: str, request: pytest.FixtureRequest) -> None:
     found = contents(read_results(request.getfixturevalue(name)))
-    tables = [table for table in found.values() if isinstance(table, ReportTable)]
-    tables += found["difference_tables"]
+    tables = [value for section in found.sections for kind, value in section.items if kind == "table"]
     assert len(tables) >= 3
+    assert len(set(tables)) == len({table.caption for table in tables}) == len(tables)  # none appears twice
     for table in tables:
         assert all(len(row) == len(table.columns) for section in table.sections for row in section.rows)
         assert sum(span for _, span in table.groups) in (0, len(table.columns))
@@ -51,19 +52,26 @@ def test_markdown_tables_are_rectangular(name: str, request: pytest.FixtureReque
 
 def test_markdown_holds_everything(failing: Path, regression_fit: Path, classification_fit: Path) -> None:
     text = markdown(read_results(failing))
-    headings = ("The effect of λ", "Results", "Paired differences", "Calibration and diversity", "Setup")
+    headings = ("Findings", "Results on the test set", "Paired differences", "Diversity and calibration", "Setup")
     for heading in (*headings, "Failed runs and damaged files"):
         assert f"\n## {heading}\n" in text
     assert "shared-l0.7-s0" in text
     assert "NVIDIA H200" in text
     assert text.endswith("\n")
     text = markdown(read_results(regression_fit))
-    for heading in ("In short", "The search for λ", "Results", "Squared error and diversity", "The data", "Setup"):
+    for heading in (
+        "Findings",
+        "The search for λ",
+        "Results on the test set",
+        "Diversity and uncertainty",
+        "The data",
+        "Setup",
+    ):
         assert f"\n## {heading}\n" in text
     for part in ("0.3 (chosen)", "sensor\\_13", "and 204 more", "Every row has another value.", "- **Target**: price"):
         assert part in text
     assert "- Categories seen fewer than five times were put together." in text
-    assert "## The test rows on which members disagree most" in markdown(read_results(classification_fit))
+    assert "### Test cases on which members disagree most" in markdown(read_results(classification_fit))
 
 
 @pytest.mark.parametrize("name", ["hostile", "hostile_fit"])
@@ -82,10 +90,14 @@ def test_markdown_is_escaped() -> None:
 
 def test_the_sentence_of_a_search(tmp_path: Path, table1_results: Results) -> None:
     own = read_results(write_fit(tmp_path / "a", FitSpec(arrays=False, search={"sentence": "It pays."})))
-    assert contents(own)["search_sentence"] == "It pays."
+    assert ("text", "It pays.") in _search(own)
     none = read_results(write_fit(tmp_path / "b", FitSpec(arrays=False, search={"sentence": ""})))
-    assert contents(none)["search_sentence"] == "The validation data chose λ=0.3."
-    assert contents(table1_results)["search_sentence"] == ""
+    assert ("text", "The validation data chose λ=0.3.") in _search(none)
+    assert _search(table1_results) == []
+
+
+def _search(results: Results) -> list[tuple[str, Any]]:
+    return [item for part in contents(results).sections for item in part.items if part.title == "The search for λ"]
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -30,8 +30,7 @@ from torchace.lab.training.distributed import (
     parse_layout,
     should_report,
 )
-from torchace.lab.training.early_stopping import ValidationSet
-from torchace.lab.training.evaluate import evaluate, predict_logits
+from torchace.lab.training.evaluate import ValidationSet, evaluate, predict_logits
 from torchace.lab.training.loop import CheckpointPolicy, FitResult, Interrupted, fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.step import TrainStep

@@ -20,7 +20,7 @@ from tests.lab.training.small_trainings import (
 )
 from torchace.lab.data import Split
 from torchace.lab.training.checkpoint import Checkpoints
-from torchace.lab.training.early_stopping import ValidationSet, validation_scores
+from torchace.lab.training.evaluate import ValidationSet, validation_scores
 from torchace.lab.training.loop import CheckpointPolicy, FitResult, Interrupted, fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.models import mlp

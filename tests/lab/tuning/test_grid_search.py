@@ -233,7 +233,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, fails: Callable[[float, int], bool]) 
     """From now on these runs start with Inf."""
 
     def train_spoilt(plan: MemberPlan, train: Split, num_outputs: int, **options: Any) -> TrainedGroup:
-        network = new_run_group(plan, train.x.shape[1], num_outputs, options["seeds"])
+        network = new_run_group(plan, train.x.shape[1], num_outputs, options["seeds"], options["diversities"])
         with torch.no_grad():
             for run, pair in enumerate(zip(options["diversities"], options["seeds"], strict=True)):
                 if fails(*pair):

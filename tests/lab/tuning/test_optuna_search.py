@@ -21,9 +21,8 @@ from torchace.lab.data import Split
 from torchace.lab.training.loop import Interrupted
 from torchace.lab.training.members import MemberPlan, TrainedGroup, train_members
 from torchace.lab.tuning import optuna_search
-from torchace.lab.tuning.optuna_search import OptunaSearch, StudyResult
+from torchace.lab.tuning.optuna_search import OptunaSearch, SearchSpace, StudyResult, apply_values
 from torchace.lab.tuning.search import SearchCallback, SearchProblem
-from torchace.lab.tuning.search_space import SearchSpace, apply_values
 
 PLAN = MemberPlan("classification", num_members=2, hidden=(6,), epochs=6, batch_size=16, learning_rate=0.02)
 SPACE = SearchSpace(width=(2, 8), num_layers=(1, 2), num_members=(1, 4), batch_size=(8, 32), learning_rate=(1e-3, 0.1))

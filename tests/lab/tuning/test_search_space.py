@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.lab.tuning.test_optuna_search import PLAN, found
-from torchace.lab.tuning.search_space import DIMENSIONS, SearchSpace
+from torchace.lab.tuning.optuna_search import DIMENSIONS, SearchSpace
 
 
 def test_suggestions_stay_within_bounds() -> None:

@@ -103,13 +103,15 @@ def _print_failures(failures: dict[RunKey, Failure]) -> None:
 
 def report(directory: Annotated[Path, typer.Argument(help="Run directory.")]) -> None:
     """Write the report of a run directory."""
-    from torchace.lab.report import read_results, rich_table, write_report
+    from torchace.lab.report import read_results, rich_table, summary_sentences, write_report
 
     again = f"All results are in {directory}. Write the report with: torchace report {shlex.quote(str(directory))}"
     with interruptible(f"Interrupted while writing the report. {again}"):
         page = write_report(directory)
-    results = read_results(directory, arrays=False)
+    results = read_results(directory)
     print_table(rich_table(results))
+    for sentence in summary_sentences(results):
+        print_line(sentence)
     print_line(f"Report: {page}")
     for damaged in results.damaged:
         print_error(f"Skipped: {damaged.reason}")

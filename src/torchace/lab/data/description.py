@@ -19,16 +19,7 @@ MAX_CATEGORIES = 8  # most frequent first
 
 
 def describe_table(schema: Schema, frame: DataFrame) -> dict[str, Any]:
-    """Summarize the target, the columns and the notes of a training table: a `TableSummary` as JSON values.
-
-    Example:
-        >>> import pandas as pd
-        >>> from torchace.lab.data.inference import infer_schema
-        >>> frame = pd.DataFrame({"age": [3, 4] * 6, "fur": ["long", ""] * 3 + ["no"] * 6, "pet": ["cat", "dog"] * 6})
-        >>> columns = describe_table(infer_schema(frame, "pet"), frame)["columns"]
-        >>> columns[0]["mean"], columns[1]["missing"], columns[1]["categories"]
-        (3.5, 3, [['no', 6], ['long', 3]])
-    """
+    """Summarize the target, the columns and the notes of a training table: a `TableSummary` as JSON values."""
     used, dropped = {column.name: column for column in schema.columns}, dict(schema.dropped)
     columns: list[dict[str, Any]] = []
     for name in map(str, frame.columns):

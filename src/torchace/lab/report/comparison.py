@@ -41,18 +41,15 @@ def comparison_headline(comparison: ModelComparison) -> Headline | None:
     else:
         verdict = f"The ensemble and the best baseline, {best.label}, do not differ beyond the noise"
     # the ensemble minus the baseline: negative if the ensemble is better
-    values, unit, digits = [-best.difference, -best.high, -best.low], "", 4
-    if comparison.loss != "cross_entropy":
-        loss = best.scores[comparison.loss] or 0.0
-        values, unit, digits = [100 * value / loss if loss else 0.0 for value in values], " %", 1
-    mean, low, high = (formats.number(value, digits, signed=True) for value in values)
+    values = [-best.difference, -best.high, -best.low]
+    mean, low, high = formats.percentages(values, best.scores.get(comparison.loss) or 0.0)
     rows = formats.count(comparison.rows, f"{comparison.split} row")
-    detail = f"{formats.capitalize(LOSSES[comparison.loss])} of the ensemble minus that of {best.label} on {rows}."
+    detail = f"{formats.capitalize(LOSSES[comparison.loss])} of the ensemble against that of {best.label} on {rows}."
     key = "accuracy" if comparison.loss == "cross_entropy" else "r2"
     if own.scores.get(key) is not None and best.scores.get(key) is not None:
         ours, theirs = _score(key, own.scores[key]), _score(key, best.scores[key])
         detail += f" {LABELS[key]} is {ours} for the ensemble, {theirs} for {best.label}."
-    return Headline(verdict, f"{mean}{unit}", f"95 % interval {low} to {high}{unit}", detail)
+    return Headline(verdict, f"{mean} %", f"95 % interval {low} to {high} %", detail)
 
 
 def comparison_figures(comparison: ModelComparison) -> list[FigureSpec]:
@@ -100,10 +97,11 @@ def comparison_findings(comparison: ModelComparison) -> list[Finding]:
         names = ", ".join(formats.shorten(name, 40) for name in missed[:5])
         text = f"No row of {names}{' and others' if len(missed) > 5 else ''} is classified correctly."
         found.append(Finding("Missed classes", f"{text} Class weights may help.", warning=True))
-    if comparison.residuals:
-        values = {key: quantity(value) for key, value in comparison.residuals.items() if value is not None}
+    for target in comparison.targets:
+        values = {key: quantity(value) for key, value in target.residuals.items() if value is not None}
         if {"0.025", "0.25", "0.75", "0.975"} <= values.keys():
-            text = f"Half of the residuals lie between {values['0.25']} and {values['0.75']}, "
+            of = f" of {formats.shorten(target.name, 40)}" if len(comparison.targets) > 1 else ""
+            text = f"Half of the residuals{of} lie between {values['0.25']} and {values['0.75']}, "
             text += f"95 % between {values['0.025']} and {values['0.975']}."
             found.append(Finding("Residuals", text))
     return found
@@ -122,20 +120,22 @@ def model_table(comparison: ModelComparison) -> ReportTable:
         values = [value for model in comparison.models if (value := model.scores.get(key)) is not None]
         best[key] = max(values) if key in _HIGHER_IS_BETTER else min(values)
     rows = []
+    timed = any(model.seconds is not None for model in comparison.models)
     for model in comparison.models:
         cells: list[str | Cell] = [Cell(formats.capitalize(model.label), kind="text", strong=model.name == ENSEMBLE)]
         for key in keys:
             value = model.scores.get(key)
             cells.append(NONE if value is None else Cell(_score(key, value), strong=value == best[key]))
-        rows.append([*cells, *_interval(model)])
-    loss = LOSSES[comparison.loss]
+        seconds = [NONE if model.seconds is None else formats.duration(model.seconds)] if timed else []
+        rows.append([*cells, *_interval(model), *seconds])
+    loss = LOSSES[comparison.loss] + (" of the scaled targets" if len(comparison.targets) > 1 else "")
     note = (
         f"Difference: {loss} of the ensemble minus that of the model, with a 95 % interval over the rows; below 0, the "
         "ensemble is better."
     )
     if failed := [f"{model.label} ({model.failure})" for model in comparison.models if model.failure]:
         note += f" Not trained: {', '.join(failed)}."
-    heads = ("Model", *(LABELS[key] for key in keys), "Difference", "95 % interval")
+    heads = ("Model", *(LABELS[key] for key in keys), "Difference", "95 % interval", *["Time"] * timed)
     caption = f"The ensemble and its baselines on {formats.count(comparison.rows, f'{comparison.split} row')}"
     return make_table(caption, heads, [("", rows)], note, "t" + "n" * (len(heads) - 1))
 
@@ -162,6 +162,14 @@ def _detail_tables(comparison: ModelComparison) -> list[ReportTable]:
         ]
         predicted = ["True class", *(f"Predicted {name}" for name in names)]
         tables.append(make_table("Confusion matrix", predicted, [("", counted)], kinds="t" + "n" * len(names)))
+    if len(comparison.targets) > 1:
+        keys = ("r2", "rmse", "mae")
+        rows = [
+            [formats.shorten(target.name, 40), *(_score(key, target.scores.get(key)) for key in keys)]
+            for target in comparison.targets
+        ]
+        columns = ("Target", *(LABELS[key] for key in keys))
+        tables.append(make_table("The ensemble's scores for each target", columns, [("", rows)], kinds="tnnn"))
     if comparison.importances:
         listed = comparison.importances[:MOST_IMPORTANCES]
         rows = [[formats.shorten(e.name, 80), f"{quantity(e.mean)} ± {quantity(e.std)}"] for e in listed]

@@ -6,14 +6,23 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+from torchace.diagnosis.advice import DiversityAdvice, advise_diversity
 from torchace.lab.report import formats
 from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.metrics import Metric
 from torchace.lab.report.results import Results
-from torchace.lab.report.statistics import Comparison, Difference, best_diversity, comparable_means, compare
+from torchace.lab.report.statistics import (
+    Comparison,
+    Difference,
+    best_diversity,
+    comparable_means,
+    compare,
+    train_loss,
+)
 from torchace.lab.report.tables import summarize_metric
 from torchace.lab.schema.results import ArmSummary
 
+ADVICE_METRICS = ("cross_entropy", "member_cross_entropy", "disagreement")
 COLLAPSED = 0.002  # disagreement below which members count as collapsed
 COLLAPSED_SPREAD = 0.01  # the same for the spread of regressors, relative to the ensemble's error
 
@@ -52,6 +61,7 @@ def findings(results: Results, arm: ArmSummary) -> list[Finding]:
             _score(results, arm, results.task.loss),
             _score(results, arm, results.task.score),
             _one_member(results, arm),
+            _advice(results, arm),
             *(_against_baseline(results, arm, other) for other in results.arms if other.baseline and other != arm),
         ]
     known = [finding for finding in found if finding]
@@ -196,6 +206,31 @@ def _one_member(results: Results, arm: ArmSummary) -> Finding | None:
         if gain and gain.significant:
             text += " Averaging gains more than the members lose."
     return Finding("One member", text)
+
+
+def advice(results: Results, arm: ArmSummary) -> DiversityAdvice | None:
+    """Return what the runs at λ=0 let expect of λ; None for other tasks, shared layers or without validation data."""
+    validation = {key: results.values(arm, 0.0, key, "validation").values() for key in ADVICE_METRICS}
+    config, train = results.experiment.config, train_loss(results, arm)
+    kinds = [section.get("model", {}).get("kind", "separate") for section in (config, *config.get("arms", []))]
+    if results.task.loss != "cross_entropy" or set(kinds) != {"separate"} or arm.num_members == 1:
+        return None
+    if train is None or not arm.parameters or not all(validation.values()):
+        return None
+    loss, member_loss, disagreement = (math.fsum(values) / len(values) for values in validation.values())
+    return advise_diversity(
+        train_loss=train,
+        validation_loss=loss,
+        member_loss=member_loss,
+        disagreement=disagreement,
+        num_samples=results.arm_data(arm).train,
+        num_parameters=max(1, arm.parameters // arm.num_members),
+    )
+
+
+def _advice(results: Results, arm: ArmSummary) -> Finding | None:
+    found = advice(results, arm)
+    return None if found is None else Finding("Expected from λ=0 alone", found.sentence)
 
 
 def _against_baseline(results: Results, arm: ArmSummary, other: ArmSummary) -> Finding | None:

@@ -18,6 +18,13 @@ def number(value: float, digits: int, *, signed: bool = False) -> str:
     return f"−{text}" if value < 0 else f"+{text}" if signed else text
 
 
+def percentages(values: Sequence[float], whole: float) -> list[str]:
+    """Format values as signed percentages of a whole, with decimals enough that none is rounded to zero."""
+    shares = [100 * value / whole if whole else 0.0 for value in values]
+    digits = next((n for n in (1, 2, 3) if all(round(share, n) for share in shares)), 4)
+    return [number(share, digits, signed=True) for share in shares]
+
+
 def quantity(value: float) -> str:
     """Format to four significant digits."""
     exponent = order_of_magnitude([value])

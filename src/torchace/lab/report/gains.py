@@ -13,7 +13,7 @@ from torchace.lab.report import formats, tables
 from torchace.lab.report.findings import Headline
 from torchace.lab.report.formats import at
 from torchace.lab.report.results import Results
-from torchace.lab.report.statistics import Difference, comparable_means, compare, paired_difference
+from torchace.lab.report.statistics import Difference, comparable_means, compare, paired_difference, train_loss
 from torchace.lab.report.tables import Cell, ReportTable, main_arms, make_table
 from torchace.lab.schema.results import ArmSummary
 
@@ -86,18 +86,8 @@ def arm_gain(results: Results, arm: ArmSummary) -> ArmGain | None:
         difference,
         test_loss=_mean([level[seed] for seed in rest if seed in level] or list(level.values())),
         validation_loss=_mean(list(validation[0.0].values())) if validation[0.0] else None,
-        train_loss=_train_loss(results, arm),
+        train_loss=train_loss(results, arm),
     )
-
-
-def _train_loss(results: Results, arm: ArmSummary) -> float | None:
-    """Training loss at λ=0 in the epoch of the weights, mean over seeds."""
-    found = []
-    for run in results.finished(arm, 0.0):
-        epoch = run.history[(run.best_epoch or len(run.history)) - 1] if run.history else {}
-        found.append(epoch.get(f"train_{results.task.loss}"))
-    known = [value for value in found if value is not None]
-    return _mean(known) if known else None
 
 
 def _mean(values: list[float]) -> float:
@@ -129,22 +119,20 @@ def headline(results: Results, arm: ArmSummary) -> Headline | None:
         return None
     effect = "does not change" if not difference.significant else "lowers" if difference.mean < 0 else "raises"
     verdict = f"{at(best)} {effect} {metric.noun}{' beyond the noise' * (not difference.significant)}"
-    interval = ""
-    if difference.joint_interval is None:
+    level = comparable_means(results, arm, metric.key)[comparison.reference_diversity]
+    number, *ends = formats.percentages([difference.mean, *(difference.joint_interval or ())], level)
+    interval = f"95 % interval {' to '.join(ends)} %" if ends else ""
+    interval += f", corrected for {difference.tests} λ" if ends and difference.tests > 1 else ""
+    if not ends:
         verdict = f"{at(best)} may change {metric.noun} ({difference.note})"
-    else:
-        interval = f"95 % interval {metric.interval(difference.joint_interval)}"
-        interval += f", corrected for {difference.tests} λ" if difference.tests > 1 else ""
     if not chosen:
         verdict = f"The {split} data choose λ=0; {verdict}"
-    level = comparable_means(results, arm, metric.key)[0.0]
-    relative = f" ({formats.number(100 * difference.mean / level, 1, signed=True)} %)" if level else ""
     covered = "" if difference.samples is None else f" and {difference.samples:,} test samples"
     detail = (
-        f"Test {metric.noun} at {at(best)} minus that at λ=0{relative}, paired over "
+        f"Test {metric.noun} at {at(best)} minus that at λ=0: {metric.difference(difference.mean)}, paired over "
         f"{formats.count(difference.n, 'seed')}{covered}. The {split} data chose λ."
     )
-    return Headline(verdict, metric.difference(difference.mean), interval, detail, tables.arm_title(arm))
+    return Headline(verdict, f"{number} %", interval, detail, tables.arm_title(arm))
 
 
 def sweep_headline(results: Results) -> Headline | None:
@@ -161,10 +149,9 @@ def sweep_headline(results: Results) -> Headline | None:
     best = min(lower, key=lambda gain: gain.relative)
     assert best.difference is not None
     assert best.difference.joint_interval is not None
-    low, high = (formats.number(100 * end / best.test_loss, 1) for end in best.difference.joint_interval)
-    number = f"{formats.number(100 * best.relative, 1)} %"
+    number, low, high = formats.percentages([best.difference.mean, *best.difference.joint_interval], best.test_loss)
     detail = f"The largest gain: “{best.arm.label}” at {at(best.diversity)}."
-    return Headline(verdict, number, f"95 % interval {low} to {high} %", detail)
+    return Headline(verdict, f"{number} %", f"95 % interval {low} to {high} %", detail)
 
 
 def gain_table(results: Results) -> ReportTable:

@@ -16,7 +16,7 @@ from torchace.lab.report import setup, tables
 from torchace.lab.report.array_plots import array_figures, contested_table
 from torchace.lab.report.axes import axis_findings, axis_tables
 from torchace.lab.report.comparison import comparison_figures, comparison_tables
-from torchace.lab.report.findings import Finding, Headline, findings, remarks
+from torchace.lab.report.findings import Finding, Headline, advice, findings, remarks
 from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.gains import gain_figures, gain_table, has_many_arms, headline, sweep_headline
 from torchace.lab.report.model_findings import model_findings, model_headline
@@ -259,6 +259,18 @@ def _escape(text: str) -> str:
     text = re.sub(r"&(?=#?\w+;)", "&amp;", text)
     text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
     return re.sub(r"^(#|>|[+-](?=\s))", r"\\\1", text)
+
+
+def summary_sentences(results: Results) -> list[str]:
+    """Return the main result of each arm, and what the runs at λ=0 let expect, for a terminal."""
+    found = []
+    for arm in () if has_many_arms(results) or results.model else results.arms:
+        main, expected = headline(results, arm), advice(results, arm)
+        sentences = [main.sentence] if main else []
+        sentences += [f"Expected: {expected.sentence}"] if expected else []
+        if text := " ".join(sentences):
+            found.append(f"{capitalize(arm.label)}. {text}" if len(results.arms) > 1 else text)
+    return found
 
 
 def rich_table(results: Results) -> RichTable:

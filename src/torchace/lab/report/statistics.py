@@ -189,6 +189,16 @@ def comparable_means(results: Results, arm: ArmSummary, metric: str, split: str 
     }
 
 
+def train_loss(results: Results, arm: ArmSummary, diversity: float = 0.0) -> float | None:
+    """Return the mean training loss in the epoch of the weights; None if it was not recorded."""
+    key, found = f"train_{results.task.loss}", []
+    for run in results.finished(arm, diversity):
+        epoch = run.history[(run.best_epoch or len(run.history)) - 1] if run.history else {}
+        if (value := epoch.get(key)) is not None:
+            found.append(value)
+    return math.fsum(found) / len(found) if found else None
+
+
 def has_unequal_seeds(results: Results, arm: ArmSummary) -> bool:
     """Whether the λ of an arm have different seeds."""
     return len({frozenset(values) for values in _by_diversity(results, arm, results.task.loss).values()}) > 1

@@ -19,8 +19,7 @@ from torchace.lab.schema.hyperparameters import to_python
 from torchace.lab.schema.reading import capitalize, describe_error, did_you_mean
 from torchace.lab.store import RunStoreError
 from torchace.lab.sweeps.callbacks import Callback, make_callbacks
-from torchace.lab.sweeps.components import Components, check_arguments, import_object, object_name
-from torchace.lab.sweeps.config import ConfigError
+from torchace.lab.sweeps.config import Components, ConfigError, check_arguments, import_object, object_name
 from torchace.lab.sweeps.executor import make_executor
 from torchace.lab.sweeps.result import SweepResult
 from torchace.lab.sweeps.sweep import Sweep

@@ -1,24 +1,38 @@
-"""Read experiments from TOML; versions and hardware for result files."""
+"""Read experiments from TOML; the objects they name, versions and hardware.
+
+Objects are the member's factory, data, optimizer, metrics and transform. A TOML file names them
+(`package.module:function`) and they are imported; `torchace.sweep` gets them from Python.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import importlib
+import inspect
+import os
 import platform
 import re
+import sys
 import tomllib
-from collections.abc import Mapping, Sequence
-from functools import cache
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 import torchace
 from torchace._files import TOML_BYTES, check_depth, read_bounded
-from torchace.lab.schema.experiment import Experiment
+from torchace.lab.report.metrics import TASKS
+from torchace.lab.schema.experiment import OPTIMIZERS, Arm, Experiment
 from torchace.lab.schema.reading import describe_error, did_you_mean
+from torchace.nn.architecture import enclosed_values, global_names
 
 
 class ConfigError(ValueError):
@@ -145,3 +159,209 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+HASHED_ROWS = 65_536  # of a tensor
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+@dataclass(frozen=True)
+class Components:
+    """Objects of one arm; None where the built-in network, data set or optimizer is used."""
+
+    member: Callable[..., Any] | None = None  # called with `model.arguments`, returns a module
+    data: Any = None  # (train, test) or (train, validation, test), or a function of `data.arguments` that returns them
+    optimizer: Callable[..., Any] | None = None  # called with parameters, `lr` and `optimizer_arguments`
+    metrics: tuple[Any, ...] = ()  # functions of logits (K, N, C) and target, or torchmetrics metrics
+    transform: Callable[..., Any] | None = None  # function of a batch of inputs, on the device
+
+    @classmethod
+    def load(cls, arm: Arm) -> Components:
+        """Import the objects that an arm names."""
+        model, data, train = arm.model, arm.data, arm.train
+        member = None if model.factory is None else import_object(model.factory, "model.factory")
+        loader = None if data.factory is None else import_object(data.factory, "data.factory")
+        if member is not None:
+            check_arguments(member, model.arguments, "model.arguments")
+        if loader is not None:
+            check_arguments(loader, data.arguments, "data.arguments")
+        return cls(
+            member=member,
+            data=loader,
+            optimizer=None if train.optimizer in OPTIMIZERS else import_object(train.optimizer, "train.optimizer"),
+            metrics=tuple(import_object(name, "train.metrics") for name in train.metrics),
+            transform=None if data.transform is None else import_object(data.transform, "data.transform"),
+        )
+
+    def modules(self) -> set[str]:
+        """Return the names of the modules that define the objects."""
+        data = self.data if isinstance(self.data, tuple) else (self.data,)
+        objects = [self.member, self.optimizer, self.transform, *self.metrics, *data]
+        return {object_name(value).partition(":")[0] for value in objects if value is not None}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the name and a hash of the source of every function, for the run directory."""
+        functions = {"member": self.member, "optimizer": self.optimizer, "transform": self.transform}
+        if callable(self.data):
+            functions["data"] = self.data
+        functions |= {f"metrics.{metric_name(metric)}": metric for metric in self.metrics}
+        return {
+            key: {"name": object_name(function), "sha256": source_digest(function)}
+            for key, function in functions.items()
+            if function is not None
+        }
+
+
+def import_object(name: str, key: str) -> Any:
+    """Import `package.module:function` from the current directory or an installed package.
+
+    This runs the module's code. `key` is the setting that names the object, for errors.
+    """
+    module_name, _, path = name.partition(":")
+    if (here := os.getcwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does
+    importlib.invalidate_caches()
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # the module's own code may raise anything
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            raise ConfigError(
+                f"{key}: there is no module {missing!r} in the current directory or among the installed packages."
+            ) from None
+        raise ConfigError(f"{key}: cannot import {module_name}: {type(error).__name__}: {error}.") from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{key}: there is no {path!r} in {module_name}.{did_you_mean(part, dir(found))}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{key}: expected {name} to be a function or a class, but it is {type(found).__name__}.")
+    return found
+
+
+def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], key: str) -> None:
+    """Refuse arguments that do not fit a function's signature."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in functions have none
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        name = object_name(function).partition(":")[2]
+        raise ConfigError(f"{key}: expected arguments of {name}{signature}, but {error}.") from None
+
+
+def object_name(value: Any) -> str:
+    """Return `module:qualname` of a function, class or partial, or of the class of an object."""
+    while isinstance(value, partial):
+        value = value.func
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def metric_name(metric: Any) -> str:
+    """Return the name of a metric in results: of its function or class, in lower case with underscores."""
+    name = object_name(metric).rpartition(":")[2].rpartition(".")[2]
+    separated = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+    return re.sub(r"\W", "", separated) or "metric"
+
+
+def named_metrics(metrics: Sequence[Any], task: str) -> dict[str, Any]:
+    """Return a user's metrics by name; refuse classes and the names of built-in metrics."""
+    named: dict[str, Any] = {}
+    for metric in metrics:
+        name = metric_name(metric)
+        if isinstance(metric, type):
+            raise ConfigError(f"metrics: expected a function or a metric object, but got the class {metric.__name__}.")
+        if name in TASKS[task].metrics:
+            raise ConfigError(f"metrics: {name!r} is the name of a built-in metric; rename the function.")
+        number = 1 + sum(known.partition("#")[0] == name for known in named)
+        named[name if number == 1 else f"{name}#{number}"] = metric
+    return named
+
+
+def source_digest(function: Any) -> str:
+    """Return a SHA-256 of an object's source, and of the values and functions of its module that it uses.
+
+    Without a source file, as in an interpreter, the hash is of the bytecode and its constants.
+    """
+    digest = hashlib.sha256()
+    _update(digest, function, set())
+    return digest.hexdigest()
+
+
+def tensor_digest(tensors: Sequence[Tensor]) -> str:
+    """Return a SHA-256 of the shapes, types and contents of tensors; of 65,536 rows at most, evenly spaced."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        step = max(1, -(-len(tensor) // HASHED_ROWS)) if tensor.ndim else 1
+        part = tensor[::step] if tensor.ndim else tensor
+        digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _update(digest: Any, value: Any, seen: set[int]) -> None:
+    if isinstance(value, _PLAIN):
+        digest.update(repr(value).encode())
+    elif isinstance(value, (set, frozenset)):
+        _update(digest, sorted(value, key=repr), seen)
+    elif isinstance(value, (list, tuple)):
+        digest.update(f"{type(value).__name__} {len(value)}".encode())
+        for item in value:
+            _update(digest, item, seen)
+    elif isinstance(value, dict):
+        for key in sorted(value, key=repr):
+            _update(digest, (repr(key), value[key]), seen)
+    elif id(value) in seen:
+        return
+    else:
+        seen.add(id(value))
+        _update_object(digest, value, seen)
+
+
+def _update_object(digest: Any, value: Any, seen: set[int]) -> None:
+    if isinstance(value, partial):
+        _update(digest, [value.func, value.args, value.keywords], seen)
+    elif isinstance(value, types.MethodType):
+        _update(digest, [value.__func__, value.__self__], seen)
+    elif isinstance(value, types.FunctionType):
+        digest.update(_source(value) or b"")
+        if not _source(value):
+            _update_code(digest, value.__code__)
+        _update(digest, [value.__defaults__, value.__kwdefaults__, enclosed_values(value)], seen)
+        used = [value.__globals__.get(name) for name in sorted(set(global_names(value.__code__)))]
+        _update(digest, [item for item in used if _is_own(item, value.__module__)], seen)
+    elif isinstance(value, type):
+        digest.update(_source(value) or f"{value.__module__}:{value.__qualname__}".encode())
+        inner = [item for item in vars(value).values() if isinstance(item, types.FunctionType)]
+        own = [base for base in value.__bases__ if base.__module__ == value.__module__]
+        if value.__module__.partition(".")[0] not in ("torch", "torchace", "builtins"):
+            _update(digest, [own, inner], seen)
+    else:  # a callable object, or a value in a closure
+        digest.update(object_name(value).encode())
+        if callable(value):
+            _update(digest, type(value), seen)
+
+
+def _source(value: Any) -> bytes:
+    try:
+        return inspect.getsource(value).encode()
+    except (OSError, TypeError):
+        return b""
+
+
+def _update_code(digest: Any, code: types.CodeType) -> None:
+    digest.update(code.co_code)
+    digest.update(repr(code.co_names).encode())
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            _update_code(digest, constant)
+        else:  # sets have no fixed order
+            digest.update(repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant).encode())
+
+
+def _is_own(value: Any, module: str) -> bool:
+    """Whether a global value is a number, text or a function or class of the same module."""
+    return isinstance(value, _PLAIN) or getattr(value, "__module__", None) == module

@@ -18,8 +18,7 @@ from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import Failure, GroupPlan, Metrics, RunKey, RunResult
 from torchace.lab.store import RunStore
 from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.sweeps.components import Components, named_metrics
-from torchace.lab.sweeps.config import hardware, versions
+from torchace.lab.sweeps.config import Components, hardware, named_metrics, versions
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network, make_train_config
 from torchace.lab.training.checkpoint import gather_network, run_weights, shard_network, state_digest

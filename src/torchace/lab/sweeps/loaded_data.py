@@ -19,9 +19,8 @@ from torchace.lab.data.own_data import DataOptions, make_dataset, read_data_file
 from torchace.lab.data.splits import Inputs, input_tensors, map_inputs
 from torchace.lab.schema.experiment import GIVEN, Arm, DataSection
 from torchace.lab.schema.results import DataSummary
-from torchace.lab.sweeps.components import Components, object_name, tensor_digest
-from torchace.lab.sweeps.config import ConfigError
-from torchace.lab.training.early_stopping import ValidationSet
+from torchace.lab.sweeps.config import Components, ConfigError, object_name, tensor_digest
+from torchace.lab.training.evaluate import ValidationSet
 
 EVALUATION_CHUNK = 2000
 HASHED_ITEMS = 64  # of a Dataset that is read while training

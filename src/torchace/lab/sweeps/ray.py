@@ -21,8 +21,7 @@ from torchace.lab.schema.experiment import Arm
 from torchace.lab.schema.results import GroupPlan, RunKey
 from torchace.lab.store import RunStore
 from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.sweeps.components import Components
-from torchace.lab.sweeps.config import versions
+from torchace.lab.sweeps.config import Components, versions
 from torchace.lab.sweeps.executor import Executor, Plan, Stop, UnfinishedRunsError, config_digest
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.ray_cluster import (

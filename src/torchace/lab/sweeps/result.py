@@ -18,7 +18,7 @@ from torchace.lab.report.tables import summarize_metric
 from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import ArmSummary, RunKey
 from torchace.lab.store import RunStore
-from torchace.lab.sweeps.components import Components
+from torchace.lab.sweeps.config import Components
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network
 from torchace.nn.base import EnsembleModule

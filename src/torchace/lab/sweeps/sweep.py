@@ -18,8 +18,7 @@ from torchace.lab.schema.results import ArmSummary, ExperimentResult, Failure, G
 from torchace.lab.schema.values import AXES
 from torchace.lab.store import RunStore, RunStoreError
 from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.sweeps.components import Components, named_metrics
-from torchace.lab.sweeps.config import ConfigError, versions
+from torchace.lab.sweeps.config import Components, ConfigError, named_metrics, versions
 from torchace.lab.sweeps.executor import Executor, Plan, Stop, count_run_parameters
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import (
@@ -54,14 +53,8 @@ class Sweep:
         """Train all unfinished runs and return those that failed.
 
         An interrupted sweep resumes from finished runs and checkpoints, with the same results. Groups planned earlier
-        are trained as a whole.
-
-        Args:
-            callback: Receives the events of the sweep.
-            stop: Checked between steps; if True, a checkpoint is saved and `Interrupted` is raised.
-
-        Raises:
-            UnfinishedRunsError: Some runs could not be finished; all others are.
+        are trained as a whole. If `stop`, checked between steps, returns True, a checkpoint is saved and `Interrupted`
+        raised. `UnfinishedRunsError`: some runs could not be finished; all others are.
         """
         callback = callback or Callback()
         arms = {arm.name: arm for arm in self.experiment.complete_arms()}

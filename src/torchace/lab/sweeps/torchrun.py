@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import GroupPlan
 from torchace.lab.sweeps.callbacks import Callback
-from torchace.lab.sweeps.components import Components
-from torchace.lab.sweeps.config import ConfigError, versions
+from torchace.lab.sweeps.config import Components, ConfigError, versions
 from torchace.lab.sweeps.executor import Executor, Plan, Stop, train_group
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.training.distributed import (

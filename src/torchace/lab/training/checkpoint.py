@@ -21,7 +21,7 @@ from torch import Tensor
 from torchace._files import is_unchanged, read_bounded, read_json, remove_partial, with_checksum, write_atomic
 from torchace.lab.schema.results import Failure
 from torchace.lab.training.distributed import Ranks, State
-from torchace.lab.training.early_stopping import EarlyStopping
+from torchace.lab.training.evaluate import EarlyStopping
 from torchace.lab.training.run_group import RunGroup
 from torchace.nn import Ensemble
 

@@ -24,7 +24,7 @@ from torchace.lab.training.config import (
     split_parameters,
 )
 from torchace.lab.training.distributed import all_gather, detect_lost_rank
-from torchace.lab.training.early_stopping import EarlyStopping, ValidationSet
+from torchace.lab.training.evaluate import EarlyStopping, ValidationSet
 from torchace.lab.training.run_group import RunGroup, nonfinite_member
 from torchace.lab.training.step import StepResult, TrainStep, graph_on_gpu
 from torchace.lab.training.tasks import TASKS

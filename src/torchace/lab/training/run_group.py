@@ -170,20 +170,19 @@ class RunGroup(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Like `nn.Module.to`; a memory format applies to each member's weights."""
-        parsed: tuple[Any, Any, bool, Any] = torch._C._nn._parse_to(*args, **kwargs)
-        device, dtype, non_blocking, memory_format = parsed
-        if device is not None or dtype is not None:
-            super().to(device=device, dtype=dtype, non_blocking=non_blocking)
-        for stack in (self.trunk, self.members):
-            if stack is not None and memory_format is not None:
-                stack.to(memory_format=memory_format)
+        for stack in self.children():
+            stack.to(*args, **kwargs)
+        self._move_seeds()
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._move_seeds()
+        return self
+
+    def _move_seeds(self) -> None:
         device = next(self.parameters()).device
         self.seeds, self.step = self.seeds.to(device), self.step.to(device)
-        return self
 
     def set_seeds(self, seeds: Sequence[int]) -> None:
         """Set the seeds of random numbers in training; ranks with other samples draw other numbers."""

@@ -21,7 +21,7 @@ from torchace._checks import check_count, check_fraction
 from torchace.lab.data import Split
 from torchace.lab.schema.results import Candidate, DiversitySearch, Gain
 from torchace.lab.schema.values import LARGEST
-from torchace.lab.training.early_stopping import CHUNK
+from torchace.lab.training.evaluate import CHUNK
 from torchace.lab.training.members import train_members
 from torchace.lab.training.out_of_fold import fit_run_temperature
 from torchace.lab.training.tasks import TASKS, mean_over_samples
@@ -70,12 +70,7 @@ def select_diversity(scores: Mapping[float, Scores]) -> float:
 
 
 def refine_candidates(tried: Iterable[float], best: float) -> list[float]:
-    """Return the midpoints between the best λ and its neighbors; 0 and 1 count as neighbors.
-
-    Example:
-        >>> refine_candidates([0.0, 0.1, 0.3, 0.5], 0.3), refine_candidates([0.0, 0.5, 0.9], 0.9)
-        ([0.2, 0.4], [0.7, 0.95])
-    """
+    """Return the midpoints between the best λ and its neighbors; 0 and 1 count as neighbors."""
     grid = sorted({0.0, 1.0, *tried})
     index = grid.index(best)
     neighbors = grid[max(index - 1, 0) : index] + grid[index + 1 : index + 2]

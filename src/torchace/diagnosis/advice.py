@@ -1,0 +1,99 @@
+"""Whether λ > 0 is worth trying, from one training at λ=0.
+
+The rule comes from `torchace run underfitting`; docs/results/underfitting.md says how often it is right.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+OVERFIT = 0.25  # training loss relative to the validation loss; below it, members overfit
+WORTHWHILE = 0.01  # expected relative gain from which λ > 0 pays
+# The expected gain relative to the loss is SHARE · λ · ambiguity · min(2, √(samples / parameters)).
+SHARE, MAX_ROOT = 0.7, 2.0
+# The λ to start with, by the disagreement at λ=0: members that differ much are weak alone, and a large λ takes away
+# what holds each of them to the labels.
+DIVERSITIES = ((0.06, 0.7), (0.15, 0.5), (math.inf, 0.1))
+
+
+class DiversityAdvice(NamedTuple):
+    """Advice about λ.
+
+    Attributes:
+        diversity: λ to start with; 0 if a larger one is not expected to pay.
+        gain: Expected reduction of the loss relative to λ=0; None for members that overfit.
+        sentence: The advice with its reason.
+    """
+
+    diversity: float
+    gain: float | None
+    sentence: str
+
+
+def is_overfit(train_loss: float, validation_loss: float) -> bool:
+    """Whether the training loss is so far below the validation loss that λ cannot help.
+
+    Example:
+        >>> is_overfit(0.02, 0.41), is_overfit(0.40, 0.42)
+        (True, False)
+    """
+    return train_loss < OVERFIT * validation_loss
+
+
+def advise_diversity(
+    *,
+    train_loss: float,
+    validation_loss: float,
+    member_loss: float,
+    disagreement: float,
+    num_samples: int,
+    num_parameters: int,
+) -> DiversityAdvice:
+    r"""Advise whether λ > 0 pays, from one classifier ensemble trained with λ=0.
+
+    Members that overfit need early stopping first. Otherwise λ enlarges the gain from averaging, the more so the fewer
+    parameters a member has for each sample:
+
+    $$\frac{\Delta H}{H} \approx 0.7\, \lambda\, \frac{\bar H_k - H}{H} \min(2, \sqrt{n / P})$$
+
+    Args:
+        train_loss: The ensemble's cross entropy on the training samples.
+        validation_loss: The ensemble's cross entropy on validation samples.
+        member_loss: Mean cross entropy of its members on validation samples.
+        disagreement: Disagreement of its members on validation samples.
+        num_samples: Number of training samples, n.
+        num_parameters: Number of parameters of one member, P.
+
+    Returns:
+        The λ to start with, the expected gain and a sentence.
+
+    Example:
+        >>> advice = advise_diversity(train_loss=0.186, validation_loss=0.204, member_loss=0.224, disagreement=0.034,
+        ...                           num_samples=54000, num_parameters=12730)
+        >>> advice.diversity, round(advice.gain, 3)
+        (0.7, 0.096)
+    """
+    for name, count in (("num_samples", num_samples), ("num_parameters", num_parameters)):
+        if count < 1:
+            raise ValueError(f"Expected `{name}` to be at least 1, but got {count}.")
+    both = f"the cross entropy is {train_loss:.3g} on the training and {validation_loss:.3g} on the validation samples"
+    if is_overfit(train_loss, validation_loss):
+        return DiversityAdvice(0.0, None, f"Stop earlier before trying λ: at λ=0 {both}, so the members overfit.")
+    diversity = next(value for limit, value in DIVERSITIES if disagreement < limit)
+    ambiguity = max(0.0, member_loss / validation_loss - 1) if validation_loss > 0 else 0.0
+    root = min(MAX_ROOT, math.sqrt(num_samples / num_parameters))
+    gain = SHARE * diversity * ambiguity * root
+    why = (
+        f"Averaging lowers the members' cross entropy by {100 * ambiguity / (1 + ambiguity):.1f} %, and a member has "
+        f"{_count_parameters(num_parameters / num_samples)} for each training sample."
+    )
+    if gain < WORTHWHILE:
+        return DiversityAdvice(0.0, gain, f"λ > 0 should not pay (a gain of {100 * gain:.1f} %). {why}")
+    start = f"λ={diversity:g} should lower the cross entropy by about {100 * gain:.0f} %."
+    return DiversityAdvice(diversity, gain, f"{start} {why}")
+
+
+def _count_parameters(ratio: float) -> str:
+    number = f"{ratio:.2g}" if ratio < 10 else f"{ratio:,.0f}"
+    return f"{number} parameter{'' if number == '1' else 's'}"
