@@ -342,7 +342,7 @@ class NCLRegressor(RegressorMixin, _TableMethods, Estimator):  # type: ignore[mi
             True
         """
         check_is_fitted(self)
-        if not isinstance(coverage, float) or not 0 < coverage < 1:
+        if not isinstance(coverage, float | np.floating) or not 0 < coverage < 1:
             raise ValueError(f"Expected `coverage` between 0 and 1, but got {coverage}. Use 0.9 for 90 %.")
         if self._residuals is None:
             raise ValueError(

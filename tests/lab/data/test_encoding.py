@@ -354,9 +354,9 @@ def test_json_round_trip(target):
     assert again == encoding
     assert same(again.matrix(frame), encoding.matrix(frame))
     if target == "size":
-        assert (again.target.mean, again.target.std) == mean_and_std(frame["size"].to_numpy())
+        assert (again.target_scales[0].mean, again.target_scales[0].std) == mean_and_std(frame["size"].to_numpy())
     else:
-        assert again.target is None
+        assert again.target_scales == ()
 
 
 @pytest.mark.parametrize("target", ["pet", "age"])
@@ -457,7 +457,7 @@ def check_table(columns: dict[str, list[str]], target: str, delimiter: str, seed
         assert all(str(label) == label for label in schema.target.labels(targets))
     else:
         assert targets.isfinite().all()
-        assert 0 < encoding.target.std < math.inf
+        assert 0 < encoding.target_scales[0].std < math.inf
     trained = encoder.double()(matrix[parts.train])
     numbers = sum(isinstance(c, NumberColumn) and c.scale > 0 for c in encoding.columns)
     assert trained[:, :numbers].abs().max() <= 1e4 if numbers else True

@@ -98,13 +98,13 @@ class TargetScale:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Schema of a table, statistics of its columns in the same order, and of a regression target."""
+    """Schema of a table, statistics of its columns in the same order, and of regression targets."""
 
     __pydantic_config__ = STRICT
     schema: Schema
     columns: tuple[NumberColumn | CategoryColumn, ...]
-    target: TargetScale | None = None
-    version: Literal[2] = field(default=2, repr=False)
+    target_scales: tuple[TargetScale, ...] = ()  # of each target of a regression
+    version: Literal[3] = field(default=3, repr=False)
 
     def matrix(self, frame: DataFrame) -> Tensor:
         """Encode rows as the raw matrix, `(N, F)` of float64; columns outside the schema are ignored."""
@@ -126,7 +126,7 @@ class Encoding:
         return all(column.kind == "number" for column in self.schema.columns)
 
     def targets(self, frame: DataFrame) -> Tensor:
-        """Target of every row, `(N,)`; see `Schema.targets`."""
+        """Target of every row, `(N,)` or `(N, M)`; see `Schema.targets`."""
         return self.schema.targets(frame)
 
     def encoder(self) -> TableEncoder:
@@ -188,8 +188,9 @@ class Encoding:
             raise damaged_json("encoding", "knots: expected two or more, increasing")
         if any(isinstance(c, CategoryColumn) and first_duplicate(c.categories) is not None for c in encoding.columns):
             raise damaged_json("encoding", "categories: expected unique ones")
-        if (encoding.target is None) == (encoding.schema.target.task == "regression"):
-            raise damaged_json("encoding", "target: expected mean and std for regression only")
+        target = encoding.schema.target
+        if len(encoding.target_scales) != (len(target.names) if target.task == "regression" else 0):
+            raise damaged_json("encoding", "target_scales: expected one for each target of a regression")
         if not encoding.num_features:
             raise damaged_json("encoding", "columns: expected at least one that varies")
         return encoding
@@ -216,16 +217,18 @@ def learn_encoding(
     if not len(frame):
         raise DataError("The training part has no rows; give it a larger share.")
     columns = learn_columns(schema.columns, frame, weights, method, max_categories)
-    target = None
+    scales = []
     if schema.target.task == "regression":
-        mean, std = mean_and_std(schema.targets(frame).numpy(), weights)
-        if std == 0:
-            raise DataError(
-                f"The target {quote(schema.target.name)} is the same in all rows of the training part; give it more "
-                "rows, or choose another column."
-            )
-        target = TargetScale(mean, std)
-    return Encoding(schema, columns, target)
+        targets = schema.targets(frame).view(len(frame), -1).numpy()
+        for name, values in zip(schema.target.names, targets.T, strict=True):
+            mean, std = mean_and_std(values, weights)
+            if std == 0:
+                raise DataError(
+                    f"The target {quote(name)} is the same in all rows of the training part; give it more rows, or "
+                    "choose another column."
+                )
+            scales.append(TargetScale(mean, std))
+    return Encoding(schema, columns, tuple(scales))
 
 
 def learn_columns(
