@@ -1,4 +1,4 @@
-# make demo   sets up .venv and runs the main job
+# make demo   sets up .venv and shows when λ pays, in about a minute
 # make test   sets up .venv and runs the tests that need pip packages alone, in minutes
 # make test-all  adds the linters, and the tests with servers, browsers, other frameworks, real data
 # make docs   the documentation, into site/
@@ -21,7 +21,7 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAIN
 .PHONY: demo test test-all test-extended lint fuzz docs bench dist clean
 
 demo: $(VENV)/.tool
-	$(BIN)/torchace run digits
+	$(BIN)/torchace run demo
 
 # Two files at a time, one thread each: two processes with two threads each would wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile

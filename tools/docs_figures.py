@@ -22,6 +22,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 from sklearn.datasets import make_moons
 
 import torchace as ace
@@ -87,6 +88,28 @@ def moons(narrow: bool) -> Figure:
     return figure
 
 
+def uncertainty(narrow: bool) -> Figure:
+    """Total uncertainty of an ensemble on two moons, and its two parts."""
+    figure, axes = panels(3, 2.5, narrow, sharey=True)
+    across, up = mesh()
+    ensemble = on_moons(0.5)
+    with torch.no_grad():
+        logits = ensemble(torch.tensor(np.stack([across, up], -1)).flatten(0, 1))
+    total = ace.predictive_entropy(logits, reduction="none")
+    epistemic = ace.mutual_information(logits, reduction="none")
+    x, y = make_moons(60, noise=0.25, random_state=0)
+    for ax, title, values in zip(
+        axes, ("total", "epistemic", "aleatoric"), (total, epistemic, total - epistemic), strict=True
+    ):
+        shade = np.full((*across.shape, 4), mpl.colors.to_rgba(PURPLE))
+        shade[..., 3] = (values / np.log(2)).clamp(0, 1).view(across.shape).numpy()  # of at most log 2
+        ax.imshow(shade, extent=(across.min(), across.max(), up.min(), up.max()), origin="lower", aspect="auto")
+        for label, marker in enumerate("os"):
+            ax.plot(*x[y == label].T, marker, color=(ORANGE, BLUE)[label], markersize=3)
+        ax.set(title=title, xticks=(), yticks=())
+    return figure
+
+
 def mesh() -> tuple[np.ndarray, np.ndarray]:
     across, up = np.meshgrid(np.linspace(-1.8, 2.8, 110), np.linspace(-1.3, 1.8, 80))
     return across.astype(np.float32), up.astype(np.float32)
@@ -147,6 +170,23 @@ def mark_gain(ax: Axes, runs: list[dict[str, Any]]) -> None:
     change = f"{means[best] / means[0.0] - 1:+.0%}".replace("-", "−")
     ax.text(best - 0.03, means[best] * 0.4 + means[0.0] * 0.6, change, ha="right", fontsize=12, color=ORANGE)
     ax.set_ylim(None, means[0.0] + 0.004)
+
+
+def speed(narrow: bool) -> Figure:
+    """Training steps of stacked members and of a loop over them, on one H200."""
+    cases = experiment("bench_stacking_gpu")["cases"]
+    networks = {"resnet18": "8 ResNet-18", "vit_tiny": "8 ViT-tiny", "bert": "8 BERT, small"}
+    figure, axes = panels(len(networks), 2.0, narrow)
+    for ax, (case, title) in zip(axes, networks.items(), strict=True):
+        ways = {"loop": "loop", "stacked": "stacked", "compiled": "stacked, compiled"}
+        values = [1000 * cases[case][way]["seconds_a_model_step"]["median"] for way in ways.values()]
+        bars = ax.barh(list(ways), values, 0.6, color=(FAINT, BLUE, ORANGE))
+        ax.bar_label(bars, [f"{value:.1f}" for value in values], padding=3)
+        ax.set(title=title, xlabel="ms per member and step")
+        ax.margins(x=0.2)
+        ax.invert_yaxis()
+        ax.grid(visible=False, axis="y")
+    return figure
 
 
 def cross_entropies(name: str, narrow: bool, *, without: str = "") -> Figure:
@@ -212,13 +252,54 @@ def table2(narrow: bool) -> Figure:
     return figure
 
 
+def underfitting(narrow: bool) -> Figure:
+    """Gain at the chosen λ by number of images and width, on MNIST and Fashion-MNIST."""
+    figure, axes = panels(2, 3.1, narrow)
+    for ax, (name, title) in zip(axes, UNDERFITTING.items(), strict=True):
+        cells = experiment(name)["cells"]
+        rows, columns = (list(dict.fromkeys(cell[key] for cell in cells)) for key in ("limit", "hidden"))
+        for cell in cells:
+            x, y, change = columns.index(cell["hidden"]), rows.index(cell["limit"]), 100 * cell["relative"]
+            alpha = min(1.0, abs(change) / 10)
+            ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, color=BLUE if change < 0 else ORANGE, alpha=alpha, lw=0))
+            star = "*" if cell["verdict"] == "lower" else ""
+            ax.text(x, y, f"{change:+.1f}{star}".replace("-", "−"), ha="center", va="center", fontsize=8)
+        ax.set_xticks(range(len(columns)), columns)
+        ax.set_yticks(range(len(rows)), [f"{int(row):,}" for row in rows])
+        ax.set(title=title, xlabel="hidden units", xlim=(-0.5, len(columns) - 0.5), ylim=(-0.5, len(rows) - 0.5))
+        ax.grid(visible=False)
+    axes[0].set_ylabel("images")
+    return figure
+
+
+def underfitting_gap(narrow: bool) -> Figure:
+    """Gain at the chosen λ against the ratio of training to validation loss at λ=0."""
+    figure, (ax,) = panels(1, 3.2, narrow)
+    for (name, title), color in zip(UNDERFITTING.items(), (BLUE, ORANGE), strict=True):
+        for suffix, label, marker in (("", "to the end", "o"), ("_early", "stopped early", "s")):
+            cells = experiment(name + suffix)["cells"]
+            ratios = [np.mean(cell["train"][0]) / np.mean(cell["validation"][0]) for cell in cells]
+            gains = [-100 * cell["relative"] for cell in cells]
+            faces = [color if cell["verdict"] == "lower" else "none" for cell in cells]
+            ax.scatter(ratios, gains, 22, faces, marker=marker, edgecolors=color, label=f"{title}, {label}")
+    ax.axhline(0, color=INK, linewidth=1)
+    ax.set(xlabel="training loss / validation loss at λ=0", ylabel="gain, % of cross entropy")
+    figure.legend(loc="outside upper center", ncols=1 if narrow else 2, frameon=False, labelcolor=INK)
+    return figure
+
+
+UNDERFITTING = {"underfitting_mnist": "MNIST", "underfitting_fashion_mnist": "Fashion-MNIST"}
 FIGURES: dict[str, Callable[[bool], Figure]] = {
     "gradients": gradients,
     "moons": moons,
     "knob": knob,
     "gain": gain,
+    "uncertainty": uncertainty,
+    "speed": speed,
     "parting": parting,
     "table2": table2,
+    "underfitting": underfitting,
+    "underfitting_gap": underfitting_gap,
     "table2_short": functools.partial(cross_entropies, "table2_short", without="attached"),
     "table2_short_ablation": functools.partial(cross_entropies, "table2_short"),
     **{name: functools.partial(cross_entropies, name) for name in ("small_members", "table1", "branched")},

@@ -33,9 +33,9 @@ def _readme_section(title: str) -> str:
 
 
 def _figure(alt: str, name: str) -> str:
-    layouts = (("wide", name), ("narrow", f"{name}_narrow"))
-    svgs = (_svg(FIGURES / f"{file}.svg", f"figure {layout}", alt) for layout, file in layouts)
-    return f'<span class="figures">{"".join(svgs)}</span>'
+    wide, narrow = FIGURES / f"{name}.svg", FIGURES / f"{name}_narrow.svg"
+    layouts = {"figure wide": wide, "figure narrow": narrow} if narrow.exists() else {"figure": wide}
+    return f'<span class="figures">{"".join(_svg(path, css, alt) for css, path in layouts.items())}</span>'
 
 
 def _svg(path: Path, css: str, alt: str) -> str:

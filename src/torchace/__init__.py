@@ -1,4 +1,9 @@
-"""Joint training of ensembles, with one knob for how much the members may differ."""
+"""Many networks as one fast module, trained jointly with one knob for how much they may differ.
+
+Losses, such as `AmendedCrossEntropyLoss`, take logits `(K, N, C)`, members first. Ensembles, such as `StackedEnsemble`,
+return them. Scores, such as `mutual_information`, tell what an ensemble knows. `ACEClassifier`, `NCLRegressor` and
+`sweep` train for you; they need the extra `tool`.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -11,7 +11,7 @@ from typing import NamedTuple
 OVERFIT = 0.25  # training loss relative to the validation loss; below it, members overfit
 WORTHWHILE = 0.01  # expected relative gain from which λ > 0 pays
 # The expected gain relative to the loss is SHARE · λ · ambiguity · min(2, √(samples / parameters)).
-SHARE, MAX_ROOT = 0.65, 2.0
+SHARE, MAX_ROOT = 0.7, 2.0
 # The λ to start with, by the disagreement at λ=0: members that differ much are weak alone, and a large λ takes away
 # what holds each of them to the labels.
 DIVERSITIES = ((0.06, 0.7), (0.15, 0.5), (math.inf, 0.1))
@@ -55,7 +55,7 @@ def advise_diversity(
     Members that overfit need early stopping first. Otherwise λ enlarges the gain from averaging, the more so the fewer
     parameters a member has for each sample:
 
-    $$\frac{\Delta H}{H} \approx 0.65\, \lambda\, \frac{\bar H_k - H}{H} \min(2, \sqrt{n / P})$$
+    $$\frac{\Delta H}{H} \approx 0.7\, \lambda\, \frac{\bar H_k - H}{H} \min(2, \sqrt{n / P})$$
 
     Args:
         train_loss: The ensemble's cross entropy on the training samples.
@@ -72,7 +72,7 @@ def advise_diversity(
         >>> advice = advise_diversity(train_loss=0.186, validation_loss=0.204, member_loss=0.224, disagreement=0.034,
         ...                           num_samples=54000, num_parameters=12730)
         >>> advice.diversity, round(advice.gain, 3)
-        (0.7, 0.089)
+        (0.7, 0.096)
     """
     for name, count in (("num_samples", num_samples), ("num_parameters", num_parameters)):
         if count < 1:

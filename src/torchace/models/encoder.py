@@ -22,12 +22,13 @@ BUFFERS = {
     "low": "num_ramps",
     "width": "num_ramps",
     "codes": "num_codes",
+    "code_scale": "num_codes",
     "number_columns": "num_numbers",
     "ramp_columns": "num_ramps",
     "indicator_columns": "num_indicators",
     "code_columns": "num_codes",
 }
-POSITIVE = ("scale", "width")
+POSITIVE = ("scale", "width", "code_scale")
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -43,7 +44,7 @@ class TableEncoder(nn.Module):
       an `inverse_limit` of 1/3 bounds outliers smoothly to ±3, and 0 leaves z unchanged;
     - for each of `ramp_columns`, (x - low) / width, clipped to [0, 1]: a bin of a piecewise-linear encoding;
     - for each of `indicator_columns`, 1 where x is missing, otherwise 0;
-    - for each of `code_columns`, 1 where x is the code in `codes`, otherwise 0.
+    - for each of `code_columns`, `code_scale` (1 unless given) where x is the code in `codes`, otherwise 0.
 
     They are computed in float64 (times in seconds exceed float32's precision) and returned in the module's type.
     """
@@ -55,6 +56,7 @@ class TableEncoder(nn.Module):
     low: Tensor
     width: Tensor
     codes: Tensor
+    code_scale: Tensor
     number_columns: Tensor
     ramp_columns: Tensor
     indicator_columns: Tensor
@@ -87,6 +89,7 @@ class TableEncoder(nn.Module):
         """
         if unknown := values.keys() - BUFFERS.keys():
             raise TypeError(f"Expected {', '.join(BUFFERS)}, but got {', '.join(sorted(unknown))}.")
+        values.setdefault("code_scale", [1.0] * len(values.get("codes", ())))
         state = {name: torch.tensor(values.get(name, ()), dtype=_dtype(name)) for name in BUFFERS}
         indexed = ["fill", *(name for name in BUFFERS if name.endswith("_columns"))]
         encoder = table_encoder(**{BUFFERS[name]: len(state[name]) for name in indexed})
@@ -118,7 +121,7 @@ class TableEncoder(nn.Module):
         if len(self.indicator_columns):
             parts.append(raw.index_select(1, self.indicator_columns).isnan().to(torch.float64))
         if len(self.code_columns):
-            parts.append((raw.index_select(1, self.code_columns) == self.codes).to(torch.float64))
+            parts.append((raw.index_select(1, self.code_columns) == self.codes) * self.code_scale)
         return torch.cat(parts, 1).to(self.like.dtype)
 
     def extra_repr(self) -> str:

@@ -71,7 +71,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def fitted(data: Path, target: str, out: Path, **settings: Any) -> Path:
     """A model, as the command makes it, but for the report."""
-    wanted = TableSettings(target, **settings)
+    wanted = TableSettings((target,), **settings)
     table = load_table(data, wanted)
     plan = MemberPlan(table.task, num_members=2, hidden=(4,), epochs=1)
     job = TableFit(table, plan, 0.5, out, wanted.to_json(), baselines=False)
@@ -194,6 +194,12 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # the table
     "unknown target": (fit_args("good.csv", target="pat"), ("'pat'", "did you mean 'pet'?", "'age'")),
     "no target": (("fit", "good.csv"), ("--target",)),
+    "a target twice": (fit_args("houses.csv", "--target", "price", target="price"), ("'price'", "twice")),
+    "a second target of texts": (fit_args("good.csv", "--target", "fur", target="age"), ("'fur'", "numbers")),
+    "several targets as classes": (
+        fit_args("houses.csv", "--target", "area", "--task", "classification", target="price"),
+        ("Several targets", "regression"),
+    ),
     "one class": (fit_args("one_class.csv"), ("'pet'", "'cat'")),
     "a class of one row": (fit_args("lonely.csv"), ("'yak'", "row 9")),
     "NaN in the target": (fit_args("nan_target.csv"), ("'pet'", "row 7")),
@@ -732,18 +738,37 @@ def test_interrupted_predictions_leave_no_output(here: Path, invoke: Invoke, mon
     assert everything_in(here) == before
 
 
-@pytest.mark.parametrize("kind", ["classifier", "regressor"])
+@pytest.mark.usefixtures("no_report")
+def test_several_targets_from_fit_to_predictions(here: Path, invoke: Invoke) -> None:
+    frame = houses(80)
+    frame["rent"] = frame["price"] / 1000 + frame["area"]
+    write_table(frame, Path("two.csv"))
+    outcome = invoke("fit", "two.csv", "--target", "price", "--target", "rent", *TINY, "--out", "m")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "regression of 'price' and 'rent'" in outcome.out
+    assert invoke("predict", "m", "two.csv", "--out", "p.csv").code == 0
+    found = pd.read_csv("p.csv")
+    assert list(found) == ["prediction_price", "spread_price", "prediction_rent", "spread_rent"]
+    assert invoke("evaluate", "m", "two.csv", "--out", "s.json").code == 0
+    scores = json.loads(Path("s.json").read_text())["scores"]
+    for name in ("price", "rent"):
+        rmse = np.sqrt(((found[f"prediction_{name}"] - frame[name]) ** 2).mean())
+        assert scores[name]["rmse"] == pytest.approx(rmse)
+
+
+@pytest.mark.parametrize("kind", ["classifier", "regressor", "two targets"])
 def test_an_estimators_model_is_taken_too(kind: str, here: Path, invoke: Invoke) -> None:
     """The command line reads models that estimators saved."""
     X = pets(60)[["born", "chipped"]].astype(float)
     if kind == "classifier":
         estimator: Any = ACEClassifier(num_members=2, hidden=(4,), epochs=2).fit(X, pets()["pet"])
     else:
-        estimator = NCLRegressor(num_members=2, hidden=(4,), epochs=2).fit(X, X["born"])
+        y = X["born"] if kind == "regressor" else X
+        estimator = NCLRegressor(num_members=2, hidden=(4,), epochs=2).fit(X, y)
     estimator.save("m")
     write_table(X, Path("x.csv"))
     assert invoke("predict", "m", "x.csv", "--out", "p.csv").code == 0
-    found = pd.read_csv("p.csv")["prediction"]
+    found = pd.read_csv("p.csv").filter(like="prediction").squeeze(axis=1)
     if kind == "classifier":
         assert found.tolist() == estimator.predict(X).tolist()
     else:

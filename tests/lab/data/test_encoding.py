@@ -35,7 +35,7 @@ from torchace.lab.data import (
     read_table,
     train_val_test_split,
 )
-from torchace.lab.data.encoding import learn_number, mean_and_std, resolve_method
+from torchace.lab.data.encoding import MAX_LEVELS, NUM_BINS, learn_number, mean_and_std, resolve_method
 
 
 def encode(encoding: Encoding, frame: pd.DataFrame) -> Tensor:
@@ -238,6 +238,25 @@ def test_codes(name):
     assert one_hot.shape[1] == len(encoding.columns[1].codes)
 
 
+@pytest.mark.parametrize(("count", "method", "scale"), [(16, "auto", 1.0), (32, "robust", 0.25), (32, "standard", 1.0)])
+def test_many_categories_have_smaller_features(count, method, scale):
+    frame = pets(3 * count, fur=[f"fur {i % count}" for i in range(3 * count)])
+    encoding = learn_encoding(infer_schema(frame, "pet"), frame, method=method)
+    assert encoding.columns[1].scale == scale
+    assert encoding.encoder()(encoding.matrix(frame))[:, -count:].unique().tolist() == [0.0, scale]
+    assert Encoding.from_json(encoding.to_json()) == encoding
+
+
+def test_few_levels_have_a_bin_each():
+    """A step at a rare level, such as more than three calls, is one bin; quantiles would join it to the maximum."""
+    calls = [0.0] * 10 + [1.0] * 10 + [2.0] * 7 + [4.0, 5.0, 9.0]
+    encoding = learn_encoding(infer_schema(pets(age=calls), "pet"), pets(age=calls), method="piecewise")
+    assert encoding.columns[0].knots == (0.0, 1.0, 2.0, 4.0, 5.0, 9.0)
+    many = list(range(MAX_LEVELS + 1)) + [3.0] * (30 - MAX_LEVELS - 1)
+    encoding = learn_encoding(infer_schema(pets(age=many), "pet"), pets(age=many), method="piecewise")
+    assert len(encoding.columns[0].knots) <= NUM_BINS + 1
+
+
 def test_columns_that_do_not_vary_in_training_are_no_features():
     """Whatever they are later: their weights were never trained."""
     frame = pets(a=[1.0] * 20 + [2.0] * 10, b=["x"] * 20 + ["y"] * 10, c=[None] * 20 + [1.0, 2.0] * 5)
@@ -335,9 +354,9 @@ def test_json_round_trip(target):
     assert again == encoding
     assert same(again.matrix(frame), encoding.matrix(frame))
     if target == "size":
-        assert (again.target.mean, again.target.std) == mean_and_std(frame["size"].to_numpy())
+        assert (again.target_scales[0].mean, again.target_scales[0].std) == mean_and_std(frame["size"].to_numpy())
     else:
-        assert again.target is None
+        assert again.target_scales == ()
 
 
 @pytest.mark.parametrize("target", ["pet", "age"])
@@ -438,7 +457,7 @@ def check_table(columns: dict[str, list[str]], target: str, delimiter: str, seed
         assert all(str(label) == label for label in schema.target.labels(targets))
     else:
         assert targets.isfinite().all()
-        assert 0 < encoding.target.std < math.inf
+        assert 0 < encoding.target_scales[0].std < math.inf
     trained = encoder.double()(matrix[parts.train])
     numbers = sum(isinstance(c, NumberColumn) and c.scale > 0 for c in encoding.columns)
     assert trained[:, :numbers].abs().max() <= 1e4 if numbers else True

@@ -200,7 +200,7 @@ def test_reasons_are_short():
 def test_numbers_of_a_target_may_have_decimal_commas():
     frame = pets(pet=[f"{i},5" for i in range(30)])
     schema = infer_schema(frame, "pet")
-    assert schema.target == Target("pet", "regression", format="1234,5")
+    assert schema.target == Target(("pet",), "regression", formats=("1234,5",))
     assert schema.targets(frame).tolist() == [i + 0.5 for i in range(30)]
 
 
@@ -250,7 +250,7 @@ def test_names_that_are_numbers():
 def test_tasks(values, task, classes):
     values = pd.Series(list(values) if isinstance(values, range) else values)
     schema = infer_schema(pd.DataFrame({"x": np.arange(len(values)), "y": values}), "y")
-    assert schema.target == Target("y", task, classes)
+    assert schema.target == Target(("y",), task, classes, () if classes else ("",))
     assert [type(label) for label in schema.target.classes] == [type(label) for label in classes]
 
 
@@ -268,7 +268,9 @@ def test_a_task_that_could_be_otherwise_is_noted():
 
 
 def test_tasks_can_be_given():
-    assert infer_schema(pets(pet=[0, 1] * 15), "pet", "regression").target == Target("pet", "regression")
+    assert infer_schema(pets(pet=[0, 1] * 15), "pet", "regression").target == Target(
+        ("pet",), "regression", formats=("",)
+    )
     halves = infer_schema(pets(pet=[0.5, 1.5] * 15), "pet", "classification")
     assert halves.target.classes == (0.5, 1.5)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchace.lab.tables.model import TableModel
 from torchace.sklearn import ACEClassifier, NCLRegressor
 
 
@@ -74,8 +75,13 @@ def test_importances_name_the_columns_that_matter(kind: type) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", [ACEClassifier, NCLRegressor])
-@pytest.mark.parametrize("several", [False, True])
-def test_onnx_gives_the_same_predictions(kind: type, several: bool, tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("several", "options"),
+    [(False, {}), (True, {}), (False, {"diversity": 0.3}), (False, {"members": "shared_mini", "hidden": (8, 8)})],
+)
+def test_onnx_and_the_command_line_give_the_same_predictions(
+    kind: type, several: bool, options: dict[str, Any], tmp_path: Any
+) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     frame, y = _frame(250)
     frame.loc[::9, "age"] = np.nan
@@ -84,7 +90,7 @@ def test_onnx_gives_the_same_predictions(kind: type, several: bool, tmp_path: An
         if kind is ACEClassifier:
             return
         target = np.stack([target, 100 * target], 1)
-    fitted = kind(**TINY).fit(frame, target)  # with folds and a temperature
+    fitted = kind(**TINY | options).fit(frame, target)  # with folds or a hold-out, and a temperature
     assert fitted.export_onnx(tmp_path / "m.onnx") < 1e-6
     raw = fitted._encoding.matrix(frame).numpy()
     session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
@@ -93,4 +99,6 @@ def test_onnx_gives_the_same_predictions(kind: type, several: bool, tmp_path: An
     expected = fitted.predict_proba(frame) if kind is ACEClassifier else fitted.predict(frame)
     assert found.shape == expected.shape
     assert np.abs(found - expected).max() < 1e-5
-    assert torch.is_tensor(fitted.ensemble_(torch.from_numpy(raw)))
+    fitted.save(tmp_path / "m")
+    logits = TableModel.load(tmp_path / "m").logits(frame)  # as the command line computes them
+    assert torch.equal(logits, fitted.ensemble_(torch.from_numpy(raw)))

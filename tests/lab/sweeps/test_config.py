@@ -19,6 +19,7 @@ LEAST: dict[str, Any] = {"name": "a", "train": {"epochs": 1}}
 def test_the_built_in_experiments() -> None:
     assert builtin_names() == [
         "branched",
+        "demo",
         "digits",
         "small_members",
         "table1",

@@ -23,7 +23,7 @@ NAMES = {".csv": "table.csv", ".parquet": "table.parquet", ".npz": "table.npz"}
 def job(data: Path, target: str, out: Path, diversity: float | None = 0.5, **options: Any) -> TableFit:
     """A fit of a file; options are those of the plan, of the table, `seed`."""
     settings = {name: options.pop(name) for name in list(options) if name in TableSettings.__dataclass_fields__}
-    wanted = TableSettings(target, **settings)
+    wanted = TableSettings((target,), **settings)
     table = load_table(data, wanted)
     plan = MemberPlan(table.task, **{**TINY, **options})
     return TableFit(table, plan, diversity, out, wanted.to_json(), wanted.seed, baselines=False)

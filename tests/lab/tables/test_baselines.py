@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from tests.lab.cli.command_line import houses, pets, write_table
@@ -20,7 +21,7 @@ from torchace.nn import Ensemble
 
 
 def _table(frame: pd.DataFrame, target: str, folder: Path, **settings: Any) -> Table:
-    return load_table(write_table(frame, folder / "t.csv"), TableSettings(target, **settings))
+    return load_table(write_table(frame, folder / "t.csv"), TableSettings((target,), **settings))
 
 
 class _Constant(nn.Module):
@@ -35,11 +36,11 @@ class _Constant(nn.Module):
 
 
 class _Column(nn.Module):
-    """A member that predicts a multiple of one raw column."""
+    """A member that predicts multiples of one raw column."""
 
-    def __init__(self, column: int, factor: float) -> None:
+    def __init__(self, column: int, factor: float | torch.Tensor) -> None:
         super().__init__()
-        self.column, self.factor = column, nn.Parameter(torch.tensor(factor, dtype=torch.float64))
+        self.column, self.factor = column, nn.Parameter(torch.as_tensor(factor, dtype=torch.float64))
 
     def forward(self, raw: torch.Tensor) -> torch.Tensor:
         return raw[:, [self.column]] * self.factor
@@ -86,7 +87,7 @@ def test_regression_scores_equal_their_definitions_and_importances(tmp_path: Pat
     scores = comparison.ensemble.scores
     assert scores["rmse"] == pytest.approx(np.sqrt((errors**2).mean()))
     assert scores["mae"] == pytest.approx(np.abs(errors).mean())
-    assert comparison.residuals["0.5"] == pytest.approx(np.median(errors))
+    assert comparison.targets[0].residuals["0.5"] == pytest.approx(np.median(errors))
     assert comparison.models[0].scores["r2"] == pytest.approx(0, abs=0.2)  # the mean
     best = comparison.best
     assert best is not None
@@ -112,3 +113,28 @@ def test_class_weights_and_a_missing_test_part(tmp_path: Path) -> None:
     dog = weighted.schema.target.class_names.index("dog")
     assert set(weighted.train.weight[weighted.train.y == dog].tolist()) == {5.0}
     assert set(weighted.train.weight[weighted.train.y != dog].tolist()) == {1.0}
+
+
+def test_several_targets_are_scored_in_their_units_and_compared_scaled(tmp_path: Path) -> None:
+    frame = houses(200)
+    frame["rent"] = frame["price"] / 1000 + frame["area"]
+    table = load_table(write_table(frame, tmp_path / "t.csv"), TableSettings(("price", "rent")))
+    place = [column.name for column in table.encoding.columns].index("area")
+    comparison = _compare([_Column(place, torch.tensor([3000.0, 4.0]))] * 2, table, "identity")
+    rows = frame.iloc[table.test_rows.numpy()]
+    errors = np.stack([rows["price"] - 3000 * rows["area"], rows["rent"] - 4 * rows["area"]], 1)
+    scaled = errors / frame[["price", "rent"]].iloc[_training_rows(table, frame)].std(ddof=0).to_numpy()
+    assert comparison.ensemble.scores["mse"] == pytest.approx((scaled**2).mean())
+    variance = rows[["price", "rent"]].var(ddof=0).to_numpy()
+    r2 = 1 - (errors**2).mean(0) / variance
+    assert comparison.ensemble.scores["r2"] == pytest.approx(r2.mean())
+    assert [target.name for target in comparison.targets] == ["price", "rent"]
+    assert [target.scores["r2"] for target in comparison.targets] == pytest.approx(r2.tolist())
+    assert [target.scores["mae"] for target in comparison.targets] == pytest.approx(np.abs(errors).mean(0).tolist())
+    assert comparison.targets[1].residuals["0.5"] == pytest.approx(np.median(errors[:, 1]))
+    assert not [model.failure for model in comparison.models if model.failure]
+
+
+def _training_rows(table: Table, frame: pd.DataFrame) -> NDArray[np.int64]:
+    others = torch.cat([table.test_rows, table.validation_rows]).numpy()
+    return np.setdiff1d(np.arange(len(frame)), others)

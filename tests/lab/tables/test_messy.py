@@ -63,7 +63,7 @@ def _messy(clean: pd.DataFrame, path: Path) -> Path:
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> tuple[Table, Table]:
     folder, clean = tmp_path_factory.mktemp("messy"), _clean()
-    settings = TableSettings("gut")
+    settings = TableSettings(("gut",))
     return load_table(write_table(clean, folder / "clean.csv"), settings), load_table(
         _messy(clean, folder / "messy.csv"), settings
     )

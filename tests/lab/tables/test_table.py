@@ -20,7 +20,7 @@ SUFFIXES = (".csv", ".parquet", ".npz")
 
 
 def load(frame: pd.DataFrame, folder: Path, target: str = "pet", suffix: str = ".csv", **settings: Any) -> Table:
-    return load_table(write_table(frame, folder / f"table{suffix}"), TableSettings(target, **settings))
+    return load_table(write_table(frame, folder / f"table{suffix}"), TableSettings((target,), **settings))
 
 
 def same(one: Table, other: Table) -> bool:
@@ -64,7 +64,7 @@ def test_a_file_is_identified_by_name_and_content(tmp_path: Path) -> None:
 def test_a_file_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     write_table(pets(), tmp_path / "pets.csv")
-    assert load_table(Path("~/pets.csv"), TableSettings("pet")).name == "pets.csv"
+    assert load_table(Path("~/pets.csv"), TableSettings(("pet",))).name == "pets.csv"
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def test_statistics_are_those_of_the_training_part(make: Any, target: str, tmp_p
         other.loc[tested, target] *= 100
     ours, theirs = (load(frame, tmp_path, target, split_column="part") for frame in (kept, other))
     assert ours.encoding.columns == theirs.encoding.columns
-    assert ours.encoding.target == theirs.encoding.target
+    assert ours.encoding.target_scales == theirs.encoding.target_scales
     assert torch.equal(ours.train.x, theirs.train.x)
     assert torch.equal(ours.train.y, theirs.train.y)
     assert not torch.equal(ours.test.x, theirs.test.x)

@@ -233,7 +233,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, fails: Callable[[float, int], bool]) 
     """From now on these runs start with Inf."""
 
     def train_spoilt(plan: MemberPlan, train: Split, num_outputs: int, **options: Any) -> TrainedGroup:
-        network = new_run_group(plan, train.x.shape[1], num_outputs, options["seeds"])
+        network = new_run_group(plan, train.x.shape[1], num_outputs, options["seeds"], options["diversities"])
         with torch.no_grad():
             for run, pair in enumerate(zip(options["diversities"], options["seeds"], strict=True)):
                 if fails(*pair):
@@ -318,7 +318,7 @@ def test_overfitting_ends_the_search_before_it_begins(monkeypatch: pytest.Monkey
         def on_estimate(self, seconds: float) -> None:
             seen.append(seconds)
 
-    monkeypatch.setattr(grid_search, "is_overfitting", lambda *args, **named: True)
+    monkeypatch.setattr(grid_search, "is_overfit", lambda train, validation: True)
     result = run_search(skip_overfitting=True, callback=Recorder())
     assert (result.diversity, result.rounds, result.gain) == (0.0, ((0.0,),), None)
     assert "overfit" in result.sentence

@@ -142,10 +142,15 @@ def evaluate(
     if out is not None:
         _check_output(out, "--out", model, data)
     frame = read_table(data)
-    metrics = loaded.evaluate(frame).metrics
-    print_table(_score_table({data.name: metrics}))
+    scores: dict[str, Any]
+    if len(loaded.encoding.schema.target.names) > 1:
+        scores = {name: found.metrics for name, found in loaded.evaluate_targets(frame).items()}
+        print_table(_score_table(scores))
+    else:
+        scores = loaded.evaluate(frame).metrics
+        print_table(_score_table({data.name: scores}))
     if out is not None:
-        content = {"model": str(model), "data": str(data), "rows": len(frame), "scores": metrics}
+        content = {"model": str(model), "data": str(data), "rows": len(frame), "scores": scores}
         remove_abandoned(out)
         write_atomic(out, (json.dumps(finite(content), indent=1) + "\n").encode())
         print_line(f"Written to {out}.")
@@ -198,7 +203,8 @@ def show(model: Model) -> None:
     schema, ensemble = loaded.encoding.schema, loaded.ensemble
     parameters = sum(p.numel() for p in ensemble.parameters())
     columns = "1 column" if len(schema.columns) == 1 else f"{len(schema.columns)} columns"
-    print_line(f"{model}: {schema.target.task} of {schema.target.name!r} from {columns}.")
+    targets = " and ".join(map(repr, schema.target.names))
+    print_line(f"{model}: {schema.target.task} of {targets} from {columns}.")
     if schema.target.classes:
         print_line(f"Classes: {_list_names(schema.target.class_names)}.")
     for kind, plural in (("number", "Numbers"), ("category", "Categories"), ("date", "Dates")):
@@ -335,7 +341,7 @@ def _trial_table(study: Mapping[str, Any]) -> Any:
 
 def _fit_command(result: Any, request: TableRequest) -> str:
     plan = result.plan
-    chosen = {"target": request.settings.target, "diversity": result.diversity, "members": plan.num_members}
+    chosen = {"target": list(request.settings.target), "diversity": result.diversity, "members": plan.num_members}
     chosen |= {"hidden": ",".join(map(str, plan.hidden)), "batch_size": plan.batch_size}
     chosen |= {"learning_rate": plan.learning_rate, "weight_decay": plan.weight_decay}
     words = ["torchace", "fit", str(request.data)]

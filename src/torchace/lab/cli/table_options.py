@@ -46,7 +46,7 @@ class TableRequest:
 
 def _table_options(
     data: Data,
-    target: Annotated[str, typer.Option(help="Column to predict.")],
+    target: Annotated[list[str], typer.Option(help="Column to predict; repeatable for regression.")],
     task: Annotated[str | None, typer.Option(help="classification or regression. Inferred by default.")] = None,
     drop: Annotated[Columns, typer.Option(help="Column to leave out; repeatable.")] = None,
     number: Annotated[Columns, typer.Option(help="Column to read as numbers; repeatable.")] = None,
@@ -100,7 +100,7 @@ def _table_options(
                 raise ValueError(f"The column {name!r} cannot be both dropped and a {kind}.")
             kinds[name] = kind
     settings = TableSettings(
-        target,
+        tuple(target),
         task,
         tuple(drop or ()),
         kinds,

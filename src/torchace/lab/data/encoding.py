@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 ENCODINGS = ("auto", "standard", "robust", "piecewise")
 NUM_BINS = 8  # of a piecewise-linear encoding
+MAX_LEVELS = 16  # with a bin for each
+LARGE_CATEGORY = 16  # categories of a column, above which their features are smaller
 MIN_COLUMNS, MIN_OVERLAP = 4, 0.5  # "auto": see `resolve_method`
 SMOOTH_LIMIT = 3.0  # of robustly scaled numbers
 DatePart = Literal["elapsed", "year", "month", "weekday", "hour"]
@@ -77,6 +79,7 @@ class CategoryColumn:
     categories: tuple[str, ...]  # sorted
     other: bool  # one code for rare and unseen categories
     missing: bool  # one code for missing values
+    scale: Annotated[Finite, Field(gt=0)] = 1.0  # of the one-hot features
 
     @property
     def codes(self) -> list[str]:
@@ -95,13 +98,13 @@ class TargetScale:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Schema of a table, statistics of its columns in the same order, and of a regression target."""
+    """Schema of a table, statistics of its columns in the same order, and of regression targets."""
 
     __pydantic_config__ = STRICT
     schema: Schema
     columns: tuple[NumberColumn | CategoryColumn, ...]
-    target: TargetScale | None = None
-    version: Literal[2] = field(default=2, repr=False)
+    target_scales: tuple[TargetScale, ...] = ()  # of each target of a regression
+    version: Literal[3] = field(default=3, repr=False)
 
     def matrix(self, frame: DataFrame) -> Tensor:
         """Encode rows as the raw matrix, `(N, F)` of float64; columns outside the schema are ignored."""
@@ -123,7 +126,7 @@ class Encoding:
         return all(column.kind == "number" for column in self.schema.columns)
 
     def targets(self, frame: DataFrame) -> Tensor:
-        """Target of every row, `(N,)`; see `Schema.targets`."""
+        """Target of every row, `(N,)` or `(N, M)`; see `Schema.targets`."""
         return self.schema.targets(frame)
 
     def encoder(self) -> TableEncoder:
@@ -132,7 +135,7 @@ class Encoding:
         scaled = [(place, column) for place, column in numbers if column.scale > 0]
         ramps = [(place, low, high - low) for place, column in numbers for low, high in pairwise(column.knots)]
         codes = [
-            (place, code)
+            (place, code, column.scale)
             for place, column in enumerate(self.columns)
             if isinstance(column, CategoryColumn) and _is_used(column)
             for code in range(len(column.codes))
@@ -147,8 +150,9 @@ class Encoding:
             low=[low for _, low, _ in ramps],
             width=[min(width, np.finfo(np.float64).max) for _, _, width in ramps],
             indicator_columns=[place for place, column in numbers if column.missing],
-            code_columns=[place for place, _ in codes],
-            codes=[code for _, code in codes],
+            code_columns=[place for place, _, _ in codes],
+            codes=[code for _, code, _ in codes],
+            code_scale=[scale for _, _, scale in codes],
         ).double()
 
     @property
@@ -184,8 +188,9 @@ class Encoding:
             raise damaged_json("encoding", "knots: expected two or more, increasing")
         if any(isinstance(c, CategoryColumn) and first_duplicate(c.categories) is not None for c in encoding.columns):
             raise damaged_json("encoding", "categories: expected unique ones")
-        if (encoding.target is None) == (encoding.schema.target.task == "regression"):
-            raise damaged_json("encoding", "target: expected mean and std for regression only")
+        target = encoding.schema.target
+        if len(encoding.target_scales) != (len(target.names) if target.task == "regression" else 0):
+            raise damaged_json("encoding", "target_scales: expected one for each target of a regression")
         if not encoding.num_features:
             raise damaged_json("encoding", "columns: expected at least one that varies")
         return encoding
@@ -212,16 +217,18 @@ def learn_encoding(
     if not len(frame):
         raise DataError("The training part has no rows; give it a larger share.")
     columns = learn_columns(schema.columns, frame, weights, method, max_categories)
-    target = None
+    scales = []
     if schema.target.task == "regression":
-        mean, std = mean_and_std(schema.targets(frame).numpy(), weights)
-        if std == 0:
-            raise DataError(
-                f"The target {quote(schema.target.name)} is the same in all rows of the training part; give it more "
-                "rows, or choose another column."
-            )
-        target = TargetScale(mean, std)
-    return Encoding(schema, columns, target)
+        targets = schema.targets(frame).view(len(frame), -1).numpy()
+        for name, values in zip(schema.target.names, targets.T, strict=True):
+            mean, std = mean_and_std(values, weights)
+            if std == 0:
+                raise DataError(
+                    f"The target {quote(name)} is the same in all rows of the training part; give it more rows, or "
+                    "choose another column."
+                )
+            scales.append(TargetScale(mean, std))
+    return Encoding(schema, columns, tuple(scales))
 
 
 def learn_columns(
@@ -238,7 +245,7 @@ def learn_columns(
     for column in columns:
         values = get_column(frame, column.name, "in the schema")
         if column.kind == "category":
-            learned.append(_learn_category(values, weights, max_categories))
+            learned.append(_learn_category(values, weights, method, max_categories))
         elif column.kind == "date":
             seconds = feature_numbers(values, column)
             parts = [learn_number(column.name, date_part(seconds, p), weights, method, p) for p in DATE_PARTS]
@@ -274,7 +281,8 @@ def learn_number(
     - "standard": mean 0, standard deviation 1.
     - "robust": two-valued columns become 0 and 1; others have median 0 and interquartile range 1, and outliers are
       bounded smoothly.
-    - "piecewise": like "robust", plus a piecewise-linear encoding in `NUM_BINS` bins between quantiles.
+    - "piecewise": like "robust", plus a piecewise-linear encoding in `NUM_BINS` bins between quantiles, or between all
+      levels of a column with at most `MAX_LEVELS`, such as a count.
 
     Callers resolve "auto" by `resolve_method`.
     """
@@ -291,7 +299,8 @@ def learn_number(
     low, median, high = (float(quantiles[NUM_BINS * i // 4]) for i in (1, 2, 3))
     scale = high / 2 - low / 2  # halves: no overflow
     scale = min(2 * scale, np.finfo(np.float64).max) if scale > 0 else std
-    knots = tuple(np.unique(quantiles).tolist()) if method == "piecewise" else ()
+    limits = levels if len(levels) <= MAX_LEVELS else np.unique(quantiles)  # counts may act by a step at a rare level
+    knots = tuple(limits.tolist()) if method == "piecewise" else ()
     return NumberColumn(name, median, median, scale, 1 / SMOOTH_LIMIT, knots, indicator, part)
 
 
@@ -339,7 +348,7 @@ def mean_and_std(values: NDArray[np.float64], weights: NDArray[np.float64] | Non
     return float(np.ldexp(mean, exponent)), float(np.ldexp(std, exponent))
 
 
-def _learn_category(column: Series, weights: NDArray[np.float64], limit: int) -> CategoryColumn:
+def _learn_category(column: Series, weights: NDArray[np.float64], method: str, limit: int) -> CategoryColumn:
     encoded = texts(column).dictionary_encode()
     known = encoded.dictionary.to_pylist()
     missing = np.asarray(encoded.indices.is_null())
@@ -347,7 +356,11 @@ def _learn_category(column: Series, weights: NDArray[np.float64], limit: int) ->
     counts = np.bincount(places[~missing], weights[~missing], minlength=len(known))
     frequent = sorted(range(len(known)), key=lambda place: (-counts[place], known[place]))[:limit]
     categories = tuple(sorted(known[place] for place in frequent))
-    return CategoryColumn(str(column.name), categories, len(known) > limit, bool(missing.any()))
+    has_other, has_missing = len(known) > limit, bool(missing.any())
+    size = len(categories) + has_other + has_missing
+    # each of many categories has few rows: smaller features are learnt more slowly
+    scale = 1.0 if method == "standard" else min(1.0, LARGE_CATEGORY / size) ** 2
+    return CategoryColumn(str(column.name), categories, has_other, has_missing, scale)
 
 
 def _kind(column: NumberColumn | CategoryColumn) -> tuple[str, str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchace.lab.data.errors import DataError, arrow, pandas, quote, quote_all, row_number, suggestion
+from torchace.lab.data.errors import DataError, arrow, first_duplicate, pandas, quote, quote_all, row_number, suggestion
 from torchace.lab.data.parsing import (
     MIN_SHARE,
     MISSING,
@@ -67,7 +68,7 @@ class InferredColumns(NamedTuple):
 
 def infer_schema(
     frame: DataFrame,
-    target: str,
+    target: str | Sequence[str],
     task: str | None = None,
     drop: Collection[str] = (),
     *,
@@ -76,25 +77,32 @@ def infer_schema(
     """Infer the schema of a table from its values; decisions are recorded in `notes` and `dropped`.
 
     Targets of texts, truth values or a few whole numbers (`MAX_NUMBERED_CLASSES`) mean classification, others
-    regression. See `infer_columns` for the other columns; `kinds` overrides their kind by name (or "drop").
+    regression. Several targets mean regression. See `infer_columns` for the other columns; `kinds` overrides their kind
+    by name (or "drop").
     """
     frame = check_columns(frame)
     kinds = {} if kinds is None else {str(name): kind for name, kind in kinds.items()}
     drop = [drop] if isinstance(drop, str) else [str(name) for name in drop]
-    _check_request(frame, str(target), task, drop, kinds)
+    targets = [target] if isinstance(target, str) else [str(name) for name in target]
+    _check_request(frame, targets, task, drop, kinds)
     if len(frame) < MIN_ROWS:
         raise DataError(f"The table has {len(frame)} rows, too few to learn from; give at least {MIN_ROWS}.")
     notes: list[str] = list(frame.attrs.get("notes", ()))
     left_out = {*drop, *(name for name, kind in kinds.items() if kind == "drop")}
     formats = number_formats({str(name): frame[name] for name in frame.columns if name not in left_out})
-    predicted = _infer_target(frame[str(target)], task, formats[str(target)], notes)
-    features = [name for name in frame.columns if name != predicted.name and name not in left_out]
+    if len(targets) > 1:
+        task = "regression"
+        if others := [name for name in targets if formats[name][1] < MIN_SHARE]:
+            raise DataError(f"Several targets must all be numbers, but {quote(others[0])} is not; leave it out.")
+    found = [_infer_target(frame[name], task, formats[name], notes) for name in targets]
+    predicted = replace(found[0], names=tuple(targets), formats=tuple(f for one in found for f in one.formats))
+    features = [name for name in frame.columns if name not in left_out and name not in targets]
     columns, dropped, more = _infer_columns(frame[features], kinds, formats)
     if not columns:
         why = f" ({quote(dropped[-1][0])} is left out: {dropped[-1][1]})" if dropped else ""
         raise DataError(
-            f"No column is left to predict {quote(target)} from{why}; give a table with columns of numbers or of "
-            "categories that vary."
+            f"No column is left to predict {quote(predicted.name)} from{why}; give a table with columns of numbers or "
+            "of categories that vary."
         )
     requested = [(name, "as requested") for name in frame.columns if name in left_out]
     return Schema(columns, predicted, (*notes, *more), (*dropped, *requested))
@@ -127,17 +135,22 @@ def missing_targets(column: Series, task: str | None = None) -> NDArray[np.bool_
 
 
 def _check_request(
-    frame: DataFrame, target: str, task: str | None, drop: Iterable[str], kinds: Mapping[str, str]
+    frame: DataFrame, targets: Sequence[str], task: str | None, drop: Iterable[str], kinds: Mapping[str, str]
 ) -> None:
-    if target not in frame.columns:
-        raise DataError(
-            f"There is no column {quote(target)}{suggestion(target, frame.columns)} to predict; choose one of "
-            f"{quote_all(frame.columns)}{header_hint(frame.columns)}."
-        )
+    for target in targets:
+        if target not in frame.columns:
+            raise DataError(
+                f"There is no column {quote(target)}{suggestion(target, frame.columns)} to predict; choose one of "
+                f"{quote_all(frame.columns)}{header_hint(frame.columns)}."
+            )
+    if (twice := first_duplicate(targets)) is not None:
+        raise DataError(f"The target {quote(twice)} is given twice; give each target once.")
+    if len(targets) > 1 and task == "classification":
+        raise DataError("Several targets need regression; give one target for classification.")
     if task is not None and task not in TASKS:
         raise DataError(f"The task {quote(task)} is not known; choose {' or '.join(TASKS)}, or leave it out.")
     for name in [*drop, *kinds]:
-        if name == target:
+        if name in targets:
             raise DataError(f"The column {quote(name)} is the target; choose another target, or keep this column.")
         if name not in frame.columns:
             raise DataError(
@@ -278,13 +291,13 @@ def _infer_target(column: Series, task: str | None, found: tuple[str, float], no
     if task is None:
         task = _infer_task(name, values, notes) if is_number else "classification"
     if task == "classification":
-        return Target(name, task, _infer_classes(column, target_texts(column), is_number and not format))
+        return Target((name,), task, _infer_classes(column, target_texts(column), is_number and not format))
     if len(np.unique(values)) == 1:
         raise DataError(
             f"The target {quote(name)} is {quote(column.iloc[0])} in every row, so there is nothing to predict; choose "
             "another column."
         )
-    return Target(name, task, format=format)
+    return Target((name,), task, formats=(format,))
 
 
 def _infer_task(name: str, values: NDArray[np.float64], notes: list[str]) -> str:

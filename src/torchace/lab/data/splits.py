@@ -209,10 +209,11 @@ def train_val_test_split(
     `column` with the part of every row decides instead; without a validation row in it, some training rows are drawn.
     """
     check_tensor(targets, "targets")
-    if targets.ndim != 1 or not (targets.dtype == torch.int64 or targets.is_floating_point()):
+    is_number = targets.is_floating_point()
+    if targets.ndim != 1 + (is_number and targets.ndim == 2) or not (is_number or targets.dtype == torch.int64):
         raise ValueError(
-            "Expected `targets` of shape (N,), class indices of int64 or numbers of a floating-point type, but got "
-            f"{targets.dtype} of shape {shape_of(targets)}."
+            "Expected `targets` as class indices (N,) of int64, or numbers (N,) or (N, M) of a floating-point type, "
+            f"but got {targets.dtype} of shape {shape_of(targets)}."
         )
     targets = targets.cpu()
     shares = [float(fraction) for fraction in fractions]

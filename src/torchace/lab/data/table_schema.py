@@ -164,13 +164,26 @@ Label = str | int | Finite | bool
 
 @dataclass(frozen=True)
 class Target:
-    """Column to predict, for "classification" or "regression"; "multilabel" (estimators) has labels in `classes`."""
+    """Column to predict, for "classification" or "regression"; "multilabel" (estimators) has labels in `classes`.
+
+    A regression may have several columns.
+    """
 
     __pydantic_config__ = STRICT
-    name: str
+    names: Annotated[tuple[str, ...], Field(min_length=1)]
     task: Annotated[str, Field(pattern="^(classification|multilabel|regression)$")]
     classes: tuple[Label, ...] = ()  # typed as in the file; empty for regression
-    format: str = ""  # of numbers, see `Column`
+    formats: tuple[str, ...] = ()  # of the numbers of each column, see `Column`
+
+    @property
+    def name(self) -> str:
+        """Names of the columns, for messages."""
+        return " and ".join(self.names)
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of classes, or of columns."""
+        return len(self.classes) or len(self.names)
 
     @property
     def class_names(self) -> list[str]:
@@ -191,16 +204,18 @@ class Schema:
     target: Target
     notes: tuple[str, ...] = ()  # decisions of `infer_schema`
     dropped: tuple[tuple[str, str], ...] = ()  # columns left out, with the reasons
-    version: Literal[1] = field(default=1, repr=False)
+    version: Literal[2] = field(default=2, repr=False)
 
     def targets(self, frame: DataFrame) -> Tensor:
-        """Target of every row, `(N,)`: class indices of int64, or numbers of float64."""
-        column = get_column(check_columns(frame), self.target.name, "the target")
+        """Target of every row, `(N,)`: class indices of int64, or numbers of float64, `(N, M)` for several columns."""
+        frame = check_columns(frame)
+        columns = [get_column(frame, name, "the target") for name in self.target.names]
         if self.target.task == "regression":
-            return torch.from_numpy(target_numbers(column, self.target.format))
+            found = [target_numbers(c, format) for c, format in zip(columns, self.target.formats, strict=True)]
+            return torch.from_numpy(np.stack(found, 1) if len(found) > 1 else found[0])
         if self.target.task == "multilabel":
             raise DataError("A multilabel model cannot be scored on a file; score it in Python.")
-        cells = target_texts(column)
+        cells = target_texts(columns[0])
         codes = positions(cells, [label_text(label) for label in self.target.classes])
         unknown = np.flatnonzero(codes < 0)
         if len(unknown):
@@ -225,7 +240,7 @@ class Schema:
 
     def check(self) -> None:
         """Raise an error unless names are unique and classes fit the task."""
-        names = [self.target.name, *(column.name for column in self.columns)]
+        names = [*self.target.names, *(column.name for column in self.columns)]
         classes = [label_text(label) for label in self.target.classes]
         if not self.columns or first_duplicate(names) is not None:
             raise damaged_json("schema", "columns: expected at least one, with unique names")
@@ -235,9 +250,13 @@ class Schema:
         if first_duplicate(classes) is not None:
             raise damaged_json("schema", "target.classes: expected unique ones")
         formats = {"number": ("", *NUMBER_FORMATS), "date": DATE_FORMATS, "category": ("",)}
-        target = Column(self.target.name, "number", self.target.format)
-        if any(column.format not in formats[column.kind] for column in (*self.columns, target)):
+        used = [(column.kind, column.format) for column in self.columns]
+        used += [("number", format) for format in self.target.formats]
+        if any(format not in formats[kind] for kind, format in used):
             raise damaged_json("schema", "format: expected a known one")
+        expected = len(self.target.names) if self.target.task == "regression" else 0
+        if len(self.target.formats) != expected or (not expected and len(self.target.names) > 1):
+            raise damaged_json("schema", "target.formats: expected one for each column of a regression")
 
 
 @cache  # takes milliseconds to build

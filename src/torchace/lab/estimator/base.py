@@ -23,7 +23,7 @@ from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, FoldSplit, assign_
 from torchace.lab.data.table_schema import Target
 from torchace.lab.estimator.files import load_estimator, save_estimator
 from torchace.lab.estimator.fitted import FittedEstimator, TrainingState, history, history_entry
-from torchace.lab.estimator.inputs import learn_inputs, raw_matrix, read_inputs, read_inputs_and_targets, target_name
+from torchace.lab.estimator.inputs import learn_inputs, raw_matrix, read_inputs, read_inputs_and_targets, target_names
 from torchace.lab.estimator.search import search_diversity
 from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters, to_python
 from torchace.lab.training.config import make_optimizer, resolve_device
@@ -203,7 +203,8 @@ class Estimator(FittedEstimator):
             self.oof_predictions_, self._residuals = None, None
             self._learn_scales(table, y, weight)
             num_features = self._encoding.num_features
-            self._network = new_run_group(plan, num_features, self._num_outputs, [self._state.seed])
+            seeds, diversities = [self._state.seed], [self.diversity_]
+            self._network = new_run_group(plan, num_features, self._num_outputs, seeds, diversities)
         plan = replace(self._state.plan, epochs=1, schedule="constant", patience=None)
         samples, _ = self._samples(table, y, weight, plan)
         state = self._state.add(samples)
@@ -254,7 +255,7 @@ class Estimator(FittedEstimator):
     # -- inputs -------------------------------------------------------------------------------------------------------
 
     def _plan(self) -> MemberPlan:
-        """Plan of the checked parameters."""
+        """Return the checked parameters as a plan."""
         names = Hyperparameters.model_fields.keys() & self.get_params()
         values = {name: to_python(getattr(self, name)) for name in names}
         if isinstance(values["hidden"], int):
@@ -267,6 +268,11 @@ class Estimator(FittedEstimator):
                 f"Expected `network` to be a function of the numbers of inputs and outputs that returns a module, but "
                 f"got {type(self.network).__name__}."
             )
+        if not isinstance(self.verbose, int | np.integer) or self.verbose < 0:
+            raise ValueError(f"Expected `verbose` to be a number of epochs, or 0, but got {self.verbose!r}.")
+        callbacks = () if self.callbacks is None else self.callbacks
+        if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+            raise TypeError(f"Expected `callbacks` to be a list of functions, but got {self.callbacks!r}.")
         plan = replace(plan, network=self.network)
         return plan if self.early_stopping else replace(plan, patience=None)
 
@@ -280,8 +286,10 @@ class Estimator(FittedEstimator):
     ) -> None:
         """Learn the encoding of the inputs and the scale of a regression's targets."""
         names = list(map(str, getattr(self, "feature_names_in_", [f"x{i}" for i in range(self.n_features_in_)])))
-        classes = () if self._task == "regression" else tuple(self.classes_.tolist())
-        target = Target(target_name(names), self._task, classes)
+        if self._task == "regression":
+            target = Target(target_names(names, self._num_outputs), self._task, formats=("",) * self._num_outputs)
+        else:
+            target = Target(target_names(names, 1), self._task, tuple(self.classes_.tolist()))
         weights = np.ones(len(y)) if weight is None else weight
         self._encoding = learn_inputs(table, names, target, self.encoding, weights)
         self._target_scaler = None

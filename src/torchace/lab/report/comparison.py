@@ -75,10 +75,11 @@ def comparison_findings(comparison: ModelComparison) -> list[Finding]:
         names = ", ".join(formats.shorten(name, 40) for name in missed[:5])
         text = f"No row of {names}{' and others' if len(missed) > 5 else ''} is classified correctly."
         found.append(Finding("Missed classes", f"{text} Class weights may help.", warning=True))
-    if comparison.residuals:
-        values = {key: quantity(value) for key, value in comparison.residuals.items() if value is not None}
+    for target in comparison.targets:
+        values = {key: quantity(value) for key, value in target.residuals.items() if value is not None}
         if {"0.025", "0.25", "0.75", "0.975"} <= values.keys():
-            text = f"Half of the residuals lie between {values['0.25']} and {values['0.75']}, "
+            of = f" of {formats.shorten(target.name, 40)}" if len(comparison.targets) > 1 else ""
+            text = f"Half of the residuals{of} lie between {values['0.25']} and {values['0.75']}, "
             text += f"95 % between {values['0.025']} and {values['0.975']}."
             found.append(Finding("Residuals", text))
     return found
@@ -97,19 +98,22 @@ def model_table(comparison: ModelComparison) -> ReportTable:
         values = [value for model in comparison.models if (value := model.scores.get(key)) is not None]
         best[key] = max(values) if key in _HIGHER_IS_BETTER else min(values)
     rows = []
+    timed = any(model.seconds is not None for model in comparison.models)
     for model in comparison.models:
         cells: list[str | Cell] = [Cell(formats.capitalize(model.label), kind="text", strong=model.name == ENSEMBLE)]
         for key in keys:
             value = model.scores.get(key)
             cells.append(NONE if value is None else Cell(_score(key, value), strong=value == best[key]))
-        rows.append([*cells, *_interval(model)])
+        seconds = [NONE if model.seconds is None else formats.duration(model.seconds)] if timed else []
+        rows.append([*cells, *_interval(model), *seconds])
     loss = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[comparison.loss]
+    loss += " of the scaled targets" if len(comparison.targets) > 1 else ""
     note = (
         f"Difference: {loss} minus the ensemble's, with a 95 % interval over the rows; above 0, the ensemble is better."
     )
     if failed := [f"{model.label} ({model.failure})" for model in comparison.models if model.failure]:
         note += f" Not trained: {', '.join(failed)}."
-    heads = ("Model", *(LABELS[key] for key in keys), "Difference", "95 % interval")
+    heads = ("Model", *(LABELS[key] for key in keys), "Difference", "95 % interval", *["Time"] * timed)
     caption = f"The ensemble and its baselines on {formats.count(comparison.rows, f'{comparison.split} row')}"
     return make_table(caption, heads, [("", rows)], note, "t" + "n" * (len(heads) - 1))
 
@@ -136,6 +140,14 @@ def _detail_tables(comparison: ModelComparison) -> list[ReportTable]:
         ]
         predicted = ["True class", *(f"Predicted {name}" for name in names)]
         tables.append(make_table("Confusion matrix", predicted, [("", counted)], kinds="t" + "n" * len(names)))
+    if len(comparison.targets) > 1:
+        keys = ("r2", "rmse", "mae")
+        rows = [
+            [formats.shorten(target.name, 40), *(_score(key, target.scores.get(key)) for key in keys)]
+            for target in comparison.targets
+        ]
+        columns = ("Target", *(LABELS[key] for key in keys))
+        tables.append(make_table("The ensemble's scores for each target", columns, [("", rows)], kinds="tnnn"))
     if comparison.importances:
         listed = comparison.importances[:MOST_IMPORTANCES]
         rows = [[formats.shorten(e.name, 80), f"{quantity(e.mean)} ± {quantity(e.std)}"] for e in listed]

@@ -150,7 +150,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def markdown(results: Results) -> str:
-    """Return the report as GitHub-flavoured Markdown."""
+    """Return the report as GitHub-flavored Markdown."""
     content, experiment = contents(results), results.experiment
     parts = [f"# {_escape(experiment.title or experiment.name)}", _escape(experiment.description)]
     parts.append(f"## {content['findings_title']}")
@@ -215,9 +215,10 @@ def summary_sentences(results: Results) -> list[str]:
     found = []
     for arm in () if has_many_arms(results) or results.model else results.arms:
         expected = advice(results, arm)
-        sentences = [headline(results, arm), *([f"Expected: {expected.sentence}"] if expected else [])]
-        if text := " ".join(filter(None, sentences)):
-            found.append(f"{formats.capitalize(arm.label)}. {text}" if len(results.arms) > 1 else text)
+        main = headline(results, arm).split(". ")[0].rstrip(".")
+        name = f"{formats.capitalize(arm.label)}. " if len(results.arms) > 1 else ""
+        found += [f"{name}{main}."] if main else []
+        found += [f"  Expected from λ=0 alone: {expected.sentence.split('. ')[0]}."] if expected and main else []
     return found
 
 

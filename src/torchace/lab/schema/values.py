@@ -79,6 +79,14 @@ class ClassScores(_ResultModel):
     precision: Measured = None
 
 
+class TargetScores(_ResultModel):
+    """The ensemble's scores for a target of a regression, and quantiles of its residuals."""
+
+    name: str
+    scores: dict[str, Measured] = {}
+    residuals: dict[str, Measured] = {}
+
+
 class Importance(_ResultModel):
     """Mean increase of the loss if a column's values are permuted, and its standard deviation over permutations."""
 
@@ -90,7 +98,7 @@ class Importance(_ResultModel):
 class ModelComparison(_ResultModel):
     """The ensemble and its baselines on the same rows.
 
-    `confusion` counts rows by true and predicted class; `residuals` has quantiles of the errors of a regression.
+    `confusion` counts rows by true and predicted class.
     """
 
     split: Literal["validation", "test"]
@@ -99,7 +107,7 @@ class ModelComparison(_ResultModel):
     models: Items[ModelScores]
     classes: Items[ClassScores] = ()
     confusion: Items[Items[Count]] = ()
-    residuals: dict[str, Measured] = {}
+    targets: Items[TargetScores] = ()
     importances: Items[Importance] = ()
 
     @property

@@ -152,7 +152,7 @@ class DriverLink(Callback):
         self._reply: Any = None
 
     def on_group_step(self, group: GroupPlan, progress: Progress) -> None:
-        """Send progress, unless the previous one is still on its way."""
+        """Send progress, unless the previous message is still pending."""
         if self._reply is None or ray.wait([self._reply], timeout=0)[0]:
             self.flush()
             self.send_progress(astuple(progress))

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,8 +20,10 @@ from torchace._statistics import mean_over_samples
 from torchace.functional import brier_score, ensemble_log_probs
 from torchace.lab.data import permutation
 from torchace.lab.data.encoding import CategoryColumn
-from torchace.lab.schema.values import ENSEMBLE, ClassScores, Importance, ModelComparison, ModelScores
+from torchace.lab.schema.values import ENSEMBLE, ClassScores, Importance, ModelComparison, ModelScores, TargetScores
+from torchace.lab.store import finite
 from torchace.lab.tables.table import Table
+from torchace.lab.training.evaluate import evaluate_regression
 from torchace.lab.training.members import MemberPlan, train_members
 from torchace.lab.training.run_group import chunk_rows
 from torchace.nn import Ensemble, StackedEnsemble
@@ -34,7 +36,7 @@ RESIDUAL_QUANTILES = (0.025, 0.25, 0.5, 0.75, 0.975)
 
 @dataclass(frozen=True)
 class _Baselines:
-    """Functions that fit a baseline and predict the rows of one part: log probabilities `(N, C)`, or numbers `(N,)`."""
+    """Functions that fit a baseline and predict rows of one part: log probabilities `(N, C)`, or numbers `(N, M)`."""
 
     table: Table
     plan: MemberPlan
@@ -52,8 +54,8 @@ class _Baselines:
 
     @property
     def target(self) -> Tensor:
-        """Class indices `(N,)`, or scaled numbers `(N,)`."""
-        return _flat(getattr(self.table, self.part).y)
+        """Class indices `(N,)`, or scaled numbers `(N, M)`."""
+        return getattr(self.table, self.part).y
 
     def all(self) -> Iterator[tuple[str, str, Callable[[], Tensor]]]:
         """Name, label and function of each baseline."""
@@ -63,9 +65,9 @@ class _Baselines:
         yield "boosting", "gradient boosting", self.boosting
 
     def constant(self) -> Tensor:
-        y = _flat(self.table.train.y)
+        y = self.table.train.y
         if not self.is_classifier:
-            return y.mean().expand(len(self.target))
+            return y.mean(0).expand(len(self.target), -1)
         counts = torch.bincount(y, minlength=self.table.num_outputs).double()
         return (counts / counts.sum()).log().expand(len(self.target), -1)
 
@@ -78,10 +80,12 @@ class _Baselines:
 
     def boosting(self) -> Tensor:
         from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+        from sklearn.multioutput import MultiOutputRegressor
 
         kind = HistGradientBoostingClassifier if self.is_classifier else HistGradientBoostingRegressor
         categorical = [isinstance(column, CategoryColumn) for column in self.table.encoding.columns]
         model = kind(random_state=self.seed % 2**32, categorical_features=categorical)
+        model = model if self.is_classifier else MultiOutputRegressor(model)
         parts = [self.table.raw[name] for name in self._training_parts]
         return self._fit(model, parts, self.table.raw[self.part])
 
@@ -101,7 +105,7 @@ class _Baselines:
 
     def _fit(self, model: Any, parts: list[Tensor], rows: Tensor, limit: int | None = None) -> Tensor:
         x = torch.cat(parts)
-        y = torch.cat([_flat(getattr(self.table, name).y) for name in self._training_parts])
+        y = torch.cat([getattr(self.table, name).y for name in self._training_parts])
         if limit is not None and len(x) > limit:
             chosen = permutation(self.seed, "baseline", count=len(x))[:limit]
             x, y = x[chosen], y[chosen]
@@ -114,7 +118,7 @@ class _Baselines:
             warnings.simplefilter("ignore")  # no convergence within the iterations
             model.fit(x.numpy(), y.numpy(), sample_weight=weight)
         if not self.is_classifier:
-            return torch.from_numpy(np.asarray(model.predict(rows.numpy()), dtype=np.float64))
+            return torch.from_numpy(np.asarray(model.predict(rows.numpy()), dtype=np.float64)).view(len(rows), -1)
         probs = torch.from_numpy(np.asarray(model.predict_proba(rows.numpy()), dtype=np.float64))
         found = torch.full((len(rows), self.table.num_outputs), 1e-15, dtype=torch.float64)
         found[:, torch.from_numpy(np.asarray(model.classes_, dtype=np.int64))] = probs.clamp(min=1e-15)
@@ -122,20 +126,27 @@ class _Baselines:
 
 
 def compare_with_baselines(
-    ensemble: Ensemble, table: Table, plan: MemberPlan, *, seed: int, device: str = "cpu"
+    ensemble: Ensemble,
+    table: Table,
+    plan: MemberPlan,
+    *,
+    seed: int,
+    device: str = "cpu",
+    seconds: float | None = None,
 ) -> ModelComparison:
     """Score an ensemble and its baselines on the test part of a table, or else on the validation part.
 
-    `ensemble` maps the raw matrix to logits, or to predictions in the target's units. Differences are paired over rows.
+    `ensemble` maps the raw matrix to logits, or to predictions in the targets' units. Differences are paired over rows.
+    Errors of several targets are those of scaled ones. `seconds` is the time of the ensemble's training.
     """
     baselines = _Baselines(table, plan, seed, device)
     is_classifier, target, raw = baselines.is_classifier, baselines.target, table.raw[baselines.part]
     scaler = table.target_scaler
-    unit = 1.0 if scaler is None else float(scaler.std)
+    unit = math.sqrt(table.target_variance)
 
     def predict(rows: Tensor) -> Tensor:
         predicted = _predict(ensemble, rows, is_classifier)
-        return predicted if scaler is None else _flat(scaler.transform(predicted[:, None]))
+        return predicted if scaler is None else scaler.transform(predicted)
 
     losses = _cross_entropies if is_classifier else _squared_errors
     predicted = predict(raw)
@@ -161,8 +172,9 @@ def compare_with_baselines(
                 seconds=time.monotonic() - start,
             )
         )
+    scores = _scores(predicted, target, unit, is_classifier)
     label = f"ensemble of {ensemble.num_members}"
-    models.append(ModelScores(name=ENSEMBLE, label=label, scores=_scores(predicted, target, unit, is_classifier)))
+    models.append(ModelScores(name=ENSEMBLE, label=label, scores=scores, seconds=seconds))
     importances = permutation_importances(
         lambda rows, y: float(losses(predict(rows), y).mean()), raw, target, table, seed
     )
@@ -172,7 +184,7 @@ def compare_with_baselines(
         loss="cross_entropy" if is_classifier else "mse",
         models=tuple(models),
         importances=tuple(Importance(name=n, mean=m * unit**2, std=s * unit**2) for n, m, s in importances),
-        **(_class_details(predicted, target, table) if is_classifier else _residuals(predicted, target, unit)),
+        **(_class_details(predicted, target, table) if is_classifier else _target_details(predicted, target, table)),
     )
 
 
@@ -202,16 +214,12 @@ def permutation_importances(
 
 @torch.no_grad()
 def _predict(ensemble: Ensemble | StackedEnsemble, x: Tensor, is_classifier: bool) -> Tensor:
-    """Log probabilities `(N, C)`, or mean predictions `(N,)`, in float64."""
+    """Log probabilities `(N, C)`, or mean predictions `(N, M)`, in float64."""
     parts = []
     for part in x.split(chunk_rows(ensemble, ensemble.num_members)):
         logits = ensemble(part).double().cpu()
-        parts.append(ensemble_log_probs(logits) if is_classifier else logits.mean((0, 2)))
+        parts.append(ensemble_log_probs(logits) if is_classifier else logits.mean(0))
     return torch.cat(parts)
-
-
-def _flat(y: Tensor) -> Tensor:
-    return y.squeeze(1) if y.ndim == 2 else y
 
 
 def _cross_entropies(log_probs: Tensor, target: Tensor) -> Tensor:
@@ -219,19 +227,15 @@ def _cross_entropies(log_probs: Tensor, target: Tensor) -> Tensor:
 
 
 def _squared_errors(predicted: Tensor, target: Tensor) -> Tensor:
-    return (predicted - target).square()
+    """Mean over the targets of each row, `(N,)`."""
+    return (predicted - target).square().mean(1)
 
 
 def _scores(predicted: Tensor, target: Tensor, unit: float, is_classifier: bool) -> dict[str, float | None]:
     if not is_classifier:
-        mse = float(_squared_errors(predicted, target).mean())
-        variance = float(target.var(correction=0))
-        return {
-            "rmse": math.sqrt(mse) * unit,
-            "mae": float((predicted - target).abs().mean()) * unit,
-            "r2": 1 - mse / variance if variance > 0 else None,
-            "mse": mse * unit**2,
-        }
+        scores = evaluate_regression(predicted[None], target).metrics
+        powers = {"rmse": 1, "mae": 1, "r2": 0, "mse": 2}
+        return finite({name: cast(float, scores[name]) * unit**power for name, power in powers.items()})
     probs = predicted.exp()
     return {
         "accuracy": float((predicted.argmax(1) == target).double().mean()),
@@ -273,8 +277,16 @@ def _class_details(predicted: Tensor, target: Tensor, table: Table) -> dict[str,
     }
 
 
-def _residuals(predicted: Tensor, target: Tensor, unit: float) -> dict[str, Any]:
-    """Quantiles of target minus prediction."""
-    quantiles = torch.tensor(RESIDUAL_QUANTILES, dtype=torch.float64)
-    values = np.quantile((target - predicted).numpy() * unit, quantiles.numpy())
-    return {"residuals": {f"{q:g}": float(value) for q, value in zip(RESIDUAL_QUANTILES, values, strict=True)}}
+def _target_details(predicted: Tensor, target: Tensor, table: Table) -> dict[str, Any]:
+    """Scores of each target in its units, and quantiles of target minus prediction."""
+    assert table.target_scaler is not None
+    details = []
+    for i, name in enumerate(table.schema.target.names):
+        unit = float(table.target_scaler.std[i])
+        values = np.quantile((target - predicted)[:, i].numpy() * unit, RESIDUAL_QUANTILES)
+        residuals: dict[str, float | None] = dict(
+            zip(map("{:g}".format, RESIDUAL_QUANTILES), values.tolist(), strict=True)
+        )
+        scores = _scores(predicted[:, i : i + 1], target[:, i : i + 1], unit, is_classifier=False)
+        details.append(TargetScores(name=name, scores=scores, residuals=residuals))
+    return {"targets": tuple(details)}

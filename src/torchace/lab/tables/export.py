@@ -121,7 +121,7 @@ def _metadata(model: TableModel) -> dict[str, Any]:
     ]
     return {
         "torchace.columns": columns,
-        "torchace.target": target.name,
+        "torchace.targets": list(target.names),
         "torchace.classes": target.class_names,
         "torchace.diversity": model.diversity,
     }

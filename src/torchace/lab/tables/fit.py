@@ -230,9 +230,11 @@ class TableFit:
                 on_progress=callback.on_step,
                 stop=stop,
             )
-            self._save(store, run, trained, tuned, validation, folds)
+            comparison = self._save(store, run, trained, tuned, validation, folds)
+        else:
+            comparison = TableModel.load(self._model).record.get("comparison")
         checkpoints.remove()
-        store.write_experiment(self._experiment(run, tuned, time.monotonic() - start))
+        store.write_experiment(self._experiment(run, tuned, comparison, time.monotonic() - start))
 
     def _fold_split(self, train: Split, validation: Split, diversity: float) -> FoldSplit | None:
         """Training and validation rows for members that leave out folds; None: stop on the validation rows.
@@ -266,8 +268,8 @@ class TableFit:
         tuned: TunedDiversity | None,
         validation: Split,
         folds: FoldSplit | None,
-    ) -> None:
-        """Save the model, then its result file, which marks the run as finished."""
+    ) -> dict[str, Any] | None:
+        """Save the model, then its result file, which marks the run as finished; return the comparison."""
         if (failure := trained.failure(0)) is not None:
             member = "" if failure.member is None else f", member {failure.member}"
             raise TrainingError(
@@ -290,9 +292,13 @@ class TableFit:
             "best_epoch": None if fitted.best_epochs is None else fitted.best_epochs[0],
             "rows": {"train": len(table.train), "validation": len(table.validation), "test": len(table.test)},
         }
+        comparison = None
         if self.baselines:
-            comparison = compare_with_baselines(ensemble, table, self.plan, seed=self.seed, device=self.device)
-            record["comparison"] = comparison.model_dump(mode="json")
+            options: dict[str, Any] = {"seed": self.seed, "device": self.device, "seconds": fitted.seconds}
+            compared = compare_with_baselines(ensemble, table, self.plan, **options)
+            comparison = compared.model_dump(mode="json")
+            # equal fits have equal manifests: no seconds
+            record["comparison"] = compared.model_dump(mode="json", exclude={"models": {"__all__": {"seconds"}}})
         if self._model.exists():  # of a killed process
             shutil.rmtree(self._model)
         TableModel(ensemble, table.encoding, run.diversity, finite(record)).save(self._model)
@@ -317,11 +323,12 @@ class TableFit:
             **hardware(self.device),
         }
         store.write_result(RunResult.model_validate(content), arrays)
+        return comparison
 
     def _evaluate(
         self, trained: TrainedGroup, temperature: float, folds: FoldSplit | None
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return scores by part, in the target's units, and the arrays of the last part.
+        """Return scores by part, in the target's units (several targets stay scaled), and the arrays of the last part.
 
         With folds, a validation row is predicted by the members that left it out.
         """
@@ -340,7 +347,7 @@ class TableFit:
                 else:
                     logits = map(stacked, part.x.split(chunk_rows(stacked, stacked.num_members)))
                 logits = (chunk / temperature for chunk in logits)
-                if scaler is not None:
+                if scaler is not None and table.num_outputs == 1:
                     logits, y = map(scaler.inverse_transform, logits), scaler.inverse_transform(y).squeeze(1)
                 evaluation = evaluate_chunks(logits, y)
             scores[name], arrays = evaluation.metrics, evaluation.arrays
@@ -348,7 +355,9 @@ class TableFit:
                 arrays["disputed_row"] = rows[arrays["disputed_index"]] + 1  # from 1, as in the file
         return scores, arrays
 
-    def _experiment(self, run: RunKey, tuned: TunedDiversity | None, seconds: float) -> ExperimentResult:
+    def _experiment(
+        self, run: RunKey, tuned: TunedDiversity | None, comparison: dict[str, Any] | None, seconds: float
+    ) -> ExperimentResult:
         table, plan, target = self.table, self.plan, self.table.schema.target
         widths = [table.train.x.shape[1], *plan.hidden, table.num_outputs]
         arm = {
@@ -377,7 +386,7 @@ class TableFit:
             "arms": [arm],
             "seeds": [run.seed],
             "search": None if tuned is None else tuned.to_json(),
-            "comparison": TableModel.load(self._model).record.get("comparison"),
+            "comparison": comparison,
             "hardware": hardware(self.device),
             "versions": versions(),
             "config": self.request(),

@@ -107,7 +107,7 @@ class TableModel:
         return _OUTPUTS[self.encoding.schema.target.task]
 
     def logits(self, frame: DataFrame) -> Tensor:
-        """Return the members' logits `(K, N, C)`, or predictions `(K, N, 1)`."""
+        """Return the members' logits `(K, N, C)`, or predictions `(K, N, M)`."""
         return torch.cat(list(self._chunks(frame)), 1)
 
     @torch.no_grad()
@@ -120,7 +120,8 @@ class TableModel:
         """Return predictions and their uncertainty, one row for each row of `frame`.
 
         Columns for classes: `prediction`, one `probability_CLASS` each, `entropy`, `mutual_information`,
-        `disagreement`. Columns for numbers: `prediction`, and `spread`, the members' standard deviation.
+        `disagreement`. Columns for a number: `prediction`, and `spread`, the members' standard deviation; for several,
+        `prediction_TARGET` and `spread_TARGET`.
         """
         from pandas import DataFrame
 
@@ -136,6 +137,8 @@ class TableModel:
                 predicted["prediction"] = target.labels(torch.from_numpy(probs.argmax(1)))
             predicted |= {f"probability_{name}": probs[:, code] for code, name in enumerate(target.class_names)}
             columns = predicted | columns
+        elif len(names := self.encoding.schema.target.names) > 1:
+            columns = {f"{key}_{name}": v[:, i] for i, name in enumerate(names) for key, v in columns.items()}
         return DataFrame(columns, index=frame.index)
 
     def unseen_categories(self, frame: DataFrame) -> dict[str, int]:
@@ -151,11 +154,18 @@ class TableModel:
         """Return scores on rows whose target is known."""
         return evaluate_chunks(self._chunks(frame), self.encoding.targets(frame))
 
+    def evaluate_targets(self, frame: DataFrame) -> dict[str, Evaluation]:
+        """Return the scores of each of several targets, by name."""
+        predictions, y = self.logits(frame), self.encoding.targets(frame)
+        names = self.encoding.schema.target.names
+        return {name: evaluate_regression(predictions[..., i], y[:, i]) for i, name in enumerate(names)}
+
 
 def evaluate_chunks(logits: Iterable[Tensor], target: Tensor) -> Evaluation:
-    """Score chunks of logits `(K, n, C)` with class indices `(N,)`, or predictions `(K, n, 1)` with numbers."""
+    """Score chunks of logits `(K, n, C)` with class indices `(N,)`, or predictions `(K, n, M)` with numbers."""
     if target.is_floating_point():
-        return evaluate_regression(torch.cat(list(logits), 1).squeeze(2), target)
+        predictions = torch.cat(list(logits), 1)
+        return evaluate_regression(predictions if target.ndim == 2 else predictions.squeeze(2), target)
     evaluator, done = Evaluator(), 0
     for part in logits:
         evaluator.update(part, target[done : done + part.shape[1]])
@@ -164,7 +174,7 @@ def evaluate_chunks(logits: Iterable[Tensor], target: Tensor) -> Evaluation:
 
 
 def _accepts(ensemble: Ensemble, encoding: Encoding) -> bool:
-    outputs = max(1, len(encoding.schema.target.classes))
+    outputs = encoding.schema.target.num_outputs
     try:
         with torch.no_grad():
             return ensemble(torch.zeros(1, len(encoding.columns), dtype=torch.float64)).shape[1:] == (1, outputs)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +30,7 @@ MIN_STD, MAX_STD = 1e-45, 1e45  # of the target: beyond, squares over- or underf
 class TableSettings:
     """The user's settings of a table."""
 
-    target: str
+    target: tuple[str, ...]
     task: str | None = None  # "classification" or "regression"
     drop: tuple[str, ...] = ()
     kinds: Mapping[str, str] = field(default_factory=dict)  # column: "number", "category" or "drop"
@@ -43,7 +44,7 @@ class TableSettings:
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings for JSON."""
-        return {**asdict(self), "drop": list(self.drop)}
+        return {**asdict(self), "target": list(self.target), "drop": list(self.drop)}
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Table:
     name: str  # of the file
     sha256: str
     encoding: Encoding
-    train: Split  # features (N, D) in float64, with class indices (N,) or scaled targets (N, 1)
+    train: Split  # features (N, D) in float64, with class indices (N,) or scaled targets (N, M)
     validation: Split
     test: Split
     validation_rows: Tensor  # rows in the file, from 0
@@ -73,19 +74,19 @@ class Table:
 
     @property
     def num_outputs(self) -> int:
-        """Number of classes, or 1."""
-        return len(self.schema.target.classes) if self.task == "classification" else 1
+        """Number of classes, or of targets."""
+        return self.schema.target.num_outputs
 
     @property
     def target_scaler(self) -> Scaler | None:
-        """Scaler of a regression's target."""
+        """Scaler of a regression's targets."""
         return target_scaler(self.encoding)
 
     @property
     def target_variance(self) -> float:
-        """Variance that scaled targets were divided by; 1 for classes."""
+        """Variance that the scaled target was divided by; 1 for classes, and for several targets, which stay scaled."""
         scaler = self.target_scaler
-        return 1.0 if scaler is None else float(scaler.std) * float(scaler.std)
+        return 1.0 if scaler is None or len(scaler.std) > 1 else float(scaler.std) ** 2
 
     def parts(self, plan: MemberPlan, device: str) -> tuple[Split, Split, Split]:
         """Return the three parts on a device, in the plan's precision."""
@@ -99,10 +100,9 @@ class Table:
 
 
 def target_scaler(encoding: Encoding) -> Scaler | None:
-    """Return the scaler of a regression's target; None for classes."""
-    if encoding.target is None:
-        return None
-    return Scaler(*(torch.tensor([v], dtype=torch.float64) for v in (encoding.target.mean, encoding.target.std)))
+    """Return the scaler of a regression's targets; None for classes."""
+    scales = torch.tensor([[scale.mean, scale.std] for scale in encoding.target_scales], dtype=torch.float64)
+    return Scaler(scales[:, 0], scales[:, 1]) if len(scales) else None
 
 
 def class_weights(target: Target, weights: Mapping[str, float] | str, y: Tensor) -> Tensor:
@@ -125,8 +125,9 @@ def load_table(path: Path, settings: TableSettings) -> Table:
     path = path.expanduser()
     frame, skipped = read_table(path), 0
     file_rows = torch.arange(len(frame))
-    if settings.skip_missing_target and settings.target in frame.columns:
-        missing = missing_targets(frame[settings.target], settings.task)
+    if settings.skip_missing_target and set(settings.target) <= set(frame.columns):
+        task = settings.task if len(settings.target) == 1 else "regression"
+        missing = np.any([missing_targets(frame[name], task) for name in settings.target], 0)
         frame, file_rows, skipped = frame[~missing], file_rows[torch.from_numpy(~missing)], int(missing.sum())
     drop, column = list(settings.drop), None
     if settings.split_column is not None:
@@ -136,8 +137,8 @@ def load_table(path: Path, settings: TableSettings) -> Table:
                 f"Expected a split column of {path.name}, but got {settings.split_column!r}. Its columns are "
                 f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
             )
-        if settings.split_column == settings.target:
-            raise DataError(f"The column {settings.target!r} cannot be both the target and the split column.")
+        if settings.split_column in settings.target:
+            raise DataError(f"The column {settings.split_column!r} cannot be both the target and the split column.")
         column = frame[settings.split_column]
         if settings.split_column not in drop:
             drop.append(settings.split_column)
@@ -148,6 +149,9 @@ def load_table(path: Path, settings: TableSettings) -> Table:
     if skipped:
         note = f"{skipped} of {len(frame) + skipped} rows have no target and are skipped."
         schema = replace(schema, notes=(note, *schema.notes))
+    if len(schema.target.names) > 1:
+        note = "Scores over all targets are means; errors are those of targets scaled to a standard deviation of 1."
+        schema = replace(schema, notes=(*schema.notes, note))
     targets = schema.targets(frame)
     fractions = (1 - settings.validation - settings.test, settings.validation, settings.test)
     rows = train_val_test_split(
@@ -155,15 +159,16 @@ def load_table(path: Path, settings: TableSettings) -> Table:
     )
     train_frame = frame.iloc[rows.train.numpy()]
     encoding = learn_encoding(schema, train_frame, method=settings.encoding)
-    if encoding.target is not None and not MIN_STD < encoding.target.std < MAX_STD:
-        raise DataError(
-            f"The variance of the target {schema.target.name!r} over- or underflows (its standard deviation is "
-            f"{encoding.target.std:.1g}). Rescale the target."
-        )
+    for name, scale in zip(schema.target.names, encoding.target_scales, strict=False):  # no scales for classes
+        if not MIN_STD < scale.std < MAX_STD:
+            raise DataError(
+                f"The variance of the target {name!r} over- or underflows (its standard deviation is {scale.std:.1g}). "
+                "Rescale the target."
+            )
     raw = encoding.matrix(frame)
     features = encoding.encoder()(raw)
     if (scaler := target_scaler(encoding)) is not None:
-        targets = scaler.transform(targets[:, None])
+        targets = scaler.transform(targets.view(len(targets), -1))
     train, validation, test = (Split(features[part], targets[part]) for part in rows)
     if settings.class_weight is not None:
         train = replace(train, weight=class_weights(schema.target, settings.class_weight, train.y))

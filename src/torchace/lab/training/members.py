@@ -55,7 +55,7 @@ class MemberPlan:
         """Whether the model has a temperature, fitted on the samples that stop its training."""
         return self.patience is not None and self.task != "regression"
 
-    def ensemble(self, num_features: int, num_outputs: int, seed: int) -> EnsembleModule:
+    def ensemble(self, num_features: int, num_outputs: int, seed: int, diversity: float = 0.0) -> EnsembleModule:
         """Return a new ensemble; initial weights depend only on the seed and the member's index."""
         dtype, link = self.train_config(1).dtype, TASKS[self.task].link
         if self.has_shared_weights:
@@ -66,10 +66,10 @@ class MemberPlan:
         members = []
         for k in range(self.num_members):
             with use_seed(hashed_key(seed, "member", k)):
-                members.append(self.member(num_features, num_outputs).to(dtype))
+                members.append(self.member(num_features, num_outputs, diversity).to(dtype))
         return Ensemble(members, link=link)
 
-    def member(self, num_features: int, num_outputs: int) -> nn.Module:
+    def member(self, num_features: int, num_outputs: int, diversity: float = 0.0) -> nn.Module:
         """Return a new member with its own weights."""
         if self.network is not None:
             network = self.network(num_features, num_outputs)
@@ -77,7 +77,7 @@ class MemberPlan:
                 raise TypeError(f"Expected `network` to return a module, but got {type(network).__name__}.")
             return network
         network = self._mlp(num_features, num_outputs)
-        return network if self.encoding == "standard" else scale_inputs(network)
+        return network if self.encoding == "standard" else scale_inputs(network, diversity)
 
     def _mlp(self, num_features: int, num_outputs: int) -> nn.Sequential:
         return mlp(num_features, self.hidden, num_outputs)
@@ -165,7 +165,7 @@ def train_members(
         raise ValueError("Expected `validation` samples for a plan with `patience`, but got None.")
     train_config = plan.train_config(len(train))
     if network is None:
-        network = new_run_group(plan, train.x.shape[1], num_outputs, seeds).to(train.x.device)
+        network = new_run_group(plan, train.x.shape[1], num_outputs, seeds, diversities).to(train.x.device)
     validation_set = None
     if plan.patience is not None and validation is not None:
         validation_set = ValidationSet(validation, plan.patience, left_out)
@@ -176,10 +176,13 @@ def train_members(
     return TrainedGroup(plan, train_config, network, fitted)
 
 
-def new_run_group(plan: MemberPlan, num_features: int, num_outputs: int, seeds: Sequence[int]) -> RunGroup:
+def new_run_group(
+    plan: MemberPlan, num_features: int, num_outputs: int, seeds: Sequence[int], diversities: Sequence[float]
+) -> RunGroup:
     """Return untrained runs."""
     with torch.device("meta"):
         parameters = count_parameters(plan.member(num_features, num_outputs))
     networks = len(seeds) * (1 if plan.has_shared_weights else plan.num_members)
     check_memory(networks * parameters, plan.train_config(1).dtype)
-    return RunGroup([plan.ensemble(num_features, num_outputs, seed) for seed in seeds])
+    runs = zip(seeds, diversities, strict=True)
+    return RunGroup([plan.ensemble(num_features, num_outputs, seed, diversity) for seed, diversity in runs])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -78,7 +79,10 @@ def fit_run_temperature(trained: TrainedGroup, split: Split, left_out: Tensor | 
         logits = logits.flatten(1)  # (m, n * L)
         logits, y = torch.stack([logits * 0, logits], 2), y.flatten().round().long()
         weight = None if weight is None else weight.repeat_interleave(split.y.shape[1])
-    return fit_temperature(logits, y, weight)
+    temperature = fit_temperature(logits, y, weight)
+    # all members together are less overconfident than those that left a sample out (docs/decisions/tables.md)
+    is_part = left_out is not None and members < trained.plan.num_members
+    return math.sqrt(temperature) if is_part and temperature > 1 else temperature
 
 
 def left_out_logits(trained: TrainedGroup, x: Tensor, left_out: Tensor | None, run: int = 0) -> Iterator[Tensor]:

@@ -16,6 +16,7 @@ from torchace.nn import Ensemble, StackedEnsemble
 from torchace.nn.adapters import AdaptedEnsemble
 
 INPUT_RATE = 6.0  # learning rate of an input's scale, relative to that of the weights
+COUPLED_INPUT_RATE = 2.0  # the same for λ > 0: coupled members diverge with fast scales
 MAX_TEMPERATURE = 5.0
 
 
@@ -44,23 +45,26 @@ class Scaler:
 class ScaledLinear(nn.Linear):
     """A linear layer with a learned factor for each input, which starts at 1.
 
-    The factor is `INPUT_RATE` times a parameter, so that Adam changes it as much faster than the weights. It multiplies
-    the weights and not the inputs: members that share an input are then one product.
+    The factor is `rate` times a parameter, so that Adam changes it as much faster than the weights. It multiplies the
+    weights and not the inputs: members that share an input are then one product.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    rate: Tensor
+
+    def __init__(self, linear: nn.Linear, rate: float) -> None:
         super().__init__(linear.in_features, linear.out_features, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
-        self.scale = nn.Parameter(torch.full((linear.in_features,), 1 / INPUT_RATE, dtype=linear.weight.dtype))
+        self.register_buffer("rate", torch.full((1,), rate, dtype=linear.weight.dtype))
+        self.scale = nn.Parameter(torch.full((linear.in_features,), 1 / rate, dtype=linear.weight.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product."""
-        return F.linear(x, self.weight * (INPUT_RATE * self.scale), self.bias)
+        return F.linear(x, self.weight * (self.rate * self.scale), self.bias)
 
     def plain(self) -> nn.Linear:
         """Return an equal layer without factors."""
         linear = nn.Linear(self.in_features, self.out_features, device="meta")  # draws no random numbers
-        linear.weight = nn.Parameter((self.weight * (INPUT_RATE * self.scale)).detach())
+        linear.weight = nn.Parameter((self.weight * (self.rate * self.scale)).detach())
         linear.bias = self.bias
         return linear
 
@@ -81,10 +85,10 @@ class OutputScale(nn.Module):
         return x * self.scale + self.shift
 
 
-def scale_inputs(network: nn.Sequential) -> nn.Sequential:
+def scale_inputs(network: nn.Sequential, diversity: float = 0.0) -> nn.Sequential:
     """Replace the first layer of an `mlp` by one with a learned scale for each input."""
-    name = _first_linear(network)
-    setattr(network, name, ScaledLinear(network.get_submodule(name)))  # type: ignore[arg-type]
+    name, rate = _first_linear(network), COUPLED_INPUT_RATE if diversity > 0 else INPUT_RATE
+    setattr(network, name, ScaledLinear(network.get_submodule(name), rate))  # type: ignore[arg-type]
     return network
 
 

@@ -294,14 +294,15 @@ class _Objective:
         trial.set_user_attr("values", values)
         plan, diversity = apply_values(problem.plan, values)
         train, device = problem.train, problem.train.x.device
-        network = new_run_group(plan, train.x.shape[1], problem.num_outputs, self.seeds).to(device)
+        diversities = [diversity] * len(self.seeds)
+        network = new_run_group(plan, train.x.shape[1], problem.num_outputs, self.seeds, diversities).to(device)
         monitor = _TrialMonitor(plan, problem, network, trial, self.stop)
         try:
             trained = train_members(
                 plan,
                 train,
                 problem.num_outputs,
-                diversities=[diversity] * len(self.seeds),
+                diversities=diversities,
                 seeds=self.seeds,
                 validation=problem.validation,
                 network=network,
