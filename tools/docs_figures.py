@@ -88,6 +88,28 @@ def moons(narrow: bool) -> Figure:
     return figure
 
 
+def uncertainty(narrow: bool) -> Figure:
+    """Total uncertainty of an ensemble on two moons, and its two parts."""
+    figure, axes = panels(3, 2.5, narrow, sharey=True)
+    across, up = mesh()
+    ensemble = on_moons(0.5)
+    with torch.no_grad():
+        logits = ensemble(torch.tensor(np.stack([across, up], -1)).flatten(0, 1))
+    total = ace.predictive_entropy(logits, reduction="none")
+    epistemic = ace.mutual_information(logits, reduction="none")
+    x, y = make_moons(60, noise=0.25, random_state=0)
+    for ax, title, values in zip(
+        axes, ("total", "epistemic", "aleatoric"), (total, epistemic, total - epistemic), strict=True
+    ):
+        shade = np.full((*across.shape, 4), mpl.colors.to_rgba(PURPLE))
+        shade[..., 3] = (values / np.log(2)).clamp(0, 1).view(across.shape).numpy()  # of at most log 2
+        ax.imshow(shade, extent=(across.min(), across.max(), up.min(), up.max()), origin="lower", aspect="auto")
+        for label, marker in enumerate("os"):
+            ax.plot(*x[y == label].T, marker, color=(ORANGE, BLUE)[label], markersize=3)
+        ax.set(title=title, xticks=(), yticks=())
+    return figure
+
+
 def mesh() -> tuple[np.ndarray, np.ndarray]:
     across, up = np.meshgrid(np.linspace(-1.8, 2.8, 110), np.linspace(-1.3, 1.8, 80))
     return across.astype(np.float32), up.astype(np.float32)
@@ -148,6 +170,23 @@ def mark_gain(ax: Axes, runs: list[dict[str, Any]]) -> None:
     change = f"{means[best] / means[0.0] - 1:+.0%}".replace("-", "−")
     ax.text(best - 0.03, means[best] * 0.4 + means[0.0] * 0.6, change, ha="right", fontsize=12, color=ORANGE)
     ax.set_ylim(None, means[0.0] + 0.004)
+
+
+def speed(narrow: bool) -> Figure:
+    """Training steps of stacked members and of a loop over them, on one H200."""
+    cases = experiment("bench_stacking_gpu")["cases"]
+    networks = {"resnet18": "8 ResNet-18", "vit_tiny": "8 ViT-tiny", "bert": "8 BERT, small"}
+    figure, axes = panels(len(networks), 2.0, narrow)
+    for ax, (case, title) in zip(axes, networks.items(), strict=True):
+        ways = {"loop": "loop", "stacked": "stacked", "compiled": "stacked, compiled"}
+        values = [1000 * cases[case][way]["seconds_a_model_step"]["median"] for way in ways.values()]
+        bars = ax.barh(list(ways), values, 0.6, color=(FAINT, BLUE, ORANGE))
+        ax.bar_label(bars, [f"{value:.1f}" for value in values], padding=3)
+        ax.set(title=title, xlabel="ms per member and step")
+        ax.margins(x=0.2)
+        ax.invert_yaxis()
+        ax.grid(visible=False, axis="y")
+    return figure
 
 
 def cross_entropies(name: str, narrow: bool, *, without: str = "") -> Figure:
@@ -296,6 +335,8 @@ FIGURES: dict[str, Callable[[bool], Figure]] = {
     "moons": moons,
     "knob": knob,
     "gain": gain,
+    "uncertainty": uncertainty,
+    "speed": speed,
     "parting": parting,
     "table2": table2,
     "equal_budgets": equal_budgets,

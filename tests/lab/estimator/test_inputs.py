@@ -130,3 +130,41 @@ def test_onnx_has_encoding_folds_and_temperature(kind: type, tmp_path: Path) -> 
     session = runtime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
     found = session.run(None, {"raw": loaded.encoding.matrix(frame).numpy()})[0]
     np.testing.assert_allclose(found, outputs(model, frame), rtol=0, atol=1e-5)
+
+
+def test_columns_that_differ_at_prediction_are_one_sentence() -> None:
+    frame = pd.DataFrame({"a": np.arange(30.0), "b": np.arange(30) % 3, "c": ["x", "y"] * 15})
+    for table in (frame, frame[["a", "b"]]):
+        model = ACEClassifier(num_members=1, epochs=1).fit(table, frame["c"])
+        for other, words in (
+            (table[table.columns[::-1]], "order of the training"),
+            (table.drop(columns="a"), "'a' are absent"),
+            (table.assign(d=1), "'d'"),
+        ):
+            with pytest.raises(ValueError, match=words) as caught:
+                model.predict(other)
+            assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["Int64", "boolean"])
+@pytest.mark.parametrize("columns", [["a"], ["a", "c"]])
+def test_nullable_labels_keep_their_type(dtype: str, columns: list[str]) -> None:
+    frame = pd.DataFrame({"a": np.arange(30.0), "c": ["x", "y"] * 15})
+    y = pd.Series([0, 1] * 15).astype(dtype)
+    model = ACEClassifier(num_members=1, epochs=1).fit(frame[columns], y)
+    assert model.classes_.dtype == (np.int64 if dtype == "Int64" else np.bool_)
+    assert model.predict(frame[columns]).dtype == model.classes_.dtype
+
+
+def test_truth_values_match_numbers_at_prediction() -> None:
+    frame = pd.DataFrame({"a": np.arange(40.0), "c": [True, False] * 20})
+    model = ACEClassifier(num_members=1, epochs=30, random_state=0).fit(frame, frame["c"])
+    expected = model.predict_proba(frame)
+    np.testing.assert_array_equal(model.predict_proba(frame.assign(c=frame["c"].astype(int))), expected)
+    np.testing.assert_array_equal(model.predict_proba(frame.assign(c=frame["c"].astype(float))), expected)
+
+
+@pytest.mark.parametrize("options", [{"verbose": "a"}, {"verbose": -1}, {"callbacks": 3}, {"callbacks": [3]}])
+def test_verbose_and_callbacks_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"Expected `{next(iter(options))}` to be"):
+        ACEClassifier(**options).fit([[0.0], [1.0]] * 10, [0, 1] * 10)

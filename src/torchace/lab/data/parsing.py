@@ -142,12 +142,16 @@ def is_numeric(column: Series) -> bool:
 def positions(cells: Any, known: Sequence[str]) -> NDArray[np.int64]:
     """Indices of the cells of `texts` among known texts, `(N,)`; -1 for unknown and missing ones.
 
-    Numbers and truth values also match in other spellings (`1` and `1.0`, `True` and `true`): file formats differ.
+    Numbers and truth values also match in other spellings (`1` and `1.0`, `True`, `true` and `1`): file formats differ.
     """
     pc = arrow("pyarrow.compute")
     exact = {text: place for place, text in enumerate(known)}
     forms = Counter(map(canonical, known))
     by_form = {canonical(text): place for place, text in enumerate(known) if forms[canonical(text)] == 1}
+    for booleans, others in ((("false", "true"), ("0", "1")), (("0", "1"), ("false", "true"))):
+        if set(by_form) == set(booleans):
+            by_form |= {other: by_form[form] for form, other in zip(booleans, others, strict=True)}
+            break
     encoded = cells.dictionary_encode()
     indices = [exact.get(text, by_form.get(canonical(text), -1)) for text in encoded.dictionary.to_pylist()]
     places = np.asarray(pc.fill_null(encoded.indices, len(indices)), dtype=np.int64)

@@ -268,6 +268,11 @@ class Estimator(FittedEstimator):
                 f"Expected `network` to be a function of the numbers of inputs and outputs that returns a module, but "
                 f"got {type(self.network).__name__}."
             )
+        if not isinstance(self.verbose, int | np.integer) or self.verbose < 0:
+            raise ValueError(f"Expected `verbose` to be a number of epochs, or 0, but got {self.verbose!r}.")
+        callbacks = () if self.callbacks is None else self.callbacks
+        if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+            raise TypeError(f"Expected `callbacks` to be a list of functions, but got {self.callbacks!r}.")
         plan = replace(plan, network=self.network)
         return plan if self.early_stopping else replace(plan, patience=None)
 

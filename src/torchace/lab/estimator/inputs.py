@@ -22,7 +22,7 @@ from torchace.lab.data.encoding import (
     learn_number,
     resolve_method,
 )
-from torchace.lab.data.errors import DataError
+from torchace.lab.data.errors import DataError, quote_all
 from torchace.lab.data.inference import infer_columns
 from torchace.lab.data.table_schema import Column, Schema, Target, check_columns
 
@@ -34,6 +34,8 @@ NUMBERS: dict[str, Any] = {"dtype": [np.float64, np.float32], "order": "C", "ens
 
 def read_inputs(estimator: Any, X: ArrayLike, *, reset: bool) -> NDArray[Any] | DataFrame:
     """Check samples: return numbers `(N, D)`, or a DataFrame if some of its columns are not numbers."""
+    if not reset:
+        _check_column_names(X, getattr(estimator, "feature_names_in_", None))
     if not is_mixed(estimator, X, reset):
         return cast(NDArray[Any], validate_data(estimator, X, reset=reset, **NUMBERS))
     frame = as_frame(X, getattr(estimator, "feature_names_in_", None))
@@ -47,6 +49,7 @@ def read_inputs_and_targets(
     estimator: Any, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any
 ) -> tuple[NDArray[Any] | DataFrame, NDArray[Any]]:
     """Check samples and targets; see `read_inputs`."""
+    y = _without_nullable(y)
     if not is_mixed(estimator, X, reset):
         checked = validate_data(estimator, X, y, reset=reset, **NUMBERS, **options)
         return cast(tuple[NDArray[Any], NDArray[Any]], checked)
@@ -117,6 +120,24 @@ def target_names(names: Sequence[str], count: int) -> tuple[str, ...]:
     """Names for the targets that no column has."""
     free = (name for name in ("y", *(f"y{i}" for i in range(len(names) + count))) if name not in names)
     return tuple(itertools.islice(free, count))
+
+
+def _check_column_names(X: Any, expected: Sequence[str] | None) -> None:
+    """Raise an error of one sentence unless a table has the columns of the training, in order."""
+    names = None if expected is None or not hasattr(X, "columns") else list(X.columns)
+    if expected is None or names is None or names == list(expected) or not all(isinstance(n, str) for n in names):
+        return
+    if absent := [name for name in expected if name not in names]:
+        raise ValueError(f"Expected the columns of the training, but {quote_all(absent)} are absent. Add them.")
+    if unknown := [name for name in names if name not in expected]:
+        raise ValueError(f"Training did not have the columns {quote_all(unknown)}. Leave them out.")
+    raise ValueError("Expected the columns in the order of the training. Use X[estimator.feature_names_in_].")
+
+
+def _without_nullable(y: Any) -> Any:
+    """Return targets of pandas' nullable types as numpy's, if none is missing."""
+    dtype = getattr(getattr(y, "dtype", None), "numpy_dtype", None)
+    return y if dtype is None or y.isna().any() else y.to_numpy(dtype=dtype)
 
 
 def _is_number(dtype: Any) -> bool:
