@@ -14,7 +14,7 @@ from torchace.lab.report import Results, read_results
 from torchace.lab.report.findings import findings, remarks
 from torchace.lab.report.gains import headline
 from torchace.lab.report.setup import facts
-from torchace.lab.report.statistics import compare
+from torchace.lab.report.statistics import best_diversity, compare
 from torchace.lab.report.tables import difference_tables, result_table
 
 
@@ -79,6 +79,29 @@ def test_a_difference_within_the_noise(tmp_path: Path) -> None:
     assert "does not change cross entropy beyond the noise: " in _headline(results)
 
 
+@pytest.mark.parametrize("slope", [-0.003, -0.001, -0.0006, -0.0004, -0.0002, 0.0, 0.0004, 0.001])
+def test_a_verdict_and_its_interval_never_disagree(tmp_path: Path, slope: float) -> None:
+    """The sentence, the table's bold type and the interval beside them come from one test."""
+    results = _swept(tmp_path, lambda d: 0.2 + slope * d, lambda d: 0.01, validation=6000)
+    arm = results.arms[0]
+    comparison = compare(results, arm, "cross_entropy")
+    assert comparison is not None
+    gains = [d for d in comparison.differences if d.joint_interval and d.joint_interval[1] < 0]
+    found = headline(results, arm)
+    assert found is not None
+    low, high = re.findall(r"([+−]?)[\d.]+ (?:to|%,)", found.interval.removeprefix("95 % interval "))
+    assert ("lowers" in found.verdict) == (high == "−")
+    assert ("raises" in found.verdict) == (low == "+")
+    assert ("beyond the noise" in found.verdict) == (low != high)
+    best = comparison.at(best_diversity(results, arm))
+    if best is not None:
+        assert ("It is significant" in _texts(results)["Cross entropy"]) == (best in gains)
+    (table,) = difference_tables(results)
+    for row, difference in zip(table.sections[0].rows, comparison.differences, strict=True):
+        assert difference.joint_interval is not None
+        assert row[2].strong == (min(difference.joint_interval) > 0 or max(difference.joint_interval) < 0)
+
+
 def test_disagreement_that_falls(tmp_path: Path) -> None:
     results = _swept(tmp_path, lambda d: 0.2, lambda d: 0.03 - 0.02 * d)
     assert _texts(results)["Disagreement"].startswith("It falls with λ, from")
@@ -139,17 +162,6 @@ def test_validation_data_chooses(table1_results: Results, tmp_path: Path) -> Non
     assert found.detail.endswith("paired over 5 seeds. The validation data chose λ.")
     zero = _swept(tmp_path / "zero", lambda d: 0.2 + 0.05 * d, validation=5000)
     assert _headline(zero).startswith("The validation data choose λ=0; λ=0.3 raises cross entropy: +")
-
-
-@pytest.mark.parametrize("slope", [-0.05, -0.001, -0.0001, 0.0, 0.0001, 0.001, 0.05])
-def test_the_verdict_and_the_interval_of_a_headline_agree(tmp_path: Path, slope: float) -> None:
-    results = _swept(tmp_path, lambda d: 0.2 + slope * d, validation=5000)
-    found = headline(results, results.arms[0])
-    assert found is not None
-    low, high = re.findall(r"([+−]?)[\d.]+ (?:to|%,)", found.interval.removeprefix("95 % interval "))
-    assert ("lowers" in found.verdict) == (high == "−")
-    assert ("raises" in found.verdict) == (low == "+")
-    assert ("beyond the noise" in found.verdict) == (low != high)
 
 
 def test_seeds_that_some_lambda_lack(tmp_path: Path) -> None:

@@ -266,10 +266,9 @@ def summary_sentences(results: Results) -> list[str]:
     found = []
     for arm in () if has_many_arms(results) or results.model else results.arms:
         main, expected = headline(results, arm), advice(results, arm)
-        sentences = [main.sentence] if main else []
-        sentences += [f"Expected: {expected.sentence}"] if expected else []
-        if text := " ".join(sentences):
-            found.append(f"{capitalize(arm.label)}. {text}" if len(results.arms) > 1 else text)
+        name = f"{capitalize(arm.label)}. " if len(results.arms) > 1 else ""
+        found += [f"{name}{main.sentence}"] if main else []
+        found += [f"  Expected from λ=0 alone: {expected.sentence.split('. ')[0]}."] if expected and main else []
     return found
 
 

@@ -15,7 +15,7 @@ from torchace.lab.report.findings import COLLAPSED
 from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.metrics import Metric
 from torchace.lab.report.results import Results
-from torchace.lab.report.statistics import Summary, best_diversity, compare, summarize
+from torchace.lab.report.statistics import Summary, best_diversity, comparable_means, compare, summarize
 from torchace.lab.report.tables import main_arms, search_differences, summarize_metric
 from torchace.lab.schema.results import ArmSummary
 
@@ -210,7 +210,8 @@ def _draw_paper(results: Results, metric: Metric, sizes: set[int], plot: LambdaP
 
 
 def _difference(results: Results, key: str) -> FigureSpec | None:
-    metric = results.metrics[key]
+    """Paired differences to λ=0; those of the loss in percent of it, so that arms can be compared."""
+    metric, is_loss = results.metrics[key], key == results.task.loss
     found = [comparison for arm in results.arms if (comparison := compare(results, arm, key))]
     tested = [d for comparison in found for d in comparison.differences if d.joint_interval]
     if not tested:
@@ -222,6 +223,10 @@ def _difference(results: Results, key: str) -> FigureSpec | None:
         "Each λ against λ=0 of the same arm, paired by seed; below the line is better. Bars: 95 % intervals that hold "
         f"for all λ of an arm together, over {covered}. Filled: significant."
     )
+    levels, shown = [1.0] * len(found), metric
+    if is_loss:
+        levels = [comparable_means(results, c.arm, key)[c.reference_diversity] or 1.0 for c in found]
+        shown = Metric(key, f"{metric.noun}, change in %", metric.noun, digits=1, scale=100.0, difference_unit=" %")
     parts = [
         f"{c.arm.label}: "
         + ", ".join(
@@ -230,20 +235,22 @@ def _difference(results: Results, key: str) -> FigureSpec | None:
         )
         for c in found
     ]
-    title = f"{capitalize(metric.noun)}: paired difference to λ=0"
+    title = f"{capitalize(metric.noun)}: {'change against' if is_loss else 'paired difference to'} λ=0"
 
     def draw(figure: Figure, theme: Theme) -> None:
         diversities = [d.diversity for comparison in found for d in comparison.differences]
-        plot = LambdaPlot.create(figure, diversities, metric, is_difference=True)
+        plot = LambdaPlot.create(figure, diversities, shown, is_difference=True)
         plot.axes.axhline(0, color=theme.quiet, lw=1)
-        for index, comparison in enumerate(found):
+        for index, (comparison, level) in enumerate(zip(found, levels, strict=True)):
             color, marker = arm_color(results, comparison.arm, theme), arm_marker(results, comparison.arm)
             shift = 0.16 * (index - (len(found) - 1) / 2)
-            plot.bars({d.diversity: d.joint_interval for d in comparison.differences}, shift=shift, color=color, lw=1.4)
+            intervals = {d.diversity: d.joint_interval for d in comparison.differences if d.joint_interval}
+            relative = {diversity: (low / level, high / level) for diversity, (low, high) in intervals.items()}
+            plot.bars(relative, shift=shift, color=color, lw=1.4)
             for d in comparison.differences:
                 face = color if d.significant else theme.paper
                 style = {"marker": marker, "color": color, "mfc": face, "mew": 1.3, "ms": 6.5}
-                plot.line({d.diversity: d.mean}, shift=shift, name=comparison.arm.label, **style)
+                plot.line({d.diversity: d.mean / level}, shift=shift, name=comparison.arm.label, **style)
             label = formats.shorten(comparison.arm.label, LABEL)
             plot.axes.plot([], [], marker=marker, ls="", color=color, label=label)
         plot.axes.margins(x=0.08)
