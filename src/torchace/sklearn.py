@@ -94,14 +94,16 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
     Args:
         num_members: K.
         members: `"separate"`: each has its own weights. `"shared"`: one network with an adapter for each member in
-            every layer and own last layers (TabM; see `adapt`). With shared members every sample trains the shared
-            weights: folds only stop the training, and there are no out-of-fold scores and no temperature.
+            every layer and own last layers (TabM; see `adapt`). `"shared_mini"`: the same with adapters of the inputs
+            alone. With shared weights nothing is out of fold: folds only stop the training, and `temperature_` and
+            `oof_score_` come from a hold-out of `validation_fraction`.
         hidden: Width of the hidden layer, or a tuple of widths.
         diversity: λ in [0, 1], or `"auto"`: chosen on validation samples (see `tuning_`), then trained on all samples.
         encoding: Encoding of numbers. `"standard"`: mean 0, standard deviation 1. `"robust"`: median 0, interquartile
             range 1, outliers bounded smoothly, two-valued columns 0 and 1. `"piecewise"`: the same, plus bins between
-            quantiles. `"auto"`: `"piecewise"`, or `"robust"` if all columns have the same few levels, as pixels do.
-            All but `"standard"` learn a scale for each input.
+            quantiles, or between all levels of a column with few, such as a count. `"auto"`: `"piecewise"`, or
+            `"robust"` if all columns have the same few levels, as pixels do. All but `"standard"` learn a scale for
+            each input, and columns with more than 16 categories have smaller features.
         epochs: Maximum number of epochs.
         batch_size: Samples in a step.
         learning_rate: Learning rate of AdamW.
@@ -112,7 +114,8 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
         early_stopping: `"folds"`: member k leaves out fold k mod 5, and training stops when the ensemble's score on the
             left-out samples stops improving; the best epoch is kept. True: the same on a hold-out. False: train all
             epochs. `"auto"`: False below 200 samples; above, `"folds"` for λ=0 and True for λ>0.
-        validation_fraction: Fraction of samples held out for `early_stopping=True` and `diversity="auto"`.
+        validation_fraction: Fraction of samples held out for `early_stopping=True`, for `diversity="auto"` and with
+            shared weights.
         patience: Epochs without improvement before training stops.
         class_weight: `"balanced"`, or a weight for each class.
         network: Function of the numbers of encoded inputs and outputs that returns a new member, instead of `hidden`.

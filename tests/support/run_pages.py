@@ -45,7 +45,7 @@ def run_page(page: Path) -> None:
         elif language in ("bash", "sh"):
             subprocess.run(["bash", "-n"], input=code, text=True, check=True)
         else:
-            assert language in ("dockerfile", "yaml", "text"), f"{page.name}: no one checks blocks of {language}"
+            assert language in ("dockerfile", "yaml", "text"), f"{page.name}: blocks of {language} are not checked"
 
 
 def run_command(command: str) -> None:
@@ -55,7 +55,7 @@ def run_command(command: str) -> None:
     if SKIPPED.search(command):
         return
     sys.argv = shlex.split(command)
-    assert sys.argv[0] == "torchace", f"no one checks {command!r}"
+    assert sys.argv[0] == "torchace", f"{command!r} is not checked"
     try:
         main()
     except SystemExit as end:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchace.lab.training.scaling import (
+    COUPLED_INPUT_RATE,
     INPUT_RATE,
     ScaledLinear,
     Scaler,
@@ -30,10 +31,11 @@ def test_weights_count_as_repeated_samples() -> None:
     assert Scaler.fit(np.full((3, 1), 0.1)).std.tolist() == [1.0]
 
 
-def test_learned_scales_of_inputs_start_at_one_and_learn_faster() -> None:
+@pytest.mark.parametrize(("diversity", "rate"), [(0.0, INPUT_RATE), (0.3, COUPLED_INPUT_RATE)])
+def test_learned_scales_of_inputs_start_at_one_and_learn_faster(diversity: float, rate: float) -> None:
     torch.manual_seed(0)
     plain = mlp(4, 8, 3).double()
-    scaled = scale_inputs(copy.deepcopy(plain))
+    scaled = scale_inputs(copy.deepcopy(plain), diversity)
     x, y = torch.randn(20, 4, dtype=torch.float64), torch.randint(0, 3, (20,))
     torch.testing.assert_close(scaled(x), plain(x), rtol=0, atol=1e-14)
     layer = scaled.get_submodule("linear1")
@@ -42,8 +44,8 @@ def test_learned_scales_of_inputs_start_at_one_and_learn_faster() -> None:
     nn.functional.cross_entropy(scaled(x), y).backward()
     optimizer.step()  # the first step of Adam is lr for each parameter
     torch.testing.assert_close(
-        (INPUT_RATE * layer.scale - 1).abs(),
-        torch.full((4,), INPUT_RATE * 1e-3, dtype=torch.float64),
+        (rate * layer.scale - 1).abs(),
+        torch.full((4,), rate * 1e-3, dtype=torch.float64),
         rtol=1e-3,
         atol=0,
     )

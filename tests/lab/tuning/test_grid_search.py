@@ -318,7 +318,7 @@ def test_overfitting_ends_the_search_before_it_begins(monkeypatch: pytest.Monkey
         def on_estimate(self, seconds: float) -> None:
             seen.append(seconds)
 
-    monkeypatch.setattr(grid_search, "is_overfitting", lambda *args, **named: True)
+    monkeypatch.setattr(grid_search, "is_overfit", lambda train, validation: True)
     result = run_search(skip_overfitting=True, callback=Recorder())
     assert (result.diversity, result.rounds, result.gain) == (0.0, ((0.0,),), None)
     assert "overfit" in result.sentence

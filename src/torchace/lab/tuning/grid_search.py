@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchace._checks import check_count, check_fraction
+from torchace.diagnosis.advice import is_overfit
 from torchace.lab.data import Split
 from torchace.lab.schema.results import Candidate, DiversitySearch, Gain
 from torchace.lab.schema.values import LARGEST
@@ -41,7 +42,6 @@ CANDIDATES = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7)
 TOLERANCE = 1e-9  # relative: the last digits of a score depend on the other runs of a group
 RESOLUTION = 0.01  # smallest distance between two λ
 MAX_RUNS = 64  # in a run group
-MIN_TRAIN_SHARE = 0.25  # of the training in the validation score; below it, members overfit
 MEMORY = 2**30  # bytes of a run group, estimated
 
 Scores = Mapping[int, float | None]  # by seed; None for a training that failed
@@ -76,12 +76,6 @@ def refine_candidates(tried: Iterable[float], best: float) -> list[float]:
     neighbors = grid[max(index - 1, 0) : index] + grid[index + 1 : index + 2]
     midpoints = {round((best + other) / 2, 6) for other in neighbors if abs(other - best) >= 2 * RESOLUTION}
     return sorted(midpoints - set(tried))
-
-
-def is_overfitting(train_score: float, validation_score: float, num_samples: int) -> bool:
-    """Whether members overfit so much at λ=0 that a search for λ is useless."""
-    del num_samples
-    return train_score < MIN_TRAIN_SHARE * validation_score
 
 
 class TunedDiversity(DiversitySearch):
@@ -119,7 +113,7 @@ class GridSearch(Search):
     candidates: Sequence[float] = CANDIDATES  # of the first round
     score_scale: float = 1.0  # factor for the scores, such as the variance of a scaled target
     cache: SearchCache | None = None  # an interrupted search resumes from it
-    skip_overfitting: bool = False  # see `is_overfitting`
+    skip_overfitting: bool = False  # end the search after λ=0 if `is_overfit` says so
 
     def __post_init__(self) -> None:
         check_count(self.num_seeds, "num_seeds")
@@ -146,7 +140,7 @@ class GridSearch(Search):
         with contextlib.nullcontext() if self.cache is None else self.cache.open(problem.fingerprint(test=self.test)):
             if self.skip_overfitting and len(tried) > 1:
                 scores, baseline = self._train_baseline(train, seeds, len(tried))
-                if baseline is not None and is_overfitting(*baseline, num_samples=len(problem.train)):
+                if baseline is not None and is_overfit(*baseline):
                     tried = [0.0]
             while tried and len(rounds) < self.rounds:
                 rounds.append(tuple(tried))
