@@ -99,7 +99,7 @@ def early_section(sets: dict[str, dict[str, Any]]) -> list[str]:
         lower = sum(cell["verdict"] == "lower" for cell in early["cells"])
         wide = [cell for cell in early["cells"] if fmean(cell["train"][0]) < 0.5 * fmean(cell["validation"][0])]
         lines.append(
-            f"- {title}: with early stopping (patience 10), λ lowers the cross entropy beyond the noise in {lower} of "
+            f"- {title}, patience 10: λ lowers the cross entropy beyond the noise in {lower} of "
             f"{len(early['cells'])} cells. Where the training loss is below half the validation loss, the mean gain "
             f"is {-100 * fmean([cell['relative'] for cell in wide]):.1f} %."
         )
@@ -128,6 +128,24 @@ def describe_runs(sets: dict[str, dict[str, Any]]) -> str:
     )
 
 
+def describe_repetition(sets: dict[str, dict[str, Any]]) -> str:
+    """How far cells that were run again differ from the first runs."""
+    count, largest, versions = 0, 0.0, ""
+    for name, results in sets.items():
+        if (again := read(f"{name}_repeated")) is None:
+            continue
+        first = {(cell["limit"], cell["hidden"]): cell for cell in results["cells"]}
+        for cell in again["cells"]:
+            pairs = zip(cell["test"], first[cell["limit"], cell["hidden"]]["test"], strict=True)
+            largest = max(largest, *(abs(a - b) for here, there in pairs for a, b in zip(here, there, strict=True)))
+        count += len(again["cells"])
+        versions = f"{again['versions']['torchace']}, {again['started'][:10]}"
+    if not count:
+        return ""
+    equal = "the same test losses to five digits" if largest == 0 else f"test losses within {largest:.1g}"
+    return f"{count} of the cells were run again with torchace {versions}: {equal} in every run."
+
+
 def render(sets: dict[str, dict[str, Any]]) -> str:
     """The page."""
     lower = sum(cell["verdict"] == "lower" for results in sets.values() for cell in results["cells"])
@@ -151,6 +169,7 @@ def render(sets: dict[str, dict[str, Any]]) -> str:
         f"**λ lowers the cross entropy of ten small networks beyond the noise in {lower} of {count} cells, most where "
         "members have fewer parameters than samples.**",
         describe_runs(sets),
+        describe_repetition(sets),
         *(summarize_gains(results) for results in sets.values()),
         "![Change of the test cross entropy at the chosen λ, in percent, by number of images and hidden units]"
         "(../figures/underfitting.svg)",
@@ -180,7 +199,7 @@ def render(sets: dict[str, dict[str, Any]]) -> str:
         "Tables: the same command with `--set data.file`, 6 seeds on a CPU, 8 and 32 hidden units, two sizes each.",
         "Every cell by λ and seed: [MNIST](underfitting_mnist.json), [Fashion-MNIST](underfitting_fashion_mnist.json).",
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 if __name__ == "__main__":

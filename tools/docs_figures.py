@@ -289,6 +289,47 @@ def underfitting_gap(narrow: bool) -> Figure:
 
 
 UNDERFITTING = {"underfitting_mnist": "MNIST", "underfitting_fashion_mnist": "Fashion-MNIST"}
+
+
+def equal_budgets(narrow: bool) -> Figure:
+    """Four members with λ, without it, and one larger network, by width."""
+    names = ("equal_budgets_4", "equal_budgets_8", "equal_budgets_16")
+    found = [experiment(name) for name in names if (ROOT / "docs" / "results" / f"{name}.json").exists()]
+    widths = [entry for file in found for entry in file["widths"] if entry["runs"]]
+    contenders = (("members", True, "four members, λ=0"), ("members", False, "four members, chosen λ"))
+    contenders += (("wider", True, "one wider network"), ("deeper", True, "one deeper network"))
+    figure, axes = panels(3, 2.9, narrow)
+    scores = {"accuracy": "Error, %", "cross_entropy": "Cross entropy", "calibration_error": "Calibration error"}
+    for ax, (key, title) in zip(axes, scores.items(), strict=True):
+        for i, (arm, is_zero, label) in enumerate(contenders):
+            for j, entry in enumerate(widths):
+                runs = [r["test"][key] for r in entry["runs"] if r["arm"] == arm and (r["diversity"] == 0) == is_zero]
+                values = 100 * (1 - np.array(runs)) if key == "accuracy" else np.array(runs)
+                place = {"color": MEMBERS[i], "marker": "o", "capsize": 2, "label": label if j == 0 else None}
+                ax.errorbar(j + 0.18 * (i - 1.5), values.mean(), values.std(ddof=1), linestyle="", **place)
+        ax.set_xticks(range(len(widths)), [f"width {entry['width']}" for entry in widths])
+        ax.set(title=title, xlim=(-0.6, len(widths) - 0.4))
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=1 if narrow else 4, frameon=False, labelcolor=INK)
+    return figure
+
+
+def heads(narrow: bool) -> Figure:
+    """Disagreement and cross entropy of six kinds of heads."""
+    runs = [{**run, "metrics": run} for run in experiment("heads")["runs"]]
+    labels = {"one": "one network", "plain": "linear", "mask": "own features", "adapters": "adapted last stage"}
+    figure, (left, right) = panels(2, 2.9, narrow)
+    for kind, color in zip(dict.fromkeys(run["arm"] for run in runs), MEMBERS, strict=False):
+        mine = [run for run in runs if run["arm"] == kind]
+        curve(right, mine, "cross_entropy", labels.get(kind, kind.replace("_", " ")), color)
+        if kind != "one":
+            curve(left, mine, "disagreement", "", color, scale=100)
+    left.set(title="Pairs of heads that disagree, %", xlabel="λ", ylim=(0, 20))
+    right.set(title="The ensemble's cross entropy", xlabel="λ", ylim=(0.79, 1.02))
+    figure.legend(loc="outside upper center", ncols=2 if narrow else 4, frameon=False, labelcolor=INK)
+    return figure
+
+
 FIGURES: dict[str, Callable[[bool], Figure]] = {
     "gradients": gradients,
     "moons": moons,
@@ -298,6 +339,8 @@ FIGURES: dict[str, Callable[[bool], Figure]] = {
     "speed": speed,
     "parting": parting,
     "table2": table2,
+    "equal_budgets": equal_budgets,
+    "heads": heads,
     "underfitting": underfitting,
     "underfitting_gap": underfitting_gap,
     "table2_short": functools.partial(cross_entropies, "table2_short", without="attached"),

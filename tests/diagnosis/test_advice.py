@@ -6,8 +6,10 @@ import math
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
-from torchace.diagnosis import advise_diversity
+from torchace.diagnosis import advise_diversity, diagnose
 
 # ten networks of 16 units on 54,000 images of MNIST
 UNDERFITTED: dict[str, Any] = {
@@ -49,3 +51,17 @@ def test_where_diversity_does_not_pay(changes: dict[str, float], diversity: floa
 def test_a_count_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="Expected `num_samples` to be at least 1, but got 0"):
         advise_diversity(**{**UNDERFITTED, "num_samples": 0})
+
+
+def test_a_diagnosis_gives_the_advice() -> None:
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randint(3, (400,), generator=generator)
+    logits = F.one_hot(target, 3) + torch.randn(5, 400, 3, generator=generator)  # weak members that differ much
+    finding = diagnose(logits, target, train_logits=logits, train_target=target, num_parameters=100)["diversity"]
+    losses = torch.stack([F.cross_entropy(member, target) for member in logits])
+    loss = F.nll_loss(logits.softmax(2).mean(0).log(), target)
+    expected = 0.7 * 0.1 * (losses.mean() / loss - 1) * 2
+    assert (finding.severity, finding.numbers["diversity"]) == ("note", 0.1)
+    assert finding.numbers["expected_gain"] == pytest.approx(float(expected), rel=1e-5)
+    with pytest.raises(ValueError, match="`num_parameters` needs `train_logits`"):
+        diagnose(logits, target, num_parameters=100)

@@ -30,6 +30,7 @@ def diagnose(
     train_target: Tensor | None = None,
     member_weights: Tensor | Sequence[float] | None = None,
     class_names: Sequence[str] | None = None,
+    num_parameters: int | None = None,
 ) -> Diagnosis:
     """Diagnose an ensemble from its members' predictions, with findings, numbers and figures.
 
@@ -44,6 +45,8 @@ def diagnose(
         train_target: Their class indices, `(M,)`.
         member_weights: The paper's α, `(K,)`; uniform if None.
         class_names: A name for each class.
+        num_parameters: Number of parameters of one member of an ensemble trained with λ=0; with the logits of all
+            training samples, adds whether λ > 0 should pay (`advise_diversity`).
 
     Returns:
         A `Diagnosis`: `print` it, read its `findings` and `numbers`, or `save` it with its figures.
@@ -69,7 +72,9 @@ def diagnose(
                 f"Expected `train_logits` of {measures.num_members} members and {measures.num_classes} classes, "
                 f"but got shape {tuple(train_logits.shape)}."
             )
-    findings = derive_findings(measures, train, names)
+    if num_parameters is not None and train is None:
+        raise ValueError("`num_parameters` needs `train_logits` and `train_target` of all training samples.")
+    findings = derive_findings(measures, train, names, num_parameters)
     return Diagnosis(findings, _summarize(measures, train), measures, train, names)
 
 

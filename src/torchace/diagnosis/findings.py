@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from torchace.diagnosis.advice import advise_diversity
 from torchace.diagnosis.diagnosis import SEVERITIES, Finding
 from torchace.diagnosis.intervals import (
     LEVEL,
@@ -41,7 +42,9 @@ DOMINANT, DOMINANT_LEAD = 0.9, 0.1  # share of contested samples, and its lead o
 LOW_RECALL, CLASS_SAMPLES = 0.5, 10  # of the overall accuracy; the least samples of a class
 
 
-def derive_findings(m: Measures, train: Measures | None = None, class_names: Sequence[str] = ()) -> tuple[Finding, ...]:
+def derive_findings(
+    m: Measures, train: Measures | None = None, class_names: Sequence[str] = (), num_parameters: int | None = None
+) -> tuple[Finding, ...]:
     """Return the findings of all checks, the most severe first."""
     findings = [check_chance(m), check_calibration(m), check_member_calibration(m), check_classes(m, class_names)]
     if m.num_members > 1:
@@ -49,6 +52,8 @@ def derive_findings(m: Measures, train: Measures | None = None, class_names: Seq
         findings = [*(check(m) for check in checks), *findings]
         if train is not None:
             findings.append(check_diversity_gap(m, train))
+            if num_parameters is not None:
+                findings.append(check_diversity(m, train, num_parameters))
     samples = m.samples if train is None else min(m.samples, train.samples)
     if samples < MIN_SAMPLES:
         findings = [_downgrade(finding, samples) for finding in findings]
@@ -88,6 +93,21 @@ def check_collapse(m: Measures) -> Finding:
             "note", f"The members differ little: {details}", "For more diversity, raise λ or branch earlier."
         )
     return finding("ok", f"The members differ: {details}")
+
+
+def check_diversity(m: Measures, train: Measures, num_parameters: int) -> Finding:
+    """Whether λ > 0 should pay, for an ensemble trained with λ=0."""
+    advice = advise_diversity(
+        train_loss=float(train.cross_entropy.mean()),
+        validation_loss=float(m.cross_entropy.mean()),
+        member_loss=float((m.member_weights @ m.member_cross_entropy).mean()),
+        disagreement=float(m.disagreement.mean()),
+        num_samples=train.samples,
+        num_parameters=num_parameters,
+    )
+    action = f"Train with λ={advice.diversity:g}, or search λ on validation data." if advice.diversity else ""
+    numbers = {"diversity": advice.diversity, "expected_gain": advice.gain}
+    return Finding("diversity", "note" if action or advice.gain is None else "ok", advice.sentence, action, numbers)
 
 
 def check_copies(m: Measures) -> Finding:

@@ -13,7 +13,7 @@ from tests.lab.report.synthetic_sweeps import ArmSpec, Spec
 from torchace.lab.report import Results, read_results
 from torchace.lab.report.findings import findings, headline, remarks
 from torchace.lab.report.setup import facts
-from torchace.lab.report.statistics import compare
+from torchace.lab.report.statistics import best_diversity, compare
 from torchace.lab.report.tables import difference_tables, result_table
 
 
@@ -69,6 +69,24 @@ def test_a_difference_within_the_noise(tmp_path: Path) -> None:
     assert headline(results, results.arms[0]) == (
         "No λ lowers cross entropy significantly. The members' disagreement does not rise significantly."
     )
+
+
+@pytest.mark.parametrize("slope", [-0.003, -0.001, -0.0006, -0.0004, -0.0002, 0.0, 0.0004, 0.001])
+def test_a_verdict_and_its_interval_never_disagree(tmp_path: Path, slope: float) -> None:
+    """The sentence, the table's bold type and the interval beside them come from one test."""
+    results = _swept(tmp_path, lambda d: 0.2 + slope * d, lambda d: 0.01, validation=6000)
+    arm = results.arms[0]
+    comparison = compare(results, arm, "cross_entropy")
+    assert comparison is not None
+    gains = [d for d in comparison.differences if d.joint_interval and d.joint_interval[1] < 0]
+    assert headline(results, arm).startswith("No λ lowers") == (not gains)
+    best = comparison.at(best_diversity(results, arm))
+    if best is not None:
+        assert ("It is significant" in _texts(results)["Cross entropy"]) == (best in gains)
+    (table,) = difference_tables(results)
+    for row, difference in zip(table.sections[0].rows, comparison.differences, strict=True):
+        low, high = difference.joint_interval or (0.0, 0.0)
+        assert row[2].strong == (low > 0 or high < 0)
 
 
 def test_disagreement_that_falls(tmp_path: Path) -> None:

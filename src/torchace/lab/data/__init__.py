@@ -1,7 +1,7 @@
 """Image sets, tables and their encoding, splits, batches on the device, random draws."""
 
 from torchace.lab.data.batches import Batches, CropFlip, chunks
-from torchace.lab.data.datasets import NAMES, Dataset, Normalization, load
+from torchace.lab.data.datasets import NAMES, Dataset, load
 from torchace.lab.data.encoding import CategoryColumn, Encoding, NumberColumn, learn_encoding
 from torchace.lab.data.errors import DataError
 from torchace.lab.data.image_files import cache_dir
@@ -20,7 +20,6 @@ __all__ = [
     "DataError",
     "Dataset",
     "Encoding",
-    "Normalization",
     "NumberColumn",
     "Schema",
     "Split",

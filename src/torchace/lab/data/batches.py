@@ -93,10 +93,8 @@ class BatchTransform:
         return (*generator_states(), torch.cuda.get_rng_state(device).numpy().tobytes())
 
 
-Statistics = tuple[Sequence[float], Sequence[float]]
+Statistics = tuple[Sequence[float], Sequence[float]]  # mean and standard deviation, of all samples or each channel
 GATHER_BYTES = 1 << 26  # epochs up to this size are gathered at once
-
-
 KEPT_TYPES = (torch.int64, torch.int32, torch.bool)  # token ids and masks; other inputs become floating-point
 
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchace._checks import check_choice, check_count
 from torchace._extras import import_extra
+from torchace.lab.data.batches import Statistics
 from torchace.lab.data.errors import DataError, check_labels, damaged_file
 from torchace.lab.data.image_files import (
     SOURCES,
@@ -34,13 +35,6 @@ from torchace.lab.schema.reading import did_you_mean
 
 NAMES = ("digits", *SOURCES)
 _DIGITS_TEST = 500
-
-
-class Normalization(NamedTuple):
-    """Mean and standard deviation of each channel, in the units of the samples."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,16 +62,16 @@ class Dataset:
         """Number of outputs of a network: classes, labels or numbers."""
         return len(self.class_names) or self.num_targets
 
-    def normalization(self, kind: str = "standard") -> Normalization | None:
+    def normalization(self, kind: str = "standard") -> Statistics | None:
         """Argument `normalize` of `Batches`: "standard" for mean 0 and variance 1, "unit" for [0, 1]."""
         check_choice(kind, "kind", ("standard", "unit"))
         if self.max_value is None:
             return None
         if kind == "unit":
-            return Normalization((0.0,), (float(self.max_value),))
+            return (0.0,), (float(self.max_value),)
         if not self.mean:
             raise DataError("normalize = 'standard' needs images in memory; normalize them in the Dataset.")
-        return Normalization(self.mean, self.std)
+        return self.mean, self.std
 
     def validation_split(self, size: int | float, *, seed: int = 0) -> tuple[Any, Any]:
         """Split into `(train, validation)`, stratified by class; `size` is a count (int) or a fraction (float)."""

@@ -27,7 +27,8 @@ def describe_table(schema: Schema, frame: DataFrame) -> dict[str, Any]:
             columns.append({"name": name, **_describe_column(frame[name], used[name])})
         elif name in dropped:
             columns.append({"name": name, "kind": "dropped", "missing": _missing(frame[name]), "why": dropped[name]})
-    target = {"name": schema.target.name, "task": schema.target.task, "classes": schema.target.class_names}
+    target: dict[str, Any] = {"name": schema.target.name, "task": schema.target.task}
+    target |= {"num_columns": len(schema.target.names), "classes": schema.target.class_names}
     summary = TableSummary.model_validate({"target": target, "columns": columns, "notes": schema.notes})
     return summary.model_dump(mode="json", exclude_unset=True)
 

@@ -178,7 +178,7 @@ class Target:
     @property
     def name(self) -> str:
         """Names of the columns, for messages."""
-        return ", ".join(self.names)
+        return " and ".join(self.names)
 
     @property
     def num_outputs(self) -> int:

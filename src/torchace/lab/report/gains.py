@@ -163,7 +163,9 @@ def gain_figures(results: Results) -> list[FigureSpec]:
     parts = "; ".join(f"{gain.arm.label}: {formats.number(100 * gain.relative, 1, signed=True)} %" for gain in gains)
     title = f"Change of {noun} at the chosen λ, %"
     caption = "Blue: lower, which is better. Star: beyond the noise. The table of gains says how λ was chosen."
-    return [FigureSpec("gain_map", "scores", title, caption, f"{title}. {parts}.", draw, max(HEIGHT, 0.62 * len(rows)))]
+    return [
+        FigureSpec("gain_map", "headline", title, caption, f"{title}. {parts}.", draw, max(HEIGHT, 0.62 * len(rows)))
+    ]
 
 
 def draw_map(axes: Axes, values: np.ndarray, texts: dict[tuple[int, int], str], theme: Theme) -> None:

@@ -71,11 +71,17 @@ def _classification(results: Results, run: RunResult) -> Finding:
 def _regression(results: Results, run: RunResult, rows: Predictions | None) -> Finding:
     test, metrics = results.scores(run), results.metrics
     text = f"RMSE is {metrics['rmse'].value(test['rmse'])}"
-    if rows is not None and len(rows.error) >= 30 and (estimate := mean_over_seeds(np.square(rows.error))):
+    several = results.data.table is not None and results.data.table.target.num_columns > 1
+    if (
+        not several
+        and rows is not None
+        and len(rows.error) >= 30
+        and (estimate := mean_over_seeds(np.square(rows.error)))
+    ):
         ends = estimate.interval(0.05)
         low, high = (math.sqrt(max(0.0, test["mse"] + end - estimate.mean)) for end in ends)
         text += f" (95 % interval {metrics['rmse'].number(low)} to {metrics['rmse'].value(high)})"
-    text += ", in the target's units."
+    text += ", of targets scaled to a standard deviation of 1." if several else ", in the target's units."
     for key, name in (("mae", "MAE"), ("r2", "R²")):
         if key in test:
             text += f" {name} is {metrics[key].value(test[key])}."

@@ -215,9 +215,10 @@ def summary_sentences(results: Results) -> list[str]:
     found = []
     for arm in () if has_many_arms(results) or results.model else results.arms:
         expected = advice(results, arm)
-        sentences = [headline(results, arm), *([f"Expected: {expected.sentence}"] if expected else [])]
-        if text := " ".join(filter(None, sentences)):
-            found.append(f"{formats.capitalize(arm.label)}. {text}" if len(results.arms) > 1 else text)
+        main = headline(results, arm).split(". ")[0].rstrip(".")
+        name = f"{formats.capitalize(arm.label)}. " if len(results.arms) > 1 else ""
+        found += [f"{name}{main}."] if main else []
+        found += [f"  Expected from λ=0 alone: {expected.sentence.split('. ')[0]}."] if expected and main else []
     return found
 
 

@@ -219,7 +219,8 @@ def _draw_paper(results: Results, metric: Metric, sizes: set[int], plot: LambdaP
 
 
 def _difference(results: Results, key: str) -> FigureSpec | None:
-    metric = results.metrics[key]
+    """Paired differences to λ=0; those of the loss in percent of it, so that arms can be compared."""
+    metric, is_loss = results.metrics[key], key == results.task.loss
     found = [comparison for arm in results.arms if (comparison := compare(results, arm, key))]
     tested = [d for comparison in found for d in comparison.differences if d.joint_interval]
     if not tested:
@@ -231,6 +232,9 @@ def _difference(results: Results, key: str) -> FigureSpec | None:
         "Each λ against λ=0 of the same arm, paired by seed; below the line is better. Bars: 95 % intervals that hold "
         f"for all λ of an arm together, over {covered}. Filled: significant."
     )
+    factors = [metric.scale] * len(found)
+    if is_loss:
+        factors = [100 / (comparable_means(results, c.arm, key)[c.reference_diversity] or 1.0) for c in found]
     parts = [
         f"{c.arm.label}: "
         + ", ".join(
@@ -239,27 +243,38 @@ def _difference(results: Results, key: str) -> FigureSpec | None:
         )
         for c in found
     ]
-    title = f"{capitalize(metric.noun)}: paired difference to λ=0"
+    title = f"{capitalize(metric.noun)}: {'change against' if is_loss else 'paired difference to'} λ=0"
 
     def draw(figure: Figure, theme: Theme) -> None:
         diversities = [d.diversity for comparison in found for d in comparison.differences]
-        plot = LambdaPlot.create(figure, diversities, metric.difference_label, metric.scale)
+        label = f"{metric.noun}, change in %" if is_loss else metric.difference_label
+        plot = LambdaPlot.create(figure, diversities, label, 1.0)
         plot.axes.axhline(0, color=theme.quiet, lw=1)
-        for index, comparison in enumerate(found):
+        for index, (comparison, factor) in enumerate(zip(found, factors, strict=True)):
             color, marker = arm_color(results, comparison.arm, theme), arm_marker(results, comparison.arm)
             shift = 0.16 * (index - (len(found) - 1) / 2)
-            plot.bars({d.diversity: d.joint_interval for d in comparison.differences}, shift=shift, color=color, lw=1.4)
+            intervals = {d.diversity: d.joint_interval for d in comparison.differences}
+            scaled = {at: (factor * ends[0], factor * ends[1]) if ends else None for at, ends in intervals.items()}
+            plot.bars(scaled, shift=shift, color=color, lw=1.4)
             for d in comparison.differences:
                 face = color if d.significant else theme.paper
                 style = {"marker": marker, "color": color, "mfc": face, "mew": 1.3, "ms": 6.5}
-                plot.line({d.diversity: d.mean}, shift=shift, **style)
+                plot.line({d.diversity: factor * d.mean}, shift=shift, **style)
             label = formats.shorten(comparison.arm.label, LABEL)
             plot.axes.plot([], [], marker=marker, ls="", color=color, label=label)
         plot.axes.margins(x=0.08)
         legend(figure, *plot.axes.get_legend_handles_labels())
 
     height = HEIGHT + 0.2 * max(0, len(found) - 3)
-    return FigureSpec(f"difference_{key}", "scores", title, caption, f"{title}. {'; '.join(parts)}.", draw, height)
+    return FigureSpec(
+        f"difference_{key}",
+        "headline" if is_loss else "scores",
+        title,
+        caption,
+        f"{title}. {'; '.join(parts)}.",
+        draw,
+        height,
+    )
 
 
 def _members(results: Results, arm: ArmSummary) -> FigureSpec | None:

@@ -122,6 +122,8 @@ def target_facts(results: Results) -> Facts:
         return []
     classes = table.target.classes
     kind = "a number" if results.task.name == "regression" else "a class"
+    if table.target.num_columns > 1:
+        kind = f"{table.target.num_columns} numbers"
     if classes:
         names = ", ".join(formats.shorten(label, 40) for label in classes[:10])
         more = ", …" if len(classes) > 10 else ""

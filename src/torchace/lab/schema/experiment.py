@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -48,7 +48,6 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-AnySection = TypeVar("AnySection", bound=Section)
 Name = Annotated[str, Field(pattern=r"^[a-z0-9_]+$", max_length=40)]
 GridValues = Annotated[list[Any], Field(min_length=1)]
 
@@ -70,15 +69,12 @@ def _check_object_name(name: str) -> str:
 Distinct = (Field(min_length=1), AfterValidator(_check_distinct))
 Diversities = Annotated[list[Fraction], *Distinct]
 ObjectName = Annotated[str, AfterValidator(_check_object_name)]  # "package.module:function"
-_one_or_many = Discriminator(lambda value: "many" if isinstance(value, list) else "one")
+_by_type = Discriminator(lambda value: "many" if isinstance(value, list) else "one")
+_One, _Many = Tag("one"), Tag("many")
 # one number, or a list of numbers: an axis of the grid of runs
-PositiveAxis = Annotated[
-    Annotated[Positive, Tag("one")] | Annotated[list[Positive], *Distinct, Tag("many")], _one_or_many
-]
-NonNegativeAxis = Annotated[
-    Annotated[NonNegative, Tag("one")] | Annotated[list[NonNegative], *Distinct, Tag("many")], _one_or_many
-]
-ShareAxis = Annotated[Annotated[Share, Tag("one")] | Annotated[list[Share], *Distinct, Tag("many")], _one_or_many]
+PositiveAxis = Annotated[Annotated[Positive, _One] | Annotated[list[Positive], *Distinct, _Many], _by_type]
+NonNegativeAxis = Annotated[Annotated[NonNegative, _One] | Annotated[list[NonNegative], *Distinct, _Many], _by_type]
+ShareAxis = Annotated[Annotated[Share, _One] | Annotated[list[Share], *Distinct, _Many], _by_type]
 
 
 def _check_data_name(name: str) -> str:
@@ -395,7 +391,7 @@ def _merge(section: Section, arm: Mapping[str, Any], keys: tuple[set[str], set[s
     return {**section.model_dump(exclude=replaced if source & set(arm) else set()), **arm}
 
 
-def _validate(model: type[AnySection], content: dict[str, Any], place: tuple[int | str, ...]) -> AnySection:
+def _validate(model: type[Section], content: dict[str, Any], place: tuple[int | str, ...]) -> Any:
     """Validate a section of an arm; errors include its place in the file."""
     try:
         return model(**content)

@@ -197,9 +197,10 @@ class PlanFile(ResultFile):
 
 
 class TargetSummary(ResultModel):
-    """Target column of a table; no classes for a regression."""
+    """Target of a table; no classes for a regression, which may have several columns."""
 
     name: str
+    num_columns: Count = 1
     task: TaskName | None = None
     classes: Items[str] = ()
 
