@@ -164,7 +164,7 @@ def warm_up() -> None:
     ACEClassifier(num_members=2, epochs=2, early_stopping="folds").fit(X, y)
 
 
-def run(
+def fit_and_score(
     name: str, label: str, seed: int, folder: Path | None, max_rows: int, device: str, deadline: float
 ) -> dict[str, Any] | None:
     """Fit one contender on one split and score it; None after the deadline."""
@@ -249,7 +249,7 @@ def main() -> None:
         settings = (options.tables, options.max_rows, options.peer_device, time.time() + 60 * options.minutes)
         os.environ["OMP_NUM_THREADS"] = "1"
         with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-            fits = [pool.submit(run, *task, *settings) for task in plan(options) if task not in done]
+            fits = [pool.submit(fit_and_score, *task, *settings) for task in plan(options) if task not in done]
             for result in filter(None, (fit.result() for fit in as_completed(fits))):
                 print(f"{time.perf_counter() - started:.0f} s: {tabular_page.line(result)}", flush=True)
                 results["runs"].append(result)
