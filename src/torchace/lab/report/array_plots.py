@@ -290,7 +290,7 @@ def contested_table(results: Results) -> ReportTable | None:
         return None
     arm, run, cases = found
     in_file = all(case.row is not None for case in cases)
-    rows = [
+    rows: list[list[str | Cell]] = [
         [
             Cell(f"{case.row if in_file else case.position:,}", image=_data_uri(case.image)),
             _class_name(results, case.target),
