@@ -8,7 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 import measure
-from page_text import RESULTS, Values, difference, interval_text, is_significant, mean_and_sd, read_json, setup_text
+from page_text import (
+    RESULTS,
+    Values,
+    difference,
+    interval_text,
+    is_significant,
+    mean_and_sd,
+    read_json,
+    setup_text,
+    signed,
+)
 
 FILES = ("equal_budgets_4", "equal_budgets_8", "equal_budgets_16")
 SCORES = {
@@ -124,6 +134,16 @@ def _loss_text(value: float) -> str:
     return f"{value:.4f}" if value < 2.4 else "diverged"
 
 
+def size_text(widths: list[Width], arm: str) -> str:
+    """Compare parameters and operations of one network with those of all members."""
+    texts = []
+    for name in ("parameters", "operations"):
+        ratios = [w.entry["networks"][arm][name] / w.entry["networks"]["members"][name] - 1 for w in widths]
+        low, high = (signed(100 * value, 0) for value in (min(ratios), max(ratios)))
+        texts.append(f"{name} {low if low == high else f'{low} to {high}'} %")
+    return ", ".join(texts)
+
+
 def _mean(values: Values) -> float:
     return sum(values.values()) / len(values)
 
@@ -163,9 +183,9 @@ def main() -> None:
         "![Error, cross entropy and calibration error by width](../figures/equal_budgets.svg)",
         "",
         f"{design['num_members']} members of ResNet-{design['depth']} on CIFAR-10, trained jointly with λ, against the "
-        "same members at λ=0, against one network of twice the width (equal parameters and operations within 6 %), and "
-        "against one deeper network of the same width (0 to 8 % more operations, 13 to 18 % more parameters). λ was "
-        "chosen on validation images with two seeds that take no part in the comparison.",
+        f"same members at λ=0, against one network of twice the width ({size_text(widths, 'wider')}), and against one "
+        f"deeper network of the same width ({size_text(widths, 'deeper')}). λ was chosen on validation images with two "
+        "seeds that take no part in the comparison.",
         "",
     ]
     for width in widths:

@@ -2,7 +2,9 @@
 
     python benchmarks/table2_page.py
 
-More seeds: put their result files (`runs/*.json` of `torchace run table2`) into the folder and run this again.
+More seeds: put their result files (`runs/*.json` of `torchace run table2`) into the folder, name their code in
+`PROVENANCE`, and run this again; columns need not have the same seeds. Runs of a seed that the folder has already go to
+docs/results/table2_repeated: the page then says how far they differ.
 """
 
 from __future__ import annotations
@@ -21,12 +23,18 @@ from torchace.lab.sweeps.config import load_experiment
 SCORES = {"error": ("Error, points", 100.0, 2), "cross_entropy": ("Cross entropy", 1.0, 4)}
 Column = tuple[int, float]  # K and λ
 ONE, ZERO = (1, 0.0), (10, 0.0)
+NUMBERS = {2: "Two seeds", 3: "Three seeds", 4: "Four seeds", 5: "Five seeds"}
+PROVENANCE = (
+    "K=1 and λ = 0, 0.05, 0.1 and 0.5 of seeds 0 and 1 were trained on 2026-11-15 and 16 (commit not recorded), "
+    "λ = 0.001, 0.01 and 0.3 of seeds 0 and 1 at commit 32c3c84 on 2026-11-16, with torchace 0.1.0 and hand-written "
+    "convolutions that later versions replaced by grouped ones."
+)
 
 
-def read_columns() -> dict[Column, dict[int, dict[str, Any]]]:
+def read_columns(folder: str = "table2_full") -> dict[Column, dict[int, dict[str, Any]]]:
     """Return the runs by column and seed."""
     found: dict[Column, dict[int, dict[str, Any]]] = {}
-    for file in sorted((RESULTS / "table2_full").glob("*.json")):
+    for file in sorted((RESULTS / folder).glob("*.json")):
         run = json.loads(file.read_text("utf-8"))
         scores = run["metrics"]["test"]
         found.setdefault((run["num_members"], run["diversity"]), {})[run["seed"]] = {
@@ -39,12 +47,21 @@ def read_columns() -> dict[Column, dict[int, dict[str, Any]]]:
 
 
 class Table:
-    """Scores `(columns, seeds)` of the seeds that all columns have."""
+    """Scores by column and seed."""
 
     def __init__(self) -> None:
         self.columns = read_columns()
-        self.seeds = sorted(set.intersection(*(set(runs) for runs in self.columns.values())))
-        self.index = {column: i for i, column in enumerate(self.columns)}
+        self.seeds = sorted(set.union(*(set(runs) for runs in self.columns.values())))
+        self.pairs = [(column, seed) for column, runs in self.columns.items() for seed in sorted(runs)]
+        design = np.array(
+            [
+                [column == c for c in self.columns] + [seed == other for other in self.seeds[1:]]
+                for column, seed in self.pairs
+            ],
+            dtype=float,
+        )
+        self.design, self.inverse = design, np.linalg.pinv(design.T @ design)
+        self.degrees = len(design) - int(np.linalg.matrix_rank(design))
         self.paper = {}
         paper = load_experiment("table2").paper
         assert paper is not None
@@ -54,21 +71,34 @@ class Table:
                 "cross_entropy": row.cross_entropy,
             }
 
-    def values(self, name: str) -> np.ndarray:
-        """Return one score, `(columns, seeds)`."""
-        return np.array([[runs[seed][name] for seed in self.seeds] for runs in self.columns.values()])
+    def spread(self, name: str) -> float:
+        """Return the standard deviation over seeds, on average over columns."""
+        values = [[run[name] for run in runs.values()] for runs in self.columns.values() if len(runs) > 1]
+        return float(np.mean([np.std(column, ddof=1) for column in values]))
 
     def difference(self, name: str, column: Column, reference: Column) -> MeanEstimate:
-        """Return the mean paired difference; its error is pooled over all columns.
+        """Return the mean difference, adjusted for seeds; its error is pooled over all columns.
 
-        The residuals of score = column + seed have (columns - 1)(seeds - 1) degrees of freedom.
+        Least squares of score = column + seed; with the same seeds in all columns, the mean paired difference.
         """
-        values = self.values(name)
-        degrees = (len(values) - 1) * (len(self.seeds) - 1)
-        residuals = values - values.mean(1, keepdims=True) - values.mean(0) + values.mean()
-        error = math.sqrt(2 * float((residuals**2).sum()) / degrees / len(self.seeds))
-        means = values.mean(1)
-        return MeanEstimate(float(means[self.index[column]] - means[self.index[reference]]), error, ((1.0, degrees),))
+        values = np.array([self.columns[c][seed][name] for c, seed in self.pairs])
+        effects = self.inverse @ self.design.T @ values
+        variance = float(((values - self.design @ effects) ** 2).sum()) / self.degrees
+        order = list(self.columns)
+        contrast = np.zeros(len(effects))
+        contrast[order.index(column)], contrast[order.index(reference)] = 1.0, -1.0
+        error = math.sqrt(variance * float(contrast @ self.inverse @ contrast))
+        return MeanEstimate(float(contrast @ effects), error, ((1.0, self.degrees),))
+
+    def describe_seeds(self) -> str:
+        """Say which seeds the columns have."""
+        complete = [seed for seed in self.seeds if all(seed in runs for runs in self.columns.values())]
+        text = f"All eight columns are complete for seeds {', '.join(map(str, complete))}"
+        for seed in sorted(set(self.seeds) - set(complete)):
+            found = [column for column, runs in self.columns.items() if seed in runs]
+            diversities = ", ".join(f"{column[1]:g}" for column in found if column != ONE)
+            text += f"; seed {seed} has {'K=1 and ' if ONE in found else ''}λ = {diversities}"
+        return text + ("; a third seed is missing. " if len(complete) < 3 else ". ")
 
     def paper_difference(self, name: str, column: Column, reference: Column) -> float:
         """Return the difference in the paper."""
@@ -142,16 +172,31 @@ def claims(table: Table) -> list[str]:
     return [measure.table(["the paper's Table 2", "these runs"], rows)]
 
 
+def describe_repetition(table: Table) -> str:
+    """Compare runs that were repeated with later code."""
+    texts = []
+    for column, runs in read_columns("table2_repeated").items():
+        for seed, run in runs.items():
+            first = table.columns[column][seed]
+            texts.append(
+                f"{label(column)}, seed {seed}: error {100 * run['error']:.2f} % instead of {100 * first['error']:.2f} "
+                f"%, cross entropy {run['cross_entropy']:.4f} instead of {first['cross_entropy']:.4f}"
+            )
+    if not texts:
+        return "No column has been repeated with the present code. "
+    spread = f"{100 * table.spread('error'):.2f} points and {table.spread('cross_entropy'):.4f}"
+    return f"Repeated with the present code: {'; '.join(texts)}. Between seeds the standard deviation is {spread}. "
+
+
 def main() -> None:
     table = Table()
-    spread = {name: table.values(name).std(1, ddof=1) for name in SCORES}
     tests = len(table.columns) - 1
     estimates = {name: table.difference(name, ZERO, ONE) for name in SCORES}
     width = {name: found.mean - found.interval(ALPHA / tests)[0] for name, found in estimates.items()}
     pairs = [(column, ONE if column == ZERO else ZERO) for column in table.columns if column != ONE]
     small = not any(is_significant(table.difference(name, *pair), tests) for name in SCORES for pair in pairs)
     seeds = len(table.seeds)
-    number = {2: "Two seeds", 3: "Three seeds", 5: "Five seeds"}.get(seeds, f"{seeds} seeds")
+    number = NUMBERS.get(seeds, f"{seeds} seeds")
     finding = (
         "**At the paper's full length, ten classifiers on one ResNet-110 do what one does, and λ changes nothing that "
         f"{number.lower()} can show.**"
@@ -167,13 +212,11 @@ def main() -> None:
         "",
         f"The recipe reproduces the paper's baseline: {100 * mean:.2f} % error with K=1, the paper has "
         f"{100 * table.paper[ONE]['error']:.2f} %. The differences between columns are about as large as those between "
-        f"trainings of one column: the standard deviation over seeds is {100 * spread['error'].mean():.2f} points of "
-        f"error and {spread['cross_entropy'].mean():.4f} of cross entropy, on average over columns.",
+        f"trainings of one column: the standard deviation over seeds is {100 * table.spread('error'):.2f} points of "
+        f"error and {table.spread('cross_entropy'):.4f} of cross entropy, on average over columns.",
         "",
-        f"**{number} are few.** The paper reports one number a column, without seeds. All eight columns are complete "
-        f"for seeds {', '.join(map(str, table.seeds))}; "
-        + ("a third seed is missing. " if seeds < 3 else "")
-        + f"The joint intervals of the differences are ±{100 * width['error']:.2f} points and "
+        f"**{number} are few.** The paper reports one number a column, without seeds. {table.describe_seeds()}"
+        f"The joint intervals of the differences are ±{100 * width['error']:.2f} points and "
         f"±{width['cross_entropy']:.3f}. Most of the paper's differences are smaller, so that these runs can neither "
         "confirm nor exclude them.",
         "",
@@ -196,16 +239,14 @@ def main() -> None:
         "",
         f"Differences are paired by seed: the same initial weights and batches. Brackets: joint 95 % intervals for "
         f"{len(table.columns) - 1} comparisons (Bonferroni); bold: the interval excludes zero. Their standard error is "
-        "pooled over all columns: the residuals of score = column + seed, with "
-        f"{(len(table.columns) - 1) * (seeds - 1)} degrees of freedom.",
+        f"pooled over all columns: the residuals of score = column + seed, with {table.degrees} degrees of freedom.",
         "",
         "## Setup",
         "",
-        "`torchace run table2`: ResNet-110, 64,000 steps of batches of 128, bf16, one NVIDIA H200, torch 2.11.0, "
-        "torchace 0.1.0. K=1 and λ = 0, 0.05, 0.1 and 0.5 were trained on 2026-11-15 and 16 (commit not recorded), λ = "
-        "0.001, 0.01 and 0.3 at commit 32c3c84 on 2026-11-16. Both used hand-written convolutions that later versions "
-        "replaced by grouped ones, and no column has been repeated since. The control arm (one classifier with small "
-        "initial weights) is an experiment of its own, `table2_control`; at full length it has not been run. "
+        "`torchace run table2`: ResNet-110, 64,000 steps of batches of 128, bf16, one NVIDIA H200, torch 2.11.0. "
+        f"{PROVENANCE} {describe_repetition(table)}"
+        "The control arm (one classifier with small initial weights) is an experiment of its own, `table2_control`; at "
+        "full length it has not been run. "
         "[A quarter of the length](table2_short.md) has it, with four seeds.",
         "",
         "One file a run, with its training curve: `docs/results/table2_full`. Written by `benchmarks/table2_page.py`.",

@@ -9,7 +9,9 @@ import pytest
 from rich.console import Console
 
 from tests.lab.report.synthetic_fits import FitSpec, write_fit
-from torchace.lab.report import Results, markdown, read_results, rich_table
+from torchace.diagnosis.advice import DiversityAdvice
+from torchace.lab.report import Results, markdown, read_results, rich_table, summary_sentences
+from torchace.lab.report import page as page_module
 from torchace.lab.report.page import contents, table_markdown
 from torchace.lab.report.tables import Cell, ReportColumn, ReportTable, Section, result_table
 
@@ -119,3 +121,17 @@ def test_a_regression_in_a_terminal(tmp_path: Path, scale: float) -> None:
     assert ("×10⁹" in text) == (scale > 1e6)
     for row in result_table(results).sections[0].rows:  # no number is broken at eighty characters
         assert all(cell.text in text for cell in row[2:5])
+
+
+def test_all_arms_stand_beside_the_headline(table1_results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    advice = DiversityAdvice(0.5, 0.03, "λ=0.5 should pay. Members are small.")
+    monkeypatch.setattr(page_module, "advice", lambda _, arm: advice if arm.name == "shared" else None)
+    found = contents(table1_results)
+    assert found.headline is not None
+    assert found.headline.subject.startswith("shared")
+    assert [bool(sentence) for sentence, _ in found.notes] == [False, True]  # the first is the headline
+    assert found.notes[0][1] == "Expected from λ=0 alone: λ=0.5 should pay. Members are small."
+    assert found.notes[1][0].startswith("Exchanged batches. λ=")
+    text = markdown(table1_results)
+    assert text.index("should pay") < text.index("Exchanged batches. λ=") < text.index("## Results")
+    assert summary_sentences(table1_results)[1] == "  Expected from λ=0 alone: λ=0.5 should pay."

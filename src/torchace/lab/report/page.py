@@ -39,15 +39,16 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Page:
-    """The contents of a report; `picture` is the figure beside the headline."""
+    """The contents of a report; `notes` stand below the headline, `picture` beside it."""
 
     headline: Headline | None
+    notes: list[tuple[str, str]]
     picture: FigureSpec | None
     warnings: list[Finding]
     sections: list[PageSection]
 
 
-ArmFindings = tuple[str, str, list[Finding]]  # title, sentence, findings
+ArmFindings = tuple[str, list[Finding]]  # title, findings
 
 
 def contents(results: Results) -> Page:
@@ -61,21 +62,19 @@ def contents(results: Results) -> Page:
     for arm in () if many else results.arms:
         title = capitalize(tables.arm_title(arm))
         if arm.role == "model":
-            found.append((title, "", model_findings(results, arm)))
+            found.append((title, model_findings(results, arm)))
         elif about := findings(results, arm):
-            own = headline(results, arm)
-            found.append((title, "" if own is None or own == headline_ else own.sentence, about))
-    found.append(("The whole fit" if results.model else "All arms", "", [*remarks(results), *axis_findings(results)]))
+            found.append((title, about))
+    found.append(("The whole fit" if results.model else "All arms", [*remarks(results), *axis_findings(results)]))
     warnings = [
         replace(
             finding, topic=f"{finding.topic} ({title})" if len(found) > 2 and title != found[-1][0] else finding.topic
         )
-        for title, _, about in found
+        for title, about in found
         for finding in about
         if finding.warning
     ]
-    quiet = [(title, sentence, [f for f in about if not f.warning]) for title, sentence, about in found]
-    quiet = [(title, sentence, about) for title, sentence, about in quiet if sentence or about]
+    quiet = [(title, calm) for title, about in found if (calm := [f for f in about if not f.warning])]
     sections = [
         *_result_sections(results, many),
         *_detail_sections(results),
@@ -85,7 +84,8 @@ def contents(results: Results) -> Page:
     for index, section in enumerate(sections):
         items = [(kind, groups.get(value, []) if kind == "figures" else value) for kind, value in section.items]
         sections[index] = replace(section, items=[(kind, value) for kind, value in items if value])
-    return Page(headline_, picture, warnings, [section for section in sections if section.items])
+    notes = arm_notes(results, shown=headline_)
+    return Page(headline_, notes, picture, warnings, [section for section in sections if section.items])
 
 
 def _result_sections(results: Results, many: bool) -> list[PageSection]:
@@ -209,6 +209,7 @@ def markdown(results: Results) -> str:
     parts = [f"# {_escape(experiment.title or experiment.name)}", _escape(experiment.description)]
     if page.headline:
         parts.append(f"**{_escape(page.headline.sentence)}** {_escape(page.headline.detail)}")
+    parts += [" ".join(_escape(text) for text in note if text) for note in page.notes]
     parts.append(_finding_list(page.warnings))
     for section in page.sections:
         texts = [_item_markdown(kind, value, section.title) for kind, value in section.items]
@@ -223,10 +224,7 @@ def _item_markdown(kind: str, value: Any, title: str) -> str:
         caption = "" if value.caption == title else f"### {_escape(value.caption)}\n\n"
         return caption + table_markdown(value)
     if kind == "findings":
-        return "\n\n".join(
-            f"### {_escape(title)}\n\n{f'{_escape(sentence)}{chr(10) * 2}' if sentence else ''}{_finding_list(about)}"
-            for title, sentence, about in value
-        )
+        return "\n\n".join(f"### {_escape(title)}\n\n{_finding_list(about)}" for title, about in value)
     if kind == "facts":
         return "\n".join(f"- **{_escape(heading)}**: {_escape(text)}" for heading, text in value)
     if kind == "list":
@@ -264,11 +262,24 @@ def _escape(text: str) -> str:
 def summary_sentences(results: Results) -> list[str]:
     """Return the main result of each arm, and what the runs at λ=0 let expect, for a terminal."""
     found = []
+    for sentence, expected in arm_notes(results):
+        found += [sentence, *([f"  {expected.split('. ')[0].rstrip('.')}."] if expected else [])]
+    return found
+
+
+def arm_notes(results: Results, shown: Headline | None = None) -> list[tuple[str, str]]:
+    """Return the main result of each arm, empty if shown already, and what its runs at λ=0 let expect."""
+    found = []
     for arm in () if has_many_arms(results) or results.model else results.arms:
-        main, expected = headline(results, arm), advice(results, arm)
-        name = f"{capitalize(arm.label)}. " if len(results.arms) > 1 else ""
-        found += [f"{name}{main.sentence}"] if main else []
-        found += [f"  Expected from λ=0 alone: {expected.sentence.split('. ')[0]}."] if expected and main else []
+        if main := headline(results, arm):
+            name = f"{capitalize(arm.label)}. " if len(results.arms) > 1 else ""
+            expected = advice(results, arm)
+            found.append(
+                (
+                    "" if main == shown else f"{name}{main.sentence}",
+                    f"Expected from λ=0 alone: {expected.sentence}" if expected else "",
+                )
+            )
     return found
 
 
