@@ -130,22 +130,6 @@ def test_other_ensembles_are_not_saved_for_peft(options: dict[str, Any], message
     assert not list(tmp_path.iterdir())
 
 
-def test_names_that_peft_would_confuse_are_refused(tmp_path: Path) -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Sequential()
-            self.a.add_module("out", nn.Linear(4, 4))
-            self.out = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.a(x))
-
-    ensemble = adapt(Two(), K, adapter="low_rank", rank=2, freeze=True)
-    with pytest.raises(ValueError, match=r"peft finds 'out' by the end of a name, and would also find 'a\.out'"):
-        ensemble.save_adapters(tmp_path)
-
-
 # -- adapters of another model, altered files --------------------------------------------------------------------------
 
 

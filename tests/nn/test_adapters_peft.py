@@ -29,6 +29,7 @@ SIZES = {
     "max_position_embeddings": 20,
 }  # fmt: skip
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DISTILBERT = {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "vocab_size": 40}
 GPT2 = {
     "vocab_size": 40,
     "n_embd": 16,
@@ -38,6 +39,19 @@ GPT2 = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+
+
+class SameEnd(nn.Module):
+    """A head whose name is the end of other names, as in DistilBERT: peft saves those layers too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.a, self.pre_top = nn.Linear(6, 4), nn.Sequential(), nn.Linear(4, 4)
+        self.a.add_module("top", nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        self.top = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.top(self.pre_top(self.a(self.body(x).tanh()).tanh()).tanh())
 
 
 def convolutional() -> nn.Module:
@@ -61,6 +75,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, An
     "gpt2 language model": (
         lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)), tokens, {"head": "shared", "layers": ["c_attn", "c_proj"]},
     ),
+    "distilbert": (
+        lambda: hf.DistilBertForSequenceClassification(hf.DistilBertConfig(**DISTILBERT)), tokens, {},
+    ),
+    "distilbert, shared head": (
+        lambda: hf.DistilBertForSequenceClassification(hf.DistilBertConfig(**DISTILBERT)), tokens, {"head": "shared"},
+    ),
+    "roberta, shared head": (
+        lambda: hf.RobertaForSequenceClassification(hf.RobertaConfig(**SIZES)), tokens, {"head": "shared"},
+    ),
+    "same end": (SameEnd, lambda: torch.randn(5, 6, dtype=torch.float64), {}),
     "convolutional": (convolutional, lambda: torch.randn(5, 1, 6, 6, dtype=torch.float64), {}),
 }  # fmt: skip
 
@@ -105,6 +129,18 @@ def test_adapters_are_exchanged_with_peft(name: str, tmp_path: Path) -> None:
             theirs.append(tmp_path / f"peft_{k}")
             alone.save_pretrained(theirs[-1])
         torch.testing.assert_close(members(load_adapters(model, theirs).eval(), x), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["out", "A", "layer"])
+def test_peft_loads_heads_with_names_from_its_own_layers(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(), torch.randn(5, 6)
+    for child, layer in {"body": nn.Linear(6, 4), "act": nn.Tanh(), name: nn.Linear(4, 3)}.items():
+        model.add_module(child, layer)
+    ensemble = adapt(model, 2, adapter="low_rank", rank=2, freeze=True, trained=False)
+    nn.init.normal_(ensemble.adapters["body"].B)
+    for folder, expected in zip(ensemble.save_adapters(tmp_path), ensemble(x), strict=True):
+        torch.testing.assert_close(peft.PeftModel.from_pretrained(copy.deepcopy(model), folder)(x), expected)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])

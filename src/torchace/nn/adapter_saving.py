@@ -20,6 +20,7 @@ from torchace.nn.adapters import AdaptedEnsemble, adapt
 from torchace.nn.stacked_state import SHARED, all_shared_names, shared_names, take_members
 
 HEADS = ("classifier", "score")  # modules that peft saves as a whole for classifiers
+PEFT_LAYERS = ("base_layer", "lora_dropout", "lora_A", "lora_B", "lora_embedding_A", "lora_magnitude_vector")
 TASKS = {
     "ForSequenceClassification": "SEQ_CLS",
     "ForTokenClassification": "TOKEN_CLS",
@@ -32,21 +33,23 @@ def save_adapters(ensemble: AdaptedEnsemble, folder: StrPath) -> list[Path]:
     """Write `folder/member_0`, ...; see `AdaptedEnsemble.save_adapters`."""
     _check_kind(ensemble)
     stacked = ensemble.stacked
-    own = _own_modules(stacked)
+    task = next((task for end, task in TASKS.items() if type(stacked).__name__.endswith(end)), None)
+    own = _own_modules(stacked, HEADS if task in ("SEQ_CLS", "TOKEN_CLS") else ())
     adapters: dict[str, Any] = {
         name: adapter
         for name, adapter in ensemble.adapters.items()
         if not any(f"{name}.".startswith(f"{module}.") for module in own)
     }
-    _check_names(stacked, list(adapters), own)
+    if not adapters:
+        raise ValueError("Expected an adapter outside the head, but there is none. Name more layers with `layers`.")
     config = {
         "r": ensemble.options["rank"],
         "lora_alpha": ensemble.options["alpha"],
         "target_modules": _target_modules(stacked, list(adapters)),
-        "modules_to_save": own or None,
+        "modules_to_save": [_name_for_peft(name) for name in own] or None,
         "fan_in_fan_out": any(is_conv1d(stacked.get_submodule(name)) for name in adapters),
         "base_model_name_or_path": getattr(getattr(stacked, "config", None), "_name_or_path", None) or None,
-        "task_type": next((task for end, task in TASKS.items() if type(stacked).__name__.endswith(end)), None),
+        "task_type": task,
     }
     saved = {f"{name}.{key}" for name in own for key in stacked.get_submodule(name).state_dict()}
     base = _fingerprint(stacked, saved)
@@ -176,9 +179,9 @@ def _find_module(model: nn.Module, name: str) -> nn.Module:
         return nn.Module()
 
 
-def _own_modules(stacked: nn.Module) -> list[str]:
-    """Return the modules that peft must save besides adapters: heads as a whole, and layers with own tensors."""
-    own: list[str] = []
+def _own_modules(stacked: nn.Module, heads: tuple[str, ...]) -> list[str]:
+    """Return the modules that peft saves besides adapters: `heads`, layers with own tensors, names with their ends."""
+    own: set[str] = set(heads)
     for name, layer in stacked.named_modules():
         shared = shared_names(layer)
         tensors = [*layer._parameters.items(), *layer._buffers.items()]
@@ -186,23 +189,15 @@ def _own_modules(stacked: nn.Module) -> list[str]:
             continue
         parts = name.split(".")
         head = next((i for i, part in enumerate(parts) if part in HEADS), len(parts) - 1)
-        own.append(".".join(parts[: head + 1]))
-    return list(dict.fromkeys(own))
+        own.add(".".join(parts[: head + 1]))
+    # peft compares the ends of names: with "classifier" it saves "pre_classifier" too, and adapts no layer in it
+    found = [name for name, _ in stacked.named_modules() if name.endswith(tuple(own))]
+    return [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]
 
 
-def _check_names(model: nn.Module, targets: list[str], own: list[str]) -> None:
-    """Refuse names by which peft would find other layers too: it compares the ends of names."""
-    modules = [name for name, layer in model.named_modules() if not isinstance(layer, Adapter)]
-    for module in own:
-        ends = [name for name in modules if name.endswith(module) and name not in own]
-        inside = [name for name in targets if re.match(rf"(^|.*\.){re.escape(module)}($|\..*)", name)]
-        if ends or inside:
-            raise ValueError(
-                f"peft finds {module!r} by the end of a name, and would also find {(ends + inside)[0]!r}. Rename the "
-                "layer, or use save_model."
-            )
-    if not targets:
-        raise ValueError("Expected an adapter outside the head, but there is none. Name more layers with `layers`.")
+def _name_for_peft(name: str) -> str:
+    """Return a name with that of its owner in peft, if it is the end of a name inside peft's layers."""
+    return f"model.{name}" if any(inner.endswith(name) for inner in PEFT_LAYERS) else name
 
 
 def _target_modules(model: nn.Module, targets: list[str]) -> list[str] | str:
