@@ -238,3 +238,24 @@ def _load(file: Path, model: type[File], remedy: str = "that file to run it agai
     except ValidationError as error:
         reason = describe_error(error, model).rstrip(".")
         raise RunStoreError(f"{file} is damaged ({reason}). Choose another --out, or remove {remedy}.") from error
+
+
+def describe_differences(before: Any, now: dict[str, Any]) -> str:
+    """Return the settings in which two requests differ, in parentheses; nothing if the first cannot be read."""
+    old, new, parts = _flatten(before), _flatten(now), {}
+    for key in new if old else ():
+        if old.get(key) != new[key]:
+            name = key.rpartition(".")[2]  # some settings are in two sections
+            parts[name] = f"{name} was {old.get(key)!r} and is now {new[key]!r}"
+    if parts.pop("sha256", None) and "name" not in parts:
+        parts = {"data": "the data file has changed", **parts}
+    shown = list(parts.values())
+    return f" ({'; '.join(shown[:4])}{'; ...' if len(shown) > 4 else ''})" if shown else ""
+
+
+def _flatten(request: Any) -> dict[str, Any]:
+    """Return the settings by `section.name`."""
+    flat: dict[str, Any] = {}
+    for key, value in request.items() if isinstance(request, dict) else ():
+        flat |= {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {key: value}
+    return flat

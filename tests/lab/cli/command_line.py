@@ -15,7 +15,7 @@ import pytest
 from torchace.lab.cli import app as cli
 
 # The least that can be called a fit.
-TINY = ("--diversity", "0.5", "--members", "2", "--hidden", "4", "--epochs", "1", "--no-baselines")
+TINY = ("--diversity", "0.5", "--num-members", "2", "--hidden", "4", "--epochs", "1", "--no-baselines")
 NOISE = ("Traceback", "site-packages", "PosixPath", "<class", "Errno", "argument of type", "object has no", "NoneType")
 
 
@@ -115,5 +115,5 @@ def _array(column: pd.Series) -> np.ndarray:
 
 
 def options(given: Mapping[str, object]) -> list[str]:
-    """`{"members": 2}` as `--members 2`."""
+    """`{"num_members": 2}` as `--num-members 2`."""
     return [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]

@@ -196,8 +196,21 @@ def test_interrupted_while_the_report_is_drawn(
 
 def test_version_and_help(invoke: Invoke) -> None:
     assert invoke("--version") == (0, f"torchace {torchace.__version__}\n", "")
-    assert "run" in invoke().out
     assert "--set" in invoke("run", "--help").out
+    outcome = invoke()
+    assert outcome.out == invoke("--help").out
+    named = re.findall(r"^ +torchace (\w+)", outcome.out, re.MULTILINE)  # the tour leads from a table to experiments
+    assert named == ["fit", "show", "predict", "run", "run", "run"]
+    assert max(map(len, outcome.out.splitlines())) <= 100
+
+
+def test_shell_completion() -> None:
+    words = {"_TORCHACE_COMPLETE": "complete_bash", "COMP_WORDS": "torchace ev", "COMP_CWORD": "1"}
+    code = "import sys; sys.argv = ['torchace']; from torchace.lab.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **words}, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout.split(), done.stderr) == (["evaluate"], "")
 
 
 def test_info(invoke: Invoke) -> None:
@@ -422,7 +435,7 @@ def test_an_invalid_file_is_reported_in_one_sentence(name: str, invoke: Invoke, 
     ("arguments", "words"),
     [
         (["run", "digit"], "but got 'digit'. Did you mean 'digits'?"),
-        (["run", "imagenet"], "Expected an experiment out of branched, digits,"),
+        (["run", "imagenet"], "Expected an experiment out of branched, demo, digits,"),
         (["run", ""], "Cannot read the experiment"),
         (["run", "missing.toml"], "Cannot read the experiment missing.toml: No such file or directory"),
         (["run", "x" * 300], "File name too long"),
@@ -455,7 +468,7 @@ def test_a_folder_is_no_experiment(invoke: Invoke, tmp_path: Path) -> None:
         (["run", "digits", "table1"], "table1"),
         (["run", "--set"], "--set"),
         (["train"], "'train'"),
-        (["report"], "directory"),
+        (["report"], "DIRECTORY"),
         (["--frobnicate"], "--frobnicate"),
     ],
 )

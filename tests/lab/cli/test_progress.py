@@ -74,3 +74,17 @@ def test_a_file_has_a_line_for_each_trial_and_no_bars() -> None:
         fit.on_search(SearchStage(1, "search", (0.0,), (1,)), 1.0)
         fit.on_step(Progress(1, 2, [0.5]))
     assert file.getvalue() == ""
+
+
+def test_a_file_has_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    file = io.StringIO()
+    with FitProgress(Console(file=file)) as fit:
+        for step in range(1, 41):
+            now += 1.0
+            fit.on_step(Progress(step, 40, [0.5]))
+        now += 10
+        fit.on_search(SearchStage(1, "search", (0.0, 0.5), (1,)), 0.25)
+    lines = [f"training: step {step} of 40, training score 0.5000." for step in (10, 20, 30, 40)]
+    assert file.getvalue().splitlines() == [*lines, "search for λ, round 1: 25%, 2 λ x 1 seeds."]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
+import inspect
 import io
 import json
 import os
@@ -34,6 +36,7 @@ from tests.lab.cli.command_line import (
     pets,
     write_table,
 )
+from torchace.lab.cli import table_commands
 from torchace.lab.store import RunStore
 from torchace.lab.tables import fit as table_fit
 from torchace.lab.tables.fit import TableFit
@@ -255,14 +258,16 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "λ above 1": ((*FIT, "--diversity", "1.4"), ("--diversity", "1.4", "[0, 1]")),
     "λ a word": ((*FIT, "--diversity", "much"), ("--diversity", "'much'", "auto")),
     "unknown task": ((*FIT, "--task", "clustering"), ("--task", "'clustering'", "classification")),
-    "no members": ((*FIT, "--members", "0"), ("--members",)),
+    "no members": ((*FIT, "--num-members", "0"), ("--num-members",)),
     "hidden 0": ((*FIT, "--hidden", "0"), ("--hidden", "but got 0")),
     "hidden words": ((*FIT, "--hidden", "a,b"), ("--hidden", "'a,b'")),
     "hidden beyond bounds": ((*FIT, "--hidden", "64000000"), ("--hidden", "'64000000'")),
     "learning nothing": ((*FIT, "--learning-rate", "0"), ("--learning-rate", "0")),
     "learning rate infinite": ((*FIT, "--learning-rate", "inf"), ("--learning-rate", "inf")),
     "weight decay negative": ((*FIT, "--weight-decay", "-0.1"), ("--weight-decay", "-0.1")),
-    "separate batches": ((*FIT, "--batches", "separate"), ("--batches", "'separate'", "exchanged")),
+    "separate batches": ((*FIT, "--batches", "separate", "--diversity", "0.5"), ("λ > 0", "'separate'", "exchanged")),
+    "a number of kinds of members": ((*FIT, "--members", "5"), ("--num-members 5",)),
+    "unknown members": ((*FIT, "--members", "twin"), ("--members", "'twin'", "'shared'")),
     "half precision": ((*FIT, "--precision", "half"), ("--precision", "'half'", "float32")),
     "seed beyond bounds": ((*FIT, "--seed", "9" * 20), ("--seed",)),
     "unknown device": ((*FIT, "--device", "tpu"), ("'tpu'",)),
@@ -275,7 +280,10 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "output directory without write permission": ((*FIT, *TINY, "--out", "/proc/model"), ("/proc/model",)),
     "out too long": ((*FIT, *TINY, "--out", "x" * 300), ("File name too long",)),
     "out holds something else": ((*FIT, *TINY, "--out", "occupied"), ("occupied", "other files")),
-    "out holds another model": ((*FIT, *TINY, "--out", "regressor"), ("regressor", "other files")),
+    "out holds another model": (
+        (*FIT, *TINY, "--out", "regressor"),
+        ("another model", "target was", "--overwrite"),
+    ),
     "out is a dangling link": ((*FIT, *TINY, "--out", "dangling"), ("dangling",)),
     "out is here": ((*FIT, *TINY, "--out", "."), ("'.'",)),
     "working directory of another fit": ((*FIT, *TINY, "--out", "mine"), ("mine.work", "other files")),
@@ -382,7 +390,7 @@ def test_an_export_without_its_packages(bad_place: Path, invoke: Invoke, monkeyp
 
 def test_a_fit_with_a_search_and_a_report(here: Path, invoke: Invoke) -> None:
     outcome = invoke(
-        "fit", "pets.csv", "--target", "pet", "--members", 3, "--hidden", 4, "--epochs", 4, "--diversity", "auto"
+        "fit", "pets.csv", "--target", "pet", "--num-members", 3, "--hidden", 4, "--epochs", 4, "--diversity", "auto"
     )
     assert (outcome.code, outcome.err) == (0, "")
     model = json.loads(Path("models/pets/manifest.json").read_text())
@@ -448,7 +456,8 @@ def test_a_repeated_command_reports_the_existing_model(here: Path, invoke: Invok
     Path("models/pets.work").mkdir()  # of a process that was killed right after it put the model in place
     again = invoke(*command)
     assert (again.code, again.err) == (0, "")
-    assert again.out.splitlines() == ["models/pets already holds this model.", *first.out.splitlines()[5:-1]]
+    assert again.out.splitlines() == ["models/pets already holds this model.", *first.out.splitlines()[5:]]
+    assert again.out.splitlines()[-1] == "Report: models/pets/report/index.html"
     assert everything_in(here) == before
     Path("models/pets.work").mkdir()
     Path("models/pets.work/thesis.tex").write_text("years of work")  # the user's own
@@ -464,7 +473,8 @@ def test_other_settings_in_the_same_place_are_refused(other: tuple[Any, ...], he
     assert invoke("fit", "pets.csv", "--target", "pet", *TINY).code == 0
     before = everything_in(here)
     refused = invoke("fit", "pets.csv", "--target", "pet", *TINY, *other)
-    assert_one_sentence(refused, "models/pets already holds other files", "--out")
+    name = other[0].removeprefix("--")
+    assert_one_sentence(refused, f"models/pets holds another model ({name} was ", "--overwrite", "--out")
     assert everything_in(here) == before
 
 
@@ -558,11 +568,15 @@ def test_a_training_that_fails_is_one_sentence(here: Path, invoke: Invoke) -> No
 @pytest.mark.parametrize(
     ("command", "module", "advice"),
     [
-        ("fit", "tables.fit", "Finished work is saved. Try fewer or smaller members (--members, --hidden), or smaller"),
+        (
+            "fit",
+            "tables.fit",
+            "Finished work is saved. Try fewer or smaller members (--num-members, --hidden), or",
+        ),
         (
             "tune",
             "tuning.grid_search",
-            "Finished work is saved. Try fewer or smaller members (--members, --hidden), smaller batches",
+            "Finished work is saved. Try fewer or smaller members (--num-members, --hidden), smaller batches",
         ),
         ("predict", "tables.predict", ""),
     ],
@@ -600,14 +614,14 @@ def test_notes_are_printed(here: Path, invoke: Invoke) -> None:
 def test_a_model_is_replaced_only_on_request(here: Path, invoke: Invoke) -> None:
     command = ("fit", "pets.csv", "--target", "pet", *TINY, "--out", "m")
     invoke(*command)
-    assert_one_sentence(invoke(*command, "--seed", 7), "m already holds other files", "--overwrite")
+    assert_one_sentence(invoke(*command, "--seed", 7), "m holds another model (seed was 0 and is now 7)", "--overwrite")
     before = json.loads(Path("m/manifest.json").read_text())["extra"]["fit"]
     assert invoke(*command, "--seed", 7, "--overwrite").code == 0
     after = json.loads(Path("m/manifest.json").read_text())["extra"]["fit"]
     assert (before["seed"], after["seed"]) == (0, 7)
     Path("m.work").mkdir()
     Path("m.work/fit.json").write_text(json.dumps({"request": {"seed": 3}}))
-    assert_one_sentence(invoke(*command, "--out", "m"), "m already holds")
+    assert_one_sentence(invoke(*command, "--out", "m"), "m holds another model")
     assert invoke(*command, "--overwrite").code == 0
     assert not Path("m.work").exists()
     Path("letters").mkdir()
@@ -699,6 +713,20 @@ def test_scores_are_printed_and_written(here: Path, invoke: Invoke) -> None:
     assert content == {"model": "m", "data": "pets.csv", "rows": 60, "scores": scores}
 
 
+@pytest.mark.usefixtures("no_report")
+def test_scores_of_training_rows_are_announced(here: Path, invoke: Invoke) -> None:
+    assert invoke("fit", "pets.csv", "--target", "pet", *TINY).code == 0
+    frame = pd.read_csv("pets.csv")
+    frame.sample(frac=0.5, random_state=0).to_csv("half.csv", index=False)
+    frame.assign(age=np.arange(len(frame)) + 0.123).to_csv("new.csv", index=False)
+    found = {name: invoke("evaluate", "models/pets", f"{name}.csv").out for name in ("pets", "half", "new")}
+    assert "pets.csv contains all of the rows that the model was trained on. These scores are too" in found["pets"]
+    share = re.search(r"half.csv contains about (\d+)% of the rows that the model was trained on", found["half"])
+    assert share is not None
+    assert 40 <= int(share[1]) <= 60
+    assert "trained on" not in found["new"]
+
+
 def test_scores_that_are_no_numbers_are_null(here: Path, invoke: Invoke) -> None:
     """One row has no R², and JSON no NaN."""
     fitted(Path("houses.csv"), "price", Path("m"))
@@ -780,7 +808,7 @@ def test_an_estimators_model_is_taken_too(kind: str, here: Path, invoke: Invoke)
 
 # -- tune -------------------------------------------------------------------------------------------------------------
 
-FAST = ("--members", "2", "--hidden", "4", "--epochs", "2")
+FAST = ("--num-members", "2", "--hidden", "4", "--epochs", "2")
 
 
 def test_a_search_for_lambda(here: Path, invoke: Invoke) -> None:
@@ -901,3 +929,41 @@ class _Anything:
 
 
 ANYTHING = _Anything()
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_options_have_the_names_and_defaults_of_the_estimators() -> None:
+    options = inspect.signature(table_commands.fit).parameters
+    given_otherwise = {
+        "network": "the command line has no functions",
+        "callbacks": "the command line has no functions",
+        "verbose": "there is a bar",
+        "n_jobs": "OMP_NUM_THREADS",
+        "validation_fraction": "validation",
+        "random_state": "seed",
+    }
+    estimator = {field.name: field.default for field in dataclasses.fields(ACEClassifier)}
+    for name in estimator.keys() - given_otherwise.keys():
+        default = options[name].default
+        if name == "hidden":
+            default = tuple(map(int, default.split(",")))
+        elif name == "diversity":
+            default = float(default)
+        elif name == "early_stopping":
+            default = "auto" if default else False
+        assert default == estimator[name], name
+    assert options["validation"].default == estimator["validation_fraction"]
+
+
+@pytest.mark.usefixtures("no_report")
+def test_names_of_the_estimators_are_understood(here: Path, invoke: Invoke) -> None:
+    names = ("--validation-fraction", "0.3", "--random-state", "3", "--members", "shared", "--schedule", "cosine")
+    outcome = invoke("fit", "pets.csv", "--target", "pet", *TINY, *names, "--no-early-stopping")
+    assert (outcome.code, outcome.err) == (0, "")
+    record = json.loads(Path("models/pets/manifest.json").read_text())["extra"]["fit"]
+    assert (record["seed"], record["table"]["validation"]) == (3, 0.3)
+    plan = record["plan"]
+    assert (plan["members"], plan["schedule"], plan["patience"]) == ("shared", "cosine", None)
+    assert invoke("predict", "models/pets", "pets.csv", "--out", "p.csv").code == 0

@@ -380,13 +380,14 @@ def test_a_finished_model_is_recognized(data: Path, tmp_path: Path) -> None:
 def test_other_settings_are_refused(other: dict[str, Any], data: Path, tmp_path: Path) -> None:
     fit = job(data, "pet", tmp_path / "out")
     done(fit)
-    with pytest.raises(RunStoreError, match=r"out already holds other files\. Choose another --out"):
+    (name,) = other
+    with pytest.raises(RunStoreError, match=rf"out holds another model \({name} was .* and is now .*\)\. Replace it"):
         job(data, "pet", tmp_path / "out", **other).is_finished()
     unfinished = job(data, "pet", tmp_path / "unfinished")
     with unfinished.lock():
         pass
     before = everything_in(tmp_path)
-    with pytest.raises(RunStoreError, match=r"unfinished\.work holds an unfinished fit of other data or settings\."):
+    with pytest.raises(RunStoreError, match=rf"unfinished\.work holds another fit, unfinished \({name} was"):
         done(job(data, "pet", tmp_path / "unfinished", **other))
     assert everything_in(tmp_path) == before
 
@@ -394,7 +395,7 @@ def test_other_settings_are_refused(other: dict[str, Any], data: Path, tmp_path:
 def test_other_data_under_the_same_name_are_refused(data: Path, tmp_path: Path) -> None:
     done(job(data, "pet", tmp_path / "out"))
     write_table(pets(seed=1), data)
-    with pytest.raises(RunStoreError, match="already holds other files"):
+    with pytest.raises(RunStoreError, match=r"holds another model \(the data file has changed\)"):
         job(data, "pet", tmp_path / "out").is_finished()
 
 
@@ -442,7 +443,7 @@ def test_a_damaged_record_of_the_request_is_refused(content: str, data: Path, tm
     fit = job(data, "pet", tmp_path / "out")
     fit.work.mkdir()
     (fit.work / "fit.json").write_text(content)
-    with pytest.raises(RunStoreError, match="holds an unfinished fit of other data or settings"):
+    with pytest.raises(RunStoreError, match=r"holds another fit, unfinished\."):
         done(fit)
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.extended
 KILLS = int(os.environ.get("TORCHACE_KILLS", "5"))
 
 # Long enough to be killed in: three rounds of groups, then the model.
-SETTINGS = ("--target", "pet", "--members", "3", "--hidden", "16", "--epochs", "6", "--batch-size", "8")
+SETTINGS = ("--target", "pet", "--num-members", "3", "--hidden", "16", "--epochs", "6", "--batch-size", "8")
 FIT = ("fit", "pets.csv", *SETTINGS, "--out", "model")
 TUNE = ("tune", "pets.csv", *SETTINGS, "--seeds", "2", "--out", "search")
 TRIALS = ("tune", "pets.csv", "--target", "pet", "--epochs", "1", "--trials", "4", "--out", "study")

@@ -26,29 +26,50 @@ except ModuleNotFoundError as error:
 # remedies by command
 LESS_MEMORY = {
     "run": "Try a smaller network or batch, or fewer runs at a time (sweep.group_size).",
-    "fit": "Try fewer or smaller members (--members, --hidden), or smaller batches (--batch-size).",
-    "tune": "Try fewer or smaller members (--members, --hidden), smaller batches (--batch-size), or fewer seeds "
+    "fit": "Try fewer or smaller members (--num-members, --hidden), or smaller batches (--batch-size).",
+    "tune": "Try fewer or smaller members (--num-members, --hidden), smaller batches (--batch-size), or fewer seeds "
     "(--seeds).",
 }
 
+TOUR = """Ensembles of networks, trained jointly; the diversity λ sets how much members may differ.
+
+\b
+A table of yours:
+  torchace fit flowers.csv --target species     train, compare with baselines, report
+  torchace show models/flowers                  columns, λ and scores of the model
+  torchace predict models/flowers new.csv --out predictions.csv
+
+\b
+The effect of λ:
+  torchace run demo                             when λ pays and when not, in a minute
+  torchace run digits                           an experiment; `torchace info` lists all
+  torchace run mine.toml                        your own network and data
+
+Repeat `fit`, `tune` or `run` to resume it. `torchace COMMAND --help` explains a command; `torchace
+--install-completion` makes the tab key complete commands and options.
+"""
+
 app = typer.Typer(
-    add_completion=False,
     invoke_without_command=True,
     pretty_exceptions_enable=False,
-    help="Train ensembles jointly; the diversity λ controls how much the members differ.",
+    rich_markup_mode=None,
+    context_settings={"max_content_width": 100},
+    help=TOUR,
 )
 
 
-app.command()(sweep_commands.run)
-app.command()(sweep_commands.report)
+for command in (*table_commands.COMMANDS, sweep_commands.run, sweep_commands.report):
+    app.command()(command)
 
 
 @app.command()
 def diagnose(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="logits (K, N, C) and target (N,) as .npz or .safetensors.")
+        Path, typer.Argument(metavar="FILE", help="An .npz or .safetensors file with logits (K, N, C) and target (N,).")
     ],
-    out: Annotated[Path | None, typer.Option(help="Directory for the findings and figures.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIRECTORY", help="Directory for the findings and figures.")
+    ] = None,
 ) -> None:
     """Diagnose an ensemble's diversity from its members' logits."""
     from torchace.diagnosis import diagnose_file
@@ -73,10 +94,6 @@ def info() -> None:
         print_line(f"{name:14} {value}")
 
 
-for command in table_commands.COMMANDS:
-    app.command()(command)
-
-
 def _version(wanted: bool) -> None:
     if wanted:
         print_line(f"torchace {__version__}")
@@ -91,7 +108,7 @@ def _main(
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        context.get_help()
+        typer.echo(context.get_help())
 
 
 def main() -> None:
@@ -102,7 +119,7 @@ def main() -> None:
     try:
         with warnings.catch_warnings():  # restores how warnings are shown
             warnings.showwarning = _show_warning
-            sys.exit(app(standalone_mode=False))
+            sys.exit(app(prog_name="torchace", standalone_mode=False))
     except KeyboardInterrupt:
         sys.exit(KEYBOARD)
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Self
 
@@ -16,12 +17,15 @@ from torchace.lab.tables.fit import FitCallback
 from torchace.lab.training.loop import Progress
 from torchace.lab.tuning.search import SearchCallback, SearchStage
 
+SECONDS_BETWEEN_LINES = 10.0
+
 
 class _Display:
-    """Progress bars in a terminal; only messages elsewhere."""
+    """Progress bars in a terminal; elsewhere messages, and a line now and then."""
 
     def __init__(self, console: Console, *columns: ProgressColumn) -> None:
         self.console = console
+        self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
         self.bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -42,6 +46,14 @@ class _Display:
 
     def _print(self, text: str) -> None:
         print_line(text, self.console)
+
+    def _update(self, task: TaskID, title: str, *, done: float, total: float, unit: str = "", note: str = "") -> None:
+        """Move a bar; without a terminal, print a line, at most one every few seconds."""
+        self.bars.update(task, description=title, completed=done, total=total, note=note)
+        if self.bars.disable and time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
+            place = f"{unit} {done:g} of {total:g}" if unit else f"{done / total:.0%}"
+            self._print(f"{title.strip()}: {place}{', ' + note if note else ''}.")
 
 
 class SweepProgress(_Display, Callback):
@@ -67,7 +79,8 @@ class SweepProgress(_Display, Callback):
         """Update a bar."""
         values = [value for value in progress.score if value is not None]  # None: failed runs
         note = f"{progress.metric.replace('_', ' ')} {sum(values) / len(values):.4f}" if values else ""
-        self.bars.update(self.groups[group.id], total=progress.steps, completed=progress.step, note=note)
+        title, task = f"  {_describe(group.runs)}", self.groups[group.id]
+        self._update(task, title, done=progress.step, total=progress.steps, unit="step", note=note)
 
     def on_group_end(self, group: GroupPlan, done: int) -> None:
         """Remove a bar, or print a line."""
@@ -96,7 +109,7 @@ class FitProgress(_Display, FitCallback):
         """Show the stage of the search."""
         title = "gain of λ on fresh seeds" if stage.purpose == "gain" else f"search for λ, round {stage.number}"
         note = f"{len(stage.diversities)} λ x {len(stage.seeds)} seeds"
-        self.bars.update(self.task, description=title, total=1.0, completed=fraction, note=note)
+        self._update(self.task, title, done=fraction, total=1.0, note=note)
 
     def on_estimate(self, seconds: float) -> None:
         """Print the time that the search will take."""
@@ -107,7 +120,7 @@ class FitProgress(_Display, FitCallback):
         """Show the training score."""
         value = progress.score[0]
         note = "" if value is None else f"training score {value:.4f}"
-        self.bars.update(self.task, description="training", total=progress.steps, completed=progress.step, note=note)
+        self._update(self.task, "training", done=progress.step, total=progress.steps, unit="step", note=note)
 
 
 class TrialProgress(_Display, SearchCallback):

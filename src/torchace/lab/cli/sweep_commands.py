@@ -29,12 +29,17 @@ if TYPE_CHECKING:
 
 
 def run(
-    experiment: Annotated[str, typer.Argument(help="A built-in experiment or the path of a TOML file.")] = "digits",
+    experiment: Annotated[
+        str, typer.Argument(metavar="EXPERIMENT", help="A built-in experiment or the path of a TOML file.")
+    ] = "digits",
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="SECTION.KEY=VALUE", help="Override a setting, such as train.epochs=5; repeatable."
+        ),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds: 0, 1, 2, ...")] = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory. By default runs/NAME.")] = None,
+    seeds: Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of seeds: 0, 1, 2, ...")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIRECTORY", help="Run directory. By default runs/NAME.")] = None,
     device: Device = "auto",
     resume: Annotated[bool, typer.Option(help="Resume, or refuse a directory that already holds runs.")] = True,
     ray: Annotated[
@@ -101,7 +106,7 @@ def _print_failures(failures: dict[RunKey, Failure]) -> None:
         raise typer.Exit(SOME_FAILED)
 
 
-def report(directory: Annotated[Path, typer.Argument(help="Run directory.")]) -> None:
+def report(directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Run directory.")]) -> None:
     """Write the report of a run directory."""
     from torchace.lab.report import read_results, rich_table, summary_sentences, write_report
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchace.lab.cli.table_options import Data, TableRequest, option_name, parse_diversity, with_table_options
+from torchace.lab.cli.table_options import Data, TableRequest, option_name, with_table_options
 from torchace.lab.cli.terminal import (
     RESUME,
     check_report_packages,
@@ -41,28 +41,41 @@ Model = Annotated[Path, typer.Argument(metavar="MODEL", help="Model directory of
 @with_table_options
 def fit(
     request: TableRequest,
-    out: Annotated[Path | None, typer.Option(help="Model directory. By default models/NAME.")] = None,
-    diversity: Annotated[str, typer.Option(help="λ in [0, 1], or auto: choose it on validation rows.")] = "0",
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIRECTORY", help="Model directory. By default models/NAME.")
+    ] = None,
+    diversity: Annotated[
+        str, typer.Option(metavar="λ", help="λ in [0, 1], or auto: choose it on validation rows.")
+    ] = "0",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in the directory.")] = False,
     baselines: Annotated[bool, typer.Option(help="Compare with simpler models and gradient boosting.")] = True,
 ) -> None:
-    """Train an ensemble on a table, choose λ, and write the model and a report. Repeat the command to resume."""
+    """Train an ensemble on a table; write the model and a report. Repeat the command to resume."""
     check_report_packages()
 
     from torchace.lab.cli.progress import FitProgress
     from torchace.lab.tables.fit import TableFit
     from torchace.lab.training.loop import Interrupted
 
-    chosen, settings = parse_diversity(diversity), request.settings
+    settings, chosen = request.settings, request.hyperparameters.diversity
     directory = _directory(out, "models", request.data)
     table, plan = request.load()
     job = TableFit(
-        table, plan, chosen, directory, settings.to_json(), settings.seed, request.device, overwrite, baselines
+        table=table,
+        plan=plan,
+        diversity=None if chosen == "auto" else float(chosen),
+        out=directory,
+        settings=settings.to_json(),
+        seed=settings.seed,
+        device=request.device,
+        overwrite=overwrite,
+        baselines=baselines,
     )
     if job.is_finished():
         print_line(f"{directory} already holds this model.")
         job.remove_work()
         show(directory)
+        _print_report_path(directory)
         return
     _print_columns(table)
     try:
@@ -77,23 +90,27 @@ def fit(
     except Interrupted:
         raise exit_interrupted(RESUME.format(job.work)) from None
     show(directory)
-    print_line(f"Report: {directory / 'report' / 'index.html'}")
+    _print_report_path(directory)
 
 
 @with_table_options
 def tune(
     request: TableRequest,
-    out: Annotated[Path | None, typer.Option(help="Directory of the search. By default runs/tune-NAME.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIRECTORY", help="Directory of the search. By default runs/tune-NAME.")
+    ] = None,
     trials: Annotated[
-        int | None, typer.Option(min=1, help="Number of trials; searches width, depth, K and more besides λ.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Number of trials; searches width, depth, K and more besides λ."),
     ] = None,
     storage: Annotated[
-        str | None, typer.Option(help="Optuna storage URL, to search on several machines. By default a file in --out.")
+        str | None,
+        typer.Option(metavar="URL", help="Optuna storage, to search on several machines. By default a file in --out."),
     ] = None,
-    study: Annotated[str, typer.Option(help="Name of the study in the storage.")] = "torchace",
+    study: Annotated[str, typer.Option(metavar="NAME", help="Name of the study in the storage.")] = "torchace",
     pruning: Annotated[bool, typer.Option(help="Stop trials that are worse than the median.")] = True,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of trainings per candidate.")] = 5,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of candidates for λ.")] = 2,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Number of trainings per candidate.")] = 5,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Rounds of candidates for λ.")] = 2,
 ) -> None:
     """Search λ, or λ with other hyperparameters, on validation rows. Repeat the command to resume."""
     from torchace.lab.cli.progress import FitProgress, TrialProgress
@@ -130,7 +147,7 @@ def tune(
 def evaluate(
     model: Model,
     data: Data,
-    out: Annotated[Path | None, typer.Option(help="JSON file for the scores.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="JSON file for the scores.")] = None,
 ) -> None:
     """Score a model on rows whose target is known."""
     from torchace._files import remove_abandoned, write_atomic
@@ -149,6 +166,11 @@ def evaluate(
     else:
         scores = loaded.evaluate(frame).metrics
         print_table(_score_table({data.name: scores}))
+    if share := loaded.training_share(frame):
+        print_line(
+            f"{data.name} contains {_percent(share)} of the rows that the model was trained on. These scores are too "
+            f"optimistic; for those of its test rows, use: torchace show {shlex.quote(str(model))}"
+        )
     if out is not None:
         content = {"model": str(model), "data": str(data), "rows": len(frame), "scores": scores}
         remove_abandoned(out)
@@ -159,8 +181,10 @@ def evaluate(
 def predict(
     model: Model,
     data: Data,
-    out: Annotated[Path, typer.Option(help="Output file, .csv or .parquet.")],
-    keep: Annotated[list[str] | None, typer.Option(help="Column to copy to the output; repeatable.")] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Output file, .csv or .parquet.")],
+    keep: Annotated[
+        list[str] | None, typer.Option(metavar="COLUMN", help="Column to copy to the output; repeatable.")
+    ] = None,
     escape_formulas: Annotated[
         bool, typer.Option("--escape-formulas", help="Put ' before text that a spreadsheet would evaluate (.csv).")
     ] = False,
@@ -184,8 +208,8 @@ def predict(
     print_line(f"{rows} predictions written to {out}.")
 
 
-def export(model: Model, onnx: Annotated[Path, typer.Option(help="Output file.")]) -> None:
-    """Export a model to ONNX and compare onnxruntime's outputs with torch's."""
+def export(model: Model, onnx: Annotated[Path, typer.Option(metavar="FILE", help="Output file.")]) -> None:
+    """Export a model to ONNX, and compare its outputs with torch's."""
     from torchace.lab.tables.export import export_onnx
     from torchace.lab.tables.model import TableModel
 
@@ -218,6 +242,10 @@ def show(model: Model) -> None:
         print_table(_score_table({part: scores[part] for part in ("validation", "test") if part in scores}))
     if comparison := loaded.record.get("comparison"):
         _print_comparison(comparison)
+
+
+def _print_report_path(directory: Path) -> None:
+    print_line(f"Report: {directory / 'report' / 'index.html'}")
 
 
 def _directory(out: Path | None, parent: str, data: Path, prefix: str = "") -> Path:
@@ -291,6 +319,10 @@ def _rich_table(table: ReportTable) -> Any:
     return drawn
 
 
+def _percent(share: float) -> str:
+    return "all" if share == 1 else f"about {max(share, 0.01):.0%}"
+
+
 def _list_names(names: Iterable[str], limit: int = 20) -> str:
     quoted = [name if name.isprintable() and name.strip() else repr(name) for name in names]
     more = f" and {len(quoted) - limit} more" if len(quoted) > limit else ""
@@ -341,7 +373,7 @@ def _trial_table(study: Mapping[str, Any]) -> Any:
 
 def _fit_command(result: Any, request: TableRequest) -> str:
     plan = result.plan
-    chosen = {"target": list(request.settings.target), "diversity": result.diversity, "members": plan.num_members}
+    chosen = {"target": list(request.settings.target), "diversity": result.diversity, "num_members": plan.num_members}
     chosen |= {"hidden": ",".join(map(str, plan.hidden)), "batch_size": plan.batch_size}
     chosen |= {"learning_rate": plan.learning_rate, "weight_decay": plan.weight_decay}
     words = ["torchace", "fit", str(request.data)]
@@ -352,4 +384,4 @@ def _fit_command(result: Any, request: TableRequest) -> str:
     return shlex.join(words)
 
 
-COMMANDS = (fit, tune, evaluate, predict, export, show)
+COMMANDS = (fit, show, predict, evaluate, tune, export)

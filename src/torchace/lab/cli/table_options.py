@@ -20,9 +20,15 @@ if TYPE_CHECKING:
 
 DEFAULTS = Hyperparameters()
 
+
+def _option(metavar: str | None, text: str, *names: str, **limits: int) -> Any:
+    """Declare an option; without names, it has that of its parameter."""
+    return typer.Option(*names, metavar=metavar, help=text, **limits)
+
+
 Columns = list[str] | None
 Data = Annotated[Path, typer.Argument(metavar="DATA", help="A CSV, Parquet or NPZ file.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:N, or auto: cuda if available.")]
+Device = Annotated[str, _option("DEVICE", "cpu, cuda, cuda:N, or auto: cuda if available.")]
 
 
 @dataclass(frozen=True)
@@ -46,39 +52,55 @@ class TableRequest:
 
 def _table_options(
     data: Data,
-    target: Annotated[list[str], typer.Option(help="Column to predict; repeatable for regression.")],
-    task: Annotated[str | None, typer.Option(help="classification or regression. Inferred by default.")] = None,
-    drop: Annotated[Columns, typer.Option(help="Column to leave out; repeatable.")] = None,
-    number: Annotated[Columns, typer.Option(help="Column to read as numbers; repeatable.")] = None,
-    category: Annotated[Columns, typer.Option(help="Column to read as categories; repeatable.")] = None,
-    date: Annotated[Columns, typer.Option(help="Column to read as dates; repeatable.")] = None,
+    target: Annotated[list[str], _option("COLUMN", "Column to predict; repeatable for regression.")],
+    task: Annotated[str | None, _option("TASK", "classification or regression. Inferred by default.")] = None,
+    drop: Annotated[Columns, _option("COLUMN", "Column to leave out; repeatable.")] = None,
+    number: Annotated[Columns, _option("COLUMN", "Column to read as numbers; repeatable.")] = None,
+    category: Annotated[Columns, _option("COLUMN", "Column to read as categories; repeatable.")] = None,
+    date: Annotated[Columns, _option("COLUMN", "Column to read as dates; repeatable.")] = None,
     split_column: Annotated[
-        str | None, typer.Option(help="Column that says train, validation or test for each row.")
+        str | None, _option("COLUMN", "Column that says train, validation or test for each row.")
     ] = None,
-    validation: Annotated[float, typer.Option(help="Fraction of rows for choosing λ and early stopping.")] = 0.2,
-    test: Annotated[float, typer.Option(help="Fraction of rows for the final scores.")] = 0.2,
-    class_weight: Annotated[Columns, typer.Option(help="balanced, or CLASS=WEIGHT (repeatable; 1 by default).")] = None,
-    skip_missing_target: Annotated[
-        bool, typer.Option("--skip-missing-target", help="Skip rows without a target.")
-    ] = False,
-    members: Annotated[int, typer.Option(min=1, help="Number of members.")] = DEFAULTS.num_members,
-    hidden: Annotated[str, typer.Option(help="Widths of the hidden layers, such as 64 or 64,32.")] = ",".join(
+    validation: Annotated[
+        float,
+        _option("SHARE", "Share of rows for choosing λ and early stopping.", "--validation", "--validation-fraction"),
+    ] = DEFAULTS.validation_fraction,
+    test: Annotated[float, _option("SHARE", "Share of rows for the final scores.")] = 0.2,
+    class_weight: Annotated[Columns, _option("WEIGHT", "balanced, or CLASS=NUMBER; repeatable.")] = None,
+    skip_missing_target: Annotated[bool, _option(None, "Skip rows without a target.", "--skip-missing-target")] = False,
+    num_members: Annotated[int, _option("K", "Number of members.", min=1)] = DEFAULTS.num_members,
+    members: Annotated[
+        str, _option("KIND", "separate, or shared or shared_mini: one network with an adapter for each member.")
+    ] = DEFAULTS.members,
+    hidden: Annotated[str, _option("WIDTHS", "Widths of the hidden layers, such as 64 or 64,32.")] = ",".join(
         map(str, DEFAULTS.hidden)
     ),
-    epochs: Annotated[int, typer.Option(min=1, help="Maximum number of epochs.")] = DEFAULTS.epochs,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows in a batch.")] = DEFAULTS.batch_size,
-    learning_rate: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = DEFAULTS.learning_rate,
-    weight_decay: Annotated[float, typer.Option(help="Weight decay of AdamW.")] = DEFAULTS.weight_decay,
-    patience: Annotated[
-        int, typer.Option(min=0, help="Epochs without improvement before training stops; 0 disables early stopping.")
-    ] = DEFAULTS.patience or 0,
-    batches: Annotated[str, typer.Option(help="shared, or exchanged: a separate batch for each member.")] = "shared",
-    precision: Annotated[str, typer.Option(help="float64, or float32, which is faster on a GPU.")] = DEFAULTS.precision,
     encoding: Annotated[
-        str, typer.Option(help="Encoding of numbers: auto, standard, robust or piecewise (bins between quantiles).")
+        str, _option("HOW", "Encoding of numbers: auto, standard, robust or piecewise (bins between quantiles).")
     ] = DEFAULTS.encoding,
-    seed: Annotated[int, typer.Option(min=0, max=10**15, help="Random seed of the split and the training.")] = 0,
+    epochs: Annotated[int, _option("N", "Maximum number of epochs.", min=1)] = DEFAULTS.epochs,
+    batch_size: Annotated[int, _option("N", "Rows in a batch.", min=1)] = DEFAULTS.batch_size,
+    learning_rate: Annotated[float, _option("RATE", "Learning rate of AdamW.")] = DEFAULTS.learning_rate,
+    weight_decay: Annotated[float, _option("RATE", "Weight decay of AdamW.")] = DEFAULTS.weight_decay,
+    schedule: Annotated[
+        str | None, _option("HOW", "constant or cosine. By default constant with early stopping, else cosine.")
+    ] = DEFAULTS.schedule,
+    batches: Annotated[
+        str, _option("HOW", "shared; exchanged or separate: each member its own, with or without coupling.")
+    ] = DEFAULTS.batches,
+    early_stopping: Annotated[
+        bool, _option(None, "Stop on rows left out of the training, or train all epochs.")
+    ] = True,
+    patience: Annotated[
+        int, _option("N", "Epochs without improvement before training stops.", min=0)
+    ] = DEFAULTS.patience or 0,
+    precision: Annotated[str, _option("TYPE", "float64, or float32, which is faster on a GPU.")] = DEFAULTS.precision,
+    seed: Annotated[
+        int, _option("N", "Random seed of the split and the training.", "--seed", "--random-state", min=0, max=10**15)
+    ] = 0,
     device: Device = DEFAULTS.device,
+    *,
+    diversity: str | float,
 ) -> TableRequest:
     from torchace.lab.tables.table import TableSettings
     from torchace.lab.training.config import resolve_device
@@ -114,17 +136,20 @@ def _table_options(
     )
     if not re.fullmatch(r"\s*([0-9]{1,6}\s*(,\s*[0-9]{1,6}\s*)*)?", hidden):
         raise ValueError(f"Expected --hidden as widths such as 64 or 64,32, but got {hidden!r}.")
-    if batches == "separate":
-        raise ValueError("Expected --batches shared or exchanged, but got 'separate'.")
+    if members.isdigit():
+        raise ValueError(f"--members says what the members share; their number is --num-members {members}.")
     hyperparameters = check_hyperparameters(
         option_name,
-        num_members=members,
+        num_members=num_members,
+        members=members,
+        diversity=diversity,
         hidden=[int(width) for width in hidden.split(",") if width.strip()],
         epochs=epochs,
         batch_size=batch_size,
         learning_rate=learning_rate,
         weight_decay=weight_decay,
-        patience=patience or None,
+        schedule=schedule,
+        patience=patience if early_stopping and patience else None,
         batches=batches,
         precision=precision,
         encoding=encoding,
@@ -132,12 +157,13 @@ def _table_options(
     return TableRequest(data, settings, hyperparameters, resolve_device(device), given)
 
 
-_SHARED = inspect.signature(_table_options, eval_str=True).parameters
+_SHARED = dict(inspect.signature(_table_options, eval_str=True).parameters)
+del _SHARED["diversity"]
 
 
 def option_name(name: str) -> str:
     """Return the option of a hyperparameter."""
-    return f"--{name.removeprefix('num_').replace('_', '-')}"
+    return f"--{name.replace('_', '-')}"
 
 
 def _parse_class_weight(values: Columns) -> dict[str, float] | str | None:
@@ -160,14 +186,11 @@ def _parse_class_weight(values: Columns) -> dict[str, float] | str | None:
     return weights
 
 
-def parse_diversity(text: str) -> float | None:
-    """Parse --diversity; None for `auto`."""
+def _parse_diversity(text: str) -> float | str:
     try:
-        value: float | str = float(text)
+        return float(text)
     except ValueError:
-        value = text
-    checked = check_hyperparameters(option_name, diversity=value).diversity
-    return None if checked == "auto" else float(checked)
+        return text
 
 
 def with_table_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -177,7 +200,8 @@ def with_table_options(command: Callable[..., None]) -> Callable[..., None]:
     parameters = [data, target, *own, *others]
 
     def call(**options: Any) -> None:
-        request = _table_options(**{name: options.pop(name) for name in _SHARED})
+        diversity = _parse_diversity(options.get("diversity", "auto"))  # `tune` searches it
+        request = _table_options(**{name: options.pop(name) for name in _SHARED}, diversity=diversity)
         command(request, **options)
 
     call.__name__, call.__doc__ = command.__name__, command.__doc__

@@ -6,7 +6,6 @@ The working directory `NAME.work` beside it lets a killed fit resume.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -23,10 +22,10 @@ from torchace._files import PARTIAL, fsync_directory, json_digest, read_json, re
 from torchace.lab.data import Split
 from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, FoldSplit, assign_folds, number_blocks
 from torchace.lab.schema.results import ExperimentResult, RunKey, RunResult
-from torchace.lab.store import OUTPUT_FILES, RunStore, RunStoreError, finite
+from torchace.lab.store import OUTPUT_FILES, RunStore, RunStoreError, describe_differences, finite
 from torchace.lab.sweeps.config import hardware, versions
 from torchace.lab.tables.baselines import compare_with_baselines
-from torchace.lab.tables.model import TableModel, evaluate_chunks
+from torchace.lab.tables.model import TableModel, evaluate_chunks, sample_hashes
 from torchace.lab.tables.table import Table
 from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.loop import CheckpointPolicy, Progress
@@ -83,13 +82,11 @@ class TableFit:
         """Return the identity of this fit: equal requests give equal models."""
         plan = {**asdict(self.plan), "hidden": list(self.plan.hidden)}
         del plan["network"]  # the command line has none
-        diversity = "auto" if self.diversity is None else self.diversity
-        data = {"name": self.table.name, "sha256": self.table.sha256}
         return {
-            "data": data,
+            "data": {"name": self.table.name, "sha256": self.table.sha256},
             "table": self.settings,
             "plan": plan,
-            "diversity": diversity,
+            "diversity": "auto" if self.diversity is None else self.diversity,
             "seed": self.seed,
             "baselines": self.baselines,
         }
@@ -112,9 +109,13 @@ class TableFit:
             record = {}
         if self.overwrite and record:
             return False
-        if record.get("fit") != self.request():
-            remedy = "add --overwrite" if record else "remove it"
-            raise RunStoreError(f"{self.out} already holds other files. Choose another --out, or {remedy}.")
+        if (before := record.get("fit")) != self.request():
+            if not record:
+                raise RunStoreError(f"{self.out} already holds other files. Choose another --out, or remove it.")
+            how = describe_differences(before, self.request())
+            raise RunStoreError(
+                f"{self.out} holds another model{how}. Replace it with --overwrite, or choose another --out."
+            )
         return True
 
     @contextlib.contextmanager
@@ -138,10 +139,11 @@ class TableFit:
         """Refuse a working directory with other content, because it is removed at the end."""
         refuse_links(self.work.parent, [self.work.name])
         if self._request_file.exists():
-            if self._stored_request() != self.request() and not self.overwrite:
+            before = self._stored_request()
+            if before != self.request() and not self.overwrite:
+                how = describe_differences(before, self.request())
                 raise RunStoreError(
-                    f"{self.work} holds an unfinished fit of other data or settings. Choose another --out, or add "
-                    "--overwrite."
+                    f"{self.work} holds another fit, unfinished{how}. Add --overwrite, or choose another --out."
                 )
         elif self.work.is_dir():
             # a killed process may leave its lock and a partial fit.json
@@ -291,6 +293,7 @@ class TableFit:
             "temperature": temperature,
             "best_epoch": None if fitted.best_epochs is None else fitted.best_epochs[0],
             "rows": {"train": len(table.train), "validation": len(table.validation), "test": len(table.test)},
+            "row_hashes": sample_hashes(torch.cat([table.raw["train"], table.raw["validation"]])),
         }
         comparison = None
         if self.baselines:
@@ -360,6 +363,7 @@ class TableFit:
     ) -> ExperimentResult:
         table, plan, target = self.table, self.plan, self.table.schema.target
         widths = [table.train.x.shape[1], *plan.hidden, table.num_outputs]
+        parameters = sum(p.numel() for p in TableModel.load(self._model).ensemble.parameters())
         arm = {
             "name": run.arm,
             "label": "the model",
@@ -367,7 +371,7 @@ class TableFit:
             "num_members": plan.num_members,
             "batches": plan.batches,
             "network": "MLP " + "-".join(map(str, widths)),
-            "parameters": plan.num_members * sum((i + 1) * o for i, o in itertools.pairwise(widths)),
+            "parameters": parameters,
             "diversities": [run.diversity],
         }
         content = {

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
@@ -44,6 +47,8 @@ REGRESSOR_OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "spread": lambda predictions: _drop_single_target(predictions.std(0, correction=0)),
 }
 
+
+NUM_HASHES = 1000  # of training rows, kept with the model
 
 _OUTPUTS = {"classification": CLASSIFIER_OUTPUTS, "multilabel": MULTILABEL_OUTPUTS, "regression": REGRESSOR_OUTPUTS}
 
@@ -150,6 +155,11 @@ class TableModel:
                 counts[column.name] = int(((positions(cells, column.categories) < 0) & cells.is_valid()).sum())
         return {name: count for name, count in counts.items() if count}
 
+    def training_share(self, frame: DataFrame) -> float:
+        """Estimate the share of the rows of the training that `frame` contains; 0 if the model does not know."""
+        kept = np.frombuffer(bytes.fromhex(self.record.get("row_hashes", "")), dtype="<u8")
+        return float(np.isin(kept, _hash_rows(self.encoding.matrix(frame))).mean()) if len(kept) else 0.0
+
     def evaluate(self, frame: DataFrame) -> Evaluation:
         """Return scores on rows whose target is known."""
         return evaluate_chunks(self._chunks(frame), self.encoding.targets(frame))
@@ -159,6 +169,20 @@ class TableModel:
         predictions, y = self.logits(frame), self.encoding.targets(frame)
         names = self.encoding.schema.target.names
         return {name: evaluate_regression(predictions[..., i], y[:, i]) for i, name in enumerate(names)}
+
+
+def sample_hashes(raw: Tensor) -> str:
+    """Return the smallest hashes of rows of the raw matrix as text: a random sample of the distinct rows."""
+    return _hash_rows(raw)[:NUM_HASHES].tobytes().hex()
+
+
+def _hash_rows(raw: Tensor) -> NDArray[np.uint64]:
+    """Return the hashes of the distinct rows, sorted."""
+    from pandas import DataFrame
+    from pandas.util import hash_pandas_object  # type: ignore[import-untyped]
+
+    rows = np.where(np.isnan(raw.numpy()), np.nan, raw.numpy() + 0.0)  # one NaN, no -0.0
+    return np.unique(hash_pandas_object(DataFrame(rows), index=False).to_numpy()).astype("<u8")
 
 
 def evaluate_chunks(logits: Iterable[Tensor], target: Tensor) -> Evaluation:
@@ -189,6 +213,9 @@ def _is_readable(record: Mapping[str, Any]) -> bool:
     except ValidationError:
         return False
     if search is not None and not (isinstance(search, Mapping) and isinstance(search.get("sentence"), str)):
+        return False
+    hashes = record.get("row_hashes", "")
+    if not isinstance(hashes, str) or not re.fullmatch(r"([0-9a-f]{16})*", hashes):
         return False
     parts = {} if scores is None else scores
     return isinstance(parts, Mapping) and all(
