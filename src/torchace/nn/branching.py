@@ -24,8 +24,8 @@ ADVICE = (
 def branch(
     model: nn.Module,
     num_members: int,
-    *positional: object,
-    at: str = "",
+    *,
+    at: str,
     reinitialize: bool | Callable[[], nn.Module] = False,
     example: Any = None,
     link: str = "softmax",
@@ -42,7 +42,6 @@ def branch(
     Args:
         model: The model to split, trained or not; it returns logits `(N, C, ...)`.
         num_members: K.
-        *positional: Not used; a third positional argument is an error.
         at: The name of the first layer of the members, such as `"fc"` or `"stage3.0"`.
         reinitialize: True: draw every member's weights with the layers' `reset_parameters`. A function that returns a
             model: copy every member's weights from a new one, for models with their own initialization (timm's,
@@ -66,8 +65,6 @@ def branch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"Expected `model` to be a module, but got {type(model).__name__}.")
-    if positional:
-        raise TypeError("Expected the name of the layer as a keyword. Write branch(model, num_members, at='fc').")
     _checks.check_count(num_members, "num_members")
     if not isinstance(reinitialize, bool) and (isinstance(reinitialize, nn.Module) or not callable(reinitialize)):
         got = type(reinitialize).__name__
