@@ -24,6 +24,12 @@ def is_eager() -> bool:
     return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
+def can_compare() -> bool:
+    """Whether values can be read and compared: no compilation, transform, trace or CUDA graph capture is active."""
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return is_eager() and not torch._C._get_tracing_state() and not captured
+
+
 def can_read(tensor: Tensor) -> bool:
     """Whether the values of a tensor may be checked: a plain CPU tensor in eager mode."""
     plain = type(tensor) is Tensor or type(tensor) is torch.nn.Parameter  # not a fake, distributed or wrapped one
@@ -107,7 +113,7 @@ def check_floating(tensor: Tensor, name: str) -> None:
         )
 
 
-def _check_shape(tensor: Tensor, name: str, shape: tuple[int, ...], description: str) -> None:
+def check_shape(tensor: Tensor, name: str, shape: tuple[int, ...], description: str) -> None:
     check_tensor(tensor, name)
     if shape_of(tensor) != shape:
         raise ValueError(f"Expected `{name}` of shape {shape}, {description}, but got {shape_of(tensor)}.")
@@ -188,7 +194,7 @@ def as_member_weights(
     if member_weights is None:
         return torch.full((num_members,), 1.0 / num_members, dtype=like.dtype, device=like.device)
     alpha = member_weights_tensor(member_weights).detach()
-    _check_shape(alpha, "member_weights", (num_members,), "one for each member")
+    check_shape(alpha, "member_weights", (num_members,), "one for each member")
     if can_read(alpha):
         values = alpha.tolist()
         if not all(value >= 0 for value in values):
@@ -228,13 +234,9 @@ def as_sample_weight(sample_weight: Tensor, num_members: int, samples: tuple[int
     return weight.detach().to(dtype=like.dtype, device=like.device)
 
 
-def check_class_weight(weight: Tensor, num_classes: int) -> None:
-    _check_shape(weight, "weight", (num_classes,), "one for each class")
-
-
 def check_mixture(mixture: Tensor, like: Tensor) -> None:
     """Check Σ_j α^j q^j, given for members' outputs `like`."""
-    _check_shape(mixture, "mixture", shape_of(like)[1:], "the members' shape without the member axis")
+    check_shape(mixture, "mixture", shape_of(like)[1:], "the members' shape without the member axis")
 
 
 def check_broadcasts(value: Tensor, name: str, like: Tensor) -> None:

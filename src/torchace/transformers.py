@@ -98,7 +98,9 @@ class ACETrainerMixin:
             self.label_names = ["labels"]
         if len(self.label_names) != 1:
             raise ValueError(f"Expected one name in `label_names`, but got {self.label_names}.")
-        network = _find_network(ensemble)
+        network = None  # the model of transformers inside the ensemble
+        if isinstance(ensemble, StackedClassifiers | StackedEnsemble):
+            network = ensemble.host if isinstance(ensemble, StackedClassifiers) else ensemble.stacked
         self._is_causal = network is not None and _is_causal_model(network)
         if network is not None:
             columns = inspect.signature(network.forward).parameters
@@ -118,7 +120,10 @@ class ACETrainerMixin:
             )
         if not return_outputs and self._has_large_logits(target):
             features, target = self._features(model, inputs, target)
-            return self._linear_loss(features, target)
+            options = ("member_weights", "weight", "ignore_index", "label_smoothing", "reduction")
+            given = {name: getattr(self.ace_loss, name) for name in options}
+            head = _head_tensors(self._ensemble())
+            return linear_amended_cross_entropy(features, *head, target, self.ace_loss.diversity, **given)
         logits = model(**inputs)
         loss = self.ace_loss(*self._align(logits, target))
         return (loss, {"logits": self._predictions(logits)}) if return_outputs else loss
@@ -211,20 +216,12 @@ class ACETrainerMixin:
         return self._count_logits(target) > LARGE_LOGITS
 
     def _features(self, model: nn.Module, inputs: dict[str, Any], target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the inputs of the head, `(K, N·T, D)`, and their target, `(N·T,)`."""
+        """Return the inputs of the head, `(K, N·T, D)`, and their target, `(N·T,)`, for a loss in chunks of logits."""
         with _without_head(self._ensemble()):
             features = model(**inputs)  # (K, N, T, D)
         if self._is_causal:
             features, target = features[:, :, :-1], target[:, 1:]
         return features.flatten(1, -2), target.flatten()
-
-    def _linear_loss(self, features: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of features `(K, M, D)` and their target, `(M,)`, in chunks of the logits."""
-        loss: Any = self.ace_loss
-        weight, bias = _head_tensors(self._ensemble())
-        options = ("member_weights", "weight", "ignore_index", "label_smoothing", "reduction")
-        given = {name: getattr(loss, name) for name in options}
-        return linear_amended_cross_entropy(features, weight, bias, target, loss.diversity, **given)
 
     def _as_loss_target(self, target: Tensor, logits: Tensor) -> Tensor:
         """Convert labels to floating-point numbers, with an axis for a single output."""
@@ -237,13 +234,6 @@ class ACETrainerMixin:
         predict = ensemble_probs if ensemble.link == "identity" else ensemble_log_probs
         predictions = predict(logits.detach(), member_weights=ensemble.member_weights, link=ensemble.link)
         return predictions if predictions.ndim < 3 else predictions.movedim(1, -1)
-
-
-def _find_network(ensemble: EnsembleModule) -> nn.Module | None:
-    """Return the model of transformers inside an ensemble, or None."""
-    if isinstance(ensemble, StackedClassifiers):
-        return ensemble.host
-    return ensemble.stacked if isinstance(ensemble, StackedEnsemble) else None
 
 
 @contextmanager

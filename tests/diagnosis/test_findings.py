@@ -12,7 +12,7 @@ from scipy import stats
 
 from tests.diagnosis import ensembles
 from torchace import diagnose
-from torchace.diagnosis import intervals
+from torchace import _statistics as intervals
 
 PROBLEMS = {
     "collapse": ensembles.make_collapsed,

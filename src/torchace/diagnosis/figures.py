@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchace._figures import DARK, HEIGHT, LIGHT, FigureSpec, Theme, legend, render
-from torchace.diagnosis.intervals import Interval, Values, mean_interval, proportion_interval
+from torchace._statistics import Interval, Values, mean_interval, proportion_interval
 from torchace.diagnosis.measures import Measures
 
 if TYPE_CHECKING:

@@ -12,9 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from torchace.diagnosis.advice import advise_diversity
-from torchace.diagnosis.diagnosis import SEVERITIES, Finding
-from torchace.diagnosis.intervals import (
+from torchace._statistics import (
     LEVEL,
     Interval,
     Values,
@@ -23,6 +21,8 @@ from torchace.diagnosis.intervals import (
     proportion_interval,
     ratio_interval,
 )
+from torchace.diagnosis.advice import advise_diversity
+from torchace.diagnosis.diagnosis import SEVERITIES, Finding
 from torchace.diagnosis.measures import Measures
 
 MIN_SAMPLES = 30  # with fewer, findings are notes at most: the intervals rely on normality

@@ -36,19 +36,14 @@ def reduce_samples(losses: Tensor, reduction: str) -> Tensor:
 def member_mean(losses: Tensor, sample_weight: Tensor | None, reduction: str) -> Tensor:
     """Weight losses `(K, N, ...)`, reduce them over each member's elements and sum over members."""
     if sample_weight is None:
-        if reduction == "mean":
-            return losses.flatten(1).mean(1).sum()
-        return losses.sum() if reduction == "sum" else losses
+        return losses.flatten(1).mean(1).sum() if reduction == "mean" else reduce_samples(losses, reduction)
     weight = _checks.as_sample_weight(sample_weight, losses.shape[0], tuple(losses.shape[1:]), losses)
     # where, not a product: an element of weight 0 may have an infinite loss
     weighted = torch.where(weight == 0, 0.0, losses * weight)
-    if reduction == "none":
-        return weighted
-    if reduction == "mean":
-        total = weight.expand_as(losses).flatten(1).sum(1)
-        sums = weighted.flatten(1).sum(1)
-        return torch.where(total == 0, 0.0, sums / torch.where(total == 0, 1.0, total)).sum()
-    return weighted.sum()
+    if reduction != "mean":
+        return reduce_samples(weighted, reduction)
+    total = weight.expand_as(losses).flatten(1).sum(1)
+    return torch.where(total == 0, 0.0, weighted.flatten(1).sum(1) / torch.where(total == 0, 1.0, total)).sum()
 
 
 def resolve_coupling(
@@ -100,7 +95,7 @@ def resolve_options(
             )
         mixture = flatten_samples(mixture.detach().to(like), 1)
     if weight is not None:
-        _checks.check_class_weight(weight, logits.shape[2])
+        _checks.check_shape(weight, "weight", (logits.shape[2],), "one for each class")
         weight = weight.detach().to(like)
     scale: float | Tensor = 1.0
     if sample_weight is not None:

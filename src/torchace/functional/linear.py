@@ -140,9 +140,7 @@ class _LinearLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
-        if (
-            torch.is_grad_enabled()
-        ):  # they would pass for constants: once_differentiable looks at the incoming one alone
+        if torch.is_grad_enabled():  # not once_differentiable, which looks at the incoming gradient alone
             raise RuntimeError(
                 "Expected a first derivative of linear_amended_cross_entropy, but got create_graph=True. For a second "
                 "one use amended_cross_entropy of the logits."
@@ -261,9 +259,4 @@ def _check_shapes(features: Tensor, head_weight: Tensor, head_bias: Tensor | Non
             "Convert one of them, or use torch.autocast."
         )
     if head_bias is not None:
-        _checks.check_tensor(head_bias, "head_bias")
-        if head_bias.shape != head_weight.shape[:2]:
-            raise ValueError(
-                f"Expected `head_bias` of shape {tuple(head_weight.shape[:2])}, or None, "
-                f"but got {_checks.shape_of(head_bias)}."
-            )
+        _checks.check_shape(head_bias, "head_bias", _checks.shape_of(head_weight)[:2], "or None")

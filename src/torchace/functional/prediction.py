@@ -37,7 +37,14 @@ def ensemble_log_probs(
     _checks.check_choice(link, "link", _checks.LINKS)
     if link == "identity":
         raise ValueError("Predictions with link='identity' have no log-probabilities; ensemble_probs averages them.")
-    return _weighted_logsumexp(_log_probs(logits, link), member_weights)
+    if link == "sigmoid":
+        _checks.check_members_first(logits, "logits")
+        log_q = F.logsigmoid(logits.to(compute_dtype(logits)))
+    else:
+        _checks.check_logits(logits)
+        log_q = F.log_softmax(logits, 2, dtype=compute_dtype(logits))
+    alpha = _checks.as_member_weights(member_weights, len(log_q), like=log_q)
+    return log_mixture(log_q + along_members(alpha.log(), log_q))
 
 
 def ensemble_probs(
@@ -68,20 +75,6 @@ def ensemble_probs(
     values = logits.to(compute_dtype(logits))
     alpha = _checks.as_member_weights(member_weights, values.shape[0], like=values)
     return (along_members(alpha, values) * values).sum(0)
-
-
-def _log_probs(logits: Tensor, link: str) -> Tensor:
-    """Members' log-probabilities, in the shape of the logits."""
-    if link == "sigmoid":
-        _checks.check_members_first(logits, "logits")
-        return F.logsigmoid(logits.to(compute_dtype(logits)))
-    _checks.check_logits(logits)
-    return F.log_softmax(logits, 2, dtype=compute_dtype(logits))
-
-
-def _weighted_logsumexp(log_probs: Tensor, member_weights: Tensor | Sequence[float] | None) -> Tensor:
-    alpha = _checks.as_member_weights(member_weights, log_probs.shape[0], like=log_probs)
-    return log_mixture(log_probs + along_members(alpha.log(), log_probs))
 
 
 def fit_member_weights(

@@ -207,7 +207,9 @@ def ambiguity(
     _checks.check_reduction(reduction)
     log_q, alpha, log_mixture = _log_probs(logits, member_weights)
     gain = log_mixture - (along_members(alpha, log_q) * log_q).sum(0)  # (N, C, ...), one for each possible label
-    return reduce_samples(_expectation(gain, target, logits), reduction)
+    if _checks.check_target(target, logits, ignore_index=None):
+        return reduce_samples((target.to(gain) * gain).sum(1), reduction)
+    return reduce_samples(gain.gather(1, target.long().unsqueeze(1)).squeeze(1), reduction)
 
 
 def pairwise_cross_entropy(logits: Tensor) -> Tensor:
@@ -239,13 +241,6 @@ def _log_probs(logits: Tensor, member_weights: Tensor | Sequence[float] | None) 
     log_q = F.log_softmax(logits, 2, dtype=compute_dtype(logits))
     alpha = _checks.as_member_weights(member_weights, logits.shape[0], like=log_q)
     return log_q, alpha, torch.logsumexp(log_q + along_members(alpha.log(), log_q), 0)
-
-
-def _expectation(values: Tensor, target: Tensor, logits: Tensor) -> Tensor:
-    """Σ_c p_c · values, `(N, ...)`, of values `(N, C, ...)`."""
-    if _checks.check_target(target, logits, ignore_index=None):
-        return (target.to(values) * values).sum(1)
-    return values.gather(1, target.long().unsqueeze(1)).squeeze(1)
 
 
 class BiasVarianceCovariance(NamedTuple):

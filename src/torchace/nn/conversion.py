@@ -111,7 +111,7 @@ class StackedClassifiers(EnsembleModule):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of the host's inputs, `(K, N, C)`; `(K, N, C, d1, ...)` for tokens or pixels."""
         refuse_labels(kwargs)
-        if self.num_members == 1 or self.host.training in self._checked_modes or not _can_compare():
+        if self.num_members == 1 or self.host.training in self._checked_modes or not _checks.can_compare():
             return self._unfold(self._host_logits(args, kwargs))
         outputs: list[tuple[Tensor, int]] = []  # of the head, with the number of in-place changes
 
@@ -196,12 +196,6 @@ class StackedClassifiers(EnsembleModule):
     def extra_repr(self) -> str:
         """Return the head's name and the sizes."""
         return f"head={self.head!r}, num_members={self.num_members}, num_classes={self.num_classes}"
-
-
-def _can_compare() -> bool:
-    """Whether values can be read: no compilation, transform, trace or CUDA graph capture is active."""
-    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return _checks.is_eager() and not torch._C._get_tracing_state() and not captured
 
 
 @contextmanager

@@ -178,7 +178,7 @@ class StackedEnsemble(EnsembleModule):
             if not self._call_by_call:
                 return run_one_by_one(self.stacked, self.num_members, args, kwargs, own=own)
             key = None if rng is None else rng.tensors
-            return run_stacked_in_graph(self._token, modes, own, list(args), kwargs, self._tensors(), key)
+            return run_stacked_in_graph(self._token, modes, own, list(args), kwargs, named_tensors(self.stacked), key)
         decision = self._decision(modes, args, kwargs, own=own)
         shared = [] if own else [*args, *kwargs.values()]
         before = tensor_versions(shared)
@@ -194,9 +194,6 @@ class StackedEnsemble(EnsembleModule):
             )
         return output
 
-    def _tensors(self) -> dict[str, Tensor]:
-        return {**named_tensors(self.stacked, "parameters"), **named_tensors(self.stacked, "buffers")}
-
     def _run_stacked(
         self, layers: list[nn.Module], args: Sequence[Any], kwargs: dict[str, Any], size: int, *, own: bool, rng: Any
     ) -> Any:
@@ -204,7 +201,7 @@ class StackedEnsemble(EnsembleModule):
         if size >= self.num_members:
             mode = StackingMode(self.num_members, self._token, rng)
             return run_stacked(self.stacked, mode, args, kwargs, own=own, layers=layers)
-        tensors = self._tensors()
+        tensors = named_tensors(self.stacked)
         outputs = []
         for start in range(0, self.num_members, size):
             part = slice(start, min(start + size, self.num_members))
@@ -218,8 +215,7 @@ class StackedEnsemble(EnsembleModule):
         """Return the number of members to compute together: on a CPU, as many as fit in its cache."""
         if decision is None or not decision.largest or self.shares_weights:
             return self.num_members
-        tensors = [x for x in tree_leaves(list(args)) if isinstance(x, Tensor)]
-        if any(x.device.type != "cpu" or (own and len(x) != self.num_members) for x in tensors):
+        if any(x.device.type != "cpu" or (own and len(x) != self.num_members) for x in _tensors(args)):
             return self.num_members
         return max(1, CACHED // decision.largest)
 
@@ -238,7 +234,7 @@ class StackedEnsemble(EnsembleModule):
         """Return the decision for these modes, made at the first call; None where it cannot be made."""
         key = (own, torch.is_grad_enabled(), modes)
         if key not in self._decisions:
-            if _is_traced(args):
+            if not _checks.can_compare() or any(isinstance(x, FakeTensor) or x.is_meta for x in _tensors(args)):
                 return None if self._call_by_call else Decision(False)
             self._decisions[key] = decide(self.stacked, self.num_members, self._token, args, kwargs, own=own)
             self._call_by_call = self._decisions[key].call_by_call
@@ -346,11 +342,5 @@ def _all_modules(root: nn.Module) -> list[nn.Module]:
     return pending
 
 
-def _is_traced(args: Sequence[Any]) -> bool:
-    """Whether values cannot be read: in a transform of `torch.func`, an export or a CUDA graph."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._functorch.maybe_current_level() is not None
-        or any(isinstance(x, FakeTensor) or (isinstance(x, Tensor) and x.is_meta) for x in tree_leaves(list(args)))
-        or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-    )
+def _tensors(args: Sequence[Any]) -> list[Tensor]:
+    return [x for x in tree_leaves(list(args)) if isinstance(x, Tensor)]

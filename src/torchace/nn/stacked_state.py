@@ -116,11 +116,12 @@ def _combine(modules: list[nn.Module], combine: Callable[[nn.Module, str, list[T
     return copy_module(modules[0], parts)
 
 
-def named_tensors(module: nn.Module, kind: str) -> dict[str, Tensor]:
-    """Return parameters or buffers by name: tied ones under each name, those of a shared layer once."""
+def named_tensors(module: nn.Module, *kinds: str) -> dict[str, Tensor]:
+    """Return parameters and buffers, or one kind, by name: tied ones under each name, those of a shared layer once."""
     # with all names of a shared layer, `functional_call` would leave its tensors in the module (torch 2.13)
     return {
         f"{prefix}.{name}".lstrip("."): tensor
+        for kind in kinds or ("parameters", "buffers")
         for prefix, layer in module.named_modules()
         for name, tensor in getattr(layer, f"named_{kind}")(recurse=False, remove_duplicate=False)
     }

@@ -207,7 +207,7 @@ def handle_checkpointing(mode: TorchFunctionMode | None, module: nn.Module | Non
 
     def start_in_mode(function: Any, preserve: bool, context_fn: Any, *rest: Any, **kwargs: Any) -> Any:
         if module is not None and not tensors:
-            tensors.update({**named_tensors(module, "parameters"), **named_tensors(module, "buffers")})
+            tensors.update(named_tensors(module))
         again: Any = copy.copy(mode)
         if isinstance(again, StackingMode):
             again.rng = copy.copy(again.rng)  # the recomputation draws the same numbers
