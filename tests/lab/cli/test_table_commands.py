@@ -77,7 +77,7 @@ def fitted(data: Path, target: str, out: Path, **settings: Any) -> Path:
     wanted = TableSettings((target,), **settings)
     table = load_table(data, wanted)
     plan = MemberPlan(table.task, num_members=2, hidden=(4,), epochs=1)
-    job = TableFit(table, plan, 0.5, out, wanted.to_json(), baselines=False)
+    job = TableFit(table, plan, 0.5, out, wanted.to_dict(), baselines=False)
     with job.lock():
         job.train()
         fake_report(job.work)

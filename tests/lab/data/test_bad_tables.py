@@ -364,7 +364,7 @@ def damaged_json(kind: str, *path: Any, to: Any) -> Callable[[], object]:
     """An encoding or schema of which one entry is something else."""
 
     def read() -> object:
-        content = copy.deepcopy((QUANTITIES if kind == "regression" else CLASSES).to_json())
+        content = copy.deepcopy((QUANTITIES if kind == "regression" else CLASSES).to_dict())
         *keys, last = path
         place = content
         for key in keys:
@@ -373,7 +373,7 @@ def damaged_json(kind: str, *path: Any, to: Any) -> Callable[[], object]:
             del place[last]
         else:
             place[last] = to
-        return Encoding.from_json(content)
+        return Encoding.from_dict(content)
 
     return read
 
@@ -426,9 +426,9 @@ ENCODINGS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: learn_encoding(QUANTITIES.schema, pets(pet=0.5)),
         ("training part", "'pet'"),
     ),
-    "JSON: a list": (lambda: Encoding.from_json([]), ("encoding", "damaged")),
-    "JSON: nothing": (lambda: Encoding.from_json(None), ("encoding", "damaged")),
-    "JSON: a text": (lambda: Schema.from_json("{}"), ("schema", "damaged")),
+    "JSON: a list": (lambda: Encoding.from_dict([]), ("encoding", "damaged")),
+    "JSON: nothing": (lambda: Encoding.from_dict(None), ("encoding", "damaged")),
+    "JSON: a text": (lambda: Schema.from_dict("{}"), ("schema", "damaged")),
     "JSON: a newer version": (damaged_json("classification", "version", to=3), ("encoding", "version")),
     "JSON: a newer schema": (damaged_json("classification", "schema", "version", to=7), ("schema.version",)),
     "JSON: a field more": (damaged_json("classification", "code", to="import os"), ("code",)),

@@ -244,7 +244,7 @@ def test_many_categories_have_smaller_features(count, method, scale):
     encoding = learn_encoding(infer_schema(frame, "pet"), frame, method=method)
     assert encoding.columns[1].scale == scale
     assert encoding.encoder()(encoding.matrix(frame))[:, -count:].unique().tolist() == [0.0, scale]
-    assert Encoding.from_json(encoding.to_json()) == encoding
+    assert Encoding.from_dict(encoding.to_dict()) == encoding
 
 
 def test_few_levels_have_a_bin_each():
@@ -348,9 +348,9 @@ def test_a_column_of_other_types_in_other_chunks(tmp_path):
 def test_json_round_trip(target):
     frame = pets(size=[0.1, None, 1 / 3] * 10 if target == "pet" else [0.1, 7e300, 1 / 3] * 10, town=["ü", None] * 15)
     encoding = learn(frame, target)
-    content = json.loads(json.dumps(encoding.to_json(), allow_nan=False))
-    assert content == encoding.to_json()
-    again = Encoding.from_json(content)
+    content = json.loads(json.dumps(encoding.to_dict(), allow_nan=False))
+    assert content == encoding.to_dict()
+    again = Encoding.from_dict(content)
     assert again == encoding
     assert same(again.matrix(frame), encoding.matrix(frame))
     if target == "size":
@@ -363,13 +363,13 @@ def test_json_round_trip(target):
 def test_any_other_json_is_refused_or_is_another_encoding(target):
     encoding = learn(pets(size=[1.5, None] * 15, age=np.arange(30) / 7), target)
     sentences = []
-    for document in mutate(encoding.to_json()):
+    for document in mutate(encoding.to_dict()):
         try:
-            again = Encoding.from_json(document)
+            again = Encoding.from_dict(document)
         except DataError as error:
             sentences.append(str(error))
         else:
-            assert again.to_json() == document
+            assert again.to_dict() == document
             again.encoder()
             assert again.matrix(pets(size=1.0)).shape == (30, len(again.columns))
     assert len(sentences) > 300
@@ -443,7 +443,7 @@ def check_table(columns: dict[str, list[str]], target: str, delimiter: str, seed
             assert same(matrix_of_chunks(encoding, path, rows), matrix)
             chunks = iterate_table(path, rows=rows)
             assert torch.equal(torch.cat([encoding.targets(chunk) for chunk in chunks]), targets)
-    again = Encoding.from_json(json.loads(json.dumps(encoding.to_json(), allow_nan=False)))
+    again = Encoding.from_dict(json.loads(json.dumps(encoding.to_dict(), allow_nan=False)))
     assert again == encoding
     assert again.schema == schema
     encoder = encoding.encoder()

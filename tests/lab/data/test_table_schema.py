@@ -286,7 +286,7 @@ def test_classes_are_matched_after_reading(values, form):
     frame = pets(pet=values)
     schema = infer_schema(frame, "pet", "classification")
     if form == "JSON":
-        schema = Schema.from_json(json.loads(json.dumps(schema.to_json())))
+        schema = Schema.from_dict(json.loads(json.dumps(schema.to_dict())))
     codes = schema.targets(frame.astype({"pet": str}) if form == "text" else frame)
     assert codes.dtype == torch.int64
     assert schema.target.labels(codes) == list(values)
@@ -320,20 +320,20 @@ SCHEMA = infer_schema(pets(id=[f"é\n{i}" for i in range(30)], y=[0, 1] * 15), "
 
 
 def test_json_round_trip():
-    content = json.loads(json.dumps(SCHEMA.to_json()))
-    assert content == SCHEMA.to_json()
-    assert Schema.from_json(content) == SCHEMA
+    content = json.loads(json.dumps(SCHEMA.to_dict()))
+    assert content == SCHEMA.to_dict()
+    assert Schema.from_dict(content) == SCHEMA
 
 
 def test_any_other_json_is_refused_or_is_another_schema():
     sentences = []
-    for document in mutate(SCHEMA.to_json()):
+    for document in mutate(SCHEMA.to_dict()):
         try:
-            schema = Schema.from_json(document)
+            schema = Schema.from_dict(document)
         except DataError as error:
             sentences.append(str(error))
         else:
-            assert schema.to_json() == document
+            assert schema.to_dict() == document
     assert len(sentences) > 100
     assert all("\n" not in sentence and sentence.endswith(".") for sentence in sentences)
 

@@ -26,7 +26,7 @@ def job(data: Path, target: str, out: Path, diversity: float | None = 0.5, **opt
     wanted = TableSettings((target,), **settings)
     table = load_table(data, wanted)
     plan = MemberPlan(table.task, **{**TINY, **options})
-    return TableFit(table, plan, diversity, out, wanted.to_json(), wanted.seed, baselines=False)
+    return TableFit(table, plan, diversity, out, wanted.to_dict(), wanted.seed, baselines=False)
 
 
 def done(fit: TableFit) -> TableModel:

@@ -272,7 +272,7 @@ def test_if_everything_fails_diversity_is_0() -> None:
     result = run_search(replace(PLAN, learning_rate=1e300))
     assert result.diversity == 0
     assert result.sentence == "Every training failed (NaN or Inf), so λ=0. Lower the learning rate."
-    content = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    content = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert all(candidate["scores"] == {"0": None, "1": None} for candidate in content["candidates"])
 
 
@@ -339,12 +339,12 @@ def test_overfitting_ends_the_search_before_it_begins(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("options", [{}, {"num_fresh": 0}, {"num_fresh": 1}, {"test": None}])
 def test_result_survives_json(options: dict[str, Any]) -> None:
     result = run_search(**options)
-    content = json.loads(json.dumps(result.to_json(), allow_nan=False))
-    assert TunedDiversity.from_json(content) == result
+    content = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert TunedDiversity.from_dict(content) == result
     assert {"chosen", "metric", "split", "rounds", "candidates", "gain", "sentence"} <= set(content)
     if content["gain"] is not None:  # earlier versions wrote neither
         del content["gain"]["samples"], content["gain"]["choices"]
-        gain = TunedDiversity.from_json(content).gain
+        gain = TunedDiversity.from_dict(content).gain
         assert gain is not None
         assert (gain.samples, gain.choices) == (None, 1)
 

@@ -101,7 +101,7 @@ def test_regression_is_scored_by_squared_error() -> None:
     prediction = alone.ensemble(0)(validation.x).detach().mean(0)
     assert result.best is not None
     assert result.best.value == pytest.approx(float((prediction - validation.y).square().mean()), rel=1e-9)
-    assert result.to_json()["metric"] == "mse"
+    assert result.to_dict()["metric"] == "mse"
 
 
 def test_first_trial_is_the_plan_at_diversity_0() -> None:
@@ -174,7 +174,7 @@ def test_callback_receives_every_trial() -> None:
 
 def test_result_is_json(tmp_path: Path) -> None:
     result = found(2, tmp_path / "study.db")
-    content = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    content = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert result.best is not None
     assert content["best"]["value"] == result.best.value
     assert content["best"]["diversity"] == result.diversity
@@ -185,7 +185,7 @@ def test_result_is_json(tmp_path: Path) -> None:
 
 def test_study_without_trials() -> None:
     result = found(0)
-    assert (result.trials, result.best, result.plan, result.to_json()["best"]) == ((), None, None, None)
+    assert (result.trials, result.best, result.plan, result.to_dict()["best"]) == ((), None, None, None)
 
 
 def test_optuna_is_silenced_and_restored(capsys: pytest.CaptureFixture[str]) -> None:

@@ -197,7 +197,7 @@ def work(directory: str) -> None:
     """The process that is killed."""
     torch.set_num_threads(1)
     result = run_search(KILLED, cache=SearchCache(Path(directory) / "search", every_steps=2))
-    (Path(directory) / "result.json").write_text(json.dumps(result.to_json()))
+    (Path(directory) / "result.json").write_text(json.dumps(result.to_dict()))
 
 
 def start(directory: Path) -> BaseProcess:
@@ -253,7 +253,7 @@ def kill_moments(search: Path, kind: str, rng: random.Random) -> Iterator[bool]:
 
 @pytest.mark.extended
 def test_killed_search_resumes_with_the_same_result(tmp_path: Path) -> None:
-    undisturbed = run_search(KILLED).to_json()
+    undisturbed = run_search(KILLED).to_dict()
     rng, kills, torn, searches = random.Random(KILLS), 0, 0, 0
     for attempt in range(6 * KILLS + 6):
         enough = kills >= KILLS and torn >= KILLS // 4

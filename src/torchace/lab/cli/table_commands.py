@@ -65,7 +65,7 @@ def fit(
         plan=plan,
         diversity=None if chosen == "auto" else float(chosen),
         out=directory,
-        settings=settings.to_json(),
+        settings=settings.to_dict(),
         seed=settings.seed,
         device=request.device,
         overwrite=overwrite,
@@ -128,13 +128,13 @@ def tune(
         if trials is None:
             with stop_signal() as stop, FitProgress(console) as progress:
                 tuned = search.tune_diversity(num_seeds=seeds, rounds=rounds, callback=progress, stop=stop)
-            print_table(_candidate_table(tuned.to_json()))
+            print_table(_candidate_table(tuned.to_dict()))
             print_line(tuned.sentence)
         else:
             options: dict[str, Any] = {"storage": storage, "study_name": study, "pruning": pruning}
             with stop_signal() as stop, TrialProgress(console, trials) as bar:
                 result = search.run_study(trials, **options, callback=bar, stop=stop)
-            print_table(_trial_table(result.to_json()))
+            print_table(_trial_table(result.to_dict()))
             if result.best is None:
                 raise ValueError("No trial was completed; see the table for the reasons.")
             print_line(f"Train with the best hyperparameters: {_fit_command(result, request)}")

@@ -172,13 +172,13 @@ class Encoding:
         """Number of encoded features, D."""
         return len(self.feature_names)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Convert the encoding and its schema to JSON values."""
         return type_adapter(Encoding).dump_python(self, mode="json")
 
     @classmethod
-    def from_json(cls, content: object) -> Encoding:
-        """Restore an encoding from `to_json`; raise `DataError` for other content."""
+    def from_dict(cls, content: object) -> Encoding:
+        """Restore an encoding from `to_dict`; raise `DataError` for other content."""
         encoding: Encoding = parse_stored(Encoding, content, "encoding")
         encoding.schema.check()
         if list(dict.fromkeys(map(_kind, encoding.columns))) != [(c.name, c.kind) for c in encoding.schema.columns]:

@@ -227,13 +227,13 @@ class Schema:
             )
         return torch.from_numpy(codes)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Convert the schema to JSON values."""
         return type_adapter(Schema).dump_python(self, mode="json")
 
     @classmethod
-    def from_json(cls, content: object) -> Schema:
-        """Restore a schema from `to_json`; raise `DataError` for other content."""
+    def from_dict(cls, content: object) -> Schema:
+        """Restore a schema from `to_dict`; raise `DataError` for other content."""
         schema: Schema = parse_stored(Schema, content, "schema")
         schema.check()
         return schema

@@ -34,8 +34,8 @@ def save_estimator(estimator: Any, path: str | os.PathLike[str]) -> None:
         "oof_score": estimator.oof_score_,
         "residual_variance": None if estimator._residual_variance is None else estimator._residual_variance.tolist(),
         "residuals": None if estimator._residuals is None else [fold.tolist() for fold in estimator._residuals],
-        "search": None if estimator.tuning_ is None else finite(estimator.tuning_.to_json()),
-        "encoding": estimator._encoding.to_json(),
+        "search": None if estimator.tuning_ is None else finite(estimator.tuning_.to_dict()),
+        "encoding": estimator._encoding.to_dict(),
     }
     class_names = [str(label) for label in estimator.classes_] if estimator._task == "classification" else None
     save_model(path, estimator.ensemble_, diversity=estimator.diversity_, class_names=class_names, extra=extra)
@@ -58,7 +58,7 @@ def load_estimator(kind: type[T], path: str | os.PathLike[str]) -> T:
         if extra["feature_names"] is not None:
             estimator.feature_names_in_ = np.array(extra["feature_names"], dtype=object)
         estimator._targets_from_json(extra["targets"])
-        estimator._encoding = Encoding.from_json(extra["encoding"])
+        estimator._encoding = Encoding.from_dict(extra["encoding"])
         estimator.history_ = extra["history"]
         estimator.temperature_, estimator.oof_score_ = float(extra["temperature"]), extra["oof_score"]
         estimator.oof_predictions_, residuals, variance = None, extra["residuals"], extra["residual_variance"]
@@ -66,7 +66,7 @@ def load_estimator(kind: type[T], path: str | os.PathLike[str]) -> T:
         estimator._residuals = None if residuals is None else [np.array(fold, dtype=np.float64) for fold in residuals]
         estimator.diversity_ = float(manifest["diversity"])
         tuning = extra["search"]
-        estimator.tuning_ = None if tuning is None else TunedDiversity.from_json(tuning)
+        estimator.tuning_ = None if tuning is None else TunedDiversity.from_dict(tuning)
     except (KeyError, TypeError, ValueError, DataError) as error:
         raise ModelFileError(
             f"The {kind.__name__} in {path} cannot be read by this version of torchace. Save it again."

@@ -287,7 +287,7 @@ class TableFit:
         scores, arrays = self._evaluate(trained, temperature, folds)
         record = {
             "fit": self.request(),
-            "search": None if tuned is None else tuned.to_json(),
+            "search": None if tuned is None else tuned.to_dict(),
             "scores": scores,
             "folds": None if folds is None else NUM_FOLDS,
             "temperature": temperature,
@@ -389,7 +389,7 @@ class TableFit:
             },
             "arms": [arm],
             "seeds": [run.seed],
-            "search": None if tuned is None else tuned.to_json(),
+            "search": None if tuned is None else tuned.to_dict(),
             "comparison": comparison,
             "hardware": hardware(self.device),
             "versions": versions(),

@@ -82,7 +82,7 @@ class TableModel:
         if not isinstance(ensemble, Ensemble) or "encoding" not in record or manifest["diversity"] is None:
             raise ModelFileError(f"Expected a model of a table in {path}, but got another. Use torchace.load_model.")
         try:
-            encoding = Encoding.from_json(record.pop("encoding"))
+            encoding = Encoding.from_dict(record.pop("encoding"))
         except DataError as error:
             raise ModelFileError(f"The description of the table in {path} cannot be read: {error}") from error
         if not _accepts(ensemble, encoding):
@@ -98,7 +98,7 @@ class TableModel:
             self.ensemble,
             diversity=self.diversity,
             class_names=self.encoding.schema.target.class_names if self.is_classifier else None,
-            extra={**self.record, "encoding": self.encoding.to_json()},
+            extra={**self.record, "encoding": self.encoding.to_dict()},
         )
 
     @property

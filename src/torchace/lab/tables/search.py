@@ -72,5 +72,5 @@ class TableSearch:
     def _write(self, result: Result) -> Result:
         file = self.directory / "tune.json"
         remove_abandoned(file)
-        write_atomic(file, (json.dumps(finite(result.to_json()), indent=1) + "\n").encode())
+        write_atomic(file, (json.dumps(finite(result.to_dict()), indent=1) + "\n").encode())
         return result

@@ -42,7 +42,7 @@ class TableSettings:
     skip_missing_target: bool = False
     encoding: str = "auto"  # of the numbers; see `learn_number`
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the settings for JSON."""
         return {**asdict(self), "target": list(self.target), "drop": list(self.drop)}
 

@@ -86,13 +86,13 @@ class TunedDiversity(DiversitySearch):
         """The chosen λ."""
         return self.chosen
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the content of a result file."""
         return self.model_dump(mode="json")
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> TunedDiversity:
-        """Return the result from `to_json`'s output."""
+    def from_dict(cls, content: Mapping[str, Any]) -> TunedDiversity:
+        """Return the result from `to_dict`'s output."""
         return cls.model_validate(content)
 
 

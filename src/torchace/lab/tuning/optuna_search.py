@@ -153,7 +153,7 @@ class StudyResult:
         chosen, diversity = apply_values(plan, best.user_attrs["values"])
         return cls(study.study_name, plan.task, records, records[best.number], chosen, diversity)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the content of a result file."""
         best = None
         if self.best is not None and self.plan is not None:

@@ -178,7 +178,7 @@ class SearchResult(Protocol):
     def diversity(self) -> float | None:
         """The chosen λ, if any."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the content of a result file."""
 
 
