@@ -11,8 +11,8 @@ import torch
 from scipy import stats
 
 from tests.diagnosis import ensembles
-from torchace import diagnose
 from torchace import _statistics as intervals
+from torchace import diagnose
 
 PROBLEMS = {
     "collapse": ensembles.make_collapsed,

@@ -63,8 +63,13 @@ def diagnose(
     """
     if (train_logits is None) != (train_target is None):
         raise ValueError("Expected both `train_logits` and `train_target`, or neither, but got one of them.")
-    names = _check_class_names(class_names, logits)
+    _checks.check_class_names(class_names)
     measures, train = Measures(logits, target, member_weights), None
+    if class_names is not None and len(class_names) != measures.num_classes:
+        raise ValueError(
+            f"Expected {measures.num_classes} `class_names`, one for each class, but got {len(class_names)}."
+        )
+    names = tuple(class_names or ())
     if train_logits is not None and train_target is not None:
         train = Measures(train_logits, train_target, member_weights, name="train_logits")
         if (train.num_members, train.num_classes) != (measures.num_members, measures.num_classes):
@@ -145,15 +150,6 @@ def _read_npz(file: Path) -> tuple[dict[str, Any], list[str] | None]:
         return tensors, [str(name) for name in names.astype(str).reshape(-1)]
     except ValueError as error:  # also bytes that are not ASCII
         raise ValueError(f"Expected an array of strings under `class_names` in {file}, but got {error}.") from error
-
-
-def _check_class_names(class_names: Sequence[str] | None, logits: Any) -> tuple[str, ...]:
-    _checks.check_class_names(class_names)
-    if class_names is None:
-        return ()
-    if isinstance(logits, Tensor) and logits.ndim == 3 and len(class_names) != logits.shape[2]:
-        raise ValueError(f"Expected {logits.shape[2]} `class_names`, one for each class, but got {len(class_names)}.")
-    return tuple(class_names)
 
 
 def _summarize(m: Measures, train: Measures | None) -> dict[str, Any]:

@@ -39,10 +39,15 @@ class MemberMetric(Metric):
     member_sums: Tensor
 
     def __init__(self, num_members: int, shapes: dict[str, tuple[int, ...]], **kwargs: Any) -> None:
+        _checks.check_count(num_members, "num_members")
         super().__init__(**kwargs)
         self.num_members = num_members
         for name, shape in {"samples": (), **shapes}.items():
             self.add_state(name, torch.zeros(shape, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def extra_repr(self) -> str:
+        """Return the sizes."""
+        return f"num_members={self.num_members}"
 
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """Keep the axis of `members` for K = 1, which torchmetrics would squeeze."""
@@ -91,7 +96,7 @@ class EnsembleMetrics(MemberMetric):
     def __init__(
         self, num_members: int, num_classes: int, *, num_bins: int = 15, ignore_index: int = -100, **kwargs: Any
     ) -> None:
-        for name, count in {"num_members": num_members, "num_classes": num_classes, "num_bins": num_bins}.items():
+        for name, count in {"num_classes": num_classes, "num_bins": num_bins}.items():
             _checks.check_count(count, name)
         shapes = {
             "sums": (len(SCORES),),
@@ -104,8 +109,8 @@ class EnsembleMetrics(MemberMetric):
         self.num_classes, self.num_bins, self.ignore_index = num_classes, num_bins, ignore_index
 
     def extra_repr(self) -> str:
-        """Return the sizes and options."""
-        return f"num_members={self.num_members}, num_classes={self.num_classes}"
+        """Return the sizes."""
+        return f"{super().extra_repr()}, num_classes={self.num_classes}"
 
     @torch.no_grad()
     def update(self, logits: Tensor, target: Tensor, *, member_weights: Tensor | Sequence[float] | None = None) -> None:
@@ -178,12 +183,7 @@ class RegressionMetrics(MemberMetric):
     member_score = "member_mean_squared_error"
 
     def __init__(self, num_members: int, **kwargs: Any) -> None:
-        _checks.check_count(num_members, "num_members")
         super().__init__(num_members, {"sums": (2,), "member_sums": (num_members,)}, **kwargs)
-
-    def extra_repr(self) -> str:
-        """Return the number of members."""
-        return f"num_members={self.num_members}"
 
     @torch.no_grad()
     def update(
