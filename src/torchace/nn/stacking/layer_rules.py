@@ -45,23 +45,21 @@ def _expand(stacking: StackingMode, weight: Any, *others: Any) -> list[Any]:
     return [v if v is None else Stacked(v) for v in members]
 
 
-def _share_weights(
-    stacking: StackingMode, func: Func, input: Any, weight: Any, bias: Any, *options: Any, **named: Any
-) -> Any:
+def _share_weights(stacking: StackingMode, func: Func, input: Any, weight: Any, bias: Any, **options: Any) -> Any:
     """Compute a layer whose weight all members share: once for a plain input, else with members in the batch."""
     count = stacking.num_members
     if isinstance(weight, Stacked) or input.ndim < 2:
         return NotImplemented
     own = bias if isinstance(bias, Stacked) else None
-    args = (weight, None if own is not None else bias, *options)
+    args = (weight, None if own is not None else bias)
     if not isinstance(input, Stacked):
-        out = Stacked(func(input, *args, **named)[None])
+        out = Stacked(func(input, *args, **options)[None])
     elif input.layout == CHANNELS:
-        out = func(input.data.unflatten(1, (count, -1)).flatten(0, 1), *args, **named)
+        out = func(input.data.unflatten(1, (count, -1)).flatten(0, 1), *args, **options)
         out = Stacked(out.unflatten(0, (-1, count)).flatten(1, 2), CHANNELS)
     else:
         x = to_first(input, count)
-        out = Stacked(func(x.flatten(0, 1), *args, **named).unflatten(0, x.shape[:2]))
+        out = Stacked(func(x.flatten(0, 1), *args, **options).unflatten(0, x.shape[:2]))
     if own is None:
         return out
     channels = own.data.view(len(own.data), -1, *[1] * (0 if func is F.linear else out.ndim - 2))
@@ -156,56 +154,32 @@ def _einsum(stacking: StackingMode, func: Func, equation: Any, *operands: Any) -
 # Convolutions, pooling and resizing: members among the channels
 
 
-@rule(F.conv1d, F.conv2d, F.conv3d)
+TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
+
+@rule(F.conv1d, F.conv2d, F.conv3d, *TRANSPOSED)
 def _convolution(
-    stacking: StackingMode,
-    func: Func,
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    stacking: StackingMode, func: Func, input: Any, weight: Any, bias: Any = None, *args: Any, **options: Any
 ) -> Any:
-    count = stacking.num_members
+    count, transposed = stacking.num_members, func in TRANSPOSED
+    last = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
+    options |= zip(("stride", "padding", *last), args, strict=False)
+    groups = options.setdefault("groups", 1)
     if input.ndim != weight.ndim:
         return NotImplemented
     weight, bias = _expand(stacking, weight, bias)
     if not isinstance(weight, Stacked):
-        return _share_weights(stacking, func, input, weight, bias, stride, padding, dilation, groups)
+        return _share_weights(stacking, func, input, weight, bias, **options)
     x, sources = input, 1  # a plain input: one wide layer
-    if isinstance(input, Stacked) or groups > 1:
-        shares = isinstance(input, Stacked) and input.layout == FIRST and groups == 1
+    if isinstance(input, Stacked) or groups > 1 or transposed:
+        shares = isinstance(input, Stacked) and input.layout == FIRST and groups == 1 and not transposed
         sources = len(input.data) if shares else count
         x = to_channels(input, sources)
-    out = func(x, weight.data.flatten(0, 1), _flatten(bias), stride, padding, dilation, sources * groups)
-    stacking.largest = max(stacking.largest, out.numel() // count)
+    options["groups"] = sources * groups
+    out = func(x, weight.data.flatten(0, 1), _flatten(bias), **options)
+    if not transposed:
+        stacking.largest = max(stacking.largest, out.numel() // count)
     return Stacked(out, CHANNELS)
-
-
-@rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-def _transposed_convolution(
-    stacking: StackingMode,
-    func: Func,
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
-    groups: int = 1,
-    dilation: Any = 1,
-) -> Any:
-    count = stacking.num_members
-    options = (stride, padding, output_padding)
-    if input.ndim != weight.ndim:
-        return NotImplemented
-    weight, bias = _expand(stacking, weight, bias)
-    if not isinstance(weight, Stacked):
-        return _share_weights(stacking, func, input, weight, bias, *options, groups, dilation)
-    x, kernels = to_channels(input, count), weight.data.flatten(0, 1)
-    return Stacked(func(x, kernels, _flatten(bias), *options, count * groups, dilation), CHANNELS)
 
 
 def _with_dimensions(*names: str) -> list[Any]:
