@@ -20,7 +20,8 @@ PUBLIC = {
     "calibration_error bias_variance_covariance BiasVarianceCovariance",
     "nn": "AmendedCrossEntropyLoss BinaryAmendedCrossEntropyLoss NegativeCorrelationLoss MemberLoss Ensemble "
     "StackedEnsemble EnsembleModule StackedLinear LowRankStackedLinear SMOC stack_classifiers StackedClassifiers "
-    "branch adapt load_adapters AdaptedEnsemble MemberWeights MemberParallelEnsemble allow_optimizer set_member_rates",
+    "branch adapt load_adapters AdaptedEnsemble MemberWeights MemberParallelEnsemble allow_optimizer set_member_rates "
+    "Decision",
     "metrics": "EnsembleMetrics",
     "models": "mlp cifar_resnet",
     "saving": "save_model load_model load_weights ModelFileError",

@@ -18,12 +18,14 @@ from torchace.nn.member_rates import set_member_rates
 from torchace.nn.optimizers import allow_optimizer
 from torchace.nn.parallel import MemberParallelEnsemble
 from torchace.nn.stacked import StackedEnsemble
+from torchace.nn.stacking import Decision
 
 __all__ = [
     "SMOC",
     "AdaptedEnsemble",
     "AmendedCrossEntropyLoss",
     "BinaryAmendedCrossEntropyLoss",
+    "Decision",
     "Ensemble",
     "EnsembleModule",
     "LowRankStackedLinear",
