@@ -149,6 +149,15 @@ def check_own_batches(x: Tensor, num_members: int) -> None:
         )
 
 
+def separate_features(trunk: nn.Module, x: Tensor, num_members: int, *args: Any, **kwargs: Any) -> Tensor:
+    """Return the trunk's features `(K, N, ...)` of one batch for each member, `(K, N, ...)`, in one pass."""
+    features = average_shared_gradients(trunk(x.flatten(0, 1), *args, **kwargs), num_members)
+    if not isinstance(features, Tensor):
+        got = type(features).__name__
+        raise TypeError(f"Expected the trunk to return one tensor with batches='separate', but got {got}.")
+    return features.unflatten(0, x.shape[:2])
+
+
 class EnsembleModule(nn.Module):
     """Base class of modules that map an input to the members' logits `(K, N, C, ...)`.
 

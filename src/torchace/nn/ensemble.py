@@ -17,6 +17,7 @@ from torchace.nn.base import (
     check_modules,
     check_own_batches,
     check_shared_parameters,
+    separate_features,
     stack_outputs,
     tensor_versions,
 )
@@ -130,12 +131,8 @@ class Ensemble(EnsembleModule):
 
     def _forward_separate(self, x: Tensor, **kwargs: Any) -> Tensor:
         check_own_batches(x, self.num_members)
-        if self.trunk is not None:  # one pass over all batches
-            features = average_shared_gradients(self.trunk(x.flatten(0, 1), **kwargs), self.num_members)
-            if not isinstance(features, Tensor):
-                got = type(features).__name__
-                raise TypeError(f"Expected the trunk to return one tensor with batches='separate', but got {got}.")
-            x, kwargs = features.unflatten(0, x.shape[:2]), {}
+        if self.trunk is not None:
+            x, kwargs = separate_features(self.trunk, x, self.num_members, **kwargs), {}
         return stack_outputs([member(own, **kwargs) for member, own in zip(self.members, x, strict=True)])
 
     def __len__(self) -> int:

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from torchace import _checks
 from torchace.functional import average_gradients
-from torchace.nn.base import BATCHES, EnsembleModule, average_shared_gradients, check_own_batches
+from torchace.nn.base import (
+    BATCHES,
+    EnsembleModule,
+    average_shared_gradients,
+    check_own_batches,
+    separate_features,
+)
 from torchace.nn.optimizers import watch_optimizers
 
 
@@ -36,6 +42,11 @@ class MemberHeads(nn.Module):
 
     def forward(self, x: Tensor, batches: str = "shared") -> Tensor:
         """Map `(..., D)` to `(K, ..., C)`; with `batches="separate"` the input is `(K, ..., D)`."""
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"Expected one tensor of features, but got {type(x).__name__}. Wrap the trunk in a module that returns "
+                "the features alone."
+            )
         if x.ndim == 0 or x.shape[-1] != self.in_features:
             raise ValueError(
                 f"Expected features of shape (..., {self.in_features}) for heads with in_features={self.in_features}, "
@@ -253,5 +264,5 @@ class SMOC(EnsembleModule):
             return self.head(average_shared_gradients(self.trunk(*args, **kwargs), self.num_members))
         x, *others = args
         check_own_batches(x, self.num_members)
-        features = average_shared_gradients(self.trunk(x.flatten(0, 1), *others, **kwargs), self.num_members)
-        return self.head(features.unflatten(0, x.shape[:2]), batches="separate")
+        features = separate_features(self.trunk, x, self.num_members, *others, **kwargs)
+        return self.head(features, batches="separate")
