@@ -197,7 +197,7 @@ def test_a_column_without_test_where_none_is_asked_for():
 def test_arguments_of_the_split_in_three():
     with pytest.raises(TypeError, match="tensor"):
         train_val_test_split([0, 1])  # type: ignore[arg-type]
-    for wrong in (torch.zeros(3, 2), torch.zeros(3, dtype=torch.int32)):
+    for wrong in (torch.zeros(3, 2, 1), torch.zeros(3, 2).long(), torch.zeros(3, dtype=torch.int32)):
         with pytest.raises(ValueError, match="targets"):
             train_val_test_split(wrong)
     with pytest.raises(ValueError, match="100 rows"):

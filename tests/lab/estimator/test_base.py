@@ -46,7 +46,7 @@ FAILURES: dict[str, tuple[Any, Any]] = {
     "lengths": (lambda m, y: m.fit(OTHER_X, y[:59]), {}),
     "weights": (lambda m, y: m.fit(OTHER_X, y, sample_weight=np.zeros(60)), {}),
     "negative weights": (lambda m, y: m.fit(OTHER_X, y, sample_weight=-np.ones(60)), {}),
-    "tuning": (lambda m, y: m.set_params(diversity="auto").fit(OTHER_X, y), {"GridSearch": KeyboardInterrupt}),
+    "tuning": (lambda m, y: m.set_params(diversity="auto").fit(OTHER_X, y), {"search_diversity": KeyboardInterrupt}),
     "training": (lambda m, y: m.fit(OTHER_X, y), {"train_members": KeyboardInterrupt}),
     "the last step": (lambda m, y: m.fit(OTHER_X, y), {"assemble_ensemble": MemoryError}),
     "explosion": (lambda m, y: m.set_params(learning_rate=1e30).fit(OTHER_X, y), {}),

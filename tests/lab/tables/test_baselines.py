@@ -120,7 +120,8 @@ def test_several_targets_are_scored_in_their_units_and_compared_scaled(tmp_path:
     frame["rent"] = frame["price"] / 1000 + frame["area"]
     table = load_table(write_table(frame, tmp_path / "t.csv"), TableSettings(("price", "rent")))
     place = [column.name for column in table.encoding.columns].index("area")
-    comparison = _compare([_Column(place, torch.tensor([3000.0, 4.0]))] * 2, table, "identity")
+    factors = torch.tensor([3000.0, 4.0])
+    comparison = _compare([_Column(place, factors.clone()), _Column(place, factors.clone())], table, "identity")
     rows = frame.iloc[table.test_rows.numpy()]
     errors = np.stack([rows["price"] - 3000 * rows["area"], rows["rent"] - 4 * rows["area"]], 1)
     scaled = errors / frame[["price", "rent"]].iloc[_training_rows(table, frame)].std(ddof=0).to_numpy()

@@ -128,10 +128,12 @@ def _check_column_names(X: Any, expected: Sequence[str] | None) -> None:
     if expected is None or names is None or names == list(expected) or not all(isinstance(n, str) for n in names):
         return
     if absent := [name for name in expected if name not in names]:
-        raise ValueError(f"Expected the columns of the training, but {quote_all(absent)} are absent. Add them.")
+        raise ValueError(
+            f"Expected the columns of the training data, but these are absent: {quote_all(absent)}. Add them."
+        )
     if unknown := [name for name in names if name not in expected]:
         raise ValueError(f"Training did not have the columns {quote_all(unknown)}. Leave them out.")
-    raise ValueError("Expected the columns in the order of the training. Use X[estimator.feature_names_in_].")
+    raise ValueError("Expected the columns in the order of the training data. Use X[estimator.feature_names_in_].")
 
 
 def _without_nullable(y: Any) -> Any:
