@@ -164,7 +164,10 @@ class RunStore:
         """Weights of a run."""
         result = self.result(run)
         if result is None:
-            raise RunStoreError(f"{self.directory} holds no run with λ={run.diversity:g} and seed {run.seed}.")
+            settings = "".join(f", {key.replace('_', ' ')} {value:g}" for key, value in run.settings.items())
+            raise RunStoreError(
+                f"{self.directory} holds no run with λ={run.diversity:g}{settings} and seed {run.seed}."
+            )
         file = self._weights_file(run)
         if not file.exists():
             why = (

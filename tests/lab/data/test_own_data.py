@@ -35,6 +35,14 @@ def test_classes_may_be_texts_booleans_or_columns() -> None:
     assert [x.shape for x in dataset(([X, X[:, 0]], Y), ((X, X[:, 0]), Y)).train.x] == [(12, 2), (12,)]
 
 
+def test_the_names_of_inputs_matter_and_their_order_does_not() -> None:
+    first = {"tokens": Y, "values": X}
+    read = dataset((first, Y), ({"values": X, "tokens": Y}, Y))
+    assert torch.equal(read.test.x["tokens"], Y)
+    with pytest.raises(DataError, match=r"The test samples are 'ids' \(\) of int64, 'values'.*'tokens' \(\) of int64"):
+        dataset((first, Y), ({"ids": Y, "values": X}, Y))
+
+
 def test_several_targets_of_a_table_are_columns() -> None:
     found = dataset(FRAME, FRAME, task="regression", target=["c", "a"])
     assert found.train.y.tolist()[:2] == [[0.0, 0.0], [1.0, 1.0]]
@@ -120,6 +128,11 @@ def at(values: Tensor, index: int, value: float) -> Tensor:
         ((X, [["a"]] * 12), {"task": "regression"}, "The training data cannot be converted to a tensor"),
         ((X, np.array(["a", "b"] * 6)), {}, "The test data has the class '0', but the training data has 'a', 'b';"),
         (FRAME, {}, "Expected a DataFrame for the test data too, but got tuple."),
+        ((X, ["a", None] * 6), {}, "The training data has no label in sample 1; leave such samples out."),
+        ((X, np.array(["a", math.nan] * 6, dtype=object)), {}, "The training data has no label in sample 1;"),
+        ((X.to_sparse(), Y), {}, r"The training data is sparse; convert it with \.to_dense\(\)"),
+        ("mine.csv", {}, "The training data is str; give "),
+        (({"a": X}, Y), {}, r"The test samples are \(2,\) of float, but training samples are 'a' \(2,\) of float;"),
     ],
 )
 def test_bad_data_is_refused_in_one_sentence(train: Any, options: dict[str, Any], message: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -229,6 +230,86 @@ def test_a_changed_function_is_another_one(tmp_path: Path) -> None:
         sweep_of_width(4)
 
 
+class Maker:
+    """A factory with a setting of its own."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __call__(self) -> nn.Module:
+        return CNN(self.width)
+
+    def make(self) -> nn.Module:
+        return CNN(self.width)
+
+
+WIDTHS, SCALE = [3], torch.ones(1)
+CHANGED: dict[str, Callable[[int], Any]] = {
+    "object": Maker,
+    "method": lambda width: Maker(width).make,
+    "lambdas of one line": lambda width: (lambda: CNN(3)) if width == 3 else (lambda: CNN(4)),
+    "list": lambda width: WIDTHS.__setitem__(0, width) or (lambda: CNN(WIDTHS[0])),
+    "tensor": lambda width: SCALE.fill_(width) and (lambda: CNN(int(SCALE))),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_function_with_other_values_is_another_one(kind: str, tmp_path: Path) -> None:
+    make = CHANGED[kind]
+    ace.sweep(make(3), TRAIN, TEST, **SMALL, out=tmp_path)
+    ace.sweep(make(3), TRAIN, TEST, **SMALL, out=tmp_path)
+    with pytest.raises(RunStoreError, match="holds runs with another factory of members"):
+        ace.sweep(make(4), TRAIN, TEST, **SMALL, out=tmp_path)
+
+
+def test_a_function_of_another_file_of_the_user_is_part_of_the_fingerprint(
+    own_code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factory = "import blocks\nfrom torch import nn\n\ndef make():\n    return blocks.block()\n"
+    block = "from torch import nn\n\ndef block():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+    for content in (block, block, block.replace("64, 10)", "64, 10, bias=False)")):
+        for name, text in {"blocks": content, "factories": factory}.items():
+            (own_code / f"{name}.py").write_text(text)
+            sys.modules.pop(name, None)
+        if content == block:
+            ace.sweep("factories:make", TRAIN, TEST, **SMALL, out=own_code / "out")
+            continue
+        with pytest.raises(RunStoreError, match="holds runs with another factory of members"):
+            ace.sweep("factories:make", TRAIN, TEST, **SMALL, out=own_code / "out")
+
+
+def test_a_metric_object_is_the_same_after_its_use(tmp_path: Path) -> None:
+    metric = torchmetrics.classification.MulticlassF1Score(10)
+    first = ace.sweep(CNN, TRAIN, TEST, **SMALL, metrics=metric, out=tmp_path).to_frame()
+    assert ace.sweep(CNN, TRAIN, TEST, **SMALL, metrics=metric, out=tmp_path).to_frame().equals(first)
+    other = torchmetrics.classification.MulticlassF1Score(10, average="weighted")
+    with pytest.raises(RunStoreError, match="holds runs with other metrics"):
+        ace.sweep(CNN, TRAIN, TEST, **SMALL, metrics=other, out=tmp_path)
+
+
+def test_a_learning_rate_among_the_arguments_of_the_optimizer() -> None:
+    options = SMALL | {"precision": "float64"}
+    expected = ace.sweep(CNN, TRAIN, TEST, **options, learning_rate=0.02).to_frame().cross_entropy.tolist()
+    options["optimizer_arguments"] = {"lr": 0.02}
+    for optimizer in ("adam", torch.optim.Adam):
+        frame = ace.sweep(CNN, TRAIN, TEST, **options, optimizer=optimizer).to_frame()
+        assert frame.cross_entropy.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_ensembles_of_wrong_names_are_refused(tmp_path: Path) -> None:
+    result = ace.sweep(lambda: CNN(), TRAIN, TEST, **SMALL, learning_rate=[0.1, 0.2], out=tmp_path)
+    with pytest.raises(ValueError, match=r"Expected `arm` to be one of 'main', but got 'other'"):
+        result.ensemble(0.5, 1, arm="other", learning_rate=0.1)
+    with pytest.raises(RunStoreError, match=r"holds no run with λ=0\.5, learning rate 0\.3 and seed 1"):
+        result.ensemble(0.5, 1, learning_rate=0.3)
+    with pytest.raises(ValueError, match="Repeat the call of sweep"):
+        ace.SweepResult(tmp_path).ensemble(0.5, 1, learning_rate=0.1)
+
+
+def test_one_member_has_no_finding_about_diversity() -> None:
+    assert "may change" not in str(ace.sweep(CNN, TRAIN, TEST, **SMALL | {"num_members": 1}))
+
+
 def test_random_numbers_of_factories_are_seeded() -> None:
     import numpy as np
 
@@ -328,6 +409,18 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "patience": (CNN, {"patience": 3}, "`patience` needs validation data"),
     "metrics": (CNN, {"metrics": {"loss": len}}, "Expected `metrics` to be a list of functions, but got str in it"),
     "device": (CNN, {"device": "tpu"}, "Cannot use the device 'tpu'"),
+    "object": (CNN, {"arguments": {"width": nn.Identity()}}, "Expected `arguments` and .*functools.partial"),
+    "optimizer": (CNN, {"optimizer": torch.optim.SGD([torch.ones(1)], lr=1)}, "got an object of type SGD"),
+    "rates": (
+        CNN,
+        {"learning_rate": 0.1, "optimizer_arguments": {"lr": 0.2}},
+        "`learning_rate` and `optimizer_arguments` have different values of `lr`; give one",
+    ),
+    "at": (CNN, {"at": "head"}, "`at` needs kind='branch', but got kind='separate'"),
+    "parallel": (CNN, {"parallel": "members"}, r"parallel='members' needs several processes: torchrun"),
+    "limit": (CNN, {"limit": 999}, "^limit: expected at most 160"),
+    "one class": (CNN, {"num_classes": 1}, "Expected num_classes to be at least 2, but got 1"),
+    "transform": (CNN, {"transform": lambda x: x @ torch.ones(3, 3)}, "The transform failed with RuntimeError: "),
 }
 
 
@@ -339,7 +432,18 @@ def test_bad_input_is_one_sentence(name: str) -> None:
     text = str(caught.value)
     assert "\n" not in text
     assert text[0].isupper() or text.startswith(
-        ("sweep()", "`", "learning_rate: ", "member: ", "arguments: ", "train.batches: ", "kind = ", "λ")
+        (
+            "sweep()",
+            "`",
+            "learning_rate: ",
+            "member: ",
+            "arguments: ",
+            "batches: ",
+            "limit: ",
+            "kind = ",
+            "parallel=",
+            "λ",
+        )
     )
 
 

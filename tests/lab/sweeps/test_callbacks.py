@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import torchace as ace
 from tests.lab.sweeps.small_sweeps import small
 from torchace.lab.cli.app import main
 from torchace.lab.schema.results import RunKey, RunResult
@@ -113,5 +116,10 @@ def test_an_object_with_some_methods_is_a_callback(tmp_path: Path) -> None:
 
     Sweep(small(sweep={"diversities": [0.0]}), tmp_path).run(CallbackList([Ends()]))
     assert seeds == [0, 1]
+    x, y = torch.rand(20, 3), torch.arange(20) % 2
+    options: dict[str, Any] = {"diversities": 0.0, "seeds": [5], "steps": 1}
+    for callbacks in (Ends(), None, "csv"):
+        ace.sweep(lambda: nn.Linear(3, 2), (x, y), (x, y), callbacks=callbacks, **options)
+    assert seeds == [0, 1, 5]
     with pytest.raises(TypeError, match=r"on_epoch_end\(run, progress\), but got 3"):
         CallbackList([3])

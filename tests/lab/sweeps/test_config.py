@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from torchace.lab.data import NAMES
-from torchace.lab.schema.experiment import DATASETS, _check_distinct
+from torchace.lab.schema.experiment import DATASETS, Experiment, _check_distinct
 from torchace.lab.sweeps.config import ConfigError, builtin_names, load_experiment, parse_experiment
 
 LEAST: dict[str, Any] = {"name": "a", "train": {"epochs": 1}}
@@ -28,6 +28,15 @@ def test_the_built_in_experiments() -> None:
         "table2_short",
         "underfitting",
     ]
+
+
+def test_the_guide_lists_every_setting() -> None:
+    page = Path(__file__).parents[3] / "docs" / "guides" / "experiments.md"
+    listed = set(re.findall(r"`([a-z_]+)`", page.read_text("utf-8").partition("## All settings")[2]))
+    for name in ("data", "model", "train", "sweep", "checkpoint"):
+        section = Experiment.model_fields[name].annotation
+        assert section is not None
+        assert set(section.model_fields) <= listed, name
 
 
 def test_every_combination_of_a_grid_is_an_arm() -> None:

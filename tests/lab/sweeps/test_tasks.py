@@ -211,6 +211,11 @@ def test_a_metric_that_fails_after_training_leaves_the_run_intact() -> None:
     assert "fails_on_confident" not in frame or frame["fails_on_confident"].isna().all()
 
 
+def test_a_metric_without_a_number_is_noticed() -> None:
+    with pytest.warns(UserWarning, match="The metric 'lambda' is nan; results do not include it"):
+        ace.sweep(network, TRAIN, TEST, task="multilabel", metrics=lambda logits, target: float("nan"), **SMALL)
+
+
 class Steps(torch.optim.Optimizer):
     """SGD whose step size falls with a count kept as a Python number."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torchace._checks import check_count, check_tensor, shape_of
+from torchace._files import error_reason
 from torchace.lab.data.errors import DataError
 from torchace.lab.data.rng import generator_states, hashed_key, permutations, random_integers, use_seed
 from torchace.lab.data.splits import Inputs, Split, input_tensors, map_inputs
@@ -75,7 +76,11 @@ class BatchTransform:
         options = {"training": training} if self.takes_training else {}
         with use_seed(key, device), torch.no_grad():
             before = () if training else self._states(device)
-            result = self.function(x, **options)
+            try:
+                result = self.function(x, **options)
+            except Exception as error:  # the user's code may raise anything
+                reason = f"{type(error).__name__}: {error_reason(error)}"
+                raise DataError(f"The transform failed with {reason}.") from error
             if not training and self._states(device) != before:
                 raise DataError(
                     "The transform draws random numbers on test data; give it a parameter `training`, which is False "

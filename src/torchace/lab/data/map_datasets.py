@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
+from torchace._files import error_reason
 from torchace.lab.data.batches import Batches
 from torchace.lab.data.errors import DataError
 from torchace.lab.data.rng import generator_states, hashed_key, preserve_generators, seed_generators
@@ -54,7 +55,7 @@ class Items(TorchDataset[Any]):
             item = self.dataset[index]
         except Exception as error:  # the user's code may raise anything
             self.check_length()
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error_reason(error)}"
             raise DataError(f"Item {index} of the {self.part} Dataset cannot be read ({reason}).") from error
         x, y = self._split_item(item, index)
         return index, convert_inputs(self._as_tensor, x), self._as_tensor(y)

@@ -68,9 +68,9 @@ def _check(name: str, splits: dict[str, AnySplit], names: tuple[str, ...], optio
         if not len(split):
             raise DataError(f"The {part} data has no samples; give some.")
     train, num_targets, notes = splits["training"], 1, list[str]()
-    expected = ", ".join(map(_describe, input_tensors(train.x)))
+    expected = _describe(train.x)
     for part, split in splits.items():
-        found = ", ".join(map(_describe, input_tensors(split.x)))
+        found = _describe(split.x)
         if found != expected:
             raise DataError(f"The {part} samples are {found}, but training samples are {expected}; use one form.")
     if options.task == "classification":
@@ -123,8 +123,12 @@ def _class_names(train: AnySplit, names: tuple[str, ...], options: DataOptions) 
     return names if len(names) == count else tuple(map(str, range(count)))
 
 
-def _describe(x: Tensor) -> str:
-    """Describe the shape and type of samples; all floating-point types are alike."""
+def _describe(x: Inputs) -> str:
+    """Describe the shapes and types of samples; all floating-point types are alike."""
+    if isinstance(x, dict):
+        return ", ".join(f"{name!r} {_describe(x[name])}" for name in sorted(x))
+    if isinstance(x, tuple):
+        return ", ".join(map(_describe, x))
     kind = "float" if x.is_floating_point() else str(x.dtype).removeprefix("torch.")
     return f"{tuple(x.shape[1:])} of {kind}"
 
@@ -183,6 +187,8 @@ def _stack_rows(x: Any, count: int) -> Any:
 
 
 def _as_tensor(values: Any, part: str) -> Tensor:
+    if hasattr(values, "toarray") or (isinstance(values, Tensor) and values.layout is not torch.strided):
+        raise DataError(f"The {part} data is sparse; convert it with .to_dense() or .toarray().")
     if isinstance(values, Tensor):
         return values.detach().cpu()
     try:
@@ -267,7 +273,8 @@ def _dataset_split(dataset: Any, part: str, options: DataOptions) -> AnySplit:
         return _array_splits({part: dataset}, options)[0][part]
     if isinstance(dataset, DataLoader):
         raise DataError(f"The {part} data is a DataLoader, which has an order of its own; give its `dataset`.")
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    is_map = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, str)
+    if isinstance(dataset, IterableDataset) or not is_map:
         raise DataError(f"The {part} data is {type(dataset).__name__}; {FORMS}, which has a length and items by index.")
     if isinstance(dataset, Tensor | np.ndarray):
         raise DataError(f"The {part} data has no targets; {FORMS}.")

@@ -65,6 +65,10 @@ def encode_labels(parts: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, 
     train, *_ = labels.values()
     if train.dtype.kind not in "OSU":
         return labels, ()
+    for part, y in labels.items():
+        missing = [i for i, label in enumerate(y.flat) if label is None or label != label]
+        if missing:
+            raise DataError(f"The {part} data has no label in sample {missing[0]}; leave such samples out.")
     names = np.unique(train.astype(str))
     for part, y in labels.items():
         if unknown := sorted(set(y.astype(str).tolist()) - set(names.tolist())):

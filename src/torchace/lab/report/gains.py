@@ -103,12 +103,12 @@ def arm_gains(results: Results) -> list[ArmGain]:
 
 
 def headline(results: Results, arm: ArmSummary) -> Headline | None:
-    """Return the effect of the chosen λ on an arm's test loss; None without λ=0 and another λ.
+    """Return the effect of the chosen λ on an arm's test loss; None without λ=0 and another λ, or for one member.
 
     Verdict and interval are those of the paired differences: corrected for the number of λ, however λ was chosen.
     """
     metric, comparison = results.metrics[results.task.loss], compare(results, arm, results.task.loss)
-    if comparison is None:
+    if comparison is None or arm.num_members == 1:
         return None
     split = "validation" if comparable_means(results, arm, metric.key, "validation") else "test"
     means = comparable_means(results, arm, metric.key, split)

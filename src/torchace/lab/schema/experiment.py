@@ -27,10 +27,12 @@ from torchace.lab.schema.hyperparameters import (
     Fraction,
     NonNegative,
     NumMembers,
+    ObjectName,
     Positive,
     Seed,
     Share,
     Width,
+    move_learning_rate,
 )
 from torchace.lab.schema.reading import describe_error
 from torchace.lab.schema.results import PaperTable, RunKey
@@ -59,16 +61,8 @@ def _check_distinct(values: list[Any]) -> list[Any]:
     return values
 
 
-def _check_object_name(name: str) -> str:
-    module, _, function = name.partition(":")
-    if not module or not function:
-        raise ValueError(f"expected the name of an object, such as 'package.module:function', but got {name!r}.")
-    return name
-
-
 Distinct = (Field(min_length=1), AfterValidator(_check_distinct))
 Diversities = Annotated[list[Fraction], *Distinct]
-ObjectName = Annotated[str, AfterValidator(_check_object_name)]  # "package.module:function"
 _by_type = Discriminator(lambda value: "many" if isinstance(value, list) else "one")
 _One, _Many = Tag("one"), Tag("many")
 # one number, or a list of numbers: an axis of the grid of runs
@@ -96,7 +90,7 @@ class DataSection(Section):
     test_file: str | None = None
     validation_file: str | None = None
     task: Literal["classification", "multilabel", "regression"] = "classification"
-    num_classes: Count | None = None  # None: the largest label + 1
+    num_classes: Annotated[int, Field(ge=2, lt=2**31)] | None = None  # None: the largest label + 1
     limit: Count | None = None  # number of training samples to use
     validation: Share = 0.0  # fraction of the training samples
     normalize: Literal["unit", "standard"] = "unit"  # built-in image sets
@@ -202,6 +196,11 @@ class TrainSection(Section):
     detach_others: bool = True
     precision: Literal["float32", "float64", "bf16"] = "float32"
     compile: Literal[True, False, "auto"] = "auto"  # "auto": for long trainings on a GPU
+
+    @model_validator(mode="before")
+    @classmethod
+    def _move_learning_rate(cls, content: Any) -> Any:
+        return move_learning_rate(content, {key: field.default for key, field in cls.model_fields.items()})
 
     @field_validator("optimizer")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
 from torch import nn
 
 from torchace.lab.schema.experiment import GIVEN, Experiment, TrainSection
@@ -24,6 +26,7 @@ from torchace.lab.sweeps.executor import make_executor
 from torchace.lab.sweeps.result import SweepResult
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.sweeps.torchrun import process_group
+from torchace.lab.training.distributed import is_launched
 
 _DATA_SETTINGS = ("stream", "num_workers", "limit", "normalize", "augment")  # of `[data]`
 _SECTIONS = ("data", "model", "train", "sweep")
@@ -136,11 +139,11 @@ def sweep(
         [[0.0, 0.0], [0.0, 1.0], [0.5, 0.0], [0.5, 1.0]]
     """
     function = _check_member(member, arguments or {})
-    metrics = [] if metrics is None else [metrics] if callable(metrics) or isinstance(metrics, str) else list(metrics)
-    metrics = [import_object(m, "metrics") if isinstance(m, str) and ":" in m else m for m in metrics]
+    metrics = [import_object(m, "metrics") if isinstance(m, str) and ":" in m else m for m in _as_list(metrics)]
     for metric in metrics:
         if not callable(metric):
             raise TypeError(f"Expected `metrics` to be a list of functions, but got {type(metric).__name__} in it.")
+    _check_options(kind, optimizer, at=at, adapter=adapter, head=head)
     is_fraction = validation is None or isinstance(validation, Real)
     fraction = (validation or 0.0) if is_fraction else 0.0
     content: dict[str, Any] = {
@@ -174,6 +177,8 @@ def sweep(
         metrics=tuple(metrics),
         transform=transform,
     )
+    if parallel is not None and not is_launched():
+        raise ConfigError(f"parallel={parallel!r} needs several processes: torchrun --nproc-per-node=N script.py.")
     with process_group(parallel) as process:  # None: a single process
         temporary = out is None and not process
         directory = Path(tempfile.mkdtemp(prefix="torchace-sweep-")) if temporary else Path(out or "")
@@ -183,12 +188,12 @@ def sweep(
                 experiment, directory, str(device), ray=ray, parallel=parallel, rank=process
             ) as executor:
                 result.directory = directory = Path(executor.broadcast(str(directory)))
-                given = callbacks if isinstance(callbacks, Iterable) else [callbacks]
-                listeners = make_callbacks(() if process else given, directory, experiment)
+                listeners = make_callbacks(() if process else _as_list(callbacks), directory, experiment)
                 failures = Sweep(experiment, directory, executor, components).run(listeners)
                 executor.broadcast(None)  # the other ranks wait until all files are written
-        except RunStoreError as error:
-            raise RunStoreError(str(error).replace("--out", "`out`")) from error
+        except (ConfigError, RunStoreError) as error:
+            text = re.sub(rf"^({'|'.join(_SECTIONS)})\.", "", str(error).replace("--out", "`out`"))
+            raise type(error)(text.replace("--parallel ", "parallel=")) from error
     if failures:
         names = ", ".join(f"λ={run.diversity:g} with seed {run.seed}" for run in list(failures)[:5])
         more = ", ..." if len(failures) > 5 else ""
@@ -213,6 +218,27 @@ def _check_member(member: Any, arguments: Mapping[str, Any]) -> Callable[..., An
     return function
 
 
+def _check_options(kind: str, optimizer: Any, **options: Any) -> None:
+    """Refuse an optimizer object, and options that another kind of ensemble uses."""
+    if not isinstance(optimizer, str) and not callable(optimizer):
+        raise TypeError(
+            f"Expected `optimizer` to be a class, a function of the parameters or a name, but got an object of type "
+            f"{type(optimizer).__name__}. Use {type(optimizer).__name__} with optimizer_arguments."
+        )
+    for name, kinds in {"at": ("branch",), "adapter": ("adapters",), "head": ("smoc", "adapters")}.items():
+        if options[name] is not None and kind not in kinds:
+            needed = " or ".join(f"kind={value!r}" for value in kinds)
+            raise ConfigError(f"`{name}` needs {needed}, but got kind={kind!r}.")
+
+
+def _as_list(value: Any) -> list[Any]:
+    """Return one value or several as a list."""
+    if value is None:
+        return []
+    is_one = isinstance(value, str) or callable(value) or not isinstance(value, Iterable)
+    return [value] if is_one else list(value)
+
+
 def _drop_none(**values: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
@@ -225,7 +251,14 @@ def _parse(content: dict[str, Any], settings: Mapping[str, Any]) -> Experiment:
             hint = did_you_mean(key, [*known, *(sweep.__kwdefaults__ or ())])
             raise TypeError(f"sweep() got an unexpected keyword argument {key!r}.{hint}")
     try:
-        return Experiment.model_validate(to_python(content))
+        experiment = Experiment.model_validate(to_python(content))
+        experiment.model_dump_json()
+        return experiment
+    except PydanticSerializationError:
+        raise ConfigError(
+            "Expected `arguments` and `optimizer_arguments` of numbers, text, lists and dicts; give other values with "
+            "functools.partial(member, ...)."
+        ) from None
     except ValidationError as error:
         raise ConfigError(capitalize(describe_error(error, Experiment, name=_argument_name))) from None
 

@@ -7,7 +7,6 @@ Objects are the member's factory, data, optimizer, metrics and transform. A TOML
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib
 import inspect
 import os
@@ -15,24 +14,22 @@ import platform
 import re
 import sys
 import tomllib
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 import torchace
 from torchace._files import TOML_BYTES, check_depth, read_bounded
 from torchace.lab.report.metrics import TASKS
 from torchace.lab.schema.experiment import OPTIMIZERS, Arm, Experiment
 from torchace.lab.schema.reading import describe_error, did_you_mean
-from torchace.nn.architecture import enclosed_values, global_names
+from torchace.lab.sweeps.fingerprint import object_name, source_digest
 
 
 class ConfigError(ValueError):
@@ -161,10 +158,6 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-HASHED_ROWS = 65_536  # of a tensor
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
-
-
 @dataclass(frozen=True)
 class Components:
     """Objects of one arm; None where the built-in network, data set or optimizer is used."""
@@ -252,14 +245,6 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
         raise ConfigError(f"{key}: expected arguments of {name}{signature}, but {error}.") from None
 
 
-def object_name(value: Any) -> str:
-    """Return `module:qualname` of a function, class or partial, or of the class of an object."""
-    while isinstance(value, partial):
-        value = value.func
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}:{named.__qualname__}"
-
-
 def metric_name(metric: Any) -> str:
     """Return the name of a metric in results: of its function or class, in lower case with underscores."""
     name = object_name(metric).rpartition(":")[2].rpartition(".")[2]
@@ -279,89 +264,3 @@ def named_metrics(metrics: Sequence[Any], task: str) -> dict[str, Any]:
         number = 1 + sum(known.partition("#")[0] == name for known in named)
         named[name if number == 1 else f"{name}#{number}"] = metric
     return named
-
-
-def source_digest(function: Any) -> str:
-    """Return a SHA-256 of an object's source, and of the values and functions of its module that it uses.
-
-    Without a source file, as in an interpreter, the hash is of the bytecode and its constants.
-    """
-    digest = hashlib.sha256()
-    _update(digest, function, set())
-    return digest.hexdigest()
-
-
-def tensor_digest(tensors: Sequence[Tensor]) -> str:
-    """Return a SHA-256 of the shapes, types and contents of tensors; of 65,536 rows at most, evenly spaced."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        step = max(1, -(-len(tensor) // HASHED_ROWS)) if tensor.ndim else 1
-        part = tensor[::step] if tensor.ndim else tensor
-        digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _update(digest: Any, value: Any, seen: set[int]) -> None:
-    if isinstance(value, _PLAIN):
-        digest.update(repr(value).encode())
-    elif isinstance(value, (set, frozenset)):
-        _update(digest, sorted(value, key=repr), seen)
-    elif isinstance(value, (list, tuple)):
-        digest.update(f"{type(value).__name__} {len(value)}".encode())
-        for item in value:
-            _update(digest, item, seen)
-    elif isinstance(value, dict):
-        for key in sorted(value, key=repr):
-            _update(digest, (repr(key), value[key]), seen)
-    elif id(value) in seen:
-        return
-    else:
-        seen.add(id(value))
-        _update_object(digest, value, seen)
-
-
-def _update_object(digest: Any, value: Any, seen: set[int]) -> None:
-    if isinstance(value, partial):
-        _update(digest, [value.func, value.args, value.keywords], seen)
-    elif isinstance(value, types.MethodType):
-        _update(digest, [value.__func__, value.__self__], seen)
-    elif isinstance(value, types.FunctionType):
-        digest.update(_source(value) or b"")
-        if not _source(value):
-            _update_code(digest, value.__code__)
-        _update(digest, [value.__defaults__, value.__kwdefaults__, enclosed_values(value)], seen)
-        used = [value.__globals__.get(name) for name in sorted(set(global_names(value.__code__)))]
-        _update(digest, [item for item in used if _is_own(item, value.__module__)], seen)
-    elif isinstance(value, type):
-        digest.update(_source(value) or f"{value.__module__}:{value.__qualname__}".encode())
-        inner = [item for item in vars(value).values() if isinstance(item, types.FunctionType)]
-        own = [base for base in value.__bases__ if base.__module__ == value.__module__]
-        if value.__module__.partition(".")[0] not in ("torch", "torchace", "builtins"):
-            _update(digest, [own, inner], seen)
-    else:  # a callable object, or a value in a closure
-        digest.update(object_name(value).encode())
-        if callable(value):
-            _update(digest, type(value), seen)
-
-
-def _source(value: Any) -> bytes:
-    try:
-        return inspect.getsource(value).encode()
-    except (OSError, TypeError):
-        return b""
-
-
-def _update_code(digest: Any, code: types.CodeType) -> None:
-    digest.update(code.co_code)
-    digest.update(repr(code.co_names).encode())
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            _update_code(digest, constant)
-        else:  # sets have no fixed order
-            digest.update(repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant).encode())
-
-
-def _is_own(value: Any, module: str) -> bool:
-    """Whether a global value is a number, text or a function or class of the same module."""
-    return isinstance(value, _PLAIN) or getattr(value, "__module__", None) == module

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchace._files import error_reason
 from torchace.lab.data import Batches, CropFlip, Dataset, chunks, load
 from torchace.lab.data.batches import BatchTransform
 from torchace.lab.data.map_datasets import StreamedBatches, StreamedSplit
@@ -19,7 +20,8 @@ from torchace.lab.data.own_data import DataOptions, make_dataset, read_data_file
 from torchace.lab.data.splits import Inputs, input_tensors, map_inputs
 from torchace.lab.schema.experiment import GIVEN, Arm, DataSection
 from torchace.lab.schema.results import DataSummary
-from torchace.lab.sweeps.config import Components, ConfigError, object_name, tensor_digest
+from torchace.lab.sweeps.config import Components, ConfigError
+from torchace.lab.sweeps.fingerprint import object_name, tensor_digest
 from torchace.lab.training.evaluate import ValidationSet
 
 EVALUATION_CHUNK = 2000
@@ -213,7 +215,8 @@ def _load_dataset(section: DataSection, device: str, components: Components) -> 
         try:
             given = given(**section.arguments)
         except Exception as error:  # the user's code may raise anything
-            raise ConfigError(f"data.factory: {name} failed with {type(error).__name__}: {error}") from error
+            reason = f"{type(error).__name__}: {error_reason(error)}"
+            raise ConfigError(f"data.factory: {name} failed with {reason}.") from error
     if not isinstance(given, tuple | list) or len(given) not in (2, 3):
         got = f"{len(given)} values" if isinstance(given, tuple | list) else type(given).__name__
         raise ConfigError(

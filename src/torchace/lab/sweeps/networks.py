@@ -170,9 +170,10 @@ def check_outputs(factory: Factory, x: Any, y: Tensor, num_outputs: int) -> None
             f"Expected the module of {factory.name} to return (N, {num_outputs}), here ({len(y)}, {num_outputs}), but "
             f"it returned {shape}."
         )
+    remedy = ", number the classes from 0 without gaps, or set num_classes" if factory.link == "softmax" else ""
     raise ConfigError(
-        f"Expected {num_outputs} outputs of the module of {factory.name}, one for each class or target, but it has "
-        f"{shape[1]}. Change its last layer, number the classes from 0 without gaps, or set num_classes."
+        f"Expected {num_outputs} output{'s' * (num_outputs != 1)} of the module of {factory.name}, one for each class "
+        f"or target, but it has {shape[1]}. Change its last layer{remedy}."
     )
 
 

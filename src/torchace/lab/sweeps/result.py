@@ -18,7 +18,7 @@ from torchace.lab.report.tables import summarize_metric
 from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import ArmSummary, RunKey
 from torchace.lab.store import RunStore
-from torchace.lab.sweeps.config import Components
+from torchace.lab.sweeps.config import Components, ConfigError
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network
 from torchace.nn.base import EnsembleModule
@@ -148,13 +148,21 @@ class SweepResult:
         """
         store = RunStore(self.directory)
         arms = self._arms()
-        chosen = arms[arm] if arm in arms else next(iter(arms.values()))
+        if arm is not None and arm not in arms:
+            raise ValueError(f"Expected `arm` to be one of {', '.join(map(repr, arms))}, but got {arm!r}.")
+        chosen = next(iter(arms.values())) if arm is None else arms[arm]
         if set(settings) != set(chosen.axes):
             needed = ", ".join(f"{axis}=..." for axis in chosen.axes) or "no settings"
             raise ValueError(f"Expected {needed} to identify the run, but got {settings or 'none'}.")
         key = RunKey(chosen.name, float(diversity), int(seed), **settings)
         weights = store.weights(key)
-        components = self._components or Components.load(chosen)
+        try:
+            components = self._components or Components.load(chosen)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} Repeat the call of sweep() with the same `out`: it trains nothing and returns a result with "
+                "the function."
+            ) from None
         data = None if components.member is not None else LoadedData.load(chosen.data, "cpu", components).dataset
         ensemble = build_network(chosen, data, [key.seed], "cpu", components=components).ensemble(0)
         ensemble.load_state_dict(weights)

@@ -249,9 +249,9 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Pa
         remedy = "Choose another --out, or remove the directory."
         if key.startswith(COMPONENTS):
             _, _, kind, _ = key.split(".", 3)
-            names = {"member": "factory of members"}
+            names = {"member": "another factory of members", "data": "another data set", "metrics": "other metrics"}
             raise RunStoreError(
-                f"{directory} holds runs with another {names.get(kind, kind)} (its source, arguments or content "
+                f"{directory} holds runs with {names.get(kind, 'another ' + kind)} (its source, arguments or content "
                 f"changed). {remedy}"
             )
         raise RunStoreError(

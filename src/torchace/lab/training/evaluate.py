@@ -326,6 +326,8 @@ def compute_metrics(metrics: Mapping[str, Any], logits: Tensor, target: Tensor, 
     for name, metric in metrics.items():
         try:
             values[name] = compute_metric(name, metric, logits, target, task)
+            if not math.isfinite(values[name]):
+                raise MetricError(f"The metric {name!r} is {values[name]}; results do not include it.")
         except MetricError as error:
             warnings.warn(str(error), stacklevel=2)
             values[name] = math.nan
