@@ -138,7 +138,7 @@ def test_columns_that_differ_at_prediction_are_one_sentence() -> None:
         model = ACEClassifier(num_members=1, epochs=1).fit(table, frame["c"])
         for other, words in (
             (table[table.columns[::-1]], "order of the training"),
-            (table.drop(columns="a"), "'a' are absent"),
+            (table.drop(columns="a"), "these are absent: 'a'"),
             (table.assign(d=1), "'d'"),
         ):
             with pytest.raises(ValueError, match=words) as caught:
