@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -309,17 +310,46 @@ def test_factors_of_convolutions(make, layers):
     assert isinstance(ensemble.stacked[0].weight, nn.Parameter)  # not the members' weight of the failed call
 
 
-def test_a_layer_that_is_not_called_gives_a_warning():
-    class Reading(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+class Reader(nn.Module):
+    """Layers whose weights are read without a call, as in timm's BEiT; one with weight norm, which has no adapter."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(self.a(x) @ self.b.weight)
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.read, self.a = nn.Linear(8, 8), nn.utils.weight_norm(nn.Linear(6, 8))
+        self.kernel, self.out = nn.Conv1d(8, 4, 1), nn.Linear(4, 3)
 
-    with pytest.warns(UserWarning, match="did not call the adapted layer 'b'"):
-        adapt(Reading(), K)(torch.zeros(3, 4))
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x).tanh()
+        x = nn.functional.linear(x, self.inner.read.weight, self.inner.read.bias).tanh()
+        return self.out(nn.functional.conv1d(x[..., None], self.kernel.weight, self.kernel.bias).flatten(1).tanh())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("adapter", KINDS)
+def test_layers_whose_weights_are_read_without_a_call(adapter):
+    torch.manual_seed(0)
+    ensemble, x = adapt(Reader().double(), K, **KINDS[adapter]), torch.randn(5, 6).double()
+    assert list(ensemble.adapters) == ["inner.read", "kernel"]
+    randomize(ensemble)
+    logits, merged = ensemble(x), [ensemble.merge(k) for k in range(K)]
+    expected = torch.stack([member(x) for member in merged])
+    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-10)
+    weights = torch.randn_like(logits)
+    (logits * weights).sum().backward()
+    (expected * weights).sum().backward()
+    kernel = torch.stack([member.kernel.bias.grad for member in merged])
+    bias = ensemble.adapters["kernel"].bias.grad if adapter == "multiplicative" else ensemble.stacked.kernel.bias.grad
+    torch.testing.assert_close(bias, kernel if adapter == "multiplicative" else kernel.mean(0))
+    assert all(p.grad.abs().sum() > 0 for p in ensemble.parameters())
+    assert isinstance(ensemble.stacked.kernel.weight, nn.Parameter)  # not the members' weight of the call
+
+
+@pytest.mark.parametrize("name", ["attention", "conv1d", "mlp"])
+def test_ensembles_can_be_pickled(name):
+    make, inputs = NETWORKS[name]
+    ensemble, x = adapt(make(), K).eval(), inputs()
+    assert torch.equal(pickle.loads(pickle.dumps(ensemble))(x), ensemble(x))
 
 
 def test_dropout_masks_own_batches_and_optimizers():

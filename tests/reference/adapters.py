@@ -51,13 +51,12 @@ class SeparateMembers:
         state = {}
         for name in self.names:
             layer, _, last = name.rpartition(".")
-            path, inner = f"{layer}.adapter".lstrip("."), f"{layer}.parametrizations.{last}"
-            weight = held.get(name, held.get(f"{inner}.original"))
-            for place in ([path] if last == "weight" else []) + [f"{inner}.0"]:
-                if f"{place}.r" in held:
-                    weight = multiply(weight, held[f"{place}.r"], held[f"{place}.s"])
-                if f"{place}.A" in held:
-                    weight = with_low_rank(weight, held[f"{place}.A"], held[f"{place}.B"], alpha)
+            path, weight = f"{layer}.adapter".lstrip("."), held.get(name)
+            place = name.removesuffix("weight") + "adapter"  # "in_proj_adapter" for "in_proj_weight"
+            if f"{place}.r" in held:
+                weight = multiply(weight, held[f"{place}.r"], held[f"{place}.s"])
+            if f"{place}.A" in held:
+                weight = with_low_rank(weight, held[f"{place}.A"], held[f"{place}.B"], alpha)
             state[name] = held[f"{path}.bias"] if last == "bias" and f"{path}.bias" in held else weight
         return state
 

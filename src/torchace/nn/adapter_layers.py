@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.parametrize import register_parametrization
 
 from torchace import _checks
 from torchace.nn.conversion import check_head, find_head
@@ -75,19 +75,33 @@ class Adapter(nn.Module):
         """Make the adapter part of a layer and of its forward."""
         layer.add_module(ADAPTER, self)
         if self.shape.kernel:
-            layer.register_forward_pre_hook(self.set_weight)
-            layer.register_forward_hook(self.remove_weight, always_call=True)
+            self.attach_weight(layer, layer)
         else:
             layer.register_forward_pre_hook(self.before)
             layer.register_forward_hook(self.after)
 
-    def set_weight(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        """Hide the layer's weight behind a member's: attributes are found before parameters."""
-        vars(layer)["weight"] = self(layer._parameters["weight"])  # not always an nn.Parameter
+    def attach_weight(self, owner: nn.Module, layer: nn.Module, weight: str = "weight") -> None:
+        """Let a layer have a member's weight while `owner` runs, the layer itself or a module that reads the weight."""
+        owner.register_forward_pre_hook(partial(self.set_weight, layer, weight))
+        owner.register_forward_hook(partial(self.remove_weight, layer, weight), always_call=True)
 
-    def remove_weight(self, layer: nn.Module, *_: Any) -> None:
+    def detach(self, module: nn.Module) -> bool:
+        """Remove the adapter's hooks from a module; return whether it had any."""
+        found = False
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if getattr(getattr(hook, "func", hook), "__self__", None) is self:
+                    del hooks[key]
+                    found = True
+        return found
+
+    def set_weight(self, layer: nn.Module, weight: str, *_: Any) -> None:
+        """Hide the layer's weight behind a member's: attributes are found before parameters."""
+        vars(layer)[weight] = self(layer._parameters[weight])  # not always an nn.Parameter
+
+    def remove_weight(self, layer: nn.Module, weight: str, *_: Any) -> None:
         """Undo `set_weight`."""
-        vars(layer).pop("weight", None)
+        vars(layer).pop(weight, None)
         vars(layer).pop("bias", None)
 
     def before(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -134,9 +148,9 @@ class MultiplicativeAdapter(Adapter):
                 if factors is not None:
                     factors.normal_(1.0, 0.1)
 
-    def set_weight(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+    def set_weight(self, layer: nn.Module, weight: str, *_: Any) -> None:
         """Hide the layer's weight and bias behind a member's."""
-        super().set_weight(layer, args)
+        super().set_weight(layer, weight)
         if self.bias is not None:
             vars(layer)["bias"] = self.bias
 
@@ -221,25 +235,25 @@ class Target(NamedTuple):
     shape: LayerShape
     weight: str = "weight"
     bias: str = "bias"
-    called: bool = True  # False: another module uses the weight itself, as nn.MultiheadAttention does
+    reader: nn.Module | None = None  # a module that uses the weight itself, as nn.MultiheadAttention does
 
 
 def find_targets(host: nn.Module) -> dict[str, Target]:
     """Return all weights that can have an adapter, by the names of their layers."""
     targets: dict[str, Target] = {}
-    used_by_attention = set()
+    readers: dict[nn.Module, nn.Module] = {}
     for name, layer in host.named_modules():
         if isinstance(layer, nn.MultiheadAttention):
-            used_by_attention.add(layer.out_proj)
+            readers[layer.out_proj] = layer
             for field in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
                 weight = layer._parameters.get(field)
                 if weight is not None:
                     path = f"{name}.{field.removesuffix('_weight')}".lstrip(".")
                     sizes = LayerShape(weight.shape[1], weight.shape[0])
-                    targets[path] = Target(layer, sizes, field, "in_proj_bias", called=False)
+                    targets[path] = Target(layer, sizes, field, "in_proj_bias", reader=layer)
         shape = layer_shape(layer)
         if shape is not None and isinstance(layer._parameters.get("weight"), nn.Parameter):
-            targets[name] = Target(layer, shape, called=layer not in used_by_attention)
+            targets[name] = Target(layer, shape, reader=readers.get(layer))
     return targets
 
 
@@ -283,21 +297,17 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def attach_adapter(target: Target, adapter: Adapter) -> None:
-    """Add an adapter to the forward of its layer, or to the weight that another module uses."""
-    if target.called:
+    """Add an adapter to the forward of its layer, or to that of the module that reads the weight."""
+    if target.reader is None:
         adapter.attach(target.layer)
-    else:  # unsafe: no check of the weight's shape, which has no member axis yet
-        register_parametrization(target.layer, target.weight, adapter, unsafe=True)
+    else:
+        target.layer.add_module(target.weight.replace("weight", ADAPTER), adapter)
+        adapter.attach_weight(target.reader, target.layer, target.weight)
 
 
 def layer_name(adapter_name: str) -> str:
-    """Return the name of an adapter's layer."""
-    owner, _, last = adapter_name.rpartition(".")
-    if last == ADAPTER or not adapter_name.count("parametrizations."):
-        return owner
-    path, _, weight = owner.rpartition("parametrizations.")
-    name = weight.removesuffix(".0").removesuffix("_weight") if weight != "weight" else ""
-    return f"{path}{name}".rstrip(".")
+    """Return the name of an adapter's layer: `"a"` for `"a.adapter"`, `"a.in_proj"` for `"a.in_proj_adapter"`."""
+    return adapter_name[: -len(ADAPTER) - 1]
 
 
 def find_adapted_head(host: nn.Module, head: str | None) -> tuple[list[str], str | None]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from torchace._files import StrPath
 from torchace._model_files import ModelFileError, to_json
@@ -124,31 +123,17 @@ def merge_member(stacked: nn.Module, member: int) -> nn.Module:
     """Return one member as a plain module, with the adapters merged into its weights."""
     plain = take_members(stacked, member)
     for layer in list(plain.modules()):
-        adapter = layer._modules.get(ADAPTER)
-        if isinstance(adapter, Adapter):
-            weight = layer.get_parameter("weight")
-            layer.weight = nn.Parameter(adapter(weight.detach()).detach())
+        for name, adapter in list(layer._modules.items()):
+            if not isinstance(adapter, Adapter):
+                continue
+            weight = name.replace(ADAPTER, "weight")
+            layer._parameters[weight] = nn.Parameter(adapter(layer.get_parameter(weight).detach()).detach())
             if getattr(adapter, "bias", None) is not None:
                 layer.bias = nn.Parameter(adapter.bias.detach())  # type: ignore[operator]
-            del layer._modules[ADAPTER]
-            for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
-                for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is adapter]:
-                    del hooks[key]
-        elif is_parametrized(layer) and any(isinstance(part, Adapter) for part in layer.parametrizations.modules()):  # type: ignore[union-attr]
-            _merge_parametrizations(layer)
+            del layer._modules[name]
+            for module in plain.modules():
+                adapter.detach(module)
     return plain.requires_grad_(True)
-
-
-def _merge_parametrizations(layer: nn.Module) -> None:
-    """Replace parametrized weights by their values."""
-    # not remove_parametrizations: it changes the layer's class, which copies of the layer share
-    names: Any = layer.parametrizations
-    weights = {name: nn.Parameter(getattr(layer, name).detach()) for name in names}
-    others = dict(layer._parameters)
-    layer.__class__ = type(layer).__bases__[0]
-    del layer.parametrizations
-    layer._parameters.clear()  # weights keep their place before biases
-    layer._parameters.update({**weights, **others})
 
 
 def _check_kind(ensemble: AdaptedEnsemble) -> None:

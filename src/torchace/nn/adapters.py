@@ -31,7 +31,8 @@ from torchace.nn.base import EnsembleModule
 from torchace.nn.checkpoints import find_mismatch
 from torchace.nn.conversion import find_class_axis, find_logits, refuse_labels
 from torchace.nn.stacked import StackedEnsemble
-from torchace.nn.stacked_state import take_members
+from torchace.nn.stacked_state import copy_module, take_members
+from torchace.nn.stacking import Decision
 
 ADAPTERS = ("multiplicative", "low_rank")
 RANK, ALPHA = 8, 8  # peft's defaults
@@ -74,8 +75,9 @@ def adapt(
         alpha: Scale of the low-rank adapters; 8 if None, as in peft.
         layers: Names of the adapted layers: a list, or one name. Unless a layer has exactly this name, `"encoder"`
             means all layers inside it, `"query"` all whose name ends in `.query`, and `"*.attention.*"` is a pattern.
-            None: all linear and convolutional layers but the head (low rank: but grouped and transposed convolutions
-            too). `"first"`: the inputs of the first layer alone, as TabM's mini variant.
+            None: all linear and convolutional layers but the head and those with a parametrized weight, such as weight
+            norm (low rank: but grouped and transposed convolutions too). `"first"`: the inputs of the first layer
+            alone, as TabM's mini variant.
         freeze: Train adapters and heads alone.
         head: The name of the layer of which each member has its own, by default the last linear layer (found as by
             `stack_classifiers`); `"shared"`: no own head.
@@ -95,7 +97,7 @@ def adapt(
     """
     alpha = _check_arguments(model, num_members, adapter, rank, alpha)
     trained = freeze if trained is None else trained
-    host = copy.deepcopy(model)
+    host = copy_module(model, {})
     if freeze:
         host.requires_grad_(False)
     head_names, head_name = find_adapted_head(host, head)
@@ -152,30 +154,34 @@ class AdaptedEnsemble(StackedEnsemble):
         EnsembleModule.__init__(self, num_members, link)
         self.num_classes, self.options = num_classes, options
         self.class_axis: int | None = None
-        self._warned = False
         self._set_stacked(stacked, stacked.training)
 
     def forward(self, *args: Any, batches: str = "shared", **kwargs: Any) -> Tensor:
         """Return the members' logits, `(K, N, C, ...)`; see `StackedEnsemble.forward`."""
         refuse_labels(kwargs)
-        logits = super().forward(*args, batches=batches, **kwargs)
-        if self._decisions and not self._warned:
-            self._warn_about_unused_adapters()
-        return logits
+        return super().forward(*args, batches=batches, **kwargs)
 
-    def _warn_about_unused_adapters(self) -> None:
-        """Warn about adapted layers that the first forward did not call."""
-        self._warned = True
-        called = {node.layer for node in self.explain()}
-        names = [name for name, layer in self.stacked.named_modules() if ADAPTER in layer._modules]
-        unused = [name for name in names if called and name not in called]
-        if unused:
-            others = f" and {len(unused) - 1} others" if len(unused) > 1 else ""
-            warnings.warn(
-                f"The first forward did not call the adapted layer {unused[0]!r}{others}. If the model uses the weight "
-                "in another way, its adapter has no effect: leave the layer out of `layers`.",
-                stacklevel=4,
-            )
+    def _decision(self, *args: Any, **kwargs: Any) -> Decision | None:
+        """Return the decision as `StackedEnsemble` makes it, after attaching adapters where weights are used."""
+        known = len(self._decisions)
+        decision = super()._decision(*args, **kwargs)
+        if decision is not None and len(self._decisions) > known and self._attach_to_readers(decision):
+            self._decisions.clear()
+            decision = super()._decision(*args, **kwargs)
+        return decision
+
+    def _attach_to_readers(self, decision: Decision) -> bool:
+        """Attach adapters of layers that the forward reads without a call to the module around them."""
+        called, moved = {node.layer for node in decision}, False
+        for name, layer in self.stacked.named_modules():
+            adapter = layer._modules.get(ADAPTER)
+            if called and name not in called and isinstance(adapter, Adapter) and adapter.detach(layer):
+                reader = name
+                while reader and reader not in called:
+                    reader = reader.rpartition(".")[0]
+                adapter.attach_weight(self.stacked.get_submodule(reader), layer)
+                moved = True
+        return moved
 
     def select_output(self, output: Any) -> Tensor:
         """Return the logits: graphs cannot return the output objects of transformers."""
@@ -283,14 +289,14 @@ def _add_low_rank(name: str, target: Target, num_members: int, rank: int, alpha:
 def _add_multiplicative(target: Target, own: OwnTensors, start: str, *, inputs_only: bool) -> None:
     layer, weight = target.layer, target.layer.get_parameter(target.weight)
     bias = layer._parameters.get(target.bias)
-    if inputs_only or not target.called:
+    if inputs_only or target.reader is not None:
         bias = None
     kind = {"device": weight.device, "dtype": weight.dtype}
     adapter = MultiplicativeAdapter(target.shape, own.num_members, bias, inputs_only=inputs_only, **kind)
     if start != "ones":
         adapter.draw(start)
     attach_adapter(target, adapter)
-    if not target.called and not inputs_only:
+    if target.reader is not None and not inputs_only:
         own.add(layer, target.bias)
         if layer._parameters[target.bias] is not None:
             layer.get_parameter(target.bias).requires_grad_()
