@@ -161,11 +161,25 @@ def add_row(
     rows.append([kind, what, *cells])
 
 
+def state_finding(results: dict[str, Any]) -> str:
+    """Say for which ensembles the interval of the error's difference excludes zero."""
+    bounds = {row["ensemble"]: row["interval_95"]["error"] for row in results["results"] if "minus" in row["what"]}
+    lower, higher = [k for k, (_, high) in bounds.items() if high < 0], [k for k, (low, _) in bounds.items() if low > 0]
+    text = f"λ={DIVERSITIES[1]:g} does not lower the error"
+    if lower:
+        text = f"λ={DIVERSITIES[1]:g} lowers the error of {', '.join(lower)}"
+    if higher:
+        text += f"; it raises the error of {', '.join(higher)}"
+    return f"**{text}.**"
+
+
 def make_page(text: str, results: dict[str, Any]) -> str:
     settings, where = results["settings"], results["environment"]
     trainings, samples = settings["trainings"], settings["train_samples"]
     versions = f"Python {where['python']}, torch {where['torch']}, scikit-learn {where['scikit-learn']}"
     return f"""# Bias, variance and covariance of NCL ensembles
+
+{state_finding(results)}
 
 {text}
 
@@ -178,7 +192,7 @@ lowers its variance likewise: a value may lie near the upper end of its interval
 - {settings["data"]}; {TEST_SAMPLES} samples to test on, fixed; each training sees {samples}
 - {MEMBERS} members with one hidden tanh layer: {WIDTH} units each, or linear heads on one trunk of {2 * WIDTH} units
 - {settings["optimizer"]}; steps: {settings["steps"]}; seeds 0 to {trainings - 1}
-- {where["cpu"]}, {where["cores"]} cores, {where["threads"]} thread; {versions}; {where["seconds_in_all"]} s
+- {where["cpu"]}, {where["cores"]} cores, {where["threads"]} thread; {versions}; commit {where["commit"]}
 - made by `python benchmarks/ncl_decomposition.py`
 """
 
