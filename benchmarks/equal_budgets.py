@@ -4,11 +4,13 @@
     python benchmarks/equal_budgets_page.py
 
 CIFAR-10, ResNet-8 of few channels, which underfits. λ is chosen on validation images with two seeds; eight other seeds
-compare. The trained networks then see shifted images: another data set's, and corrupted test images.
+compare. The trained networks then see shifted images: another data set's, and corrupted test images. For held-out
+classes, the members train again on eight classes and see images of the other two.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -16,14 +18,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from adapters_training import auroc, scores
+from adapters_training import auroc, load_data, scores
 from image_sweeps import LEAST_EPOCHS, TIMED_STEPS, Sweeps, arguments, count_operations, read_runs
 from torch import Tensor
 
-from torchace.lab.data import Split, load
+from torchace.lab.data import Dataset, Split
+from torchace.lab.data.image_files import read_idx
 from torchace.lab.schema.experiment import Arm, Experiment
 from torchace.lab.schema.results import RunKey
 from torchace.lab.store import RunStore
+from torchace.lab.sweeps import loaded_data
 from torchace.lab.sweeps.loaded_data import LoadedData
 from torchace.lab.sweeps.networks import build_network
 from torchace.lab.training.evaluate import predict_logits
@@ -34,8 +38,10 @@ DEPTH, MEMBERS = 8, 4
 DIVERSITIES = [0.0, 0.1, 0.3, 0.5, 0.7]
 CHOOSING_SEEDS, SEEDS = [100, 101], list(range(8))
 EPOCHS = 30
-# time of all run groups of a width, in units of the group of 16 ensembles: 10 ensembles that choose λ, 8 + 8 networks
-ALL_GROUPS, SETUP_SECONDS = 2.4, 40.0
+KNOWN = 8  # classes that members train on, for the detection of held-out classes
+# time of all run groups of a width, in units of the group of 16 ensembles: 10 ensembles that choose λ, 8 + 8 networks,
+# and 16 ensembles without the held-out classes
+ALL_GROUPS, SETUP_SECONDS = 3.4, 40.0
 
 
 def single_networks(width: int) -> dict[str, dict[str, int]]:
@@ -90,9 +96,9 @@ class EqualBudgets(Sweeps):
                 parameters = sum(p.numel() for p in network.parameters())
                 operations = count * count_operations(network)
                 networks[name] = size | {"parameters": count * parameters, "operations": operations}
-            shifted = directory / "shifted.json"
             entry = {"width": width, "networks": networks, "chosen": self.chosen(width), "runs": read_runs(directory)}
-            entry["shifted"] = json.loads(shifted.read_text()) if shifted.exists() else []
+            files = [directory / "shifted.json", self.options.runs / f"width{width}_known" / "shifted.json"]
+            entry["shifted"] = [row for file in files if file.exists() for row in json.loads(file.read_text())]
             widths.append(entry)
         epochs = self.options.runs / "epochs.json"
         settings = {"num_members": self.members, "depth": DEPTH, "diversities": DIVERSITIES, "seeds": self.seeds}
@@ -120,18 +126,51 @@ class EqualBudgets(Sweeps):
                 rows = score_shifted(experiment, directory, self.options.device, self.seeds)
                 shifted.write_text(json.dumps(rows))
             self.write()
+            self.train_known(width, [0.0, choice["diversity"]], steps)
+            self.write()
+
+    def train_known(self, width: int, diversities: list[float], steps: int) -> None:
+        """Train the members on some classes and score how well they detect the others."""
+        experiment = self.compare_experiment(width, diversities, steps, singles=False)
+        experiment = experiment.model_copy(update={"name": f"width{width}_known"})
+        shifted = self.options.runs / experiment.name / "shifted.json"
+        if shifted.exists():
+            return
+        usual, whole = loaded_data.load, load_data("cifar10", self.options.quick)
+        loaded_data.load = lambda name: keep_classes(whole)
+        try:
+            directory = self.run(experiment)
+            data = LoadedData.load(experiment.data, self.options.device)
+        finally:
+            loaded_data.load = usual
+        new = whole.test.take((whole.test.y >= KNOWN).nonzero()[:, 0]).x
+        shifts = {"held-out classes": (new, None)}
+        shifted.write_text(
+            json.dumps(score_images(experiment, data, directory, shifts, self.options.device, self.seeds))
+        )
 
 
 def score_shifted(experiment: Experiment, directory: Path, device: str, seeds: list[int]) -> list[dict[str, Any]]:
     """Score all ensembles on shifted images: those of another data set, and corrupted test images."""
-    arms = {arm.name: arm for arm in experiment.complete_arms()}
     data = LoadedData.load(experiment.data, device)
     test = data.dataset.test
     shifts: dict[str, tuple[Tensor, Tensor | None]]
     shifts = {name: (x[: len(test)], None) for name, x in other_images().items()}
     shifts |= {name: (x, test.y) for name, x in corrupt(test.x).items()}
-    rows = []
-    for arm in arms.values():
+    return score_images(experiment, data, directory, shifts, device, seeds)
+
+
+def score_images(
+    experiment: Experiment,
+    data: LoadedData,
+    directory: Path,
+    shifts: dict[str, tuple[Tensor, Tensor | None]],
+    device: str,
+    seeds: list[int],
+) -> list[dict[str, Any]]:
+    """Score all ensembles on images by name; with labels, also their cross entropy and calibration."""
+    test, rows = data.dataset.test, []
+    for arm in experiment.complete_arms():
         for diversity in arm.diversities:
             group = load_group(arm, data, directory, diversity, seeds).to(device)
             clean, target = predict_logits(group, data.chunks(arm, test))
@@ -155,14 +194,24 @@ def load_group(arm: Arm, data: LoadedData, directory: Path, diversity: float, se
     return RunGroup(ensembles)
 
 
+def keep_classes(data: Dataset) -> Dataset:
+    """Return the data set with its first classes alone."""
+    parts = {part: getattr(data, part) for part in ("train", "test")}
+    parts = {part: split.take((split.y < KNOWN).nonzero()[:, 0]) for part, split in parts.items()}
+    return dataclasses.replace(data, class_names=data.class_names[:KNOWN], **parts)
+
+
 def other_images() -> dict[str, Tensor]:
     """Return the test images of MNIST and Fashion-MNIST with 32x32 pixels and three channels, without downloading."""
     found, root = {}, Path(os.environ.get("TORCHACE_DATA", "."))
     for name in ("mnist", "fashion_mnist"):
-        if not any((root / folder).is_dir() for folder in (name, name.replace("_", "-"))):
-            print(f"without {name}: no such folder in TORCHACE_DATA", flush=True)
+        folders = [root / folder for folder in (name, name.replace("_", "-"))]
+        files = [folder / f"t10k-images-idx3-ubyte{end}" for folder in folders for end in (".gz", "")]
+        file = next((file for file in files if file.exists()), None)
+        if file is None:
+            print(f"without {name}: no t10k-images-idx3-ubyte in TORCHACE_DATA", flush=True)
             continue
-        x = load(name).test.x
+        x = torch.from_numpy(read_idx(file, shape=(10_000, 28, 28)).copy())
         x = F.interpolate(x.view(-1, 1, 28, 28).float(), size=32, mode="bilinear")
         found[name] = x.round().to(torch.uint8).expand(-1, 3, -1, -1).contiguous()
     return found
