@@ -165,7 +165,7 @@ def mark_gain(ax: Axes, runs: list[dict[str, Any]]) -> None:
     means = {d: np.mean(v) for d, v in by_diversity(runs, "cross_entropy").items()}
     best = min(means, key=lambda diversity: means[diversity])
     ax.axhline(means[0.0], color=INK, linestyle="--", linewidth=1)
-    ax.text(0.9, means[0.0] + 0.0006, "members fitted alone (λ=0)", ha="right", va="bottom", fontsize=8)
+    ax.text(0.5, means[0.0] + 0.0006, "members fitted alone (λ=0)", ha="center", va="bottom", fontsize=8)
     ax.annotate("", (best, means[best]), (best, means[0.0]), arrowprops={"arrowstyle": "->", "color": ORANGE})
     change = f"{means[best] / means[0.0] - 1:+.0%}".replace("-", "−")
     ax.text(best - 0.03, means[best] * 0.4 + means[0.0] * 0.6, change, ha="right", fontsize=12, color=ORANGE)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DEFAULTS = Hyperparameters()
 
 
-def _option(metavar: str | None, text: str, *names: str, **limits: int) -> Any:
+def _option(metavar: str | None, text: str, *names: str, **limits: Any) -> Any:
     """Declare an option; without names, it has that of its parameter."""
     return typer.Option(*names, metavar=metavar, help=text, **limits)
 
