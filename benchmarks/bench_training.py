@@ -60,11 +60,12 @@ CASES = [Case("digits", 64, 64, 20, 3e-3), Case("mnist", 784, 128, 3, 1e-3, limi
 @cache
 def load_data(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return training and test vectors and labels; columns are standardized, as `ACEClassifier` does itself."""
-    found = load(case.data) if case.limit is None else load(case.data).limit(case.limit)
-    x, test_x = (part.x.flatten(1).float() for part in (found.train, found.test))
+    found = load(case.data)
+    train = found.train.take(slice(case.limit))
+    x, test_x = (part.x.flatten(1).float() for part in (train, found.test))
     mean, std = x.mean(0), x.std(0, correction=0)
     std[std == 0] = 1.0  # a pixel that is the same in all images
-    return (x - mean) / std, found.train.y, (test_x - mean) / std, found.test.y
+    return (x - mean) / std, train.y, (test_x - mean) / std, found.test.y
 
 
 class Network(nn.Module):

@@ -27,6 +27,7 @@ from tests.lab.sweeps.small_sweeps import small
 from tests.lab.tables.small_fits import fitted
 from tests.lab.training.small_trainings import batches, make_group, train_config
 from tests.support.saved_models import KINDS, bits
+from tests.support.weights import weights_digest
 from torchace import _model_files
 from torchace._files import PathError, json_digest
 from torchace.diagnosis import diagnose_file
@@ -36,7 +37,7 @@ from torchace.lab.report import ResultFileError, markdown, read_results, rich_ta
 from torchace.lab.store import RunStoreError
 from torchace.lab.sweeps.config import ConfigError, load_experiment
 from torchace.lab.sweeps.sweep import Sweep
-from torchace.lab.training.checkpoint import CheckpointError, Checkpoints, weights_digest
+from torchace.lab.training.checkpoint import CheckpointError, Checkpoints
 from torchace.lab.training.loop import CheckpointPolicy, fit
 from torchace.saving import ModelFileError, load_model, save_model
 from torchace.saving.kinds import unstack

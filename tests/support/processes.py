@@ -24,7 +24,7 @@ PRELOAD = [
     __name__,
     "torchace.lab.training.loop",
     "torchace.metrics",
-    "torchace.lab.sweeps.torchrun",
+    "torchace.lab.sweeps.executor",
 ]  # imported once for all ranks
 
 

@@ -406,17 +406,20 @@ ENCODINGS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "lists among categories": (lambda: CLASSES.matrix(pets(fur=LISTS)), ("'fur'", "list")),
     "two columns of one name": (lambda: CLASSES.matrix(TWICE), ("'age'", "rename")),
     "a class never seen": (
-        lambda: CLASSES.targets(later(pet=["cat"] * 4 + ["cow"] + ["dog"] * 25)),
+        lambda: CLASSES.schema.targets(later(pet=["cat"] * 4 + ["cow"] + ["dog"] * 25)),
         ("'pet'", "Row 105", "'cow'", "'cat', 'dog'"),
     ),
-    "a class in other letters": (lambda: CLASSES.targets(pets(pet="Cat")), ("Row 1", "'Cat'")),
-    "no class": (lambda: CLASSES.targets(later(pet=["cat"] * 4 + [None] * 26)), ("'pet'", "row 105", "25 more rows")),
-    "no target": (lambda: CLASSES.targets(pets()[["age"]]), ("'pet'", "target")),
+    "a class in other letters": (lambda: CLASSES.schema.targets(pets(pet="Cat")), ("Row 1", "'Cat'")),
+    "no class": (
+        lambda: CLASSES.schema.targets(later(pet=["cat"] * 4 + [None] * 26)),
+        ("'pet'", "row 105", "25 more rows"),
+    ),
+    "no target": (lambda: CLASSES.schema.targets(pets()[["age"]]), ("'pet'", "target")),
     "no number to compare with": (
-        lambda: QUANTITIES.targets(later(pet=["0.5"] * 4 + [""] * 26)),
+        lambda: QUANTITIES.schema.targets(later(pet=["0.5"] * 4 + [""] * 26)),
         ("'pet'", "row 105"),
     ),
-    "text to compare with": (lambda: QUANTITIES.targets(pets()), ("'pet'", "row 1", "'cat'")),
+    "text to compare with": (lambda: QUANTITIES.schema.targets(pets()), ("'pet'", "row 1", "'cat'")),
     "nothing to learn from": (lambda: learn_encoding(CLASSES.schema, pets().iloc[:0]), ("training part", "no rows")),
     "nothing that varies": (
         lambda: learn_encoding(CLASSES.schema, pets().iloc[[0, 0, 0]]),
@@ -429,7 +432,7 @@ ENCODINGS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "JSON: a list": (lambda: Encoding.from_dict([]), ("encoding", "damaged")),
     "JSON: nothing": (lambda: Encoding.from_dict(None), ("encoding", "damaged")),
     "JSON: a text": (lambda: Schema.from_dict("{}"), ("schema", "damaged")),
-    "JSON: a newer version": (damaged_json("classification", "version", to=3), ("encoding", "version")),
+    "JSON: a newer version": (damaged_json("classification", "version", to=4), ("encoding", "version")),
     "JSON: a newer schema": (damaged_json("classification", "schema", "version", to=7), ("schema.version",)),
     "JSON: a field more": (damaged_json("classification", "code", to="import os"), ("code",)),
     "JSON: another name": (damaged_json("classification", "columns", 0, "name", to="old"), ("columns",)),
@@ -441,14 +444,14 @@ ENCODINGS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("classes",),
     ),
     "JSON: a target among the columns": (
-        damaged_json("classification", "schema", "target", "name", to="age"),
+        damaged_json("classification", "schema", "target", "names", to=["age"]),
         ("columns",),
     ),
     "JSON: an infinite mean": (damaged_json("classification", "columns", 0, "mean", to=float("inf")), ("mean",)),
     "JSON: a category twice": (damaged_json("classification", "columns", 1, "categories", to=["a"] * 2), ("categ",)),
     "JSON: a mean of classes": (damaged_json("classification", "target", to={"mean": 0.0, "std": 1.0}), ("target",)),
-    "JSON: no mean of a quantity": (damaged_json("regression", "target", to=None), ("target",)),
-    "JSON: no deviation of a quantity": (damaged_json("regression", "target", "std", to=0.0), ("target",)),
+    "JSON: no mean of a quantity": (damaged_json("regression", "target_scales", to=[]), ("target",)),
+    "JSON: no deviation of a quantity": (damaged_json("regression", "target_scales", 0, "std", to=0.0), ("target",)),
 }
 
 LABELS = torch.tensor([0, 1] * 15)

@@ -15,6 +15,7 @@ import torch
 
 from tests.lab.data import writers
 from torchace.lab.data import NAMES, DataError, Dataset, load
+from torchace.lab.data.splits import random_split
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -53,27 +54,13 @@ DIGITS_TEST = "5abe1dcaa2bd6f302b3a3a935b5bcaa6ee134fc560d7128e00f8fb0403238c8a"
 
 
 def test_validation_split(digits):
-    train, validation = digits.validation_split(0.2, seed=1)
+    train, validation = random_split(digits.train, 0.2, seed=1)
     assert (len(train), len(validation)) == (1038, 259)
     share = digits.train.y.bincount() * 259 / 1297
     assert float((validation.y.bincount() - share).abs().max()) < 1
-    again, other = (digits.validation_split(0.2, seed=seed)[1] for seed in (1, 2))
+    again, other = (random_split(digits.train, 0.2, seed=seed)[1] for seed in (1, 2))
     assert torch.equal(validation.x, again.x)
     assert not torch.equal(validation.y, other.y)
-
-
-def test_limit(digits):
-    first = digits.limit(100)
-    assert torch.equal(first.train.x, digits.train.x[:100])
-    assert (first.mean, first.std) == (digits.mean, digits.std)
-    assert first.test is digits.test
-    chosen = digits.limit(100, seed=3)
-    assert chosen.train.y.bincount().tolist() == [10] * 10
-    assert len(digits.limit(1297, seed=3).train) == 1297
-    with pytest.raises(ValueError, match="at most 1297"):
-        digits.limit(1298)
-    with pytest.raises(ValueError, match="at least 1"):
-        digits.limit(0)
 
 
 def test_normalization(digits):

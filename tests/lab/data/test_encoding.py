@@ -35,7 +35,7 @@ from torchace.lab.data import (
     read_table,
     train_val_test_split,
 )
-from torchace.lab.data.encoding import MAX_LEVELS, NUM_BINS, learn_number, mean_and_std, resolve_method
+from torchace.lab.data.encoding import MAX_LEVELS, NUM_BINS, learn_columns, learn_number, mean_and_std, resolve_method
 
 
 def encode(encoding: Encoding, frame: pd.DataFrame) -> Tensor:
@@ -81,33 +81,19 @@ def test_weights_count_rows():
     frame = pets(60, age=rng.normal(size=60) * 1e5, size=[None, 1.0, 2.0] * 20)
     frame.loc[::7, "fur"] = None
     weights = rng.integers(0, 4, 60)
-    schema = infer_schema(frame, "pet")
-    weighted = learn_encoding(schema, frame, sample_weight=weights.astype(float), max_categories=2)
-    repeated = learn_encoding(schema, frame.loc[frame.index.repeat(weights)], max_categories=2)
-    for one, other in zip(weighted.columns, repeated.columns, strict=True):
+    columns, used = infer_schema(frame, "pet").columns, frame[weights > 0]
+    weighted = learn_columns(columns, used, weights[weights > 0].astype(float), max_categories=2)
+    repeated = frame.loc[frame.index.repeat(weights)]
+    for one, other in zip(
+        weighted, learn_columns(columns, repeated, np.ones(len(repeated)), max_categories=2), strict=True
+    ):
         if isinstance(one, NumberColumn):
             # sums of 60 numbers in another order
             assert (one.center, one.scale, one.knots) == (other.center, other.scale, other.knots)
             assert one.fill == pytest.approx(other.fill, rel=1e-12, abs=1e-9)
         else:
             assert one == other
-    assert learn_encoding(schema, frame, sample_weight=torch.full((60,), 0.3)).columns[1] == learn(frame).columns[1]
-
-
-def test_rows_of_weight_zero_are_ignored():
-    frame = pets(age=[*range(29), 1000], fur=["a", "b"] * 14 + ["c", None])
-    weights = [1.0] * 28 + [0.0] * 2
-    encoding = learn_encoding(infer_schema(frame, "pet"), frame, sample_weight=weights, method="standard")
-    assert encoding.columns == (
-        NumberColumn("age", 13.5, 13.5, pytest.approx(math.sqrt((28**2 - 1) / 12)), 0.0, (), False),
-        CategoryColumn("fur", ("a", "b"), False, False),
-    )
-
-
-@pytest.mark.parametrize("weights", [[1.0], [-1.0] * 30, [float("nan")] * 30, [float("inf")] * 30])
-def test_weights_are_checked(weights):
-    with pytest.raises(ValueError, match="sample_weight"):
-        learn_encoding(infer_schema(pets(), "pet"), pets(), sample_weight=weights)
+    assert learn_columns(columns, frame, np.full(60, 0.3))[1] == learn(frame).columns[1]
 
 
 def test_robust_and_piecewise_features_value_by_value():
@@ -319,7 +305,7 @@ def test_the_same_table_in_every_kind_of_file(tmp_path):
         reference = encoding.matrix(table)
         for other in tables:
             assert same(encoding.matrix(other), reference)
-            assert torch.equal(encoding.targets(other), torch.arange(rows) % 3)
+            assert torch.equal(encoding.schema.targets(other), torch.arange(rows) % 3)
 
 
 def test_a_column_of_other_types_in_other_chunks(tmp_path):
@@ -337,8 +323,8 @@ def test_a_column_of_other_types_in_other_chunks(tmp_path):
     assert encoding.schema.target.classes == ("0", "1", "no", "yes")
     for rows in (1, 7, 20, 59, 60):
         assert same(matrix_of_chunks(encoding, path, rows), encoding.matrix(whole))
-        targets = torch.cat([encoding.targets(chunk) for chunk in iterate_table(path, rows=rows)])
-        assert torch.equal(targets, encoding.targets(whole))
+        targets = torch.cat([encoding.schema.targets(chunk) for chunk in iterate_table(path, rows=rows)])
+        assert torch.equal(targets, encoding.schema.targets(whole))
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
@@ -442,7 +428,7 @@ def check_table(columns: dict[str, list[str]], target: str, delimiter: str, seed
         for rows in (1, 7):
             assert same(matrix_of_chunks(encoding, path, rows), matrix)
             chunks = iterate_table(path, rows=rows)
-            assert torch.equal(torch.cat([encoding.targets(chunk) for chunk in chunks]), targets)
+            assert torch.equal(torch.cat([encoding.schema.targets(chunk) for chunk in chunks]), targets)
     again = Encoding.from_dict(json.loads(json.dumps(encoding.to_dict(), allow_nan=False)))
     assert again == encoding
     assert again.schema == schema

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 from torchace.lab.data import Batches, DataError
 from torchace.lab.data.map_datasets import StreamedBatches, StreamedSplit
 from torchace.lab.data.own_data import DataOptions, make_dataset
-from torchace.lab.data.splits import input_tensors
+from torchace.lab.data.splits import input_tensors, random_split
 
 COUNT = 23
 X = torch.randn(COUNT, 2, generator=torch.Generator().manual_seed(0))
@@ -164,8 +164,8 @@ def test_known_labels_stratify_the_validation_part_without_reading() -> None:
         targets = Y.tolist()
 
     data = make_dataset(Known(add_noise), TensorDataset(X, Y), DataOptions())
-    train, validation = data.validation_split(6)
+    train, validation = random_split(data.train, 6, seed=0)
     assert torch.bincount(validation.labels).tolist() == [2, 2, 2]
     assert sorted([*train.indices.tolist(), *validation.indices.tolist()]) == list(range(COUNT))
     unknown = make_dataset(Rows(add_noise), TensorDataset(X, Y), DataOptions(num_classes=3))
-    assert len(unknown.validation_split(6)[1]) == 6
+    assert len(random_split(unknown.train, 6, seed=0)[1]) == 6

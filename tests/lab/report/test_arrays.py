@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from torchace.lab.report import ResultFileError, Results
-from torchace.lab.report.arrays import (
+from torchace.lab.report.results import (
     Predictions,
     contested_cases,
     error_vs_spread,

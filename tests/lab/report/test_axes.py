@@ -10,7 +10,7 @@ import pytest
 
 from tests.lab.sweeps.small_sweeps import run
 from torchace.lab.report import read_results
-from torchace.lab.report.axes import axis_findings, axis_tables, compare_axes
+from torchace.lab.report.gains import axis_findings, axis_tables, compare_axes
 from torchace.lab.report.page import figures, markdown
 from torchace.lab.report.tables import main_arms
 from torchace.lab.sweeps.result import SweepResult

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.lab.report.figure_lines import draw, holds
-from torchace.lab.report.comparison import (
+from torchace.lab.report.model_findings import (
     comparison_figures,
     comparison_findings,
     comparison_headline,

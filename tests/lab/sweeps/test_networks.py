@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.lab.sweeps.small_sweeps import small
+from tests.support.weights import weights_digest
 from torchace.lab.data import load
 from torchace.lab.schema.experiment import Arm, TrainSection
 from torchace.lab.sweeps import networks as build
@@ -17,7 +18,6 @@ from torchace.lab.sweeps.networks import (
     is_compiled,
     make_train_config,
 )
-from torchace.lab.training.checkpoint import weights_digest
 from torchace.lab.training.config import TrainConfig
 from torchace.nn import SMOC, Ensemble, StackedEnsemble
 

@@ -20,8 +20,8 @@ from tests.lab.sweeps.small_sweeps import PYTHONPATH, leftovers, small
 from tests.support.processes import team
 from torchace.lab.cli import app as cli
 from torchace.lab.sweeps.config import ConfigError, load_experiment
+from torchace.lab.sweeps.executor import RankExecutor, _check
 from torchace.lab.sweeps.sweep import Sweep
-from torchace.lab.sweeps.torchrun import RankExecutor, _check
 from torchace.lab.training.loop import Interrupted
 
 pytestmark = pytest.mark.extended

@@ -13,7 +13,7 @@ import pytest
 
 from tests.lab.sweeps.small_sweeps import small
 from torchace.lab.cli.app import main
-from torchace.lab.sweeps.callbacks import TRACKERS, make_callbacks, make_tracker
+from torchace.lab.sweeps.callbacks import TRACKERS, make_callbacks
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.loop import Interrupted
 
@@ -55,7 +55,7 @@ def test_csv_has_every_metric_once(tmp_path: Path) -> None:
     whole = (tmp_path / "metrics.csv").read_text()
     (tmp_path / "metrics.csv").write_text(whole[:-5])  # of a killed process
     experiment = small()
-    tracker = make_tracker("csv", tmp_path, experiment)
+    tracker = TRACKERS["csv"](tmp_path, experiment)
     run = experiment.complete_arms()[0].runs([0])[0]
     tracker.log(run, 99, {"test/accuracy": 0.5})  # type: ignore[attr-defined]
     lines = (tmp_path / "metrics.csv").read_text().splitlines()
@@ -142,7 +142,7 @@ def test_a_missing_package_is_one_sentence(tmp_path: Path, monkeypatch: pytest.M
     for module in (name, f"torch.utils.{name}"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=rf"pip install 'torchace\[{name}\]'"):
-        make_tracker(name, tmp_path, small())
+        make_callbacks([name], tmp_path, small())
     assert not list(tmp_path.iterdir())
 
 

@@ -19,8 +19,7 @@ from tests.lab.cli.command_line import houses, pets, write_table
 from tests.lab.tables.small_fits import fitted
 from torchace.lab.tables import export as exporting
 from torchace.lab.tables.export import ExportError, export_onnx
-from torchace.lab.tables.model import TableModel
-from torchace.lab.tables.predict import predict_file
+from torchace.lab.tables.model import TableModel, predict_file
 from torchace.saving import load_model
 
 onnx = pytest.importorskip("onnx")

@@ -81,7 +81,7 @@ def test_members_leave_out_folds_of_training_and_validation_rows(
     folds = folds[len(table.train) :]
     frame = make(300).iloc[table.validation_rows.numpy()]
     own = model.logits(frame)[folds, torch.arange(len(frame))]  # member k leaves out fold k
-    y = model.encoding.targets(frame)
+    y = model.encoding.schema.targets(frame)
     if target == "pet":
         expected = torch.nn.functional.cross_entropy(own, y)
     else:
@@ -114,7 +114,7 @@ def test_disputed_rows_are_those_of_the_file(tmp_path: Path) -> None:
     arrays = load_file(next((fit.out / "runs").glob("*.safetensors")))
     assert len(arrays["disputed_row"]) > 3
     rows = frame.iloc[arrays["disputed_row"].numpy() - 1]
-    assert model.encoding.targets(rows).equal(arrays["disputed_target"])
+    assert model.encoding.schema.targets(rows).equal(arrays["disputed_target"])
     assert model.logits(rows).argmax(2).T.equal(arrays["disputed_votes"])
 
 

@@ -18,8 +18,7 @@ import pytest
 from tests.lab.cli.command_line import everything_in, houses, pets, write_table
 from tests.lab.tables.small_fits import fitted
 from torchace.lab.data import DataError
-from torchace.lab.tables.model import TableModel
-from torchace.lab.tables.predict import predict_file
+from torchace.lab.tables.model import TableModel, predict_file
 from torchace.lab.training import run_group
 from torchace.lab.training.loop import Interrupted
 
@@ -243,7 +242,7 @@ import re, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from torchace.lab.tables.predict import predict_file
+from torchace.lab.tables.model import predict_file
 from torchace.lab.tables.model import TableModel
 model = TableModel.load(sys.argv[1])
 for data in map(Path, sys.argv[3:]):

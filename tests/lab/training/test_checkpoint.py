@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from tests.lab.training.small_trainings import batches, make_group, train_config
+from tests.support.weights import weights_digest
 from torchace import _files as files
 from torchace._files import json_digest, with_checksum, write_atomic
-from torchace.lab.training.checkpoint import CheckpointError, Checkpoints, weights_digest
+from torchace.lab.training.checkpoint import CheckpointError, Checkpoints
 from torchace.lab.training.config import make_optimizer
 from torchace.lab.training.loop import CheckpointPolicy, fit
 from torchace.lab.training.run_group import RunGroup

@@ -100,7 +100,7 @@ def test_a_transform_draws_by_seed_epoch_and_step_alone() -> None:
     alone, _ = Batches(split, 3, transform=BatchTransform(jitter)).batch_many([7], 1, 1)
     assert torch.equal(alone[0], both[1])
     assert not torch.equal(batches.batch_many([7], 0, 1)[0] - plain[1], alone - plain[1])
-    assert torch.equal(BatchTransform(jitter).evaluate(split.x), split.x * 2)
+    assert torch.equal(BatchTransform(jitter)(split.x), split.x * 2)
     assert map_inputs(torch.Tensor.double, split.x).dtype == torch.float64
 
 
@@ -117,4 +117,4 @@ def test_a_transform_draws_by_seed_epoch_and_step_alone() -> None:
 )
 def test_transforms_that_cannot_be_evaluated_are_refused(transform: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        BatchTransform(transform).evaluate(torch.zeros(3, 2))
+        BatchTransform(transform)(torch.zeros(3, 2))

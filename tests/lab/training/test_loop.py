@@ -22,9 +22,10 @@ from tests.lab.training.small_trainings import (
     train_config,
     weights,
 )
+from tests.support.weights import weights_digest
 from torchace.lab.data import Batches
 from torchace.lab.training import loop
-from torchace.lab.training.checkpoint import Checkpoints, weights_digest
+from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.loop import CheckpointPolicy, Interrupted, Progress, fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.models import mlp

@@ -18,7 +18,8 @@ from tests.lab.training.small_trainings import (
     train_config,
     weights,
 )
-from torchace.lab.training.checkpoint import Checkpoints, weights_digest
+from tests.support.weights import weights_digest
+from torchace.lab.training.checkpoint import Checkpoints
 from torchace.lab.training.loop import CheckpointPolicy, FitResult, Interrupted, fit
 from torchace.lab.training.run_group import RunGroup
 from torchace.lab.training.tasks import TASKS, LossInputs

@@ -58,7 +58,7 @@ def run(
     check_report_packages()
 
     from torchace.lab.sweeps.config import load_experiment
-    from torchace.lab.sweeps.torchrun import process_group
+    from torchace.lab.sweeps.executor import process_group
 
     with process_group(parallel) as rank:  # None: a single process
         console.quiet = bool(rank)

@@ -26,7 +26,6 @@ from torchace.lab.cli.terminal import (
 
 if TYPE_CHECKING:
     from torchace.lab.report.tables import ReportTable
-    from torchace.lab.tables.table import Table
 
 MOST_COLUMNS = 50  # to print
 
@@ -54,6 +53,8 @@ def fit(
     check_report_packages()
 
     from torchace.lab.cli.progress import FitProgress
+    from torchace.lab.report.setup import column_table
+    from torchace.lab.schema.results import TableSummary
     from torchace.lab.tables.fit import TableFit
     from torchace.lab.training.loop import Interrupted
 
@@ -77,7 +78,13 @@ def fit(
         show(directory)
         _print_report_path(directory)
         return
-    _print_columns(table)
+    summary = TableSummary.model_validate(table.description)
+    if understood := column_table(summary, len(table.train)):
+        print_table(_rich_table(understood))
+        if len(summary.columns) > MOST_COLUMNS:
+            print_line(f"{len(summary.columns) - MOST_COLUMNS} more columns are in the report.")
+    for note in table.schema.notes:
+        print_line(note)
     try:
         with job.lock():
             with stop_signal() as stop, FitProgress(console) as progress:
@@ -190,8 +197,7 @@ def predict(
     ] = False,
 ) -> None:
     """Predict every row of a file, with probabilities and uncertainty."""
-    from torchace.lab.tables.model import TableModel
-    from torchace.lab.tables.predict import predict_file
+    from torchace.lab.tables.model import TableModel, predict_file
     from torchace.lab.training.loop import Interrupted
 
     loaded = TableModel.load(model)
@@ -221,6 +227,8 @@ def export(model: Model, onnx: Annotated[Path, typer.Option(metavar="FILE", help
 
 def show(model: Model) -> None:
     """Show a model: target, columns, λ and scores."""
+    from torchace.lab.report.model_findings import comparison_headline, model_table
+    from torchace.lab.schema.values import ModelComparison
     from torchace.lab.tables.model import TableModel
 
     loaded = TableModel.load(model)
@@ -240,8 +248,11 @@ def show(model: Model) -> None:
         print_line(search["sentence"])
     if scores := loaded.record.get("scores"):
         print_table(_score_table({part: scores[part] for part in ("validation", "test") if part in scores}))
-    if comparison := loaded.record.get("comparison"):
-        _print_comparison(comparison)
+    if content := loaded.record.get("comparison"):
+        comparison = ModelComparison.model_validate(content)
+        print_table(_rich_table(model_table(comparison)))
+        if headline := comparison_headline(comparison):
+            print_line(f"{headline.sentence} {headline.detail}")
 
 
 def _print_report_path(directory: Path) -> None:
@@ -284,31 +295,6 @@ def _plain(text: str) -> Any:
     return Text(text, overflow="fold")
 
 
-def _print_columns(table: Table) -> None:
-    """Print how each column was read, then the notes."""
-    from torchace.lab.report.setup import column_table
-    from torchace.lab.schema.results import TableSummary
-
-    summary = TableSummary.model_validate(table.description)
-    if understood := column_table(summary, len(table.train)):
-        print_table(_rich_table(understood))
-        if len(summary.columns) > MOST_COLUMNS:
-            print_line(f"{len(summary.columns) - MOST_COLUMNS} more columns are in the report.")
-    for note in table.schema.notes:
-        print_line(note)
-
-
-def _print_comparison(content: Mapping[str, Any]) -> None:
-    """Print the scores of the baselines and the difference to the best of them."""
-    from torchace.lab.report.comparison import comparison_headline, model_table
-    from torchace.lab.schema.values import ModelComparison
-
-    comparison = ModelComparison.model_validate(content)
-    print_table(_rich_table(model_table(comparison)))
-    if headline := comparison_headline(comparison):
-        print_line(f"{headline.sentence} {headline.detail}")
-
-
 def _rich_table(table: ReportTable) -> Any:
     """Draw the first rows of a table of the report."""
     drawn = _table(*(column.label for column in table.columns))
@@ -329,12 +315,6 @@ def _list_names(names: Iterable[str], limit: int = 20) -> str:
     return ", ".join(quoted[:limit]) + more
 
 
-def _format_score(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
-
-
 def _score_table(by_part: Mapping[str, Any]) -> Any:
     from torchace.lab.report.metrics import TASKS
 
@@ -343,7 +323,9 @@ def _score_table(by_part: Mapping[str, Any]) -> Any:
     for name in SCORES:
         values = [scores.get(name) for scores in by_part.values()]
         if any(value is not None for value in values):
-            table.add_row(metrics[name].noun, *map(_format_score, values))
+            forms = [".4f" if value == 0 or 1e-3 <= abs(value or 0) < 1e6 else ".4g" for value in values]
+            cells = ["" if value is None else format(value, form) for value, form in zip(values, forms, strict=True)]
+            table.add_row(metrics[name].noun, *cells)
     return table
 
 

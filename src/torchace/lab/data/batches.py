@@ -61,27 +61,20 @@ class BatchTransform:
         except (TypeError, ValueError):  # some built-in functions have no signature
             self.takes_training = False
 
-    def train(self, x: Inputs, key: int) -> Inputs:
-        """Transform a training batch with random numbers of a hashed key."""
-        return self._call(x, key, training=True)
-
-    def evaluate(self, x: Inputs) -> Inputs:
-        """Transform a batch of validation or test samples."""
-        return self._call(x, hashed_key(0, "transform"), training=False)
-
-    def _call(self, x: Inputs, key: int, *, training: bool) -> Inputs:
-        device = input_tensors(x)[0].device
+    def __call__(self, x: Inputs, key: int | None = None) -> Inputs:
+        """Transform a training batch with random numbers of a hashed key, or without a key, other samples."""
+        device, training = input_tensors(x)[0].device, key is not None
         if isinstance(self.function, torch.nn.Module):
             self.function.train(training)
         options = {"training": training} if self.takes_training else {}
-        with use_seed(key, device), torch.no_grad():
-            before = () if training else self._states(device)
+        with use_seed(hashed_key(0, "transform") if key is None else key, device), torch.no_grad():
+            before = () if training else generator_states(device)
             try:
                 result = self.function(x, **options)
             except Exception as error:  # the user's code may raise anything
                 reason = f"{type(error).__name__}: {error_reason(error)}"
                 raise DataError(f"The transform failed with {reason}.") from error
-            if not training and self._states(device) != before:
+            if not training and generator_states(device) != before:
                 raise DataError(
                     "The transform draws random numbers on test data; give it a parameter `training`, which is False "
                     "there, and augment only if it is True."
@@ -91,11 +84,6 @@ class BatchTransform:
             got = ", ".join(str(tuple(t.shape)) if isinstance(t, torch.Tensor) else type(t).__name__ for t in tensors)
             raise DataError(f"Expected the transform to return one entry for each sample of a batch, but got {got}.")
         return result
-
-    def _states(self, device: torch.device) -> tuple[bytes, ...]:
-        if device.type != "cuda":
-            return generator_states()
-        return (*generator_states(), torch.cuda.get_rng_state(device).numpy().tobytes())
 
 
 Statistics = tuple[Sequence[float], Sequence[float]]  # mean and standard deviation, of all samples or each channel
@@ -186,7 +174,7 @@ class Batches:
             return x, y
         streams = [streams] * len(seeds) if isinstance(streams, int) else streams
         keys = [hashed_key(s, "transform", epoch, step, k) for s, k in zip(seeds, streams, strict=True)]
-        parts = [self.transform.train(map_inputs(lambda t, i=i: t[i], x), key) for i, key in enumerate(keys)]
+        parts = [self.transform(map_inputs(lambda t, i=i: t[i], x), key) for i, key in enumerate(keys)]
         return map_inputs(lambda *values: torch.stack(values), *parts), y
 
     def _batches(
@@ -312,4 +300,4 @@ def chunks(
     split = split if device is None else split.to(device)
     format_inputs = _Format(split, normalize=normalize, dtype=dtype)
     formatted = ((format_inputs(x), y) for x, y in split.chunks(size))
-    return formatted if transform is None else ((transform.evaluate(x), y) for x, y in formatted)
+    return formatted if transform is None else ((transform(x), y) for x, y in formatted)

@@ -52,7 +52,12 @@ def csv_chunks(path: Path, rows: int) -> Iterator[DataFrame]:
                 yield pending.slice(0, rows).to_pandas()
                 pending = pending.slice(rows)
             if bad_row is not None:
-                raise _wrong_width(path, count + 1, bad_row, delimiter)
+                found, expected = bad_row.actual_columns, bad_row.expected_columns
+                raise DataError(
+                    f"{path} has {found} {'value' if found == 1 else 'values'} in row {count + 1}, but {expected} "
+                    f"column {'name' if expected == 1 else 'names'}; correct that row (a value with a "
+                    f"{_DELIMITERS[delimiter]} in it needs quotation marks)."
+                )
         if pending is not None and len(pending):
             yield pending.to_pandas()
     except csv.Error as error:
@@ -228,12 +233,3 @@ def _parse(block: bytes, names: list[str], delimiter: str) -> tuple[Any, Any]:
         pa_csv.ConvertOptions(column_types=schema, strings_can_be_null=False, check_utf8=False),
     )
     return (table.slice(0, bad[0].number - 1 - blank), bad[0]) if bad else (table, None)
-
-
-def _wrong_width(path: Path, number: int, row: Any, delimiter: str) -> DataError:
-    found, expected = row.actual_columns, row.expected_columns
-    return DataError(
-        f"{path} has {found} {'value' if found == 1 else 'values'} in row {number}, but {expected} column "
-        f"{'name' if expected == 1 else 'names'}; correct that row (a value with a {_DELIMITERS[delimiter]} in it "
-        "needs quotation marks)."
-    )

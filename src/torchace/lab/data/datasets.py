@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchace._checks import check_choice, check_count
+from torchace._checks import check_choice
 from torchace._extras import import_extra
 from torchace.lab.data.batches import Statistics
 from torchace.lab.data.errors import DataError, check_labels, damaged_file
 from torchace.lab.data.image_files import (
+    ENVIRONMENT,
     SOURCES,
     CifarSource,
-    IdxFile,
     IdxSource,
     find,
-    not_found,
     read_archive,
     read_folder,
     read_idx,
     search_path,
 )
 from torchace.lab.data.image_files import download as download_file
-from torchace.lab.data.splits import Split, random_split, stratified_split
+from torchace.lab.data.splits import Split, stratified_split
 from torchace.lab.schema.reading import did_you_mean
 
 NAMES = ("digits", *SOURCES)
@@ -73,19 +72,6 @@ class Dataset:
             raise DataError("normalize = 'standard' needs images in memory; normalize them in the Dataset.")
         return self.mean, self.std
 
-    def validation_split(self, size: int | float, *, seed: int = 0) -> tuple[Any, Any]:
-        """Split into `(train, validation)`, stratified by class; `size` is a count (int) or a fraction (float)."""
-        return random_split(self.train, size, seed=seed)
-
-    def limit(self, count: int, *, seed: int | None = None) -> Dataset:
-        """Keep the first `count` training samples, or with a seed, a stratified random subset."""
-        check_count(count, "count")
-        if count > len(self.train):
-            raise ValueError(f"Expected `count` of at most {len(self.train)} training samples, but got {count}.")
-        if seed is None or count == len(self.train):
-            return replace(self, train=self.train.take(slice(count)))
-        return replace(self, train=stratified_split(self.train, count, seed=seed)[1])
-
 
 def load(
     name: str = "digits",
@@ -103,7 +89,10 @@ def load(
         hint = did_you_mean(str(name).lower().replace("-", "_"), NAMES)
         raise DataError(f"Expected one of the data sets {', '.join(NAMES)}, but got {name!r}.{hint}")
     if name == "digits":
-        return _digits()
+        digits = import_extra("sklearn.datasets", "The data set digits needs").load_digits()
+        x = torch.from_numpy(digits.images.astype(np.uint8))[:, None]
+        train, test = stratified_split(Split(x, torch.from_numpy(digits.target).long()), _DIGITS_TEST, seed=0)
+        return _dataset("digits", train, test, class_names=tuple("0123456789"), max_value=16)
     source = SOURCES[name]
     path = search_path(source.name, source.folders, directory)
     if isinstance(source, CifarSource):
@@ -111,14 +100,6 @@ def load(
     else:
         train, test = _idx_parts(source, path, download, progress)
     return _dataset(source.name, train, test, class_names=source.class_names, max_value=255)
-
-
-def _digits() -> Dataset:
-    sklearn = import_extra("sklearn.datasets", "The data set digits needs")
-    digits = sklearn.load_digits()
-    x = torch.from_numpy(digits.images.astype(np.uint8))[:, None]
-    train, test = stratified_split(Split(x, torch.from_numpy(digits.target).long()), _DIGITS_TEST, seed=0)
-    return _dataset("digits", train, test, class_names=tuple("0123456789"), max_value=16)
 
 
 def _idx_parts(source: IdxSource, path: list[Path], may_download: bool, progress: bool) -> list[Split]:
@@ -130,23 +111,22 @@ def _idx_parts(source: IdxSource, path: list[Path], may_download: bool, progress
         located[file.name] = found or _download(source, names[0], file.sha256, path, may_download, progress)
     splits = []
     for part in (source.train, source.test):
-        images, labels = (_idx_array(source, file, located[file.name]) for file in part)
-        splits.append(_split(images[:, None], labels))
+        arrays = []
+        for file in part:
+            array, where = read_idx(located[file.name], shape=file.shape), located[file.name]
+            if array.ndim == 1:
+                check_labels(array, where, len(source.class_names))
+            digest = hashlib.sha256(array.data).hexdigest()
+            # MNIST and Fashion-MNIST use the same file names
+            for other in (o for o in SOURCES.values() if isinstance(o, IdxSource) and o.name != source.name):
+                if digest in {known.content for known in (*other.train, *other.test)}:
+                    raise damaged_file(where, f"belongs to {other.title}, not to {source.title}")
+            if file.content is not None and digest != file.content:
+                reason = f"is not the official file of {source.title}: its content has the wrong SHA-256"
+                raise damaged_file(where, reason)
+            arrays.append(array)
+        splits.append(_split(arrays[0][:, None], arrays[1]))
     return splits
-
-
-def _idx_array(source: IdxSource, file: IdxFile, path: Path) -> NDArray[np.uint8]:
-    array = read_idx(path, shape=file.shape)
-    if array.ndim == 1:
-        check_labels(array, path, len(source.class_names))
-    digest = hashlib.sha256(array.data).hexdigest()
-    # MNIST and Fashion-MNIST use the same file names
-    for other in (o for o in SOURCES.values() if isinstance(o, IdxSource) and o.name != source.name):
-        if digest in {known.content for known in (*other.train, *other.test)}:
-            raise damaged_file(path, f"belongs to {other.title}, not to {source.title}")
-    if file.content is not None and digest != file.content:
-        raise damaged_file(path, f"is not the official file of {source.title}: its content has the wrong SHA-256")
-    return array
 
 
 def _cifar_parts(source: CifarSource, path: list[Path], may_download: bool, progress: bool) -> list[Split]:
@@ -174,7 +154,10 @@ def _download(
     source: IdxSource | CifarSource, name: str, sha256: str, path: list[Path], may_download: bool, progress: bool
 ) -> Path:
     if not may_download:
-        raise not_found(source.title, name, path)
+        raise DataError(
+            f"{name} of {source.title} was not found in {', '.join(map(str, path))}; put the official file in one of "
+            f"these folders, set {ENVIRONMENT} to the folder that has it, or allow the download."
+        )
     return download_file(source.title, name, urls=source.urls, sha256=sha256, folder=path[-1], progress=progress)
 
 

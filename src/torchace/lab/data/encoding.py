@@ -125,10 +125,6 @@ class Encoding:
         """Whether all columns are numbers."""
         return all(column.kind == "number" for column in self.schema.columns)
 
-    def targets(self, frame: DataFrame) -> Tensor:
-        """Target of every row, `(N,)` or `(N, M)`; see `Schema.targets`."""
-        return self.schema.targets(frame)
-
     def encoder(self) -> TableEncoder:
         """Module from the raw matrix to the features, in float64."""
         numbers = [(place, column) for place, column in enumerate(self.columns) if isinstance(column, NumberColumn)]
@@ -196,32 +192,21 @@ class Encoding:
         return encoding
 
 
-def learn_encoding(
-    schema: Schema,
-    frame: DataFrame,
-    *,
-    method: str = "auto",
-    sample_weight: Tensor | Sequence[float] | NDArray[np.float64] | None = None,
-    max_categories: int = 50,
-) -> Encoding:
+def learn_encoding(schema: Schema, frame: DataFrame, *, method: str = "auto", max_categories: int = 50) -> Encoding:
     """Learn the encoding of a table from its training part.
 
-    `method` is one of `ENCODINGS`; see `learn_number`. `sample_weight` is `(N,)`; rows of weight 0 are ignored. Rare
-    categories beyond `max_categories` share a code.
+    `method` is one of `ENCODINGS`; see `learn_number`. Rare categories beyond `max_categories` share a code.
     """
     check_count(max_categories, "max_categories")
     frame = check_columns(frame)
-    weights = _check_weights(sample_weight, len(frame))
-    if not weights.all():
-        frame, weights = frame[weights > 0], weights[weights > 0]
     if not len(frame):
         raise DataError("The training part has no rows; give it a larger share.")
-    columns = learn_columns(schema.columns, frame, weights, method, max_categories)
+    columns = learn_columns(schema.columns, frame, np.ones(len(frame)), method, max_categories)
     scales = []
     if schema.target.task == "regression":
         targets = schema.targets(frame).view(len(frame), -1).numpy()
         for name, values in zip(schema.target.names, targets.T, strict=True):
-            mean, std = mean_and_std(values, weights)
+            mean, std = mean_and_std(values)
             if std == 0:
                 raise DataError(
                     f"The target {quote(name)} is the same in all rows of the training part; give it more rows, or "
@@ -384,15 +369,3 @@ def _codes(cells: Series, column: CategoryColumn) -> NDArray[np.int64]:
     if column.missing:
         codes[np.asarray(values.is_null())] = len(column.codes) - 1
     return codes
-
-
-def _check_weights(sample_weight: Any, count: int) -> NDArray[np.float64]:
-    if sample_weight is None:
-        return np.ones(count)
-    weights = np.asarray(sample_weight, dtype=np.float64)
-    if weights.shape != (count,) or not np.isfinite(weights).all() or (weights < 0).any():
-        raise ValueError(
-            f"Expected `sample_weight` of shape ({count},) with finite numbers of at least 0, but got shape "
-            f"{weights.shape} or other numbers. Give one weight for each row of `frame`."
-        )
-    return weights

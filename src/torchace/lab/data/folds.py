@@ -34,8 +34,11 @@ def number_blocks(raw: Tensor, *, weight: Tensor | None = None, groups: ArrayLik
     """
     blocks = _blocks(raw.cpu().numpy(), groups)
     if groups is None:
-        share = np.ones(len(raw)) if weight is None else weight.cpu().double().numpy()
-        blocks = _split_large(blocks, share)
+        # a table with few distinct rows would lose most to each fold
+        size = np.bincount(blocks, None if weight is None else weight.cpu().double().numpy())
+        is_large = size[blocks] > size.sum() / NUM_FOLDS
+        own = blocks.max() + 1 + np.arange(len(blocks))
+        blocks = np.unique(np.where(is_large, own, blocks), return_inverse=True)[1].ravel()
     elif blocks.max() == 0:
         raise ValueError("Expected at least two `groups` for folds, but got one (identical samples join theirs).")
     return torch.from_numpy(blocks)
@@ -98,14 +101,6 @@ def hold_out(blocks: Tensor, y: Tensor, fraction: float, *, seed: int, weight: T
             "or use early_stopping=False and a number for `diversity`."
         )
     return held_out
-
-
-def _split_large(blocks: NDArray[np.int64], share: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Separate identical samples that exceed a fold: a table with few distinct rows would lose most to each."""
-    size = np.bincount(blocks, share)
-    is_large = size[blocks] > size.sum() / NUM_FOLDS
-    own = blocks.max() + 1 + np.arange(len(blocks))
-    return np.unique(np.where(is_large, own, blocks), return_inverse=True)[1].ravel()
 
 
 def _blocks(raw: NDArray[np.float64], groups: ArrayLike | None) -> NDArray[np.int64]:

@@ -65,14 +65,6 @@ def find(path: Sequence[Path], names: Sequence[str]) -> Path | None:
     return next((folder / name for folder in path for name in names if is_present(folder / name)), None)
 
 
-def not_found(title: str, name: str, path: Sequence[Path]) -> DataError:
-    """Error for a file that is in none of the folders."""
-    return DataError(
-        f"{name} of {title} was not found in {', '.join(map(str, path))}; put the official file in one of these "
-        f"folders, set {ENVIRONMENT} to the folder that has it, or allow the download."
-    )
-
-
 @contextmanager
 def open_data(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading; raise system errors as `DataError`."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -288,10 +288,18 @@ def _infer_target(column: Series, task: str | None, found: tuple[str, float], no
     is_number = many or not invalid.any()
     if is_number or task == "regression":
         check_targets(column, values, invalid)
-    if task is None:
-        task = _infer_task(name, values, notes) if is_number else "classification"
-    if task == "classification":
-        return Target((name,), task, _infer_classes(column, target_texts(column), is_number and not format))
+    if task is None and is_number and (values != np.floor(values)).any():
+        task = "regression"
+    elif task is None and is_number:
+        distinct = len(np.unique(values))
+        few = distinct <= min(MAX_NUMBERED_CLASSES, len(values) / MIN_ROWS_PER_NUMBERED_CLASS)
+        task, other = TASKS if few else TASKS[::-1]
+        notes.append(
+            f"The target {quote(name)} has {distinct} different whole numbers, which are treated as "
+            f"{'classes' if few else 'quantities'}; set the task to {other} if they are not."
+        )
+    if task != "regression":
+        return Target((name,), "classification", _infer_classes(column, is_number and not format))
     if len(np.unique(values)) == 1:
         raise DataError(
             f"The target {quote(name)} is {quote(column.iloc[0])} in every row, so there is nothing to predict; choose "
@@ -300,22 +308,9 @@ def _infer_target(column: Series, task: str | None, found: tuple[str, float], no
     return Target((name,), task, formats=(format,))
 
 
-def _infer_task(name: str, values: NDArray[np.float64], notes: list[str]) -> str:
-    """Task of a numeric target, with a note if ambiguous."""
-    if (values != np.floor(values)).any():
-        return "regression"
-    distinct = len(np.unique(values))
-    few = distinct <= min(MAX_NUMBERED_CLASSES, len(values) / MIN_ROWS_PER_NUMBERED_CLASS)
-    task, other = TASKS if few else TASKS[::-1]
-    notes.append(
-        f"The target {quote(name)} has {distinct} different whole numbers, which are treated as "
-        f"{'classes' if few else 'quantities'}; set the task to {other} if they are not."
-    )
-    return task
-
-
-def _infer_classes(column: Series, cells: Any, is_number: bool) -> tuple[Label, ...]:
-    """Sorted classes, each in its most frequent spelling."""
+def _infer_classes(column: Series, is_number: bool) -> tuple[Label, ...]:
+    """Sorted classes, each in its most frequent spelling, in the type of the column."""
+    name, cells = quote(column.name), target_texts(column)
     counts = {entry["values"]: entry["counts"] for entry in cells.value_counts().to_pylist()}
     forms = {text: canonical(text) for text in counts}
     if not is_number and not set(forms.values()) <= {"true", "false"}:
@@ -325,13 +320,7 @@ def _infer_classes(column: Series, cells: Any, is_number: bool) -> tuple[Label, 
     for text, count in sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])):
         rows[forms[text]] = rows.get(forms[text], 0) + count
         spelling.setdefault(forms[text], text)
-    _check_classes(column, cells, rows, spelling)
-    ordered = sorted(rows, key=(lambda form: (float(form), form)) if is_number else (lambda form: (0.0, form)))
-    return tuple(_to_column_type(spelling[form], column) for form in ordered)
-
-
-def _check_classes(column: Series, cells: Any, rows: Mapping[str, int], spelling: Mapping[str, str]) -> None:
-    name, total = quote(column.name), sum(rows.values())
+    total = sum(rows.values())
     if len(rows) == 1:
         raise DataError(
             f"The target {name} has only one class, {quote(next(iter(spelling.values())))}, so there is nothing to "
@@ -349,16 +338,11 @@ def _check_classes(column: Series, cells: Any, rows: Mapping[str, int], spelling
                 f"The class {quote(spelling[form])} of the target {name} has only one row, row "
                 f"{row_number(column, place)}, too few for training and test parts; remove it, or add rows of it."
             )
-
-
-def _to_column_type(text: str, column: Series) -> Label:
-    """Convert a class to the type of its column."""
-    pd = pandas()
-    types, dtype = pd.api.types, column.dtype
-    if isinstance(dtype, pd.CategoricalDtype):
-        dtype = dtype.categories.dtype
+    ordered = sorted(rows, key=(lambda form: (float(form), form)) if is_number else (lambda form: (0.0, form)))
+    types, dtype = pandas().api.types, column.cat.categories.dtype if is_category(column) else column.dtype
+    convert: Callable[[str], Label] = str
     if types.is_bool_dtype(dtype):
-        return text == "True"
-    if types.is_integer_dtype(dtype):
-        return int(text)
-    return float(text) if types.is_float_dtype(dtype) else text
+        convert = "True".__eq__
+    elif types.is_numeric_dtype(dtype):
+        convert = int if types.is_integer_dtype(dtype) else float
+    return tuple(convert(spelling[form]) for form in ordered)

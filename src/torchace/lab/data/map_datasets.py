@@ -19,8 +19,7 @@ from torchace._files import error_reason
 from torchace.lab.data.batches import Batches
 from torchace.lab.data.errors import DataError
 from torchace.lab.data.rng import generator_states, hashed_key, preserve_generators, seed_generators
-from torchace.lab.data.splits import Inputs, convert_inputs, input_tensors, map_inputs
-from torchace.lab.data.targets import as_targets, check_classes
+from torchace.lab.data.splits import Inputs, as_targets, check_classes, convert_inputs, input_tensors, map_inputs
 
 TARGET_KEYS = ("labels", "label", "target", "targets", "y")  # of items that are dicts
 PROBED = 16  # items read twice, to detect random ones

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +22,19 @@ from torchace.lab.data.encoding import learn_encoding
 from torchace.lab.data.errors import DataError, pandas
 from torchace.lab.data.inference import infer_schema
 from torchace.lab.data.map_datasets import Items, StreamedSplit, check_finite_inputs, is_random, item_bytes, read_all
-from torchace.lab.data.splits import Inputs, Split, convert_inputs, input_tensors, random_split
+from torchace.lab.data.splits import (
+    Inputs,
+    Split,
+    as_targets,
+    check_classes,
+    convert_inputs,
+    encode_labels,
+    find_missing_classes,
+    input_tensors,
+    random_split,
+)
 from torchace.lab.data.table_schema import get_column, target_numbers
 from torchace.lab.data.tables import read_table
-from torchace.lab.data.targets import as_targets, check_classes, encode_labels, find_missing_classes
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
@@ -90,7 +100,7 @@ def _check(name: str, splits: dict[str, AnySplit], names: tuple[str, ...], optio
                     f"The {part} targets have {size} columns, but training targets have {num_targets}; use one number."
                 )
         names = () if options.task == "regression" else names or tuple(map(str, range(num_targets)))
-    image_shape = _image_shape(train.x)
+    is_image = isinstance(train.x, Tensor) and train.x.ndim == 4 and train.x.shape[1] in (1, 3)
     is_pixels = isinstance(train.x, Tensor) and train.x.dtype == torch.uint8 and train.x.ndim > 2
     has_channels = is_pixels and train.x.ndim == 4 and isinstance(train, Split)
     mean, std = channel_statistics(train.x) if has_channels else ((), ())
@@ -100,7 +110,7 @@ def _check(name: str, splits: dict[str, AnySplit], names: tuple[str, ...], optio
         splits["test"],
         names,
         validation=splits.get("validation"),
-        image_shape=image_shape,
+        image_shape=tuple(train.x.shape[1:]) if is_image else None,
         max_value=255 if is_pixels else None,
         mean=mean,
         std=std,
@@ -131,13 +141,6 @@ def _describe(x: Inputs) -> str:
         return ", ".join(map(_describe, x))
     kind = "float" if x.is_floating_point() else str(x.dtype).removeprefix("torch.")
     return f"{tuple(x.shape[1:])} of {kind}"
-
-
-def _image_shape(x: Inputs) -> tuple[int, int, int] | None:
-    if not isinstance(x, Tensor) or x.ndim != 4 or x.shape[1] not in (1, 3):
-        return None
-    _, channels, height, width = x.shape
-    return channels, height, width
 
 
 # -- arrays ------------------------------------------------------------------------------------------------------------
@@ -243,7 +246,7 @@ def _table_splits(frames: dict[str, Any], options: DataOptions) -> tuple[dict[st
     splits: dict[str, AnySplit] = {}
     for part, frame in frames.items():
         if options.task == "classification":
-            y = encoding.targets(frame)
+            y = encoding.schema.targets(frame)
         else:
             columns = [target_numbers(get_column(frame, name, "the target")) for name in targets]
             y = torch.from_numpy(np.stack(columns, 1))
@@ -285,34 +288,19 @@ def _dataset_split(dataset: Any, part: str, options: DataOptions) -> AnySplit:
         raise DataError(f"The {part} data has no samples; give some.")
     items = Items(dataset, part, options.target if isinstance(options.target, str) else None)
     random = is_random(items)
-    if options.stream is True or random or (options.stream == "auto" and not _fits(items, options.device)):
-        labels = _known_labels(dataset, options)
-        return StreamedSplit(
-            items,
-            torch.arange(len(items)),
-            torch.device(options.device),
-            options.task,
-            num_workers=options.num_workers,
-            labels=labels,
-        )
-    return _array_split(*read_all(items, options.num_workers), part, options)
-
-
-def _fits(items: Items, device: str) -> bool:
-    needed = item_bytes(items) * len(items)
-    free = torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else available_memory()
-    return free is None or needed <= MEMORY_SHARE * min(free, available_memory() or math.inf)
-
-
-def _known_labels(dataset: Any, options: DataOptions) -> Tensor | None:
-    """Return the class indices that a Dataset keeps in `targets`, as torchvision's do."""
-    labels = getattr(dataset, "targets", None)
-    if options.task != "classification" or labels is None or len(labels) != len(dataset):
-        return None
-    try:
-        return as_targets(torch.as_tensor(labels), options.task, "training")
-    except (DataError, TypeError, ValueError):
-        return None
+    if not random and options.stream == "auto":
+        device = torch.device(options.device)
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+        available = math.inf if free is None else MEMORY_SHARE * min(free, available_memory() or math.inf)
+        random = item_bytes(items) * len(items) > available
+    if options.stream is not True and not random:
+        return _array_split(*read_all(items, options.num_workers), part, options)
+    labels, known = getattr(dataset, "targets", None), None  # as torchvision's Datasets keep them
+    if options.task == "classification" and labels is not None and len(labels) == len(dataset):
+        with suppress(DataError, TypeError, ValueError):
+            known = as_targets(torch.as_tensor(labels), options.task, "training")
+    split = StreamedSplit(items, torch.arange(len(items)), torch.device(options.device), options.task, labels=known)
+    return replace(split, num_workers=options.num_workers)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

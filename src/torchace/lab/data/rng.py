@@ -74,10 +74,12 @@ def seed_generators(key: int, device: torch.device | str = "cpu") -> None:
     random.seed(key)
 
 
-def generator_states() -> tuple[bytes, ...]:
-    """Return the states of the CPU's global generators, to compare them."""
+def generator_states(device: torch.device | str = "cpu") -> tuple[bytes, ...]:
+    """Return the states of the global generators, to compare them."""
     numpy_state: Any = np.random.get_state()  # noqa: NPY002
+    on_gpu = torch.device(device).type == "cuda"
     return (
+        torch.cuda.get_rng_state(device).numpy().tobytes() if on_gpu else b"",
         torch.default_generator.get_state().numpy().tobytes(),
         repr((numpy_state[1].tobytes(), *numpy_state[2:])).encode(),
         repr(random.getstate()).encode(),

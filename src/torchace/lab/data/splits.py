@@ -1,4 +1,4 @@
-"""Samples: inputs (a tensor, or a tuple or dict of them) with labels; splits into training, validation and test."""
+"""Samples: inputs (a tensor, or a tuple or dict of them) with checked targets; splits of samples and of table rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchace._checks import check_tensor, shape_of
-from torchace.lab.data.errors import DataError, quote, row_number
+from torchace.lab.data.errors import DataError, quote, quote_all, row_number
 from torchace.lab.data.parsing import texts
 from torchace.lab.data.rng import hashed_key, permutation
 
@@ -155,8 +155,13 @@ def stratified_split(split: Any, size: int | float, *, seed: int) -> tuple[Any, 
             f"Expected class indices `y` of shape ({len(split)},), but got {labels.dtype} of shape {shape_of(labels)}. "
             "Only class labels can be stratified."
         )
+    counts = torch.bincount(labels).tolist()
+    quotas = [size * count // len(split) for size in counts]
+    by_remainder = sorted(range(len(counts)), key=lambda label: (-(counts[label] * count % len(split)), label))
+    for label in by_remainder[: count - sum(quotas)]:
+        quotas[label] += 1
     is_taken = torch.zeros(len(split), dtype=torch.bool)
-    for label, quota in enumerate(_quotas(torch.bincount(labels).tolist(), count)):
+    for label, quota in enumerate(quotas):
         places = (labels == label).nonzero().flatten()
         is_taken[places[permutation(seed, "stratify", label, count=len(places))[:quota]]] = True
     is_taken = is_taken.to(split.device)
@@ -183,16 +188,6 @@ def _check_size(size: int | float, available: int) -> int:
             f"Expected `size` to take between 1 and {available - 1} of {available} samples, but got {size}."
         )
     return count
-
-
-def _quotas(counts: list[int], total: int) -> list[int]:
-    """Divide `total` in proportion to `counts`, in whole numbers."""
-    available = sum(counts)
-    quotas = [count * total // available for count in counts]
-    by_remainder = sorted(range(len(counts)), key=lambda label: (-(counts[label] * total % available), label))
-    for label in by_remainder[: total - sum(quotas)]:
-        quotas[label] += 1
-    return quotas
 
 
 def train_val_test_split(
@@ -232,10 +227,15 @@ def train_val_test_split(
     parts = SplitIndices(train, validation, test)
     if targets.is_floating_point():
         return parts
-    if column is None:
-        return _train_all_classes(targets, parts)
-    _check_classes_trained(targets, parts, column, classes)
-    return parts
+    if column is not None:
+        _check_classes_trained(targets, parts, column, classes)
+        return parts
+    # move one row of every class missing from the training part into it
+    for label in sorted(set(targets.unique().tolist()) - set(targets[train].tolist())):
+        moved = next(row for part in (validation, test) for row in part.tolist() if targets[row] == label)
+        train = torch.cat([train, torch.tensor([moved])]).sort().values
+        validation, test = validation[validation != moved], test[test != moved]
+    return SplitIndices(train, validation, test)
 
 
 def _take(rows: Tensor, targets: Tensor, share: float, part: str, seed: int) -> tuple[Tensor, Tensor]:
@@ -254,16 +254,6 @@ def _take(rows: Tensor, targets: Tensor, share: float, part: str, seed: int) -> 
     is_taken = torch.zeros(len(rows), dtype=torch.bool)
     is_taken[permutation(key, count=len(rows))[:count]] = True
     return rows[~is_taken], rows[is_taken]
-
-
-def _train_all_classes(targets: Tensor, parts: SplitIndices) -> SplitIndices:
-    """Move one row of every class missing from the training part into it."""
-    train, *others = parts
-    for label in sorted(set(targets.unique().tolist()) - set(targets[train].tolist())):
-        moved = next(row for part in others for row in part.tolist() if targets[row] == label)
-        train = torch.cat([train, torch.tensor([moved])]).sort().values
-        others = [part[part != moved] for part in others]
-    return SplitIndices(train, *others)
 
 
 def _parts_from_column(column: Series, targets: Tensor, *, needs_test: bool) -> SplitIndices:
@@ -297,3 +287,85 @@ def _check_classes_trained(targets: Tensor, parts: SplitIndices, column: Series,
                     f"The class {quote(classes[label] if classes else label)} is in the {part} part (row "
                     f"{row_number(column, row)}) but not in the training part; put a row of it there."
                 )
+
+
+REMEDY = "task='regression' for numbers or task='multilabel' for several labels per sample"
+
+
+def as_targets(y: Tensor, task: str, part: str) -> Tensor:
+    """Return targets in the form of a task: class indices `(N,)` of int64, labels `(N, L)` or numbers `(N, M)`.
+
+    `part` names the data in errors, such as "training".
+    """
+    if task == "classification":
+        y = y.squeeze(1) if y.ndim == 2 and y.shape[1] == 1 else y
+        if y.ndim != 1:
+            raise DataError(f"The {part} targets have shape {shape_of(y)}; give one class per sample, or use {REMEDY}.")
+        if y.is_floating_point() or y.is_complex():
+            raise DataError(
+                f"The {part} targets are of type {y.dtype}, but classes are whole numbers from 0; convert them, or use "
+                f"{REMEDY}."
+            )
+        return y.long()
+    y = y if y.is_floating_point() else y.float()
+    y = y.unsqueeze(1) if y.ndim == 1 else y
+    if y.ndim != 2 or not y.shape[1]:
+        raise DataError(f"The {part} targets have shape {shape_of(y)}; give (N,) or (N, M), one row per sample.")
+    bad = (~torch.isfinite(y)).any(1).nonzero().flatten()
+    if len(bad):
+        raise DataError(f"The {part} targets have NaN or Inf in sample {int(bad[0])}; leave such samples out.")
+    if task == "multilabel" and not bool(((y >= 0) & (y <= 1)).all()):
+        bad = ((y < 0) | (y > 1)).any(1).nonzero().flatten()
+        raise DataError(
+            f"The {part} labels of sample {int(bad[0])} are not between 0 and 1; give 1 where a label holds."
+        )
+    return y
+
+
+def check_classes(y: Tensor, num_classes: int, part: str, indices: Sequence[int] | None = None) -> None:
+    """Refuse class indices outside 0 to `num_classes` - 1; `indices` number the samples in errors."""
+    wrong = ((y < 0) | (y >= num_classes)).nonzero().flatten().tolist()
+    if wrong:
+        sample = indices[wrong[0]] if indices else wrong[0]
+        raise DataError(
+            f"The {part} data has label {int(y[wrong[0]])} in sample {sample}, outside 0 to {num_classes - 1}; number "
+            "the classes from 0, or set `num_classes`."
+        )
+
+
+def encode_labels(parts: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return class indices of labels that are texts, and the sorted class names; other labels are unchanged.
+
+    `parts` are the labels of each part of the data, the training data first.
+    """
+    labels = {part: np.asarray(y) for part, y in parts.items()}
+    train, *_ = labels.values()
+    if train.dtype.kind not in "OSU":
+        return labels, ()
+    for part, y in labels.items():
+        missing = [i for i, label in enumerate(y.flat) if label is None or label != label]
+        if missing:
+            raise DataError(f"The {part} data has no label in sample {missing[0]}; leave such samples out.")
+    names = np.unique(train.astype(str))
+    for part, y in labels.items():
+        if unknown := sorted(set(y.astype(str).tolist()) - set(names.tolist())):
+            raise DataError(
+                f"The {part} data has the class {quote(unknown[0])}, but the training data has {quote_all(names)}; put "
+                "a sample of it there."
+            )
+    return {part: np.searchsorted(names, y.astype(str)) for part, y in labels.items()}, tuple(names.tolist())
+
+
+def find_missing_classes(train: Tensor | None, test: Tensor | None, names: Sequence[str]) -> list[str]:
+    """Return a note for each part of the data that has no sample of some class."""
+    notes = []
+    for part, y in (("training", train), ("test", test)):
+        if y is None:
+            continue
+        counts = torch.bincount(y.cpu(), minlength=len(names))
+        missing = [name for name, count in zip(names, counts.tolist(), strict=True) if not count]
+        if missing:
+            what = "class" if len(missing) == 1 else "classes"
+            remedy = "results say nothing about it" if part == "test" else "no member can learn it"
+            notes.append(f"The {part} data has no sample of the {what} {quote_all(missing)}; {remedy}.")
+    return notes

@@ -36,7 +36,10 @@ def npz_chunks(path: Path, rows: int) -> Iterator[dict[str, Any]]:
             arrays = [NpzArray(archive, info) for info in archive.infolist()]
             for array in arrays:
                 _check_array(array, arrays[0], path)
-            names = [name for array in arrays for name in _column_names(array)]
+            names: list[str] = []
+            for array in arrays:
+                stem = "x" if array.name == "X" else array.name
+                names += [array.name] if len(array.shape) == 1 else [f"{stem}{i}" for i in range(array.shape[1])]
             check_names(names, path)
             row_bytes = sum(array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays)
             count = max(1, min(rows, CHUNK_BYTES // max(1, row_bytes)))
@@ -74,11 +77,6 @@ def _check_array(array: NpzArray, first: NpzArray, path: Path) -> None:
             f"{path} has {first.shape[0]} rows in the array {quote(first.name)}, but {shape[0]} in {name}; save arrays "
             "of one table, with as many rows each."
         )
-
-
-def _column_names(array: NpzArray) -> list[str]:
-    stem = "x" if array.name == "X" else array.name
-    return [array.name] if len(array.shape) == 1 else [f"{stem}{i}" for i in range(array.shape[1])]
 
 
 def _column(values: NDArray[Any]) -> Any:

@@ -21,18 +21,29 @@ from torchace._checks import check_choice
 from torchace.lab.data import Split, hashed_key
 from torchace.lab.data.folds import MIN_FOLD_ROWS, NUM_FOLDS, FoldSplit, assign_folds, hold_out, number_blocks
 from torchace.lab.data.table_schema import Target
-from torchace.lab.estimator.files import load_estimator, save_estimator
-from torchace.lab.estimator.fitted import FittedEstimator, TrainingState, history, history_entry
+from torchace.lab.estimator.fitted import (
+    FittedEstimator,
+    TrainingState,
+    history,
+    history_entry,
+    load_estimator,
+    save_estimator,
+)
 from torchace.lab.estimator.inputs import learn_inputs, raw_matrix, read_inputs, read_inputs_and_targets, target_names
 from torchace.lab.estimator.search import search_diversity
 from torchace.lab.schema.hyperparameters import Hyperparameters, check_hyperparameters, to_python
 from torchace.lab.training.config import make_optimizer, resolve_device
 from torchace.lab.training.loop import Progress
-from torchace.lab.training.members import MemberPlan, TrainedGroup, new_run_group, train_members
-from torchace.lab.training.out_of_fold import OutOfFold, collect_out_of_fold
+from torchace.lab.training.members import (
+    MemberPlan,
+    OutOfFold,
+    TrainedGroup,
+    collect_out_of_fold,
+    new_run_group,
+    train_members,
+)
 from torchace.lab.training.run_group import chunk_rows, collect_chunks
 from torchace.lab.training.scaling import Scaler, assemble_ensemble
-from torchace.lab.tuning.grid_search import TunedDiversity
 
 if TYPE_CHECKING:
     from pandas import DataFrame  # type: ignore[import-untyped]
@@ -120,7 +131,8 @@ class Estimator(FittedEstimator):
             if plan.patience is not None or self.diversity == "auto":
                 groups = None if groups is None else np.asarray(groups)[used]
                 blocks = number_blocks(raw_matrix(self._encoding, table[used]), weight=samples.weight, groups=groups)
-                self.tuning_ = self._tune(plan, samples, blocks, seed) if self.diversity == "auto" else None
+                if self.diversity == "auto":
+                    self.tuning_ = search_diversity(self, plan, samples, blocks, seed)
             self.diversity_ = float(self.diversity if self.tuning_ is None else self.tuning_.diversity)
             trained, held_out = self._train_and_stop(plan, samples, blocks, seed)
         self.history_ = history(trained)
@@ -138,7 +150,14 @@ class Estimator(FittedEstimator):
         """Train, and predict samples that no member was trained on."""
         if plan.patience is None or blocks is None:
             return self._train(plan, samples, seed), None
-        on_folds, held_out = self._stops_on_folds(len(samples)), None
+        if self.early_stopping == "folds" and len(samples) < NUM_FOLDS:
+            raise ValueError(
+                f"Expected at least {NUM_FOLDS} samples for early_stopping='folds', but got {len(samples)}. Give more, "
+                "or use early_stopping=False."
+            )
+        # λ > 0 fits the ensemble as a whole, and a fifth of the members says little about it
+        auto = self.early_stopping == "auto" and len(samples) >= MIN_FOLD_ROWS and self.diversity_ == 0
+        on_folds, held_out = auto or self.early_stopping == "folds", None
         if not on_folds or plan.has_shared_weights:  # every sample of a fold trains the shared weights
             key = hashed_key(seed, "hold-out")
             mask = hold_out(blocks, samples.y, self.validation_fraction, seed=key, weight=samples.weight)
@@ -153,30 +172,6 @@ class Estimator(FittedEstimator):
             return trained, collect_out_of_fold(trained, held_out, None, self._target_scaler)
         out = collect_out_of_fold(trained, split.validation, split.left_out, self._target_scaler)
         return trained, replace(out, rows=split.rows.cpu().numpy(), folds=folds.numpy())
-
-    def _stops_on_folds(self, num_samples: int) -> bool:
-        if self.early_stopping == "folds" and num_samples < NUM_FOLDS:
-            raise ValueError(
-                f"Expected at least {NUM_FOLDS} samples for early_stopping='folds', but got {num_samples}. Give more, "
-                "or use early_stopping=False."
-            )
-        # λ > 0 fits the ensemble as a whole, and a fifth of the members says little about it
-        auto = self.early_stopping == "auto" and num_samples >= MIN_FOLD_ROWS and self.diversity_ == 0
-        return auto or self.early_stopping == "folds"
-
-    def _tune(self, plan: MemberPlan, samples: Split, blocks: Tensor, seed: int) -> TunedDiversity:
-        scaler = self._target_scaler
-        variance = 1.0 if scaler is None else float(scaler.std.square().mean())
-        return search_diversity(
-            plan,
-            samples,
-            blocks,
-            self._num_outputs,
-            fraction=self.validation_fraction,
-            seed=seed,
-            score_scale=variance if 1e-50 < variance < 1e50 else 1.0,  # else scores of scaled targets: no overflow
-            verbose=bool(self.verbose),
-        )
 
     def _is_first_call(self) -> bool:
         """Whether `partial_fit` starts a new model; raise an error for a loaded estimator."""
@@ -224,8 +219,17 @@ class Estimator(FittedEstimator):
         self._finish(trained, None)
 
     def _train(self, plan: MemberPlan, train: Split, seed: int, **options: Any) -> TrainedGroup:
+        def report_epoch(progress: Progress) -> None:
+            entry = history_entry(progress.epoch, progress.score, progress.held_out)
+            for callback in self.callbacks or ():
+                callback(entry)
+            if self.verbose and (progress.epoch % self.verbose == 0 or progress.step == progress.steps):
+                validation = entry["validation"]
+                left_out = "" if validation is None else f", left-out samples {validation:.5g}"
+                print(f"Epoch {progress.epoch}: {progress.metric.replace('_', ' ')} {entry['train']:.5g}{left_out}")
+
         if self.verbose or self.callbacks:
-            options["on_epoch_end"] = self._report_epoch
+            options["on_epoch_end"] = report_epoch
         trained = train_members(plan, train, self._num_outputs, diversities=[self.diversity_], seeds=[seed], **options)
         if (failure := trained.failure(0)) is not None:
             raise ValueError(
@@ -233,15 +237,6 @@ class Estimator(FittedEstimator):
                 "Try a smaller learning_rate, and look for extreme values among the samples."
             )
         return trained
-
-    def _report_epoch(self, progress: Progress) -> None:
-        entry = history_entry(progress.epoch, progress.score, progress.held_out)
-        for callback in self.callbacks or ():
-            callback(entry)
-        if self.verbose and (progress.epoch % self.verbose == 0 or progress.step == progress.steps):
-            validation = entry["validation"]
-            left_out = "" if validation is None else f", left-out samples {validation:.5g}"
-            print(f"Epoch {progress.epoch}: {progress.metric.replace('_', ' ')} {entry['train']:.5g}{left_out}")
 
     def _finish(self, trained: TrainedGroup, held_out: OutOfFold | None) -> None:
         self._network = trained.network.cpu()

@@ -49,7 +49,9 @@ def read_inputs_and_targets(
     estimator: Any, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any
 ) -> tuple[NDArray[Any] | DataFrame, NDArray[Any]]:
     """Check samples and targets; see `read_inputs`."""
-    y = _without_nullable(y)
+    dtype = getattr(getattr(y, "dtype", None), "numpy_dtype", None)
+    if dtype is not None and not cast(Any, y).isna().any():  # a nullable type of pandas
+        y = cast(Any, y).to_numpy(dtype=dtype)
     if not is_mixed(estimator, X, reset):
         checked = validate_data(estimator, X, y, reset=reset, **NUMBERS, **options)
         return cast(tuple[NDArray[Any], NDArray[Any]], checked)
@@ -66,10 +68,11 @@ def is_mixed(estimator: Any, X: Any, reset: bool) -> bool:
     """Whether samples are a table with other columns than numbers."""
     if not reset and hasattr(estimator, "_encoding"):
         return not estimator._encoding.is_plain
-    frame = as_frame(X)
-    if frame is not None:
-        check_columns(frame)
-    return frame is not None and not all(_is_number(dtype) for dtype in frame.dtypes)
+    if (frame := as_frame(X)) is None:
+        return False
+    from pandas.api.types import is_numeric_dtype  # type: ignore[import-untyped]
+
+    return not all(map(is_numeric_dtype, check_columns(frame).dtypes))
 
 
 def as_frame(X: Any, names: Sequence[str] | None = None) -> DataFrame | None:
@@ -124,7 +127,7 @@ def target_names(names: Sequence[str], count: int) -> tuple[str, ...]:
 
 def _check_column_names(X: Any, expected: Sequence[str] | None) -> None:
     """Raise an error of one sentence unless a table has the columns of the training, in order."""
-    names = None if expected is None or not hasattr(X, "columns") else list(X.columns)
+    names = list(X.columns) if hasattr(X, "columns") else None
     if expected is None or names is None or names == list(expected) or not all(isinstance(n, str) for n in names):
         return
     if absent := [name for name in expected if name not in names]:
@@ -134,15 +137,3 @@ def _check_column_names(X: Any, expected: Sequence[str] | None) -> None:
     if unknown := [name for name in names if name not in expected]:
         raise ValueError(f"Training did not have the columns {quote_all(unknown)}. Leave them out.")
     raise ValueError("Expected the columns in the order of the training data. Use X[estimator.feature_names_in_].")
-
-
-def _without_nullable(y: Any) -> Any:
-    """Return targets of pandas' nullable types as numpy's, if none is missing."""
-    dtype = getattr(getattr(y, "dtype", None), "numpy_dtype", None)
-    return y if dtype is None or y.isna().any() else y.to_numpy(dtype=dtype)
-
-
-def _is_number(dtype: Any) -> bool:
-    from pandas.api.types import is_numeric_dtype  # type: ignore[import-untyped]
-
-    return bool(is_numeric_dtype(dtype))

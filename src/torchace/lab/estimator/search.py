@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from torchace.lab.data import Split, hashed_key
@@ -18,21 +20,14 @@ class _EstimatePrinter(SearchCallback):
         print(f"The search for λ takes about {seconds:.0f} s.", flush=True)
 
 
-def search_diversity(
-    plan: MemberPlan,
-    samples: Split,
-    blocks: Tensor,
-    num_outputs: int,
-    *,
-    fraction: float,
-    seed: int,
-    score_scale: float,
-    verbose: bool,
-) -> TunedDiversity:
+def search_diversity(estimator: Any, plan: MemberPlan, samples: Split, blocks: Tensor, seed: int) -> TunedDiversity:
     """Choose λ on one held-out part and measure its gain on another; at most `MAX_SEARCH_ROWS` samples are used.
 
     No part splits one of the `blocks` (see `number_blocks`).
     """
+    fraction, scaler = estimator.validation_fraction, estimator._target_scaler
+    variance = 1.0 if scaler is None else float(scaler.std.square().mean())
+    score_scale = variance if 1e-50 < variance < 1e50 else 1.0  # else scores of scaled targets: no overflow
 
     def take(part: Split, part_blocks: Tensor, share: float, purpose: str) -> tuple[Split, Tensor, Split, Tensor]:
         key = hashed_key(seed, purpose)
@@ -43,6 +38,6 @@ def search_diversity(
         _, _, samples, blocks = take(samples, blocks, MAX_SEARCH_ROWS / len(samples), "search")
     rest, blocks, test, _ = take(samples, blocks, fraction, "check")
     train, _, validation, _ = take(rest, blocks, fraction, "validation")
-    problem = SearchProblem(plan, train, validation, num_outputs, seed)
+    problem = SearchProblem(plan, train, validation, estimator._num_outputs, seed)
     search = GridSearch(problem, test=test, test_name="held-out", score_scale=score_scale, skip_overfitting=True)
-    return search.run(_EstimatePrinter() if verbose else None)
+    return search.run(_EstimatePrinter() if estimator.verbose else None)

@@ -11,26 +11,19 @@ import numpy as np
 
 from torchace._figures import HEIGHT, FigureSpec, Theme, add_tooltips, draw_cells, legend
 from torchace.lab.report import formats
-from torchace.lab.report.arrays import (
-    Array,
-    ContestedCase,
-    contested_cases,
-    error_vs_spread,
-    join_predictions,
-    reliability,
-)
 from torchace.lab.report.formats import at, capitalize, quantity
 from torchace.lab.report.plots import DASHED, arm_color, figure_title, two_diversities
-from torchace.lab.report.results import Results
+from torchace.lab.report.results import Array, Results, contested_cases, error_vs_spread, join_predictions, reliability
 from torchace.lab.report.statistics import best_diversity
 from torchace.lab.report.tables import Cell, ReportTable, main_arms, make_table
-from torchace.lab.schema.results import ArmSummary, RunResult
+from torchace.lab.schema.results import ArmSummary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 T = TypeVar("T")
 Arrays = dict[str, Array]
+MOST_VOTES = 5  # classes to list for a contested case
 
 
 def array_figures(results: Results) -> list[FigureSpec]:
@@ -273,31 +266,25 @@ def _error_vs_spread(results: Results, arm: ArmSummary) -> FigureSpec | None:
 # -- contested cases ---------------------------------------------------------------------------------------------------
 
 
-def _find_contested(results: Results) -> tuple[ArmSummary, RunResult, list[ContestedCase]] | None:
-    """Return the contested cases of the first run at a best λ that recorded any."""
-    for arm in main_arms(results):
-        best = best_diversity(results, arm)
-        for run in results.finished(arm, best) if best is not None else ():
-            if cases := contested_cases(results.arrays(run)):
-                return arm, run, cases
-    return None
-
-
 def contested_table(results: Results) -> ReportTable | None:
-    """Table of contested test cases, with their images if the data are images."""
-    found = _find_contested(results)
-    if found is None:
+    """Table of contested test cases, with their images if the data are images.
+
+    They are those of the first run at a best λ that recorded any.
+    """
+    best = [(arm, diversity) for arm in main_arms(results) if (diversity := best_diversity(results, arm)) is not None]
+    runs = ((arm, run) for arm, diversity in best for run in results.finished(arm, diversity))
+    found = ((arm, run, cases) for arm, run in runs if (cases := contested_cases(results.arrays(run))))
+    arm, run, cases = next(found, (None, None, []))
+    if arm is None or run is None:
         return None
-    arm, run, cases = found
     in_file = all(case.row is not None for case in cases)
-    rows: list[list[str | Cell]] = [
-        [
-            Cell(f"{case.row if in_file else case.position:,}", image=_data_uri(case.image)),
-            _class_name(results, case.target),
-            ", ".join(_votes(results, case)),
-        ]
-        for case in cases
-    ]
+    rows: list[list[str | Cell]] = []
+    for case in cases:
+        votes = [f"{_class_name(results, label)} × {number}" for label, number in case.votes[:MOST_VOTES]]
+        if rest := sum(number for _, number in case.votes[MOST_VOTES:]):
+            votes.append(f"others × {rest}")
+        place = Cell(f"{case.row if in_file else case.position:,}", image=_data_uri(case.image))
+        rows.append([place, _class_name(results, case.target), ", ".join(votes)])
     counted = "Rows are counted from 1 in the file." if in_file else "Cases are counted from 0 in the test set."
     note = f"{arm.label}, {at(run.diversity)}, seed {run.seed}; most contested first. {counted}"
     columns = ("Row of the file" if in_file else "Test case", "Class", "Votes of the members")
@@ -317,9 +304,3 @@ def _data_uri(image: Array | None) -> str:
 def _class_name(results: Results, index: int) -> str:
     classes = results.data.classes
     return formats.shorten(classes[index], 40) if 0 <= index < len(classes) else str(index)
-
-
-def _votes(results: Results, case: ContestedCase, most: int = 5) -> list[str]:
-    lines = [f"{_class_name(results, label)} × {number}" for label, number in case.votes[:most]]
-    rest = sum(number for _, number in case.votes[most:])
-    return [*lines, f"others × {rest}"] if rest else lines

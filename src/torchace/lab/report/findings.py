@@ -61,36 +61,11 @@ def findings(results: Results, arm: ArmSummary) -> list[Finding]:
             _score(results, arm, results.task.loss),
             _score(results, arm, results.task.score),
             _one_member(results, arm),
-            _advice(results, arm),
+            Finding("Expected from λ=0 alone", expected.sentence) if (expected := advice(results, arm)) else None,
             *(_against_baseline(results, arm, other) for other in results.arms if other.baseline and other != arm),
         ]
     known = [finding for finding in found if finding]
     return known if len(known) > 1 or (known and known[0].warning) else []
-
-
-def _why_untested(comparison: Comparison) -> str:
-    notes = {difference.note for difference in comparison.differences if difference.note}
-    return f"{min(notes)}, so this may be noise" if notes else "there is nothing to test"
-
-
-def _collapsed_diversities(results: Results, arm: ArmSummary, spreads: dict[float, float]) -> list[float]:
-    if results.task.spread == "disagreement":
-        return [d for d, spread in spreads.items() if spread < COLLAPSED]
-    errors = comparable_means(results, arm, results.task.error)
-    return [d for d, spread in spreads.items() if d in errors and spread < COLLAPSED_SPREAD * errors[d]]
-
-
-def _verdict(results: Results, arm: ArmSummary, other: ArmSummary) -> str:
-    """Compare a baseline with the arm's best λ; empty if not comparable."""
-    if not other.baseline or other == arm:
-        return ""
-    comparison = compare(results, arm, results.task.loss, other)
-    difference = comparison.at(best_diversity(results, arm)) if comparison else None
-    if difference is None or difference.estimate is None:
-        return ""
-    if not difference.significant:
-        return "does as well"
-    return "is better" if difference.mean > 0 else "is worse"
 
 
 def diversity_finding(results: Results, arm: ArmSummary) -> Finding | None:
@@ -101,7 +76,8 @@ def diversity_finding(results: Results, arm: ArmSummary) -> Finding | None:
         return None
     is_share = metric.key == "disagreement"
     cases = " of the test cases" if is_share else ""
-    collapsed = _collapsed_diversities(results, arm, means)
+    errors = comparable_means(results, arm, results.task.error)
+    collapsed = [d for d, m in means.items() if m < (COLLAPSED if is_share else COLLAPSED_SPREAD * errors.get(d, 0.0))]
     if len(collapsed) == len(means):
         most = metric.value(max(means.values()))
         little = f"they differ on at most {most}{cases}"
@@ -131,7 +107,9 @@ def _diversity_text(metric: Metric, comparison: Comparison, means: dict[float, f
     at_last = comparison.at(last)
     raised = [d.diversity for d in comparison.differences if d.significant and d.mean > 0]
     if not comparison.tests or at_last is None:
-        return f"It goes {change}. {capitalize(_why_untested(comparison))}."
+        notes = {difference.note for difference in comparison.differences if difference.note}
+        reason = f"{min(notes)}, so this may be noise" if notes else "there is nothing to test"
+        return f"It goes {change}. {capitalize(reason)}."
     if at_last.significant and at_last.mean > 0:
         steady = all(means[a] <= means[b] for a, b in pairwise(sorted(means)))
         return f"It rises with λ{'' if steady else ', though not at every step'}, {change}."
@@ -228,11 +206,6 @@ def advice(results: Results, arm: ArmSummary) -> DiversityAdvice | None:
     )
 
 
-def _advice(results: Results, arm: ArmSummary) -> Finding | None:
-    found = advice(results, arm)
-    return None if found is None else Finding("Expected from λ=0 alone", found.sentence)
-
-
 def _against_baseline(results: Results, arm: ArmSummary, other: ArmSummary) -> Finding | None:
     metric = results.metrics[results.task.loss]
     comparison = compare(results, arm, metric.key, other)
@@ -242,21 +215,33 @@ def _against_baseline(results: Results, arm: ArmSummary, other: ArmSummary) -> F
     reference = summarize_metric(results, other, comparison.reference_diversity, metric.key)
     if reference is None:
         return None
-    verdict = _verdict(results, arm, other)
-    limits = f", as far as {formats.count(difference.n, 'seed')} can tell" if verdict == "does as well" else ""
     text = (
         f"Its {metric.noun} is {metric.value(reference.mean)} (K={other.num_members}, "
         f"{at(comparison.reference_diversity)}). "
         f"{_evidence(metric, difference, f'At {at(difference.diversity)} the difference to it')}"
     )
-    if verdict:
-        text += f" The baseline {verdict}{limits}."
-    return Finding(f"Against “{other.label}”", text, warning=verdict in ("does as well", "is better"))
+    if difference.estimate is not None:
+        verdict = "is better" if difference.mean > 0 else "is worse"
+        if not difference.significant:
+            verdict = f"does as well, as far as {formats.count(difference.n, 'seed')} can tell"
+        text += f" The baseline {verdict}."
+    warning = difference.estimate is not None and (difference.mean > 0 or not difference.significant)
+    return Finding(f"Against “{other.label}”", text, warning)
 
 
 def remarks(results: Results) -> list[Finding]:
     """Return remarks on the whole experiment."""
-    found = [_completeness(results)]
+    finished, planned = sum(run.finished for run in results.runs), formats.count(results.planned, "run")
+    if finished == results.planned and not results.damaged:
+        text = f"All {planned} finished." if results.planned != 1 else "The one run finished."
+        found = [Finding("Complete", text)]
+    else:
+        problems = [f"{len(results.failed):,} failed"] if results.failed else []
+        if results.damaged:
+            problems.append(f"{formats.count(len(results.damaged), 'file')} could not be read")
+        listed = f" {formats.join(problems)} (listed below)." if problems else ""
+        text = f"{finished:,} of {planned} finished.{listed} Where runs are missing, means are over fewer seeds."
+        found = [Finding("Incomplete", text, warning=True)]
     if len(results.experiment.seeds) < 2:
         text = "There is one seed. No interval can be given, and every difference may be chance."
         if results.model:
@@ -273,15 +258,3 @@ def remarks(results: Results) -> list[Finding]:
         )
         found.append(Finding("Chosen on the test set", text))
     return found
-
-
-def _completeness(results: Results) -> Finding:
-    finished, planned = sum(run.finished for run in results.runs), formats.count(results.planned, "run")
-    if finished == results.planned and not results.damaged:
-        return Finding("Complete", f"All {planned} finished." if results.planned != 1 else "The one run finished.")
-    problems = [f"{len(results.failed):,} failed"] if results.failed else []
-    if results.damaged:
-        problems.append(f"{formats.count(len(results.damaged), 'file')} could not be read")
-    listed = f" {formats.join(problems)} (listed below)." if problems else ""
-    text = f"{finished:,} of {planned} finished.{listed} Where runs are missing, means are over fewer seeds."
-    return Finding("Incomplete", text, warning=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torchace.lab.report import formats
@@ -160,22 +160,15 @@ CLASSIFICATION = _task(
     uncertainty_title="Diversity and calibration",
 )
 
-MULTILABEL = _task(
-    [
-        *CLASSIFICATION.metrics.values(),
-        Metric("exact_match", "Exact match", "exact match", reading="share of test cases with all labels right."),
-        Metric("macro_f1", "Macro F1", "macro F1", reading="mean over labels of the F1 score."),
-    ],
+_LABELS = (
+    Metric("exact_match", "Exact match", "exact match", reading="share of test cases with all labels right."),
+    Metric("macro_f1", "Macro F1", "macro F1", reading="mean over labels of the F1 score."),
+)
+MULTILABEL = replace(
+    CLASSIFICATION,
     name="multilabel",
-    **{
-        **{
-            f.name: getattr(CLASSIFICATION, f.name) for f in fields(CLASSIFICATION) if f.name not in ("name", "metrics")
-        },
-        "details": {
-            **CLASSIFICATION.details,
-            "Ensemble": ("exact_match", "macro_f1", *CLASSIFICATION.details["Ensemble"]),
-        },
-    },
+    metrics={**CLASSIFICATION.metrics, **{metric.key: metric for metric in _LABELS}},
+    details={**CLASSIFICATION.details, "Ensemble": ("exact_match", "macro_f1", "brier", "calibration_error")},
 )
 
 REGRESSION = _task(

@@ -1,21 +1,26 @@
-"""Findings about the model of a fit."""
+"""Findings about the model of a fit, and the ensemble beside its baselines: sentences, figure and tables."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import textwrap
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchace._figures import FigureSpec, Theme, add_tooltips
 from torchace._statistics import mean_over_seeds
 from torchace.lab.report import formats
-from torchace.lab.report.arrays import Predictions, error_vs_spread, join_predictions
-from torchace.lab.report.comparison import comparison_findings, comparison_headline
 from torchace.lab.report.findings import Finding, Headline, diversity_finding
-from torchace.lab.report.formats import at
-from torchace.lab.report.results import Results
+from torchace.lab.report.formats import NONE, at, quantity
+from torchace.lab.report.results import Predictions, Results, error_vs_spread, join_predictions
+from torchace.lab.report.tables import Cell, ReportTable, make_table
 from torchace.lab.schema.results import ArmSummary, RunResult
+from torchace.lab.schema.values import ENSEMBLE, ModelComparison, ModelScores
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def model_headline(results: Results) -> Headline | None:
@@ -25,28 +30,23 @@ def model_headline(results: Results) -> Headline | None:
     if run is None or arm is None:
         return None
     found = comparison_headline(comparison) if comparison else None
-    if found is None and {"accuracy", "r2"} & set(test):
-        found = _score_headline(results, test)
-    if found is None:
-        return None
-    members = f"The ensemble has {formats.count(arm.num_members, 'member')}, trained with {at(run.diversity)}."
-    return replace(found, detail=f"{found.detail} {members}".strip())
-
-
-def _score_headline(results: Results, test: Mapping[str, float]) -> Headline:
-    rows, metrics = formats.count(results.data.test, "test row"), results.metrics
-    if "accuracy" in test:
+    rows = formats.count(results.data.test, "test row")
+    if found is None and "accuracy" in test:
         interval = ""
         if results.data.test:
             low, high = (formats.number(100 * end, 1) for end in wilson_interval(test["accuracy"], results.data.test))
             interval = f"95 % interval {low} to {high} %"
-        return Headline(f"Accuracy on {rows}", f"{formats.number(100 * test['accuracy'], 1)} %", interval)
-    share = formats.number(100 * test["r2"], 1)
-    verdict = f"The model explains {share} % of the target's variance in {rows}"
-    if test["r2"] <= 0:
-        r2 = metrics["r2"].value(test["r2"])
-        verdict = f"The model predicts {rows} no better than the target's mean (R² {r2})"
-    return Headline(verdict)
+        found = Headline(f"Accuracy on {rows}", f"{formats.number(100 * test['accuracy'], 1)} %", interval)
+    elif found is None and "r2" in test:
+        verdict = f"The model explains {formats.number(100 * test['r2'], 1)} % of the target's variance in {rows}"
+        if test["r2"] <= 0:
+            r2 = results.metrics["r2"].value(test["r2"])
+            verdict = f"The model predicts {rows} no better than the target's mean (R² {r2})"
+        found = Headline(verdict)
+    if found is None:
+        return None
+    members = f"The ensemble has {formats.count(arm.num_members, 'member')}, trained with {at(run.diversity)}."
+    return replace(found, detail=f"{found.detail} {members}".strip())
 
 
 def model_findings(results: Results, arm: ArmSummary) -> list[Finding]:
@@ -141,3 +141,190 @@ def wilson_interval(share: float, n: int) -> tuple[float, float]:
 
     found = binomtest(min(n, max(0, round(share * n))), n).proportion_ci(method="wilson")
     return float(found.low), float(found.high)
+
+
+MOST_IMPORTANCES = 30  # columns to list
+LABELS = {
+    "accuracy": "Accuracy",
+    "cross_entropy": "Cross entropy",
+    "auc": "AUC",
+    "brier": "Brier score",
+    "r2": "R²",
+    "rmse": "RMSE",
+    "mae": "MAE",
+}
+LOSSES = {"cross_entropy": "cross entropy", "mse": "mean squared error"}
+_HIGHER_IS_BETTER = ("accuracy", "auc", "r2")
+
+
+def comparison_headline(comparison: ModelComparison) -> Headline | None:
+    """Return the difference to the best baseline with its interval; a baseline that wins comes first."""
+    best, own = comparison.best, comparison.ensemble
+    if best is None or best.difference is None or best.low is None or best.high is None:
+        return None
+    if best.low > 0:
+        verdict = f"The ensemble beats the best baseline, {best.label}"
+    elif best.high < 0:
+        verdict = f"A baseline is better: {best.label} beats the ensemble"
+    else:
+        verdict = f"The ensemble and the best baseline, {best.label}, do not differ beyond the noise"
+    # the ensemble minus the baseline: negative if the ensemble is better
+    values = [-best.difference, -best.high, -best.low]
+    mean, low, high = formats.percentages(values, best.scores.get(comparison.loss) or 0.0)
+    rows = formats.count(comparison.rows, f"{comparison.split} row")
+    detail = f"{formats.capitalize(LOSSES[comparison.loss])} of the ensemble against that of {best.label} on {rows}."
+    key = "accuracy" if comparison.loss == "cross_entropy" else "r2"
+    if own.scores.get(key) is not None and best.scores.get(key) is not None:
+        ours, theirs = _score(key, own.scores[key]), _score(key, best.scores[key])
+        detail += f" {LABELS[key]} is {ours} for the ensemble, {theirs} for {best.label}."
+    return Headline(verdict, f"{mean} %", f"95 % interval {low} to {high} %", detail)
+
+
+def comparison_figures(comparison: ModelComparison) -> list[FigureSpec]:
+    """Return the figure of the differences to all baselines."""
+    found = [(m, m.difference, m.low, m.high) for m in comparison.models]
+    tested = [(m, d, low, high) for m, d, low, high in found if d is not None and low is not None and high is not None]
+    if not tested:
+        return []
+    title = f"{formats.capitalize(LOSSES[comparison.loss])} of the ensemble minus that of each baseline"
+    texts = [f"{m.label}: {' ('.join(_interval(m))})" for m, *_ in tested]
+
+    def draw(figure: Figure, theme: Theme) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        axes = figure.add_subplot()
+        axes.axvline(0, color=theme.quiet, lw=1, ls=(0, (4, 3)))
+        for row, (text, (_, difference, low, high)) in enumerate(zip(texts, tested, strict=True)):
+            color = theme.palette[0] if low > 0 else theme.palette[1] if high < 0 else theme.quiet
+            axes.plot([-high, -low], [row, row], color=color, lw=2.2)
+            [dot] = axes.plot([-difference], [row], marker="o", ms=8, color=color)
+            add_tooltips(dot, [text])
+        axes.set_yticks(range(len(tested)), [textwrap.fill(m.label, 20) for m, *_ in tested])
+        axes.set_ylim(len(tested) - 0.5, -0.5)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("← the ensemble is better")
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+
+    caption = "95 % intervals over the rows. Blue: the ensemble is better. Orange: the baseline is better."
+    return [FigureSpec("baselines", "headline", title, caption, f"{title}. {'; '.join(texts)}.", draw, 3.2)]
+
+
+def comparison_findings(comparison: ModelComparison) -> list[Finding]:
+    """Return findings about the constant prediction, missed classes and residuals."""
+    found = []
+    constant = next((model for model in comparison.models if model.name == "constant"), None)
+    own = comparison.ensemble.scores.get("accuracy")
+    if constant is not None and own is not None and (share := constant.scores.get("accuracy")) is not None:
+        largest = max(comparison.classes, key=lambda entry: entry.train, default=None)
+        answer = f"“{formats.shorten(largest.name, 40)}”" if largest else "the most frequent class"
+        text = f"Always predicting {answer} is correct for {_score('accuracy', share)} of the rows"
+        text += f", the ensemble for {_score('accuracy', own)}."
+        found.append(Finding("Constant prediction", text, warning=own <= share))
+    missed = [entry.name for entry in comparison.classes if entry.rows and entry.recall == 0]
+    if missed:
+        names = ", ".join(formats.shorten(name, 40) for name in missed[:5])
+        text = f"No row of {names}{' and others' if len(missed) > 5 else ''} is classified correctly."
+        found.append(Finding("Missed classes", f"{text} Class weights may help.", warning=True))
+    for target in comparison.targets:
+        values = {key: quantity(value) for key, value in target.residuals.items() if value is not None}
+        if {"0.025", "0.25", "0.75", "0.975"} <= values.keys():
+            of = f" of {formats.shorten(target.name, 40)}" if len(comparison.targets) > 1 else ""
+            text = f"Half of the residuals{of} lie between {values['0.25']} and {values['0.75']}, "
+            text += f"95 % between {values['0.025']} and {values['0.975']}."
+            found.append(Finding("Residuals", text))
+    return found
+
+
+def comparison_tables(comparison: ModelComparison) -> list[ReportTable]:
+    """Tables of the models, the classes, the confusion matrix and the importances."""
+    return [table for table in (model_table(comparison), *_detail_tables(comparison)) if table]
+
+
+def model_table(comparison: ModelComparison) -> ReportTable:
+    """Scores of the ensemble and its baselines, with the difference of the loss."""
+    keys = [key for key in LABELS if any(model.scores.get(key) is not None for model in comparison.models)]
+    best = {}
+    for key in keys:
+        values = [value for model in comparison.models if (value := model.scores.get(key)) is not None]
+        best[key] = max(values) if key in _HIGHER_IS_BETTER else min(values)
+    rows = []
+    timed = any(model.seconds is not None for model in comparison.models)
+    for model in comparison.models:
+        cells: list[str | Cell] = [Cell(formats.capitalize(model.label), kind="text", strong=model.name == ENSEMBLE)]
+        for key in keys:
+            value = model.scores.get(key)
+            cells.append(NONE if value is None else Cell(_score(key, value), strong=value == best[key]))
+        seconds = [NONE if model.seconds is None else formats.duration(model.seconds)] if timed else []
+        rows.append([*cells, *_interval(model), *seconds])
+    loss = LOSSES[comparison.loss] + (" of the scaled targets" if len(comparison.targets) > 1 else "")
+    note = (
+        f"Difference: {loss} of the ensemble minus that of the model, with a 95 % interval over the rows; below 0, the "
+        "ensemble is better."
+    )
+    if failed := [f"{model.label} ({model.failure})" for model in comparison.models if model.failure]:
+        note += f" Not trained: {', '.join(failed)}."
+    heads = ("Model", *(LABELS[key] for key in keys), "Difference", "95 % interval", *["Time"] * timed)
+    caption = f"The ensemble and its baselines on {formats.count(comparison.rows, f'{comparison.split} row')}"
+    return make_table(caption, heads, [("", rows)], note, "t" + "n" * (len(heads) - 1))
+
+
+def _detail_tables(comparison: ModelComparison) -> list[ReportTable]:
+    tables = []
+    if comparison.classes:
+        rows = [
+            [
+                formats.shorten(entry.name, 40),
+                f"{entry.train:,}",
+                f"{entry.rows:,}",
+                *map(_share, (entry.recall, entry.precision)),
+            ]
+            for entry in comparison.classes
+        ]
+        heads = ("Class", "Training rows", f"{formats.capitalize(comparison.split)} rows", "Recall", "Precision")
+        tables.append(make_table("Classes", heads, [("", rows)], kinds="tnnnn"))
+    if comparison.confusion:
+        names = [formats.shorten(entry.name, 20) for entry in comparison.classes]
+        counted: list[list[str | Cell]] = [
+            [name, *(Cell(f"{count:,}", strong=i == j) for j, count in enumerate(counts))]
+            for i, (name, counts) in enumerate(zip(names, comparison.confusion, strict=True))
+        ]
+        predicted = ["True class", *(f"Predicted {name}" for name in names)]
+        tables.append(make_table("Confusion matrix", predicted, [("", counted)], kinds="t" + "n" * len(names)))
+    if len(comparison.targets) > 1:
+        keys = ("r2", "rmse", "mae")
+        rows = [
+            [formats.shorten(target.name, 40), *(_score(key, target.scores.get(key)) for key in keys)]
+            for target in comparison.targets
+        ]
+        columns = ("Target", *(LABELS[key] for key in keys))
+        tables.append(make_table("The ensemble's scores for each target", columns, [("", rows)], kinds="tnnn"))
+    if comparison.importances:
+        listed = comparison.importances[:MOST_IMPORTANCES]
+        rows = [[formats.shorten(e.name, 80), f"{quantity(e.mean)} ± {quantity(e.std)}"] for e in listed]
+        note = "Mean increase of the loss if the column's values are permuted, ± standard deviation over permutations."
+        if (rest := len(comparison.importances) - len(listed)) > 0:
+            note += f" {rest:,} more columns are not listed."
+        tables.append(make_table("Importance of the columns", ("Column", "Increase"), [("", rows)], note, "tn"))
+    return tables
+
+
+def _interval(model: ModelScores) -> list[str]:
+    if model.difference is None or model.low is None or model.high is None:
+        return [NONE, NONE]
+    return [_format_signed(-model.difference), f"{_format_signed(-model.high)} to {_format_signed(-model.low)}"]
+
+
+def _format_signed(value: float) -> str:
+    return f"{'+' if value > 0 else '−' if value < 0 else ''}{quantity(abs(value))}"
+
+
+def _share(value: float | None) -> str:
+    return NONE if value is None else f"{formats.number(100 * value, 1)} %"
+
+
+def _score(key: str, value: float | None) -> str:
+    if value is None:
+        return NONE
+    if key == "accuracy":
+        return _share(value)
+    return quantity(value) if key in ("rmse", "mae") else formats.number(value, 4 if key == "cross_entropy" else 3)

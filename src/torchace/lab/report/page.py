@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,12 +15,18 @@ from torchace._figures import STYLE, FigureSpec, render_svg
 from torchace._files import PathError, refuse_links, remove_abandoned, write_atomic
 from torchace.lab.report import setup, tables
 from torchace.lab.report.array_plots import array_figures, contested_table
-from torchace.lab.report.axes import axis_findings, axis_tables
-from torchace.lab.report.comparison import comparison_figures, comparison_tables
 from torchace.lab.report.findings import Finding, Headline, advice, findings, remarks
 from torchace.lab.report.formats import at, capitalize
-from torchace.lab.report.gains import gain_figures, gain_table, has_many_arms, headline, sweep_headline
-from torchace.lab.report.model_findings import model_findings, model_headline
+from torchace.lab.report.gains import (
+    axis_findings,
+    axis_tables,
+    gain_figures,
+    gain_table,
+    has_many_arms,
+    headline,
+    sweep_headline,
+)
+from torchace.lab.report.model_findings import comparison_figures, comparison_tables, model_findings, model_headline
 from torchace.lab.report.plots import lambda_figures
 from torchace.lab.report.results import Results, read_results
 from torchace.lab.schema.reading import ResultFileError
@@ -75,10 +82,7 @@ def contents(results: Results) -> Page:
         if finding.warning
     ]
     quiet = [(title, calm) for title, about in found if (calm := [f for f in about if not f.warning])]
-    sections = [
-        *_result_sections(results, many),
-        *_detail_sections(results),
-    ]
+    sections = [*_result_sections(results, many), *_detail_sections(results)]
     sections.insert(1, PageSection("Findings", [("findings", quiet)], is_open=len(quiet) < 3))
     groups = {group: [s for s in specs if s.group == group and s != picture] for group in {s.group for s in specs}}
     for index, section in enumerate(sections):
@@ -116,23 +120,18 @@ def _result_sections(results: Results, many: bool) -> list[PageSection]:
 
 def _detail_sections(results: Results) -> list[PageSection]:
     """Failures, data and setup."""
-    data: list[tuple[str, Any]] = [("facts", setup.target_facts(results)), ("list", setup.notes(results))]
+    data: list[tuple[str, Any]] = [("facts", setup.target_facts(results))]
     if table := results.data.table:
+        data.append(("list", [note for note in table.notes if note.strip()]))
         data += [("table", setup.column_table(table, results.data.train)), ("text", setup.all_classes(results))]
-    layers = [("table", table) for table in setup.layer_tables(results)]
-    failures = setup.failure_table(results)
+    about: list[tuple[str, Any]] = [("table", setup.arm_table(results)), ("facts", setup.facts(results))]
+    about += [("table", table) for table in setup.layer_tables(results)]
+    if config := results.experiment.config:
+        about.append(("code", json.dumps(config, indent=2, ensure_ascii=False, default=str)))
     return [
-        PageSection("Failed runs and damaged files", [("table", failures)], is_open=True),
+        PageSection("Failed runs and damaged files", [("table", setup.failure_table(results))], is_open=True),
         PageSection("The data", data),
-        PageSection(
-            "Setup",
-            [
-                ("table", setup.arm_table(results)),
-                ("facts", setup.facts(results)),
-                *layers,
-                ("code", setup.configuration(results)),
-            ],
-        ),
+        PageSection("Setup", about),
     ]
 
 
@@ -164,7 +163,8 @@ def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            _write(folder / name, content)
+            remove_abandoned(folder / name)
+            write_atomic(folder / name, content)
     except OSError as error:
         raise ResultFileError(f"Could not write the report to {folder}: {error.strerror or error}.") from error
     return folder / "index.html"
@@ -187,20 +187,14 @@ def page_html(results: Results, svgs: Mapping[str, str]) -> str:
 
     source = resources.files("torchace.lab.report").joinpath("template.html").read_text(encoding="utf-8")
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_keep_percent
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: value.replace(" %", "\u00a0%") if isinstance(value, str) else value,  # no line break
     )
     template = environment.from_string(source)
     return template.render(experiment=results.experiment, page=contents(results), svgs=svgs, style=STYLE)
-
-
-def _keep_percent(value: object) -> object:
-    """Use a non-breaking space before percent signs."""
-    return value.replace(" %", "\u00a0%") if isinstance(value, str) else value
-
-
-def _write(path: Path, content: bytes) -> None:
-    remove_abandoned(path)
-    write_atomic(path, content)
 
 
 def markdown(results: Results) -> str:
@@ -303,7 +297,8 @@ def rich_table(results: Results) -> RichTable:
         note += f" paper: {results.experiment.paper.table} of Shoham and Permuter (2020)."
     title = Text(results.experiment.title or results.experiment.name)
     drawn = RichTable(title=title, caption=Text(note), box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    heads = [_short_heading(table.columns[i]) for i in indices]
+    labels = [column.short_label or column.label.replace(", ×", "\n×") for column in table.columns]
+    heads = [f"Member\n{labels[i]}" if table.columns[i].group == "One member" else labels[i] for i in indices]
     rows = [row for section in table.sections for row in section.rows]
     texts = [
         [*head.split("\n"), *(_short_text(table.columns[i], row[i]) for row in rows)]
@@ -319,20 +314,12 @@ def rich_table(results: Results) -> RichTable:
         if section.title:
             drawn.add_row(Text(section.title, style="italic", overflow="fold"))
         for row in section.rows:
-            cells = [Text(_short_text(table.columns[i], row[i]), style=_style(row[i])) for i in indices]
+            styles = ["bold" if cell.strong else "dim" if cell.kind == "paper" else "" for cell in row]
+            cells = [Text(_short_text(table.columns[i], row[i]), style=styles[i]) for i in indices]
             drawn.add_row(Text("  " if section.title else "") + cells[0], *cells[1:])
     return drawn
-
-
-def _short_heading(column: tables.ReportColumn) -> str:
-    label = column.short_label or column.label.replace(", ×", "\n×")
-    return f"Member\n{label}" if column.group == "One member" else label
 
 
 def _short_text(column: tables.ReportColumn, cell: tables.Cell) -> str:
     """Drop the standard deviation except for the ensemble."""
     return cell.text if column.group in ("", "Ensemble") else cell.text.split(" ±")[0]
-
-
-def _style(cell: tables.Cell) -> str:
-    return "bold" if cell.strong else "dim" if cell.kind == "paper" else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +14,11 @@ from torchace.lab.report.findings import COLLAPSED
 from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.metrics import Metric
 from torchace.lab.report.results import Results
-from torchace.lab.report.statistics import Summary, best_diversity, comparable_means, compare, summarize
+from torchace.lab.report.statistics import Interval, Summary, best_diversity, comparable_means, compare, summarize
 from torchace.lab.report.tables import main_arms, search_differences, summarize_metric
 from torchace.lab.schema.results import ArmSummary
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Series = dict[float, Summary]
@@ -64,31 +62,20 @@ def lambda_positions(values: Iterable[float]) -> tuple[dict[float, float], bool]
     return {value: float(i) for i, value in enumerate(ordered)}, False
 
 
-@dataclass(frozen=True)
 class LambdaPlot:
-    """Axes with λ on the x axis and a metric, or differences of it, on the y axis.
+    """Axes with λ on the x axis, with at most 12 ticks, and a metric, or differences of it, on the y axis.
 
     Shifts are in steps between two λ.
     """
 
-    axes: Axes
-    positions: Mapping[float, float]
-    metric: Metric
-    is_difference: bool = False
-
-    @classmethod
-    def create(
-        cls, figure: Figure, values: Iterable[float], metric: Metric, *, is_difference: bool = False
-    ) -> LambdaPlot:
-        """Add axes with at most 12 ticks."""
-        axes = figure.add_subplot()
-        positions, to_scale = lambda_positions(values)
-        ticks = list(positions)[:: -(-len(positions) // 12) or 1]
-        axes.set_xticks([positions[value] for value in ticks], [formats.diversity(value) for value in ticks])
-        axes.set_xlabel("diversity λ" if to_scale else "diversity λ (evenly spaced)")
-        axes.set_ylabel(metric.difference_label if is_difference else metric.label)
-        axes.grid(axis="x", visible=False)
-        return cls(axes, positions, metric, is_difference)
+    def __init__(self, figure: Figure, values: Iterable[float], metric: Metric, *, is_difference: bool = False) -> None:
+        self.axes, self.metric, self.is_difference = figure.add_subplot(), metric, is_difference
+        self.positions, to_scale = lambda_positions(values)
+        ticks = list(self.positions)[:: -(-len(self.positions) // 12) or 1]
+        self.axes.set_xticks([self.positions[value] for value in ticks], [formats.diversity(value) for value in ticks])
+        self.axes.set_xlabel("diversity λ" if to_scale else "diversity λ (evenly spaced)")
+        self.axes.set_ylabel(metric.difference_label if is_difference else metric.label)
+        self.axes.grid(axis="x", visible=False)
 
     def x(self, diversity: float, shift: float = 0.0) -> float:
         """Return the x position of a λ."""
@@ -104,21 +91,12 @@ class LambdaPlot:
         add_tooltips(line, [f"{prefix}{at(diversity)}: {text(value)}" for diversity, value in values.items()])
         return line
 
-    def bars(
-        self,
-        intervals: Mapping[float, tuple[float, float] | None],
-        *,
-        shift: float = 0.0,
-        cap: float = 0.0,
-        **style: Any,
-    ) -> None:
+    def bars(self, intervals: Mapping[float, Interval | None], *, shift: float = 0.0, **style: Any) -> None:
         """Draw intervals by λ as vertical bars."""
         for diversity, ends in intervals.items():
             if ends:
                 x, y = [self.x(diversity, shift)] * 2, [self.metric.scale * end for end in ends]
                 self.axes.plot(x, y, **style)
-                if cap:
-                    self.axes.plot(x, y, ls="", marker="_", ms=2 * cap, color=style.get("color"))
 
 
 def lambda_figures(results: Results) -> list[FigureSpec]:
@@ -158,12 +136,13 @@ def _score(results: Results, key: str, group: str) -> FigureSpec | None:
 
     def draw(figure: Figure, theme: Theme) -> None:
         diversities = [diversity for _, found in swept for diversity in found]
-        plot = LambdaPlot.create(figure, diversities, metric)
+        plot = LambdaPlot(figure, diversities, metric)
         axes, entries = plot.axes, list[tuple[Any, str]]()
         for index, (arm, found) in enumerate(swept):
             shift = 0.07 * (index - (len(swept) - 1) / 2)
             color, means = arm_color(results, arm, theme), {d: s.mean for d, s in found.items()}
-            plot.bars({d: s.interval for d, s in found.items()}, shift=shift, cap=2.5, color=color, lw=1.2)
+            style = {"color": color, "lw": 1.2, "marker": "_", "ms": 5.0}
+            plot.bars({d: s.interval for d, s in found.items()}, shift=shift, **style)
             line = plot.line(means, shift=shift, name=arm.label, color=color, marker=arm_marker(results, arm))
             entries.append((line, formats.shorten(arm.label, LABEL)))
         for arm, level in levels:
@@ -239,7 +218,7 @@ def _difference(results: Results, key: str) -> FigureSpec | None:
 
     def draw(figure: Figure, theme: Theme) -> None:
         diversities = [d.diversity for comparison in found for d in comparison.differences]
-        plot = LambdaPlot.create(figure, diversities, shown, is_difference=True)
+        plot = LambdaPlot(figure, diversities, shown, is_difference=True)
         plot.axes.axhline(0, color=theme.quiet, lw=1)
         for index, (comparison, level) in enumerate(zip(found, levels, strict=True)):
             color, marker = arm_color(results, comparison.arm, theme), arm_marker(results, comparison.arm)
@@ -272,7 +251,7 @@ def _members(results: Results, arm: ArmSummary) -> FigureSpec | None:
     )
 
     def draw(figure: Figure, theme: Theme) -> None:
-        plot = LambdaPlot.create(figure, ensemble, metric)
+        plot = LambdaPlot(figure, ensemble, metric)
         for diversity in ensemble:
             runs = results.finished(arm, diversity)
             errors = [metric.scale * results.task.member_error(value) for run in runs for value in run.members]
@@ -305,7 +284,7 @@ def _search_figures(results: Results) -> list[FigureSpec]:
     differences = search_differences(search)
 
     def draw_scores(figure: Figure, theme: Theme) -> None:
-        plot = LambdaPlot.create(figure, means, metric)
+        plot = LambdaPlot(figure, means, metric)
         for seed in sorted({seed for values in scores.values() for seed in values}):
             by_lambda = {d: values[seed] for d, values in scores.items() if seed in values}
             plot.line(by_lambda, name=f"seed {seed}", color=theme.quiet, mew=0, **SEED_STYLE)
@@ -320,7 +299,7 @@ def _search_figures(results: Results) -> list[FigureSpec]:
 
     def draw_differences(figure: Figure, theme: Theme) -> None:
         diversities = [d.diversity for d in differences]
-        plot = LambdaPlot.create(figure, diversities, metric, is_difference=True)
+        plot = LambdaPlot(figure, diversities, metric, is_difference=True)
         plot.axes.axhline(0, color=theme.quiet, lw=1.2, ls=DASHED)
         for d in differences:
             values, zero = scores[d.diversity], scores[0.0]

@@ -1,22 +1,26 @@
-"""Read a run directory."""
+"""Read a run directory: its runs, and their arrays, checked and summarized over seeds."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torchace.lab.report.arrays import Array, read_arrays, sample_scores
+import numpy as np
+from numpy.typing import NDArray
+
+from torchace._files import ARRAYS_BYTES, read_bounded
 from torchace.lab.report.formats import count, quantity
 from torchace.lab.report.metrics import TASKS, Metric, TaskLayout, add_derived, choose_units, with_own_metrics
 from torchace.lab.schema.reading import ResultFileError, read_result
-from torchace.lab.schema.results import ArmSummary, DataSummary, DiversitySearch, ExperimentResult, PlanFile, RunResult
-from torchace.lab.schema.values import variant_name
+from torchace.lab.schema.results import ArmSummary, DataSummary, ExperimentResult, PlanFile, RunResult
+from torchace.lab.schema.values import LARGEST, variant_name
 
 SPLITS = ("test", "validation", "train")
 
@@ -117,8 +121,14 @@ class Results:
         means, size = self.values(arm, diversity, metric), self.arm_data(arm).test
         found = {}
         for run in self.finished(arm, diversity):
-            scores = sample_scores(self.arrays(run), metric)
-            if scores is None or run.seed not in means or len(scores) != size or not size:
+            arrays = self.arrays(run)
+            if SAMPLES.get(metric) in arrays:
+                scores = np.asarray(arrays[SAMPLES[metric]], dtype=np.float64)
+            elif metric in ("mse", "mae") and (rows := join_predictions([arrays])) is not None:
+                scores = np.square(rows.error) if metric == "mse" else np.abs(rows.error)
+            else:
+                continue
+            if run.seed not in means or len(scores) != size or not size:
                 continue
             if math.isclose(scores.mean(), means[run.seed], rel_tol=1e-4, abs_tol=1e-12):  # float32
                 found[run.seed] = scores
@@ -167,7 +177,20 @@ def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
             damaged.append(DamagedFile(name, str(error)))
     ordered = tuple(runs[key] for key in sorted(runs, key=lambda key: (arms[key[0]][0], key[1], key[2])))
     scores = {(run.run, split): add_derived(values) for run in ordered for split, values in run.scores.items()}
-    measured = _measured_values(scores, experiment.search)
+    measured: dict[str, list[float]] = {}  # on the test set, else on another split
+    if search := experiment.search:
+        measured[search.metric] = [score for by_seed in search.scores.values() for score in by_seed.values()]
+    for split in reversed(SPLITS):
+        found: dict[str, list[float]] = {}
+        for run in ordered:
+            for metric, value in scores.get((run.run, split), {}).items():
+                found.setdefault(metric, []).append(value)
+        measured |= found
+    try:
+        jobs = read_result(directory / "jobs.json", PlanFile).jobs
+        planned = len({run for job in jobs for run in job.runs})
+    except ResultFileError:
+        planned = sum(len(set(arm.diversities)) for arm in experiment.arms) * len(set(experiment.seeds))
     hardware = _merge_stated(experiment.hardware, [run.model_dump(include=set(experiment.hardware)) for run in ordered])
     versions = _merge_stated(experiment.versions, [run.versions for run in ordered])
     return Results(
@@ -176,7 +199,7 @@ def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
         runs=ordered,
         damaged=tuple(damaged),
         metrics=choose_units(with_own_metrics(TASKS[experiment.task], measured).metrics, measured),
-        planned=_count_planned(directory, experiment),
+        planned=planned,
         _arrays=found_arrays,
         _scores=scores,
     )
@@ -216,20 +239,6 @@ def _check_run(run: RunResult, name: str, arm: ArmSummary | None, task: TaskLayo
         raise ResultFileError(f"Expected numbers of 0 or more under metrics.{scored[0]}.members in {name}.")
 
 
-def _measured_values(
-    scores: Mapping[tuple[str, str], Mapping[str, float]], search: DiversitySearch | None
-) -> dict[str, list[float]]:
-    """Return the values of each metric on the test set, else on another split."""
-    found: dict[str, dict[str, list[float]]] = {split: {} for split in SPLITS}
-    for (_, split), values in scores.items():
-        for key, value in values.items():
-            found[split].setdefault(key, []).append(value)
-    searched: dict[str, list[float]] = {}
-    if search:
-        searched[search.metric] = [score for by_seed in search.scores.values() for score in by_seed.values()]
-    return {**searched, **found["train"], **found["validation"], **found["test"]}
-
-
 def _merge_stated(stated: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return hardware or versions; if runs differ, all values with counts."""
     found = dict(stated)
@@ -240,9 +249,150 @@ def _merge_stated(stated: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) 
     return found
 
 
-def _count_planned(directory: Path, experiment: ExperimentResult) -> int:
-    """Return the number of runs in jobs.json, else of all λ and seeds."""
+Array = NDArray[Any]
+
+ROWS = ("predicted", "observed", "spread")  # of a regression, one entry a test row
+SAMPLES = {"cross_entropy": "sample_cross_entropy", "error": "sample_error"}  # of a classification
+AXES = {
+    "disagreement_matrix": (2,),
+    "residual_correlation": (2,),
+    "disputed_votes": (2,),
+    "disputed_images": (3, 4),
+    **dict.fromkeys(("disputed_target", "disputed_index", "disputed_row", *ROWS, *SAMPLES.values()), (1,)),
+}
+
+
+class Reliability(NamedTuple):
+    """Confidence, accuracy and share of cases of each non-empty bin."""
+
+    confidence: Array
+    accuracy: Array
+    share: Array
+
+
+class ContestedCase(NamedTuple):
+    """A test case on which members disagree."""
+
+    position: int  # in the test set
+    target: int
+    votes: tuple[tuple[int, int], ...]  # (class, number of members)
+    image: Array | None = None
+    row: int | None = None  # in the user's file, from 1
+
+
+class Predictions(NamedTuple):
+    """Test rows of a regression, `(N,)` each: prediction, observed value, members' spread."""
+
+    predicted: Array
+    observed: Array
+    spread: Array
+
+    @property
+    def error(self) -> Array:
+        """Prediction minus observed value."""
+        difference: Array = self.predicted - self.observed
+        return difference
+
+
+class ErrorVsSpread(NamedTuple):
+    """Root mean squares of spread and error of groups of rows, by ascending spread."""
+
+    spread: Array
+    error: Array
+
+
+def read_arrays(path: Path, sha256: str | None = None) -> dict[str, Array]:
+    """Read a run's safetensors file; empty if it is missing and no checksum is given."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    name = f"runs/{path.name}"
+    if sha256 is None and not path.exists():
+        return {}
     try:
-        return len({run for job in read_result(directory / "jobs.json", PlanFile).jobs for run in job.runs})
+        data = read_bounded(path, ARRAYS_BYTES)
+        if sha256 not in (None, hashlib.sha256(data).hexdigest()):
+            raise ResultFileError(f"{name} was changed after it was written: its SHA-256 differs.")
+        arrays: dict[str, Array] = load(data)
+    except OSError as error:
+        raise ResultFileError(f"Could not read {name}: {error.strerror}.") from None
     except ResultFileError:
-        return sum(len(set(arm.diversities)) for arm in experiment.arms) * len(set(experiment.seeds))
+        raise
+    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError):
+        raise ResultFileError(f"Expected arrays in {name}, but the file is damaged or has another format.") from None
+    if not _consistent(arrays):
+        raise ResultFileError(f"The arrays in {name} have inconsistent shapes or values.")
+    return arrays
+
+
+def _consistent(arrays: Mapping[str, Array]) -> bool:
+    bins = [value.shape for key, value in arrays.items() if key.startswith("reliability_")]
+    contested = {value.shape[:1] for key, value in arrays.items() if key.startswith("disputed_")}
+    matrices = [arrays[key] for key in ("disagreement_matrix", "residual_correlation") if key in arrays]
+    rows = [arrays[key].shape for key in ROWS if key in arrays]
+    images = arrays.get("disputed_images")
+    return (
+        all(arrays[key].ndim in allowed for key, allowed in AXES.items() if key in arrays)
+        and (not bins or (len(bins) == 3 and len(set(bins)) == 1 and len(bins[0]) == 1))
+        and all(matrix.shape[0] == matrix.shape[1] for matrix in matrices)
+        and (not rows or (len(rows) == len(ROWS) and len(set(rows)) == 1 and bool((arrays["spread"] >= 0).all())))
+        and (len(contested) <= 1)
+        and (images is None or (images.dtype == np.uint8 and (images.ndim == 3 or images.shape[-1] == 3)))
+        and all(
+            # undefined correlations may be NaN
+            ((np.abs(value.astype(np.float64)) < LARGEST) | (np.isnan(value) & (key == "residual_correlation"))).all()
+            for key, value in arrays.items()
+            if value.dtype.kind == "f"
+        )
+    )
+
+
+def reliability(runs: Iterable[Mapping[str, Array]]) -> Reliability | None:
+    """Return the reliability over the samples of all runs; None if no run recorded it."""
+    keys = ("reliability_count", "reliability_confidence", "reliability_correct")
+    recorded = [arrays for arrays in runs if keys[0] in arrays]
+    recorded = [arrays for arrays in recorded if arrays[keys[0]].shape == recorded[0][keys[0]].shape]
+    if not recorded:
+        return None
+    count, confidence, correct = (np.asarray([a[key] for a in recorded], dtype=np.float64).sum(0) for key in keys)
+    filled = count > 0
+    if not filled.any():
+        return None
+    return Reliability(confidence[filled] / count[filled], correct[filled] / count[filled], count[filled] / count.sum())
+
+
+def contested_cases(arrays: Mapping[str, Array], most: int = 12) -> list[ContestedCase]:
+    """Return up to `most` test cases of one run on which the members' votes differ."""
+    keys = ("disputed_index", "disputed_target", "disputed_votes")
+    if any(key not in arrays for key in keys):
+        return []
+    found = []
+    for i, (position, target, votes) in enumerate(zip(*(arrays[key] for key in keys), strict=True)):
+        classes, counts = np.unique(votes, return_counts=True)
+        ranked = sorted(zip(classes.tolist(), counts.tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))
+        if len(ranked) < 2:
+            continue
+        image = arrays["disputed_images"][i] if "disputed_images" in arrays else None
+        row = int(arrays["disputed_row"][i]) if "disputed_row" in arrays else None
+        found.append(ContestedCase(int(position), int(target), tuple((int(c), int(n)) for c, n in ranked), image, row))
+    return found[:most]
+
+
+def join_predictions(runs: Iterable[Mapping[str, Array]]) -> Predictions | None:
+    """Concatenate the test rows of all runs in float64; None if no run recorded them."""
+    recorded = [arrays for arrays in runs if ROWS[0] in arrays and arrays[ROWS[0]].size]
+    if not recorded:
+        return None
+    return Predictions(*(np.concatenate([a[key] for a in recorded]).astype(np.float64) for key in ROWS))
+
+
+def error_vs_spread(rows: Predictions, groups: int = 10) -> ErrorVsSpread | None:
+    """Return spread and error in up to `groups` groups of at least ten rows; None for fewer than two groups."""
+    groups = min(groups, len(rows.spread) // 10)
+    if groups < 2 or not rows.spread.any():
+        return None
+    parts = np.array_split(np.argsort(rows.spread, kind="stable"), groups)
+    spread, error = (
+        np.array([np.sqrt(np.mean(np.square(values[part]))) for part in parts]) for values in (rows.spread, rows.error)
+    )
+    return ErrorVsSpread(spread, error)

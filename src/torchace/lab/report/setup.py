@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections import Counter
 from datetime import datetime, timedelta
-from typing import Any
 
 from torchace.lab.report import formats
 from torchace.lab.report.formats import NONE, quantity
@@ -31,13 +29,12 @@ def facts(results: Results) -> Facts:
     time = formats.duration(experiment.seconds)
     if experiment.started:
         time += f", started {formats.timestamp(experiment.started)}"
-    return [
-        *found,
-        ("Seeds", f"{len(seeds)} ({', '.join(map(str, seeds))})" if seeds else NONE),
-        ("Hardware", _pairs(experiment.hardware)),
-        ("Versions", _pairs(experiment.versions)),
-        ("Time", time),
-    ]
+    hardware, versions = (
+        "; ".join(f"{key} {value}" for key, value in stated.items() if value not in (None, "")) or NONE
+        for stated in (experiment.hardware, experiment.versions)
+    )
+    listed = f"{len(seeds)} ({', '.join(map(str, seeds))})" if seeds else NONE
+    return [*found, ("Seeds", listed), ("Hardware", hardware), ("Versions", versions), ("Time", time)]
 
 
 def _data(data: DataSummary, task: str) -> str:
@@ -56,10 +53,6 @@ def _data(data: DataSummary, task: str) -> str:
 def _sizes(data: DataSummary) -> str:
     validation = [f"{data.validation:,} for validation"] if data.validation else []
     return ", ".join([f"{data.train:,} for training", *validation, f"{data.test:,} for testing"])
-
-
-def _pairs(values: Mapping[str, Any]) -> str:
-    return "; ".join(f"{key} {value}" for key, value in values.items() if value not in (None, "")) or NONE
 
 
 def arm_table(results: Results) -> ReportTable:
@@ -105,12 +98,6 @@ def failure_table(results: Results) -> ReportTable | None:
     return make_table("Failed runs and damaged files", columns, [("", rows)], kinds="ttnntt")
 
 
-def configuration(results: Results) -> str:
-    """Configuration as indented JSON."""
-    config = results.experiment.config
-    return json.dumps(config, indent=2, ensure_ascii=False, default=str) if config else ""
-
-
 # -- the columns of a user's table -------------------------------------------------------------------------------------
 
 
@@ -127,18 +114,12 @@ def target_facts(results: Results) -> Facts:
         names = ", ".join(formats.shorten(label, 40) for label in classes[:10])
         more = ", …" if len(classes) > 10 else ""
         kind = f"one of {formats.count(len(classes), 'class', 'classes')}: {names}{more}"
-    parts = [
-        formats.count(len(columns), noun, plural)
-        for kind_, noun, plural in (
-            ("number", "number", ""),
-            ("category", "category", "categories"),
-            ("date", "date", ""),
-        )
-        if (columns := table.of_kind(kind_))
-    ]
+    kinds = Counter[str](column.kind for column in table.columns)
+    plurals = {"number": "numbers", "category": "categories", "date": "dates"}
+    parts = [formats.count(kinds[noun], noun, plural) for noun, plural in plurals.items() if kinds[noun]]
     used = formats.join(parts) if parts else "nothing"
-    if dropped := len(table.of_kind("dropped")):
-        used += f"; {formats.count(dropped, 'column')} left out"
+    if kinds["dropped"]:
+        used += f"; {formats.count(kinds['dropped'], 'column')} left out"
     target = f"{formats.shorten(table.target.name, 80)}, {kind}"
     return [("Target", target), ("Predicted from", used), ("Rows", _sizes(results.data))]
 
@@ -152,28 +133,19 @@ def all_classes(results: Results) -> str:
     return ", ".join(formats.shorten(label, 80) for label in classes[:MOST]) + rest
 
 
-def notes(results: Results) -> list[str]:
-    """Notes on how the table was read."""
-    return [note for note in results.data.table.notes if note.strip()] if results.data.table else []
-
-
 def column_table(table: TableSummary, rows: int) -> ReportTable | None:
     """Table of how every column was read, in the order of the file; `rows` is the number of training rows."""
-    cells = [
-        [formats.shorten(column.name, 80), _kind(column), _values(column), _missing(column.missing, rows)]
-        for column in table.columns[:MOST]
-    ]
+    cells = []
+    for column in table.columns[:MOST]:
+        like = f" like {column.format}" if column.format not in ("", "ISO8601") else ""
+        kind = "left out" if column.kind == "dropped" else column.kind + like
+        share = f" ({formats.number(100 * column.missing / rows, 1)} %)" if column.missing and rows else ""
+        cells.append([formats.shorten(column.name, 80), kind, _values(column), f"{column.missing:,}{share}"])
     if not cells:
         return None
     note = f"{len(table.columns) - MOST:,} more are not listed." if len(table.columns) > MOST else ""
     heads = ("Column", "Read as", "Values, or why it is left out", "Missing")
     return make_table(f"Columns ({len(table.columns):,})", heads, [("", cells)], note, "tttn")
-
-
-def _kind(column: ColumnSummary) -> str:
-    if column.kind == "dropped":
-        return "left out"
-    return f"{column.kind} like {column.format}" if column.format and column.format != "ISO8601" else column.kind
 
 
 def _values(column: ColumnSummary) -> str:
@@ -195,8 +167,3 @@ def _date(seconds: float) -> str:
     """Format seconds since 1970 to the minute, or the day at midnight."""
     moment = datetime(1970, 1, 1) + timedelta(seconds=seconds)
     return f"{moment:%Y-%m-%d}" if seconds % 86_400 == 0 else f"{moment:%Y-%m-%d %H:%M}"
-
-
-def _missing(missing: int, rows: int) -> str:
-    share = f" ({formats.number(100 * missing / rows, 1)} %)" if missing and rows else ""
-    return f"{missing:,}{share}"

@@ -10,8 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from torchace._statistics import MeanEstimate, mean_over_seeds, mean_over_seeds_and_samples
-from torchace.lab.report.arrays import Array
-from torchace.lab.report.results import Results
+from torchace.lab.report.results import Array, Results
 from torchace.lab.schema.results import ArmSummary
 
 ALPHA = 0.05

@@ -118,12 +118,12 @@ def main_arms(results: Results) -> list[ArmSummary]:
     groups: dict[str, list[ArmSummary]] = {}
     for arm in several:
         groups.setdefault(arm.variant_of or arm.name, []).append(arm)
-    return [min(group, key=lambda arm: _lowest_loss(results, arm)) for group in groups.values()]
 
+    def lowest_loss(arm: ArmSummary) -> float:
+        split = "validation" if results.arm_data(arm).validation else "test"
+        return min(comparable_means(results, arm, results.task.loss, split).values(), default=math.inf)
 
-def _lowest_loss(results: Results, arm: ArmSummary) -> float:
-    split = "validation" if results.arm_data(arm).validation else "test"
-    return min(comparable_means(results, arm, results.task.loss, split).values(), default=math.inf)
+    return [min(group, key=lowest_loss) for group in groups.values()]
 
 
 def summarize_metric(results: Results, arm: ArmSummary, diversity: float, metric: str) -> Summary | None:
@@ -202,10 +202,7 @@ def detail_table(results: Results) -> ReportTable:
             found = [results.metrics[key].mean_sd(summarize_metric(results, arm, diversity, key)) for _, key in pairs]
             rows.append([formats.diversity(diversity), *found])
         sections.append((arm_title(arm), rows))
-    columns: list[str | ReportColumn] = [
-        "λ",
-        *(ReportColumn(results.metrics[key].label, group) for group, key in pairs),
-    ]
+    columns = [ReportColumn("λ"), *(ReportColumn(results.metrics[key].label, group) for group, key in pairs)]
     return make_table(results.task.details_title, columns, sections, results.task.explain(results.task.diversity[1:]))
 
 

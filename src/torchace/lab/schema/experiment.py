@@ -145,7 +145,14 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.factory is None:
-            self._check_builtin()
+            if self.network == "resnet" and self.depth % 6 != 2:
+                raise ValueError(f"expected a ResNet depth of 6n + 2 (20, 32, 44, 56, 110), but got {self.depth}.")
+            if self.kind == "branch" and self.network == "mlp" and self.at == BRANCH_AT:
+                raise ValueError(
+                    "a branched MLP needs `at`, the first separate layer of each member, such as 'linear2'."
+                )
+            if self.network == "resnet" and self.dropout:
+                raise ValueError("a CIFAR ResNet has no dropout: remove `dropout`, or use network = 'mlp'.")
         if self.arguments and self.factory is None:
             raise ValueError("`arguments` need `factory`, the function that returns a member.")
         if self.rank is not None and self.kind not in ("smoc", "adapters"):
@@ -161,14 +168,6 @@ class ModelSection(Section):
         if self.head_scale != 1 and self.kind == "branch":
             raise ValueError("`head_scale` needs kind = 'separate' or kind = 'smoc', but got kind = 'branch'.")
         return self
-
-    def _check_builtin(self) -> None:
-        if self.network == "resnet" and self.depth % 6 != 2:
-            raise ValueError(f"expected a ResNet depth of 6n + 2 (20, 32, 44, 56, 110), but got {self.depth}.")
-        if self.kind == "branch" and self.network == "mlp" and self.at == BRANCH_AT:
-            raise ValueError("a branched MLP needs `at`, the first separate layer of each member, such as 'linear2'.")
-        if self.network == "resnet" and self.dropout:
-            raise ValueError("a CIFAR ResNet has no dropout: remove `dropout`, or use network = 'mlp'.")
 
 
 class TrainSection(Section):

@@ -228,10 +228,6 @@ class TableSummary(ResultModel):
     columns: Items[ColumnSummary]
     notes: Items[str] = ()
 
-    def of_kind(self, kind: str) -> tuple[ColumnSummary, ...]:
-        """Return the columns of one kind, in order."""
-        return tuple(column for column in self.columns if column.kind == kind)
-
 
 class DataSummary(ResultModel):
     """Data of an experiment or arm."""

@@ -22,10 +22,9 @@ from torchace.lab.schema.reading import capitalize, describe_error, did_you_mean
 from torchace.lab.store import RunStoreError
 from torchace.lab.sweeps.callbacks import Callback, make_callbacks
 from torchace.lab.sweeps.config import Components, ConfigError, check_arguments, import_object, object_name
-from torchace.lab.sweeps.executor import make_executor
+from torchace.lab.sweeps.executor import make_executor, process_group
 from torchace.lab.sweeps.result import SweepResult
 from torchace.lab.sweeps.sweep import Sweep
-from torchace.lab.sweeps.torchrun import process_group
 from torchace.lab.training.distributed import is_launched
 
 _DATA_SETTINGS = ("stream", "num_workers", "limit", "normalize", "augment")  # of `[data]`
@@ -260,10 +259,8 @@ def _parse(content: dict[str, Any], settings: Mapping[str, Any]) -> Experiment:
             "functools.partial(member, ...)."
         ) from None
     except ValidationError as error:
-        raise ConfigError(capitalize(describe_error(error, Experiment, name=_argument_name))) from None
 
+        def argument(key: str) -> str:  # for a key such as `train.epochs`; none for a section
+            return next((part for part in key.split(".") if part not in _SECTIONS), "")
 
-def _argument_name(key: str) -> str:
-    """Return the argument of `sweep` for a key such as `train.epochs`; nothing for a section."""
-    parts = [part for part in key.split(".") if part not in _SECTIONS]
-    return parts[0] if parts else ""
+        raise ConfigError(capitalize(describe_error(error, Experiment, name=argument))) from None

@@ -87,25 +87,24 @@ class CallbackList(Callback):
     """Call several callbacks in order; an object that has some of the events' methods is a callback too."""
 
     def __init__(self, callbacks: Iterable[Any]) -> None:
-        self.callbacks = [c if isinstance(c, Callback) else _as_callback(c) for c in callbacks]
+        self.callbacks: list[Callback] = []
+        for given in callbacks:
+            events = [event for event in EVENTS if hasattr(given, event)]
+            if not events or isinstance(given, type):
+                raise TypeError(
+                    f"Expected callbacks with a method such as on_epoch_end(run, progress), but got {given!r}. "
+                    "Give an object of a class derived from torchace.lab.Callback."
+                )
+            callback = given if isinstance(given, Callback) else Callback()
+            if callback is not given:
+                vars(callback).update({event: getattr(given, event) for event in events})
+            self.callbacks.append(callback)
         for event in EVENTS:
             setattr(self, event, partial(self._call, event))
 
     def _call(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(*arguments)
-
-
-def _as_callback(methods: Any) -> Callback:
-    callback, events = Callback(), [event for event in EVENTS if hasattr(methods, event)]
-    if not events or isinstance(methods, type):
-        raise TypeError(
-            f"Expected callbacks with a method such as on_epoch_end(run, progress), but got {methods!r}. "
-            "Give an object of a class derived from torchace.lab.Callback."
-        )
-    for event in events:
-        setattr(callback, event, getattr(methods, event))
-    return callback
 
 
 class EventLog(Callback):
@@ -367,16 +366,11 @@ TRACKERS: dict[str, type[Tracker]] = {"csv": CSV, "tensorboard": TensorBoard, "m
 
 def make_callbacks(callbacks: Iterable[Any], directory: Path, experiment: Experiment) -> CallbackList:
     """Callbacks of a sweep; names of trackers stand for trackers in the run directory."""
-    return CallbackList(
-        make_tracker(item, directory, experiment) if isinstance(item, str) else item for item in callbacks
-    )
-
-
-def make_tracker(name: str, directory: Path, experiment: Experiment) -> Tracker:
-    """Tracker by name."""
-    if name not in TRACKERS:
-        raise ValueError(f"Expected a tracker out of {', '.join(TRACKERS)}, but got {name!r}.")
-    return TRACKERS[name](directory, experiment)
+    callbacks = list(callbacks)
+    for name in callbacks:
+        if isinstance(name, str) and name not in TRACKERS:
+            raise ValueError(f"Expected a tracker out of {', '.join(TRACKERS)}, but got {name!r}.")
+    return CallbackList(TRACKERS[c](directory, experiment) if isinstance(c, str) else c for c in callbacks)
 
 
 def _import(name: str) -> Any:

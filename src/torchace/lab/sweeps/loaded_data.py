@@ -17,7 +17,7 @@ from torchace.lab.data import Batches, CropFlip, Dataset, chunks, load
 from torchace.lab.data.batches import BatchTransform
 from torchace.lab.data.map_datasets import StreamedBatches, StreamedSplit
 from torchace.lab.data.own_data import DataOptions, make_dataset, read_data_file
-from torchace.lab.data.splits import Inputs, input_tensors, map_inputs
+from torchace.lab.data.splits import Inputs, input_tensors, map_inputs, random_split
 from torchace.lab.schema.experiment import GIVEN, Arm, DataSection
 from torchace.lab.schema.results import DataSummary
 from torchace.lab.sweeps.config import Components, ConfigError
@@ -53,7 +53,7 @@ class LoadedData:
                     f"data.limit: expected at most {available}, the training samples of {dataset.name}, "
                     f"but got {section.limit}."
                 )
-            dataset = dataset.limit(section.limit)
+            dataset = replace(dataset, train=dataset.train.take(slice(section.limit)))
             available = section.limit
         if section.validation:
             if validation is not None:
@@ -67,7 +67,7 @@ class LoadedData:
                     f"data.validation: expected a fraction that leaves samples to validate and to train on, but got "
                     f"{section.validation:g} of {available} training samples."
                 )
-            train, validation = dataset.validation_split(size, seed=0)
+            train, validation = random_split(dataset.train, size, seed=0)
             dataset = replace(dataset, train=train)
         transform = None if components.transform is None else BatchTransform(components.transform)
         return cls(dataset, section, validation, device, transform)
@@ -99,14 +99,9 @@ class LoadedData:
             test=len(self.dataset.test),
             classes=tuple(self.dataset.class_names),
             image_shape=shape,
-            inputs=tuple(_describe(name, x) for name, x in _named_inputs(self.dataset.train.x)),
+            inputs=_describe_inputs(self.dataset.train.x),
             notes=self.dataset.notes,
         )
-
-    @property
-    def num_outputs(self) -> int:
-        """Outputs of a member: classes, or targets of a sample."""
-        return self.dataset.num_classes
 
     def example(self, arm: Arm) -> tuple[Any, Tensor]:
         """Return a few training samples as the network receives them, on the CPU, with their targets."""
@@ -133,15 +128,11 @@ class LoadedData:
                 digests[name] = tensor_digest([*input_tensors(split.x), split.y])
         return digests
 
-    @property
-    def is_builtin(self) -> bool:
-        """Whether the data is a built-in set."""
-        return self.section.name != GIVEN and self.section.file is None and self.section.factory is None
-
     def check_batch_size(self, arm: Arm) -> None:
         """Refuse batches larger than a built-in training set; a user's own data become one batch instead."""
-        available = len(self.dataset.train)
-        if self.is_builtin and arm.train.batch_size > available:
+        available, section = len(self.dataset.train), self.section
+        is_builtin = section.name != GIVEN and section.file is None and section.factory is None
+        if is_builtin and arm.train.batch_size > available:
             raise ConfigError(
                 f"train.batch_size: expected at most {available}, the training samples, but got {arm.train.batch_size}."
             )
@@ -227,13 +218,9 @@ def _load_dataset(section: DataSection, device: str, components: Components) -> 
     return make_dataset(train, test, options, name, *validation)
 
 
-def _named_inputs(x: Inputs) -> list[tuple[str, Tensor]]:
-    if isinstance(x, dict):
-        return list(x.items())
-    return [("", value) for value in input_tensors(x)]
-
-
-def _describe(name: str, x: Tensor) -> str:
-    """Describe the samples of one input, such as "tokens: 128 of int64"."""
-    size = " × ".join(map(str, x.shape[1:])) or "1"
-    return f"{name}{': ' if name else ''}{size} of {str(x.dtype).removeprefix('torch.')}"
+def _describe_inputs(x: Inputs) -> tuple[str, ...]:
+    """Describe the samples of each input, such as "tokens: 128 of int64"."""
+    names = [f"{name}: " for name in x] if isinstance(x, dict) else [""] * len(input_tensors(x))
+    sizes = [" × ".join(map(str, t.shape[1:])) or "1" for t in input_tensors(x)]
+    types = [str(t.dtype).removeprefix("torch.") for t in input_tensors(x)]
+    return tuple(f"{name}{size} of {kind}" for name, size, kind in zip(names, sizes, types, strict=True))

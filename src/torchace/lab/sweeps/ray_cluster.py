@@ -228,20 +228,14 @@ def _temporary_directory() -> Iterator[Path]:
     """Create a temporary directory; remove those of killed workers."""
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         process = left.name.removeprefix(PREFIX).partition("-")[0]
-        if process.isdigit() and not _is_alive(int(process)):
+        try:
+            os.kill(int(process), 0)
+        except ProcessLookupError:
             shutil.rmtree(left, ignore_errors=True)
+        except (PermissionError, ValueError):  # a process of another user, or another name
+            continue
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as folder:
         yield Path(folder)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # a process of another user
-        pass
-    return True
 
 
 def read_checkpoint(directory: Path) -> Files:

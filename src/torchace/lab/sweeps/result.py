@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from torchace._figures import LIGHT, WIDTH
 from torchace.lab.report import Results, read_results, write_report
-from torchace.lab.report.axes import axis_findings
 from torchace.lab.report.formats import capitalize, count, join
-from torchace.lab.report.gains import headline
+from torchace.lab.report.gains import axis_findings, headline
 from torchace.lab.report.plots import lambda_figures
 from torchace.lab.report.statistics import comparable_means, compare, paired_differences
 from torchace.lab.report.tables import summarize_metric
-from torchace.lab.schema.experiment import Arm, Experiment
+from torchace.lab.schema.experiment import Experiment
 from torchace.lab.schema.results import ArmSummary, RunKey
 from torchace.lab.store import RunStore
 from torchace.lab.sweeps.config import Components, ConfigError
@@ -107,8 +106,11 @@ class SweepResult:
             if not means:
                 continue
             chosen = min(means, key=means.__getitem__)
-            if means.get(0.0) is not None and chosen and not _is_gain(results, arm, chosen, loss):
-                chosen = 0.0
+            if 0.0 in means:  # the choice is corrected for the number of λ
+                series = {d: results.values(arm, d, loss, "validation") for d in results.diversities(arm)}
+                differences = paired_differences({d: v for d, v in series.items() if d}, series.get(0.0, {}))
+                gains = [d.diversity for d in differences if d.significant and d.mean < 0]
+                chosen = chosen if chosen in gains else 0.0
             found.append((means[chosen], arm, chosen))
         if not found:
             raise ValueError(
@@ -146,8 +148,9 @@ class SweepResult:
         Raises:
             ValueError: There is no such run, or its weights were not kept.
         """
-        store = RunStore(self.directory)
-        arms = self._arms()
+        config = self._results().experiment.config
+        experiment = Experiment.model_validate({key: value for key, value in config.items() if key != "components"})
+        arms = {one.name: one for one in experiment.complete_arms()}
         if arm is not None and arm not in arms:
             raise ValueError(f"Expected `arm` to be one of {', '.join(map(repr, arms))}, but got {arm!r}.")
         chosen = next(iter(arms.values())) if arm is None else arms[arm]
@@ -155,7 +158,7 @@ class SweepResult:
             needed = ", ".join(f"{axis}=..." for axis in chosen.axes) or "no settings"
             raise ValueError(f"Expected {needed} to identify the run, but got {settings or 'none'}.")
         key = RunKey(chosen.name, float(diversity), int(seed), **settings)
-        weights = store.weights(key)
+        weights = RunStore(self.directory).weights(key)
         try:
             components = self._components or Components.load(chosen)
         except ConfigError as error:
@@ -167,11 +170,6 @@ class SweepResult:
         ensemble = build_network(chosen, data, [key.seed], "cpu", components=components).ensemble(0)
         ensemble.load_state_dict(weights)
         return ensemble.eval()
-
-    def _arms(self) -> dict[str, Arm]:
-        config = self._results().experiment.config
-        experiment = Experiment.model_validate({key: value for key, value in config.items() if key != "components"})
-        return {arm.name: arm for arm in experiment.complete_arms()}
 
     def __repr__(self) -> str:
         results = self._results()
@@ -237,13 +235,3 @@ def _row(results: Results, arm: ArmSummary, diversity: float) -> dict[str, Any]:
         low, high = difference.joint_interval or (None, None)
         row |= {"difference": difference.mean, "low": low, "high": high}
     return row
-
-
-def _is_gain(results: Results, arm: ArmSummary, diversity: float, loss: str) -> bool:
-    """Whether a λ lowers the validation loss significantly, corrected for the number of λ."""
-    series = {d: results.values(arm, d, loss, "validation") for d in results.diversities(arm) if d}
-    reference = results.values(arm, 0.0, loss, "validation")
-    return any(
-        difference.diversity == diversity and difference.significant and difference.mean < 0
-        for difference in paired_differences(series, reference)
-    )

@@ -186,7 +186,7 @@ def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary
     else:
         x, y = data.example(arm)
         factory = Factory(components.member, arm.model, TASKS[arm.data.task].link)
-        check_outputs(factory, x, y, data.num_outputs)
+        check_outputs(factory, x, y, data.dataset.num_classes)
         network = build_network(arm, None, [0], "cpu", components=components)
         if network.whole and arm.train.batches != "shared":
             raise ConfigError(
@@ -204,7 +204,7 @@ def _summarize(arm: Arm, data: LoadedData, components: Components) -> ArmSummary
         raise ConfigError(f"optimizer: {reason}.") from error
     metrics = named_metrics(components.metrics, arm.data.task)
     try:
-        try_metrics(metrics, arm.model.num_members, data.num_outputs, data.test_targets(), arm.data.task)
+        try_metrics(metrics, arm.model.num_members, data.dataset.num_classes, data.test_targets(), arm.data.task)
     except MetricError as error:
         raise ConfigError(f"metrics: {error}") from error
     return ArmSummary(
@@ -240,7 +240,10 @@ def _fingerprint(components: Components, data: LoadedData) -> dict[str, Any]:
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
     """Refuse to mix two experiments in one directory; seeds, λ and values of other axes may differ."""
-    old, new = _flatten(_with_defaults(before)), _flatten(now)
+    content = {key: value for key, value in before.items() if key != COMPONENTS}
+    with suppress(ValidationError):  # an earlier version may lack some keys
+        content = Experiment.model_validate(content).model_dump(mode="json")
+    old, new = _flatten({**content, COMPONENTS: before.get(COMPONENTS, {})}), _flatten(now)
     for key in sorted({*old, *new}):
         both_lists = isinstance(old.get(key), list) and isinstance(new.get(key), list)
         is_axis = key.endswith("diversities") or (both_lists and key.rpartition(".")[2] in AXES)
@@ -257,14 +260,6 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Pa
         raise RunStoreError(
             f"{directory} holds runs with {key} = {old.get(key)!r}, but now it is {new.get(key)!r}. {remedy}"
         )
-
-
-def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of an earlier version with today's keys."""
-    content = {key: value for key, value in config.items() if key != COMPONENTS}
-    with suppress(ValidationError):
-        content = Experiment.model_validate(content).model_dump(mode="json")
-    return {**content, COMPONENTS: config.get(COMPONENTS, {})}
 
 
 # settings that do not change the result of a run

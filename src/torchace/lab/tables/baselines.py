@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from torchace._files import error_reason
@@ -148,7 +147,7 @@ def compare_with_baselines(
         predicted = _predict(ensemble, rows, is_classifier)
         return predicted if scaler is None else scaler.transform(predicted)
 
-    losses = _cross_entropies if is_classifier else _squared_errors
+    losses = _cross_entropies if is_classifier else lambda found, y: (found - y).square().mean(1)
     predicted = predict(raw)
     own = losses(predicted, target)
     models = []
@@ -226,34 +225,23 @@ def _cross_entropies(log_probs: Tensor, target: Tensor) -> Tensor:
     return F.nll_loss(log_probs, target, reduction="none")
 
 
-def _squared_errors(predicted: Tensor, target: Tensor) -> Tensor:
-    """Mean over the targets of each row, `(N,)`."""
-    return (predicted - target).square().mean(1)
-
-
 def _scores(predicted: Tensor, target: Tensor, unit: float, is_classifier: bool) -> dict[str, float | None]:
     if not is_classifier:
         scores = evaluate_regression(predicted[None], target).metrics
         powers = {"rmse": 1, "mae": 1, "r2": 0, "mse": 2}
         return finite({name: cast(float, scores[name]) * unit**power for name, power in powers.items()})
-    probs = predicted.exp()
+    from sklearn.metrics import roc_auc_score
+
+    probs, auc = predicted.exp(), None
+    if len(target.unique()) == probs.shape[1]:  # undefined if a class is absent
+        scored = probs[:, 1] if probs.shape[1] == 2 else probs / probs.sum(1, keepdim=True)
+        auc = float(roc_auc_score(target.numpy(), scored.numpy(), multi_class="ovr"))
     return {
         "accuracy": float((predicted.argmax(1) == target).double().mean()),
         "cross_entropy": float(_cross_entropies(predicted, target).mean()),
         "brier": float(brier_score(probs, target)),
-        "auc": _auc(probs.numpy(), target.numpy()),
+        "auc": auc,
     }
-
-
-def _auc(probs: NDArray[np.float64], target: NDArray[np.int64]) -> float | None:
-    """Area under the ROC curve, for several classes the mean of one against the rest; None if a class is absent."""
-    from sklearn.metrics import roc_auc_score
-
-    if len(np.unique(target)) < probs.shape[1]:
-        return None
-    if probs.shape[1] == 2:
-        return float(roc_auc_score(target, probs[:, 1]))
-    return float(roc_auc_score(target, probs / probs.sum(1, keepdims=True), multi_class="ovr"))
 
 
 def _class_details(predicted: Tensor, target: Tensor, table: Table) -> dict[str, Any]:

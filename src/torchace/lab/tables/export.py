@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -65,9 +64,15 @@ def export_onnx(model: TableModel, path: Path) -> float:
             raise ExportError(f"The model cannot be exported: {str(error).splitlines()[0].rstrip('.')}.") from error
         assert program is not None
         proto = program.model_proto
-    for key, value in _metadata(model).items():
+    target = model.encoding.schema.target
+    columns = [
+        {"name": column.name, "part": getattr(column, "part", None), "codes": getattr(column, "codes", None)}
+        for column in model.encoding.columns
+    ]
+    metadata = {"columns": columns, "targets": list(target.names), "classes": target.class_names}
+    for key, value in {**metadata, "diversity": model.diversity}.items():
         entry = proto.metadata_props.add()
-        entry.key, entry.value = key, json.dumps(value, ensure_ascii=False)
+        entry.key, entry.value = f"torchace.{key}", json.dumps(value, ensure_ascii=False)
     data = proto.SerializeToString()
     onnx.checker.check_model(data)
     difference = _compare(runtime, data, graph, rows)
@@ -111,20 +116,6 @@ def _random_rows(model: TableModel, count: int) -> Tensor:
             missing = torch.rand(count, generator=generator) < 0.1
             columns.append(torch.where(missing, torch.nan, values))
     return torch.stack(columns, 1)
-
-
-def _metadata(model: TableModel) -> dict[str, Any]:
-    target = model.encoding.schema.target
-    columns = [
-        {"name": column.name, "part": getattr(column, "part", None), "codes": getattr(column, "codes", None)}
-        for column in model.encoding.columns
-    ]
-    return {
-        "torchace.columns": columns,
-        "torchace.targets": list(target.names),
-        "torchace.classes": target.class_names,
-        "torchace.diversity": model.diversity,
-    }
 
 
 @contextlib.contextmanager

@@ -25,12 +25,12 @@ from torchace.lab.schema.results import ExperimentResult, RunKey, RunResult
 from torchace.lab.store import OUTPUT_FILES, RunStore, RunStoreError, describe_differences, finite
 from torchace.lab.sweeps.config import hardware, versions
 from torchace.lab.tables.baselines import compare_with_baselines
-from torchace.lab.tables.model import TableModel, evaluate_chunks, sample_hashes
+from torchace.lab.tables.model import TableModel, sample_hashes
 from torchace.lab.tables.table import Table
 from torchace.lab.training.checkpoint import Checkpoints
+from torchace.lab.training.evaluate import evaluate
 from torchace.lab.training.loop import CheckpointPolicy, Progress
-from torchace.lab.training.members import MemberPlan, TrainedGroup, train_members
-from torchace.lab.training.out_of_fold import fit_run_temperature, left_out_logits
+from torchace.lab.training.members import MemberPlan, TrainedGroup, fit_run_temperature, left_out_logits, train_members
 from torchace.lab.training.run_group import chunk_rows
 from torchace.lab.training.scaling import assemble_ensemble
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
@@ -352,7 +352,7 @@ class TableFit:
                 logits = (chunk / temperature for chunk in logits)
                 if scaler is not None and table.num_outputs == 1:
                     logits, y = map(scaler.inverse_transform, logits), scaler.inverse_transform(y).squeeze(1)
-                evaluation = evaluate_chunks(logits, y)
+                evaluation = evaluate(logits, y, task=table.task)
             scores[name], arrays = evaluation.metrics, evaluation.arrays
             if "disputed_index" in arrays:
                 arrays["disputed_row"] = rows[arrays["disputed_index"]] + 1  # from 1, as in the file

@@ -1,26 +1,34 @@
-"""A trained ensemble with the encoding of its table."""
+"""A trained model for a table: prediction of frames and of files of any size."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
+from torchace._files import atomic_file, error_reason, remove_abandoned
 from torchace.functional import disagreement, ensemble_log_probs, ensemble_probs, mutual_information, predictive_entropy
 from torchace.lab.data import DataError
 from torchace.lab.data.encoding import CategoryColumn, Encoding
+from torchace.lab.data.errors import arrow, first_duplicate, row_number
 from torchace.lab.data.parsing import positions, texts
-from torchace.lab.schema.values import ModelComparison
-from torchace.lab.training.evaluate import Evaluation, Evaluator, evaluate_regression
+from torchace.lab.data.table_schema import get_column
+from torchace.lab.data.tables import iterate_table
+from torchace.lab.schema.values import RESULT_CONFIG, ModelComparison
+from torchace.lab.training.evaluate import Evaluation, evaluate, evaluate_regression
+from torchace.lab.training.loop import Interrupted
 from torchace.lab.training.run_group import chunk_rows, collect_chunks
 from torchace.nn import Ensemble
 from torchace.saving import ModelFileError, load_model, save_model
@@ -33,24 +41,38 @@ def _drop_single_target(values: Tensor) -> Tensor:
     return values[:, 0] if values.shape[1] == 1 else values  # (n,), or (n, M); the exporter does not trace squeeze
 
 
-MULTILABEL_OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {"probabilities": partial(ensemble_probs, link="sigmoid")}
-
-# logits (K, n, C) to values of each sample (n, ...)
-CLASSIFIER_OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "probabilities": lambda logits: ensemble_log_probs(logits).clamp_(max=0).exp_(),  # rounding may leave 1 + 4e-16
-    "entropy": partial(predictive_entropy, reduction="none"),
-    "mutual_information": partial(mutual_information, reduction="none"),
-    "disagreement": partial(disagreement, reduction="none"),
-}
-REGRESSOR_OUTPUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "prediction": lambda predictions: _drop_single_target(predictions.mean(0)),
-    "spread": lambda predictions: _drop_single_target(predictions.std(0, correction=0)),
+# logits (K, n, C) to values of each sample (n, ...), by task
+_OUTPUTS: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
+    "classification": {
+        "probabilities": lambda logits: ensemble_log_probs(logits).clamp_(max=0).exp_(),  # rounding may leave 1 + 4e-16
+        "entropy": partial(predictive_entropy, reduction="none"),
+        "mutual_information": partial(mutual_information, reduction="none"),
+        "disagreement": partial(disagreement, reduction="none"),
+    },
+    "multilabel": {"probabilities": partial(ensemble_probs, link="sigmoid")},
+    "regression": {
+        "prediction": lambda predictions: _drop_single_target(predictions.mean(0)),
+        "spread": lambda predictions: _drop_single_target(predictions.std(0, correction=0)),
+    },
 }
 
 
 NUM_HASHES = 1000  # of training rows, kept with the model
 
-_OUTPUTS = {"classification": CLASSIFIER_OUTPUTS, "multilabel": MULTILABEL_OUTPUTS, "regression": REGRESSOR_OUTPUTS}
+
+class _Search(BaseModel):
+    sentence: str
+
+
+class _Record(BaseModel):
+    """Part of a model's training record that commands read."""
+
+    model_config = RESULT_CONFIG
+
+    comparison: ModelComparison | None = None
+    search: _Search | None = None
+    scores: dict[str, dict[str, Annotated[float, Field(gt=-1e300, lt=1e300)] | list[Any] | None]] | None = None
+    row_hashes: Annotated[str, Field(pattern="^([0-9a-f]{16})*$")] = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,10 +107,17 @@ class TableModel:
             encoding = Encoding.from_dict(record.pop("encoding"))
         except DataError as error:
             raise ModelFileError(f"The description of the table in {path} cannot be read: {error}") from error
-        if not _accepts(ensemble, encoding):
+        try:
+            with torch.no_grad():
+                shape = ensemble(torch.zeros(1, len(encoding.columns), dtype=torch.float64)).shape[1:]
+        except (RuntimeError, ValueError):
+            shape = torch.Size()
+        if shape != (1, encoding.schema.target.num_outputs):
             raise ModelFileError(f"The ensemble in {path} does not fit the description of its table. Train it again.")
-        if not _is_readable(record):
-            raise ModelFileError(f"The training record in {path} cannot be read. Train the model again.")
+        try:
+            _Record.model_validate(record)
+        except ValidationError as error:
+            raise ModelFileError(f"The training record in {path} cannot be read. Train the model again.") from error
         return cls(ensemble, encoding, manifest["diversity"], record)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -162,11 +191,12 @@ class TableModel:
 
     def evaluate(self, frame: DataFrame) -> Evaluation:
         """Return scores on rows whose target is known."""
-        return evaluate_chunks(self._chunks(frame), self.encoding.targets(frame))
+        schema = self.encoding.schema
+        return evaluate(self._chunks(frame), schema.targets(frame), task=schema.target.task)
 
     def evaluate_targets(self, frame: DataFrame) -> dict[str, Evaluation]:
         """Return the scores of each of several targets, by name."""
-        predictions, y = self.logits(frame), self.encoding.targets(frame)
+        predictions, y = self.logits(frame), self.encoding.schema.targets(frame)
         names = self.encoding.schema.target.names
         return {name: evaluate_regression(predictions[..., i], y[:, i]) for i, name in enumerate(names)}
 
@@ -185,43 +215,100 @@ def _hash_rows(raw: Tensor) -> NDArray[np.uint64]:
     return np.unique(hash_pandas_object(DataFrame(rows), index=False).to_numpy()).astype("<u8")
 
 
-def evaluate_chunks(logits: Iterable[Tensor], target: Tensor) -> Evaluation:
-    """Score chunks of logits `(K, n, C)` with class indices `(N,)`, or predictions `(K, n, M)` with numbers."""
-    if target.is_floating_point():
-        predictions = torch.cat(list(logits), 1)
-        return evaluate_regression(predictions if target.ndim == 2 else predictions.squeeze(2), target)
-    evaluator, done = Evaluator(), 0
-    for part in logits:
-        evaluator.update(part, target[done : done + part.shape[1]])
-        done += part.shape[1]
-    return evaluator.compute()
+MAX_ROWS = 65_536  # in a chunk
+FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r", "\n")  # of text that spreadsheets evaluate
 
 
-def _accepts(ensemble: Ensemble, encoding: Encoding) -> bool:
-    outputs = encoding.schema.target.num_outputs
+def predict_file(
+    model: TableModel,
+    data: Path,
+    out: Path,
+    *,
+    keep: Sequence[str] = (),
+    escape_formulas: bool = False,
+    rows: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    unseen: Counter[str] | None = None,
+) -> int:
+    """Predict every row of a file, in order, and return their number; `out` is written atomically.
+
+    `keep` are columns to copy from the data, `rows` is the chunk size. If `stop`, called before every chunk, returns
+    True, nothing is written and `Interrupted` is raised. `unseen` counts rows with unseen categories, by column.
+    """
+    writers = {".csv": _csv_writer, ".parquet": _parquet_writer}
+    suffix = out.suffix.lower()
+    if suffix not in writers:
+        raise DataError(f"Expected an output file that ends in .csv or .parquet, but got {out}.")
+    if data.exists() and out.exists() and data.samefile(out):
+        raise DataError(f"Expected another output file than the input, but got {out} for both.")
+    if (twice := first_duplicate(keep)) is not None:
+        raise DataError(f"Expected each column to keep once, but got {twice!r} twice.")
+    rows = rows or chunk_rows(model.ensemble, model.ensemble.num_members, max_rows=MAX_ROWS)
+    chunks = _predict_chunks(model, data, keep, rows, Counter() if unseen is None else unseen)
+    first = next(chunks)  # raises errors of the table before anything is written
+    count = 0
+    remove_abandoned(out)
+    with atomic_file(out) as temporary, writers[suffix](temporary) as write:
+        for chunk in itertools.chain([first], chunks):
+            if stop():
+                raise Interrupted
+            write(_escape_formulas(chunk) if escape_formulas and suffix == ".csv" else chunk)
+            count += len(chunk)
+    return count
+
+
+def _predict_chunks(
+    model: TableModel, data: Path, keep: Sequence[str], rows: int, unseen: Counter[str]
+) -> Iterator[DataFrame]:
+    for frame in iterate_table(data, rows=rows):
+        if not len(frame):  # a Parquet file may have empty row groups
+            continue
+        predictions = model.predict(frame)
+        unseen.update(model.unseen_categories(frame))
+        for place, name in enumerate(keep):
+            if name in predictions.columns[place:]:
+                raise DataError(f"The column {name!r} cannot be kept: the predictions have a column of the same name.")
+            predictions.insert(place, name, get_column(frame, name, "to be kept"))
+        yield predictions
+
+
+def _escape_formulas(frame: DataFrame) -> DataFrame:
+    def escape(value: Any) -> Any:
+        return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA_PREFIXES) else value
+
+    frame = frame.copy()
+    for name in frame.columns:
+        if frame[name].dtype.kind not in "biuf":
+            frame[name] = frame[name].map(escape)
+    return frame.rename(columns=escape)
+
+
+@contextlib.contextmanager
+def _csv_writer(path: Path) -> Iterator[Callable[[DataFrame], None]]:
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        yield lambda frame: frame.to_csv(file, index=False, header=file.tell() == 0, lineterminator="\n")
+
+
+@contextlib.contextmanager
+def _parquet_writer(path: Path) -> Iterator[Callable[[DataFrame], None]]:
+    pa, parquet = arrow(), arrow("pyarrow.parquet")
+    writer: Any = None
+
+    def write(frame: DataFrame) -> None:
+        nonlocal writer
+        try:
+            table = pa.Table.from_pandas(frame, preserve_index=False)
+            if writer is None:
+                writer = parquet.ParquetWriter(path, table.schema)
+            writer.write_table(table.cast(writer.schema))
+        except pa.ArrowException as error:
+            raise DataError(
+                f"A column to keep changes its type at row {row_number(frame, 0)} or later ({error_reason(error)}). "
+                "Write a .csv file, or keep fewer columns."
+            ) from None
+
     try:
-        with torch.no_grad():
-            return ensemble(torch.zeros(1, len(encoding.columns), dtype=torch.float64)).shape[1:] == (1, outputs)
-    except (RuntimeError, ValueError):
-        return False
-
-
-def _is_readable(record: Mapping[str, Any]) -> bool:
-    search, scores = record.get("search"), record.get("scores")
-    try:
-        TypeAdapter(ModelComparison | None).validate_python(record.get("comparison"))
-    except ValidationError:
-        return False
-    if search is not None and not (isinstance(search, Mapping) and isinstance(search.get("sentence"), str)):
-        return False
-    hashes = record.get("row_hashes", "")
-    if not isinstance(hashes, str) or not re.fullmatch(r"([0-9a-f]{16})*", hashes):
-        return False
-    parts = {} if scores is None else scores
-    return isinstance(parts, Mapping) and all(
-        isinstance(part, Mapping) and all(map(_is_score, part.values())) for part in parts.values()
-    )
-
-
-def _is_score(value: Any) -> bool:
-    return value is None or isinstance(value, list) or (type(value) in (int, float) and abs(value) < 1e300)
+        yield write
+    finally:
+        if writer is not None:
+            writer.close()

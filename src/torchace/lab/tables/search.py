@@ -16,9 +16,9 @@ from torchace.lab.tables.table import Table
 from torchace.lab.training.members import MemberPlan
 from torchace.lab.tuning.grid_search import GridSearch, TunedDiversity
 from torchace.lab.tuning.optuna_search import OptunaSearch, StudyResult
-from torchace.lab.tuning.search import SearchCache, SearchCallback, SearchProblem, SearchResult
+from torchace.lab.tuning.search import SearchCache, SearchCallback, SearchProblem
 
-Result = TypeVar("Result", bound=SearchResult)
+Result = TypeVar("Result", TunedDiversity, StudyResult)
 
 CONTENT = {"search", "study.db", "study.db.lock", "tune.json"}  # of a search's directory
 

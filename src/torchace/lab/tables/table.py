@@ -1,4 +1,4 @@
-"""Read, split and encode a table for training."""
+"""Read, split, encode and describe a table for training."""
 
 from __future__ import annotations
 
@@ -6,23 +6,29 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchace.lab.data import DataError, Split
-from torchace.lab.data.description import describe_table
-from torchace.lab.data.encoding import Encoding, learn_encoding
+from torchace.lab.data.encoding import Encoding, learn_encoding, mean_and_std
 from torchace.lab.data.errors import MissingTargetError, quote_all
 from torchace.lab.data.inference import infer_schema, missing_targets
+from torchace.lab.data.parsing import CellError, texts
 from torchace.lab.data.splits import train_val_test_split
-from torchace.lab.data.table_schema import Schema, Target
+from torchace.lab.data.table_schema import Column, Schema, Target, feature_numbers
 from torchace.lab.data.tables import read_table
+from torchace.lab.schema.results import TableSummary
+from torchace.lab.schema.values import LARGEST
 from torchace.lab.training.members import MemberPlan
 from torchace.lab.training.scaling import Scaler
 
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series  # type: ignore[import-untyped]
+
+MAX_CATEGORIES = 8  # most frequent first
 MIN_STD, MAX_STD = 1e-45, 1e45  # of the target: beyond, squares over- or underflow
 
 
@@ -187,3 +193,44 @@ def load_table(path: Path, settings: TableSettings) -> Table:
         description,
         {name: raw[part] for name, part in rows._asdict().items()},
     )
+
+
+def describe_table(schema: Schema, frame: DataFrame) -> dict[str, Any]:
+    """Summarize the target, the columns and the notes of a training table: a `TableSummary` as JSON values."""
+    used, dropped = {column.name: column for column in schema.columns}, dict(schema.dropped)
+    columns: list[dict[str, Any]] = []
+    for name in map(str, frame.columns):
+        if name in used:
+            columns.append({"name": name, **_describe_column(frame[name], used[name])})
+        elif name in dropped:
+            columns.append({"name": name, "kind": "dropped", "missing": _missing(frame[name]), "why": dropped[name]})
+    target: dict[str, Any] = {"name": schema.target.name, "task": schema.target.task}
+    target |= {"num_columns": len(schema.target.names), "classes": schema.target.class_names}
+    summary = TableSummary.model_validate({"target": target, "columns": columns, "notes": schema.notes})
+    return summary.model_dump(mode="json", exclude_unset=True)
+
+
+def _describe_column(cells: Series, column: Column) -> dict[str, Any]:
+    if column.kind != "category":
+        values = feature_numbers(cells, column)
+        present = values[~np.isnan(values)]
+        mean, std = mean_and_std(present)
+        measures = {"mean": mean, "std": std, "min": present.min(initial=np.inf), "max": present.max(initial=-np.inf)}
+        statistics = {name: float(m) if len(present) and abs(m) < LARGEST else None for name, m in measures.items()}
+        return {"kind": column.kind, "format": column.format, "missing": len(values) - len(present), **statistics}
+    present = texts(cells).drop_null()
+    counts = {entry["values"]: entry["counts"] for entry in present.value_counts().to_pylist()}
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return {
+        "kind": column.kind,
+        "missing": len(cells) - len(present),
+        "num_categories": len(ordered),
+        "categories": [list(item) for item in ordered[:MAX_CATEGORIES]],
+    }
+
+
+def _missing(cells: Series) -> int:
+    try:
+        return int(texts(cells).null_count)
+    except CellError:  # such as lists
+        return int(cells.isna().sum())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
@@ -95,14 +95,9 @@ NUMBER = ":number"  # end of the name of an optimizer's state that is a Python n
 _STATE = re.compile(r"state-[0-9]{1,19}\.safetensors")
 
 
-def _check_number(text: str) -> str:
-    float(text)
-    return text
-
-
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Scores = list[FiniteFloat | None]
-NumberText = Annotated[str, AfterValidator(_check_number)]  # JSON has no NaN and no Inf
+NumberText = Annotated[float, Field(strict=False)]  # as text: JSON has no NaN and no Inf
 
 
 class _Strict(BaseModel):
@@ -178,8 +173,10 @@ class Checkpoints:
             progress = {**progress, "stopping": stopping.state()}
         for index, values in optimizer.state_dict()["state"].items():
             state |= {f"optimizer.{index}.{name}": value for name, value in values.items() if isinstance(value, Tensor)}
-            numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-            state |= {f"optimizer.{index}.{name}{NUMBER}": _as_tensor(value) for name, value in numbers.items()}
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    dtype = torch.float64 if isinstance(value, float) else None
+                    state[f"optimizer.{index}.{name}{NUMBER}"] = torch.tensor(value, dtype=dtype)
         tensors = gather_state(network, state)
         if tensors is None:
             return
@@ -299,37 +296,24 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, tensors: State) -> None:
     for name, value in tensors.items():
         index, _, key = name.partition(".")
         state = states.setdefault(int(index), {})
+        parameter = parameters[int(index)]
         if key.endswith(NUMBER):
             state[key.removesuffix(NUMBER)] = value.item()
+        elif value.shape == parameter.shape:  # fused optimizers need the parameter's memory format
+            state[key] = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+        elif value.numel() == 1:  # a step count
+            state[key] = value
         else:
-            state[key] = _match_layout(parameters[int(index)], value)
+            raise ValueError(f"it has an optimizer state of shape {tuple(value.shape)} for {tuple(parameter.shape)}")
     if len({frozenset(state) for state in states.values()}) > 1:
         raise ValueError("its optimizer states differ between parameters")
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _as_tensor(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-
-
-def _match_layout(parameter: Tensor, value: Tensor) -> Tensor:
-    """Copy a saved moment to its parameter's memory format: fused optimizers need equal formats."""
-    if value.numel() == 1 and value.shape != parameter.shape:  # a step count
-        return value
-    if value.shape != parameter.shape:
-        raise ValueError(f"it has an optimizer state of shape {tuple(value.shape)} for {tuple(parameter.shape)}")
-    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def run_weights(network: RunGroup, run: int) -> State:
     """Copy of one run's weights and buffers on the CPU, by their names in its ensemble."""
     state = network.ensemble(run).state_dict()
     return {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
-
-
-def weights_digest(network: RunGroup, run: int) -> str:
-    """SHA-256 of one run's weights and buffers, equal for bit-identical runs."""
-    return state_digest(run_weights(network, run))
 
 
 def state_digest(state: State) -> str:

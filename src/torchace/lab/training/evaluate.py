@@ -157,7 +157,10 @@ class Evaluator:
         """Add samples: logits `(K, n, C)` and class indices `(n,)`, or labels `(n, L)`."""
         count = len(target)
         if self._multilabel:
-            self._count_labels(logits, target)
+            predicted, actual = ensemble_probs(logits, link="sigmoid") > 0.5, target > 0.5
+            counts = torch.stack([predicted & actual, predicted, actual]).sum(1)
+            self._label_counts = self._label_counts.to(counts.device) + counts
+            self._exact += int((predicted == actual).all(1).sum())
             # softmax over (0, z) is sigmoid(z)
             logits = torch.stack([torch.zeros_like(logits), logits], -1).flatten(1, 2)
             target = (target > 0.5).long().flatten()
@@ -187,12 +190,6 @@ class Evaluator:
         self._contested = _most_contested(chunk)
         self._samples += len(target)
 
-    def _count_labels(self, logits: Tensor, target: Tensor) -> None:
-        predicted, actual = ensemble_probs(logits, link="sigmoid") > 0.5, target > 0.5
-        counts = torch.stack([predicted & actual, predicted, actual]).sum(1)
-        self._label_counts = self._label_counts.to(counts.device) + counts
-        self._exact += int((predicted == actual).all(1).sum())
-
     def compute(self, images: Tensor | None = None) -> Evaluation:
         """Scores so far; `images` are the samples as uint8 `(N, C, H, W)`, for the contested cases."""
         if self._metrics is None:
@@ -200,22 +197,6 @@ class Evaluator:
         scores: dict[str, float | list[float]] = {
             name: value.tolist() for name, value in self._metrics.compute().items()
         }
-        index, target, votes, probs = (part[self._contested[0] > 0] for part in self._contested[1:])
-        contested = {
-            "disputed_index": index,
-            "disputed_target": target,
-            "disputed_votes": votes,
-            "disputed_probs": probs,
-        }
-        if images is not None and not self._multilabel:
-            pixels = images[index]
-            contested["disputed_images"] = pixels[:, 0] if pixels.shape[1] == 1 else pixels.permute(0, 2, 3, 1)
-        if self._multilabel:
-            both, predicted, actual = self._label_counts
-            found = predicted + actual > 0  # F1 of a label that never occurs is undefined
-            scores["exact_match"] = self._exact / len(torch.cat(self._losses))
-            scores["macro_f1"] = (2 * both[found] / (predicted + actual)[found]).mean().item()
-            contested = {}
         counts, confidence, correct = self._metrics.bins
         arrays = {
             "reliability_count": counts,
@@ -224,8 +205,19 @@ class Evaluator:
             "disagreement_matrix": self._differ.double() / self._samples,
             "sample_cross_entropy": torch.cat(self._losses),
             "sample_error": torch.cat(self._errors),
-            **contested,
         }
+        if self._multilabel:
+            both, predicted, actual = self._label_counts
+            found = predicted + actual > 0  # F1 of a label that never occurs is undefined
+            scores["exact_match"] = self._exact / len(arrays["sample_error"])
+            scores["macro_f1"] = (2 * both[found] / (predicted + actual)[found]).mean().item()
+        else:
+            names = ("disputed_index", "disputed_target", "disputed_votes", "disputed_probs")
+            parts = (part[self._contested[0] > 0] for part in self._contested[1:])
+            arrays |= dict(zip(names, parts, strict=True))
+            if images is not None:
+                pixels = images[arrays["disputed_index"]]
+                arrays["disputed_images"] = pixels[:, 0] if pixels.shape[1] == 1 else pixels.permute(0, 2, 3, 1)
         return Evaluation(scores, {name: value.cpu().contiguous() for name, value in arrays.items()})
 
 
@@ -236,15 +228,23 @@ def _most_contested(parts: list[Tensor]) -> list[Tensor]:
 
 
 def evaluate(
-    logits: Tensor, target: Tensor, images: Tensor | None = None, *, task: str = "classification"
+    logits: Tensor | Iterable[Tensor], target: Tensor, images: Tensor | None = None, *, task: str = "classification"
 ) -> Evaluation:
-    """Score one run with logits `(K, N, C)` and target `(N,)` or `(N, C)`; see `Evaluator.compute`."""
+    """Score one run with logits `(K, N, C)`, or chunks of them, and target `(N,)` or `(N, C)`.
+
+    `images` are those of `Evaluator.compute`.
+    """
+    if isinstance(logits, Tensor):
+        logits = logits.split(max(1, CHUNK_BYTES // max(1, logits[:, :1].nbytes)), 1)
     if task == "regression":
-        return evaluate_regression(logits, target)
-    evaluator = Evaluator(task)
-    rows = max(1, CHUNK_BYTES // max(1, logits[:, :1].nbytes))
-    for part, labels in zip(logits.split(rows, 1), target.split(rows), strict=True):
-        evaluator.update(part, labels)
+        predictions = torch.cat(list(logits), 1)
+        return evaluate_regression(
+            predictions.squeeze(2) if target.ndim < predictions.ndim - 1 else predictions, target
+        )
+    evaluator, done = Evaluator(task), 0
+    for part in logits:
+        evaluator.update(part, target[done : done + part.shape[1]])
+        done += part.shape[1]
     return evaluator.compute(images)
 
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,10 +56,6 @@ class CheckpointPolicy:
     checkpoints: Checkpoints
     every_steps: int | None = None
     every_seconds: float | None = 60.0
-
-    def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step` steps."""
-        return self.every_steps is not None and step % self.every_steps == 0
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,11 @@ def fit(
     training = _Training(network, optimizer, config, validation, checkpoint_policy, batches.device)
     start = training.load()
     train_step = graph_on_gpu(TrainStep(network, optimizer, config, label_smoothing(configs, batches.device)))
-    timer = network.ranks.timer(stop, None if checkpoint_policy is None else checkpoint_policy.every_seconds)
+    every_steps, every_seconds = (
+        (None, None) if checkpoint_policy is None else (checkpoint_policy.every_steps, checkpoint_policy.every_seconds)
+    )
+    timer = network.ranks.timer(stop, every_seconds)
+    progress = partial(Progress, steps=config.steps, metric=TASKS[config.task].score_name)
     feed = BatchFeed(batches, seeds, network.total_members, config, mean_weight)
     diversity = torch.tensor(list(diversities), dtype=config.dtype, device=batches.device)
 
@@ -156,22 +157,19 @@ def fit(
         if ends_epoch:
             training.end_epoch(epoch + 1, step + 1)
             if on_epoch_end is not None:
-                on_epoch_end(_progress(config, **training.result.history[-1]))
+                on_epoch_end(progress(**training.result.history[-1]))
         if timer.should_report:
             training.stats.share()
         if on_progress is not None and (timer.should_report or is_last_step):
             timer.mark_reported()
-            on_progress(_progress(config, step + 1, epoch + 1, training.score()))
-        if checkpoint_policy and not is_last_step and (timer.should_save or checkpoint_policy.is_due(step + 1)):
+            on_progress(progress(step=step + 1, epoch=epoch + 1, score=training.score()))
+        is_due = every_steps is not None and (step + 1) % every_steps == 0
+        if (timer.should_save or is_due) and not is_last_step:
             training.save(step + 1)
             timer.mark_saved()
         if ends_epoch and not training.is_active():
             break
     return training.finish()
-
-
-def _progress(config: TrainConfig, step: int, epoch: int, score: Any, held_out: Any = None) -> Progress:
-    return Progress(step, config.steps, score, epoch, held_out, TASKS[config.task].score_name)
 
 
 class _Training:

@@ -240,7 +240,17 @@ def first_nonfinite(
     gradients: the smallest code is the origin.
     """
     others = [torch.nn.functional.pad(sums, (0, 1)) for sums in (logits.sum((2, 3)).to(losses), losses)]
-    sums = torch.stack([*others, _gradient_sums(network).to(losses)])  # sums keep NaN and Inf
+    own: list[Tensor] = []  # sums of gradients, (R, K) each
+    shared: list[Tensor] = []  # (R, 1) each
+    for name, parameter in network.named_parameters():
+        if parameter.grad is not None:
+            entries = parameter.grad.reshape(parameter.shape[0], -1).sum(1).view(network.num_runs, -1)
+            (shared if network.is_shared(name) else own).append(entries)
+    gradients = [
+        torch.stack(entries).sum(0).to(losses) if entries else losses.new_zeros(network.num_runs, width)
+        for entries, width in ((own, network.num_members), (shared, 1))
+    ]
+    sums = torch.stack([*others, torch.cat(gradients, 1)])  # sums keep NaN and Inf
     bad = (sums - sums) != 0  # (3, R, K + 1); fewer kernels than isfinite
     seen, member = bad.any(2), bad.int().argmax(2)  # (3, R)
     total = network.total_members
@@ -255,20 +265,3 @@ def nonfinite_member(code: int, num_members: int) -> int | None:
     """Member of a code of `first_nonfinite`; None for shared parts."""
     member = code % (num_members + 1)
     return member if member < num_members else None
-
-
-def _gradient_sums(network: RunGroup) -> Tensor:
-    """Sums of the gradients of each member's own parameters, and of shared ones, `(R, K + 1)`."""
-    own: list[Tensor] = []  # (R, K) each
-    shared: list[Tensor] = []  # (R, 1) each
-    for name, parameter in network.named_parameters():
-        if parameter.grad is not None:
-            is_shared = network.is_shared(name)
-            entries = parameter.grad.reshape(parameter.shape[0], -1).sum(1).view(network.num_runs, -1)
-            (shared if is_shared else own).append(entries)
-    like = next(network.parameters())
-    columns = [
-        torch.stack(entries).sum(0) if entries else like.new_zeros(network.num_runs, width)
-        for entries, width in ((own, network.num_members), (shared, 1))
-    ]
-    return torch.cat(columns, 1)

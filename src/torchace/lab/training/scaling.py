@@ -92,11 +92,6 @@ def scale_inputs(network: nn.Sequential, diversity: float = 0.0) -> nn.Sequentia
     return network
 
 
-def _is_mlp(network: nn.Module) -> bool:
-    children = list(network.named_children()) if isinstance(network, nn.Sequential) else []
-    return bool(children) and children[-1][0] == "fc" and isinstance(children[-1][1], nn.Linear)
-
-
 def _first_linear(network: nn.Sequential) -> str:
     return next(name for name, layer in network.named_children() if isinstance(layer, nn.Linear))
 
@@ -139,14 +134,14 @@ def assemble_ensemble(
     else:
         members = [member.cpu().double() for member in stacked.unstack()]
     for place, member in enumerate(members):
-        if not _is_mlp(member):
+        last_name, last = next(reversed(list(member.named_children())), ("", None))
+        if not isinstance(member, nn.Sequential) or last_name != "fc" or not isinstance(last, nn.Linear):  # no `mlp`
             members[place] = nn.Sequential(member, OutputScale(std, mean))
             continue
-        name = _first_linear(member)  # type: ignore[arg-type]
+        name = _first_linear(member)
         first = member.get_submodule(name)
         if isinstance(first, ScaledLinear):
             setattr(member, name, first.plain())
-        last: nn.Linear = member.get_submodule("fc")  # type: ignore[assignment]
         with torch.no_grad():
             last.weight.mul_(std[:, None])
             last.bias.mul_(std).add_(mean)

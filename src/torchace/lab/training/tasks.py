@@ -138,8 +138,18 @@ def compute_objective(
     scale = active.to(config.dtype).view(-1, *[1] * (1 + (own or by_member))) / batch_size
     if weight is not None:
         scale = scale * weight
-    inputs = _loss_inputs(logits, y, diversity, mixture, num_members, config, label_smoothing)
-    if own:
+    smoothing = config.label_smoothing if label_smoothing is None else label_smoothing
+    inputs = LossInputs(logits, y, diversity, None if mixture is None else 1 / num_members, mixture, smoothing)
+    if own:  # R·K runs of one member: its loss needs only the others' predictions on its batch
+        # no mixture: separate batches, no coupling
+        coupled = torch.zeros_like(diversity) if mixture is None else diversity
+        inputs = inputs._replace(
+            logits=logits.flatten(0, 1).unsqueeze(1),
+            y=y.flatten(0, 1),
+            diversity=coupled.repeat_interleave(local_members),
+            mixture=None if mixture is None else mixture.unflatten(1, logits.shape[1:3]).flatten(0, 1),
+            label_smoothing=smoothing.repeat_interleave(local_members) if isinstance(smoothing, Tensor) else smoothing,
+        )
         scale = scale.expand(num_runs, local_members, -1).flatten(0, 1)
     # members with own batches are not coupled by gradients
     compute = task.closed_form if config.detach_others or own else ace_by_autograd
@@ -180,28 +190,3 @@ def mean_over_samples(values: Tensor, weight: Tensor | None) -> Tensor:
         return values.mean(-1)
     total = weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny)
     return (values * (weight / total)).sum(-1)
-
-
-def _loss_inputs(
-    logits: Tensor,
-    y: Tensor,
-    diversity: Tensor,
-    mixture: Tensor | None,
-    num_members: int,
-    config: TrainConfig,
-    label_smoothing: Tensor | None,
-) -> LossInputs:
-    """Own batches as R·K runs of one member: its loss needs only the others' predictions on its batch."""
-    alpha = None if mixture is None else 1 / num_members
-    smoothing = config.label_smoothing if label_smoothing is None else label_smoothing
-    if config.batches == "shared":
-        return LossInputs(logits, y, diversity, alpha, mixture, smoothing)
-    lead = logits.shape[:2]
-    # no mixture: separate batches, no coupling
-    lam = torch.zeros_like(diversity) if mixture is None else diversity
-    if mixture is not None:
-        mixture = mixture.unflatten(1, logits.shape[1:3]).flatten(0, 1)
-    lam = lam.unsqueeze(1).expand(lead).flatten()
-    if isinstance(smoothing, Tensor):
-        smoothing = smoothing.repeat_interleave(lead[1])
-    return LossInputs(logits.flatten(0, 1).unsqueeze(1), y.flatten(0, 1), lam, alpha, mixture, smoothing)

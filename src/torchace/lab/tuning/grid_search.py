@@ -23,8 +23,7 @@ from torchace.lab.data import Split
 from torchace.lab.schema.results import Candidate, DiversitySearch, Gain
 from torchace.lab.schema.values import LARGEST
 from torchace.lab.training.evaluate import CHUNK
-from torchace.lab.training.members import train_members
-from torchace.lab.training.out_of_fold import fit_run_temperature
+from torchace.lab.training.members import fit_run_temperature, train_members
 from torchace.lab.training.tasks import TASKS, mean_over_samples
 from torchace.lab.tuning.search import (
     MAX_SEEDS,
@@ -146,13 +145,21 @@ class GridSearch(Search):
                 rounds.append(tuple(tried))
                 if untried := tuple(diversity for diversity in tried if diversity not in scores):
                     losses = train(SearchStage(len(rounds), "search", untried, seeds), ScoredSplit(problem.validation))
-                    scores |= self._scores(losses)
+                    for d, rows in losses.items():
+                        scores[d] = {seed: self._score(row, problem.validation) for seed, row in rows.items()}
                 best = select_diversity(scores)
                 tried = refine_candidates(scores, best) if len(scores) > 1 else []
             if compared := best > 0 and self.num_fresh > 0:
-                split = problem.validation if self.test is None else self.test
+                split, name, choices = self.test, self.test_name, 1
+                if split is None:
+                    split, name, choices = problem.validation, "validation", len(scores) - 1
                 losses = train(SearchStage(len(rounds) + 1, "gain", (0.0, best), fresh_seeds), ScoredSplit(split))
-                gain = self._gain(losses, best, num_choices=len(scores) - 1 if self.test is None else 1)
+                baseline_losses, chosen_losses = (
+                    {seed: None if row is None else self.score_scale * row.numpy() for seed, row in losses[d].items()}
+                    for d in (0.0, best)
+                )
+                weight = None if split.weight is None else split.weight.cpu().numpy()
+                gain = measure_gain(name, baseline_losses, chosen_losses, weight=weight, num_choices=choices)
         fresh = fresh_seeds if compared else ()
         is_gain = gain is not None and gain.beyond_noise and gain.mean > 0
         return TunedDiversity.model_construct(
@@ -195,23 +202,9 @@ class GridSearch(Search):
         means = [_mean(scores) for scores in by_part]
         return {0.0: by_part[0]}, (means[1], means[2]) if math.isfinite(means[1]) else None
 
-    def _scores(self, losses: Losses) -> dict[float, Scores]:
-        validation = self.problem.validation
-        return {d: {seed: self._score(row, validation) for seed, row in rows.items()} for d, rows in losses.items()}
-
     def _score(self, losses: Tensor | None, split: Split) -> float | None:
         weight = None if split.weight is None else split.weight.cpu().double()
         return None if losses is None else self.score_scale * float(mean_over_samples(losses[None], weight))
-
-    def _gain(self, losses: Losses, best: float, num_choices: int) -> Gain | None:
-        split = self.problem.validation if self.test is None else self.test
-        name = "validation" if self.test is None else self.test_name
-        weight = None if split.weight is None else split.weight.cpu().numpy()
-        baseline, chosen = (
-            {seed: None if row is None else self.score_scale * row.numpy() for seed, row in losses[diversity].items()}
-            for diversity in (0.0, best)
-        )
-        return measure_gain(name, baseline, chosen, weight=weight, num_choices=num_choices)
 
 
 @dataclass(frozen=True)
@@ -301,7 +294,22 @@ def _describe(
 ) -> str:
     """Return the reason for the choice, and how far training and validation scores lie apart at λ=0."""
     noun = {"cross_entropy": "cross entropy", "mse": "mean squared error"}[TASKS[problem.plan.task].score_name]
-    sentence = _describe_choice(problem, scores, best, gain, num_fresh, noun)
+    if problem.plan.num_members == 1:
+        sentence = "One member cannot differ from others: λ=0."
+    elif all(score is None for score in scores[best].values()):
+        sentence = "Every training failed (NaN or Inf), so λ=0. Lower the learning rate."
+    elif best == 0:
+        sentence = (
+            f"No diversity helped: of {len(scores)} values of λ, 0 has the lowest {noun} on the validation samples "
+            f"({count(len(scores[0.0]), 'seed')})."
+        )
+    elif gain is None:
+        why = "its gain was not measured on fresh seeds"
+        if num_fresh:
+            why = "its trainings with fresh seeds failed, so λ=0 is kept"
+        sentence = f"λ={best:g} has the lowest {noun} on the validation samples; {why}."
+    else:
+        sentence = f"λ={best:g} {describe_gain(gain, noun, num_fresh)}"
     if baseline is None:
         return sentence
     apart = f"At λ=0 the {noun} is {baseline[0]:.3g} on the training and {baseline[1]:.3g} on the validation samples"
@@ -310,25 +318,3 @@ def _describe(
     if len(scores) == 1:
         return f"{apart}: the members overfit, which λ cannot mend, so λ=0 is kept without a search."
     return f"{sentence} {apart}."
-
-
-def _describe_choice(
-    problem: SearchProblem, scores: Mapping[float, Scores], best: float, gain: Gain | None, num_fresh: int, noun: str
-) -> str:
-    if problem.plan.num_members == 1:
-        return "One member cannot differ from others: λ=0."
-    if all(score is None for score in scores[best].values()):
-        return "Every training failed (NaN or Inf), so λ=0. Lower the learning rate."
-    if best == 0:
-        return (
-            f"No diversity helped: of {len(scores)} values of λ, 0 has the lowest {noun} on the validation samples "
-            f"({count(len(scores[0.0]), 'seed')})."
-        )
-    if gain is None:
-        why = (
-            "its trainings with fresh seeds failed, so λ=0 is kept"
-            if num_fresh
-            else "its gain was not measured on fresh seeds"
-        )
-        return f"λ={best:g} has the lowest {noun} on the validation samples; {why}."
-    return f"λ={best:g} {describe_gain(gain, noun, num_fresh)}"

@@ -337,20 +337,17 @@ class _TrialMonitor:
         if self.stop():
             return True
         if self.step and self.step % (self.interval * self.steps_per_epoch) == 0:
-            self._report(self.step // self.steps_per_epoch)
+            scores = validation_scores(self.network, self.validation, self.train_config).tolist()
+            if not all(map(math.isfinite, scores)):
+                self.error = _fail(self.trial, NONFINITE)
+                return True
+            if self.plan.patience is not None:  # early stopping keeps the best epoch
+                self.best = scores = [min(pair) for pair in zip(scores, self.best, strict=True)]
+            self.trial.report(sum(scores) / len(scores), self.step // self.steps_per_epoch)
+            if self.trial.should_prune():
+                self.error = TrialPruned()
         self.step += 1
         return self.error is not None
-
-    def _report(self, epoch: int) -> None:
-        scores = validation_scores(self.network, self.validation, self.train_config).tolist()
-        if not all(map(math.isfinite, scores)):
-            self.error = _fail(self.trial, NONFINITE)
-            return
-        if self.plan.patience is not None:  # early stopping keeps the best epoch
-            self.best = scores = [min(pair) for pair in zip(scores, self.best, strict=True)]
-        self.trial.report(sum(scores) / len(scores), epoch)
-        if self.trial.should_prune():
-            self.error = TrialPruned()
 
 
 class _SeededSampler(BaseSampler):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -142,8 +142,14 @@ class SearchProblem:
 
     def fingerprint(self, **splits: Split | None) -> dict[str, Any]:
         """Return the plan and the SHA-256 of each split, for JSON; equal fingerprints mean the same search."""
-        splits = {"train": self.train, "validation": self.validation, **splits}
-        samples = {name: None if split is None else _sha256(split) for name, split in splits.items()}
+        samples: dict[str, str | None] = {}
+        for name, split in {"train": self.train, "validation": self.validation, **splits}.items():
+            digest = hashlib.sha256()
+            for part in () if split is None else (split.x, split.y, split.weight):
+                if part is not None:
+                    digest.update(f"{part.dtype} {tuple(part.shape)};".encode())
+                    digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            samples[name] = None if split is None else digest.hexdigest()
         plan = {**asdict(self.plan), "hidden": list(self.plan.hidden)}
         return {**plan, "num_outputs": self.num_outputs, "samples": samples}
 
@@ -171,23 +177,15 @@ class SearchCallback:
         """Called after a trial; `value` is None unless it is complete."""
 
 
-class SearchResult(Protocol):
-    """Result of any search."""
-
-    @property
-    def diversity(self) -> float | None:
-        """The chosen λ, if any."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the content of a result file."""
-
-
 class Search(ABC):
     """A search for λ, alone or with other hyperparameters."""
 
     @abstractmethod
-    def run(self, callback: SearchCallback | None = None, stop: Callable[[], bool] = lambda: False) -> SearchResult:
-        """Search or resume; if `stop`, called before every step, returns True, save and raise `Interrupted`."""
+    def run(self, callback: SearchCallback | None = None, stop: Callable[[], bool] = lambda: False) -> Any:
+        """Search or resume; if `stop`, called before every step, returns True, save and raise `Interrupted`.
+
+        The result has the chosen λ, `diversity`, and `to_dict()`, the content of a result file.
+        """
 
 
 def fingerprint_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
@@ -199,15 +197,6 @@ def fingerprint_difference(before: Mapping[str, Any], now: Mapping[str, Any]) ->
         if before.get("samples", {}).get(name) != samples:
             return f"on other data: its {name} samples differ"
     return None
-
-
-def _sha256(split: Split) -> str:
-    digest = hashlib.sha256()
-    for part in (split.x, split.y, split.weight):
-        if part is not None:
-            digest.update(f"{part.dtype} {tuple(part.shape)};".encode())
-            digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 FINGERPRINT = "fingerprint.json"
