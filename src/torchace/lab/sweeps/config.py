@@ -111,6 +111,10 @@ def _override(content: dict[str, Any], override: str) -> None:
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
         raise ConfigError(f"Expected --set section.key=value, but got {override!r}.")
+    if len(parts) == 1 and parts[0] not in Experiment.model_fields:
+        for name, field in Experiment.model_fields.items():
+            if parts[0] in getattr(field.annotation, "model_fields", ()):
+                raise ConfigError(f"Expected --set section.key=value. Did you mean --set {name}.{override}?")
     try:
         parsed = _parse_toml(f"value = {value}")
     except ValueError:
