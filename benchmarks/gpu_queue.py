@@ -31,18 +31,26 @@ TABLES = {  # file, target, numbers of training rows
 }
 
 
-def write_table2(arm: str, seed: int, diversities: str) -> Path:
-    """Write Table 2 with one of its arms and one seed as an experiment file; K=1 and K=10 are separate run groups."""
-    other = {"smoc": "single", "single": "smoc"}[arm]
-    source = ROOT / "src" / "torchace" / "lab" / "experiments" / "table2.toml"
-    blocks = source.read_text("utf-8").split("\n\n")
-    kept = [b for b in blocks if f'name = "{other}"' not in b and f'arms = ["{other}"]' not in b]
-    text = re.sub(r"^seeds = .*", f"seeds = [{seed}]", "\n\n".join(kept), flags=re.MULTILINE)
-    text = re.sub(r"^diversities = .*", f"diversities = {diversities}", text, count=1, flags=re.MULTILINE)
-    file = ROOT / "runs" / f"table2_{arm}_s{seed}.toml"
+def read_experiment(name: str) -> str:
+    """Return the text of a built-in experiment."""
+    return (ROOT / "src" / "torchace" / "lab" / "experiments" / f"{name}.toml").read_text("utf-8")
+
+
+def write_experiment(name: str, text: str) -> str:
+    """Write an experiment file beside the run directories."""
+    file = ROOT / "runs" / f"{name}.toml"
     file.parent.mkdir(exist_ok=True)
     file.write_text(text, "utf-8")
-    return file
+    return str(file)
+
+
+def make_table2(arm: str, seed: int, diversities: str) -> str:
+    """Return Table 2 with one of its arms and one seed; K=1 and K=10 are separate run groups."""
+    other = {"smoc": "single", "single": "smoc"}[arm]
+    blocks = read_experiment("table2").split("\n\n")
+    kept = [b for b in blocks if f'name = "{other}"' not in b and f'arms = ["{other}"]' not in b]
+    text = re.sub(r"^seeds = .*", f"seeds = [{seed}]", "\n\n".join(kept), flags=re.MULTILINE)
+    return re.sub(r"^diversities = .*", f"diversities = {diversities}", text, count=1, flags=re.MULTILINE)
 
 
 def make_jobs(options: argparse.Namespace) -> dict[str, list[str]]:
@@ -56,12 +64,13 @@ def make_jobs(options: argparse.Namespace) -> dict[str, list[str]]:
         "underfitting_cifar10": ["underfitting", "data.name=cifar10", "grid.data.limit=[1000,3000,10000,30000,50000]"],
     }
     for name, (file, target, limits) in TABLES.items():
+        source = f'file = "{tables / file}.csv"\ntarget = "{target}"'
+        text = read_experiment("underfitting").replace('name = "mnist"', source)
         grid = [f"grid.data.limit={limits}", "grid.model.hidden=[[8],[32]]", "sweep.seeds=[0,1,2,3,4,5]"]
-        changes[f"underfitting_{name}"] = [
-            "underfitting", f"data.file={tables / file}.csv", f"data.target={target}", *grid
-        ]  # fmt: skip
+        changes[f"underfitting_{name}"] = [write_experiment(f"underfitting_{name}", text), *grid]
     for arm, diversities in (("smoc", options.columns), ("single", "[0.0]")):
-        changes[f"table2_{arm}"] = [str(write_table2(arm, options.seed, diversities))]
+        text = make_table2(arm, options.seed, diversities)
+        changes[f"table2_{arm}"] = [write_experiment(f"table2_{arm}_s{options.seed}", text)]
     commands = {}
     for name, (experiment, *settings) in changes.items():
         directory = f"runs/{name}_s{options.seed}" if name.startswith("table2") else f"runs/{name}"
