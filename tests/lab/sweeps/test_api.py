@@ -6,6 +6,7 @@ import copy
 import gc
 import importlib
 import inspect
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -304,6 +305,25 @@ def test_ensembles_of_wrong_names_are_refused(tmp_path: Path) -> None:
         result.ensemble(0.5, 1, learning_rate=0.3)
     with pytest.raises(ValueError, match="Repeat the call of sweep"):
         ace.SweepResult(tmp_path).ensemble(0.5, 1, learning_rate=0.1)
+
+
+def test_an_interrupt_saves_a_checkpoint_and_the_next_call_continues(tmp_path: Path) -> None:
+    epochs = []
+
+    class Interrupts(ace.lab.Callback):
+        def on_group_epoch_end(self, group: Any, progress: Any) -> None:
+            epochs.append(progress.epoch)
+            if len(epochs) == 3:
+                signal.raise_signal(signal.SIGINT)
+
+    options = SMALL | {"steps": None, "epochs": 6}
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        ace.sweep(CNN, TRAIN, TEST, **options, callbacks=Interrupts(), out=tmp_path)
+    assert signal.getsignal(signal.SIGINT) is before
+    resumed = ace.sweep(CNN, TRAIN, TEST, **options, callbacks=Interrupts(), out=tmp_path).to_frame()
+    assert epochs == [1, 2, 3, 4, 5, 6]
+    assert resumed.cross_entropy.equals(ace.sweep(CNN, TRAIN, TEST, **options).to_frame().cross_entropy)
 
 
 def test_one_member_has_no_finding_about_diversity() -> None:

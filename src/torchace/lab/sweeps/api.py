@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import tempfile
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -20,12 +23,14 @@ from torchace.lab.schema.experiment import GIVEN, Experiment, TrainSection
 from torchace.lab.schema.hyperparameters import to_python
 from torchace.lab.schema.reading import capitalize, describe_error, did_you_mean
 from torchace.lab.store import RunStoreError
-from torchace.lab.sweeps.callbacks import Callback, make_callbacks
-from torchace.lab.sweeps.config import Components, ConfigError, check_arguments, import_object, object_name
+from torchace.lab.sweeps.callbacks import make_callbacks
+from torchace.lab.sweeps.config import Components, ConfigError, check_arguments, import_object
 from torchace.lab.sweeps.executor import make_executor, process_group
+from torchace.lab.sweeps.fingerprint import object_name
 from torchace.lab.sweeps.result import SweepResult
 from torchace.lab.sweeps.sweep import Sweep
 from torchace.lab.training.distributed import is_launched
+from torchace.lab.training.loop import Interrupted
 
 _DATA_SETTINGS = ("stream", "num_workers", "limit", "normalize", "augment")  # of `[data]`
 _SECTIONS = ("data", "model", "train", "sweep")
@@ -49,7 +54,7 @@ def sweep(
     batches: str = "shared",
     validation: Any = 0.0,
     metrics: Any = None,
-    callbacks: Iterable[Callback | str] = (),
+    callbacks: Any = (),
     device: str | torch.device = "auto",
     out: str | os.PathLike[str] | None = None,
     arguments: Mapping[str, Any] | None = None,
@@ -188,7 +193,8 @@ def sweep(
             ) as executor:
                 result.directory = directory = Path(executor.broadcast(str(directory)))
                 listeners = make_callbacks(() if process else _as_list(callbacks), directory, experiment)
-                failures = Sweep(experiment, directory, executor, components).run(listeners)
+                with _stop_on_interrupt() as stop:
+                    failures = Sweep(experiment, directory, executor, components).run(listeners, stop)
                 executor.broadcast(None)  # the other ranks wait until all files are written
         except (ConfigError, RunStoreError) as error:
             text = re.sub(rf"^({'|'.join(_SECTIONS)})\.", "", str(error).replace("--out", "`out`"))
@@ -215,6 +221,35 @@ def _check_member(member: Any, arguments: Mapping[str, Any]) -> Callable[..., An
     check_arguments(member, arguments, "arguments")
     function: Callable[..., Any] = member
     return function
+
+
+@contextmanager
+def _stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns True after Ctrl-C, to write a checkpoint; a second Ctrl-C ends at once."""
+    received, started = list[int](), list[bool]()
+
+    def receive(number: int, _: Any) -> None:
+        if received or not started:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    def stop() -> bool:
+        started[:] = [True]
+        return bool(received)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, receive)
+    try:
+        yield stop
+    except Interrupted:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if received:
+        raise KeyboardInterrupt
 
 
 def _check_options(kind: str, optimizer: Any, **options: Any) -> None:

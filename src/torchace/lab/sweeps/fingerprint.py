@@ -85,12 +85,18 @@ def _update_object(digest: Any, value: Any, seen: set[int]) -> None:
         if value.__module__.partition(".")[0] not in ("torch", "torchace", "builtins"):
             _update(digest, [own, inner], seen)
     elif isinstance(value, Tensor | np.ndarray):
-        dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
-        digest.update(tensor_digest([value]).encode() if dense else np.asarray(value).tobytes())
+        digest.update(_tensor_bytes(value))
     else:  # an object with methods, or a value in a closure
         digest.update(object_name(value).encode())
         if callable(value) or _is_own(type(value), ""):
             _update(digest, [type(value), _attributes(value)], seen)
+
+
+def _tensor_bytes(value: Tensor | np.ndarray[Any, Any]) -> bytes:
+    if isinstance(value, np.ndarray):
+        return f"{value.shape} {value.dtype}".encode() + value.tobytes()
+    is_dense = value.layout is torch.strided and not value.is_meta
+    return (tensor_digest([value]) if is_dense else f"{tuple(value.shape)} {value.dtype}").encode()
 
 
 def _update_function(digest: Any, function: types.FunctionType, seen: set[int]) -> None:

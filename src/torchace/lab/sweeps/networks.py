@@ -18,7 +18,8 @@ from torchace.lab.data.rng import use_seed
 from torchace.lab.data.splits import as_arguments, input_tensors
 from torchace.lab.schema.experiment import BRANCH_AT, Arm, ModelSection, TrainSection
 from torchace.lab.schema.values import AXES
-from torchace.lab.sweeps.config import Components, ConfigError, object_name
+from torchace.lab.sweeps.config import Components, ConfigError
+from torchace.lab.sweeps.fingerprint import object_name
 from torchace.lab.training.config import TrainConfig
 from torchace.lab.training.run_group import RunGroup, check_memory, count_parameters
 from torchace.lab.training.tasks import TASKS
