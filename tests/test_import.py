@@ -26,7 +26,8 @@ PUBLIC = {
     "models": "mlp cifar_resnet",
     "saving": "save_model load_model load_weights ModelFileError",
     "sklearn": "ACEClassifier NCLRegressor",
-    "diagnosis": "diagnose Diagnosis",
+    "diagnosis": "diagnose Diagnosis plot_members plot_reliability",
+    "lab": "plot_diversity sweep SweepResult",
 }
 HEAVY = ("matplotlib", "sklearn", "optuna", "typer", "pandas")
 # not matplotlib and scipy: torchmetrics imports them if they are installed
@@ -83,6 +84,26 @@ def test_a_missing_extra_is_one_sentence():
     }
     tries = "".join(f"try:\n    {use}\nexcept (ImportError, SystemExit) as error:\n    print(error)\n" for use in uses)
     assert run(WITHOUT_EXTRAS + tries).splitlines() == list(uses.values())
+
+
+def test_plots_without_matplotlib_are_one_sentence():
+    code = (
+        "import sys, torch, torchace\n"
+        "logits, target = torch.zeros(2, 3, 4), torch.zeros(3, dtype=torch.long)\n"
+        "metrics = torchace.EnsembleMetrics(2, 4)\n"
+        "metrics.update(logits, target)\n"
+        "sys.modules['matplotlib.pyplot'] = None\n"  # torchmetrics has imported it
+        "import pandas as pd\n"
+        "frame = pd.DataFrame({'diversity': [0.0], 'seed': [0], 'mse': [1.0]})\n"
+        "for plot, given in ((torchace.plot_members, (logits, target)), (metrics.plot, ()),\n"
+        "                    (torchace.plot_reliability, (logits[0].softmax(1), target)),\n"
+        "                    (torchace.plot_diversity, (frame,))):\n"
+        "    try:\n"
+        "        plot(*given)\n"
+        "    except ImportError as error:\n"
+        "        print(error)\n"
+    )
+    assert run(code).splitlines() == ["Drawing figures needs matplotlib: pip install 'torchace[tool]'."] * 4
 
 
 def test_a_checkout_that_is_not_installed_is_named_by_its_path(monkeypatch, tmp_path):

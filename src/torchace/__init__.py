@@ -15,8 +15,8 @@ from torchace.nn import *  # noqa: F403
 
 if TYPE_CHECKING:
     from torchace import lab, metrics, models, saving
-    from torchace.diagnosis import Diagnosis, diagnose
-    from torchace.lab import SweepResult, sweep
+    from torchace.diagnosis import Diagnosis, diagnose, plot_members, plot_reliability
+    from torchace.lab import SweepResult, plot_diversity, sweep
     from torchace.metrics import EnsembleMetrics
     from torchace.models import cifar_resnet, mlp  # type: ignore[no-redef]  # mypy takes it for the submodule
     from torchace.saving import ModelFileError, load_model, load_weights, save_model
@@ -40,6 +40,9 @@ _LAZY = {
     "metrics": "metrics",
     "mlp": "models",
     "models": "models",
+    "plot_diversity": "lab",
+    "plot_members": "diagnosis",
+    "plot_reliability": "diagnosis",
     "save_model": "saving",
     "saving": "saving",
     "sweep": "lab",
@@ -62,6 +65,9 @@ __all__ = [
     "mlp",
     "models",
     "nn",
+    "plot_diversity",
+    "plot_members",
+    "plot_reliability",
     "save_model",
     "saving",
     "sweep",

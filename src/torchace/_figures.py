@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from torchace._extras import missing_extra
+from torchace._extras import import_extra, missing_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -151,6 +151,17 @@ def _draw(spec: FigureSpec, theme: Theme) -> Iterator[Figure]:
         yield figure
 
 
+@contextmanager
+def draw_on(ax: Axes | None) -> Iterator[Axes]:
+    """Yield `ax`, or the axes of a new pyplot figure in light colors."""
+    plt = import_extra("matplotlib.pyplot", "Drawing figures needs")
+    if ax is not None:
+        yield ax
+        return
+    with plt.rc_context(_settings(LIGHT, "axes") | {"axes.prop_cycle": plt.cycler(color=LIGHT.palette)}):
+        yield plt.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")[1]
+
+
 def _settings(theme: Theme, name: str) -> dict[Any, Any]:
     paper = "none" if theme is PAGE else theme.paper
     return {
@@ -194,6 +205,15 @@ def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> Non
         columns = 1 if longest > 28 else 2 if longest > 14 else 3
         labels = [textwrap.fill(label, 48) for label in labels]
         figure.legend(handles, labels, loc="outside lower left", ncols=columns, columnspacing=1.4, handlelength=2.8)
+
+
+def set_member_axis(axes: Axes, num_members: int) -> None:
+    """Make the x axis one of members, with at most 12 ticks."""
+    step = -(-num_members // 12)
+    axes.set_xticks(range(0, num_members, step))
+    axes.set_xlim(-0.5, num_members - 0.5)
+    axes.set_xlabel("member")
+    axes.grid(axis="x", visible=False)
 
 
 def draw_cells(axes: Axes, values: Any, color: Callable[[float], tuple[str, float]], texts: Any, tooltips: Any) -> None:

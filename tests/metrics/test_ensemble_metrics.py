@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -314,3 +315,26 @@ def test_compute_without_update_is_an_error():
 
 def test_repr():
     assert repr(EnsembleMetrics(num_members=5, num_classes=10)) == "EnsembleMetrics(num_members=5, num_classes=10)"
+
+
+def test_plot_draws_members_and_ensemble_or_a_score_over_results():
+    metrics = EnsembleMetrics(4, 5)
+    history = []
+    for seed in range(3):
+        metrics.update(*case(seed=seed))
+        history.append(metrics.compute())
+    figure, ax = metrics.plot()
+    members, ensemble = ax.get_lines()
+    assert members.get_ydata().tolist() == history[-1]["members"].tolist()
+    assert set(ensemble.get_ydata()) == {float(history[-1]["accuracy"])}
+    assert ax.get_xlabel() == "member"
+    _, own = plt.subplots()
+    assert metrics.plot(history, own, score="brier") == (own.figure, own)
+    for line, key in zip(own.get_lines(), ("brier", "member_brier"), strict=True):
+        assert line.get_ydata().tolist() == [float(scores[key]) for scores in history]
+    _, ax = metrics.plot(history[0], score="disagreement")  # which no member has alone
+    assert [line.get_ydata().tolist() for line in ax.get_lines()] == [[float(history[0]["disagreement"])]]
+    with pytest.raises(ValueError, match=r"`score` to be one of 'accuracy', .*but got 'f1'"):
+        metrics.plot(score="f1")
+    assert figure is not own.figure
+    plt.close("all")

@@ -7,8 +7,18 @@ if TYPE_CHECKING:
     from torchace.diagnosis.advice import DiversityAdvice, advise_diversity
     from torchace.diagnosis.api import diagnose, diagnose_file
     from torchace.diagnosis.diagnosis import Diagnosis, Finding
+    from torchace.diagnosis.plots import plot_members, plot_reliability
 
-__all__ = ["Diagnosis", "DiversityAdvice", "Finding", "advise_diversity", "diagnose", "diagnose_file"]
+__all__ = [
+    "Diagnosis",
+    "DiversityAdvice",
+    "Finding",
+    "advise_diversity",
+    "diagnose",
+    "diagnose_file",
+    "plot_members",
+    "plot_reliability",
+]
 
 # by module: reports use the advice without torch
 _LAZY = {
@@ -18,6 +28,8 @@ _LAZY = {
     "advise_diversity": "advice",
     "diagnose": "api",
     "diagnose_file": "api",
+    "plot_members": "plots",
+    "plot_reliability": "plots",
 }
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchace._figures import DARK, HEIGHT, LIGHT, FigureSpec, Theme, legend, render
+from torchace._figures import DARK, HEIGHT, LIGHT, FigureSpec, Theme, legend, render, set_member_axis
 from torchace._statistics import Interval, Values, mean_interval, proportion_interval
 from torchace.diagnosis.measures import Measures
+from torchace.diagnosis.plots import draw_reliability
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,22 +69,17 @@ def _draw_reliability(m: Measures, figure: Figure, theme: Theme) -> None:
         count, confidence, correct = bins[:, bins[0] > 0]
         label = "member" if k == 0 else None
         axes.plot(confidence / count, correct / count, color=theme.palette[0], lw=0.8, alpha=0.4, label=label)
-    count, confidence, correct = m.bins[:, m.bins[0] > 0]
-    sizes = 12 + 120 * np.sqrt(count / m.samples)  # area: number of samples in a bin
-    axes.plot(confidence / count, correct / count, color=theme.palette[1], label="ensemble")
-    axes.scatter(confidence / count, correct / count, sizes, color=theme.palette[1])
-    axes.set_xlim(min(float((confidence / count).min()), 1 - 1e-3) - 0.03, 1.02)
-    axes.set_xlabel("confidence")
-    axes.set_ylabel("accuracy")
+    lowest = draw_reliability(axes, m.bins, color=theme.palette[1], label="ensemble")
+    axes.set_xlim(min(lowest, 1 - 1e-3) - 0.03, 1.02)
     legend(figure, *axes.get_legend_handles_labels())
 
 
 def _draw_pairs(m: Measures, figure: Figure, theme: Theme) -> None:
     axes = figure.add_subplot()
-    disagreement = 100 * np.array([[(one != other).mean() for other in m.choices] for one in m.choices])
+    disagreement = 100 * m.pair_disagreement
     image = axes.imshow(disagreement, cmap="viridis", vmin=0)
     figure.colorbar(image, ax=axes, label="disagreement, %")
-    _set_member_axis(axes, m.num_members)
+    set_member_axis(axes, m.num_members)
     axes.set_yticks(axes.get_xticks())
     axes.set_ylim(m.num_members - 0.5, -0.5)
     axes.set_ylabel("member")
@@ -114,13 +110,5 @@ def _draw_intervals(axes: Axes, intervals: Sequence[Interval], theme: Theme, lab
         range(len(values)), values, [values - low, high - values],
         fmt="o", color=theme.palette[0], elinewidth=1, label=label,
     )  # fmt: skip
-    _set_member_axis(axes, len(values))
+    set_member_axis(axes, len(values))
     return values
-
-
-def _set_member_axis(axes: Axes, num_members: int) -> None:
-    step = -(-num_members // 12)
-    axes.set_xticks(range(0, num_members, step))
-    axes.set_xlim(-0.5, num_members - 0.5)
-    axes.set_xlabel("member")
-    axes.grid(axis="x", visible=False)

@@ -8,11 +8,13 @@ from torchace._extras import missing_extra, package_name
 if TYPE_CHECKING:
     from torchace.lab.sweeps.api import sweep
     from torchace.lab.sweeps.callbacks import Callback
+    from torchace.lab.sweeps.plots import plot_diversity
     from torchace.lab.sweeps.result import SweepResult
 
-__all__ = ["Callback", "SweepResult", "sweep"]
+__all__ = ["Callback", "SweepResult", "plot_diversity", "sweep"]
 
-_LAZY = {"Callback": "callbacks", "SweepResult": "result", "sweep": "api"}  # modules of `sweeps`
+# modules of `sweeps`
+_LAZY = {"Callback": "callbacks", "SweepResult": "result", "plot_diversity": "plots", "sweep": "api"}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,13 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from torchace import _checks
+from torchace._figures import LIGHT, draw_on, set_member_axis
 from torchace.functional import ambiguity, disagreement, ensemble_log_probs, ensemble_probs, mutual_information
 from torchace.functional.scores import CalibrationBins, bins_error, brier_scores, calibration_bins
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SCORES = ("accuracy", "cross_entropy", "brier", "disagreement", "mutual_information", "ambiguity")
 MEMBER_SCORES = ("accuracy", "cross_entropy", "brier")
@@ -175,6 +180,51 @@ class EnsembleMetrics(MemberMetric):
         scores |= {"calibration_error": errors[0], "member_calibration_error": torch.stack(errors[1:]).mean()}
         scores["members"] = means[MEMBER_SCORES.index("accuracy")]
         return {name: score.float() for name, score in scores.items()}
+
+    def plot(
+        self,
+        val: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] | None = None,
+        ax: Axes | None = None,
+        *,
+        score: str = "accuracy",
+    ) -> tuple[Figure, Axes]:
+        """Plot each member's accuracy and the ensemble's, or a score over several results, such as one per epoch.
+
+        Args:
+            val: A result of `compute()` or of calling the metric, or a list of them; `compute()` by default.
+            ax: The matplotlib axes; those of a new figure by default.
+            score: Key of the score. Members are shown one by one for the accuracy of one result, else as their mean.
+
+        Returns:
+            The figure and its axes, as torchmetrics returns them.
+
+        Example:
+            >>> metrics = EnsembleMetrics(num_members=2, num_classes=2)
+            >>> batches = torch.randn(3, 2, 8, 2)
+            >>> history = [metrics(logits, torch.zeros(8, dtype=torch.long)) for logits in batches]
+            >>> figure, ax = metrics.plot(history, score="cross_entropy")
+            >>> [line.get_label() for line in ax.get_lines()]
+            ['ensemble', 'mean of members']
+        """
+        val = self.compute() if val is None else val
+        series = [val] if isinstance(val, Mapping) else list(val)
+        scores = [key for key in (*SCORES, "calibration_error") if all(key in value for value in series)]
+        _checks.check_choice(score, "score", scores)
+        blue, orange = LIGHT.palette[:2]
+        with draw_on(ax) as ax:
+            if isinstance(val, Mapping) and score == "accuracy":
+                ax.plot(range(self.num_members), val["members"].tolist(), "o", color=blue, label="member")
+                ax.axhline(float(val["accuracy"]), color=orange, label="ensemble")
+                set_member_axis(ax, self.num_members)
+            else:
+                named = {score: ("ensemble", orange, "o-"), f"member_{score}": ("mean of members", blue, "o--")}
+                for key, (label, color, style) in named.items():
+                    if key in series[0]:
+                        ax.plot([float(value[key]) for value in series], style, color=color, label=label)
+                ax.set_xlabel("result")
+            ax.set_ylabel(score.replace("_", " "))
+            ax.legend()
+        return ax.figure, ax  # type: ignore[return-value]  # a subfigure has no other type here
 
 
 class RegressionMetrics(MemberMetric):

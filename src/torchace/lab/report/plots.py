@@ -19,6 +19,7 @@ from torchace.lab.report.tables import main_arms, search_differences, summarize_
 from torchace.lab.schema.results import ArmSummary
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Series = dict[float, Summary]
@@ -68,8 +69,8 @@ class LambdaPlot:
     Shifts are in steps between two λ.
     """
 
-    def __init__(self, figure: Figure, values: Iterable[float], metric: Metric, *, is_difference: bool = False) -> None:
-        self.axes, self.metric, self.is_difference = figure.add_subplot(), metric, is_difference
+    def __init__(self, axes: Axes, values: Iterable[float], metric: Metric, *, is_difference: bool = False) -> None:
+        self.axes, self.metric, self.is_difference = axes, metric, is_difference
         self.positions, to_scale = lambda_positions(values)
         ticks = list(self.positions)[:: -(-len(self.positions) // 12) or 1]
         self.axes.set_xticks([self.positions[value] for value in ticks], [formats.diversity(value) for value in ticks])
@@ -136,7 +137,7 @@ def _score(results: Results, key: str, group: str) -> FigureSpec | None:
 
     def draw(figure: Figure, theme: Theme) -> None:
         diversities = [diversity for _, found in swept for diversity in found]
-        plot = LambdaPlot(figure, diversities, metric)
+        plot = LambdaPlot(figure.add_subplot(), diversities, metric)
         axes, entries = plot.axes, list[tuple[Any, str]]()
         for index, (arm, found) in enumerate(swept):
             shift = 0.07 * (index - (len(swept) - 1) / 2)
@@ -218,7 +219,7 @@ def _difference(results: Results, key: str) -> FigureSpec | None:
 
     def draw(figure: Figure, theme: Theme) -> None:
         diversities = [d.diversity for comparison in found for d in comparison.differences]
-        plot = LambdaPlot(figure, diversities, shown, is_difference=True)
+        plot = LambdaPlot(figure.add_subplot(), diversities, shown, is_difference=True)
         plot.axes.axhline(0, color=theme.quiet, lw=1)
         for index, (comparison, level) in enumerate(zip(found, levels, strict=True)):
             color, marker = arm_color(results, comparison.arm, theme), arm_marker(results, comparison.arm)
@@ -251,7 +252,7 @@ def _members(results: Results, arm: ArmSummary) -> FigureSpec | None:
     )
 
     def draw(figure: Figure, theme: Theme) -> None:
-        plot = LambdaPlot(figure, ensemble, metric)
+        plot = LambdaPlot(figure.add_subplot(), ensemble, metric)
         for diversity in ensemble:
             runs = results.finished(arm, diversity)
             errors = [metric.scale * results.task.member_error(value) for run in runs for value in run.members]
@@ -284,7 +285,7 @@ def _search_figures(results: Results) -> list[FigureSpec]:
     differences = search_differences(search)
 
     def draw_scores(figure: Figure, theme: Theme) -> None:
-        plot = LambdaPlot(figure, means, metric)
+        plot = LambdaPlot(figure.add_subplot(), means, metric)
         for seed in sorted({seed for values in scores.values() for seed in values}):
             by_lambda = {d: values[seed] for d, values in scores.items() if seed in values}
             plot.line(by_lambda, name=f"seed {seed}", color=theme.quiet, mew=0, **SEED_STYLE)
@@ -299,7 +300,7 @@ def _search_figures(results: Results) -> list[FigureSpec]:
 
     def draw_differences(figure: Figure, theme: Theme) -> None:
         diversities = [d.diversity for d in differences]
-        plot = LambdaPlot(figure, diversities, metric, is_difference=True)
+        plot = LambdaPlot(figure.add_subplot(), diversities, metric, is_difference=True)
         plot.axes.axhline(0, color=theme.quiet, lw=1.2, ls=DASHED)
         for d in differences:
             values, zero = scores[d.diversity], scores[0.0]

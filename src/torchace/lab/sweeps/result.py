@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchace._extras import import_extra
 from torchace._figures import LIGHT, WIDTH
 from torchace.lab.report import Results, read_results, write_report
 from torchace.lab.report.formats import capitalize, count, join
@@ -125,8 +126,7 @@ class SweepResult:
 
     def plot(self) -> Figure:
         """Draw the loss and the error by λ, with 95 % intervals over seeds."""
-        import matplotlib.pyplot as plt
-
+        plt = import_extra("matplotlib.pyplot", "Drawing figures needs")
         specs = lambda_figures(self._results(arrays=True))[:2]
         if not specs:
             raise ValueError("There is nothing to plot: no run is finished, or the ensembles have one member.")
