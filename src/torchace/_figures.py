@@ -158,8 +158,10 @@ def draw_on(ax: Axes | None) -> Iterator[Axes]:
     if ax is not None:
         yield ax
         return
+    # before the context, which would undo the interactive mode that a notebook's first figure starts
+    figure = plt.figure(figsize=(WIDTH, HEIGHT), layout="constrained")
     with plt.rc_context(_settings(LIGHT, "axes") | {"axes.prop_cycle": plt.cycler(color=LIGHT.palette)}):
-        yield plt.subplots(figsize=(WIDTH, HEIGHT), layout="constrained")[1]
+        yield figure.add_subplot()
 
 
 def _settings(theme: Theme, name: str) -> dict[Any, Any]:

@@ -38,8 +38,9 @@ class Measures:
         self.target, self.member_weights = target.numpy(), alpha.numpy()  # (N,), (K,)
         self.chance = float(np.bincount(self.target).max()) / self.samples  # accuracy of the most frequent class
         self.choices = logits.argmax(2).numpy()  # class predicted by each member, (K, N)
-        pairs = [[(one != other).mean() for other in self.choices] for one in self.choices]
-        self.pair_disagreement = np.array(pairs)  # share of samples, (K, K)
+        self.pair_disagreement = np.array(
+            [[(one != other).mean() for other in self.choices] for one in self.choices]
+        )  # share of samples, (K, K)
         self.choice = log_probs.argmax(1).numpy()  # by the ensemble, (N,)
         self.member_correct = np.asarray(self.choices == self.target)  # (K, N)
         self.correct = np.asarray(self.choice == self.target)  # (N,)
