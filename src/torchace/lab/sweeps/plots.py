@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torchace import _checks
 from torchace._figures import LIGHT, draw_on
+from torchace.lab.report.formats import capitalize
 from torchace.lab.report.metrics import TASKS, Metric, with_own_metrics
 from torchace.lab.report.plots import DASHED, MARKERS, SEED_STYLE, LambdaPlot
 from torchace.lab.report.statistics import Difference, compare, paired_differences, summarize
@@ -114,4 +116,6 @@ def _frame_curves(frame: DataFrame, metric: str) -> Iterator[Curve]:
 
 def _metric(key: str) -> Metric:
     known = {name: metric for task in TASKS.values() for name, metric in task.metrics.items()}
-    return known.get(key) or with_own_metrics(TASKS["classification"], [key]).metrics[key]
+    metric = known.get(key) or with_own_metrics(TASKS["classification"], [key]).metrics[key]
+    unit = metric.label.partition(", ")[2]  # a score and that of one member have the same label, but not the same noun
+    return replace(metric, label=capitalize(f"{metric.noun}, {unit}" if unit else metric.noun))
