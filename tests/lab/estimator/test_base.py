@@ -98,6 +98,7 @@ def test_predictions_of_many_classes_are_made_in_chunks_of_bytes(method: str, mo
     X, y = np.random.default_rng(0).normal(size=(2000, 2)), np.arange(2000) % 200
     model = small(num_members=10, epochs=1, batch_size=100, early_stopping=True, validation_fraction=0.5)
     monkeypatch.setattr("torchace.lab.training.run_group.CHUNK_BYTES", 1 << 21)
+    monkeypatch.setattr("torchace.lab.training.members.CHUNK_BYTES", 1 << 21)  # of the temperature
     with Largest() as seen:
         model.fit(X, y)
     if method != "early stopping":
