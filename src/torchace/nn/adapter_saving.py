@@ -101,7 +101,7 @@ def load_adapters(model: nn.Module, folders: Sequence[StrPath], *, link: str = "
         _check_fit(file, files[0], model)
     first = files[0]
     options: dict[str, Any] = {"adapter": "low_rank", "rank": first.rank, "alpha": first.alpha}
-    ensemble = adapt(model, len(files), layers=list(first.factors), freeze=True, head="shared", link=link, **options)
+    ensemble = adapt(model, len(files), layers=sorted(first.factors), freeze=True, head="shared", link=link, **options)
     with torch.no_grad():
         for name, adapter in ensemble.adapters.items():
             for kind in FACTORS:
