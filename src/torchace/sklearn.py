@@ -22,11 +22,12 @@ try:
     from scipy.sparse import issparse  # type: ignore[import-untyped]
     from sklearn.base import ClassifierMixin, RegressorMixin
     from sklearn.utils.class_weight import compute_class_weight
-    from sklearn.utils.multiclass import check_classification_targets, type_of_target
+    from sklearn.utils.multiclass import type_of_target
     from sklearn.utils.validation import check_is_fitted, column_or_1d
 
     from torchace.lab.data.folds import NUM_FOLDS
     from torchace.lab.estimator import Estimator
+    from torchace.lab.estimator.inputs import check_labels
     from torchace.lab.estimator.intervals import cv_plus_interval, residuals_by_fold
 except ModuleNotFoundError as error:
     raise missing_extra("The estimators need scikit-learn") from error
@@ -214,7 +215,7 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
     def _validate(self, X: ArrayLike, y: ArrayLike, *, reset: bool, **options: Any) -> tuple[Any, NDArray[Any]]:
         samples, labels = super()._validate(X, y, reset=reset, multi_output=True, **options)
         labels = cast(Any, labels).toarray() if issparse(labels) else labels
-        check_classification_targets(labels)
+        check_labels(labels)
         if type_of_target(labels) == "multilabel-indicator":
             return samples, labels
         return samples, column_or_1d(labels, warn=True)

@@ -56,7 +56,7 @@ def inferred_kind(values: Any, **options: Any) -> str | None:
         (["7", "7.0"] * 15, None),
         (["x"] * 30, None),
         ([None] * 30, None),
-        ([*MISSING, *PLACEHOLDERS] * 2, None),
+        (([*MISSING, *PLACEHOLDERS] * 2)[:30], None),
         ([[1]] * 30, None),
         ([b"x", b"y"] * 15, None),
         ([1j] * 30, None),
@@ -113,6 +113,9 @@ def test_an_infinite_number_in_a_dropped_column_is_ignored():
         (["€ 1.50", "-$2", "3"], "1234.5", [1.5, -2, 3]),
         (["1.234.567", "1.000", "3"], "1.234,5", [1234567, 1000, 3]),
         (["1.234", "1.5", "3"], "", [1.234, 1.5, 3]),
+        (["CHF 1'234.50", "12.25 USD", "₹7"], "1'234.5", [1234.5, 12.25, 7]),
+        (["($1,234.50)", "2.25-", "missing"], "1,234.5", [-1234.5, -2.25, np.nan]),
+        (["#DIV/0!", "2.5", "(null)"], "", [np.nan, 2.5, np.nan]),
     ],
 )
 def test_number_formats(cells, format, values):
@@ -129,10 +132,11 @@ def test_ambiguous_commas_are_read_as_in_the_other_columns():
     formats = {}
     for other in (["3,5", "4"], ["3.5", "4"]):
         frame = pets(column=["1,234", "5,678"] * 15, points=["1.234", "2.000"] * 15, other=other * 15)
+        frame["exponent"] = ["1.084e+00", "2.500e-01"] * 15  # no point of thousands
         columns = infer_schema(frame, "pet").columns
         formats[other[0]] = {column.name: column.format for column in columns if column.kind == "number"}
-    assert formats["3,5"] == {"age": "", "column": "1234,5", "points": "1.234,5", "other": "1234,5"}
-    assert formats["3.5"] == {"age": "", "column": "1,234.5", "points": "", "other": ""}
+    assert formats["3,5"] == {"age": "", "column": "1234,5", "points": "1.234,5", "other": "1234,5", "exponent": ""}
+    assert formats["3.5"] == {"age": "", "column": "1,234.5", "points": "", "other": "", "exponent": ""}
 
 
 @pytest.mark.parametrize(
@@ -143,6 +147,8 @@ def test_ambiguous_commas_are_read_as_in_the_other_columns():
         (["31/01/2020 12:30", "01/02/2020 00:00"], "%d/%m/%Y %H:%M"),
         (["01/31/2020", "02/01/2020"], "%m/%d/%Y"),
         (["31 Jan 2020", "1 Feb 2020"], "%d %b %Y"),
+        (["31-Jan-20", "01-Feb-20"], "%d-%b-%y"),
+        (["1/31/2020 1:05 PM", "2/1/2020 11:59 AM"], "%m/%d/%Y %I:%M %p"),
         (["12:30", "00:15"], "%H:%M"),
     ],
 )
@@ -174,6 +180,38 @@ def test_a_few_other_cells_in_a_column_of_numbers_are_missing():
     )
     with pytest.raises(DataError, match="row 198"):
         feature_numbers(frame["column"], Column("column", "number"))
+
+
+def test_digits_with_leading_zeros_are_codes():
+    frame = pets(zip=["01067", "10115", "80331"] * 10, month=["01", "02", "12"] * 10, number=range(30))
+    frame["number"] = frame["number"].map("{:06d}".format)
+    schema = infer_schema(frame, "pet")
+    kinds = {column.name: column.kind for column in schema.columns}
+    assert (kinds["zip"], kinds["month"]) == ("category", "number")
+    assert schema.dropped == (("number", "an identifier: 30 of 30 values differ"),)
+    assert schema.notes == ("Column 'zip' holds codes, such as '01067'; set its kind to number if not.",)
+    forced = infer_schema(frame, "pet", kinds={"zip": "number"})
+    assert next(column.kind for column in forced.columns if column.name == "zip") == "number"
+
+
+def test_mixtures_of_numbers_and_texts_are_announced():
+    cells = [f"{i / 7:.3f}" if i % 15 else "error" for i in range(60)]
+    schema = infer_schema(pets(60, unique=cells, repeated=[f"{i % 20}.5" if i % 4 else "x" for i in range(60)]), "pet")
+    assert schema.dropped == (("unique", "93% of its values are numbers, the others are not; correct them"),)
+    note = "Column 'repeated' is read as categories, though 75% of its values are numbers; correct the others."
+    assert schema.notes == (note,)
+
+
+def test_labels_that_differ_in_case_are_announced():
+    frame = pets(color=["Red", "red ", "blue"] * 10)
+    frame["pet"] = ["True", "true", "false"] * 10  # truth values are one class each
+    assert len(infer_schema(frame, "pet").notes) == 1
+    frame["pet"] = ["Cat", "cat", "dog"] * 10
+    notes = infer_schema(frame, "pet").notes
+    assert notes == (
+        "The target 'pet' has labels that differ only in case: 'Cat', 'cat'; they are kept apart.",
+        "Column 'color' has labels that differ only in case: 'Red', 'red'; they are kept apart.",
+    )
 
 
 @pytest.mark.parametrize(

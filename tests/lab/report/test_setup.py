@@ -80,13 +80,16 @@ def test_formats_and_dates(tmp_path: Path) -> None:
         {"name": "price", "kind": "number", "format": "1.234,5", "mean": 2.0, "std": 1.0, "min": 0.5, "max": 4.0},
         {"name": "born", "kind": "date", "format": "%d.%m.%Y", "min": 0.0, "max": 366 * day},
         {"name": "seen", "kind": "date", "format": "ISO8601", "min": -day, "max": 90.0 * 60},
+        {"name": "at", "kind": "date", "format": "%H:%M", "min": 60.0, "max": 90.0 * 60},
     ]
     table = _columns(_fit(tmp_path, columns=columns))
     assert table is not None
     assert [row[1:3] for row in _rows(table)] == [
+        ["target: number", "–"],
         ["number like 1.234,5", "2 ± 1, 0.5 to 4"],
         ["date like %d.%m.%Y", "1970-01-01 to 1971-01-02"],
         ["date", "1969-12-31 to 1970-01-01 01:30"],
+        ["date like %H:%M", "00:01 to 01:30"],
     ]
 
 
@@ -107,6 +110,7 @@ def test_columns_without_measures(tmp_path: Path) -> None:
     table = _columns(_fit(tmp_path, columns=columns))
     assert table is not None
     assert _rows(table) == [
+        ["y", "target: number", "–", "0"],
         ["a", "number", "–", "0"],
         ["b", "category", "–", "0"],
         ["c", "left out", "no reason recorded", "0"],
@@ -118,7 +122,7 @@ def test_names_that_are_blank_or_long(tmp_path: Path) -> None:
     names = ["", " \n\t ", "<script>", "a" * 100 + "é" * 200, "line\nbreak"]
     table = _columns(_fit(tmp_path, columns=[{"name": name, "kind": "number"} for name in names]))
     assert table is not None
-    found = [row[0] for row in _rows(table)]
+    found = [row[0] for row in _rows(table)[1:]]
     assert found[:3] == ["(blank)", "(blank)", "<script>"]
     assert (len(found[3]), found[3][:3], found[3][-2:]) == (80, "aaa", "éé")
     assert found[4] == "line break"
@@ -129,7 +133,7 @@ def test_long_tables_are_cut(tmp_path: Path) -> None:
     table = _columns(_fit(tmp_path, columns=columns))
     assert table is not None
     assert table.caption == f"Columns ({MOST + 500:,})"
-    assert (len(_rows(table)), table.note) == (MOST, "500 more are not listed.")
+    assert (len(_rows(table)), table.note) == (1 + MOST, "500 more are not listed.")
 
 
 def test_many_classes_are_named_once_in_full(tmp_path: Path) -> None:

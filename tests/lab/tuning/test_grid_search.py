@@ -319,18 +319,60 @@ def test_overfitting_ends_the_search_before_it_begins(monkeypatch: pytest.Monkey
             seen.append(seconds)
 
     monkeypatch.setattr(grid_search, "is_overfit", lambda train, validation: True)
-    result = run_search(skip_overfitting=True, callback=Recorder())
+    result = run_search(end_early=True, callback=Recorder())
     assert (result.diversity, result.rounds, result.gain) == (0.0, ((0.0,),), None)
     assert "overfit" in result.sentence
     assert result.train_score is not None
     monkeypatch.undo()
-    searched = run_search(skip_overfitting=True, callback=Recorder())
+    monkeypatch.setattr(GridSearch, "_is_promising", lambda *_: True)
+    searched = run_search(end_early=True, callback=Recorder())
     whole = run_search()
     assert searched.sentence.startswith(whole.sentence)
     assert "At λ=0 the cross entropy is" in searched.sentence
     assert [c.scores for c in searched.candidates] == [pytest.approx(c.scores, rel=1e-9) for c in whole.candidates]
     assert len(seen) == 2
     assert min(seen) > 0
+
+
+@pytest.mark.parametrize("gain", [0.02, 0.2])
+def test_a_gain_within_the_noise_of_the_validation_samples_ends_the_search(
+    monkeypatch: pytest.MonkeyPatch, gain: float
+) -> None:
+    stages = []
+
+    def losses(self: Any, stage: SearchStage, *parts: ScoredSplit) -> Any:
+        stages.append(stage.purpose)
+        noise = [torch.randn(len(part.split), generator=torch.Generator().manual_seed(0)).double() for part in parts]
+        noise = torch.cat([row - row.mean() for row in noise])  # of a standard error of 0.05
+        rows = {d: 5 + (0.3 * noise - gain) * (d == 0.5) for d in stage.diversities}
+        return {d: dict.fromkeys(stage.seeds, row) for d, row in rows.items()}
+
+    monkeypatch.setattr(grid_search._GroupTrainer, "__call__", losses)
+    result = run_search(rounds=1, num_fresh=5, num_seeds=1, end_early=True)
+    assert result.best == 0.5
+    assert (result.diversity, stages.count("gain")) == ((0.0, 0) if gain < 0.1 else (0.5, 1))
+    assert (result.gain is None) == ("within their noise, so λ=0 is kept" in result.sentence) == (gain < 0.1)
+    whole = run_search(rounds=1, num_fresh=5, num_seeds=1)
+    assert whole.gain is not None
+    assert TunedDiversity.from_dict(result.to_dict()) == result
+
+
+@pytest.mark.parametrize("gain", [0.02, 0.2])
+def test_one_diversity_is_tried_before_the_others(monkeypatch: pytest.MonkeyPatch, gain: float) -> None:
+    tried = []
+
+    def losses(self: Any, stage: SearchStage, *parts: ScoredSplit) -> Any:
+        tried.append(stage.diversities)
+        noise = [torch.randn(len(part.split), generator=torch.Generator().manual_seed(0)).double() for part in parts]
+        noise = torch.cat([row - row.mean() for row in noise])  # of a standard error of 0.05
+        rows = {d: 5 + (0.3 * noise - gain * d / 0.3) * (d > 0) for d in stage.diversities}
+        return {d: dict.fromkeys(stage.seeds, row) for d, row in rows.items()}
+
+    monkeypatch.setattr(grid_search._GroupTrainer, "__call__", losses)
+    result = run_search(rounds=1, num_seeds=1, candidates=grid_search.CANDIDATES, end_early=True)
+    others = [(0.1, 0.2, 0.5, 0.7), (0.0, 0.7)]  # the search, then the comparison
+    assert tried == [(0.0,), (0.3,), *(others if gain > 0.1 else [])]
+    assert (result.best, result.diversity) == ((0.7, 0.7) if gain > 0.1 else (0.3, 0.0))
 
 
 # -- results and arguments --------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ class FitProgress(_Display, FitCallback):
     def on_estimate(self, seconds: float) -> None:
         """Print the time that the search will take."""
         length = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-        self._print(f"The search for λ will take about {length}; --diversity 0 skips it.")
+        self._print(f"The search for λ will take at most about {length}; --diversity 0 skips it.")
 
     def on_step(self, progress: Progress) -> None:
         """Show the training score."""

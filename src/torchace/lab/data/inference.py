@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +50,9 @@ MAX_NUMBERED_CLASSES = 20
 MIN_ROWS_PER_NUMBERED_CLASS = 3
 MAX_DISTINCT = 0.9  # a larger fraction of distinct texts means identifiers or free text
 TEXT_WORDS, TEXT_DISTINCT = 4, 0.5  # free text too: mean number of words, fraction of distinct texts
-MIXED_DISTINCT = 10  # with more distinct texts, a mix of dates and texts looks like a mistake
+MIXED_DISTINCT = 10  # with more distinct texts, a mix of dates or numbers and texts looks like a mistake
+MIXED_NUMBERS = 0.5  # a smaller share of numbers is usual among codes
+CODE_DIGITS = 4  # as many digits in every cell, some with a leading 0, are a code such as a postal code
 
 _IDENTIFIER = re.compile(
     r"(?i:^(id|uuid|guid|index|idx|key|row|row[ _.]?(id|names?|numbers?|no|nr)|unnamed:? ?0)$)"
@@ -200,15 +202,19 @@ def _infer_column(
     """Column of a table; raise `_DroppedError` if it is left out."""
     name, (format, share) = str(cells.name), found
     kind = requested or ("number" if share >= MIN_SHARE else "category")
+    code = _find_code(cells) if requested is None and kind == "number" else None
+    kind, number_share = (kind, share) if code is None else ("category", 0.0)
     try:
         if kind == "date" or (requested is None and kind == "category" and not is_category(cells)):
             format, share = date_format(cells)
             kind = "date" if share >= MIN_SHARE else kind
         if kind == "category":
             if requested is None:
-                _check_category(cells, share, seen)
+                _check_category(cells, {"dates": share, "numbers": number_share}, seen, notes)
             else:
                 texts(cells)
+            if code is not None:
+                notes.append(f"Column {quote(name)} holds codes, such as {quote(code)}; set its kind to number if not.")
             return Column(name, "category")
         values, invalid = (dates if kind == "date" else numbers)(cells, format)
     except CellError as error:
@@ -239,20 +245,56 @@ def _check_values(cells: Series, values: NDArray[np.float64], seen: dict[bytes, 
     _check_duplicate(str(cells.name), values.tobytes(), seen)
 
 
-def _check_category(cells: Series, date_share: float, seen: dict[bytes, str]) -> None:
-    """Raise `_DroppedError` for texts that are missing, constant, identifiers, free text or a duplicate."""
+def _find_code(cells: Series) -> str | None:
+    """First cell with a leading 0 if all cells have the same number of digits, at least `CODE_DIGITS`."""
+    pc = arrow("pyarrow.compute")
+    if is_numeric(cells) or is_category(cells):
+        return None
+    present = texts(cells).drop_null().unique()
+    widths = pc.min_max(pc.utf8_length(present)).as_py()
+    if widths["min"] != widths["max"] or (widths["min"] or 0) < CODE_DIGITS:
+        return None
+    if not pc.all(pc.match_substring_regex(present, "^[0-9]+$")).as_py():
+        return None
+    return next(iter(present.filter(pc.starts_with(present, "0"))[:1].to_pylist()), None)
+
+
+def _check_category(cells: Series, shares: Mapping[str, float], seen: dict[bytes, str], notes: list[str]) -> None:
+    """Raise `_DroppedError` for texts that are missing, constant, identifiers, free text or a duplicate.
+
+    `shares` are those of dates and of numbers among the texts.
+    """
     pc = arrow("pyarrow.compute")
     column = texts(cells)
     present = column.drop_null()
-    distinct = len(present.unique())
+    labels = present.unique()
+    distinct = len(labels)
     _check_varies(cells, len(present), distinct)
-    if date_share >= MIXED_DATES and distinct > MIXED_DISTINCT:
-        raise _DroppedError(f"{date_share:.0%} of its values are dates, the others are not; correct them")
+    if shares["dates"] >= MIXED_DATES and distinct > MIXED_DISTINCT:
+        raise _DroppedError(f"{shares['dates']:.0%} of its values are dates, the others are not; correct them")
+    mixed = shares["numbers"] >= MIXED_NUMBERS and distinct > MIXED_DISTINCT
     words = pc.mean(pc.count_substring_regex(present, r"\S+")).as_py()
     if distinct > MAX_DISTINCT * len(present) or (words >= TEXT_WORDS and distinct > TEXT_DISTINCT * len(present)):
+        if mixed:
+            raise _DroppedError(f"{shares['numbers']:.0%} of its values are numbers, the others are not; correct them")
         what = "free text" if words > 1 else "an identifier"
         raise _DroppedError(f"{what}: {distinct} of {len(present)} values differ")
     _check_duplicate(str(cells.name), pandas().util.hash_array(column.to_pandas().to_numpy()).tobytes(), seen)
+    if mixed:
+        share = f"{shares['numbers']:.0%} of its values are numbers"
+        notes.append(f"Column {quote(cells.name)} is read as categories, though {share}; correct the others.")
+    _note_cases(f"Column {quote(cells.name)}", labels, notes)
+
+
+def _note_cases(what: str, labels: Any, notes: list[str]) -> None:
+    """Add a note if some labels differ only in case."""
+    pc = arrow("pyarrow.compute")
+    lower = pc.utf8_lower(labels)
+    if len(lower.unique()) < len(labels):
+        counted = lower.value_counts()
+        several = counted.field("values").filter(pc.greater(counted.field("counts"), 1))[0]
+        alike = labels.filter(pc.equal(lower, several)).to_pylist()
+        notes.append(f"{what} has labels that differ only in case: {quote_all(sorted(alike))}; they are kept apart.")
 
 
 def _check_varies(cells: Series, present: int, distinct: int) -> None:
@@ -299,7 +341,9 @@ def _infer_target(column: Series, task: str | None, found: tuple[str, float], no
             f"{'classes' if few else 'quantities'}; set the task to {other} if they are not."
         )
     if task != "regression":
-        return Target((name,), "classification", _infer_classes(column, is_number and not format))
+        target = Target((name,), "classification", _infer_classes(column, is_number and not format))
+        _note_cases(f"The target {quote(name)}", arrow().array(target.class_names), notes)
+        return target
     if len(np.unique(values)) == 1:
         raise DataError(
             f"The target {quote(name)} is {quote(column.iloc[0])} in every row, so there is nothing to predict; choose "

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from pandas import Series  # type: ignore[import-untyped]
 
 
-MISSING = ("", "na", "n/a", "nan", "null", "none", "<na>", "#n/a", "nat")
-PLACEHOLDERS = ("?", "-", "--", ".", "unknown", "n.a.")
+MISSING = ("", "na", "n/a", "nan", "null", "(null)", "none", "<na>", "#n/a", "#div/0!", "#value!", "#ref!", "nat")
+PLACEHOLDERS = ("?", "-", "--", ".", "unknown", "missing", "n.a.")
 
 # written like the key; separators of thousands and decimals
 NUMBER_FORMATS = {
@@ -41,8 +41,8 @@ NUMBER_FORMATS = {
     "1'234.5": ("'", "."),
 }
 _DAYS = ("%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%Y/%m/%d", "%d-%m-%Y", "%m-%d-%Y")
-_MONTHS = ("%d %b %Y", "%d %B %Y", "%b %d, %Y", "%B %d, %Y", "%d-%b-%Y", "%d.%m.%y", "%d/%m/%y", "%m/%d/%y")
-_TIMES = ("%H:%M", "%H:%M:%S")
+_MONTHS = ("%d %b %Y", "%d %B %Y", "%b %d, %Y", "%B %d, %Y", "%d-%b-%Y", "%d-%b-%y", "%d.%m.%y", "%d/%m/%y", "%m/%d/%y")
+_TIMES = ("%H:%M", "%H:%M:%S", "%I:%M %p", "%I:%M:%S %p")
 DATE_FORMATS = (
     "ISO8601",
     *(f"{day}{time}" for day in (*_DAYS, *_MONTHS) for time in ("", *(f" {time}" for time in _TIMES))),
@@ -52,12 +52,15 @@ DATE_FORMATS = (
 # valid in RE2 (columns) and re (cells)
 _NUMBER = r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
 _INFINITE = r"[+-]?(?:inf|infinity)"
+_CURRENCY = r"(?:US\$|[€$£¥₹₽₩₺]|(?:EUR|USD|GBP|CHF|JPY|CNY|INR|CAD|AUD|SEK|NOK|DKK|PLN|CZK)\b)"
 _UNIT_SIGNS = (
     ("\u2212", "-"),
     ("[\u00a0\u2009\u202f]", " "),
     ("\u2019", "'"),
-    (r"^([+-]?) *[€$£¥] *", r"\1"),
-    (r" *[%€$£¥]$", ""),
+    (r"^\((.+)\)$", r"-\1"),  # negative in accounting
+    (rf"^([+-]?) *{_CURRENCY} *", r"\1"),
+    (rf" *(?:%|{_CURRENCY})$", ""),
+    (r"^([0-9].*)-$", r"-\1"),
 )
 _WHOLE = re.compile(r"[+-]?[0-9]{1,300}")
 
@@ -105,8 +108,10 @@ def match_numbers(cells: Any, format: str = "") -> tuple[Any, Any]:
         thousands, decimal_mark = (re.escape(mark) for mark in NUMBER_FORMATS[format])
         for found, written in _UNIT_SIGNS:
             cells = pc.replace_substring_regex(cells, found, written)
-        whole = rf"[1-9][0-9]{{0,2}}(?:{thousands}[0-9]{{3}})+|[0-9]+" if thousands else "[0-9]+"
-        pattern = rf"[+-]?(?:(?:{whole})(?:{decimal_mark}[0-9]*)?|{decimal_mark}[0-9]+)(?:[eE][+-]?[0-9]+)?"
+        pattern = rf"(?:[0-9]+(?:{decimal_mark}[0-9]*)?|{decimal_mark}[0-9]+)(?:[eE][+-]?[0-9]+)?"
+        if thousands:  # never with an exponent: 1.234e3 has a decimal point
+            pattern += rf"|[1-9][0-9]{{0,2}}(?:{thousands}[0-9]{{3}})+(?:{decimal_mark}[0-9]*)?"
+        pattern = rf"[+-]?(?:{pattern})"
     finite = pc.match_substring_regex(cells, f"^(?:{pattern})$")
     is_number = pc.or_(finite, pc.match_substring_regex(cells, f"^(?:{_INFINITE})$", ignore_case=True))
     if format:
@@ -299,9 +304,10 @@ def date_format(column: Series) -> tuple[str, float]:
     if not len(cells) or pc.mean(pc.match_substring_regex(cells, r"[0-9][^0-9]+[0-9]")).as_py() < MIXED_DATES:
         return iso, 0.0
     sample = cells.unique()[:200].to_pandas()
-    shares = {
-        format: float(pd.to_datetime(sample, format=format, errors="coerce", utc=True).notna().mean())
-        for format in DATE_FORMATS
-    }
+    shares: dict[str, float] = {}
+    for format in DATE_FORMATS:
+        shares[format] = float(pd.to_datetime(sample, format=format, errors="coerce", utc=True).notna().mean())
+        if shares[format] == 1:
+            break
     best = max(shares, key=lambda format: shares[format])  # the first of equals
     return (best, float(1 - dates(cells.to_pandas(), best)[1].mean())) if shares[best] >= MIXED_DATES else (iso, 0.0)

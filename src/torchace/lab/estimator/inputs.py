@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from sklearn.utils.validation import check_array, check_consistent_length, validate_data
 from torch import Tensor
 
@@ -123,6 +124,15 @@ def target_names(names: Sequence[str], count: int) -> tuple[str, ...]:
     """Names for the targets that no column has."""
     free = (name for name in ("y", *(f"y{i}" for i in range(len(names) + count))) if name not in names)
     return tuple(itertools.islice(free, count))
+
+
+def check_labels(y: NDArray[Any]) -> None:
+    """Refuse numbers, missing labels, and several labels per sample that are not 0 and 1."""
+    if y.dtype == object and any(label is None for label in y.ravel()):
+        raise ValueError("Expected a label for each sample, but `y` has None. Leave such samples out.")
+    check_classification_targets(y)
+    if type_of_target(y) == "multilabel-indicator" and not np.isin(y, (0, 1)).all():
+        raise ValueError(f"Expected labels `(N, L)` of 0 and 1, but got {np.unique(y)}. Convert them.")
 
 
 def _check_column_names(X: Any, expected: Sequence[str] | None) -> None:

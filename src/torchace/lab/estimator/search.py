@@ -17,7 +17,7 @@ MAX_SEARCH_ROWS = 10_000
 
 class _EstimatePrinter(SearchCallback):
     def on_estimate(self, seconds: float) -> None:
-        print(f"The search for λ takes about {seconds:.0f} s.", flush=True)
+        print(f"The search for λ takes at most about {seconds:.0f} s.", flush=True)
 
 
 def search_diversity(estimator: Any, plan: MemberPlan, samples: Split, blocks: Tensor, seed: int) -> TunedDiversity:
@@ -39,5 +39,5 @@ def search_diversity(estimator: Any, plan: MemberPlan, samples: Split, blocks: T
     rest, blocks, test, _ = take(samples, blocks, fraction, "check")
     train, _, validation, _ = take(rest, blocks, fraction, "validation")
     problem = SearchProblem(plan, train, validation, estimator._num_outputs, seed)
-    search = GridSearch(problem, test=test, test_name="held-out", score_scale=score_scale, skip_overfitting=True)
+    search = GridSearch(problem, test=test, test_name="held-out", score_scale=score_scale, end_early=True)
     return search.run(_EstimatePrinter() if estimator.verbose else None)

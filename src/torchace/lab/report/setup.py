@@ -143,9 +143,17 @@ def column_table(table: TableSummary, rows: int) -> ReportTable | None:
         cells.append([formats.shorten(column.name, 80), kind, _values(column), f"{column.missing:,}{share}"])
     if not cells:
         return None
+    cells.insert(0, _target_cells(table))
     note = f"{len(table.columns) - MOST:,} more are not listed." if len(table.columns) > MOST else ""
     heads = ("Column", "Read as", "Values, or why it is left out", "Missing")
     return make_table(f"Columns ({len(table.columns):,})", heads, [("", cells)], note, "tttn")
+
+
+def _target_cells(table: TableSummary) -> list[str]:
+    target, classes = table.target, [formats.shorten(label, 40) for label in table.target.classes]
+    kind = "classes" if classes else "number" if target.num_columns == 1 else "numbers"
+    rest = f", and {len(classes) - 8:,} more" if len(classes) > 8 else ""
+    return [formats.shorten(target.name, 80), f"target: {kind}", ", ".join(classes[:8]) + rest or NONE, "0"]
 
 
 def _values(column: ColumnSummary) -> str:
@@ -158,12 +166,15 @@ def _values(column: ColumnSummary) -> str:
     if column.min is None or column.max is None:
         return NONE
     if column.kind == "date":
-        return f"{_date(column.min)} to {_date(column.max)}"
+        is_time = (column.format or "").startswith(("%H", "%I"))
+        return " to ".join(_date(value, is_time) for value in (column.min, column.max))
     mean = "" if column.mean is None or column.std is None else f"{quantity(column.mean)} ± {quantity(column.std)}, "
     return f"{mean}{quantity(column.min)} to {quantity(column.max)}"
 
 
-def _date(seconds: float) -> str:
-    """Format seconds since 1970 to the minute, or the day at midnight."""
+def _date(seconds: float, is_time: bool) -> str:
+    """Format seconds since 1970 to the minute, or the day at midnight; a time of day without its day."""
     moment = datetime(1970, 1, 1) + timedelta(seconds=seconds)
+    if is_time:
+        return f"{moment:%H:%M}"
     return f"{moment:%Y-%m-%d}" if seconds % 86_400 == 0 else f"{moment:%Y-%m-%d %H:%M}"

@@ -259,7 +259,7 @@ class TableFit:
             test=test if len(test) else None,
             score_scale=self.table.target_variance,
             cache=SearchCache(self.work / "search", SAVE_EVERY),
-            skip_overfitting=True,
+            end_early=True,
         )
 
     def _save(

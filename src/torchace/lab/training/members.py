@@ -65,11 +65,13 @@ class MemberPlan:
             layers = "first" if self.members == "shared_mini" else None
             with use_seed(hashed_key(seed, "member", 0)):
                 network = (self._mlp if self.network is None else self.member)(num_features, num_outputs)
+                self._check_outputs(network.to(dtype), num_features, num_outputs)
                 return adapt(network, self.num_members, layers=layers, link=link).to(dtype)
         members = []
         for k in range(self.num_members):
             with use_seed(hashed_key(seed, "member", k)):
                 members.append(self.member(num_features, num_outputs, diversity).to(dtype))
+        self._check_outputs(members[0], num_features, num_outputs)
         return Ensemble(members, link=link)
 
     def member(self, num_features: int, num_outputs: int, diversity: float = 0.0) -> nn.Module:
@@ -81,6 +83,18 @@ class MemberPlan:
             return network
         network = self._mlp(num_features, num_outputs)
         return network if self.encoding == "standard" else scale_inputs(network, diversity)
+
+    @torch.no_grad()
+    def _check_outputs(self, network: nn.Module, num_features: int, num_outputs: int) -> None:
+        """Refuse an own network whose outputs have another shape."""
+        if self.network is None:
+            return
+        x = torch.zeros(2, num_features, dtype=self.train_config(1).dtype)
+        found = network.eval()(x)
+        network.train()
+        if not isinstance(found, Tensor) or found.shape != (2, num_outputs):
+            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"Expected `network` to return outputs (N, {num_outputs}), but got {got} for N=2.")
 
     def _mlp(self, num_features: int, num_outputs: int) -> nn.Sequential:
         return mlp(num_features, self.hidden, num_outputs)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchace._checks import check_count, check_fraction
+from torchace._statistics import mean_over_samples as estimate_mean
 from torchace.diagnosis.advice import is_overfit
 from torchace.lab.data import Split
 from torchace.lab.schema.results import Candidate, DiversitySearch, Gain
@@ -26,6 +27,7 @@ from torchace.lab.training.evaluate import CHUNK
 from torchace.lab.training.members import fit_run_temperature, train_members
 from torchace.lab.training.tasks import TASKS, mean_over_samples
 from torchace.lab.tuning.search import (
+    ALPHA,
     MAX_SEEDS,
     Search,
     SearchCache,
@@ -38,6 +40,7 @@ from torchace.lab.tuning.search import (
 )
 
 CANDIDATES = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7)
+PROBE, PROBE_ALPHA = 0.3, 0.32  # tried first; the others only if its gain exceeds its standard error
 TOLERANCE = 1e-9  # relative: the last digits of a score depend on the other runs of a group
 RESOLUTION = 0.01  # smallest distance between two λ
 MAX_RUNS = 64  # in a run group
@@ -106,13 +109,13 @@ class GridSearch(Search):
     problem: SearchProblem
     test: Split | None = None  # None: measure the gain on the validation samples
     test_name: str = "test"
-    num_seeds: int = 2  # trainings of each λ
+    num_seeds: int = 1  # trainings of each λ
     num_fresh: int = 8  # fresh seeds of the comparison; 0 skips it
     rounds: int = 1  # at most
     candidates: Sequence[float] = CANDIDATES  # of the first round
     score_scale: float = 1.0  # factor for the scores, such as the variance of a scaled target
     cache: SearchCache | None = None  # an interrupted search resumes from it
-    skip_overfitting: bool = False  # end the search after λ=0 if `is_overfit` says so
+    end_early: bool = False  # after λ=0 if `is_overfit`, after `PROBE` or all λ if validation shows no gain
 
     def __post_init__(self) -> None:
         check_count(self.num_seeds, "num_seeds")
@@ -133,56 +136,63 @@ class GridSearch(Search):
         seeds, fresh_seeds = problem.training_seeds(self.num_seeds), problem.training_seeds(self.num_fresh, fresh=True)
         tried = sorted({0.0, *(float(diversity) + 0.0 for diversity in self.candidates)})
         tried = [0.0] if problem.plan.num_members == 1 else tried
-        scores: dict[float, Scores] = {}
+        losses: Losses = {}
         rounds: list[tuple[float, ...]] = []
-        gain, compared, baseline = None, False, None
+        gain, baseline = None, None
         with contextlib.nullcontext() if self.cache is None else self.cache.open(problem.fingerprint(test=self.test)):
-            if self.skip_overfitting and len(tried) > 1:
-                scores, baseline = self._train_baseline(train, seeds, len(tried))
+            if self.end_early and len(tried) > 1:
+                losses[0.0], baseline = self._train_baseline(train, seeds, len(tried))
                 if baseline is not None and is_overfit(*baseline):
                     tried = [0.0]
+                elif PROBE in tried:
+                    losses |= train(SearchStage(1, "search", (PROBE,), seeds), ScoredSplit(problem.validation))
+                    tried = tried if self._is_promising(losses, PROBE, PROBE_ALPHA) else [0.0, PROBE]
             while tried and len(rounds) < self.rounds:
                 rounds.append(tuple(tried))
-                if untried := tuple(diversity for diversity in tried if diversity not in scores):
-                    losses = train(SearchStage(len(rounds), "search", untried, seeds), ScoredSplit(problem.validation))
-                    for d, rows in losses.items():
-                        scores[d] = {seed: self._score(row, problem.validation) for seed, row in rows.items()}
+                if untried := tuple(diversity for diversity in tried if diversity not in losses):
+                    losses |= train(SearchStage(len(rounds), "search", untried, seeds), ScoredSplit(problem.validation))
+                scores = {
+                    d: {seed: self._score(row, problem.validation) for seed, row in rows.items()}
+                    for d, rows in losses.items()
+                }
                 best = select_diversity(scores)
                 tried = refine_candidates(scores, best) if len(scores) > 1 else []
-            if compared := best > 0 and self.num_fresh > 0:
+            is_within_noise = self.end_early and best > 0 and not self._is_promising(losses, best, ALPHA)
+            if compared := best > 0 and self.num_fresh > 0 and not is_within_noise:
                 split, name, choices = self.test, self.test_name, 1
                 if split is None:
                     split, name, choices = problem.validation, "validation", len(scores) - 1
-                losses = train(SearchStage(len(rounds) + 1, "gain", (0.0, best), fresh_seeds), ScoredSplit(split))
+                fresh = train(SearchStage(len(rounds) + 1, "gain", (0.0, best), fresh_seeds), ScoredSplit(split))
                 baseline_losses, chosen_losses = (
-                    {seed: None if row is None else self.score_scale * row.numpy() for seed, row in losses[d].items()}
+                    {seed: None if row is None else self.score_scale * row.numpy() for seed, row in fresh[d].items()}
                     for d in (0.0, best)
                 )
                 weight = None if split.weight is None else split.weight.cpu().numpy()
                 gain = measure_gain(name, baseline_losses, chosen_losses, weight=weight, num_choices=choices)
-        fresh = fresh_seeds if compared else ()
         is_gain = gain is not None and gain.beyond_noise and gain.mean > 0
         return TunedDiversity.model_construct(
-            chosen=best if is_gain or not compared else 0.0,
+            chosen=0.0 if is_within_noise or (compared and not is_gain) else best,
             best=best,
             task=problem.plan.task,
             metric=TASKS[problem.plan.task].score_name,
             rounds=tuple(rounds),
             candidates=tuple(Candidate.model_construct(diversity=d, scores=scores[d]) for d in sorted(scores)),
             seeds=seeds,
-            fresh_seeds=fresh,
+            fresh_seeds=fresh_seeds if compared else (),
             gain=gain,
             train_score=None if baseline is None else baseline[0],
             validation_score=None if baseline is None else baseline[1],
-            sentence=_describe(problem, scores, best, gain, len(fresh), baseline),
+            sentence=_describe(
+                problem, scores, best, gain, None if is_within_noise else self.num_fresh * compared, baseline
+            ),
         )
 
     def _train_baseline(
         self, train: _GroupTrainer, seeds: tuple[int, ...], num_candidates: int
-    ) -> tuple[dict[float, Scores], tuple[float, float] | None]:
-        """Train λ=0, estimate the time of the rest, and return its scores and the mean ones before the temperature.
+    ) -> tuple[dict[int, Tensor | None], tuple[float, float] | None]:
+        """Train λ=0 and estimate the time of the rest; return its validation losses and two mean scores.
 
-        These are of the training and of the validation samples; None if every training failed.
+        These are of the training and of the validation samples, before the temperature; None if every training failed.
         """
         problem, start = self.problem, time.monotonic()
         parts = (
@@ -195,12 +205,26 @@ class GridSearch(Search):
         train.callback.on_estimate((time.monotonic() - start) / self.num_seeds * runs)
         sizes = [len(part.split) for part in parts]
         rows = {seed: [None] * 3 if row is None else row.split(sizes) for seed, row in losses.items()}
-        by_part = [
-            {seed: self._score(row[place], part.split) for seed, row in rows.items()}
-            for place, part in enumerate(parts)
+        means = [
+            _mean({seed: self._score(row[place], parts[place].split) for seed, row in rows.items()}) for place in (1, 2)
         ]
-        means = [_mean(scores) for scores in by_part]
-        return {0.0: by_part[0]}, (means[1], means[2]) if math.isfinite(means[1]) else None
+        validation = {seed: row[0] for seed, row in rows.items()}
+        return validation, (means[0], means[1]) if math.isfinite(means[0]) else None
+
+    def _is_promising(self, losses: Losses, diversity: float, alpha: float) -> bool:
+        """Whether the gain on the validation samples is beyond their noise, corrected for the choice (Bonferroni).
+
+        If not, a comparison on other samples would hardly choose λ.
+        """
+        pairs = [(losses[0.0][seed], row) for seed, row in losses[diversity].items()]
+        gains = [a - b for a, b in pairs if a is not None and b is not None]
+        if not gains:
+            return True
+        gain, weight = torch.stack(gains).mean(0), self.problem.validation.weight
+        if weight is not None:
+            gain = gain * (weight / weight.mean()).cpu().double()
+        estimate = estimate_mean(gain.numpy())
+        return estimate is None or estimate.interval(alpha / (len(losses) - 1))[0] > 0
 
     def _score(self, losses: Tensor | None, split: Split) -> float | None:
         weight = None if split.weight is None else split.weight.cpu().double()
@@ -289,7 +313,7 @@ def _describe(
     scores: Mapping[float, Scores],
     best: float,
     gain: Gain | None,
-    num_fresh: int,
+    num_fresh: int | None,  # None: the gain on the validation samples is within their noise
     baseline: tuple[float, float] | None,
 ) -> str:
     """Return the reason for the choice, and how far training and validation scores lie apart at λ=0."""
@@ -302,6 +326,11 @@ def _describe(
         sentence = (
             f"No diversity helped: of {len(scores)} values of λ, 0 has the lowest {noun} on the validation samples "
             f"({count(len(scores[0.0]), 'seed')})."
+        )
+    elif num_fresh is None:
+        sentence = (
+            f"λ={best:g} has the lowest {noun} on the validation samples, but its gain over λ=0 is within their noise, "
+            "so λ=0 is kept."
         )
     elif gain is None:
         why = "its gain was not measured on fresh seeds"
