@@ -579,7 +579,7 @@ def test_a_training_that_fails_is_one_sentence(here: Path, invoke: Invoke) -> No
             "tuning.grid_search",
             "Finished work is saved. Try fewer or smaller members (--num-members, --hidden), smaller batches",
         ),
-        ("predict", "tables.predict", ""),
+        ("predict", "tables.model", ""),
     ],
 )
 @pytest.mark.usefixtures("no_report")
