@@ -457,7 +457,9 @@ def test_a_repeated_command_reports_the_existing_model(here: Path, invoke: Invok
     Path("models/pets.work").mkdir()  # of a process that was killed right after it put the model in place
     again = invoke(*command)
     assert (again.code, again.err) == (0, "")
-    assert again.out.splitlines() == ["models/pets already holds this model.", *first.out.splitlines()[5:]]
+    described = first.out.splitlines()
+    described = described[described.index("models/pets: classification of 'pet' from 4 columns.") :]
+    assert again.out.splitlines() == ["models/pets already holds this model.", *described]
     assert again.out.splitlines()[-1] == "Report: models/pets/report/index.html"
     assert everything_in(here) == before
     Path("models/pets.work").mkdir()

@@ -212,7 +212,7 @@ def test_a_recorder_receives_all_events(data: Path, tmp_path: Path) -> None:
     with fit.lock():
         fit.train(recorder)
     finished = dict.fromkeys(stage[:2] for stage in recorder.stages if stage[2] == 1.0)
-    assert list(finished)[:2] == [(1, "search"), (2, "search")]
+    assert next(iter(finished)) == (1, "search")
     assert recorder.steps[-1].step == recorder.steps[-1].steps
 
 
