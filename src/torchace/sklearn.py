@@ -114,9 +114,9 @@ class ACEClassifier(ClassifierMixin, _TableMethods, Estimator):  # type: ignore[
             with and without coupling.
         early_stopping: `"folds"`: member k leaves out fold k mod 5, and training stops when the ensemble's score on the
             left-out samples stops improving; the best epoch is kept. True: the same on a hold-out. False: train all
-            epochs. `"auto"`: False below 200 samples; above, `"folds"` for λ=0 and True for λ>0.
-        validation_fraction: Fraction of samples held out for `early_stopping=True`, for `diversity="auto"` and with
-            shared weights.
+            epochs. `"auto"`: False below 200 samples; above, `"folds"` for λ=0, and for λ>0 a hold-out followed by a
+            second training on all samples.
+        validation_fraction: Fraction of samples in a hold-out, also for `diversity="auto"` and with shared weights.
         patience: Epochs without improvement before training stops.
         class_weight: `"balanced"`, or a weight for each class.
         network: Function of the numbers of encoded inputs and outputs that returns a new member, instead of `hidden`.

@@ -21,6 +21,7 @@ from torchace.functional import (
     ensemble_log_probs,
     mutual_information,
     pairwise_cross_entropy,
+    predictive_entropy,
 )
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -163,3 +164,10 @@ def test_non_finite_logits_name_the_member(bad: float) -> None:
     for call in calls:
         with pytest.raises(ValueError, match=r"^Expected finite `logits`, but those of member 1 hold NaN or Inf"):
             call()
+
+
+@pytest.mark.parametrize("num_members", range(1, 21))
+def test_predictive_entropy_is_never_negative(num_members: int) -> None:
+    # rounding makes the log-probability of a sure class positive for some numbers of members
+    logits = torch.tensor([100.0, 0.0, 0.0], dtype=torch.float64).expand(num_members, 1, 3)
+    assert 0 <= float(predictive_entropy(logits)) < 1e-12

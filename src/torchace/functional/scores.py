@@ -148,7 +148,7 @@ def predictive_entropy(
     """
     _checks.check_reduction(reduction)
     _, _, log_mixture = _log_probs(logits, member_weights)
-    return reduce_samples(-(log_mixture.exp() * log_mixture).sum(1), reduction)
+    return reduce_samples(-(log_mixture.exp() * log_mixture.clamp(max=0)).sum(1), reduction)  # rounding exceeds 0
 
 
 def mutual_information(

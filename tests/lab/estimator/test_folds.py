@@ -219,13 +219,13 @@ def test_no_training_splits_a_group(monkeypatch: pytest.MonkeyPatch, options: di
     calls: list[Any] = []
 
     def record(plan: Any, train: Any, *args: Any, **named: Any) -> Any:
-        calls.append((train, named["validation"], named.get("left_out")))
+        calls.append((train, named.get("validation"), named.get("left_out")))
         return train_members(plan, train, *args, **named)
 
     monkeypatch.setattr(base, "train_members", record)
     X, y = grouped_samples()
     model = small(ACEClassifier, encoding="standard", epochs=2, **options).fit(X, y, groups=GROUPS)
-    ((train, validation, left_out),) = calls
+    train, validation, left_out = calls[0]
     if left_out is None:
         assert not set(train.x[:, 0].tolist()) & set(validation.x[:, 0].tolist())
     else:
@@ -281,6 +281,20 @@ def test_few_samples_are_trained_without_folds() -> None:
     assert len(model.history_) == 12
     with pytest.raises(ValueError, match="at least 5 samples"):
         small(ACEClassifier, early_stopping="folds").fit(IRIS_X[48:52], IRIS_Y[48:52])
+
+
+@pytest.mark.parametrize("kind", [ACEClassifier, NCLRegressor])
+def test_coupled_members_are_trained_again_on_all_samples(kind: type) -> None:
+    X, y = (CANCER_X, CANCER_Y) if kind is ACEClassifier else (SUGAR_X, SUGAR_Y)
+    options = {"diversity": 0.3, "epochs": 30, "patience": 3}
+    model, stopped = (small(kind, **options, early_stopping=value).fit(X, y) for value in ("auto", True))
+    assert model.history_ == stopped.history_
+    assert (model.temperature_, model.oof_score_) == (stopped.temperature_, stopped.oof_score_)
+    epochs = 1 + int(np.argmin([entry["validation"] for entry in model.history_]))
+    assert epochs < len(model.history_)
+    whole = small(kind, diversity=0.3, epochs=epochs, schedule="constant", early_stopping=False).fit(X, y)
+    x = torch.from_numpy(X)
+    torch.testing.assert_close(model.ensemble_(x), whole.ensemble_(x) / model.temperature_, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("members", ["shared", "shared_mini"])

@@ -161,13 +161,18 @@ class Estimator(FittedEstimator):
         if not on_folds or plan.has_shared_weights:  # every sample of a fold trains the shared weights
             key = hashed_key(seed, "hold-out")
             mask = hold_out(blocks, samples.y, self.validation_fraction, seed=key, weight=samples.weight)
-            samples, blocks, held_out = samples.take(~mask), blocks[~mask], samples.take(mask)
+            everything, samples, blocks, held_out = samples, samples.take(~mask), blocks[~mask], samples.take(mask)
         if not on_folds:
             trained = self._train(plan, samples, seed, validation=held_out)
-        else:
-            folds = assign_folds(blocks, samples.y, seed=seed, weight=samples.weight)
-            split = FoldSplit.make(samples, folds, plan.num_members)
-            trained = self._train(plan, split.train, seed, validation=split.validation, left_out=split.left_out)
+            out = collect_out_of_fold(trained, held_out, None, self._target_scaler)
+            if self.early_stopping == "auto":  # the hold-out gives the number of epochs and the temperature
+                schedule, epochs = trained.train_config.schedule, trained.fitted.best_epochs[0]
+                refit = self._train(replace(plan, epochs=epochs, schedule=schedule, patience=None), everything, seed)
+                trained = replace(trained, network=refit.network)
+            return trained, out
+        folds = assign_folds(blocks, samples.y, seed=seed, weight=samples.weight)
+        split = FoldSplit.make(samples, folds, plan.num_members)
+        trained = self._train(plan, split.train, seed, validation=split.validation, left_out=split.left_out)
         if held_out is not None:
             return trained, collect_out_of_fold(trained, held_out, None, self._target_scaler)
         out = collect_out_of_fold(trained, split.validation, split.left_out, self._target_scaler)

@@ -27,7 +27,6 @@ from torchace.lab.training.evaluate import CHUNK
 from torchace.lab.training.members import fit_run_temperature, train_members
 from torchace.lab.training.tasks import TASKS, mean_over_samples
 from torchace.lab.tuning.search import (
-    ALPHA,
     MAX_SEEDS,
     Search,
     SearchCache,
@@ -40,7 +39,7 @@ from torchace.lab.tuning.search import (
 )
 
 CANDIDATES = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7)
-PROBE, PROBE_ALPHA = 0.3, 0.32  # tried first; the others only if its gain exceeds its standard error
+PROBE = 0.3  # tried first; the others only if its gain exceeds its standard error
 TOLERANCE = 1e-9  # relative: the last digits of a score depend on the other runs of a group
 RESOLUTION = 0.01  # smallest distance between two λ
 MAX_RUNS = 64  # in a run group
@@ -146,7 +145,7 @@ class GridSearch(Search):
                     tried = [0.0]
                 elif PROBE in tried:
                     losses |= train(SearchStage(1, "search", (PROBE,), seeds), ScoredSplit(problem.validation))
-                    tried = tried if self._is_promising(losses, PROBE, PROBE_ALPHA) else [0.0, PROBE]
+                    tried = tried if self._is_promising(losses, PROBE) else [0.0, PROBE]
             while tried and len(rounds) < self.rounds:
                 rounds.append(tuple(tried))
                 if untried := tuple(diversity for diversity in tried if diversity not in losses):
@@ -157,7 +156,7 @@ class GridSearch(Search):
                 }
                 best = select_diversity(scores)
                 tried = refine_candidates(scores, best) if len(scores) > 1 else []
-            is_within_noise = self.end_early and best > 0 and not self._is_promising(losses, best, ALPHA)
+            is_within_noise = self.end_early and best > 0 and not self._is_promising(losses, best)
             if compared := best > 0 and self.num_fresh > 0 and not is_within_noise:
                 split, name, choices = self.test, self.test_name, 1
                 if split is None:
@@ -211,8 +210,8 @@ class GridSearch(Search):
         validation = {seed: row[0] for seed, row in rows.items()}
         return validation, (means[0], means[1]) if math.isfinite(means[0]) else None
 
-    def _is_promising(self, losses: Losses, diversity: float, alpha: float) -> bool:
-        """Whether the gain on the validation samples is beyond their noise, corrected for the choice (Bonferroni).
+    def _is_promising(self, losses: Losses, diversity: float) -> bool:
+        """Whether the gain on the validation samples exceeds its standard error.
 
         If not, a comparison on other samples would hardly choose λ.
         """
@@ -224,7 +223,7 @@ class GridSearch(Search):
         if weight is not None:
             gain = gain * (weight / weight.mean()).cpu().double()
         estimate = estimate_mean(gain.numpy())
-        return estimate is None or estimate.interval(alpha / (len(losses) - 1))[0] > 0
+        return estimate is None or estimate.mean > estimate.error
 
     def _score(self, losses: Tensor | None, split: Split) -> float | None:
         weight = None if split.weight is None else split.weight.cpu().double()
