@@ -21,12 +21,12 @@ def code_cells(notebook: Any) -> list[Any]:
 
 
 def kinds(notebook: Any) -> list[list[str]]:
-    """What each cell shows beside what it prints, by kind."""
+    """Return the outputs of each cell other than text, by kind."""
     return [[min(output["data"]) for output in cell["outputs"] if "data" in output] for cell in code_cells(notebook)]
 
 
 def printed(notebook: Any) -> list[str]:
-    """What each cell prints, but for numbers, which depend on the processor."""
+    """Return the text that each cell prints, without numbers, which depend on the processor."""
     texts = ["".join("".join(output.get("text", "")) for output in cell["outputs"]) for cell in code_cells(notebook)]
     return [re.sub(r"[\d.]+", "#", text) for text in texts]
 
