@@ -162,12 +162,13 @@ class Estimator(FittedEstimator):
             key = hashed_key(seed, "hold-out")
             mask = hold_out(blocks, samples.y, self.validation_fraction, seed=key, weight=samples.weight)
             everything, samples, blocks, held_out = samples, samples.take(~mask), blocks[~mask], samples.take(mask)
-        if not on_folds:
+        if not on_folds and held_out is not None:
             trained = self._train(plan, samples, seed, validation=held_out)
             out = collect_out_of_fold(trained, held_out, None, self._target_scaler)
-            if self.early_stopping == "auto":  # the hold-out gives the number of epochs and the temperature
-                schedule, epochs = trained.train_config.schedule, trained.fitted.best_epochs[0]
-                refit = self._train(replace(plan, epochs=epochs, schedule=schedule, patience=None), everything, seed)
+            best_epochs = trained.fitted.best_epochs
+            if self.early_stopping == "auto" and best_epochs:  # the hold-out gives epochs and temperature
+                whole = replace(plan, epochs=best_epochs[0], schedule=trained.train_config.schedule, patience=None)
+                refit = self._train(whole, everything, seed)
                 trained = replace(trained, network=refit.network)
             return trained, out
         folds = assign_folds(blocks, samples.y, seed=seed, weight=samples.weight)
