@@ -230,7 +230,7 @@ def main() -> None:
     lines += [
         "## Setup",
         "",
-        f"Epochs: {epochs}, chosen beforehand to fit the time at hand (30 were planned). "
+        f"Epochs: {epochs}, chosen beforehand (30 were planned at every width). "
         + ("" if any(w.width == 16 for w in widths) else "Width 16 was planned and not run. ")
         + "5,000 images for validation. "
         + setup_text(*files),

@@ -127,7 +127,7 @@ def main() -> None:
         "",
         "![Disagreement and cross entropy by λ](../figures/heads.svg)",
         "",
-        "Mean and standard deviation over seeds. Own samples at λ=0.6 are off the scale.",
+        "Mean and standard deviation over seeds.",
         "",
         measure.table(header, rows),
         "",

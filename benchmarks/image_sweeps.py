@@ -64,6 +64,8 @@ class Sweeps:
         self.stopped, self.start = False, time.monotonic()
         self.on_gpu = options.device.startswith("cuda")
         options.runs.mkdir(parents=True, exist_ok=True)
+        if options.out.exists():  # the seconds of interrupted commands count
+            self.start -= json.loads(options.out.read_text())["environment"]["seconds_in_all"]
         if options.quick:
             loaded_data.load = lambda name: load_data(name, quick=True)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -55,9 +55,10 @@ def setup_text(*files: dict[str, Any]) -> str:
     """Describe training and hardware of files written by `image_sweeps.Sweeps`."""
     settings, place = files[0]["settings"], files[0]["environment"]
     seconds = sum(file["environment"]["seconds_in_all"] for file in files)
+    commits = " and ".join(dict.fromkeys(file["environment"]["commit"] for file in files))
     return (
         f"45,000 images for training, batches of {settings['batch_size']}, SGD with momentum 0.9, learning rate "
         f"{settings['learning_rate']:g} with a cosine schedule, weight decay {settings['weight_decay']:g}, random "
-        f"crops and flips, bf16. {place.get('gpu', 'CPU')}, torch {place['torch']}, commit {place['commit']}, "
+        f"crops and flips, bf16. {place.get('gpu', 'CPU')}, torch {place['torch']}, commit {commits}, "
         f"{seconds:.0f} s in all."
     )

@@ -324,8 +324,9 @@ def heads(narrow: bool) -> Figure:
         curve(right, mine, "cross_entropy", labels.get(kind, kind.replace("_", " ")), color)
         if kind != "one":
             curve(left, mine, "disagreement", "", color, scale=100)
-    left.set(title="Pairs of heads that disagree, %", xlabel="λ", ylim=(0, 20))
-    right.set(title="The ensemble's cross entropy", xlabel="λ", ylim=(0.79, 1.02))
+    left.set(title="Pairs of heads that disagree, %", xlabel="λ")
+    left.set_ylim(bottom=0)
+    right.set(title="The ensemble's cross entropy", xlabel="λ")
     figure.legend(loc="outside upper center", ncols=2 if narrow else 4, frameon=False, labelcolor=INK)
     return figure
 
