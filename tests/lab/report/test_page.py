@@ -60,9 +60,8 @@ def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_writes_page_figures_and_markdown(written: Path) -> None:
     assert written.name == "index.html"
     names = {path.name for path in written.parent.iterdir()}
-    figures = {"error", "cross_entropy", "difference_error", "difference_cross_entropy", "disagreement", "ambiguity"}
-    figures |= {"mutual_information", "members_0", "members_1", "reliability_0", "reliability_1"}
-    figures |= {"matrix_0", "matrix_1"}
+    figures = {"error", "cross_entropy", "difference_cross_entropy", "disagreement", "reliability_0", "reliability_1"}
+    figures |= {"training_0", "training_1"}
     assert names == {"index.html", "results.md"} | {f"{name}.svg" for name in figures}
 
 
@@ -71,7 +70,7 @@ def test_the_page_needs_nothing_else(written: Path) -> None:
     page = _Page(text)
     assert page.all("script") == [{}]  # sorts tables
     assert [link["href"] for link in page.all("link")] == ["data:,"]
-    assert len(page.all("figure")) == len([svg for svg in page.all("svg") if svg.get("aria-label")]) == 13
+    assert len(page.all("figure")) == len([svg for svg in page.all("svg") if svg.get("aria-label")]) == 8
     assert not page.all("image")
     for image in page.all("img"):  # contested cases
         assert image["src"] is not None
@@ -154,7 +153,7 @@ def test_a_single_lambda_has_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     arm = synthetic_sweeps.ArmSpec("a", "one", 3, [0], lambda d: 0.2, lambda d: 0.1)
     directory = synthetic_sweeps.write(tmp_path / "run", synthetic_sweeps.Spec("x", "x", [arm], image_shape=None))
     page = _Page(write_report(directory).read_text(encoding="utf-8"))
-    assert len(page.all("figure")) >= 6
+    assert len(page.all("figure")) >= 4
 
 
 @pytest.mark.usefixtures("no_figures")
@@ -249,9 +248,8 @@ def _figures(page: Path) -> set[str]:
 
 
 def test_the_figures_of_fits(pages: Callable[[str], Path]) -> None:
-    search = {"search", "search_difference", "alone", "matrix_0"}
-    assert _figures(pages("regression_fit")) == search | {"predicted_0", "uncertainty_0"}
-    assert _figures(pages("classification_fit")) == search | {"reliability_0"}
+    assert _figures(pages("regression_fit")) == {"search", "predicted_0"}
+    assert _figures(pages("classification_fit")) == {"search", "reliability_0"}
 
 
 @pytest.mark.parametrize("name", ["regression_fit", "classification_fit"])
@@ -266,22 +264,22 @@ def test_the_page_of_a_fit_needs_nothing_else(pages: Callable[[str], Path], name
 
 def test_the_page_of_a_fit_states_what_a_reader_needs(pages: Callable[[str], Path]) -> None:
     text = _Page(pages("regression_fit").read_text(encoding="utf-8")).text.replace("\u00a0", " ")
-    for heading in ("Findings", "The search for λ", "Results on the test set", "The data", "Diversity and uncertainty"):
+    for heading in ("The search for λ", "Results on the test set", "The data", "Diversity and squared error"):
         assert heading in text
     for part in (
-        "The model explains",
+        "R² on 240 test rows",
         "lowers the loss on the test samples.",
         "0.3 (chosen)",
         "sensor_13",
         "and 204 more",
     ):
         assert part in text
-    for part in ("price, a number", "Every row has another value.", "Categories seen fewer than five times", "R²"):
+    for part in ("target: number", "Every row has another value.", "Categories seen fewer than five times", "R²"):
         assert part in text
     for absent in ("Reliability", "cross entropy", "Accuracy", "Contested cases"):
         assert absent not in text
     text = _Page(pages("classification_fit").read_text(encoding="utf-8")).text
-    for part in ("Contested cases", "Row of the file", "Diversity and calibration", "one of 3 classes"):
+    for part in ("Contested cases", "Row of the file", "Diversity and calibration", "target: classes"):
         assert part in text
     for absent in ("R²", "RMSE", "squared"):
         assert absent not in text
@@ -290,9 +288,9 @@ def test_the_page_of_a_fit_states_what_a_reader_needs(pages: Callable[[str], Pat
 def test_details_are_folded(pages: Callable[[str], Path]) -> None:
     text = pages("regression_fit").read_text(encoding="utf-8")
     folds = re.findall(r"<details( open)?>\s*<summary><h2>(.+?)</h2></summary>", text)
-    assert [title for is_open, title in folds if is_open] == ["Results on the test set", "Findings"]
+    assert [title for is_open, title in folds if is_open] == ["Results on the test set"]
     assert [title for is_open, title in folds if not is_open] == [
-        "The search for λ", "Diversity and uncertainty", "The members", "The data", "Setup",
+        "The search for λ", "Diversity and squared error", "The data", "Setup",
     ]  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def test_arms_runs_and_paper_are_read(table1_results: Results, table2_results: R
     assert [run.seed for run in results.finished(shared, 0.3)] == [0, 1, 2, 3, 4]
     run = results.finished(shared, 0.3)[0]
     assert results.values(shared, 0.3, "error")[0] == pytest.approx(1 - results.scores(run)["accuracy"])
-    assert results.arrays(run)["disagreement_matrix"].shape == (5, 5)
+    assert results.arrays(run)["disputed_votes"].shape == (16, 5)
     assert (results.model, results.model_run) == (None, None)
     assert results.experiment.paper is not None
     zero, first = results.experiment.paper.rows[:2]
@@ -66,19 +66,11 @@ def test_a_damaged_experiment_is_one_sentence(directory: Path, tmp_path: Path) -
         read_results(directory)
 
 
-SCORED = {"accuracy": 0.9, "cross_entropy": 0.3}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"arm": "unknown"}, "belongs to the arm 'unknown', which experiment.json does not have"),
-        ({"metrics": None}, "Expected metrics of the test set in"),
-        ({"metrics": {"test": None, "validation": SCORED}}, "Expected metrics of the test set in"),
-        ({"metrics": {"test": {"accuracy": 0.9}}}, "number of 0 or more under metrics.test.cross_entropy in"),
-        ({"metrics": {"test": {**SCORED, "cross_entropy": float("nan")}}}, "under metrics.test.cross_entropy in"),
-        ({"metrics": {"test": {**SCORED, "cross_entropy": -0.1}}}, "under metrics.test.cross_entropy in"),
-        ({"metrics": {"test": {**SCORED, "brier": "low"}}}, "expected metrics.test.brier to be a number"),
+        ({"metrics": {"test": {"accuracy": 0.9, "brier": "low"}}}, "expected metrics.test.brier to be a number"),
         ({"seed": 3}, "repeats the arm, λ and seed of the run shared-l0.3-s1"),
         ({"format": 9}, "Expected format 1 in"),
     ],
@@ -94,28 +86,13 @@ def test_a_damaged_run_is_listed_and_the_rest_read(directory: Path, changes: dic
     assert len(results.runs) == 14
 
 
-@pytest.mark.parametrize(
-    ("metrics", "message"),
-    [
-        ({"test": {"mse": 1.0}, "validation": {}}, "under metrics.validation.mse"),
-        ({"test": {"mse": 1e200}}, "under metrics.test.mse"),
-        ({"test": {"mse": 1.0, "members": [1.0, -1.0]}}, "under metrics.test.members"),
-    ],
-)
-def test_a_damaged_model_run_is_listed(tmp_path: Path, metrics: dict[str, Any], message: str) -> None:
-    fit = write_fit(tmp_path / "fit", FitSpec(arrays=False))
-    _edit(fit / "runs" / "model-l0.3-s7.json", metrics=metrics)
-    [damaged] = read_results(fit).damaged
-    assert message in damaged.reason
-
-
 def test_metrics_that_were_not_measured_are_left_out(tmp_path: Path) -> None:
     fit = write_fit(tmp_path / "fit", FitSpec(arrays=False))
     _edit(fit / "runs" / "model-l0.3-s7.json", metrics={"test": {"mse": 4.0, "r2": None, "mae": float("inf")}})
     results = read_results(fit)
     [run] = results.runs
     assert results.scores(run) == {"mse": 4.0, "rmse": 2.0}
-    assert (results.scores(run, "validation"), run.members, results.damaged) == ({}, (), ())
+    assert (results.scores(run, "validation"), results.damaged) == ({}, ())
 
 
 def test_failed_runs_and_damaged_files(failing: Path) -> None:
@@ -127,16 +104,12 @@ def test_failed_runs_and_damaged_files(failing: Path) -> None:
     assert files == ["runs/foreign.json", "runs/shared-l0.1-s1.json", "runs/shared-l0.3-s0.safetensors"]
     exchanged = results.arms[1]
     assert 0.7 not in results.diversities(exchanged)
-    assert 0.7 in results.grid(exchanged)
 
 
 def test_planned_runs(directory: Path) -> None:
     shutil.rmtree(directory / "runs")
     results = read_results(directory)
     assert (results.runs, results.damaged, results.planned) == ((), (), 15)
-    jobs = [{"id": "a-0", "runs": [{"arm": "shared", "diversity": 0, "seed": seed} for seed in (0, 1, 1)]}]
-    (directory / "jobs.json").write_text(json.dumps({"format": 1, "jobs": jobs}))
-    assert read_results(directory).planned == 2
 
 
 def test_runs_are_indexed(tmp_path: Path) -> None:
@@ -156,7 +129,7 @@ def test_runs_are_indexed(tmp_path: Path) -> None:
         for diversity in results.diversities(arm):
             assert [run.seed for run in results.finished(arm, diversity)] == [0, 1, 2]
             assert len(results.values(arm, diversity, "cross_entropy")) == 3
-    assert results.finished(arm, 0.123) == ()
+    assert results.finished(arm, 0.123) == []
     assert walks == 1
 
 

@@ -44,14 +44,13 @@ class Metric:
         """Format a value with unit."""
         return self.number(value) + self.unit
 
-    def change(self, value: float, *, signed: bool = True) -> str:
+    def change(self, value: float) -> str:
         """Format a difference without unit."""
-        return formats.number(value * self.scale, self.digits + 1, signed=signed)
+        return formats.number(value * self.scale, self.digits + 1, signed=True)
 
-    def difference(self, mean: float, margin: float | None = None, *, signed: bool = True) -> str:
-        """Format a difference with margin and unit."""
-        error = "" if margin is None else f" ± {self.change(margin, signed=False)}"
-        return self.change(mean, signed=signed) + error + self.difference_unit
+    def difference(self, value: float) -> str:
+        """Format a difference with unit."""
+        return self.change(value) + self.difference_unit
 
     def interval(self, ends: tuple[float, float]) -> str:
         """Format an interval of differences, without unit."""
@@ -85,17 +84,14 @@ class TaskLayout:
 
     name: str
     metrics: Mapping[str, Metric]
-    required: tuple[str, ...]  # in every scored run
     loss: str  # compares values of λ
     score: str  # the second score
     spread: str  # the difference between members
-    error: str  # of single members
     ensemble: tuple[str, ...]
     member: tuple[str, ...]
     curves: tuple[str, ...]
     details: Mapping[str, tuple[str, ...]]
     details_title: str
-    uncertainty_title: str
 
     @property
     def diversity(self) -> tuple[str, ...]:
@@ -111,10 +107,6 @@ class TaskLayout:
         """Explain the metrics other than «lower is better»."""
         metrics = [self.metrics[key] for key in keys if self.metrics[key].reading != LOWER_IS_BETTER]
         return " ".join(f"{formats.capitalize(metric.noun)}: {metric.reading}" for metric in metrics)
-
-    def member_error(self, value: float) -> float:
-        """Convert a member's accuracy or MSE to `error`."""
-        return math.sqrt(value) if self.error == "rmse" else 1 - value
 
 
 def _task(metrics: Sequence[Metric], **fields: Any) -> TaskLayout:
@@ -143,11 +135,9 @@ CLASSIFICATION = _task(
         ),
     ],
     name="classification",
-    required=("accuracy", "cross_entropy"),
     loss="cross_entropy",
     score="error",
     spread="disagreement",
-    error="error",
     ensemble=("accuracy", "cross_entropy"),
     member=("member_accuracy", "member_cross_entropy"),
     curves=("error", "cross_entropy"),
@@ -156,8 +146,7 @@ CLASSIFICATION = _task(
         "One member": ("member_brier", "member_calibration_error"),
         "Diversity": ("disagreement", "mutual_information", "ambiguity"),
     },
-    details_title="Calibration and diversity",
-    uncertainty_title="Diversity and calibration",
+    details_title="Diversity and calibration",
 )
 
 _LABELS = (
@@ -181,20 +170,16 @@ REGRESSION = _task(
         Metric("mae", "MAE", "mean absolute error", power=1, reading=IN_UNITS),
         Metric("spread", "Spread", "spread", power=1, reading="standard deviation of the members' predictions."),
         Metric("ambiguity", "Ambiguity", "ambiguity", power=2, reading="the members' mean MSE minus the ensemble's."),
-        _percent("averaged", "Averaged away", "averaged away", "ambiguity as a share of the members' MSE."),
     ],
     name="regression",
-    required=("mse",),
     loss="mse",
     score="mae",
     spread="spread",
-    error="rmse",
     ensemble=("r2", "rmse", "mae"),
     member=("member_rmse",),
     curves=("rmse", "mae"),
-    details={"Ensemble": ("mse",), "One member": ("member_mse",), "Diversity": ("spread", "ambiguity", "averaged")},
-    details_title="Squared error and diversity",
-    uncertainty_title="Diversity and uncertainty",
+    details={"Ensemble": ("mse",), "One member": ("member_mse",), "Diversity": ("spread", "ambiguity")},
+    details_title="Diversity and squared error",
 )
 
 TASKS = {task.name: task for task in (CLASSIFICATION, MULTILABEL, REGRESSION)}
@@ -211,7 +196,7 @@ def with_own_metrics(layout: TaskLayout, keys: Iterable[str]) -> TaskLayout:
 
 
 def add_derived(values: Mapping[str, float]) -> dict[str, float]:
-    """Add derived metrics: errors, roots, and the share averaged away."""
+    """Add errors and root mean squared errors."""
     found = dict(values)
     for key in ("accuracy", "member_accuracy"):
         if key in values:
@@ -219,8 +204,6 @@ def add_derived(values: Mapping[str, float]) -> dict[str, float]:
     for key in ("mse", "member_mse"):
         if values.get(key, -1.0) >= 0:
             found[key.replace("mse", "rmse")] = math.sqrt(values[key])
-    if values.get("member_mse", 0.0) > 0 and "ambiguity" in values:
-        found["averaged"] = values["ambiguity"] / values["member_mse"]
     return found
 
 

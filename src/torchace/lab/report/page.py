@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,18 +15,16 @@ from torchace._figures import STYLE, FigureSpec, render_svg
 from torchace._files import PathError, refuse_links, remove_abandoned, write_atomic
 from torchace.lab.report import setup, tables
 from torchace.lab.report.array_plots import array_figures, contested_table
-from torchace.lab.report.findings import Finding, Headline, advice, findings, remarks
+from torchace.lab.report.findings import Finding, Headline, advice, findings, headline, remarks
 from torchace.lab.report.formats import at, capitalize
-from torchace.lab.report.gains import (
-    axis_findings,
-    axis_tables,
-    gain_figures,
-    gain_table,
-    has_many_arms,
-    headline,
-    sweep_headline,
+from torchace.lab.report.gains import gain_figures, gain_table, has_many_arms, sweep_headline
+from torchace.lab.report.model_findings import (
+    comparison_figures,
+    detail_tables,
+    model_findings,
+    model_headline,
+    model_table,
 )
-from torchace.lab.report.model_findings import comparison_figures, comparison_tables, model_findings, model_headline
 from torchace.lab.report.plots import lambda_figures
 from torchace.lab.report.results import Results, read_results
 from torchace.lab.schema.reading import ResultFileError
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PageSection:
-    """A heading and its items; their kinds are table, figures, findings, facts, text, list and code."""
+    """A heading and its items; their kinds are table, figures, facts, text, list and code."""
 
     title: str
     items: list[tuple[str, Any]]
@@ -51,79 +49,61 @@ class Page:
     headline: Headline | None
     notes: list[tuple[str, str]]
     picture: FigureSpec | None
-    warnings: list[Finding]
+    findings: list[Finding]
     sections: list[PageSection]
-
-
-ArmFindings = tuple[str, list[Finding]]  # title, findings
 
 
 def contents(results: Results) -> Page:
     """Return the contents of the report."""
-    many, loss = has_many_arms(results), results.task.loss
-    headline_ = model_headline(results) if results.model else sweep_headline(results)
-    specs = figures(results)
-    first = ("baselines", f"difference_{loss}", "gain_map", loss)
+    many, specs = has_many_arms(results), figures(results)
+    main = model_headline(results) if results.model else sweep_headline(results)
+    first = ("baselines", f"difference_{results.task.loss}", "gain_map", results.task.loss)
     picture = next((spec for name in first for spec in specs if spec.name == name), specs[0] if specs else None)
-    found: list[ArmFindings] = []
+    groups: dict[str, list[FigureSpec]] = {}
+    for spec in specs:
+        if spec != picture:
+            groups.setdefault(spec.group, []).append(spec)
+    found = remarks(results)
     for arm in () if many else results.arms:
-        title = capitalize(tables.arm_title(arm))
-        if arm.role == "model":
-            found.append((title, model_findings(results, arm)))
-        elif about := findings(results, arm):
-            found.append((title, about))
-    found.append(("The whole fit" if results.model else "All arms", [*remarks(results), *axis_findings(results)]))
-    warnings = [
-        replace(
-            finding, topic=f"{finding.topic} ({title})" if len(found) > 2 and title != found[-1][0] else finding.topic
-        )
-        for title, about in found
-        for finding in about
-        if finding.warning
-    ]
-    quiet = [(title, calm) for title, about in found if (calm := [f for f in about if not f.warning])]
-    sections = [*_result_sections(results, many), *_detail_sections(results)]
-    sections.insert(1, PageSection("Findings", [("findings", quiet)], is_open=len(quiet) < 3))
-    groups = {group: [s for s in specs if s.group == group and s != picture] for group in {s.group for s in specs}}
-    for index, section in enumerate(sections):
-        items = [(kind, groups.get(value, []) if kind == "figures" else value) for kind, value in section.items]
-        sections[index] = replace(section, items=[(kind, value) for kind, value in items if value])
-    notes = arm_notes(results, shown=headline_)
-    return Page(headline_, notes, picture, warnings, [section for section in sections if section.items])
+        found += model_findings(results, arm) if results.model else findings(results, arm)
+    sections = []
+    for section in (*_result_sections(results, groups, many), *_setup_sections(results)):
+        items = [(kind, value) for kind, value in section.items if value]
+        if items:
+            sections.append(PageSection(section.title, items, section.is_open))
+    return Page(main, arm_notes(results, shown=main), picture, found, sections)
 
 
-def _result_sections(results: Results, many: bool) -> list[PageSection]:
-    """Scores, the search for λ, differences, diversity and members."""
+def _result_sections(results: Results, groups: Mapping[str, list[FigureSpec]], many: bool) -> list[PageSection]:
+    """Scores, the search for λ, differences, diversity, contested cases and training."""
     search, comparison = results.experiment.search, results.experiment.comparison
     by_lambda = tables.result_table(results)
-    compared = comparison_tables(comparison) if comparison else []
-    main = compared[0] if compared else gain_table(results) if many else by_lambda
-    sections = [PageSection(main.caption, [("table", main), ("figures", "predictions")], is_open=True)]
+    main = model_table(comparison) if comparison else gain_table(results) if many else by_lambda
+    sections = [PageSection(main.caption, [("table", main), ("figures", groups.get("predictions"))], is_open=True)]
+    if comparison:
+        sections += [PageSection(table.caption, [("table", table)]) for table in detail_tables(comparison)]
     if search:
         sentence = search.sentence or f"The {search.split} data chose {at(search.chosen)}."
-        items = [("text", sentence), ("figures", "search"), ("table", tables.search_table(results))]
+        items = [("text", sentence), ("figures", groups.get("search")), ("table", tables.search_table(results))]
         sections.append(PageSection("The search for λ", items))
-    differences = [*([by_lambda] if many else []), *tables.difference_tables(results), *axis_tables(results)]
+    differences = [*([by_lambda] if many else []), *tables.difference_tables(results)]
+    diversity = [*groups.get("diversity", []), *groups.get("calibration", [])]
     return [
         *sections,
-        PageSection("Scores by λ", [("figures", "scores")]),
         PageSection("Paired differences", [("table", table) for table in differences]),
-        PageSection(
-            results.task.uncertainty_title,
-            [("figures", "diversity"), ("table", tables.detail_table(results)), ("figures", "calibration")],
-        ),
-        PageSection("The members", [("figures", "members")]),
+        PageSection("Scores by λ", [("figures", groups.get("scores"))]),
+        PageSection(results.task.details_title, [("figures", diversity), ("table", tables.detail_table(results))]),
         PageSection("Contested cases", [("table", contested_table(results))]),
-        *(PageSection(table.caption, [("table", table)]) for table in compared[1:]),
+        PageSection("Training", [("figures", groups.get("training"))]),
     ]
 
 
-def _detail_sections(results: Results) -> list[PageSection]:
+def _setup_sections(results: Results) -> list[PageSection]:
     """Failures, data and setup."""
     data: list[tuple[str, Any]] = [("facts", setup.target_facts(results))]
     if table := results.data.table:
         data.append(("list", [note for note in table.notes if note.strip()]))
-        data += [("table", setup.column_table(table, results.data.train)), ("text", setup.all_classes(results))]
+        data.append(("table", setup.column_table(table, results.data.train)))
     about: list[tuple[str, Any]] = [("table", setup.arm_table(results)), ("facts", setup.facts(results))]
     about += [("table", table) for table in setup.layer_tables(results)]
     if config := results.experiment.config:
@@ -156,8 +136,8 @@ def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
             refuse_links(Path(directory), ["report"])
         except PathError as error:
             raise ResultFileError(str(error)) from None
-    svgs = {spec.name: render_svg(spec) for spec in figures(results)}
     folder = Path(directory) / "report" if out is None else Path(out)
+    svgs = {spec.name: render_svg(spec) for spec in figures(results)}
     files = {f"{name}.svg": svg.replace(">", f"><style>{STYLE}</style>", 1).encode() for name, svg in svgs.items()}
     files |= {"results.md": markdown(results).encode(), "index.html": page_html(results, svgs).encode()}
     try:
@@ -204,7 +184,7 @@ def markdown(results: Results) -> str:
     if page.headline:
         parts.append(f"**{_escape(page.headline.sentence)}** {_escape(page.headline.detail)}")
     parts += [" ".join(_escape(text) for text in note if text) for note in page.notes]
-    parts.append(_finding_list(page.warnings))
+    parts.append("\n".join(f"- **{_escape(found.topic)}.** {_escape(found.text)}" for found in page.findings))
     for section in page.sections:
         texts = [_item_markdown(kind, value, section.title) for kind, value in section.items]
         if any(texts):
@@ -217,21 +197,14 @@ def _item_markdown(kind: str, value: Any, title: str) -> str:
     if kind == "table":
         caption = "" if value.caption == title else f"### {_escape(value.caption)}\n\n"
         return caption + table_markdown(value)
-    if kind == "findings":
-        return "\n\n".join(f"### {_escape(title)}\n\n{_finding_list(about)}" for title, about in value)
     if kind == "facts":
         return "\n".join(f"- **{_escape(heading)}**: {_escape(text)}" for heading, text in value)
     if kind == "list":
         return "\n".join(f"- {_escape(text)}" for text in value)
     if kind == "code":
-        config = value.replace("<", "\\u003c")  # no HTML tags; equal JSON
-        fence = "`" * (3 + max((len(ticks) for ticks in re.findall("`{3,}", config)), default=0))
-        return f"{fence}json\n{config}\n{fence}"
+        config = value.replace("<", "\\u003c").replace("`", "\\u0060")  # no HTML tags or fences; equal JSON
+        return f"```json\n{config}\n```"
     return _escape(value) if kind == "text" else ""
-
-
-def _finding_list(about: list[Finding]) -> str:
-    return "\n".join(f"- **{_escape(finding.topic)}.** {_escape(finding.text)}" for finding in about)
 
 
 def table_markdown(table: tables.ReportTable) -> str:
@@ -268,12 +241,8 @@ def arm_notes(results: Results, shown: Headline | None = None) -> list[tuple[str
         if main := headline(results, arm):
             name = f"{capitalize(arm.label)}. " if len(results.arms) > 1 else ""
             expected = advice(results, arm)
-            found.append(
-                (
-                    "" if main == shown else f"{name}{main.sentence}",
-                    f"Expected from λ=0 alone: {expected.sentence}" if expected else "",
-                )
-            )
+            note = f"Expected from λ=0 alone: {expected.sentence}" if expected else ""
+            found.append(("" if main == shown else f"{name}{main.sentence}", note))
     return found
 
 
@@ -286,40 +255,30 @@ def rich_table(results: Results) -> RichTable:
     except ImportError as error:
         raise missing_extra("Tables in a terminal need rich") from error
 
-    table = gain_table(results) if has_many_arms(results) else tables.result_table(results)
-    # a terminal is narrow
-    omitted = (("One member", "paper"), ("", "95 % interval"))
-    indices = [i for i, column in enumerate(table.columns) if (column.group, column.label) not in omitted]
+    many = has_many_arms(results)
+    table = gain_table(results) if many else tables.result_table(results)
     note = "Mean ± standard deviation over seeds; bold: best of its arm."
-    if has_many_arms(results) and (found := sweep_headline(results)):
+    if many and (found := sweep_headline(results)):
         note = f"{found.sentence} {found.detail}"
-    elif results.experiment.paper:
-        note += f" paper: {results.experiment.paper.table} of Shoham and Permuter (2020)."
     title = Text(results.experiment.title or results.experiment.name)
     drawn = RichTable(title=title, caption=Text(note), box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    labels = [column.short_label or column.label.replace(", ×", "\n×") for column in table.columns]
-    heads = [f"Member\n{labels[i]}" if table.columns[i].group == "One member" else labels[i] for i in indices]
-    rows = [row for section in table.sections for row in section.rows]
-    texts = [
-        [*head.split("\n"), *(_short_text(table.columns[i], row[i]) for row in rows)]
-        for i, head in zip(indices, heads, strict=True)
-    ]
-    # narrow the first column, with the arms' titles, if the table then fits into 80 characters
-    room = 78 - sum(2 + max(map(len, column)) for column in texts[1:])
-    drawn.add_column(Text(heads[0]), min_width=10, max_width=room if 10 <= room <= 28 else 28, overflow="fold")
-    for head in heads[1:]:
-        drawn.add_column(Text(head), justify="right")
+    # a terminal is narrow
+    shown = [i for i, column in enumerate(table.columns) if column.label not in ("paper", "95 % interval")]
+    for i in shown:
+        column = table.columns[i]
+        label = column.short_label or column.label.replace(", ×", "\n×")
+        head = Text(f"Member\n{label}" if column.group == "One member" else label)
+        is_first = i == 0
+        drawn.add_column(head, justify="left" if is_first else "right", no_wrap=not is_first, min_width=10 * is_first)
     for section in table.sections:
         drawn.add_section()
         if section.title:
             drawn.add_row(Text(section.title, style="italic", overflow="fold"))
         for row in section.rows:
-            styles = ["bold" if cell.strong else "dim" if cell.kind == "paper" else "" for cell in row]
-            cells = [Text(_short_text(table.columns[i], row[i]), style=styles[i]) for i in indices]
-            drawn.add_row(Text("  " if section.title else "") + cells[0], *cells[1:])
+            cells = []
+            for i in shown:
+                # the standard deviation of the ensemble alone
+                text = row[i].text if table.columns[i].group in ("", "Ensemble") else row[i].text.split(" ±")[0]
+                cells.append(Text(text, style="bold" if row[i].strong else ""))
+            drawn.add_row(Text("  " if section.title else "", overflow="fold") + cells[0], *cells[1:])
     return drawn
-
-
-def _short_text(column: tables.ReportColumn, cell: tables.Cell) -> str:
-    """Drop the standard deviation except for the ensemble."""
-    return cell.text if column.group in ("", "Ensemble") else cell.text.split(" ±")[0]

@@ -6,18 +6,16 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     BaseModel,
     ConfigDict,
     Discriminator,
     Field,
     Tag,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
@@ -32,9 +30,8 @@ from torchace.lab.schema.hyperparameters import (
     Seed,
     Share,
     Width,
-    move_learning_rate,
 )
-from torchace.lab.schema.reading import describe_error
+from torchace.lab.schema.reading import OPTIMIZER_NAME, describe_error
 from torchace.lab.schema.results import PaperTable, RunKey
 from torchace.lab.schema.values import AXES
 
@@ -63,12 +60,12 @@ def _check_distinct(values: list[Any]) -> list[Any]:
 
 Distinct = (Field(min_length=1), AfterValidator(_check_distinct))
 Diversities = Annotated[list[Fraction], *Distinct]
-_by_type = Discriminator(lambda value: "many" if isinstance(value, list) else "one")
-_One, _Many = Tag("one"), Tag("many")
+T = TypeVar("T")
 # one number, or a list of numbers: an axis of the grid of runs
-PositiveAxis = Annotated[Annotated[Positive, _One] | Annotated[list[Positive], *Distinct, _Many], _by_type]
-NonNegativeAxis = Annotated[Annotated[NonNegative, _One] | Annotated[list[NonNegative], *Distinct, _Many], _by_type]
-ShareAxis = Annotated[Annotated[Share, _One] | Annotated[list[Share], *Distinct, _Many], _by_type]
+Axis = Annotated[
+    Annotated[T, Tag("one")] | Annotated[list[T], *Distinct, Tag("many")],
+    Discriminator(lambda value: "many" if isinstance(value, list) else "one"),
+]
 
 
 def _check_data_name(name: str) -> str:
@@ -177,40 +174,29 @@ class TrainSection(Section):
     steps: Count | None = None
     batch_size: Count = 128
     batches: Batches = "shared"
-    optimizer: str = "adam"  # "sgd", "adam", "adamw" or the name of a class or function, such as "torch.optim:RMSprop"
+    optimizer: Annotated[str, Field(pattern=OPTIMIZER_NAME)] = "adam"
     optimizer_arguments: dict[str, Any] = {}
-    learning_rate: PositiveAxis = 1e-3
+    learning_rate: Axis[Positive] = 1e-3
     momentum: Share = 0.9
     nesterov: bool = False
-    weight_decay: NonNegativeAxis = 0.0
+    weight_decay: Axis[NonNegative] = 0.0
     schedule: Literal["constant", "step", "cosine"] = "constant"
     milestones: list[Count] = []
     decay: Positive = 0.1
     warmup_steps: Seed = 0
     warmup_learning_rate: Positive | None = None
     diversity_warmup_epochs: NonNegative = 0.0
-    label_smoothing: ShareAxis = 0.0
+    label_smoothing: Axis[Share] = 0.0
     patience: Count | None = None  # epochs without improvement on validation data; None: no early stopping
     metrics: list[ObjectName] = []  # functions of logits (K, N, C) and target
     detach_others: bool = True
     precision: Literal["float32", "float64", "bf16"] = "float32"
     compile: Literal[True, False, "auto"] = "auto"  # "auto": for long trainings on a GPU
 
-    @model_validator(mode="before")
-    @classmethod
-    def _move_learning_rate(cls, content: Any) -> Any:
-        return move_learning_rate(content, {key: field.default for key, field in cls.model_fields.items()})
-
-    @field_validator("optimizer")
-    @classmethod
-    def _check_optimizer(cls, name: str) -> str:
-        if name not in OPTIMIZERS and ":" not in name:
-            known = ", ".join(repr(known) for known in OPTIMIZERS)
-            raise ValueError(f"expected {known} or a class such as 'torch.optim:RMSprop', but got {name!r}.")
-        return name
-
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if "lr" in self.optimizer_arguments:
+            raise ValueError("`optimizer_arguments` has `lr`; give it as `learning_rate`.")
         if self.epochs is not None and self.steps is not None:
             raise ValueError("expected `epochs` or `steps`, but got both.")
         if self.schedule == "step" and not self.milestones:
@@ -235,8 +221,7 @@ class SweepSection(Section):
 
     diversities: Diversities = [0.0, 0.1, 0.3, 0.5, 0.7]
     seeds: Annotated[list[Seed], *Distinct] = [0, 1, 2, 3, 4]
-    # maximum size of a run group; formerly `cohort_size`
-    group_size: Count | None = Field(default=None, validation_alias=AliasChoices("group_size", "cohort_size"))
+    group_size: Count | None = None  # maximum size of a run group
     keep_weights: Literal[True, False, "auto"] = "auto"  # "auto": where all runs together take at most 256 MiB
 
 
