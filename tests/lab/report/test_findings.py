@@ -11,7 +11,7 @@ from tests.lab.report import synthetic_sweeps
 from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from tests.lab.report.synthetic_sweeps import ArmSpec, Spec
 from torchace.lab.report import Results, read_results
-from torchace.lab.report.findings import findings, headline, remarks
+from torchace.lab.report.findings import findings, headline, missing_runs
 from torchace.lab.report.setup import facts
 from torchace.lab.report.statistics import compare
 from torchace.lab.report.tables import difference_tables
@@ -114,7 +114,6 @@ def test_a_baseline_as_good(table2_results: Results) -> None:
 def test_one_seed_gives_no_verdict(single_seed: Path) -> None:
     results = read_results(single_seed)
     assert _headline(results).startswith("λ=0.7 may change cross entropy (one seed: no interval): −17.")
-    assert "One seed" in [remark.topic for remark in remarks(results)]
 
 
 def test_identical_seeds_give_no_verdict(tmp_path: Path) -> None:
@@ -155,13 +154,13 @@ def test_arms_with_data_of_their_own(tmp_path: Path) -> None:
 
 
 def test_failures_are_counted(failing: Path, table1_results: Results, tmp_path: Path) -> None:
-    remark = remarks(read_results(failing))[0]
     # 65 planned, 6 failed, one unreadable
-    assert remark.text.startswith("58 of 65 runs finished. 6 failed and 3 files could not be read (listed below).")
+    text = missing_runs(read_results(failing))[0].text
+    assert text.startswith("58 of 65 runs finished, 6 failed, and 3 files could not be read.")
     nothing = _swept(tmp_path, lambda d: 0.2, failed=[("a", d, s) for d in (0, 0.3, 0.7) for s in range(5)])
     assert findings(nothing, nothing.arms[0]) == []
-    assert remarks(nothing)[0].text.startswith("0 of 15 runs finished. 15 failed")
-    assert remarks(table1_results) == []
+    assert missing_runs(nothing)[0].text.startswith("0 of 15 runs finished, 15 failed")
+    assert missing_runs(table1_results) == []
 
 
 def test_regressors_collapse_when_their_spread_is_small_beside_the_error(tmp_path: Path) -> None:

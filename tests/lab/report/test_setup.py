@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.lab.report.synthetic_fits import FitSpec, write_fit
 from torchace.lab.report import Results, read_results
-from torchace.lab.report.setup import MOST_COLUMNS, column_table, facts, failure_table, target_facts
+from torchace.lab.report.setup import MOST_COLUMNS, column_table, facts, failure_table
 from torchace.lab.report.tables import ReportTable
 
 
@@ -31,13 +31,7 @@ def test_failures_and_damaged_files(failing: Path, table1_results: Results) -> N
     assert table is not None
     rows = _rows(table)
     assert len(rows) == 9
-    assert rows[0] == [
-        "shared-l0.7-s0",
-        "0.7",
-        "0",
-        "step 1,204, member 3",
-        "The loss of member 3 is NaN.",
-    ]
+    assert rows[0] == ["shared-l0.7-s0", "Step 1,204: The loss of member 3 is NaN."]
     assert rows[-1][0] == "runs/shared-l0.3-s0.safetensors"
     assert failure_table(table1_results) is None
 
@@ -78,16 +72,11 @@ def test_formats_and_dates(tmp_path: Path) -> None:
     ]
 
 
-def test_the_target(regression_results: Results, classification_results: Results, table1_results: Results) -> None:
-    assert target_facts(regression_results) == [
-        ("Predicted from", "19 numbers and 3 categories; 2 columns left out"),
-        ("Rows", "960 for training, 240 for validation, 240 for testing"),
-    ]
-    assert dict(target_facts(classification_results))["Predicted from"] == "2 numbers and 1 category"
+def test_the_target(classification_results: Results, table1_results: Results) -> None:
     table = _columns(classification_results)
     assert table is not None
     assert _rows(table)[0] == ["species", "target: classes", "setosa, versicolor, virginica", "0"]
-    assert (_columns(table1_results), target_facts(table1_results)) == (None, [])
+    assert _columns(table1_results) is None
 
 
 def test_columns_without_measures(tmp_path: Path) -> None:
@@ -100,7 +89,6 @@ def test_columns_without_measures(tmp_path: Path) -> None:
         ["b", "category", "–", "0"],
         ["c", "left out", "no reason recorded", "0"],
     ]
-    assert dict(target_facts(_fit(tmp_path / "none")))["Predicted from"] == "nothing"
 
 
 def test_names_that_are_blank_or_long(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_differences_are_for_new_samples_where_these_were_recorded(tmp_path: Pat
     results, seeds = read()
     assert seeds.differences[0].samples is None
     assert seeds.differences[0].significant
-    assert "Intervals cover new seeds alone." in difference_tables(results)[0].note
+    assert "and cover new seeds alone." in difference_tables(results)[0].note
     _with_samples(directory, spread=1e-5)
     _, sure = read()
     assert sure.differences[0].samples == 50
@@ -139,7 +139,7 @@ def test_differences_are_for_new_samples_where_these_were_recorded(tmp_path: Pat
     # each seed gains as much as before, on samples that say little
     assert unsure.differences[0].mean == pytest.approx(seeds.differences[0].mean, rel=1e-12)
     assert not unsure.differences[0].significant
-    assert "cover new seeds and new test samples where these were recorded" in difference_tables(results)[0].note
+    assert "and cover new seeds and new test samples where these were recorded" in difference_tables(results)[0].note
     # what is no part of the score, or not of all samples, is left alone
     experiment = json.loads((directory / "experiment.json").read_text())
     experiment["data"]["test"] = 60

@@ -77,14 +77,14 @@ def test_results_of_a_regression(sweep: Results) -> None:
     assert [group for group, _ in table.groups] == ["", "Ensemble", "One member", "Members"]
     runs = [sweep.scores(run) for run in sweep.finished(sweep.arms[0], 0.3)]
 
-    def mean_sd(key: str, digits: int) -> str:
+    def mean_sd(key: str, mean: str = ".4g", sd: str = ".2g") -> str:
         values = [run[key] for run in runs]
-        return f"{np.mean(values):.{digits}f} ± {np.std(values, ddof=1):.{digits}f}"
+        return f"{np.mean(values):{mean}} ± {np.std(values, ddof=1):{sd}}"
 
-    rmse = f"{np.mean([np.sqrt(run['mse']) for run in runs]):.2f} ±"
+    rmse = f"{np.mean([np.sqrt(run['mse']) for run in runs]):.4g} ±"
     row = _texts(table)[1]
     assert row[:2] == ["0.3", "5"]
-    assert row[2:] == [mean_sd("r2", 4), *(mean_sd(key, 2) for key in ("rmse", "mae", "member_rmse", "spread"))]
+    assert row[2:] == [mean_sd("r2", ".4f", ".4f"), *(mean_sd(key) for key in ("rmse", "mae", "member_rmse", "spread"))]
     assert row[3].startswith(rmse)
     # high R² is good, low errors are
     assert [cell.strong for cell in table.sections[0].rows[1]] == [False, False, True, True, True, False, False]
@@ -104,13 +104,13 @@ def test_differences_of_a_regression_are_over_seeds_and_samples(sweep: Results) 
     [table] = difference_tables(sweep)
     assert [group for group, _ in table.groups] == ["", "MSE", "MAE", "Spread"]
     assert "(Bonferroni, up to 2)" in table.note
-    assert "Intervals cover new seeds and new test samples where these were recorded" in table.note
+    assert "and cover new seeds and new test samples where these were recorded" in table.note
     for diversity, row in zip((0.3, 0.9), _texts(table), strict=True):
         found = estimate(diversity)
         low, high = found.interval(0.025)
         assert row[:2] == [f"{diversity:g}", "5"]
-        assert row[2] == f"{found.mean:+.1f}".replace("-", "−")
-        assert row[3] == f"{low:+.1f} to {high:+.1f}".replace("-", "−")
+        assert row[2] == f"{found.mean:+.4g}".replace("-", "−")
+        assert row[3] == f"{low:+.4g} to {high:+.4g}".replace("-", "−")
 
 
 def test_details_of_a_regression(sweep: Results) -> None:
@@ -119,7 +119,7 @@ def test_details_of_a_regression(sweep: Results) -> None:
     assert _labels(table) == ["λ", "Seeds", "MSE", "MSE", "Spread", "Ambiguity"]
     runs = [sweep.scores(run) for run in sweep.finished(sweep.arms[0], 0.0)]
     row = _texts(table)[0]
-    assert row[5].startswith(f"{np.mean([run['member_mse'] - run['mse'] for run in runs]):.1f} ±")
+    assert row[5].startswith(f"{np.mean([run['member_mse'] - run['mse'] for run in runs]):.4g} ±")
 
 
 def test_the_search_has_every_candidate_and_its_paired_difference(regression_results: Results) -> None:
@@ -128,13 +128,13 @@ def test_the_search_has_every_candidate_and_its_paired_difference(regression_res
     rows = {row[0]: row for row in _texts(table)}
     assert list(rows) == ["0", "0.1", "0.2", "0.3 (chosen)", "0.4", "0.5", "0.7", "0.9"]
     zero, half = ([validation_loss(FitSpec(), d, seed) for seed in (0, 1, 2)] for d in (0.0, 0.5))
-    assert rows["0.5"][2] == f"{np.mean(half):,.0f} ± {np.std(half, ddof=1):,.0f}"
+    assert rows["0.5"][2] == f"{np.mean(half):.4g} ± {float(f'{np.std(half, ddof=1):.2g}'):g}"
     difference = np.subtract(half, zero)
-    assert rows["0.5"][3] == f"{difference.mean():+.1f}".replace("-", "−")
+    assert rows["0.5"][3] == f"{difference.mean():+.4g}".replace("-", "−")
     # seven λ share the level: Bonferroni's interval, as scipy has it
     assert len({*GRID, *REFINED}) - 1 == 7
     ends = stats.t.interval(1 - 0.05 / 7, 2, loc=difference.mean(), scale=stats.sem(difference))
-    assert rows["0.5"][4] == f"{ends[0]:+.1f} to {ends[1]:+.1f}".replace("-", "−")
+    assert rows["0.5"][4] == f"{ends[0]:+.4g} to {ends[1]:+.4g}".replace("-", "−")
     assert rows["0"][3:] == ["–", "–"]
     assert table.sections[0].rows[3][2].strong
 

@@ -45,30 +45,22 @@ def _reliability(results: Results, arm: ArmSummary) -> FigureSpec | None:
         return None
 
     def draw(figure: Figure, theme: Theme) -> None:
-        top, bottom = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1]})
+        axes = figure.add_subplot()
         start = min(float(confidence.min()) for confidence, _, _ in curves.values())
-        top.plot([start, 1], [start, 1], color=theme.quiet, lw=1, ls=DASHED)
+        axes.plot([start, 1], [start, 1], color=theme.quiet, lw=1, ls=DASHED)
         colors = [theme.quiet, arm_style(results, arm, theme)[0]][-len(curves) :]
         for color, marker, (diversity, (x, y, share)) in zip(colors, "os", curves.items(), strict=False):
-            [line] = top.plot(x, y, color=color, lw=1.4, marker=marker, label=at(diversity))
-            points = zip(x, y, strict=True)
-            add_tooltips(line, [f"{at(diversity)}: confidence {a:.3f}, accuracy {b:.3f}" for a, b in points])
-            bottom.plot(x, 100 * share, color=color, lw=1.4, marker=marker, ms=3.5)
-        bottom.set_yscale("log")
-        bottom.yaxis.set_major_formatter("{x:g}")
-        bottom.minorticks_off()
-        top.set_ylabel("accuracy")
-        bottom.set_ylabel("cases, %")
-        bottom.set_xlabel("confidence")
-        legend(figure, *top.get_legend_handles_labels())
+            [line] = axes.plot(x, y, color=color, lw=1.4, marker=marker, label=at(diversity))
+            points = np.stack([x, y, share], 1)
+            texts = [f"confidence {a:.3f}, accuracy {b:.3f}, {c:.1%} of cases" for a, b, c in points]
+            add_tooltips(line, [f"{at(diversity)}: {text}" for text in texts])
+        axes.set(xlabel="confidence", ylabel="accuracy")
+        legend(figure, *axes.get_legend_handles_labels())
 
     title = figure_title(results, "Reliability", arm)
-    caption = (
-        "All seeds together. On the diagonal, confidence equals accuracy; above it the ensemble is underconfident, "
-        "below it overconfident. Below: the share of cases."
-    )
+    caption = "All seeds together. Above the diagonal the ensemble is underconfident, below it overconfident."
     name = f"reliability_{results.arms.index(arm)}"
-    return FigureSpec(name, "calibration", title, caption, title, draw, HEIGHT + 0.7)
+    return FigureSpec(name, "calibration", title, caption, title, draw)
 
 
 def _predictions(results: Results, arm: ArmSummary) -> FigureSpec | None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from torchace.diagnosis.advice import DiversityAdvice, advise_diversity
 from torchace.lab.report import formats
 from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.results import Results
-from torchace.lab.report.statistics import best_diversity, comparable_means, compare, train_loss
+from torchace.lab.report.statistics import best_diversity, comparable_means, compare
 from torchace.lab.report.tables import arm_title
 from torchace.lab.schema.results import ArmSummary
 
-ADVICE_METRICS = ("cross_entropy", "member_cross_entropy", "disagreement")
 COLLAPSED = 0.002  # disagreement below which members count as collapsed
 COLLAPSED_SPREAD = 0.01  # the same for the spread of regressors, relative to the ensemble's error
 
@@ -121,37 +118,14 @@ def _against_baseline(results: Results, arm: ArmSummary, other: ArmSummary) -> F
     return Finding(f"Against “{other.label}”", text)
 
 
-def remarks(results: Results) -> list[Finding]:
-    """Return remarks on the whole experiment: missing runs, a single seed."""
-    found, finished = [], sum(run.finished for run in results.runs)
-    if finished < results.planned or results.damaged:
-        problems = [f"{len(results.failed):,} failed"] if results.failed else []
-        if results.damaged:
-            problems.append(f"{formats.count(len(results.damaged), 'file')} could not be read")
-        listed = f" {formats.join(problems)} (listed below)." if problems else ""
-        text = f"{finished:,} of {formats.count(results.planned, 'run')} finished.{listed}"
-        found.append(Finding("Incomplete", f"{text} Where runs are missing, means are over fewer seeds."))
-    if len(results.experiment.seeds) < 2 and not results.model:
-        text = "There is one seed. No interval can be given, and every difference may be chance."
-        found.append(Finding("One seed", text))
-    return found
-
-
-def advice(results: Results, arm: ArmSummary) -> DiversityAdvice | None:
-    """Return what the runs at λ=0 let expect of λ; None for other tasks, shared layers or without validation data."""
-    validation = {key: results.values(arm, 0.0, key, "validation").values() for key in ADVICE_METRICS}
-    config, train = results.experiment.config, train_loss(results, arm)
-    kinds = [section.get("model", {}).get("kind", "separate") for section in (config, *config.get("arms", []))]
-    if results.task.loss != "cross_entropy" or set(kinds) != {"separate"} or arm.num_members == 1:
-        return None
-    if train is None or not arm.parameters or not all(validation.values()):
-        return None
-    loss, member_loss, disagreement = (math.fsum(values) / len(values) for values in validation.values())
-    return advise_diversity(
-        train_loss=train,
-        validation_loss=loss,
-        member_loss=member_loss,
-        disagreement=disagreement,
-        num_samples=results.arm_data(arm).train,
-        num_parameters=max(1, arm.parameters // arm.num_members),
+def missing_runs(results: Results) -> list[Finding]:
+    """Return the finding that runs are missing, if so."""
+    finished = sum(run.finished for run in results.runs)
+    planned = sum(len(arm.diversities) for arm in results.arms) * len(results.experiment.seeds)
+    if finished >= planned and not results.damaged:
+        return []
+    text = (
+        f"{finished:,} of {formats.count(planned, 'run')} finished, {len(results.failed):,} failed, and "
+        f"{formats.count(len(results.damaged), 'file')} could not be read. Means are over the finished runs."
     )
+    return [Finding("Incomplete", text)]

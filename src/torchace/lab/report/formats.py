@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median
 
 NONE = "–"  # not measured
 
@@ -26,23 +25,13 @@ def percentages(values: Sequence[float], whole: float) -> list[str]:
 
 def quantity(value: float, *, signed: bool = False) -> str:
     """Format to four significant digits."""
-    exponent = order_of_magnitude([value])
-    power = "" if -4 <= exponent <= 6 else f"×{power_of_ten(exponent)}"
+    exponent = math.floor(math.log10(abs(value))) if abs(value) > 1e-300 else 0  # smaller: the inverse may overflow
+    superscript = str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    power = "" if -4 <= exponent <= 6 else f"×10{superscript}"
     scaled, digits = (value / 10.0**exponent, 3) if power else (value, max(0, 3 - exponent))
     text = number(scaled, digits, signed=signed)
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return (text if exponent > 3 else text.replace(",", "")) + power  # a year has no comma
-
-
-def order_of_magnitude(values: Sequence[float]) -> int:
-    """Return the power of ten of the median absolute value."""
-    sizes = [abs(value) for value in values if abs(value) > 1e-300]  # smaller: the inverse may overflow
-    return math.floor(math.log10(median(sizes))) if sizes else 0
-
-
-def power_of_ten(exponent: int) -> str:
-    """Format a power of ten with a superscript."""
-    return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def shorten(text: str, width: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -84,14 +85,10 @@ def arm_gain(results: Results, arm: ArmSummary) -> ArmGain | None:
         arm,
         best,
         difference,
-        test_loss=_mean([level[seed] for seed in rest if seed in level] or list(level.values())),
-        validation_loss=_mean(list(validation[0.0].values())) if validation[0.0] else None,
+        test_loss=fmean([level[seed] for seed in rest if seed in level] or level.values()),
+        validation_loss=fmean(validation[0.0].values()) if validation[0.0] else None,
         train_loss=train_loss(results, arm),
     )
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def arm_gains(results: Results) -> list[ArmGain]:

@@ -37,13 +37,14 @@ def model_headline(results: Results) -> Headline | None:
     run, arm, comparison = results.model_run, results.model, results.experiment.comparison
     if run is None or arm is None:
         return None
-    found, test = comparison_headline(comparison) if comparison else None, results.scores(run)
-    rows = formats.count(results.data.test, "test row")
+    found, test, n = comparison_headline(comparison) if comparison else None, results.scores(run), results.data.test
+    rows, interval = formats.count(n, "test row"), ""
     if found is None and "accuracy" in test:
-        interval = ""
-        if results.data.test:
-            low, high = (formats.number(100 * end, 1) for end in wilson_interval(test["accuracy"], results.data.test))
-            interval = f"95 % interval {low} to {high} %"
+        if n:
+            from scipy.stats import binomtest  # type: ignore[import-untyped]
+
+            ends = binomtest(min(n, max(0, round(test["accuracy"] * n))), n).proportion_ci(method="wilson")
+            interval = f"95 % interval {100 * ends.low:.1f} to {100 * ends.high:.1f} %"
         found = Headline(f"Accuracy on {rows}", _score("accuracy", test["accuracy"]), interval)
     elif found is None and "r2" in test:
         found = Headline(f"R² on {rows}", _score("r2", test["r2"]))
@@ -51,14 +52,6 @@ def model_headline(results: Results) -> Headline | None:
         return None
     members = f"The ensemble has {formats.count(arm.num_members, 'member')}, trained with {at(run.diversity)}."
     return replace(found, detail=f"{found.detail} {members}".strip())
-
-
-def wilson_interval(share: float, n: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share of n cases."""
-    from scipy.stats import binomtest  # type: ignore[import-untyped]
-
-    found = binomtest(min(n, max(0, round(share * n))), n).proportion_ci(method="wilson")
-    return float(found.low), float(found.high)
 
 
 def comparison_headline(comparison: ModelComparison) -> Headline | None:

@@ -10,12 +10,12 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchace._extras import missing_extra
+from torchace._extras import import_extra
 from torchace._figures import STYLE, FigureSpec, render_svg
-from torchace._files import PathError, refuse_links, remove_abandoned, write_atomic
+from torchace._files import remove_abandoned, write_atomic
 from torchace.lab.report import setup, tables
 from torchace.lab.report.array_plots import array_figures, contested_table
-from torchace.lab.report.findings import Finding, Headline, advice, findings, headline, remarks
+from torchace.lab.report.findings import Finding, Headline, findings, headline, missing_runs
 from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.gains import gain_figures, gain_table, has_many_arms, sweep_headline
 from torchace.lab.report.model_findings import (
@@ -47,7 +47,7 @@ class Page:
     """The contents of a report; `notes` stand below the headline, `picture` beside it."""
 
     headline: Headline | None
-    notes: list[tuple[str, str]]
+    notes: list[str]
     picture: FigureSpec | None
     findings: list[Finding]
     sections: list[PageSection]
@@ -63,7 +63,8 @@ def contents(results: Results) -> Page:
     for spec in specs:
         if spec != picture:
             groups.setdefault(spec.group, []).append(spec)
-    found = remarks(results)
+    notes = [sentence for sentence in summary_sentences(results) if main and main.sentence not in sentence]
+    found = missing_runs(results)
     for arm in () if many else results.arms:
         found += model_findings(results, arm) if results.model else findings(results, arm)
     sections = []
@@ -71,11 +72,11 @@ def contents(results: Results) -> Page:
         items = [(kind, value) for kind, value in section.items if value]
         if items:
             sections.append(PageSection(section.title, items, section.is_open))
-    return Page(main, arm_notes(results, shown=main), picture, found, sections)
+    return Page(main, notes, picture, found, sections)
 
 
 def _result_sections(results: Results, groups: Mapping[str, list[FigureSpec]], many: bool) -> list[PageSection]:
-    """Scores, the search for λ, differences, diversity, contested cases and training."""
+    """Scores, the search for λ, differences, diversity and contested cases."""
     search, comparison = results.experiment.search, results.experiment.comparison
     by_lambda = tables.result_table(results)
     main = model_table(comparison) if comparison else gain_table(results) if many else by_lambda
@@ -84,7 +85,7 @@ def _result_sections(results: Results, groups: Mapping[str, list[FigureSpec]], m
         sections += [PageSection(table.caption, [("table", table)]) for table in detail_tables(comparison)]
     if search:
         sentence = search.sentence or f"The {search.split} data chose {at(search.chosen)}."
-        items = [("text", sentence), ("figures", groups.get("search")), ("table", tables.search_table(results))]
+        items = [("text", sentence), ("table", tables.search_table(results))]
         sections.append(PageSection("The search for λ", items))
     differences = [*([by_lambda] if many else []), *tables.difference_tables(results)]
     diversity = [*groups.get("diversity", []), *groups.get("calibration", [])]
@@ -94,18 +95,20 @@ def _result_sections(results: Results, groups: Mapping[str, list[FigureSpec]], m
         PageSection("Scores by λ", [("figures", groups.get("scores"))]),
         PageSection(results.task.details_title, [("figures", diversity), ("table", tables.detail_table(results))]),
         PageSection("Contested cases", [("table", contested_table(results))]),
-        PageSection("Training", [("figures", groups.get("training"))]),
     ]
 
 
 def _setup_sections(results: Results) -> list[PageSection]:
     """Failures, data and setup."""
-    data: list[tuple[str, Any]] = [("facts", setup.target_facts(results))]
+    data: list[tuple[str, Any]] = []
     if table := results.data.table:
         data.append(("list", [note for note in table.notes if note.strip()]))
         data.append(("table", setup.column_table(table, results.data.train)))
     about: list[tuple[str, Any]] = [("table", setup.arm_table(results)), ("facts", setup.facts(results))]
-    about += [("table", table) for table in setup.layer_tables(results)]
+    for arm in results.arms:
+        layers = [("", arm.layers)] if arm.layers else []
+        heads = ("Layer", "Function", "Computed")
+        about.append(("table", layers and tables.make_table(f"Layers: {arm.label}", heads, layers, kinds="ttt")))
     if config := results.experiment.config:
         about.append(("code", json.dumps(config, indent=2, ensure_ascii=False, default=str)))
     return [
@@ -131,11 +134,6 @@ def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
         ResultFileError: `experiment.json` cannot be read, or `out` cannot be written.
     """
     results = read_results(directory)
-    if out is None:
-        try:
-            refuse_links(Path(directory), ["report"])
-        except PathError as error:
-            raise ResultFileError(str(error)) from None
     folder = Path(directory) / "report" if out is None else Path(out)
     svgs = {spec.name: render_svg(spec) for spec in figures(results)}
     files = {f"{name}.svg": svg.replace(">", f"><style>{STYLE}</style>", 1).encode() for name, svg in svgs.items()}
@@ -160,51 +158,31 @@ def figures(results: Results) -> list[FigureSpec]:
 
 def page_html(results: Results, svgs: Mapping[str, str]) -> str:
     """Return the report as one HTML document, with figures by name; text from files is escaped."""
-    try:
-        from jinja2 import Environment, StrictUndefined
-    except ImportError as error:
-        raise missing_extra("The report needs jinja2") from error
-
+    jinja2 = import_extra("jinja2", "The report needs")
     source = resources.files("torchace.lab.report").joinpath("template.html").read_text(encoding="utf-8")
-    environment = Environment(
+    environment = jinja2.Environment(
         autoescape=True,
-        undefined=StrictUndefined,
+        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=lambda value: value.replace(" %", "\u00a0%") if isinstance(value, str) else value,  # no line break
     )
     template = environment.from_string(source)
-    return template.render(experiment=results.experiment, page=contents(results), svgs=svgs, style=STYLE)
+    text: str = template.render(experiment=results.experiment, page=contents(results), svgs=svgs, style=STYLE)
+    return text
 
 
 def markdown(results: Results) -> str:
-    """Return the report as GitHub-flavored Markdown."""
+    """Return headline, findings and tables as GitHub-flavored Markdown."""
     page, experiment = contents(results), results.experiment
     parts = [f"# {_escape(experiment.title or experiment.name)}", _escape(experiment.description)]
     if page.headline:
         parts.append(f"**{_escape(page.headline.sentence)}** {_escape(page.headline.detail)}")
-    parts += [" ".join(_escape(text) for text in note if text) for note in page.notes]
+    parts += [_escape(note) for note in page.notes]
     parts.append("\n".join(f"- **{_escape(found.topic)}.** {_escape(found.text)}" for found in page.findings))
-    for section in page.sections:
-        texts = [_item_markdown(kind, value, section.title) for kind, value in section.items]
-        if any(texts):
-            parts += [f"## {_escape(section.title)}", *texts]
+    for table in (value for section in page.sections for kind, value in section.items if kind == "table"):
+        parts += [f"## {_escape(table.caption)}", table_markdown(table)]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _item_markdown(kind: str, value: Any, title: str) -> str:
-    """Return one item of a section; figures are left out."""
-    if kind == "table":
-        caption = "" if value.caption == title else f"### {_escape(value.caption)}\n\n"
-        return caption + table_markdown(value)
-    if kind == "facts":
-        return "\n".join(f"- **{_escape(heading)}**: {_escape(text)}" for heading, text in value)
-    if kind == "list":
-        return "\n".join(f"- {_escape(text)}" for text in value)
-    if kind == "code":
-        config = value.replace("<", "\\u003c").replace("`", "\\u0060")  # no HTML tags or fences; equal JSON
-        return f"```json\n{config}\n```"
-    return _escape(value) if kind == "text" else ""
 
 
 def table_markdown(table: tables.ReportTable) -> str:
@@ -227,33 +205,20 @@ def _escape(text: str) -> str:
 
 
 def summary_sentences(results: Results) -> list[str]:
-    """Return the main result of each arm, and what the runs at λ=0 let expect, for a terminal."""
-    found = []
-    for sentence, expected in arm_notes(results):
-        found += [sentence, *([f"  {expected.split('. ')[0].rstrip('.')}."] if expected else [])]
-    return found
-
-
-def arm_notes(results: Results, shown: Headline | None = None) -> list[tuple[str, str]]:
-    """Return the main result of each arm, empty if shown already, and what its runs at λ=0 let expect."""
+    """Return the main result of each arm of a sweep; none for a fit or an experiment with many arms."""
     found = []
     for arm in () if has_many_arms(results) or results.model else results.arms:
         if main := headline(results, arm):
             name = f"{capitalize(arm.label)}. " if len(results.arms) > 1 else ""
-            expected = advice(results, arm)
-            note = f"Expected from λ=0 alone: {expected.sentence}" if expected else ""
-            found.append(("" if main == shown else f"{name}{main.sentence}", note))
+            found.append(f"{name}{main.sentence}")
     return found
 
 
 def rich_table(results: Results) -> RichTable:
     """Return the result table for a terminal."""
-    try:
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table as RichTable
-        from rich.text import Text
-    except ImportError as error:
-        raise missing_extra("Tables in a terminal need rich") from error
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table as RichTable
+    from rich.text import Text
 
     many = has_many_arms(results)
     table = gain_table(results) if many else tables.result_table(results)
@@ -266,7 +231,7 @@ def rich_table(results: Results) -> RichTable:
     shown = [i for i, column in enumerate(table.columns) if column.label not in ("paper", "95 % interval")]
     for i in shown:
         column = table.columns[i]
-        label = column.short_label or column.label.replace(", ×", "\n×")
+        label = column.short_label or column.label
         head = Text(f"Member\n{label}" if column.group == "One member" else label)
         is_first = i == 0
         drawn.add_column(head, justify="left" if is_first else "right", no_wrap=not is_first, min_width=10 * is_first)

@@ -1,4 +1,4 @@
-"""Figures with λ on the x axis, and training curves."""
+"""Figures with λ on the x axis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchace.lab.report import formats
 from torchace.lab.report.formats import at, capitalize
 from torchace.lab.report.metrics import Metric
 from torchace.lab.report.results import Results
-from torchace.lab.report.statistics import Interval, best_diversity, comparable_means, compare, summarize
+from torchace.lab.report.statistics import Interval, best_diversity, comparable_means, compare
 from torchace.lab.report.tables import interval_coverage, main_arms, summarize_metric
 from torchace.lab.schema.results import ArmSummary
 
@@ -92,34 +92,26 @@ class LambdaPlot:
 
 
 def lambda_figures(results: Results) -> list[FigureSpec]:
-    """Return the figure of the search, or those of scores, differences, diversity and training."""
-    task = results.task
-    found = [_search(results)]
-    if results.model is None:
-        found += [_score(results, key, "scores") for key in task.curves]
-        found += [_difference(results), _score(results, task.spread, "diversity")]
-        found += [_training(results, arm) for arm in main_arms(results)]
+    """Return the figures of a sweep: scores, differences to λ=0 and diversity; none for a fit."""
+    if results.model:
+        return []
+    found = [_score(results, key, "scores") for key in (results.task.loss, results.task.score)]
+    found += [_difference(results), _score(results, results.task.spread, "diversity")]
     return [spec for spec in found if spec]
 
 
 def _score(results: Results, key: str, group: str) -> FigureSpec | None:
     """A metric against λ; baselines with one λ are horizontal lines."""
-    metric, series, levels = results.metrics[key], [], []
+    metric, series = results.metrics[key], []
     for arm in results.arms:
         found = {d: summarize_metric(results, arm, d, key) for d in results.diversities(arm)}
-        summaries = {diversity: summary for diversity, summary in found.items() if summary}
-        if summaries and arm.baseline and len(summaries) == 1:
-            levels.append((arm, next(iter(summaries.values()))))
-        elif summaries:
+        if summaries := {diversity: summary for diversity, summary in found.items() if summary}:
             series.append((arm, summaries))
     if not series:
         return None
-    rows = results.experiment.paper.rows if results.experiment.paper else ()
-    sizes = {arm.num_members for arm, _ in series}
-    paper = {row.diversity: row.values[key] for row in rows if row.num_members in sizes and key in row.values}
 
     def draw(figure: Figure, theme: Theme) -> None:
-        plot = LambdaPlot(figure.add_subplot(), [diversity for _, found in series for diversity in found], metric)
+        plot = LambdaPlot(figure.add_subplot(), [d for _, found in series for d in found], metric)
         axes, entries = plot.axes, list[tuple[Any, str]]()
         for index, (arm, found) in enumerate(series):
             shift = 0.07 * (index - (len(series) - 1) / 2)
@@ -127,30 +119,16 @@ def _score(results: Results, key: str, group: str) -> FigureSpec | None:
             intervals, means = {d: s.interval for d, s in found.items()}, {d: s.mean for d, s in found.items()}
             plot.bars(intervals, shift=shift, color=color, lw=1.2, marker="_", ms=5.0)
             line = plot.line(means, shift=shift, name=arm.label, color=color, marker=marker)
+            if arm.baseline and len(means) == 1:
+                line = axes.axhline(metric.scale * next(iter(means.values())), color=color, ls=DASHED, lw=1.4)
             entries.append((line, formats.shorten(arm.label, LABEL)))
-        for arm, level in levels:
-            color, _ = arm_style(results, arm, theme)
-            line = axes.axhline(level.mean * metric.scale, color=color, ls=(0, (4, 1.6)), lw=1.4)
-            entries.append((line, formats.shorten(arm.label, LABEL)))
-            if level.interval:
-                axes.axhspan(*(end * metric.scale for end in level.interval), color=color, alpha=0.12, lw=0)
         if group == "diversity":
             axes.set_ylim(bottom=0)  # shows how close to zero it is
-        low, high = axes.get_ylim()
-        reach = 1.5 * (high - low)  # numbers of the paper far outside would hide the differences
-        near = {
-            d: value
-            for d, value in paper.items()
-            if d in plot.positions and low - reach <= value * metric.scale <= high + reach
-        }
-        if near:
-            marks = plot.line(near, name="paper", ls="", marker="D", mfc="none", mec=theme.quiet, mew=1.2)
-            entries.append((marks, "paper"))
         legend(figure, *zip(*entries, strict=True))
 
     title = f"{capitalize(('ensemble ' if group == 'scores' else '') + metric.noun)} against λ"
     caption = f"Mean over seeds; bars: 95 % t interval of each mean. {capitalize(metric.reading)}"
-    height = HEIGHT + 0.2 * max(0, len(series) + len(levels) - 3)  # room for the legend
+    height = HEIGHT + 0.2 * max(0, len(series) - 3)  # room for the legend
     return FigureSpec(key, group, title, caption, title, draw, height)
 
 
@@ -190,56 +168,3 @@ def _difference(results: Results) -> FigureSpec | None:
     )
     height = HEIGHT + 0.2 * max(0, len(found) - 3)
     return FigureSpec(f"difference_{key}", "scores", title, caption, title, draw, height)
-
-
-def _training(results: Results, arm: ArmSummary) -> FigureSpec | None:
-    """Training and validation loss by epoch, mean over seeds, at two λ."""
-    metric, curves = results.metrics[results.task.loss], {}
-    for diversity in two_diversities(results, arm):
-        for split, style in (("train", "-"), ("validation", "--")):
-            key, by_epoch = f"{split}_{metric.key}", dict[float, list[float]]()
-            for entry in (entry for run in results.finished(arm, diversity) for entry in run.history):
-                if (value := entry.get(key)) is not None:
-                    by_epoch.setdefault(entry.get("epoch") or 0.0, []).append(value)
-            if len(by_epoch) > 1:
-                curves[diversity, split] = style, {epoch: sum(v) / len(v) for epoch, v in sorted(by_epoch.items())}
-    if not curves:
-        return None
-
-    def draw(figure: Figure, theme: Theme) -> None:
-        axes, colors = figure.add_subplot(), dict[float, str]()
-        for (diversity, split), (style, means) in curves.items():
-            color = colors.setdefault(diversity, [theme.quiet, arm_style(results, arm, theme)[0]][len(colors)])
-            y = [metric.scale * value for value in means.values()]
-            axes.plot(list(means), y, color=color, ls=style, lw=1.4, label=f"{split}, {at(diversity)}")
-        axes.set(xlabel="epoch", ylabel=metric.label)
-        legend(figure, *axes.get_legend_handles_labels())
-
-    title = figure_title(results, f"{capitalize(metric.noun)} during training", arm)
-    name = f"training_{results.arms.index(arm)}"
-    return FigureSpec(name, "training", title, "Mean over seeds of the ensemble's loss.", title, draw)
-
-
-def _search(results: Results) -> FigureSpec | None:
-    search = results.experiment.search
-    if search is None or not search.scores:
-        return None
-    metric, scores, chosen = results.metrics[search.metric], search.scores, search.chosen
-    means = {diversity: summarize(list(values.values())).mean for diversity, values in scores.items()}
-
-    def draw(figure: Figure, theme: Theme) -> None:
-        plot = LambdaPlot(figure.add_subplot(), means, metric)
-        for seed in sorted({seed for values in scores.values() for seed in values}):
-            by_lambda = {d: values[seed] for d, values in scores.items() if seed in values}
-            plot.line(by_lambda, name=f"seed {seed}", color=theme.quiet, mew=0, **SEED_STYLE)
-        plot.axes.plot([], [], color=theme.quiet, label="a seed", **SEED_STYLE)
-        plot.line(means, name="mean", color=theme.palette[0], marker="o", lw=2, label="mean")
-        if chosen in means:
-            ring: dict[str, Any] = {"ls": "", "marker": "o", "ms": 13, "mfc": "none", "mec": theme.palette[1], "mew": 2}
-            plot.line({chosen: means[chosen]}, label=f"chosen, {at(chosen)}", **ring)
-        plot.axes.margins(x=0.06)
-        legend(figure, *plot.axes.get_legend_handles_labels())
-
-    title = f"{capitalize(search.split)} {metric.noun} against λ"
-    caption = "Thin lines: one seed each. Thick line: their mean. Ring: the chosen λ. Lower is better."
-    return FigureSpec("search", "search", title, caption, title, draw)

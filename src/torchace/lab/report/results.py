@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from torchace._files import ARRAYS_BYTES, read_bounded
 from torchace.lab.report.formats import quantity
-from torchace.lab.report.metrics import TASKS, Metric, TaskLayout, add_derived, choose_units, with_own_metrics
+from torchace.lab.report.metrics import TASKS, Metric, TaskLayout, add_derived, with_own_metrics
 from torchace.lab.schema.reading import ResultFileError, read_result
 from torchace.lab.schema.results import ArmSummary, DataSummary, ExperimentResult, RunResult
 from torchace.lab.schema.values import variant_name
@@ -25,28 +25,25 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class DamagedFile:
-    """A result file that could not be read."""
-
-    file: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Results:
     """A run directory; runs are sorted by arm, λ and seed."""
 
     experiment: ExperimentResult
     runs: tuple[RunResult, ...]
-    damaged: tuple[DamagedFile, ...]
-    metrics: Mapping[str, Metric]
+    damaged: dict[str, str]  # reasons by file
     _arrays: dict[str, dict[str, Array]] = field(repr=False)
     _scores: dict[tuple[str, str], dict[str, float]] = field(repr=False)
 
     @cached_property
     def task(self) -> TaskLayout:
         """Metrics of the task, with a user's own."""
-        return with_own_metrics(TASKS[self.experiment.task], self.metrics)
+        measured = dict.fromkeys(key for scores in self._scores.values() for key in scores)
+        return with_own_metrics(TASKS[self.experiment.task], measured)
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """Metrics by key."""
+        return self.task.metrics
 
     @property
     def data(self) -> DataSummary:
@@ -57,11 +54,6 @@ class Results:
     def arms(self) -> tuple[ArmSummary, ...]:
         """Arms of the experiment."""
         return self.experiment.arms
-
-    @property
-    def planned(self) -> int:
-        """Number of planned runs."""
-        return sum(len(set(arm.diversities)) for arm in self.arms) * len(set(self.experiment.seeds))
 
     @property
     def failed(self) -> tuple[RunResult, ...]:
@@ -150,7 +142,7 @@ def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
     experiment = experiment.model_copy(update={"arms": variants})
     order = {arm.name: index for index, arm in enumerate(variants)}
     runs: dict[tuple[int, float, int], RunResult] = {}
-    damaged: list[DamagedFile] = []
+    damaged: dict[str, str] = {}
     found_arrays: dict[str, dict[str, Array]] = {}
     for path in sorted((directory / "runs").glob("*.json")):
         name = f"runs/{path.name}"
@@ -167,17 +159,10 @@ def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
             if arrays:
                 found_arrays[run.run] = read_arrays(path.with_suffix(".safetensors"), run.arrays_sha256)
         except ResultFileError as error:
-            damaged.append(DamagedFile(name, str(error)))
+            damaged[name] = str(error)
     ordered = tuple(runs[key] for key in sorted(runs))
     scores = {(run.run, split): add_derived(values) for run in ordered for split, values in run.scores.items()}
-    measured: dict[str, list[float]] = {}
-    if search := experiment.search:
-        measured[search.metric] = [score for by_seed in search.scores.values() for score in by_seed.values()]
-    for found in scores.values():
-        for metric, value in found.items():
-            measured.setdefault(metric, []).append(value)
-    metrics = choose_units(with_own_metrics(TASKS[experiment.task], measured).metrics, measured)
-    return Results(experiment, ordered, tuple(damaged), metrics, found_arrays, scores)
+    return Results(experiment, ordered, damaged, found_arrays, scores)
 
 
 def _variants(arm: ArmSummary, label: str) -> list[ArmSummary]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from datetime import datetime, timedelta
 
 from torchace.lab.report import formats
 from torchace.lab.report.formats import NONE, quantity
 from torchace.lab.report.results import Results
 from torchace.lab.report.tables import ReportTable, make_table
-from torchace.lab.schema.results import ColumnSummary, DataSummary, TableSummary
+from torchace.lab.schema.results import ColumnSummary, DataSummary, Failure, TableSummary
 
 MOST_COLUMNS = 1000  # to list
 MOST_CLASSES = 10
@@ -72,44 +71,19 @@ def arm_table(results: Results) -> ReportTable:
     return make_table("Arms", ("Arm", "K", "Network", "Parameters", "Batches", "λ"), [("", rows)], kinds="tntntt")
 
 
-def layer_tables(results: Results) -> list[ReportTable]:
-    """Tables of the layers of users' own networks and how they are computed for all members."""
-    return [
-        make_table(f"Layers: {arm.label}", ("Layer", "Function", "Computed"), [("", arm.layers)], kinds="ttt")
-        for arm in results.arms
-        if arm.layers
-    ]
-
-
 def failure_table(results: Results) -> ReportTable | None:
     """Table of failed runs and damaged files, if any."""
     rows = []
     for run in results.failed:
-        where, message = NONE, NONE
-        if failure := run.failure:
-            places = {"step": failure.step, "member": failure.member}
-            where = ", ".join(f"{noun} {place:,}" for noun, place in places.items() if place is not None) or NONE
-            message = failure.message
-        rows.append([run.run, formats.diversity(run.diversity), str(run.seed), where, message])
-    rows += [[damaged.file, NONE, NONE, NONE, damaged.reason] for damaged in results.damaged]
-    columns = ("Run or file", "λ", "Seed", "Where", "What happened")
-    return make_table("Failed runs and damaged files", columns, [("", rows)], kinds="tnntt") if rows else None
+        failure = run.failure or Failure(message="unknown reason")
+        step = "" if failure.step is None else f"Step {failure.step:,}: "
+        rows.append([run.run, step + failure.message])
+    rows += [[file, reason] for file, reason in results.damaged.items()]
+    heads = ("Run or file", "What happened")
+    return make_table("Failed runs and damaged files", heads, [("", rows)], kinds="tt") if rows else None
 
 
 # -- the columns of a user's table -------------------------------------------------------------------------------------
-
-
-def target_facts(results: Results) -> Facts:
-    """Target, columns and rows of a table; empty for other data."""
-    table = results.data.table
-    if table is None:
-        return []
-    kinds = Counter[str](column.kind for column in table.columns)
-    plurals = {"number": "numbers", "category": "categories", "date": "dates"}
-    used = [formats.count(kinds[noun], noun, plural) for noun, plural in plurals.items() if kinds[noun]]
-    text = formats.join(used or ["nothing"])
-    text += f"; {formats.count(kinds['dropped'], 'column')} left out" if kinds["dropped"] else ""
-    return [("Predicted from", text), ("Rows", _sizes(results.data))]
 
 
 def column_table(table: TableSummary, rows: int) -> ReportTable:

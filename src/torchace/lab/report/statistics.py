@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean, stdev
 
 import numpy as np
 
@@ -69,11 +69,10 @@ class Comparison:
 
 def summarize(values: Sequence[float]) -> Summary:
     """Return mean, standard deviation (n - 1) and the 95 % t interval."""
-    n, mean = len(values), math.fsum(values) / len(values)
     estimate = mean_over_seeds(values)
     if estimate is None:
-        return Summary(mean, None, None)
-    return Summary(mean, estimate.error * math.sqrt(n), estimate.interval(ALPHA))
+        return Summary(values[0], None, None)
+    return Summary(fmean(values), stdev(values), estimate.interval(ALPHA))
 
 
 def paired_difference(
@@ -90,7 +89,7 @@ def paired_difference(
     if not seeds:
         return None
     differences = [values[seed] - reference[seed] for seed in seeds]
-    mean = math.fsum(differences) / len(seeds)
+    mean = fmean(differences)
     estimate = mean_over_seeds(differences)
     if estimate is None:
         return Difference(diversity, len(seeds), mean, note="one seed: no interval")
@@ -117,7 +116,8 @@ def paired_differences(
 def compare(results: Results, arm: ArmSummary, metric: str, reference: ArmSummary | None = None) -> Comparison | None:
     """Compare an arm's λ with its λ=0, or with the λ=0 or only λ of another arm; None if not comparable."""
     anchor = reference or arm
-    if not results.arm_data(arm).has_same_test_set(results.arm_data(anchor)):
+    data, other = results.arm_data(arm), results.arm_data(anchor)
+    if (data.name, data.test, data.classes) != (other.name, other.test, other.classes):
         return None
     at = results.diversities(anchor)
     if not at or (at[0] != 0 and (reference is None or len(at) > 1)):
@@ -151,10 +151,7 @@ def comparable_means(results: Results, arm: ArmSummary, metric: str, split: str 
     found = {diversity: results.values(arm, diversity, metric, split) for diversity in results.diversities(arm)}
     series = {diversity: values for diversity, values in found.items() if values}
     common = set.intersection(*(set(values) for values in series.values())) if series else set()
-    return {
-        diversity: math.fsum(values[seed] for seed in (common or values)) / len(common or values)
-        for diversity, values in series.items()
-    }
+    return {diversity: fmean(values[seed] for seed in common or values) for diversity, values in series.items()}
 
 
 def train_loss(results: Results, arm: ArmSummary, diversity: float = 0.0) -> float | None:
@@ -164,4 +161,4 @@ def train_loss(results: Results, arm: ArmSummary, diversity: float = 0.0) -> flo
         epoch = run.history[(run.best_epoch or len(run.history)) - 1] if run.history else {}
         if (value := epoch.get(key)) is not None:
             found.append(value)
-    return math.fsum(found) / len(found) if found else None
+    return fmean(found) if found else None

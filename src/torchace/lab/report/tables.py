@@ -12,7 +12,6 @@ from torchace.lab.report.formats import NONE, at
 from torchace.lab.report.metrics import Metric
 from torchace.lab.report.results import Results
 from torchace.lab.report.statistics import (
-    Comparison,
     Difference,
     Summary,
     best_diversity,
@@ -200,12 +199,12 @@ def difference_tables(results: Results) -> list[ReportTable]:
 def _difference_table(
     results: Results, caption: str, arms: Sequence[ArmSummary], reference: ArmSummary | None
 ) -> ReportTable:
-    keys, sections, families = results.task.differences, [], list[Comparison]()
+    keys, sections, shown = results.task.differences, [], list[Difference]()
     for arm in arms:
         found = {key: compare(results, arm, key, reference) for key in keys}
         if min(arm.num_members, (reference or arm).num_members) == 1:
             found[results.task.spread] = None
-        families += [comparison for comparison in found.values() if comparison]
+        shown += [d for comparison in found.values() if comparison for d in comparison.differences]
         rows = list[Row]()
         for diversity in results.diversities(arm):
             tested = {key: comparison.at(diversity) if comparison else None for key, comparison in found.items()}
@@ -218,7 +217,7 @@ def _difference_table(
     columns += [
         ReportColumn(label, results.metrics[key].difference_label) for key in keys for label in DIFFERENCE_COLUMNS
     ]
-    return make_table(caption, columns, sections, _difference_note(families))
+    return make_table(caption, columns, sections, _difference_note([d for d in shown if d.joint_interval]))
 
 
 def difference_cells(metric: Metric, difference: Difference | None) -> list[Cell]:
@@ -231,15 +230,13 @@ def difference_cells(metric: Metric, difference: Difference | None) -> list[Cell
     return [Cell(metric.change(difference.mean), strong=difference.significant), interval]
 
 
-def _difference_note(families: Sequence[Comparison]) -> str:
-    tested = [d for comparison in families for d in comparison.differences if d.joint_interval]
-    note = "Differences are paired by seed. "
+def _difference_note(tested: Sequence[Difference]) -> str:
     if not tested:
-        return note + "There are too few seeds, or no variation between them, for an interval."
-    if (most := max(d.tests for d in tested)) > 1:
-        note += f"Intervals are corrected for the number of λ of an arm (Bonferroni, up to {most}). "
-    note += f"Intervals cover {interval_coverage(tested)}. "
-    return note + "Bold: the interval excludes 0."
+        return "There are too few seeds, or no variation between them, for an interval."
+    return (
+        "Differences are paired by seed. Intervals are corrected for the number of λ of an arm (Bonferroni, up to "
+        f"{max(d.tests for d in tested)}) and cover {interval_coverage(tested)}. Bold: the interval excludes 0."
+    )
 
 
 def interval_coverage(tested: Sequence[Difference]) -> str:

@@ -102,11 +102,9 @@ class DataSection(Section):
         sources = ["name", *given] if self.name != "digits" else given
         if len(sources) > 1:
             raise ValueError(f"expected one source of data, but got {' and '.join(f'`{key}`' for key in sources)}.")
-        if self.arguments and self.factory is None:
-            raise ValueError("`arguments` need `factory`, the function that returns the data.")
-        for key in ("test_file", "validation_file"):
-            if getattr(self, key) is not None and self.file is None:
-                raise ValueError(f"`{key}` needs `file`, the data file.")
+        for key, needed in (("arguments", "factory"), ("test_file", "file"), ("validation_file", "file")):
+            if getattr(self, key) and getattr(self, needed) is None:
+                raise ValueError(f"`{key}` needs `{needed}`, the source of the data.")
         if self.target is not None and not sources:
             raise ValueError("`target` needs `file` or `factory`, the source of the data.")
         if self.task != "classification" and not (set(sources) - {"name"} or self.name == GIVEN):
@@ -145,9 +143,7 @@ class ModelSection(Section):
             if self.network == "resnet" and self.depth % 6 != 2:
                 raise ValueError(f"expected a ResNet depth of 6n + 2 (20, 32, 44, 56, 110), but got {self.depth}.")
             if self.kind == "branch" and self.network == "mlp" and self.at == BRANCH_AT:
-                raise ValueError(
-                    "a branched MLP needs `at`, the first separate layer of each member, such as 'linear2'."
-                )
+                raise ValueError("a branched MLP needs `at`, the first separate layer, such as 'linear2'.")
             if self.network == "resnet" and self.dropout:
                 raise ValueError("a CIFAR ResNet has no dropout: remove `dropout`, or use network = 'mlp'.")
         if self.arguments and self.factory is None:
@@ -203,16 +199,14 @@ class TrainSection(Section):
             raise ValueError("schedule = 'step' needs `milestones`, the steps at which the learning rate decays.")
         if self.schedule != "step" and self.milestones:
             raise ValueError(f"`milestones` need schedule = 'step', but got schedule = {self.schedule!r}.")
-        if any(later <= earlier for earlier, later in zip(self.milestones, self.milestones[1:], strict=False)):
+        if sorted(set(self.milestones)) != self.milestones:
             raise ValueError(f"expected ascending `milestones`, but got {self.milestones}.")
         if self.warmup_learning_rate is not None and not self.warmup_steps:
             raise ValueError("`warmup_learning_rate` needs `warmup_steps`.")
         if self.nesterov and (self.optimizer != "sgd" or not self.momentum):
             raise ValueError("nesterov = true needs optimizer = 'sgd' and a momentum above 0.")
         if self.batches == "exchanged" and not self.detach_others:
-            raise ValueError(
-                "batches = 'exchanged' needs detach_others = true: other members' predictions have no gradient."
-            )
+            raise ValueError("batches = 'exchanged' needs detach_others = true: the others' predictions are constants.")
         return self
 
 
@@ -351,13 +345,16 @@ class Experiment(Section):
             "name": arm.name,
             "label": arm.label or arm.name.replace("_", " "),
             "baseline": arm.baseline,
-            "data": _validate(DataSection, _merge(self.data, arm.data, _SOURCES), (*place, "data")),
-            "model": _validate(ModelSection, _merge(self.model, arm.model, _NETWORKS), (*place, "model")),
-            "train": _validate(TrainSection, {**train, **arm.train}, (*place, "train")),
+            "data": _merge(self.data, arm.data, _SOURCES),
+            "model": _merge(self.model, arm.model, _NETWORKS),
+            "train": {**train, **arm.train},
             "diversities": self.sweep.diversities if arm.diversities is None else arm.diversities,
             "cell": cell,
         }
-        return _validate(Arm, content, place)
+        try:
+            return Arm.model_validate(content)
+        except ValidationError as error:
+            raise ValueError(describe_error(error, Arm, place)) from error
 
 
 # keys of an arm that replace all of the common section's keys for the same purpose
@@ -372,11 +369,3 @@ def _merge(section: Section, arm: Mapping[str, Any], keys: tuple[set[str], set[s
     """Return a section's settings, replaced by those of an arm."""
     source, replaced = keys
     return {**section.model_dump(exclude=replaced if source & set(arm) else set()), **arm}
-
-
-def _validate(model: type[Section], content: dict[str, Any], place: tuple[int | str, ...]) -> Any:
-    """Validate a section of an arm; errors include its place in the file."""
-    try:
-        return model(**content)
-    except ValidationError as error:
-        raise ValueError(describe_error(error, model, place)) from error

@@ -226,10 +226,6 @@ class DataSummary(ResultModel):
     notes: Items[str] = ()
     table: TableSummary | None = Field(default=None, alias="schema")
 
-    def has_same_test_set(self, other: DataSummary) -> bool:
-        """Whether name, size and classes of the test sets are equal."""
-        return (self.name, self.test, self.classes) == (other.name, other.test, other.classes)
-
 
 class ArmSummary(ResultModel):
     """An arm of an experiment; a fit has one arm, its model."""
@@ -266,12 +262,6 @@ class PaperRow(ResultModel):
     cross_entropy: Annotated[Number, Field(ge=0)] | None = None
     member_accuracy: Diversity | None = None
     member_cross_entropy: Annotated[Number, Field(ge=0)] | None = None
-
-    @property
-    def title(self) -> str:
-        """The label, or else K and λ."""
-        diversity = "" if self.diversity is None else f", λ={self.diversity:g}"
-        return self.label or f"K={self.num_members}{diversity}"
 
     @property
     def values(self) -> dict[str, float]:
