@@ -15,7 +15,7 @@ from torchace.lab.report.plots import DASHED, arm_style, figure_title, two_diver
 from torchace.lab.report.results import Array, Results
 from torchace.lab.report.statistics import best_diversity
 from torchace.lab.report.tables import Cell, ReportTable, Row, main_arms, make_table
-from torchace.lab.schema.results import ArmSummary, RunResult
+from torchace.lab.schema.results import ArmSummary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,22 +94,15 @@ def _predictions(results: Results, arm: ArmSummary) -> FigureSpec | None:
 
 
 def contested_table(results: Results) -> ReportTable | None:
-    """Table of contested test cases, with their images if the data are images.
-
-    They are those of the first run at a best λ that recorded any.
-    """
-    for arm in main_arms(results):
-        best = best_diversity(results, arm)
-        for run in results.finished(arm, best) if best is not None else ():
-            if table := _contested(results, arm, run):
-                return table
-    return None
-
-
-def _contested(results: Results, arm: ArmSummary, run: RunResult) -> ReportTable | None:
+    """Table of the test cases on which members disagree most, of the first run at a best λ that recorded any."""
+    best = [(arm, best_diversity(results, arm)) for arm in main_arms(results)]
+    runs = [(arm, run) for arm, diversity in best if diversity is not None for run in results.finished(arm, diversity)]
+    arm, run = next(((a, r) for a, r in runs if len(results.arrays(r).get("disputed_votes", ()))), (None, None))
+    if arm is None or run is None:
+        return None
     arrays, rows = results.arrays(run), list[Row]()
     in_file = "disputed_row" in arrays
-    for i, votes in enumerate(arrays.get("disputed_votes", ())):  # (K,)
+    for i, votes in enumerate(arrays["disputed_votes"]):  # (K,)
         classes, counts = np.unique(votes, return_counts=True)
         if len(classes) == 1:
             continue

@@ -14,7 +14,7 @@ from torchace.lab.report import formats
 from torchace.lab.report.findings import Headline, headline
 from torchace.lab.report.formats import NONE, at
 from torchace.lab.report.results import Results
-from torchace.lab.report.statistics import Difference, paired_difference, sample_differences, train_loss
+from torchace.lab.report.statistics import Difference, paired_difference, sample_differences
 from torchace.lab.report.tables import Cell, ReportTable, Row, main_arms, make_table
 from torchace.lab.schema.results import ArmSummary
 
@@ -34,7 +34,6 @@ class ArmGain:
     difference: Difference | None  # None for λ=0
     test_loss: float
     validation_loss: float | None
-    train_loss: float | None
 
     @property
     def relative(self) -> float:
@@ -87,7 +86,6 @@ def arm_gain(results: Results, arm: ArmSummary) -> ArmGain | None:
         difference,
         test_loss=fmean([level[seed] for seed in rest if seed in level] or level.values()),
         validation_loss=fmean(validation[0.0].values()) if validation[0.0] else None,
-        train_loss=train_loss(results, arm),
     )
 
 
@@ -117,7 +115,7 @@ def gain_table(results: Results) -> ReportTable:
     """Losses at λ=0, the chosen λ and its gain, one row an arm."""
     gains, metric, rows = arm_gains(results), results.metrics[results.task.loss], list[Row]()
     for gain in gains:
-        losses = (gain.train_loss, gain.validation_loss, gain.test_loss)
+        losses = (gain.validation_loss, gain.test_loss)
         row: list[str | Cell] = [gain.arm.label, *(NONE if loss is None else metric.number(loss) for loss in losses)]
         change, interval, relative, d = NONE, NONE, NONE, gain.difference
         if d:
@@ -126,7 +124,7 @@ def gain_table(results: Results) -> ReportTable:
         strong = gain.verdict == "lower"
         row += [formats.diversity(gain.diversity), Cell(change, strong), interval, Cell(relative, strong)]
         rows.append(row)
-    columns = ("Arm", "Training", "Validation", "Test", "Chosen λ", "Difference", "95 % interval", "Difference, %")
+    columns = ("Arm", "Validation", "Test", "Chosen λ", "Difference", "95 % interval", "Difference, %")
     choice = "The validation data choose λ with the first half of the seeds; the other seeds give the difference."
     if any(gain.validation_loss is None for gain in gains):
         choice = "Without validation data, the test data choose λ; intervals are corrected for the number of λ."

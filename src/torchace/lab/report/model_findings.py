@@ -19,15 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_IMPORTANCES = 30  # columns to list
-LABELS = {
-    "accuracy": "Accuracy",
-    "cross_entropy": "Cross entropy",
-    "auc": "AUC",
-    "brier": "Brier score",
-    "r2": "R²",
-    "rmse": "RMSE",
-    "mae": "MAE",
-}
+LABELS = {"accuracy": "Accuracy", "cross_entropy": "Cross entropy", "auc": "AUC", "brier": "Brier score"}
+LABELS |= {"r2": "R²", "rmse": "RMSE", "mae": "MAE"}
 LOSSES = {"cross_entropy": "cross entropy", "mse": "mean squared error"}
 HIGHER_IS_BETTER = ("accuracy", "auc", "r2")
 

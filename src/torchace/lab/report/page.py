@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,12 +67,9 @@ def contents(results: Results) -> Page:
     found = missing_runs(results)
     for arm in () if many else results.arms:
         found += model_findings(results, arm) if results.model else findings(results, arm)
-    sections = []
-    for section in (*_result_sections(results, groups, many), *_setup_sections(results)):
-        items = [(kind, value) for kind, value in section.items if value]
-        if items:
-            sections.append(PageSection(section.title, items, section.is_open))
-    return Page(main, notes, picture, found, sections)
+    sections = [*_result_sections(results, groups, many), *_setup_sections(results)]
+    filled = [replace(section, items=[item for item in section.items if item[1]]) for section in sections]
+    return Page(main, notes, picture, found, [section for section in filled if section.items])
 
 
 def _result_sections(results: Results, groups: Mapping[str, list[FigureSpec]], many: bool) -> list[PageSection]:
@@ -119,16 +116,9 @@ def _setup_sections(results: Results) -> list[PageSection]:
 
 
 def write_report(directory: str | Path, out: str | Path | None = None) -> Path:
-    """Write the report of a run directory.
+    """Write the report of a run directory and return the path of `index.html`; `results.md` and figures are beside it.
 
-    Each file is written atomically, `index.html` last; beside it are `results.md` and the figures.
-
-    Args:
-        directory: A run directory of `torchace run` or `torchace fit`.
-        out: The output folder; `report` inside the directory by default.
-
-    Returns:
-        The path of `index.html`.
+    Each file is written atomically, `index.html` last, by default to the folder `report` in the run directory.
 
     Raises:
         ResultFileError: `experiment.json` cannot be read, or `out` cannot be written.

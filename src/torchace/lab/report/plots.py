@@ -112,19 +112,18 @@ def _score(results: Results, key: str, group: str) -> FigureSpec | None:
 
     def draw(figure: Figure, theme: Theme) -> None:
         plot = LambdaPlot(figure.add_subplot(), [d for _, found in series for d in found], metric)
-        axes, entries = plot.axes, list[tuple[Any, str]]()
         for index, (arm, found) in enumerate(series):
             shift = 0.07 * (index - (len(series) - 1) / 2)
             color, marker = arm_style(results, arm, theme)
             intervals, means = {d: s.interval for d, s in found.items()}, {d: s.mean for d, s in found.items()}
             plot.bars(intervals, shift=shift, color=color, lw=1.2, marker="_", ms=5.0)
-            line = plot.line(means, shift=shift, name=arm.label, color=color, marker=marker)
+            label = formats.shorten(arm.label, LABEL)
+            plot.line(means, shift=shift, name=arm.label, color=color, marker=marker, label=label)
             if arm.baseline and len(means) == 1:
-                line = axes.axhline(metric.scale * next(iter(means.values())), color=color, ls=DASHED, lw=1.4)
-            entries.append((line, formats.shorten(arm.label, LABEL)))
+                plot.axes.axhline(metric.scale * next(iter(means.values())), color=color, ls=DASHED, lw=1.4)
         if group == "diversity":
-            axes.set_ylim(bottom=0)  # shows how close to zero it is
-        legend(figure, *zip(*entries, strict=True))
+            plot.axes.set_ylim(bottom=0)  # shows how close to zero it is
+        legend(figure, *plot.axes.get_legend_handles_labels())
 
     title = f"{capitalize(('ensemble ' if group == 'scores' else '') + metric.noun)} against λ"
     caption = f"Mean over seeds; bars: 95 % t interval of each mean. {capitalize(metric.reading)}"

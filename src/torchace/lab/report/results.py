@@ -123,14 +123,7 @@ class Results:
 
 
 def read_results(directory: str | Path, *, arrays: bool = True) -> Results:
-    """Read a run directory; damaged files are listed in `damaged` and skipped.
-
-    Args:
-        directory: A run directory of `torchace run` or `torchace fit`.
-        arrays: Whether to read the runs' arrays.
-
-    Returns:
-        The experiment and its runs.
+    """Read a run directory of `torchace run` or `torchace fit`; damaged files are listed in `damaged` and skipped.
 
     Raises:
         ResultFileError: `experiment.json` cannot be read.

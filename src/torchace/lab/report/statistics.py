@@ -152,13 +152,3 @@ def comparable_means(results: Results, arm: ArmSummary, metric: str, split: str 
     series = {diversity: values for diversity, values in found.items() if values}
     common = set.intersection(*(set(values) for values in series.values())) if series else set()
     return {diversity: fmean(values[seed] for seed in common or values) for diversity, values in series.items()}
-
-
-def train_loss(results: Results, arm: ArmSummary, diversity: float = 0.0) -> float | None:
-    """Return the mean training loss in the epoch of the weights; None if it was not recorded."""
-    key, found = f"train_{results.task.loss}", []
-    for run in results.finished(arm, diversity):
-        epoch = run.history[(run.best_epoch or len(run.history)) - 1] if run.history else {}
-        if (value := epoch.get(key)) is not None:
-            found.append(value)
-    return fmean(found) if found else None

@@ -31,12 +31,10 @@ from torchace.lab.schema.hyperparameters import (
     Share,
     Width,
 )
-from torchace.lab.schema.reading import OPTIMIZER_NAME, describe_error
+from torchace.lab.schema.reading import DATA_NAME, GIVEN, OPTIMIZER_NAME, describe_error
 from torchace.lab.schema.results import PaperTable, RunKey
 from torchace.lab.schema.values import AXES
 
-DATASETS = ("digits", "mnist", "fashion_mnist", "cifar10")
-GIVEN = "given"  # data given to `torchace.sweep` as objects
 BRANCH_AT = "stage3"  # of a ResNet
 OPTIMIZERS = ("sgd", "adam", "adamw")
 
@@ -68,17 +66,10 @@ Axis = Annotated[
 ]
 
 
-def _check_data_name(name: str) -> str:
-    if name not in (*DATASETS, GIVEN):
-        known = ", ".join(repr(one) for one in DATASETS[:-1])
-        raise ValueError(f"expected {known} or {DATASETS[-1]!r}, but got {name!r}.")
-    return name
-
-
 class DataSection(Section):
     """The data: a built-in set, a function that returns (train, test), a file, or objects given from Python."""
 
-    name: Annotated[str, AfterValidator(_check_data_name)] = "digits"
+    name: Annotated[str, Field(pattern=DATA_NAME)] = "digits"
     factory: ObjectName | None = None
     arguments: dict[str, Any] = {}  # of the factory
     file: str | None = None  # .npz, .csv or .parquet

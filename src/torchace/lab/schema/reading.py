@@ -14,9 +14,12 @@ from torchace._files import CHECKSUM, is_unchanged, read_json
 from torchace.lab.schema.results import FORMAT, ResultFile
 
 TAGS = ("one", "many")  # of a value that may be a list
+DATASETS, GIVEN = ("digits", "mnist", "fashion_mnist", "cifar10"), "given"  # given: as objects, in Python
+DATA_NAME = f"^({'|'.join(DATASETS)}|{GIVEN})$"
 OBJECT_NAME, OPTIMIZER_NAME = r"^.+:.+$", r"^(sgd|adam|adamw|.+:.+)$"
 PATTERNS = {
     r"^[a-z0-9_]+$": "lowercase letters, digits and underscores",
+    DATA_NAME: "'digits', 'mnist', 'fashion_mnist' or 'cifar10'",
     OBJECT_NAME: "the name of an object, such as 'package.module:function'",
     OPTIMIZER_NAME: "'sgd', 'adam', 'adamw' or a class such as 'torch.optim:RMSprop'",
 }
